@@ -1,4 +1,4 @@
-"""What every test run of the project needs: skips that can't hide, and heavy tests apart from the others."""
+"""For every test run of the project: skips fail in CI, and heavy tests run apart from the others."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark heavy tests, which ``make test`` runs apart from the others, file by file.
+    """Mark heavy tests, which ``make test`` runs separately, file by file.
 
-    What imports vLLM is one, too: that takes long, and engines, which take memory, are shared by the tests of a file.
-    First of all hooks, as the one that selects by marks reads what this writes.
+    Tests that import vLLM count as heavy: the import is slow, and the tests of a file share engines, which use much
+    memory. This hook runs first because the selection by marks reads these marks.
     """
     for item in items:
         imports_vllm = item.path.is_relative_to(VLLM_TESTS)

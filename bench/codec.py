@@ -1,30 +1,26 @@
-"""What codecs and seals make of KV blocks, and what that costs: ratio, rate each way, and how much of it frees the GIL.
+"""Codecs and seals on KV blocks: compression ratio, and rate of encoding and decoding.
 
     python bench/codec.py [--quick] [--runs N] [--dtypes bf16,fp8] [--checkpoint DIR] [--json FILE]
 
-Measured is what a tier does with a batch of 4 MiB on one of its two worker threads, memory to memory: ``encode`` is
-codecs, seal, checksum and header; ``decode`` is all checks, opening and decoding. So ``raw`` is the checksum alone.
-Beside it stand ``zstandard`` (the package's own calls, a block each, nothing else) and ``blosc2`` (shuffle and
-bitshuffle with zstd inside, one thread). Every decode is compared with the block.
+The measured work is that of a tier on a batch of 4 MiB, on one of its two worker threads, memory to memory: ``encode``
+comprises codecs, seal, checksum and header; ``decode`` comprises all checks, opening the seal and decoding. ``raw`` is
+therefore the checksum alone. For comparison there are ``zstandard`` (only the package's own calls, one per block) and
+``blosc2`` (shuffle and bitshuffle with zstd, one thread). Every decoded block is compared with the original.
 
-``gb_per_s`` is plain bytes by wall time of one thread; ``cpu_s_per_gb`` counts all threads of the process. ``gil_free``
-is the share of that wall time in which the work does not hold the GIL. It is measured with a thread beside that counts
-in Python, and so holds the GIL whenever the work does not: from its count follows for how long that was, and what is
-left of the time is the work's. It takes two idle cores; on a busy machine it says nothing.
+``gb_per_s`` is plain bytes per wall time of one thread; ``cpu_s_per_gb`` counts all threads of the process.
 
-The blocks come from bench/kv_tensors.py, which says what they imitate.
+The blocks come from bench/kv_tensors.py, which describes their statistics.
 """
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import sys
 import tempfile
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +30,28 @@ import zstandard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Row, arguments, median_row, print_table, write_json
+from bench.common import Row, arguments, in_turns, median_row, reporting, runs_of
 from bench.kv_tensors import DTYPES, kv_blocks
 from kvstore import Namespace
-from kvstore.codec.decoder import StoredBlock
-from kvstore.codec.encoder import Encoder
+from kvstore.codec.coding import Encoder
 from kvstore.codec.keyring import new_document
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
 from kvstore.tiers.codecs import TierCodecs
 
-COLUMNS = ["dtype", "system", "op", "ratio", "gb_per_s", "cpu_s_per_gb", "gil_free", "verified", "runs"]
+COLUMNS = ["dtype", "system", "op", "ratio", "gb_per_s", "cpu_s_per_gb", "verified", "runs"]
 LEVELS = (-5, 1, 3)
 BATCH_BYTES = 4 << 20
-SWITCH_S = 50e-6
-"""Switch interval while the GIL is measured: with the usual 5 ms, to wait for it would take longer than the work."""
 NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 
 Buffers = list[memoryview]
 
 
 class System(ABC):
-    """Something that encodes and decodes the blocks of a batch.
+    """A system that encodes and decodes the blocks of a batch.
 
     Attributes:
         name: Its name in rows.
-        ratio: Stored by plain bytes of the last encode.
+        ratio: Stored bytes divided by plain bytes, of the last encode.
     """
 
     name: str
@@ -70,7 +63,7 @@ class System(ABC):
 
     @abstractmethod
     def prepare_decode(self) -> None:
-        """Put what is to be decoded where a load would have put it; not measured."""
+        """Place the encoded data where a load would place it; not measured."""
 
     @abstractmethod
     def decode(self) -> None:
@@ -78,11 +71,11 @@ class System(ABC):
 
     @abstractmethod
     def verify(self) -> bool:
-        """Tell whether the last decode gave the blocks."""
+        """Return whether the last decode restored the blocks."""
 
 
 class Kvstore(System):
-    """A tier's own encoder and decoder, with all that they do to a batch."""
+    """A tier's own encoder and decoder, with all steps for a batch."""
 
     def __init__(self, name: str, config: Any, blocks: np.ndarray, dtype: str) -> None:
         self.name = f"kvstore {name}"
@@ -101,36 +94,33 @@ class Kvstore(System):
         self._payloads: Buffers = []
 
     def encode(self) -> None:
-        """Make the records of all blocks."""
-        made = self._encoder.encode(
+        payloads, _ = self._encoder.encode(
             self._keys, self._headers, self._blocks, self._targets, self._spares, encode=bool(self._codecs.chain.codecs)
         )
-        self._payloads = [payload for payload in made.payloads if payload is not None]
-        self.ratio = made.stored_bytes / self._plain.nbytes
+        self._payloads = [payload for payload in payloads if payload is not None]
+        self.ratio = sum(payload.nbytes for payload in self._payloads) / self._plain.nbytes
 
     def prepare_decode(self) -> None:
-        """Put the payloads into slots."""
         for slot, payload in zip(self._slots, self._payloads, strict=True):
             slot[: payload.nbytes] = payload
 
     def decode(self) -> None:
-        """Check all records, and decode those that are encoded, in their slots."""
         refusal = self._codecs.decoder.refusal
-        stored = []
+        headers, slots = [], []
         for key, header, slot, payload in zip(self._keys, self._headers, self._slots, self._payloads, strict=True):
             found = self._records.check(key, header, slot, HEADER_BYTES + payload.nbytes, refusal)
             if found.codec_chain:
-                stored.append(StoredBlock(found, slot))
-        if stored:
-            self._codecs.decoder.decode(stored, self._lower[: len(stored)], self._upper[: len(stored)])
+                headers.append(found)
+                slots.append(slot)
+        if headers:
+            self._codecs.decoder.decode(headers, slots, self._lower[: len(slots)], self._upper[: len(slots)])
 
     def verify(self) -> bool:
-        """Compare slots and blocks."""
         return all(slot == block.data for slot, block in zip(self._slots, self._plain, strict=True))
 
 
 class Calls(System):
-    """A package's own two calls, block by block."""
+    """A package's own calls for encoding and decoding, block by block."""
 
     def __init__(
         self, name: str, encode: Callable[[Any], bytes], decode: Callable[[bytes], Any], blocks: np.ndarray
@@ -142,7 +132,6 @@ class Calls(System):
         self._decoded: list[Any] = []
 
     def encode(self) -> None:
-        """Encode all blocks."""
         self._encoded = [self._encode(block) for block in self._plain]
         self.ratio = sum(map(len, self._encoded)) / sum(block.nbytes for block in self._plain)
 
@@ -150,16 +139,14 @@ class Calls(System):
         """Nothing to do."""
 
     def decode(self) -> None:
-        """Decode all blocks."""
         self._decoded = [self._decode(data) for data in self._encoded]
 
     def verify(self) -> bool:
-        """Compare."""
         return all(bytes(one) == two.tobytes() for one, two in zip(self._decoded, self._plain, strict=True))
 
 
 def rows(count: int, size: int) -> Buffers:
-    """Return rows of page-aligned memory, one behind the other, as a tier's slots are."""
+    """Return consecutive rows of page-aligned memory, like a tier's slots."""
     whole = memoryview(mmap.mmap(-1, count * size))
     return [whole[i * size : (i + 1) * size] for i in range(count)]
 
@@ -188,47 +175,8 @@ def packer(params: dict[str, Any]) -> Callable[[Any], bytes]:
     return lambda block: blosc2.compress2(block, **params)
 
 
-class Spinner:
-    """A thread that counts in Python, and so has the GIL whenever it can."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._ended = False
-        self._rate = 0.0
-        self._thread = threading.Thread(target=self._spin)
-
-    def _spin(self) -> None:
-        while not self._ended:
-            self._count += 1
-
-    def measure_rate(self, seconds: float) -> None:
-        """Learn how quickly it counts when nobody takes the GIL from it."""
-        started, before = time.perf_counter(), self._count
-        # Until it has counted: on a busy machine a thread may not get to run for long.
-        while self._count == before:
-            time.sleep(seconds)
-        self._rate = (self._count - before) / (time.perf_counter() - started)
-
-    def without_gil_s(self, work: Callable[[], None]) -> float:
-        """Return for how many seconds it did not have the GIL while ``work`` ran on the calling thread."""
-        started, before = time.perf_counter(), self._count
-        work()
-        return time.perf_counter() - started - (self._count - before) / self._rate
-
-    def __enter__(self) -> Spinner:
-        self._interval = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_S)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._ended = True
-        self._thread.join()
-        sys.setswitchinterval(self._interval)
-
-
 def for_about(seconds: float, work: Callable[[], None], prepare: Callable[[], None]) -> tuple[int, float, float]:
-    """Repeat work; return how often, and the wall and CPU seconds of it, without what prepares it."""
+    """Repeat ``work``; return the number of repetitions and their wall and CPU seconds, without ``prepare``."""
     count, wall_s, cpu_s = 0, 0.0, 0.0
     while wall_s < seconds:
         prepare()
@@ -240,91 +188,46 @@ def for_about(seconds: float, work: Callable[[], None], prepare: Callable[[], No
     return count, wall_s, cpu_s
 
 
-def measure(system: System, blocks: np.ndarray, dtype: str, seconds: float) -> list[Row]:
-    """Return a row for each way."""
+def measure(system: System, op: str, blocks: np.ndarray, dtype: str, seconds: float) -> Row:
+    """Measure encoding or decoding; return its row."""
     system.encode()
     system.prepare_decode()
     system.decode()
     verified = system.verify()
-    found = []
-    for op, work in (("encode", system.encode), ("decode", system.decode)):
-        prepare = system.prepare_decode if op == "decode" else nothing
-        count, wall_s, cpu_s = for_about(seconds, work, prepare)
-        gb = count * blocks.nbytes / 1e9
-        prepare()
-        found.append({
-            "bench": "codec", "system": system.name, "op": op, "dtype": dtype, "block_bytes": blocks.shape[1],
-            "ratio": system.ratio, "gb_per_s": gb / wall_s, "cpu_s_per_gb": cpu_s / gb,
-            "gil_free": gil_free(work, prepare, seconds, wall_s / count), "verified": verified,
-        })  # fmt: skip
-    return found
-
-
-def gil_free(work: Callable[[], None], prepare: Callable[[], None], seconds: float, alone_s: float) -> float:
-    """Return the share of the work's time in which it does not hold the GIL.
-
-    Args:
-        work: The work.
-        prepare: What goes before each time; not measured.
-        seconds: How long to measure.
-        alone_s: Time that the work takes with nothing beside it.
-    """
-    held_s, times = 0.0, 0
-    with Spinner() as spinner:
-        spinner.measure_rate(seconds / 4)
-        ended = time.perf_counter() + seconds
-        while time.perf_counter() < ended:
-            prepare()
-            held_s += spinner.without_gil_s(work)
-            times += 1
-    return min(1.0, max(0.0, 1 - held_s / (times * alone_s)))
-
-
-def nothing() -> None:
-    """Prepare an encode."""
+    work, prepare = (system.encode, lambda: None) if op == "encode" else (system.decode, system.prepare_decode)
+    count, wall_s, cpu_s = for_about(seconds, work, prepare)
+    gb = count * blocks.nbytes / 1e9
+    return {
+        "bench": "codec", "system": system.name, "op": op, "dtype": dtype, "block_bytes": blocks.shape[1],
+        "ratio": system.ratio, "gb_per_s": gb / wall_s, "cpu_s_per_gb": cpu_s / gb, "verified": verified,
+    }  # fmt: skip
 
 
 def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--runs", type=int, metavar="N", help="runs that a row is the median of (5; quick: 1)")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="comma-separated element types")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="a real model to take the blocks from")
     options = parser.parse_args()
-    runs = options.runs or (1 if options.quick else 5)
     seconds, tokens, layers = (0.05, 256, 4) if options.quick else (0.4, 2048, 4)
-    finished: list[Row] = []
-    with tempfile.TemporaryDirectory() as directory:
+    source = str(options.checkpoint) if options.checkpoint else f"bench/kv_tensors.py, {layers} layers"
+    versions = {"blosc2": blosc2.__version__, "zstandard": zstandard.__version__}
+    with (
+        reporting(options, COLUMNS, blocks=source, **versions) as finished,
+        tempfile.TemporaryDirectory() as directory,
+    ):
         keyring = Path(directory) / "keyring"
         keyring.write_text(new_document())
-        try:
-            for dtype in options.dtypes.split(","):
-                finished += measure_dtype(
-                    dtype, kv_of(dtype, tokens, layers, options.checkpoint), keyring, runs, seconds
-                )
-        except KeyboardInterrupt:
-            print("Interrupted; this is what was finished.", file=sys.stderr)
-    print_table(finished, COLUMNS)
-    blocks_from = str(options.checkpoint) if options.checkpoint else f"bench/kv_tensors.py, {layers} layers"
-    write_json(options.json, finished, blocks=blocks_from, blosc2=blosc2.__version__, zstandard=zstandard.__version__)
-
-
-def kv_of(dtype: str, tokens: int, layers: int, checkpoint: Path | None) -> np.ndarray:
-    """Return a batch of blocks, from the end of the prompt."""
-    blocks = kv_blocks(dtype, tokens=tokens, layers=layers, checkpoint=checkpoint)
-    return blocks[-max(1, BATCH_BYTES // blocks.shape[1]) :]
-
-
-def measure_dtype(dtype: str, blocks: np.ndarray, keyring: Path, runs: int, seconds: float) -> list[Row]:
-    """Measure all systems in turn, ``runs`` times; return the medians."""
-    systems = make_systems(blocks, dtype, keyring)
-    found: dict[tuple[str, str], list[Row]] = {}
-    for _ in range(runs):
-        for system in systems:
-            for row in measure(system, blocks, dtype, seconds):
-                found.setdefault((row["system"], row["op"]), []).append(row)
-    return [median_row(of_one) for of_one in found.values()]
+        for dtype in options.dtypes.split(","):
+            blocks = kv_blocks(dtype, tokens=tokens, layers=layers, checkpoint=options.checkpoint)
+            # One batch, from the end of the prompt.
+            blocks = blocks[-max(1, BATCH_BYTES // blocks.shape[1]) :]
+            turns = {
+                f"{system.name} {op}": partial(measure, system, op, blocks, dtype, seconds)
+                for system in make_systems(blocks, dtype, keyring)
+                for op in ("encode", "decode")
+            }
+            finished += [median_row(of_one) for of_one in in_turns(runs_of(options, 5), turns).values()]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Copies of KV cache blocks between GPU (or host memory) and slots, against plain copies of the same bytes.
+"""Copies of KV cache blocks between GPU (or host memory) and slots, compared with plain copies of the same bytes.
 
-64 blocks of 2 MiB, each of 32 layers that are separate tensors, as of a model with 8 KV heads of 128 bfloat16 elements
-and 16 tokens a block. Blocks and slots are in random order. On a GPU, pinned and not; without one, in host memory only,
-idle and with a thread that computes in Python beside it. Every byte is compared in the end.
+A job has 64 blocks of 2 MiB, each of 32 layers in separate tensors, like those of a model with 8 KV heads of 128
+bfloat16 elements and 16 tokens per block. Blocks and slots are in random order. Copies within host memory are measured
+idle and beside a thread that spins in Python; with a GPU, also copies to pinned and unpinned memory. Every byte is
+compared at the end.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from bench.common import Row, arguments, beside_spinner, median_row, print_table, write_json
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from bench.clients import beside_spinner
+from bench.common import Row, arguments, in_turns, median_row, reporting, runs_of
 from kvstore.primary import GroupLayout, KVLayout, Region, attention_layer
 from kvstore.runtime.messages import JobKind
 from kvstore.transfer import BlockCopies, HostTransfer, Transfer
@@ -44,7 +50,7 @@ class Bench:
     """A KV cache on a device, a region, and the same copies by different systems.
 
     Args:
-        device: Where the KV cache lies.
+        device: Device of the KV cache.
         count: Blocks of a job.
         pinned: Whether the region is pinned.
     """
@@ -70,14 +76,13 @@ class Bench:
         self.flat = torch.zeros(count * self.block_bytes, dtype=torch.uint8, device=device)
 
     def close(self) -> None:
-        """Give the memory back."""
         del self.rows
         if self.pins is not None:
             self.pins.close()
         self.region.close()
 
     def transfer_run(self, transfer: Transfer, kind: JobKind) -> Run:
-        """Return a run of one job by a transfer, from submit to its end."""
+        """Return a function that times one job of a transfer, from submit to its end."""
 
         def run() -> float:
             self.synchronize()
@@ -90,7 +95,7 @@ class Bench:
         return run
 
     def plain_run(self, kind: JobKind) -> Run:
-        """Return a run of one plain copy of as many bytes, contiguous on both sides: the ceiling."""
+        """Return a function that times one plain copy of as many bytes, contiguous on both sides: the upper bound."""
         host = torch.from_numpy(self.rows[: self.count].reshape(-1))
 
         def run() -> float:
@@ -104,7 +109,7 @@ class Bench:
         return run
 
     def page_run(self, kind: JobKind) -> Run:
-        """Return a run that copies page by page, with a call for each: what one would write first."""
+        """Return a function that times copies page by page, with one call each: the simplest implementation."""
         host = torch.from_numpy(self.rows)
         pairs = list(zip(self.blocks.tolist(), self.slots.tolist(), strict=True))
 
@@ -124,7 +129,7 @@ class Bench:
         return run
 
     def verify(self, run: Run, kind: JobKind) -> bool:
-        """Make one run from wiped targets and compare every byte, also of what must not have changed."""
+        """Make one run into wiped targets and compare every byte, including bytes that must not change."""
         whole = torch.cat(list(self.truth.values()), dim=1).numpy()
         order = np.argsort(self.slots)
         others = np.setdiff1d(np.arange(2 * self.count), self.slots)
@@ -146,41 +151,39 @@ class Bench:
         )
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def measure(bench: Bench, transfers: dict[str, Transfer], runs: int, *, spin: bool) -> list[Row]:
-    """Return the rows of all systems on one bench: interleaved runs, medians."""
+    """Return the rows of all systems on one bench."""
+    size = bench.count * bench.block_bytes
     systems: dict[tuple[str, JobKind], Run] = {}
     for kind in JobKind:
         systems["plain-copy", kind] = bench.plain_run(kind)
         systems["page-by-page", kind] = bench.page_run(kind)
         systems |= {(name, kind): bench.transfer_run(transfer, kind) for name, transfer in transfers.items()}
-    size = bench.count * bench.block_bytes
-    found: dict[tuple[str, JobKind], list[Row]] = {}
-    for number in range(runs + 1):
-        for (name, kind), run in systems.items():
-            with beside_spinner(spin) as spinner:
-                seconds = run()
-            row: Row = {"bench": "cuda_copy", "system": name, "op": kind.value, "pinned": bench.pinned, "spin": spin}
-            row |= {"block_bytes": bench.block_bytes, "blocks_per_job": bench.count, "gb_per_s": size / seconds / 1e9}
-            row |= spinner
-            if number:  # The first run of each only warms up.
-                found.setdefault((name, kind), []).append(row)
-    rows = []
-    for (name, kind), several in found.items():
-        row = median_row(several)
-        row["of_plain"] = row["gb_per_s"] / median_row(found["plain-copy", kind])["gb_per_s"]
-        if name != "plain-copy":
-            row["verified"] = bench.verify(systems[name, kind], kind)
-        rows.append(row)
+
+    def row_of(name: str, kind: JobKind) -> Row:
+        with beside_spinner(spin) as spun:
+            seconds = systems[name, kind]()
+        return {
+            "bench": "cuda_copy", "system": name, "op": kind.value, "pinned": bench.pinned, "spin": spin,
+            "block_bytes": bench.block_bytes, "blocks_per_job": bench.count, "gb_per_s": size / seconds / 1e9, **spun,
+        }  # fmt: skip
+
+    turns = {f"{name} {kind}": partial(row_of, name, kind) for name, kind in systems}
+    rows = [median_row(found) for found in in_turns(runs, turns, warm_up=True).values()]
+    plain = {row["op"]: row["gb_per_s"] for row in rows if row["system"] == "plain-copy"}
+    for row, (case, run) in zip(rows, systems.items(), strict=True):
+        row["of_plain"] = row["gb_per_s"] / plain[row["op"]]
+        if row["system"] != "plain-copy":
+            row["verified"] = bench.verify(run, case[1])
     return rows
 
 
 def on_cuda(count: int, runs: int) -> list[Row]:
-    """Measure on the first GPU, pinned and not."""
+    """Measure on the first GPU, with pinned and unpinned memory."""
     rows: list[Row] = []
     for pinned in (True, False):
         bench = Bench(torch.device("cuda"), count, pinned=pinned)
@@ -197,7 +200,7 @@ def on_cuda(count: int, runs: int) -> list[Row]:
 
 
 def on_host(count: int, runs: int) -> list[Row]:
-    """Measure within host memory, by both ways that the host transfer has."""
+    """Measure within host memory, by all variants of the host transfer."""
     rows: list[Row] = []
     bench = Bench(torch.device("cpu"), count, pinned=False)
     arrays = {name: pages.numpy() for name, pages in bench.cache.items()}
@@ -216,20 +219,16 @@ def on_host(count: int, runs: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure, print, say what could not be measured; exit with 1 if a byte was wrong."""
-    parser = arguments(__doc__.splitlines()[0])
-    options = parser.parse_args()
+    """Measure and print, also the reasons for missing rows; exit with 1 if a byte was wrong."""
+    options = arguments(__doc__).parse_args()
     count, runs = (16, 3) if options.quick else (64, 9)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    rows = on_host(count, runs)
-    if device is None:
-        print("No CUDA device here (torch.cuda.is_available() is false): host memory only, nothing is said of a GPU.\n")
-    else:
-        rows += on_cuda(count, runs)
-    print_table(rows, COLUMNS)
-    if device is not None:
-        print(f"\nGPU rows: {device}, CUDA {torch.version.cuda}, torch {torch.__version__}")
-    write_json(options.json, rows, device=device, torch=torch.__version__)
+    with reporting(options, COLUMNS, device=device, torch=torch.__version__, cuda=torch.version.cuda) as rows:
+        rows += on_host(count, runs_of(options, runs, runs))
+        if device is None:
+            print("No CUDA device here (torch.cuda.is_available() is false): host memory only.\n")
+        else:
+            rows += on_cuda(count, runs_of(options, runs, runs))
     if not all(row.get("verified", True) for row in rows):
         sys.exit("Bytes were wrong.")
 

@@ -1,19 +1,22 @@
-"""What KV cache events cost the scheduler at 100,000 blocks, and how long their report takes after a start.
+"""Scheduler cost of KV cache events at 100,000 blocks, and the time of their report after a start.
 
-A disk tier with the seal ``aead`` is filled with blocks of prompts, and their lineage. Then real engines start on it.
+A disk tier with the seal ``aead`` is filled with blocks of prompts and their lineage. Then real engines start on it.
 
-- ``report``: seconds from the first event of the tier to the last, of an engine that is asked nothing, by its stream.
-- ``step``: CPU microseconds of ``schedule`` and ``update_from_output`` a step, while requests of prompts that never
-  come again are answered, of three engines in turns: without events; with events of vLLM's own blocks, where kvstore
-  reports none (``vllm events``); and with those of kvstore too (``all events``). ``share`` is the median of the pairs
-  with the engine before, with the ends of its 95 % interval.
-- ``take_events``: the part of ``all events`` that kvstore's own code takes. The rest of the difference is vLLM's
-  conversion of the blocks that kvstore reports.
+- ``report``: seconds from the first to the last event of the tier, in the event stream of an idle engine.
+- ``step``: CPU microseconds per step in ``schedule`` and ``update_from_output``, for requests without prefix reuse, of
+  three engines in turns: without events; with events of vLLM's own blocks only (``vllm events``); and with kvstore's
+  events as well (``all events``). ``share`` is the median ratio to the previous engine over the starts, and ``low`` and
+  ``high`` are the ends of its 95 % interval.
+- ``take_events``: CPU microseconds per step in kvstore's own code. The rest of the difference is vLLM's conversion of
+  the blocks that kvstore reports.
+- ``bytecodes``: Python bytecodes per step on the scheduler's thread, in kvstore's code for events (``kvstore events``)
+  and elsewhere. They do not depend on the load of the machine. ``share`` is the ratio of kvstore's events to everything
+  else; the goal is at most 0.02.
 
     python bench/events.py [--quick] [--blocks N] [--starts N] [--json FILE]
 
-Needs vLLM on the CPU platform, and the extra ``aead``. Takes about four minutes a start on two cores, and 12 KiB of
-disk a block.
+Needs vLLM on the CPU platform, and the extra ``aead``. Takes about four minutes per start on two cores, and 12 KiB of
+disk per block.
 """
 
 from __future__ import annotations
@@ -34,14 +37,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-# The repository, so that this runs as a program.
+# Add the repository, so that this file runs as a program.
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import msgspec
 import zmq
 
-from bench.common import Row, arguments, median_interval, print_table, write_json
+from bench.common import Row, arguments, median_interval, reporting
 from examples.tiny_llama import LlamaShape, make_tiny_llama
 from kvstore.namespace import Namespace
 from kvstore.tiers import open_tier
@@ -51,13 +54,15 @@ BLOCK_TOKENS = 32
 PROMPT_BLOCKS = 50
 JOB = 64
 STEPS = 400
+COUNTED_STEPS = 200
+EVENT_MODULES = ("kvstore/tiers/inventory.py", "kvstore/tiering/events.py", "kvstore/vllm/lineage.py")
 OWNER = "kvstore/file"
 SYSTEMS = ("without", "vllm events", "all events")
-COLUMNS = ("op", "system", "blocks", "seconds", "us_per_call", "share", "low", "high", "runs")
+COLUMNS = ("op", "system", "blocks", "seconds", "us_per_call", "per_step", "share", "low", "high", "runs")
 
 
 def main() -> None:
-    """Fill, start, measure."""
+    """Fill the tier, start the engines, measure."""
     parser = arguments(__doc__)
     parser.add_argument("--blocks", type=int, default=100_000)
     parser.add_argument("--starts", type=int, default=5)
@@ -67,11 +72,8 @@ def main() -> None:
         run_child(args.child)
         return
     blocks, starts = (5_000, 1) if args.quick else (args.blocks, args.starts)
-    with tempfile.TemporaryDirectory(prefix="kvstore-events-") as name:
-        rows = measure(Path(name), blocks, starts)
-    print_table(rows, COLUMNS)
-    if args.json:
-        write_json(args.json, rows)
+    with reporting(args, COLUMNS) as rows, tempfile.TemporaryDirectory(prefix="kvstore-events-") as name:
+        rows += measure(Path(name), blocks, starts)
 
 
 def measure(work: Path, blocks: int, starts: int) -> list[Row]:
@@ -93,6 +95,7 @@ def measure(work: Path, blocks: int, starts: int) -> list[Row]:
     reports: list[float] = []
     steps: dict[str, list[float]] = {system: [] for system in SYSTEMS}
     own: list[float] = []
+    counts: list[tuple[float, float]] = []
     for start in range(starts):
         reports.append(report(work, model, tier, blocks))
         for system in SYSTEMS[:: -1 if start % 2 else 1]:
@@ -100,6 +103,7 @@ def measure(work: Path, blocks: int, starts: int) -> list[Row]:
             steps[system].append(found["us"])
             if system == "all events":
                 own.append(found["own_us"])
+                counts.append((found["event_bytecodes"], found["other_bytecodes"]))
     common: dict[str, Any] = {"bench": "events", "blocks": blocks, "runs": starts}
     rows: list[Row] = [{**common, "op": "report", "system": "kvstore-file", "seconds": statistics.median(reports)}]
     for system, before in zip(SYSTEMS, (None, *SYSTEMS), strict=False):
@@ -109,7 +113,11 @@ def measure(work: Path, blocks: int, starts: int) -> list[Row]:
             low, high = median_interval(shares)
             row |= {"share": statistics.median(shares), "low": low, "high": high}
         rows.append(row)
-    return [*rows, {**common, "op": "take_events", "system": "all events", "us_per_call": statistics.median(own)}]
+    rows.append({**common, "op": "take_events", "system": "all events", "us_per_call": statistics.median(own)})
+    events, others = (statistics.median(column) for column in zip(*counts, strict=True))
+    counted = {**common, "op": "bytecodes"}
+    rows.append({**counted, "system": "kvstore events", "per_step": events, "share": events / others})
+    return [*rows, {**counted, "system": "all else", "per_step": others}]
 
 
 def fill(tier: dict[str, Any], blocks: int, known: dict[str, Any]) -> None:
@@ -196,7 +204,7 @@ def start_child(work: Path, model: Path, tier: dict[str, Any], task: str, **more
 
 
 def child(work: Path, model: Path, tier: dict[str, Any], task: str, **more: Any) -> dict[str, Any]:
-    """Let an engine do a task; return what it found."""
+    """Run a task in an engine; return its result."""
     process = start_child(work, model, tier, task, **more)
     output, _ = process.communicate(timeout=600)
     if process.returncode:
@@ -206,7 +214,7 @@ def child(work: Path, model: Path, tier: dict[str, Any], task: str, **more: Any)
 
 
 def run_child(options: dict[str, Any]) -> None:
-    """Be an engine."""
+    """Run an engine: the main program of a child process."""
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 
@@ -249,13 +257,16 @@ def run_child(options: dict[str, Any]) -> None:
         [document] = [json.loads(path.read_text()) for path in Path(options["tier"]["path"]).rglob("namespace.json")]
         print(json.dumps({"fields": document["fields"], "slot_bytes": manager.manager.primary.slot_bytes}))
         return
-    print(json.dumps(timed_steps(llm, scheduler, manager, options["seed"])))
+    settle(llm, scheduler, manager)
+    choose = random.Random(options["seed"])
+    found = timed_steps(llm, scheduler, manager, choose)
+    if system == "all events":
+        found |= counted_steps(llm, scheduler, choose)
+    print(json.dumps(found))
 
 
-def timed_steps(llm: Any, scheduler: Any, manager: Any, seed: int) -> dict[str, float]:
-    """Return microseconds a step of the scheduler and of kvstore's events, after the report of recovered blocks."""
-    from vllm import SamplingParams
-
+def timed_steps(llm: Any, scheduler: Any, manager: Any, choose: random.Random) -> dict[str, float]:
+    """Return microseconds per step, of the scheduler and of kvstore's events."""
     spent: list[float] = []
     own: list[float] = []
 
@@ -273,20 +284,71 @@ def timed_steps(llm: Any, scheduler: Any, manager: Any, seed: int) -> dict[str, 
         own.append(0.0)
         return schedule(*args, **kwargs)
 
-    settle(llm, scheduler, manager)
-    schedule = timed(scheduler.schedule, spent)
-    manager.take_events = timed(manager.take_events, own)
-    scheduler.schedule, scheduler.update_from_output = begin, timed(scheduler.update_from_output, spent)
-    choose = random.Random(seed)
-    sampling = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    originals = scheduler.schedule, scheduler.update_from_output, manager.take_events
+    schedule = timed(originals[0], spent)
+    scheduler.schedule, scheduler.update_from_output = begin, timed(originals[1], spent)
+    manager.take_events = timed(originals[2], own)
     while len(spent) < STEPS:
-        prompts = [{"prompt_token_ids": [choose.randrange(2, 512) for _ in range(400)]} for _ in range(8)]
-        llm.generate(prompts, sampling, use_tqdm=False)
+        generate(llm, choose)
+    scheduler.schedule, scheduler.update_from_output, manager.take_events = originals
     return {"us": 1e6 * sum(spent) / len(spent), "own_us": 1e6 * sum(own) / len(own)}
 
 
+def counted_steps(llm: Any, scheduler: Any, choose: random.Random) -> dict[str, float]:
+    """Return the scheduler's bytecodes per step, in kvstore's code for events and elsewhere."""
+    steps = of_events = others = 0
+    taking = False
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal of_events, others, taking
+        code = frame.f_code
+        if event == "call":
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            taking = taking or is_taking(code)
+        elif event == "return" and is_taking(code):
+            taking = False
+        elif event == "opcode" and (taking or code.co_filename.endswith(EVENT_MODULES)):
+            of_events += 1
+        elif event == "opcode":
+            others += 1
+        return count
+
+    def is_taking(code: Any) -> bool:
+        return bool(code.co_name == "take_events" and code.co_filename.endswith("kvstore/vllm/manager.py"))
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sys.settrace(count)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                sys.settrace(None)
+
+        return call
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return schedule(*args, **kwargs)
+
+    schedule, update = counted(scheduler.schedule), counted(scheduler.update_from_output)
+    scheduler.schedule, scheduler.update_from_output = begin, update
+    while steps < COUNTED_STEPS:
+        generate(llm, choose)
+    return {"event_bytecodes": of_events / steps, "other_bytecodes": others / steps}
+
+
+def generate(llm: Any, choose: random.Random) -> None:
+    """Generate answers to eight new random prompts."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [choose.randrange(2, 512) for _ in range(400)]} for _ in range(8)]
+    llm.generate(prompts, sampling, use_tqdm=False)
+
+
 def settle(llm: Any, scheduler: Any, manager: Any) -> None:
-    """Step until recovered blocks are found and reported."""
+    """Step until recovery is complete and no request remains."""
     core = llm.llm_engine.engine_core.engine_core
     while scheduler.has_requests() or any(stats.recovering for stats in manager.manager.tier_stats()):
         for tier in manager.manager.tiers:

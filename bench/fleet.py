@@ -1,10 +1,10 @@
-"""What a fleet of engines that share blocks costs: a list of peers, and a directory. A simulation, with no network.
+"""Cost of sharing blocks in a fleet of engines, with a list of peers and with a directory. A simulation, no network.
 
     python bench/fleet.py --json out.json
 
-Engines hold prefixes of equal length, popular ones more often. Summaries, their bytes and the choice of the engines
-to ask are those of kvstore's own code; what goes over the network is counted from them and from its constants. An
-engine's summary is as old as the rate of reading makes it, and meanwhile a part of its prefixes was replaced.
+Engines hold prefixes of equal length, popular ones more often. kvstore's own code creates the summaries and chooses the
+engines to query; network traffic is calculated from these and from kvstore's constants. The age of an engine's summary
+follows from the read rate, and part of its prefixes has been replaced in that time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import Row, arguments, print_table, write_json
-
+from bench.common import Row, arguments, reporting
 from kvstore.backends.peer import backend, directory, summary
 from kvstore.backends.peer.summary import Index, Section
 
@@ -32,10 +31,10 @@ ENGINE_BLOCKS: Final = 100_000
 LOOKUPS_PER_S: Final = 10
 IDLE_S: Final = 30
 TURNOVER_S: Final = 1800.0
-"""Time in which an engine replaces all its blocks: 55 blocks a second, or 890 tokens in blocks of 16."""
+"""Time in which an engine replaces all its blocks: 55 blocks (of 16 tokens: 890 tokens) per second."""
 KEY_BYTES: Final = 37
 MEMBER_BYTES: Final = len("10.100.200.100:5710 0123456789abcdef") + 24
-"""An engine in the list, and what the protocol of Redis adds."""
+"""Bytes of an engine in the list, including the overhead of the Redis protocol."""
 
 COLUMNS: Final = (
     "system", "engines", "asked_per_lookup", "found", "asked_in_vain", "connections", "summary_age_s", "index_mb",
@@ -50,9 +49,9 @@ class Fleet:
 
     Attributes:
         keys: Keys of each prefix.
-        hashes: Hashes of these, one row a prefix.
-        held: Prefixes of each engine, as its summary says.
-        kept: Those of them that are still there when the summary is used.
+        hashes: Hashes of these keys, one row per prefix.
+        held: Prefixes in the summary of each engine.
+        kept: Prefixes in the summary that the engine still holds when the summary is used.
     """
 
     keys: list[list[bytes]]
@@ -64,18 +63,16 @@ class Fleet:
 def main() -> None:
     """Command line."""
     args = arguments(__doc__).parse_args()
-    # Engines that are alike are chosen among by chance.
+    # The choice between equal engines is random.
     np.random.seed(1)
-    rows: list[Row] = []
-    for engines in (10, 100) if args.quick else (10, 100, 1000):
-        rows.append(of_list(engines))
-        rows.append(of_directory(engines, lookups=300 if args.quick else 2000))
-    print_table(rows, COLUMNS)
-    write_json(args.json, rows)
+    with reporting(args, COLUMNS) as rows:
+        for engines in (10, 100) if args.quick else (10, 100, 1000):
+            rows.append(of_list(engines))
+            rows.append(of_directory(engines, lookups=300 if args.quick else 2000))
 
 
 def of_list(engines: int) -> Row:
-    """Return what it costs if each engine has all others in a list, were it allowed: it may have 64."""
+    """Return the cost with a list of all other engines; ``possible`` is False above the limit of 64 peers."""
     others = engines - 1
     questions = others * LOOKUPS_PER_S
     return {
@@ -92,11 +89,11 @@ def of_list(engines: int) -> Row:
 
 
 def of_directory(engines: int, lookups: int) -> Row:
-    """Return what it costs with a directory."""
+    """Return the cost with a directory."""
     rng = np.random.default_rng(engines)
     size = len(summary.pack([Section(0, np.arange(summary.SAMPLE_MAX, dtype=np.uint32))]))
     age_s = max(INTERVAL_S, (engines - 1) * size / directory._READ_BYTES_PER_S)
-    # All but the one that asks.
+    # All engines but the querying one.
     fleet = simulated(engines - 1, min(1.0, age_s / TURNOVER_S), rng)
     index = Index.of([[section(fleet, engine)] for engine in range(engines - 1)])
     asked = found = vain = there = searched = 0
@@ -106,7 +103,7 @@ def of_directory(engines: int, lookups: int) -> Row:
     for number, prefix in enumerate(popular(rng, lookups)):
         if number % per_window == 0:
             partners.append(set())
-        # An engine of which everything is new: it holds nothing of its own that could answer.
+        # The querying engine is empty, so every lookup goes to others.
         begun = time.perf_counter()
         chosen = index.best(fleet.keys[prefix], 2)
         spent_s += time.perf_counter() - begun
@@ -144,7 +141,7 @@ def of_directory(engines: int, lookups: int) -> Row:
 
 
 def simulated(engines: int, replaced: float, rng: np.random.Generator) -> Fleet:
-    """Return a fleet of which a part of each engine's prefixes was replaced since its summary."""
+    """Return a fleet in which a share of each engine's prefixes was replaced since its summary."""
     keys = [
         [hashlib.sha256(b"%d-%d" % (prefix, block)).digest() + bytes(4) for block in range(PREFIX_BLOCKS)]
         for prefix in range(PREFIXES)
@@ -157,19 +154,19 @@ def simulated(engines: int, replaced: float, rng: np.random.Generator) -> Fleet:
 
 
 def section(fleet: Fleet, engine: int) -> Section:
-    """Return the sample of an engine, as ``Sample`` takes it, from hashes."""
+    """Return the section of an engine, sampled from hashes like in ``Sample``."""
     hashes = np.partition(fleet.hashes[fleet.held[engine]].ravel(), summary.SAMPLE_MAX)[: summary.SAMPLE_MAX]
     return Section(int(hashes.max() >> np.uint64(32)), np.unique(hashes.astype(np.uint32)))
 
 
 def popularity() -> np.ndarray:
-    """Return how often each prefix is used: the n-th 1/sqrt(n) times as often as the first."""
+    """Return the probability of each prefix: the n-th is used 1/sqrt(n) times as often as the first."""
     weights = 1 / np.sqrt(np.arange(1, PREFIXES + 1))
     return weights / weights.sum()
 
 
 def popular(rng: np.random.Generator, count: int) -> list[int]:
-    """Return the prefixes of so many requests."""
+    """Return the prefixes of ``count`` random requests."""
     found: list[int] = rng.choice(PREFIXES, count, p=popularity()).tolist()
     return found
 

@@ -1,10 +1,10 @@
-"""Time to the first word with the gate, beside always loading and always computing, over links of several speeds.
+"""Time to the first word with the gate, with always loading and with always computing, over links of several speeds.
 
-A real `vllm serve` on a CPU is asked the same long prompts in turn. Neither device nor primary tier has room for two
-of them; the tier below holds them all, in memory behind a link of the given speed. The speed changes from point
-to point while the servers run, so each point includes the requests in which the gate adapts. ``always-recompute`` asks
-with ``{"load": false}``. ``ratio`` is the p95 over the better p95 of the two others at the same point. At the last
-point the link stops for 5 s before each third request.
+A real `vllm serve` on a CPU receives the same long prompts in turn. Neither the device nor the primary tier has room
+for two of them; the tier below holds them all, in memory behind a link of the given speed. The speed changes from point
+to point while the servers run, so each point includes the requests in which the gate adapts. ``always-recompute`` sends
+``{"load": false}``. ``ratio`` is the p95 divided by the better p95 of always loading and always computing at the same
+point. At the last point the link stops for 5 s before each third request.
 
     python bench/gate.py [--quick] [--requests N] [--json FILE]
 
@@ -23,11 +23,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-# The repository, so that this runs as a program.
+# Add the repository, so that this file runs as a program.
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.common import Row, percentile, print_table, write_json
+from bench.common import Row, percentile, reporting
 from bench.linked_memory import set_link
 from bench.vllm_overhead import BLOCK_TOKENS, VOCABULARY, bench_arguments, bench_setup, make_prompts, say
 from examples.serving import Answer, Server
@@ -44,11 +44,11 @@ COLUMNS = (
 
 _GB = 1e9
 _REST_S = 0.3
-"""After each answer: its blocks are stored then."""
+"""Pause after each answer, in which its blocks are stored."""
 
 
 def measure(work: Path, model: Path, options: argparse.Namespace) -> Iterator[Row]:
-    """Ask all systems at all points; yield a row for each."""
+    """Measure all systems at all points; yield a row for each."""
     tokens, row_bytes = (1024, 2**17) if options.quick else (2048, 2**21)
     blocks = tokens // BLOCK_TOKENS
     texts: dict[int, str] = {}
@@ -83,7 +83,7 @@ def measure(work: Path, model: Path, options: argparse.Namespace) -> Iterator[Ro
                 ),
             )
             stack.callback(servers[name].kill)
-        # Of two equal servers one may compute a tenth more slowly, and the gate is to be compared with its own.
+        # Two equal servers may differ by a tenth in speed, so the gate is compared on the same server.
         servers["always-recompute"] = servers["gate"]
         for name in links:
             servers[name].wait_ready()
@@ -100,7 +100,7 @@ def measure(work: Path, model: Path, options: argparse.Namespace) -> Iterator[Ro
                         for link in links.values():
                             set_link(link, rate * _GB, latency, stall)
                     body = {"kv_transfer_params": {"kvstore": {"load": False}}} if "recompute" in system else None
-                    # The two systems of one server ask for different prompts, neither of which it has at hand.
+                    # The two systems of one server use different prompts, neither of which it holds in memory.
                     place = (number + (PROMPTS // 2 if body else 0)) % PROMPTS
                     answers[system].append(servers[system].complete(prompts[place], 2, body))
                     equal &= texts.setdefault(place, answers[system][-1].text) == answers[system][-1].text
@@ -138,15 +138,9 @@ def main() -> int:
     options.requests = options.requests or (4 if options.quick else 60)
     # The servers import the medium from the repository.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    rows: list[Row] = []
-    with bench_setup(options) as (work, model):
-        try:
-            for row in measure(work, model, options):
-                rows.append(row)
-        except KeyboardInterrupt:
-            say("interrupted")
-    print_table(rows, COLUMNS)
-    write_json(options.json, rows)
+    with reporting(options, COLUMNS) as rows, bench_setup(options) as (work, model):
+        for row in measure(work, model, options):
+            rows.append(row)
     return 0 if all(row["outputs_equal"] for row in rows) else 1
 
 

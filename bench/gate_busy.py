@@ -1,12 +1,12 @@
-"""Times to the first token of an engine that many requests share: gate, always loading, always computing.
+"""Times to the first token of an engine with many concurrent requests: gate, always loading, always computing.
 
 Chats go through the real manager, over a simulated disk tier whose link has a rate and a latency. The engine computes
-10,000 tokens of prompts a second, of 128 KiB each; ``load`` is the share of the time that it would compute without any
-hit. ``bench/gate.py`` measures a real engine, one request after the other.
+10,000 prompt tokens per second, of 128 KiB each; ``load`` is the share of time that it would compute without any hit.
+``bench/gate.py`` measures a real engine, one request after the other.
 
     python bench/gate_busy.py [--quick] [--json FILE]
 
-Time is simulated: the result does not depend on the machine.
+Time is simulated, so the result does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-# The repository, so that this runs as a program.
+# Add the repository, so that this file runs as a program.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Row, arguments, print_table, write_json
+from bench.common import Row, arguments, reporting
 from kvstore.cli.replaying.generator import TraceShape, generate_trace
 from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, replay
 from kvstore.cli.replaying.tiers import Link
@@ -27,7 +27,7 @@ from kvstore.cli.tier_argument import parse_tier
 
 LOADS = (0.1, 0.5, 0.9, 1.3)
 LINKS = ((10e9, 0.001), (2e9, 0.005), (1e9, 0.02), (0.3e9, 0.02), (0.05e9, 0.1))
-"""Bytes per second and seconds; loading a token takes as long as computing it at 1.3 GB/s."""
+"""Rate (bytes per second) and latency (seconds); at 1.3 GB/s, loading a token takes as long as computing it."""
 SYSTEMS = {"gate": (True, {}), "always-load": (False, {}), "always-recompute": (False, {"load": False})}
 TIMES = ("ttft_s_p50", "ttft_s_p95")
 COLUMNS = ("load", "link_gb_per_s", "link_latency_s", "system", *TIMES, "of_better_p50", "of_better_p95", "hit_rate")
@@ -66,14 +66,12 @@ def measure(requests: int) -> Iterator[Row]:
                 }
 
 
-def main() -> int:
-    """Replay and print; returns 0."""
+def main() -> None:
+    """Replay and print."""
     options = arguments(__doc__).parse_args()
-    rows = list(measure(300 if options.quick else 1000))
-    print_table(rows, COLUMNS)
-    write_json(options.json, rows)
-    return 0
+    with reporting(options, COLUMNS) as rows:
+        rows.extend(measure(300 if options.quick else 1000))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,11 +1,11 @@
-"""Time of loads from a tier that stalls for 1 s at one block in a hundred, with hedged reads and without.
+"""Load times of a tier that stalls for 1 s at one block in a hundred, with and without hedged reads.
 
     python bench/hedge.py [--quick] [--json FILE] [--directory DIR]
 
-Two disk tiers hold every block; the fault wrapper of kvstore.testing stalls the first. One request after another
-loads one block, with a step of a millisecond, and its bytes are compared. ``latency_s_p99`` is what one load in a
-hundred reaches, ``p99_cut`` that of ``alone`` over it, ``extra_reads`` the hedges per load. The stalls are so much
-longer than a load that a busy machine hardly matters.
+Two disk tiers hold every block; the fault wrapper of kvstore.testing stalls the first. Requests load one block each,
+one after another, with steps of a millisecond, and the bytes are compared. ``p99_cut`` is the ``latency_s_p99`` of
+``alone`` divided by that of the row, ``extra_reads`` the hedges per load. The stalls are much longer than a load, so
+the load of the machine hardly matters.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import time
 from functools import partial
 from pathlib import Path
 
-# In place of this directory, where modules have the names of packages: the repository.
+# The repository replaces this directory, whose modules have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.common import Row, arguments, percentile, print_table, shared_memory, write_json
+from bench.common import Row, arguments, percentile, reporting, shared_memory
 from kvstore import LookupResult, Namespace, RequestContext, open_tier
 from kvstore.primary import PrimaryTier
 from kvstore.testing import Fault, FaultKind, FaultPlan, FaultyBackend
@@ -29,9 +29,9 @@ from kvstore.tiering import TieringConfig, TieringManager
 _SLOT_BYTES = 128 * 1024
 _SLOTS = 128
 _BLOCKS = 512
-"""More than the primary tier holds: in turn, each has to be loaded."""
+"""More than the primary tier holds, so that each has to be loaded in turn."""
 _WARM_UP = 200
-"""Loads before the stalls begin, from which the tier's usual time is learned."""
+"""Loads before the first stall, from which the manager learns the tier's usual time."""
 _STEP_S = 0.001
 _STALL_S = 1.0
 _COLUMNS = [
@@ -112,15 +112,13 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--directory", type=Path, default=Path("bench-hedge.tmp"), help="on the drive to measure")
     options = parser.parse_args()
-    rows = []
-    for hedge in (False, True):
-        try:
-            rows.append(hedge_row(options.directory, 400 if options.quick else 2000, hedge=hedge))
-        finally:
-            shutil.rmtree(options.directory, ignore_errors=True)
-        rows[-1]["p99_cut"] = rows[0]["latency_s_p99"] / rows[-1]["latency_s_p99"]
-    print_table(rows, _COLUMNS)
-    write_json(options.json, rows)
+    with reporting(options, _COLUMNS) as rows:
+        for hedge in (False, True):
+            try:
+                rows.append(hedge_row(options.directory, 400 if options.quick else 2000, hedge=hedge))
+            finally:
+                shutil.rmtree(options.directory, ignore_errors=True)
+            rows[-1]["p99_cut"] = rows[0]["latency_s_p99"] / rows[-1]["latency_s_p99"]
 
 
 if __name__ == "__main__":

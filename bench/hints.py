@@ -1,13 +1,13 @@
-"""Hits with hints, beside eviction policies without hints and Belady's optimum, on generated sessions of agents.
+"""Hits with hints, compared with eviction policies without hints and Belady's optimum, on generated agent sessions.
 
-After most turns of a session a tool runs, after the others a person thinks; tools take a known time, more or less
-(``spread``: standard deviation of its logarithm). Requests say which part of their prompt is shared, about when they
-come back, and which turn is the last. ``of_optimum`` is the hits over those of a cache that knows the rest of the
-trace.
+Most turns of a session are followed by a tool call, the others by a pause of the user. Tools take about a known time
+(``spread``: standard deviation of its logarithm). The hints of a request contain the shared part of its prompt, the
+approximate time of the next turn, and the end of the session. ``of_optimum`` is the ratio of hits to those of Belady's
+optimum.
 
     python bench/hints.py [--quick] [--json FILE]
 
-A simulation through the real manager, with sizes and keys only: the result does not depend on the machine.
+This is a simulation with the real manager, sizes and keys only, so the result does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-# The repository, so that this runs as a program.
+# Add the repository, so that this file runs as a program.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Row, arguments, print_table, write_json
+from bench.common import Row, arguments, reporting
 from kvstore.cli.replaying.generator import TraceShape, generate_trace
-from kvstore.cli.replaying.optimum import OPTIMUM
-from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, replay
+from kvstore.cli.replaying.replay import OPTIMUM, ReplayCase, ReplaySettings, replay
 
 SHAPES = [(0.7, 0.3), (0.7, 0.0), (1.0, 0.3), (1.0, 0.0)]
-"""Share of turns that a tool ends, and spread of the tools' times."""
+"""Share of turns followed by a tool call, and spread of the tools' times."""
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 """Capacities, as shares of the blocks of the trace."""
 COLUMNS = ("tools", "spread", "capacity_share", "system", "hit_rate", "of_optimum")
@@ -59,14 +58,12 @@ def measure(requests: int) -> Iterator[Row]:
                 }
 
 
-def main() -> int:
-    """Replay and print; returns 0."""
+def main() -> None:
+    """Replay and print."""
     options = arguments(__doc__).parse_args()
-    rows = list(measure(300 if options.quick else 2000))
-    print_table(rows, COLUMNS)
-    write_json(options.json, rows)
-    return 0
+    with reporting(options, COLUMNS) as rows:
+        rows.extend(measure(300 if options.quick else 2000))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

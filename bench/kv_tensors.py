@@ -1,18 +1,18 @@
-"""KV blocks with the statistics of a trained model's, for benchmarks of codecs.
+"""KV blocks with the statistics of a trained model, for benchmarks of codecs.
 
-No model is downloaded. A Llama of transformers is made whose weights follow what is known of trained ones (below),
-reads text (the words of this repository's own pages and modules), and its KV cache is cut into blocks as kvstore stores
-them. With ``checkpoint`` a real one from a directory is used instead.
+No model is downloaded. A Llama of transformers with weights similar to trained ones (see below) processes text (the
+words of this repository's pages and modules), and its KV cache is cut into blocks in kvstore's layout. With
+``checkpoint`` a real model from a directory is used instead.
 
-What is imitated, because it decides how well exponents compress:
+The weights imitate these properties of trained models, which determine how well exponents compress:
 
-* Embeddings whose norms differ from word to word (log-normal, sigma 0.3), and words as frequent as in text.
-* RMSNorm gains around 1 (log-normal, sigma 0.35) with one channel in 64 five times as large, which all tokens share
-  in the residual stream ("massive activations").
-* Projections with a scale of their own per output channel: log-normal, sigma 0.5 for keys and 0.25 for values; in each
+* The norms of embeddings differ between words (log-normal, sigma 0.3), and word frequencies are those of text.
+* RMSNorm gains are around 1 (log-normal, sigma 0.35), with one channel in 64 five times as large, which all tokens
+  share in the residual stream ("massive activations").
+* Key and value projections have a scale per output channel: log-normal, sigma 0.5 for keys and 0.25 for values; in each
   head two pairs of key channels are eight times as large (the per-channel outliers of keys that quantisation papers
-  such as KIVI, 2024, describe). RoPE with theta 500,000 turns keys afterwards, as in Llama 3.
-* Output projections scaled by 1 / sqrt(2 layers), as trained models are initialised and about as they end.
+  such as KIVI, 2024, describe). RoPE with theta 500,000 then rotates keys, as in Llama 3.
+* Output projections are scaled by 1 / sqrt(2 layers), as in initialised and, approximately, in trained models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 __all__ = ["DTYPES", "kv_blocks"]
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
-"""Element types, and the length of an element in bytes. fp8 is e4m3, scaled per layer as vLLM does by calibration."""
+"""Element types with their lengths in bytes. fp8 is e4m3, scaled per layer like in vLLM's calibration."""
 
 BLOCK_TOKENS = 16
 _ROOT = Path(__file__).resolve().parent.parent
@@ -36,17 +36,16 @@ _VOCABULARY = 8192
 def kv_blocks(dtype: str, *, tokens: int, layers: int, checkpoint: Path | None = None, seed: int = 7) -> np.ndarray:
     """Return the blocks of one long prompt as rows of bytes.
 
-    A row is what kvstore's canonical layout holds of 16 tokens: per layer, keys and values, of each KV head its run of
-    tokens.
+    A row has kvstore's canonical layout for 16 tokens: per layer keys, then values, each by KV head, then by token.
 
     Args:
         dtype: One of :data:`DTYPES`.
         tokens: Length of the prompt.
         layers: Layers of the model, each with 8 KV heads of 128 channels; a checkpoint has its own.
         checkpoint: Directory of a causal language model that transformers can load.
-        seed: Of the weights.
+        seed: Seed of the weights.
     """
-    # Imported here: they take seconds, and --help needs none of them.
+    # Imported here, because it takes seconds and --help does not need it.
     import torch
 
     torch.manual_seed(seed)
@@ -67,7 +66,7 @@ def _as_bytes(values: Any, dtype: str) -> np.ndarray:
     import torch
 
     if dtype == "fp8":
-        # The largest value of the layer becomes the largest of the type, which is what a calibrated scale does.
+        # Like a calibrated scale: the largest value of the layer becomes the largest of the type.
         values = (values.float() * (448 / values.float().abs().max())).to(torch.float8_e4m3fn)
     else:
         values = values.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype])
@@ -75,7 +74,7 @@ def _as_bytes(values: Any, dtype: str) -> np.ndarray:
 
 
 def _model(layers: int) -> Any:
-    """Make a Llama whose weights look trained; in fp32, so that every type gets all the digits that it has room for."""
+    """Make a Llama with weights like trained ones, in fp32, so that every element type has its full precision."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -99,7 +98,7 @@ def _model(layers: int) -> Any:
                     scales = _log_normal((8, 128), 0.5 if kind == "k_proj" else 0.25)
                     if kind == "k_proj":
                         for head in range(8):
-                            # RoPE turns channel i with channel i + 64, so outliers come in such pairs.
+                            # RoPE rotates channel i with channel i + 64, so outliers occur in such pairs.
                             pair = torch.randperm(64)[:2]
                             scales[head, pair] *= 8
                             scales[head, pair + 64] *= 8
@@ -116,7 +115,7 @@ def _log_normal(shape: Any, sigma: float) -> Any:
 
 
 def _word_ids(tokens: int) -> list[int]:
-    """Return the words of this repository's text, most frequent word first in the vocabulary."""
+    """Return this repository's text as token ids, where more frequent words have lower ids."""
     paths = sorted([*_ROOT.glob("docs/*.md"), *_ROOT.glob("*.md"), *_ROOT.glob("kvstore/**/*.py")])
     words = [word for path in paths for word in re.findall(r"\w+|[^\w\s]", path.read_text())]
     known, counts = np.unique(words, return_counts=True)
@@ -126,7 +125,7 @@ def _word_ids(tokens: int) -> list[int]:
 
 
 def _checkpoint(directory: Path, tokens: int) -> tuple[Any, list[int]]:
-    """Load a real model and let its own tokenizer cut the same text."""
+    """Load a real model, and tokenize the documentation with its own tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""A medium in memory behind a link whose speed a benchmark changes while an engine uses it."""
+"""A medium in memory behind a simulated link, whose speed can be changed while an engine uses it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LinkedConfig(MemoryConfig, kw_only=True, frozen=True, forbid_unknown_field
 
 
 class LinkedMemory(MemoryBackend):
-    """Records in memory. Each read waits for the link: latency, and its bytes after those of the reads before it."""
+    """Records in memory behind a link: reads share its bandwidth in order of arrival, and each adds its latency."""
 
     config_type = LinkedConfig
 
@@ -36,7 +36,7 @@ class LinkedMemory(MemoryBackend):
         self._free_at = 0.0
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Read, at the speed that the link has now."""
+        """Read at the link's current speed."""
         speed = json.loads(self._link.read_bytes())
         size = sum(read.capacity_bytes for read in reads)
         now = time.monotonic()
@@ -46,7 +46,7 @@ class LinkedMemory(MemoryBackend):
 
 
 def set_link(path: Path, bytes_per_s: float, latency_s: float, stall_s: float = 0.0) -> None:
-    """Set the speed of a link; reads that begin within ``stall_s`` end after it."""
+    """Set the speed of a link; reads that begin within ``stall_s`` seconds do not end before that time."""
     speed = {"bytes_per_s": bytes_per_s, "latency_s": latency_s, "stalled_until": time.monotonic() + stall_s}
     new = path.with_suffix(".new")
     new.write_text(json.dumps(speed))

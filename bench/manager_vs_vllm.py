@@ -1,15 +1,14 @@
-"""What the scheduler pays per block: kvstore's TieringManager beside vLLM's TieringOffloadingManager, in one process.
+"""Scheduler time per block: kvstore's TieringManager and vLLM's TieringOffloadingManager, in one process.
 
-Both managers have one tier, a dict that answers at once and finishes a job when it is asked for results, so that only
-the managers' own time is left. Requests have 256 blocks. Times are per block, of the processor and not of the clock on
-the wall, so that what else runs on the machine counts little. Runs of the two alternate after one that is not counted;
-a row is the median of its runs (few blocks are measured more often), and ``share``, kvstore's time over vLLM's, the
-median of the shares of each pair of runs.
+Both managers have one tier, a dict that answers immediately and finishes a job at the next poll, so that only the
+managers' own time is measured. Requests have 256 blocks. Times are CPU time per block, which depends little on the
+load of the machine. Runs of the managers alternate, after one that is not counted. A row is the median of its runs
+(small sizes have more runs), and ``share`` is the median ratio of kvstore's time to vLLM's over the pairs of runs.
 
-kvstore's calls as many functions with 10,000 blocks as with 500 (its tests count them), and yet needs longer: the more
-blocks there are, the less of what is known of them is in the processor's caches. The rows of ``dict`` show what that
-costs where there is nothing else: one ``in`` per block, on a plain dict of as many keys. ``kvstore-tenants`` is kvstore
-with eight tenants and the tags of their keys; new blocks are another tenant's than those they displace.
+kvstore's manager calls as many functions per block with 10,000 blocks as with 500 (its tests count them). It still
+takes longer with more blocks, because a smaller part of its data is in the processor's caches. The rows of ``dict``
+show this cost alone: one ``in`` per block, on a plain dict of as many keys. ``kvstore-tenants`` is kvstore with eight
+tenants and the tags of their keys; new blocks belong to another tenant than the evicted blocks.
 
     python bench/manager_vs_vllm.py [--quick] [--runs N] [--json FILE]
 
@@ -27,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# The repository, so that this runs as a program.
+# Add the repository, so that this file runs as a program.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vllm
@@ -37,7 +36,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmSecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
-from bench.common import Row, arguments, print_table, write_json
+from bench.common import Row, arguments, reporting, runs_of
 from kvstore import SecondaryTierManager, TierStats
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tenants import TAG_BYTES, Tags, Tenant, Tenants
@@ -46,98 +45,87 @@ from kvstore.types import JobResult, Locality, LookupResult, Medium, RequestCont
 
 BLOCKS_PER_REQUEST = 256
 SLOT_BYTES = 64
-"""The managers never look at the bytes."""
+"""The managers never access the bytes."""
 TIMED_BLOCKS = 8192
-"""Blocks timed per run: enough for the clock, few enough for a run to end before the machine does something else."""
+"""Blocks timed per run: enough for the clock's resolution, few enough for a short run without disturbances."""
 _now = time.thread_time
 
 
-class DictTier(SecondaryTierManager):
-    """A tier of kvstore that is as quick as can be."""
+class _Answers:
+    """Shared behaviour of both managers' tiers: answers immediately, and finishes jobs at the next poll."""
 
-    name, medium, locality = "dict", Medium.STORAGE, Locality.LOCAL
+    hit: Any
+    miss: Any
+    finished_job: Callable[[Any], Any]
 
-    def __init__(self) -> None:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.held: set[bytes] = set()
-        self.finished: list[JobResult] = []
+        self.finished: list[Any] = []
 
-    def lookup(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
-        """Answer at once."""
-        return LookupResult.HIT if key in self.held else LookupResult.MISS
+    def lookup(self, key: bytes, ctx: Any = None) -> Any:
+        return self.hit if key in self.held else self.miss
 
-    def submit_store(self, job: TransferJob) -> None:
-        """Have it finished."""
-        self.finished.append(JobResult(job.job_id, True, job.keys))
+    def submit_store(self, job: Any) -> None:
+        self.finished.append(self.finished_job(job))
 
-    def submit_load(self, job: TransferJob) -> None:
-        """Have it finished."""
-        self.finished.append(JobResult(job.job_id, True, job.keys))
+    def submit_load(self, job: Any) -> None:
+        self.finished.append(self.finished_job(job))
 
-    def get_finished(self) -> Sequence[JobResult]:
-        """Return what was submitted."""
+    def get_finished(self) -> Sequence[Any]:
         finished, self.finished = self.finished, []
         return finished
 
-    def flush(self) -> None:
-        """Nothing waits."""
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Nothing is evicted."""
+class DictTier(_Answers, SecondaryTierManager):
+    """A tier of kvstore with minimal cost."""
 
-    def on_request_finished(self, ctx: RequestContext) -> None:
-        """Nothing is kept."""
+    name, medium, locality = "dict", Medium.STORAGE, Locality.LOCAL
+    hit, miss = LookupResult.HIT, LookupResult.MISS
+
+    def finished_job(self, job: TransferJob) -> JobResult:
+        return JobResult(job.job_id, True, job.keys)
+
+    def flush(self) -> None: ...
+
+    def touch(self, keys: Sequence[bytes]) -> None: ...
+
+    def on_request_finished(self, ctx: RequestContext) -> None: ...
 
     def take_events(self) -> Sequence[TierEvent]:
-        """Nothing happens."""
         return ()
 
     def stats(self) -> TierStats:
-        """Nothing is counted."""
         return TierStats(self.name)
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Nothing is under way."""
         return True
 
-    def close(self, timeout_s: float | None = None) -> None:
-        """Nothing is open."""
+    def close(self, timeout_s: float | None = None) -> None: ...
 
 
-class VllmDictTier(VllmSecondaryTierManager):
+class VllmDictTier(_Answers, VllmSecondaryTierManager):
     """The same for vLLM's manager."""
+
+    hit, miss = VllmLookupResult.HIT, VllmLookupResult.MISS
 
     def __init__(self, view: memoryview) -> None:
         super().__init__(None, view, "dict")
-        self.held: set[bytes] = set()
-        self.finished: list[VllmJobResult] = []
 
-    def lookup(self, key: bytes, req_context: ReqContext) -> VllmLookupResult:
-        """Answer at once."""
-        return VllmLookupResult.HIT if key in self.held else VllmLookupResult.MISS
-
-    def submit_store(self, job_metadata: Any) -> None:
-        """Have it finished."""
-        self.finished.append(VllmJobResult(job_metadata.job_id, True))
-
-    def submit_load(self, job_metadata: Any) -> None:
-        """Have it finished."""
-        self.finished.append(VllmJobResult(job_metadata.job_id, True))
+    def finished_job(self, job: Any) -> VllmJobResult:
+        return VllmJobResult(job.job_id, True)
 
     def get_finished_jobs(self) -> Iterable[VllmJobResult]:
-        """Return what was submitted."""
-        finished, self.finished = self.finished, []
-        return finished
+        return self.get_finished()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Have no wishes."""
         return RequestOffloadingContext()
 
-    def drain_jobs(self) -> None:
-        """Nothing is under way."""
+    def drain_jobs(self) -> None: ...
 
 
 class Ours:
-    """kvstore's manager, with the calls that are timed."""
+    """kvstore's manager, with the timed calls."""
 
     system = "kvstore"
     tenants: Tenants | None = None
@@ -145,7 +133,7 @@ class Ours:
     def __init__(self, slots: int) -> None:
         self.tier = DictTier()
         primary = PrimaryTier(memoryview(bytearray(slots * SLOT_BYTES)), SLOT_BYTES)
-        # Shares of the whole tier: vLLM's manager has none.
+        # No limits on shares of the primary tier, because vLLM's manager has none.
         config = TieringConfig(promotion_share=1.0, store_share=1.0, tenants=self.tenants)
         self.manager = TieringManager(primary, [self.tier], config)
         self.finish = self.manager.on_request_finished
@@ -154,31 +142,27 @@ class Ours:
         self.step = self.manager.on_step_end
 
     def context(self, name: str) -> RequestContext:
-        """Begin a request."""
         ctx = RequestContext(name)
         self.manager.on_new_request(ctx)
         return ctx
 
     def complete_store(self, plan: Any, ctx: RequestContext) -> None:
-        """End a store."""
         self.manager.complete_store(plan, ctx)
 
     def hold(self, keys: Sequence[bytes]) -> None:
-        """Let the tier have blocks."""
         self.tier.held.update(keys)
 
     @staticmethod
     def keys_of(plan: Any) -> Collection[bytes]:
-        """Return what complete_store is given: a set, as vLLM's scheduler gives it."""
+        """Return the argument of complete_store: a set, as from vLLM's scheduler."""
         return set(plan.keys)
 
     def end_step(self) -> None:
-        """End a step and leave nothing to be counted."""
         self.step()
 
 
 class Shared(Ours):
-    """kvstore's manager with tenants; keys get their tags in the timed calls, as in vLLM."""
+    """kvstore's manager with tenants; the timed calls add tags to keys, as in vLLM."""
 
     system = "kvstore-tenants"
     tenants = Tenants(by="parameter", named={f"tenant-{number}": Tenant(guaranteed=0.1) for number in range(8)})
@@ -193,23 +177,22 @@ class Shared(Ours):
         self.complete_store = lambda keys, ctx: complete(frozenset(ctx.tag + key for key in keys), ctx)
 
     def context(self, name: str) -> RequestContext:
-        """Begin a request; those that displace blocks are of another tenant."""
+        """Begin a request; requests that evict blocks belong to another tenant."""
         ctx = RequestContext(name, tag=self.tags[name.startswith(("store_full", "promote"))])
         self.manager.on_new_request(ctx)
         return ctx
 
     def hold(self, keys: Sequence[bytes]) -> None:
-        """Let the tier have blocks."""
         self.tier.held.update(self.tags[1] + key for key in keys)
 
     @staticmethod
     def keys_of(plan: Any) -> Collection[bytes]:
-        """Return what complete_store is given: vLLM's keys."""
+        """Return the argument of complete_store: keys without tags, as from vLLM."""
         return {key[TAG_BYTES:] for key in plan.keys}
 
 
 class Theirs:
-    """vLLM's manager, with the calls that are timed."""
+    """vLLM's manager, with the timed calls."""
 
     system = "vllm-tiering"
 
@@ -223,26 +206,22 @@ class Theirs:
         self.prepare_store = self.manager.prepare_store
 
     def context(self, name: str) -> ReqContext:
-        """Begin a request."""
         ctx = ReqContext(req_id=name)
         self.manager.on_new_request(ctx)
         return ctx
 
     def complete_store(self, keys: Collection[bytes], ctx: ReqContext) -> None:
-        """End a store."""
         self.manager.complete_store(keys, ctx)
 
     def hold(self, keys: Sequence[bytes]) -> None:
-        """Let the tier have blocks."""
         self.tier.held.update(keys)
 
     @staticmethod
     def keys_of(plan: Any) -> Collection[bytes]:
-        """Return what complete_store is given."""
         return set(plan.keys_to_store)
 
     def end_step(self) -> None:
-        """End a step and take the statistics, which pile up otherwise."""
+        """End a step and take the statistics, which would otherwise accumulate."""
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
         self.manager.get_stats()
 
@@ -252,27 +231,17 @@ class _Region:
         self._view = view
 
     def create_kv_memoryview(self) -> memoryview:
-        """Return the memory."""
         return self._view
 
 
 def main() -> None:
     """Measure and print."""
-    parser = arguments(__doc__)
-    parser.add_argument(
-        "--runs", type=int, help="runs per row, and up to 8 times as many for few blocks (default: 7, with --quick 3)"
-    )
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     sizes = [1_000, 10_000] if options.quick else [1_000, 10_000, 100_000]
-    rounds = options.runs or (3 if options.quick else 7)
-    rows: list[Row] = []
-    try:
+    columns = ["system", "op", "keys", "us_per_block", "share", "runs"]
+    with reporting(options, columns, vllm=vllm.__version__) as rows:
         for size in sizes:
-            rows += _compare(size, rounds)
-    except KeyboardInterrupt:
-        print("interrupted: the sizes that are done")
-    print_table(rows, ["system", "op", "keys", "us_per_block", "share", "runs"])
-    write_json(options.json, rows, vllm=vllm.__version__)
+            rows += _compare(size, runs_of(options, 7, quick=3))
 
 
 def _compare(size: int, rounds: int) -> Iterator[Row]:
@@ -318,7 +287,7 @@ def _measure(side: Ours | Theirs, size: int) -> Iterator[tuple[str, float]]:
         timed = resident[:: max(1, size // TIMED_BLOCKS)]
         yield "hit", _per_block(side, timed, "hit")
         yield "miss", _per_block(side, [_key("absent", number) for number in range(len(timed))], "miss")
-        # The primary tier is full from here on: what comes in has to push something out.
+        # From here on the primary tier is full, and every new block evicts another.
         yield from _store(side, [_key("new", number) for number in range(len(timed))], ("store_full", ""))
         below = [_key("below", number) for number in range(len(timed))]
         side.hold(below)
@@ -351,7 +320,7 @@ def _store(side: Any, keys: Sequence[bytes], ops: tuple[str, str]) -> Iterator[t
 
 
 def _per_block(side: Any, keys: Sequence[bytes], name: str) -> float:
-    """Return the time of a lookup of each key once, a request's at a time."""
+    """Return the seconds per key of looking up each key once, request by request."""
     total = 0.0
     for number, batch in _requests(keys):
         ctx = side.context(f"{name}-{number}")
@@ -373,7 +342,7 @@ def _requests(keys: Sequence[bytes]) -> Iterator[tuple[int, Sequence[bytes]]]:
 
 
 def _key(name: str, number: int) -> bytes:
-    """Return a key as vLLM makes them: a hash, and the number of the group."""
+    """Return a key in vLLM's format: a hash, and the number of the group."""
     return hashlib.sha256(f"{name}-{number}".encode()).digest() + bytes(4)
 
 

@@ -1,78 +1,73 @@
-"""Loads from another process's memory over loopback: kvstore's peer tier, and plain sockets as the ceiling.
+"""Loads from another process's memory over loopback: kvstore's peer tier, and plain sockets as the upper bound.
 
     python bench/peer.py [--quick] [--runs N] [--json FILE]
 
-A second process serves rows of shared memory. ``plain-tcp`` sends them by ``sendmsg`` from there, and receives by
-``recv_into`` into rows here, with a blocking thread for each job and no header or checksum: the ceiling.
-``kvstore-peer`` is a whole tier: lookups are answered before the clock starts, then jobs are submitted and polled as a
-scheduler does; the server hashes each row, the client verifies each record in its slot. With ``spin`` both owners spin
-in Python meanwhile. ``mooncake`` is Mooncake's TransferEngine over TCP, where mooncake-transfer-engine-non-cuda is
-installed, and ``nixl`` is NIXL with UCX over TCP, where nixl, nixl-cu12 or nixl-cu13 is (``pip install --no-deps
-nixl-cu12``; it needs no GPU): one batched read for each job, unverified, on a thread for each.
-``kvstore-peer-nixl`` is the tier with ``"transport": "nixl"``.
+A second process serves rows of shared memory. ``plain-tcp`` sends them with ``sendmsg`` and receives them with
+``recv_into`` into rows of this process, with a blocking thread per job and no header or checksum: the upper bound.
+``kvstore-peer`` is a whole tier. Lookups are answered before the clock starts; then kvstore-bench's driver submits jobs
+and polls. The server hashes each row, and the client verifies each record in its slot. With ``spin`` a thread of each
+process spins in Python meanwhile. ``mooncake`` is Mooncake's TransferEngine over TCP, if
+mooncake-transfer-engine-non-cuda is installed. ``nixl`` is NIXL with UCX over TCP, if nixl, nixl-cu12 or nixl-cu13 is
+installed (``pip install --no-deps nixl-cu12``; it needs no GPU). Both make one batched, unverified read per job, on a
+thread per job. ``kvstore-peer-nixl`` is the tier with ``"transport": "nixl"``.
 
-``cpu_s_per_gb`` is this process's, ``server_cpu_s_per_gb`` the other's. After each run all bytes that were loaded last
-are compared. Systems take turns, run by run; a row is the median.
+``cpu_s_per_gb`` is the CPU time of this process, ``server_cpu_s_per_gb`` that of the server. Before each run all blocks
+are loaded and compared. Systems take turns, run by run; a row is the median.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import importlib.util
+import itertools
 import json
 import mmap
 import os
-import random
 import socket
-import statistics
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.common import Row, arguments, median_row, percentile, print_table, shared_memory, write_json
-from bench.tiers import JobTimes, run_jobs
-from kvstore.cli.measuring.systems import TierSystem
+from bench.common import Row, arguments, driven_row, in_turns, median_row, reporting, run_phase, runs_of, shared_memory
+from kvstore.cli.measuring.baselines import PooledSystem
+from kvstore.cli.measuring.driver import Driver
+from kvstore.cli.measuring.payload import Payload
+from kvstore.cli.measuring.spinner import the_spinner
+from kvstore.cli.measuring.systems import Op, System, TierSystem
+from kvstore.cli.measuring.workload import Mix, Workload
 from kvstore.namespace import Namespace
-from kvstore.primary import PrimaryTier
+from kvstore.primary import PrimaryTier, Region
 from kvstore.primary.lending import Lender
 from kvstore.tiers import open_tier
-from kvstore.types import LookupResult
+from kvstore.types import LookupResult, Outcome
 
 KIB, MIB = 1024, 1024**2
 JOB_BYTES = 16 * MIB
 HELD_BYTES = 256 * MIB
-"""What the server holds: far more than a processor caches."""
+"""Bytes that the server holds, far more than a processor's cache."""
 NAMESPACE = Namespace({"bench": "peer"})
 QUESTION = struct.Struct("<II")
 NIXL = next((name for name in ("nixl", "nixl_cu12", "nixl_cu13") if importlib.util.find_spec(name)), "")
-"""Its package, if it is installed."""
+"""Name of NIXL's package; empty if it is not installed."""
 COLUMNS = [
     "system", "op", "block_bytes", "blocks_per_job", "jobs", "host", "spin", "gb_per_s", "cpu_s_per_gb",
     "server_cpu_s_per_gb", "latency_s_p50", "latency_s_p99", "of_plain", "verified", "runs",
 ]  # fmt: skip
 
 
-def key_of(number: int) -> bytes:
-    """Return the key of a row."""
-    return number.to_bytes(32, "big")
-
-
-def content(number: int, size: int) -> bytes:
-    """Return the bytes of a row."""
-    return random.Random(number).randbytes(4 * KIB) * (size // (4 * KIB))
-
-
 class Holder:
-    """The other process; ``ask`` gives it orders on its standard input."""
+    """The serving process; it is controlled on its standard input."""
 
     def __init__(self, system: str, size: int, spin: bool) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -85,55 +80,46 @@ class Holder:
         self.metadata = bytes.fromhex(hello.get("metadata", ""))
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds that it has used."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("cpu\n")
         self._process.stdin.flush()
         return float(self._process.stdout.readline())
 
     def close(self) -> None:
-        """End it."""
         self._process.communicate()
 
 
 def serve(system: str, port: int, size: int, spin: bool) -> None:
-    """Serve until the standard input ends; the other process's side of this program."""
-    rows = HELD_BYTES // size
-    with contextlib.closing(shared_memory(HELD_BYTES)) as memory:
-        for number in range(rows):
-            memory[number * size : (number + 1) * size] = content(number, size)
-        view = memoryview(memory)
-        ended, hello, tier = threading.Event(), {}, None
-        if system == "mooncake":
-            engine = mooncake_over(memory)
-            hello = {"port": engine.get_rpc_port(), "address": address_of(memory)}
-        elif system == "nixl":
-            agent = nixl_over(memory)
-            hello = {"address": address_of(memory), "metadata": agent.get_agent_metadata().hex()}
-        elif system == "plain-tcp":
-            listener = socket.create_server(("127.0.0.1", port))
-            threading.Thread(target=serve_plain, args=(listener, view, size), daemon=True).start()
-        else:
-            primary = PrimaryTier(view, size)
-            keys = [key_of(number) for number in range(rows)]
-            assert primary.allocate(keys) == list(range(rows))
-            primary.commit(keys)
-            options = {
-                "backend": "peer",
-                "listen": f"127.0.0.1:{port}",
-                "timeout": 60,
-                "transport": transport_of(system),
-            }
-            tier = open_tier(options, primary=view, slot_bytes=size, namespace=NAMESPACE, lender=Lender(primary))
-        if spin:
-            threading.Thread(target=lambda: spin_until(ended.is_set), daemon=True).start()
+    """Serve until the standard input ends: the main program of the serving process."""
+    memory = shared_memory(HELD_BYTES)
+    view, count = memoryview(memory), HELD_BYTES // size
+    payload = Payload("random", size, 1)
+    payload.prepare(Region.wrap(memory, size)).write(range(count), range(count))
+    hello: dict[str, Any] = {}
+    tier = None
+    if system == "mooncake":
+        engine = mooncake_over(memory)
+        hello = {"port": engine.get_rpc_port(), "address": address_of(memory)}
+    elif system == "nixl":
+        agent = nixl_over(memory)
+        hello = {"address": address_of(memory), "metadata": agent.get_agent_metadata().hex()}
+    elif system == "plain-tcp":
+        listener = socket.create_server(("127.0.0.1", port))
+        threading.Thread(target=serve_plain, args=(listener, view, size), daemon=True).start()
+    else:
+        primary = PrimaryTier(view, size)
+        keys = [payload.key(number) for number in range(count)]
+        assert primary.allocate(keys) == list(range(count))
+        primary.commit(keys)
+        options = {"backend": "peer", "listen": f"127.0.0.1:{port}", "timeout": 60, "transport": transport_of(system)}
+        tier = open_tier(options, primary=view, slot_bytes=size, namespace=NAMESPACE, lender=Lender(primary))
+    with the_spinner() if spin else contextlib.nullcontext():
         print(json.dumps(hello), flush=True)
         for _ in sys.stdin:
             print(time.process_time(), flush=True)
-        ended.set()
-        if tier is not None:
-            tier.close()
-        os._exit(0)  # Threads that serve plain sockets hold the memory.
+    if tier is not None:
+        tier.close()
+    os._exit(0)  # Threads that serve plain sockets hold the memory.
 
 
 def transport_of(system: str) -> str:
@@ -141,13 +127,13 @@ def transport_of(system: str) -> str:
     return "nixl" if system.endswith("nixl") else "tcp"
 
 
-def address_of(memory: mmap.mmap) -> int:
-    """Return where memory lies."""
+def address_of(memory: mmap.mmap | memoryview) -> int:
+    """Return the address of memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def mooncake_over(memory: mmap.mmap) -> Any:
-    """Return a TransferEngine over TCP with memory registered; it is never let go of, and ends with the process."""
+def mooncake_over(memory: mmap.mmap | memoryview) -> Any:
+    """Return a TransferEngine over TCP with registered memory; it is released only when the process ends."""
     engine = importlib.import_module("mooncake.engine").TransferEngine()
     for status in (
         engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""),
@@ -158,8 +144,8 @@ def mooncake_over(memory: mmap.mmap) -> Any:
     return engine
 
 
-def nixl_over(memory: mmap.mmap) -> Any:
-    """Return an agent of NIXL over TCP with memory registered; it is never let go of, and ends with the process."""
+def nixl_over(memory: mmap.mmap | memoryview) -> Any:
+    """Return an agent of NIXL over TCP with registered memory; it is released only when the process ends."""
     api = importlib.import_module(f"{NIXL}._api")
     config = api.nixl_agent_config(sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
     agent = api.nixl_agent(f"kvstore-{os.getpid()}", config)
@@ -168,7 +154,7 @@ def nixl_over(memory: mmap.mmap) -> Any:
 
 
 def serve_plain(listener: socket.socket, view: memoryview, size: int) -> None:
-    """Send rows to whoever asks for them, on a thread for each connection."""
+    """Send the requested rows, on a thread per connection."""
 
     def answer(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -187,172 +173,148 @@ def serve_plain(listener: socket.socket, view: memoryview, size: int) -> None:
         threading.Thread(target=answer, args=(sock,), daemon=True).start()
 
 
-def spin_until(is_over: Callable[[], object]) -> None:
-    """Compute in Python, as a scheduler does."""
-    while not is_over():
-        sum(range(2000))
+class PlainSockets(PooledSystem):
+    """Plain sockets: a blocking thread and a connection per concurrent job."""
+
+    name = "plain-tcp"
+
+    def __init__(self, holder: Holder, region: Region, jobs: int) -> None:
+        super().__init__(jobs)
+        self.holder, self.region, self.size = holder, region, region.slot_bytes
+        self.number_of = {
+            Payload("random", self.size, 1).key(number): number for number in range(HELD_BYTES // self.size)
+        }
+        self._local = threading.local()
+
+    def move(self, op: Op, keys: Sequence[bytes], slots: Sequence[int]) -> Sequence[Outcome]:
+        self.load(self.number_of[keys[0]], slots)
+        return [Outcome.OK] * len(keys)
+
+    def load(self, first: int, slots: Sequence[int]) -> None:
+        if not hasattr(self._local, "socket"):
+            self._local.socket = socket.create_connection(("127.0.0.1", self.holder.port))
+        self._local.socket.sendall(QUESTION.pack(first, len(slots)))
+        for slot in slots:
+            row, at = self.region.view()[slot * self.size :][: self.size], 0
+            while at < self.size:
+                at += self._local.socket.recv_into(row[at:])
 
 
-def jobs_of(size: int, total: int) -> tuple[int, list[int]]:
-    """Return the blocks of a job, and the first row of each job, in random order."""
-    per_job = max(1, JOB_BYTES // size)
-    firsts = list(range(0, HELD_BYTES // size, per_job))
-    rng = random.Random(size)
-    return per_job, [rng.choice(firsts) for _ in range(max(4, total // (per_job * size)))]
+class Addressed(PlainSockets):
+    """An engine that reads by addresses, with one batched read per job on a thread."""
+
+    def load(self, first: int, slots: Sequence[int]) -> None:
+        theirs = [self.holder.address + (first + i) * self.size for i in range(len(slots))]
+        self.read([self.region.address + slot * self.size for slot in slots], theirs)
+
+    @abstractmethod
+    def read(self, ours: list[int], theirs: list[int]) -> None:
+        """Read blocks from the server's addresses into this process's."""
 
 
-def load_in_threads(size: int, jobs: int, total: int, move: Callable[[int, int], object]) -> JobTimes:
-    """Load on a thread for each lane; ``move`` gets the lane and the first row of a job."""
-    _, firsts = jobs_of(size, total)
-    waiting, lock, latencies, last = iter(range(len(firsts))), threading.Lock(), [], [0] * jobs
+class Mooncake(Addressed):
+    """Mooncake's TransferEngine."""
 
-    def work(lane: int) -> None:
-        while True:
-            with lock:
-                job = next(waiting, None)
-            if job is None:
-                return
-            begun = time.perf_counter()
-            move(lane, firsts[job])
-            last[lane] = job
-            latencies.append(time.perf_counter() - begun)
+    name = "mooncake"
 
-    started = time.perf_counter()
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(work, range(jobs)))
-    return JobTimes(latencies, time.perf_counter() - started, last)
+    def __init__(self, holder: Holder, region: Region, jobs: int) -> None:
+        super().__init__(holder, region, jobs)
+        self.engine = mooncake_over(region.view())
 
-
-def load_plain(port: int, size: int, jobs: int, total: int, view: memoryview) -> JobTimes:
-    """Load by plain sockets."""
-    per_job, _ = jobs_of(size, total)
-
-    def move(lane: int, first: int) -> None:
-        sockets[lane].sendall(QUESTION.pack(first, per_job))
-        for i in range(per_job):
-            row, at = view[(lane * per_job + i) * size :][:size], 0
-            while at < size:
-                at += sockets[lane].recv_into(row[at:])
-
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(jobs)]
-        return load_in_threads(size, jobs, total, move)
-
-
-def load_mooncake(engine: Any, holder: Holder, size: int, jobs: int, total: int, address: int) -> JobTimes:
-    """Load by Mooncake."""
-    per_job, _ = jobs_of(size, total)
-
-    def move(lane: int, first: int) -> None:
-        ours = [address + (lane * per_job + i) * size for i in range(per_job)]
-        theirs = [holder.address + (first + i) * size for i in range(per_job)]
-        if engine.batch_transfer_sync_read(f"127.0.0.1:{holder.port}", ours, theirs, [size] * per_job):
+    def read(self, ours: list[int], theirs: list[int]) -> None:
+        peer = f"127.0.0.1:{self.holder.port}"
+        if self.engine.batch_transfer_sync_read(peer, ours, theirs, [self.size] * len(ours)):
             raise RuntimeError("mooncake: a read failed")
 
-    return load_in_threads(size, jobs, total, move)
 
+class Nixl(Addressed):
+    """NIXL."""
 
-def load_nixl(agent: Any, holder: Holder, size: int, jobs: int, total: int, address: int) -> JobTimes:
-    """Load by NIXL."""
-    per_job, _ = jobs_of(size, total)
-    remote = agent.add_remote_agent(holder.metadata)
+    name = "nixl"
 
-    def move(lane: int, first: int) -> None:
-        ours = [(address + (lane * per_job + i) * size, size, 0) for i in range(per_job)]
-        theirs = [(holder.address + (first + i) * size, size, 0) for i in range(per_job)]
-        local, distant = agent.get_xfer_descs(ours, "DRAM"), agent.get_xfer_descs(theirs, "DRAM")
-        transfer = agent.initialize_xfer("READ", local, distant, remote)
-        state = agent.transfer(transfer)
+    def __init__(self, holder: Holder, region: Region, jobs: int) -> None:
+        super().__init__(holder, region, jobs)
+        self.agent = nixl_over(region.view())
+        self.remote = self.agent.add_remote_agent(holder.metadata)
+
+    def read(self, ours: list[int], theirs: list[int]) -> None:
+        local, distant = (
+            self.agent.get_xfer_descs([(each, self.size, 0) for each in side], "DRAM") for side in (ours, theirs)
+        )
+        transfer = self.agent.initialize_xfer("READ", local, distant, self.remote)
+        state = self.agent.transfer(transfer)
         while state == "PROC":
             time.sleep(5e-4)
-            state = agent.check_xfer_state(transfer)
+            state = self.agent.check_xfer_state(transfer)
         transfer.release()
         if state != "DONE":
             raise RuntimeError(f"nixl: {state}")
 
-    return load_in_threads(size, jobs, total, move)
+
+OTHERS: dict[str, type[Any]] = {"plain-tcp": PlainSockets, "mooncake": Mooncake, "nixl": Nixl}
 
 
-def load_tier(system: TierSystem, size: int, jobs: int, total: int, spin: bool) -> JobTimes:
-    """Load through a tier."""
-    per_job, firsts = jobs_of(size, total)
-    everything = [key_of(number) for number in range(HELD_BYTES // size)]
-    while {system.lookup(key, 0) for key in everything} != {LookupResult.HIT}:
-        system.finished()
+def opened_tier(system: str, holder: Holder, region: Region, host: str) -> System:
+    """Open a tier and wait until lookups of all blocks of the serving process are hits."""
+    options = {"backend": "peer", "peers": [f"127.0.0.1:{holder.port}"], "io": host, "positive_ttl": 3600}
+    patient = {"load_timeout": 60, "lookup_timeout": 10, "timeout": 60, "transport": transport_of(system)}
+    size = region.slot_bytes
+    tier = TierSystem({**options, **patient}, region.view(), size, NAMESPACE, name=system)
+    keys = [Payload("random", size, 1).key(number) for number in range(HELD_BYTES // size)]
+    while {tier.lookup(key, 0) for key in keys} != {LookupResult.HIT}:
+        tier.finished()
         time.sleep(1e-3)
-    pause = (lambda: sum(range(2000))) if spin else (lambda: time.sleep(5e-4))
-    return run_jobs(system, "load", [everything[first : first + per_job] for first in firsts], jobs, pause)
+    tier.looks_up = False
+    return tier
 
 
 def measure(system: str, size: int, jobs: int, total: int, host: str, spin: bool) -> Row:
-    """Make one run, in a process of its own where it needs one; return its row."""
+    """Make one run, in a process of its own if necessary; return its row."""
     if system not in ("mooncake", "nixl"):
         return measure_here(system, size, jobs, total, host, spin)
-    # Their engines can't be let go of.
-    arguments = [sys.executable, __file__, "--measure", json.dumps([system, size, jobs, total, host, spin])]
-    done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    # Their engines are released only when their process ends.
+    order = [sys.executable, __file__, "--measure", json.dumps([system, size, jobs, total, host, spin])]
+    done = subprocess.run(order, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
     row: Row = json.loads(done.stdout)
     return row
 
 
 def measure_here(system: str, size: int, jobs: int, total: int, host: str, spin: bool) -> Row:
     """Make one run; return its row."""
-    per_job, _ = jobs_of(size, total)
-    memory = shared_memory(jobs * per_job * size)
-    view = memoryview(memory)
+    per_job = max(1, JOB_BYTES // size)
+    workload = Workload(
+        size, per_job, jobs, Mix(0.0), duration_s=600.0, ops_max=max(4, total // (per_job * size)), warmup_s=0.0,
+        verify="none", spin=spin,
+    )  # fmt: skip
     holder = Holder(system, size, spin)
-    tier: TierSystem | None = None
+    region = Region.wrap(shared_memory(workload.slots * size), size)
+    opened = opened_tier(system, holder, region, host) if system not in OTHERS else OTHERS[system](holder, region, jobs)
     try:
-        if system.startswith("kvstore-peer"):
-            options = {"backend": "peer", "peers": [f"127.0.0.1:{holder.port}"], "io": host, "positive_ttl": 3600}
-            patient = {"load_timeout": 60, "lookup_timeout": 10, "timeout": 60, "transport": transport_of(system)}
-            tier = TierSystem({**options, **patient}, view, size, NAMESPACE, name=system)
-        engine = mooncake_over(memory) if system == "mooncake" else nixl_over(memory) if system == "nixl" else None
-
-        def load(total: int) -> JobTimes:
-            if tier is not None:
-                return load_tier(tier, size, jobs, total, spin)
-            if engine is not None:
-                load_by = load_mooncake if system == "mooncake" else load_nixl
-                return load_by(engine, holder, size, jobs, total, address_of(memory))
-            return load_plain(holder.port, size, jobs, total, view)
-
-        load(jobs * JOB_BYTES)  # Connections are made, and memory is there.
-        server_s, client_s = holder.cpu_s(), time.process_time()
-        latencies, seconds, last = load(total)
-        client_s, server_s = time.process_time() - client_s, holder.cpu_s() - server_s
-        _, firsts = jobs_of(size, total)
-        for lane, first in enumerate(firsts[job] for job in last):
-            for i in range(per_job):
-                start = (lane * per_job + i) * size
-                assert memory[start : start + size] == content(first + i, size), "wrong bytes"
+        driver = Driver(opened, Payload("random", size, 1).prepare(region))
+        driver.adopt(HELD_BYTES // size // per_job, per_job)
+        if driver.verify(workload).wrong:  # Also makes connections.
+            raise RuntimeError(f"{system}: wrong bytes")
+        server_s = holder.cpu_s()
+        result = run_phase(driver, workload)
+        server_s = holder.cpu_s() - server_s
     finally:
-        if tier is not None:
-            tier.close()
+        opened.close()
         holder.close()
-        view.release()
-        with contextlib.suppress(BufferError):  # The address that an engine has of it is one.
-            memory.close()
-    gigabytes = len(latencies) * per_job * size / 1e9
-    row: Row = {"bench": "peer", "system": system, "op": "load", "block_bytes": size, "blocks_per_job": per_job}
-    row |= {"jobs": jobs, "host": host, "spin": spin, "verified": tier is not None}
-    row |= {"gb_per_s": gigabytes / seconds, "ops_per_s": len(latencies) * per_job / seconds}
+    row = driven_row("peer", driver, workload, result) | {"host": host, "verified": system not in OTHERS}
     if not spin and host == "thread":
-        row |= {"cpu_s_per_gb": client_s / gigabytes, "server_cpu_s_per_gb": server_s / gigabytes}
-    return row | {"latency_s_p50": percentile(latencies, 0.5), "latency_s_p99": percentile(latencies, 0.99)}
+        row["server_cpu_s_per_gb"] = server_s / (result.load.blocks * size / 1e9)
+        row["cpu_s_per_gb"] -= row["server_cpu_s_per_gb"]  # It includes that of children.
+    return row
 
 
 def cases(quick: bool) -> Iterator[tuple[str, int, int, str, bool]]:
     """Yield system, block size, jobs, host and spin of each row."""
+    systems = ["plain-tcp", "kvstore-peer", *(["mooncake"] if importlib.util.find_spec("mooncake") else [])]
+    systems += ["nixl", "kvstore-peer-nixl"] if NIXL else []
     for size in (512 * KIB, 2 * MIB) if quick else (128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB):
         for jobs in (1, 8):
-            yield "plain-tcp", size, jobs, "thread", False
-            yield "kvstore-peer", size, jobs, "thread", False
-            if importlib.util.find_spec("mooncake") is not None:
-                yield "mooncake", size, jobs, "thread", False
-            if NIXL:
-                yield "nixl", size, jobs, "thread", False
-                yield "kvstore-peer-nixl", size, jobs, "thread", False
+            for system in systems:
+                yield system, size, jobs, "thread", False
     for host in ("thread", "process"):
         yield "kvstore-peer", 2 * MIB, 8, host, True
 
@@ -366,26 +328,20 @@ def main() -> None:
     if sys.argv[1:2] == ["--measure"]:
         print(json.dumps(measure_here(*json.loads(sys.argv[2]))), flush=True)
         os._exit(0)
-    parser = arguments(__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=0, help="runs of each row; default 5, with --quick 1")
-    args = parser.parse_args()
-    runs, total = args.runs or (1 if args.quick else 5), (512 if args.quick else 2048) * MIB
-    found: dict[tuple[str, int, int, str, bool], list[Row]] = {}
-    for _ in range(runs):
-        for case in cases(args.quick):
-            system, size, jobs, host, spin = case
-            found.setdefault(case, []).append(measure(system, size, jobs, total, host, spin))
-    rows = []
-    for (system, size, jobs, _host, spin), measured in found.items():
-        row = median_row(measured)
-        if "server_cpu_s_per_gb" in row:
-            row["server_cpu_s_per_gb"] = statistics.median(one["server_cpu_s_per_gb"] for one in measured)
-        plain = found.get(("plain-tcp", size, jobs, "thread", False))
-        if system != "plain-tcp" and plain and not spin:
-            row["of_plain"] = row["gb_per_s"] / median_row(plain)["gb_per_s"]
-        rows.append(row)
-    print_table(rows, COLUMNS)
-    write_json(args.json, rows)
+    options = arguments(__doc__).parse_args()
+    total = (512 if options.quick else 2048) * MIB
+    with reporting(options, COLUMNS) as rows:
+        # Systems take turns within a block size and number of jobs, so that an interrupted run reports complete groups.
+        for _, group in itertools.groupby(cases(options.quick), key=lambda case: (case[1], case[2], case[4])):
+            turns: dict[str, Callable[[], Row]] = {
+                json.dumps(case): partial(measure, *case[:3], total, *case[3:]) for case in group
+            }
+            found = [median_row(runs) for runs in in_turns(runs_of(options, 5), turns).values()]
+            plain = {row["system"]: row["gb_per_s"] for row in found}.get("plain-tcp")
+            for row in found:
+                if plain is not None and row["system"] != "plain-tcp":
+                    row["of_plain"] = row["gb_per_s"] / plain
+            rows += found
 
 
 if __name__ == "__main__":

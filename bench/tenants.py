@@ -1,14 +1,13 @@
 """Hits of a tenant beside a neighbour with ten times its traffic, and of a neighbour beside an idle tenant.
 
-The victim's trace is generated, or a file in Mooncake's format; the neighbour's is ten of the kind, with other blocks.
-They share CPU memory: without tenants (``one cache``), as tenants without guarantees (``equal``), and with a guaranteed
-share of the victim (``guaranteed``). ``alone`` has no neighbour, in the whole memory and in its guaranteed share.
-``of_alone`` is a tenant's hits over those it has alone in the whole memory, and ``of_share`` over those it has alone
-in its share.
+The victim's trace is generated, or a file in Mooncake's format; the neighbour's consists of ten such traces with other
+blocks. They share CPU memory: without tenants (``one cache``), as tenants without guarantees (``equal``), and with a
+guaranteed share for the victim (``guaranteed``). ``of_alone`` is the ratio of a tenant's hits to its hits alone in the
+whole memory, and ``of_share`` to its hits alone in its share.
 
     python bench/tenants.py [--quick] [--trace FILE] [--json FILE]
 
-A simulation through the real manager, with sizes and keys only: the result does not depend on the machine.
+This is a simulation with the real manager, sizes and keys only, so the result does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-# The repository, so that this runs as a program.
+# Add the repository, so that this file runs as a program.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Row, arguments, print_table, write_json
+from bench.common import Row, arguments, reporting
 from kvstore.cli.replaying.generator import TraceShape, generate_trace
 from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, replay
 from kvstore.cli.replaying.traces import Trace, TraceRequest, read_trace
@@ -36,7 +35,7 @@ COLUMNS = ("guaranteed_of_blocks", "system", "tenant", "hit_rate", "of_alone", "
 
 
 def traces(requests: int, file: str | None) -> Iterator[Trace]:
-    """Yield the victim's trace, then those that make up the neighbour's."""
+    """Yield the victim's trace, then the parts of the neighbour's."""
     for seed in range(1 + NEIGHBOURS):
         if file is None:
             yield generate_trace(TraceShape(requests, seed))
@@ -53,7 +52,7 @@ def together(parts: Sequence[tuple[str, Trace]], *, until_ms: float = float("inf
     """
     found: list[TraceRequest] = []
     for number, (name, trace) in enumerate(parts):
-        # Copies of one trace don't make the same request at the same time.
+        # Copies of one trace must not make the same request at the same time.
         shift = number * 997
         for request in trace:
             if name == "victim" and request.timestamp > until_ms:
@@ -113,16 +112,14 @@ def measure(requests: int, file: str | None) -> Iterator[Row]:
                 }
 
 
-def main() -> int:
-    """Replay and print; returns 0."""
+def main() -> None:
+    """Replay and print."""
     parser = arguments(__doc__)
     parser.add_argument("--trace", metavar="FILE", help="the victim's trace, in Mooncake's format")
     options = parser.parse_args()
-    rows = list(measure(200 if options.quick else 1000, options.trace))
-    print_table(rows, COLUMNS)
-    write_json(options.json, rows)
-    return 0
+    with reporting(options, COLUMNS) as rows:
+        rows.extend(measure(200 if options.quick else 1000, options.trace))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

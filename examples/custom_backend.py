@@ -1,6 +1,6 @@
 """A backend of your own in a few lines, and a cache that uses it.
 
-Run it: ``python examples/custom_backend.py``. It stores a block, forgets it, and loads it back from a file.
+Run it: ``python examples/custom_backend.py``. It stores a block, overwrites its memory, and loads it back from a file.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ NAME = re.compile("[0-9a-f]{64}-(?:[0-9a-f]{2}){1,64}")
 
 
 class FilesConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What the backend is configured by, besides what every tier takes: a directory that is there."""
+    """The backend's option, in addition to the common options of all tiers: an existing directory."""
 
     path: str
 
 
 class FilesBackend(SimpleBackend):
-    """Keeps each record in a file of its own: stands for the client of your medium."""
+    """Keeps each record in a file of its own; replace this by the client of your medium."""
 
     name = "files"
     config_type = FilesConfig
 
     async def put_one(self, key: bytes, buffers: Sequence[memoryview]) -> bool:
-        """Publish a record unless there is one: its file has a name when it is whole."""
+        """Publish a record unless its key exists; a file receives its final name only when complete."""
         return await to_its_end(_publish(self._path(key), buffers))
 
     async def get_one_into(self, key: bytes, buffers: Sequence[memoryview]) -> int | None:
-        """Fill the buffers; say how long the record is, or that there is none."""
+        """Fill the buffers; return the length of the record, or None without one."""
         record = await to_its_end(_read(self._path(key)))
         return None if record is None else scatter(record, buffers)
 
     async def exists_one(self, key: bytes) -> bool:
-        """Say whether there is a record."""
+        """Return whether there is a record."""
         return await aiofiles.os.path.exists(self._path(key))
 
     async def delete_one(self, key: bytes) -> bool:
-        """Remove a record; lets the tier take bad ones out of the way."""
+        """Remove a record; return whether there was one. The tier also uses this to remove damaged records."""
         try:
             await aiofiles.os.unlink(self._path(key))
         except FileNotFoundError:
@@ -84,7 +84,7 @@ class FilesBackend(SimpleBackend):
         found = []
         with os.scandir(self._directory) as entries:
             for entry in filter(lambda entry: NAME.fullmatch(entry.name), entries):
-                with contextlib.suppress(FileNotFoundError):  # An engine has deleted it since.
+                with contextlib.suppress(FileNotFoundError):  # Meanwhile deleted by an engine.
                     found.append((entry.name, entry.stat()))
         return found
 
@@ -95,7 +95,7 @@ class FilesBackend(SimpleBackend):
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Do something to its end, also when we are cancelled: aiofiles' threads go on, and use files and buffers."""
+    """Complete the work even if cancelled, because aiofiles' threads continue to use files and buffers."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

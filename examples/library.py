@@ -1,9 +1,9 @@
 """kvstore without an engine and without a GPU: store a prompt's KV cache under one parallel size, load it under others.
 
 Run it: ``python examples/library.py [DIRECTORY]``. A model of two layers is "served" by four ranks, which store the
-blocks of a prompt into the primary tier and from there into a file tier. The primary tier is too small for all, so it
-evicts. Then everything is closed, and servers of 1, 2, 4 and 8 ranks find the blocks on disk, promote them, and compare
-every byte.
+blocks of a prompt into the primary tier and from there into a file tier. The primary tier is too small for all blocks,
+so it evicts some. Then everything is closed, and servers of 1, 2, 4 and 8 ranks find the blocks on disk, promote them,
+and compare every byte.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore.transfer import BlockCopies, HostTransfer
 LAYERS, HEADS, TOKENS, HEAD_BYTES = 2, 4, 16, 256
 BLOCKS = 40
 SLOTS = 16
-"""Fewer than there are blocks, so that the primary tier evicts."""
+"""Fewer slots than blocks, so that the primary tier evicts."""
 BATCH = 8
 """Blocks stored or loaded at a time."""
 WAIT_S = 30.0
@@ -47,7 +47,7 @@ LAYOUT = KVLayout(
 
 
 class Server:
-    """What an engine is to kvstore: KV caches of its ranks, the primary tier, a file tier, and the manager of both."""
+    """The parts of an engine that kvstore uses: KV caches of its ranks, the primary tier, a file tier, the manager."""
 
     def __init__(self, directory: str, ranks: int) -> None:
         self.ranks = ranks
@@ -56,7 +56,7 @@ class Server:
         primary = PrimaryTier(self.region.view(), self.region.slot_bytes)
         disk = {"backend": "file", "path": directory, "capacity": "64MiB"}
         tier = open_tier(disk, primary=self.region.view(), slot_bytes=self.region.slot_bytes, namespace=namespace)
-        # By default a tier's unfinished stores may pin a quarter of the slots, which is little where there are so few.
+        # By default a tier's unfinished stores may pin a quarter of the slots, too few with this number of slots.
         self.manager = TieringManager(primary, [tier], TieringConfig(store_share=0.5))
         self.caches: list[Cache] = [_empty_cache(ranks) for _ in range(ranks)]
         self._transfers = [
@@ -76,7 +76,7 @@ class Server:
             self._step(deadline)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[int], ctx: RequestContext) -> None:
-        """Copy blocks into the KV caches, promoting them from the file tier first if need be."""
+        """Copy blocks into the KV caches, after promoting them from the file tier if necessary."""
         deadline = time.monotonic() + WAIT_S
         while {self.manager.lookup(key, ctx) for key in keys} != {LookupResult.HIT}:
             self._step(deadline)
@@ -86,7 +86,7 @@ class Server:
         self.manager.complete_load(keys, ctx)
 
     def close(self) -> None:
-        """End everything, the memory last."""
+        """Close everything, the memory last."""
         for transfer in self._transfers:
             transfer.close()
         assert self.manager.close(), "nothing touches the memory any more"
@@ -95,7 +95,7 @@ class Server:
         self.region.close()
 
     def _copy(self, blocks: Sequence[int], slots: Sequence[int], kind: JobKind) -> None:
-        """Let every rank copy its heads; a block is whole when all of them are done."""
+        """Copy the heads of every rank; a block is complete when all ranks are done."""
         for transfer in self._transfers:
             transfer.submit([BlockCopies.of(blocks, slots)], kind)
         for transfer in self._transfers:
@@ -103,14 +103,14 @@ class Server:
             assert all(result.success for result in transfer.poll())
 
     def _step(self, deadline: float) -> None:
-        """Do what an engine does between two steps."""
+        """End a step, as an engine does, and check the deadline."""
         assert time.monotonic() < deadline, "took too long"
         self.manager.on_step_end()
         time.sleep(0.001)
 
 
 def main(directory: str) -> None:
-    """Store with four ranks; restart with 1, 2, 4 and 8, and compare."""
+    """Store with four ranks; restart with 1, 2, 4 and 8 ranks, load and compare."""
     rng = np.random.default_rng(7)
     model = {f"layer.{i}": _random(rng) for i in range(LAYERS)}
     keys = [hashlib.sha256(f"prompt block {number}".encode()).digest() for number in range(BLOCKS)]
@@ -146,7 +146,7 @@ def main(directory: str) -> None:
 
 
 def _heads(ranks: int) -> int:
-    """Return the KV heads of a rank; with more ranks than heads, several have the same one."""
+    """Return the number of KV heads of a rank; with more ranks than heads, several ranks share one."""
     return max(1, HEADS // ranks)
 
 
@@ -160,7 +160,7 @@ def _random(rng: np.random.Generator) -> npt.NDArray[np.uint8]:
 
 
 def _fill(cache: Cache, model: Cache, rank: int, ranks: int) -> None:
-    """Give a rank its part of the model's KV cache."""
+    """Copy a rank's part of the model's KV cache."""
     first = rank * HEADS // ranks
     for name, whole in model.items():
         cache[name][:] = whole[:, first : first + _heads(ranks)]

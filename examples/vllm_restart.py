@@ -1,12 +1,12 @@
-"""A vLLM is killed, a second one starts on the same directory, and answers the same long prompts from disk.
+"""Kill a vLLM server, start another one on the same directory, and answer the same long prompts from disk.
 
     python examples/vllm_restart.py --json out.json
 
-Makes a small Llama with random weights and runs `vllm serve` three ways: without offloading (for the outputs that are
-right, and as a measure), with a kvstore file tier, and with vLLM's own `fs` tier. All are alive side by side and asked
-a set of long prompts in turns, so that whatever else the machine does hits all of them. They are killed with SIGKILL,
-those with a tier are started again on their directories, and asked the same prompts. Takes three minutes on two idle
-cores, and 2 GB under --dir.
+Makes a small Llama with random weights and runs `vllm serve` three ways: without offloading (for reference outputs and
+times), with a kvstore file tier, and with vLLM's own `fs` tier. All run side by side and receive a set of long prompts
+in turns, so that other load of the machine affects all of them. They are killed with SIGKILL. Those with a tier are
+started again on their directories, and receive the same prompts. Takes three minutes on two idle cores, and 2 GB under
+--dir.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OUTPUT_TOKENS = 8
 _PRIMARY_BYTES = 512 * 2**20
 _STORED_TIMEOUT_S = 60.0
 _REST_S = 1.2
-"""Between two requests: the worker of the engine that was asked before spins for a second, on the same core."""
+"""Pause between two requests, because the worker of the previous engine spins for a second on the same core."""
 
 _TIERED = ("kvstore", "vllm_fs")
 _SYSTEMS = ("none", *_TIERED)
@@ -48,11 +48,11 @@ _SYSTEMS = ("none", *_TIERED)
 
 @dataclass(slots=True)
 class Run:
-    """What one system did.
+    """Results of one system.
 
     Attributes:
         cold: Answers before the kill.
-        restart: Answers after it.
+        restart: Answers after the restart.
     """
 
     cold: list[Answer] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Run:
 def main() -> int:
     """Command line; returns 0 if every output is right and every full block came from the cache."""
     args = _arguments()
-    # Also when it is told to end, the engines go, and so do their files.
+    # Makes SIGTERM also kill the engines and remove their files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     work = Path(tempfile.mkdtemp(prefix="kvstore-demo-", dir=args.dir))
     started = time.monotonic()
@@ -83,7 +83,7 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
     shape = LlamaShape(layers=args.layers, hidden=args.hidden, heads=args.hidden // 64, kv_heads=args.hidden // 192)
     say(f"making a Llama of {shape.layers} layers, width {shape.hidden}, random weights")
     model = make_tiny_llama(work / "model", shape)
-    # The first request of an engine pays for its start: a short one, which is not measured.
+    # The first request of an engine is slow, so the first prompt is short and not measured.
     prompts = make_prompts([2 * _BLOCK_TOKENS] + [args.prompt_tokens] * args.runs, shape.vocabulary, args.seed)
     runs = {system: Run() for system in _SYSTEMS}
     ask_all(work, model, prompts, {system: runs[system].cold for system in _SYSTEMS}, phase="cold")
@@ -94,7 +94,7 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
 def ask_all(
     work: Path, model: Path, prompts: Sequence[Sequence[int]], answers: dict[str, list[Answer]], *, phase: str
 ) -> None:
-    """Start systems on their directories, ask them all prompts in turns, and kill them."""
+    """Start systems on their directories, send them all prompts in turns, and kill them."""
     with ExitStack() as stack:
         servers = {system: start(stack, system, work, model) for system in answers}
         for server in servers.values():
@@ -141,16 +141,16 @@ def offloading_of(system: str, work: Path) -> dict[str, Any] | None:
 
 
 def make_prompts(lengths: Sequence[int], vocabulary: int, seed: int) -> list[list[int]]:
-    """Return prompts of random words, of these lengths in tokens, that have no beginning in common."""
+    """Return prompts of random words, of these lengths in tokens, without common prefixes."""
     rng = random.Random(seed)
     return [[rng.randrange(2, vocabulary) for _ in range(tokens)] for tokens in lengths]
 
 
 def wait_stored(directory: Path, blocks: int) -> None:
-    """Block until all blocks are on disk, as both systems store in the background.
+    """Block until all blocks are on disk, because both systems store in the background.
 
     Raises:
-        RuntimeError: They are not, in time.
+        RuntimeError: Blocks are missing after a minute.
     """
     deadline = time.monotonic() + _STORED_TIMEOUT_S
     while (found := count_blocks(directory)) < blocks:
@@ -161,7 +161,7 @@ def wait_stored(directory: Path, blocks: int) -> None:
 
 
 def count_blocks(directory: Path) -> int:
-    """Return the number of blocks that a system has published: vLLM's ``fs`` keeps a file for each."""
+    """Return the number of blocks that a system has published; vLLM's ``fs`` has one file per block."""
     if not (directory / ".kvstore").is_dir():
         return sum(1 for p in directory.rglob("*") if _size(p) > 65536 and "tmp" not in p.suffix)
     with Medium(make_tier("file", {"path": str(directory), "capacity": "8GiB"})) as holdings:
@@ -169,7 +169,7 @@ def count_blocks(directory: Path) -> int:
 
 
 def make_report(args: argparse.Namespace, runs: dict[str, Run]) -> dict[str, Any]:
-    """Return what goes into the JSON file."""
+    """Return the content of the JSON file."""
     references = runs["none"].cold
     cached_right = (args.prompt_tokens - 1) // _BLOCK_TOKENS * _BLOCK_TOKENS
     report: dict[str, Any] = {
@@ -203,7 +203,7 @@ def make_report(args: argparse.Namespace, runs: dict[str, Run]) -> dict[str, Any
 
 
 def print_table(report: dict[str, Any]) -> None:
-    """Print the result for people."""
+    """Print the report as a table."""
     print()
     head = ("", "TTFT cold", "TTFT after restart", "speed-up", "cached tokens", "outputs equal")
     rows = [head, ("no offloading", f"{report['none']['cold_ttft_s']:.3f} s", "", "", "", "")]

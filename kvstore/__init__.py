@@ -1,10 +1,10 @@
-"""kvstore keeps the KV cache of large language models on storage: local files, and media of your own.
+"""kvstore stores the KV cache of large language models on secondary media: local disks, networks, and custom backends.
 
-The parts that most people need are here: :func:`open_tier` opens a secondary tier over memory of yours;
-:class:`Backend` and :class:`SimpleBackend` are what a new medium is written against. vLLM finds its entry points in
-``kvstore.vllm``, which alone imports vLLM.
+This module exports the main API: :func:`open_tier` opens a secondary tier over your memory; :class:`Backend` and
+:class:`SimpleBackend` are the base classes for new media. vLLM's entry points are in ``kvstore.vllm``, the only package
+that imports vLLM.
 
-The machinery of tiers, half of what all of this costs to import, is loaded at the first use of one of its names.
+The modules of tiers take half of the import time, so they are imported at the first use of one of their names.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ __all__ = [
 __version__ = "0.2.0"
 
 if os.path.exists(os.path.join(os.path.dirname(os.path.dirname(__file__)), "kvstore.py")):
-    # The two are told apart by nothing but the order in which Python looks.
+    # Only the order of Python's import path decides which of the two is imported.
     warnings.warn(
         "Another package named 'kvstore' is installed beside this one, whose package is 'vllm-kvstore'. Remove it: "
         "pip uninstall kvstore.",
@@ -111,7 +111,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load the machinery of tiers when it is first asked for (PEP 562)."""
+    """Import the modules of tiers at the first use of one of their names (PEP 562)."""
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

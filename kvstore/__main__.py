@@ -1,4 +1,4 @@
-"""``python -m kvstore``: the command ``kvstore``, whose group ``bench`` is ``kvstore-bench``."""
+"""``python -m kvstore``: the command ``kvstore``; its group ``bench`` is the command ``kvstore-bench``."""
 
 from __future__ import annotations
 

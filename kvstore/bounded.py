@@ -12,7 +12,7 @@ _V = TypeVar("_V")
 
 
 class BoundedDict(OrderedDict[_K, _V]):
-    """A dictionary of at most ``most`` entries: a new one drops the oldest. Setting an entry again makes it the newest.
+    """A dictionary of at most ``most`` entries: a new entry drops the oldest. Setting a key again makes it the newest.
 
     For LRU order, call ``move_to_end`` on each use.
     """

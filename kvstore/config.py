@@ -1,7 +1,7 @@
-"""Configuration: msgspec structs, sizes and durations as people write them, and errors that say what to do.
+"""Configuration: msgspec structs, with sizes and durations as text, and errors with a remedy.
 
-A backend's configuration extends :class:`TierConfig`; :func:`decode_config` makes it from JSON. Every refusal is a
-:class:`~kvstore.errors.ConfigError` that shows the value (never a secret), what was expected and what to do.
+A backend's configuration extends :class:`TierConfig`; :func:`decode_config` creates it from JSON. Every invalid value
+raises a :class:`~kvstore.errors.ConfigError` with the value (never a secret), the expected value and the remedy.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _WORDS: Final = {
     "object": "a JSON object",
     "array": "a list",
 }
-"""What msgspec's names of JSON types are called in errors."""
+"""Names of JSON types in errors, by their names in msgspec."""
 _MIB: Final = 1024**2
 _GIB: Final = 1024**3
 
 
 class EpochConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Where the engines of a fleet find the name of the epoch that they share.
+    """Source of the name of the epoch that the engines of a fleet share.
 
     Attributes:
-        file: Path of a text file that holds the name. It is read when a tier opens and at each reset.
+        file: Path of a text file with the name. It is read when a tier opens and at each reset.
 
     Raises:
         ConfigError: The path is not absolute.
@@ -74,31 +74,31 @@ class EpochConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Options of every tier; each backend's config extends them.
 
-    Sizes, durations, capacities and secrets may also be given as text when it is made in Python. A subclass that
-    checks its own fields in ``__post_init__`` calls ``super().__post_init__()`` first, and names other spellings of
-    its fields in ``aliases``.
+    In Python code, too, sizes, durations, capacities and secrets may be given as text. A subclass that checks its own
+    fields in ``__post_init__`` calls ``super().__post_init__()`` first, and lists other spellings of its fields in
+    ``aliases``.
 
     Attributes:
         namespace: Free-form string in the namespace; different values never share blocks.
-        reset: Whether a reset of the engine's caches begins a new epoch (``"forget"``: no block stored before is found
-            again) or keeps what the tier holds (``"keep"``).
-        epoch: Source of the epoch's name; None: the engine starts in the base epoch, and each reset begins a new epoch
+        reset: Whether a reset of the engine's caches begins a new epoch (``"forget"``: earlier blocks are never found
+            again) or keeps the tier's blocks (``"keep"``).
+        epoch: Source of the epoch's name. None: the engine starts in the base epoch, and each reset begins a new epoch
             of this engine alone.
         codec: Codecs and seal of payloads, such as ``"byteplane+zstd:1"``; see docs/codecs.md.
-        io: Host of the I/O side: a thread of this process, or a process of its own.
+        io: Host of the I/O side: a thread of this process, or a separate process.
         load_timeout: Time limit of a load job, plus the time for its bytes at ``bytes_per_second_min``.
         store_timeout: The same for a store job.
         lookup_timeout: Time limit of a lookup, after which it is a miss.
         bytes_per_second_min: Lowest useful rate of the medium.
-        inflight_bytes: Payload bytes in I/O at once.
+        inflight_bytes: Maximum payload bytes in I/O.
         store_backlog_bytes: Payload bytes of stores waiting or in I/O, above which new stores are shed.
-        positive_ttl: Validity of the answer that a block is present; 0 asks every time.
+        positive_ttl: Validity of the answer that a block is present; 0 queries the medium every time.
         negative_ttl: Validity of the answer that a block is absent.
-        breaker_failures: Failures in a row that open the breaker.
+        breaker_failures: Consecutive failures that open the breaker.
         breaker_cooldown: First pause before an open breaker probes the medium; doubles with each failed probe.
         breaker_cooldown_max: Longest such pause.
-        required: Whether an engine refuses to start when the tier can't be opened (false: it runs without).
-        label: Name of the tier in statistics and policies; empty: the backend's name.
+        required: Whether an engine refuses to start when the tier can't be opened (false: it runs without the tier).
+        label: Name of the tier in statistics and policies; empty for the backend's name.
 
     Raises:
         ConfigError: A value is out of range.
@@ -123,19 +123,19 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     store_timeout: Seconds = Seconds(30)
     # An unanswered lookup delays its request, and recomputing a short prompt takes about a second.
     lookup_timeout: Seconds = Seconds(1)
-    # A tenth of a SATA SSD, and about what a cheap object store gives one stream.
+    # A tenth of a SATA SSD's rate, and about the rate of one stream from a slow object store.
     bytes_per_second_min: ByteSize = ByteSize(50 * _MIB)
-    # Some hundred blocks of 2 MiB: more than any device's queue needs, and little against the primary tier.
+    # Several hundred blocks of 2 MiB: more than any device queue needs, and little compared with the primary tier.
     inflight_bytes: ByteSize = ByteSize(_GIB)
-    # Twice the bytes in I/O: one more round waits, and further stores would only pin slots.
+    # Twice the bytes in I/O: one more round waits; further stores would only pin slots.
     store_backlog_bytes: ByteSize = ByteSize(2 * _GIB)
     # Blocks are evicted hours after their last use; a stale answer costs one failed load, which corrects it.
     positive_ttl: Seconds = Seconds(60)
-    # Another engine may store the block at any moment; five seconds spare the medium and cost few hits.
+    # Another engine may store the block at any moment; five seconds save queries and cost few hits.
     negative_ttl: Seconds = Seconds(5)
     # One failure may be chance, and a batch fails together; five consecutive ones mean that the medium is down.
     breaker_failures: int = 5
-    # A network's hiccup is over in about a second.
+    # A short network problem lasts about a second.
     breaker_cooldown: Seconds = Seconds(1)
     # A recovered medium is used again within half a minute, and a dead one is probed twice a minute.
     breaker_cooldown_max: Seconds = Seconds(30)
@@ -173,8 +173,8 @@ def decode_config(cls: type[_T], value: Mapping[str, Any] | str | bytes, *, wher
         where: Subject of error messages: ``"file tier"``.
 
     Raises:
-        ConfigError: Not an object, an unknown or doubled key, a missing key, a wrong type or a value out of range.
-            The text shows the value and the expected one, and never a secret.
+        ConfigError: Not an object, an unknown, duplicate or missing key, a wrong type or a value out of range. The text
+            shows the value and the expected value, but never a secret.
     """
     if isinstance(value, str | bytes):
         value = _parse_json(value, where)
@@ -202,7 +202,7 @@ def check_field(ok: bool, name: str, value: object, expected: str) -> None:
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known name most similar to ``name``, ignoring case; None if none is similar."""
     by_lower = {candidate.lower(): candidate for candidate in known}
-    # "secret_key" is short for "secret_access_key", though other names have more letters in common with it.
+    # "secret_key" abbreviates "secret_access_key", although other names have more letters in common with it.
     words = name.lower()[:100].split("_")
     longer = [candidate for candidate in by_lower if len(words) > 1 and not set(words) - set(candidate.split("_"))]
     if longer:
@@ -212,14 +212,14 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name: the most similar known one; empty if none is similar."""
+    """Return a suffix for errors about an unknown name with the most similar known name; empty if none is similar."""
     nearest = nearest_name(name, known) if isinstance(name, str) else None
     return f" Did you mean {nearest!r}?" if nearest else ""
 
 
 @functools.cache
 def _parsed_fields(cls: type[msgspec.Struct]) -> dict[str, type[Any]]:
-    """Return the fields whose type parses text, with that type (``X`` or ``X | None``)."""
+    """Return the types of fields that parse text (``X`` for ``X`` or ``X | None``), by field name."""
     found: dict[str, type[Any]] = {}
     for field in msgspec.structs.fields(cls):
         for kind in _members(field.type):
@@ -279,7 +279,7 @@ def _parse_json(text: str | bytes, where: str) -> Any:
 
 
 def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Replace aliases by field names; refuse unknown, doubled and missing keys, in nested structs too."""
+    """Replace aliases by field names; refuse unknown, duplicate and missing keys, also in nested structs."""
     fields = {field.encode_name: field for field in msgspec.structs.fields(cls)}
     aliases, retired = _of_class(cls, "aliases"), _of_class(cls, "retired")
     found: dict[str, Any] = {}
@@ -305,7 +305,7 @@ def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: 
 
 
 def _of_class(cls: type[msgspec.Struct], name: str) -> dict[str, str]:
-    """Return the merged dicts of a class and its bases under a name."""
+    """Merge the class attribute ``name``, a dict, of a class and its bases."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         found |= vars(base).get(name, {})
@@ -320,7 +320,7 @@ def _unknown_key(key: object, fields: Iterable[str], aliases: Mapping[str, str],
 
 
 def _explained(error: msgspec.ValidationError, cls: type[Any], fields: Mapping[str, Any], where: str) -> ConfigError:
-    """Turn msgspec's error into one with the key, the value and the expected value."""
+    """Convert msgspec's error to one with the key, the value and the expected value."""
     match = _AT_PATH.search(str(error))
     path = match[2] if match else ""
     cause = error.__cause__
@@ -350,7 +350,7 @@ def _shown_at(value: Any, path: str) -> str:
         elif isinstance(value, list | tuple) and name.isdecimal():
             value = value[int(name)]
         else:
-            # An element of a dict or set, which msgspec does not name.
+            # An element of a dict or set, without a key in msgspec's path.
             return "wrong"
     return shown(value, path)
 

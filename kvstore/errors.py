@@ -1,7 +1,7 @@
 """Errors, named by situation.
 
-Every error that kvstore raises on purpose is a :class:`KVStoreError`. Its text says what was wrong (with the value
-shown), what was expected and what to do. A miss is never an error: it is a value (see :class:`kvstore.types.Outcome`).
+Every error that kvstore raises deliberately is a :class:`KVStoreError`. Its text contains the wrong value, the expected
+value and the remedy. A miss is a value, never an error (see :class:`kvstore.types.Outcome`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = [
 
 
 class KVStoreError(Exception):
-    """Base of all errors that kvstore raises on purpose."""
+    """Base of all errors that kvstore raises deliberately."""
 
 
 class ConfigError(KVStoreError, ValueError):
-    """A configuration value can't be used; raised at start, before anything was changed."""
+    """A configuration value can't be used; raised at start, before any change."""
 
 
 class HostClosedError(KVStoreError):
@@ -32,7 +32,7 @@ class HostClosedError(KVStoreError):
 
 
 class RecordError(KVStoreError):
-    """A record failed verification; ``cause`` is the counter it is counted under (a ``RecordFault`` value)."""
+    """A record failed verification; ``cause`` is its counter (a ``RecordFault`` value)."""
 
     def __init__(self, message: str, cause: str) -> None:
         super().__init__(message)
@@ -40,12 +40,12 @@ class RecordError(KVStoreError):
 
 
 class BackendError(KVStoreError):
-    """A medium failed. Made at the backend's edge and chained ``from`` the cause.
+    """A failure of a medium. Raised by the backend, chained ``from`` the cause.
 
     Args:
-        message: What was wrong, what was expected, what to do.
+        message: The wrong value, the expected value, the remedy.
         backend: Name of the backend, such as ``"file"``.
-        key: Key of the block concerned, if the failure belongs to one.
+        key: Key of the affected block, if the failure concerns a single one.
     """
 
     def __init__(self, message: str, *, backend: str, key: bytes | None = None) -> None:
@@ -56,7 +56,7 @@ class BackendError(KVStoreError):
 
 
 class BackendUnavailableError(BackendError):
-    """The medium can't be reached or does not answer at present; trying again later may help."""
+    """The medium is unreachable or does not respond; a later attempt may succeed."""
 
 
 class BackendClosedError(BackendError):
@@ -68,4 +68,4 @@ class NoSpaceError(BackendError):
 
 
 class LockedError(BackendError):
-    """Another process owns what this backend needs for itself alone."""
+    """Another process holds the exclusive lock that this backend needs."""

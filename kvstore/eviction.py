@@ -1,20 +1,20 @@
-"""Eviction policies: which block goes when space is needed.
+"""Eviction policies: the choice of blocks to evict when space is needed.
 
-A policy knows keys and the order of their use, nothing of sizes, media or locks: it counts blocks. Its owner (the
-primary tier, a backend) tells it what entered, was used and left, and asks it for victims. Not thread-safe: one owner,
-one thread.
+A policy tracks keys and the order of their use, without sizes, media or locks: it counts blocks. Its owner (the primary
+tier, a backend) reports blocks that enter, are used or leave, and requests victims. Not thread-safe: a policy belongs
+to one owner and one thread.
 """
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
 from typing import ClassVar, TypeAlias
 
+from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
 from kvstore.tenants import Account, Accounts, Tenants
 from kvstore.types import BlockKey
@@ -30,8 +30,8 @@ class EvictionPolicy(ABC):
     Every call is O(1) amortised; :meth:`victims` is O(blocks chosen + pinned blocks passed over).
 
     Args:
-        capacity_blocks_hint: About how many blocks the owner holds when it is full; 0 if it doesn't know. Policies that
-            need a capacity take the larger of this and what they hold now.
+        capacity_blocks_hint: Approximate number of blocks in a full owner; 0 if unknown. Policies that need a capacity
+            use the larger of this and the present number of blocks.
 
     Attributes:
         name: Name in configurations.
@@ -44,7 +44,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def insert(self, key: BlockKey) -> None:
-        """Note a block that entered; for a block that is known already it is a :meth:`touch`."""
+        """Note a block that entered; for a known block, the same as :meth:`touch`."""
 
     @abstractmethod
     def touch(self, key: BlockKey) -> None:
@@ -52,11 +52,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove(self, key: BlockKey) -> bool:
-        """Forget a block that left for another reason than eviction; return whether it was known."""
+        """Forget a block that left without eviction; return whether it was known."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything, also what is remembered of evicted blocks."""
+        """Forget all blocks, including evicted ones."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -64,11 +64,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def __contains__(self, key: object) -> bool:
-        """Tell whether the block is known (evicted ones are not)."""
+        """Return whether the block is known; evicted ones are not."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[BlockKey]:
-        """Yield all blocks, coldest first: inserted in this order, a new policy starts about where this one is."""
+        """Yield all blocks, coldest first; inserting them in this order into a new policy roughly copies this one."""
 
     def victims(
         self,
@@ -79,15 +79,15 @@ class EvictionPolicy(ABC):
     ) -> list[BlockKey]:
         """Choose blocks to evict and forget them.
 
-        Whoever then fails to evict one inserts it again. Pinned blocks keep their places.
+        After a failed eviction, the owner inserts the block again. Pinned blocks keep their places.
 
         Args:
-            need: How many blocks; with ``weight``, how much weight they have to sum up to (such as bytes).
-            pinned: Tells which blocks may not be chosen.
+            need: Number of blocks; with ``weight``, their total weight (such as bytes).
+            pinned: Returns True for blocks that must not be chosen.
             weight: Weight of a block; None means 1 each.
 
         Returns:
-            The chosen, coldest first; fewer than needed if no more may be chosen.
+            The chosen blocks, coldest first; fewer than needed if the others are pinned.
         """
         chosen: list[BlockKey] = []
         if need <= 0:
@@ -102,22 +102,50 @@ class EvictionPolicy(ABC):
 
     @property
     def _capacity(self) -> int:
-        # Victims are asked for when the owner is full, so what is held now is a capacity when the hint was too low.
+        # Owners request victims when they are full, so the present number is the capacity if the hint was too low.
         return max(1, self._capacity_hint, len(self))
 
     @abstractmethod
     def _evict(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
-        """Take out one victim after the other, until it is closed."""
+        """Remove and yield one victim at a time until closed."""
 
 
-class LRU(EvictionPolicy):
+class _QueuePolicy(EvictionPolicy):
+    """A policy whose blocks are in queues, and its evicted blocks in ghost queues."""
+
+    def __init__(self, capacity_blocks_hint: int, queues: Sequence[_Queue], ghosts: Sequence[_Queue] = ()) -> None:
+        super().__init__(capacity_blocks_hint)
+        self._queues, self._ghosts = queues, ghosts
+
+    def remove(self, key: BlockKey) -> bool:
+        """See :meth:`EvictionPolicy.remove`."""
+        for ghost in self._ghosts:
+            ghost.pop(key, None)
+        return any([queue.pop(key, None) is not None for queue in self._queues])
+
+    def clear(self) -> None:
+        """See :meth:`EvictionPolicy.clear`."""
+        for queue in (*self._queues, *self._ghosts):
+            queue.clear()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues))
+
+    def __contains__(self, key: object) -> bool:
+        return any([key in queue for queue in self._queues])
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return chain.from_iterable(self._queues)
+
+
+class LRU(_QueuePolicy):
     """Least recently used first."""
 
     name = "lru"
 
     def __init__(self, capacity_blocks_hint: int = 0) -> None:
-        super().__init__(capacity_blocks_hint)
         self._queue: _Queue = OrderedDict()
+        super().__init__(capacity_blocks_hint, [self._queue])
 
     def insert(self, key: BlockKey) -> None:
         """See :meth:`EvictionPolicy.insert`."""
@@ -129,23 +157,6 @@ class LRU(EvictionPolicy):
         if key in self._queue:
             self._queue.move_to_end(key)
 
-    def remove(self, key: BlockKey) -> bool:
-        """See :meth:`EvictionPolicy.remove`."""
-        return self._queue.pop(key, None) is not None
-
-    def clear(self) -> None:
-        """See :meth:`EvictionPolicy.clear`."""
-        self._queue.clear()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._queue
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self._queue)
-
     def _evict(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
         with _Pass(self._queue, pinned) as queue:
             while (key := queue.oldest()) is not None:
@@ -153,13 +164,13 @@ class LRU(EvictionPolicy):
                 yield key
 
 
-class S3FIFO(EvictionPolicy):
-    """Three FIFO queues: what is used only once leaves early and can't push out what is used again.
+class S3FIFO(_QueuePolicy):
+    """Three FIFO queues: blocks used only once leave early, and can't displace blocks that are used again.
 
-    A new block enters the small queue (a tenth of the capacity); there it is evicted unless it was used more than once,
-    and moves to the main queue if it was. Evicted from the small queue, its key is remembered in the ghost queue (as
-    many keys as the main queue holds); if it comes back while remembered, it enters the main queue at once. The main
-    queue gives a used block one more round per use, three at most.
+    A new block enters the small queue (a tenth of the capacity). At its end, a block used more than once moves to the
+    main queue; other blocks are evicted. The ghost queue remembers the keys evicted from the small queue (as many as
+    the main queue holds); a block that returns while remembered enters the main queue directly. The main queue gives a
+    used block one more round per use, at most three.
 
     Source: Yang, Zhang, Qiu, Yue, Vinayak: "FIFO queues are all you need for cache eviction", SOSP 2023, algorithm 1.
     """
@@ -171,10 +182,10 @@ class S3FIFO(EvictionPolicy):
     """Share of the small queue, as in the paper."""
 
     def __init__(self, capacity_blocks_hint: int = 0) -> None:
-        super().__init__(capacity_blocks_hint)
         self._small: _Queue = OrderedDict()
         self._main: _Queue = OrderedDict()
         self._ghost: _Queue = OrderedDict()
+        super().__init__(capacity_blocks_hint, [self._small, self._main], [self._ghost])
 
     def insert(self, key: BlockKey) -> None:
         """See :meth:`EvictionPolicy.insert`."""
@@ -192,32 +203,12 @@ class S3FIFO(EvictionPolicy):
         if uses < self.uses_max:
             queue[key] = uses + 1
 
-    def remove(self, key: BlockKey) -> bool:
-        """See :meth:`EvictionPolicy.remove`."""
-        self._ghost.pop(key, None)
-        return self._small.pop(key, None) is not None or self._main.pop(key, None) is not None
-
-    def clear(self) -> None:
-        """See :meth:`EvictionPolicy.clear`."""
-        for queue in (self._small, self._main, self._ghost):
-            queue.clear()
-
-    def __len__(self) -> int:
-        return len(self._small) + len(self._main)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._small or key in self._main
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        yield from self._small
-        yield from self._main
-
     def _evict(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
         small_target = max(1, int(self._capacity * self.small_share))
         ghost_max = max(1, self._capacity - small_target)
         with _Pass(self._small, pinned) as small, _Pass(self._main, pinned) as main:
             while True:
-                # A key is never empty, so "or" falls through only where there was no victim.
+                # Keys are never empty, so "or" continues only without a victim.
                 if len(small) >= small_target:
                     key = self._from_small(small, ghost_max) or self._from_main(main)
                 else:
@@ -245,24 +236,30 @@ class S3FIFO(EvictionPolicy):
         return None
 
 
-class ARC(EvictionPolicy):
-    """Adaptive replacement: divides the space between recency and frequency by what comes back after eviction.
+class ARC(_QueuePolicy):
+    """Adaptive replacement: blocks that return after eviction adapt the division between recency and frequency.
 
-    Blocks used once lie in ``recent``, blocks used again in ``frequent``, each in LRU order; what was evicted from
-    either is remembered in a ghost list. A block that comes back from one shifts the target size of ``recent``.
+    Blocks used once are in ``recent``, blocks used again in ``frequent``, each in LRU order. Each has a ghost queue of
+    its evicted blocks. A block that returns from a ghost queue shifts the target size of ``recent``.
 
     Source: Megiddo, Modha: "ARC: a self-tuning, low overhead replacement cache", FAST 2003, figure 4. One difference:
-    the owner evicts before it says what enters, so the tie in REPLACE ("x in B2 and |T1| = p") can't look at x.
+    the owner evicts before the next block is known, so the tie in REPLACE ("x in B2 and |T1| = p") can't consider x.
     """
 
     name = "arc"
 
     def __init__(self, capacity_blocks_hint: int = 0) -> None:
-        super().__init__(capacity_blocks_hint)
         self._recent: _Queue = OrderedDict()
         self._frequent: _Queue = OrderedDict()
         self._ghost_recent: _Queue = OrderedDict()
         self._ghost_frequent: _Queue = OrderedDict()
+        self._recent_target = 0.0
+        ghosts = [self._ghost_recent, self._ghost_frequent]
+        super().__init__(capacity_blocks_hint, [self._recent, self._frequent], ghosts)
+
+    def clear(self) -> None:
+        """See :meth:`EvictionPolicy.clear`."""
+        super().clear()
         self._recent_target = 0.0
 
     def insert(self, key: BlockKey) -> None:
@@ -289,28 +286,6 @@ class ARC(EvictionPolicy):
             self._frequent[key] = 0
         elif key in self._frequent:
             self._frequent.move_to_end(key)
-
-    def remove(self, key: BlockKey) -> bool:
-        """See :meth:`EvictionPolicy.remove`."""
-        self._ghost_recent.pop(key, None)
-        self._ghost_frequent.pop(key, None)
-        return self._recent.pop(key, None) is not None or self._frequent.pop(key, None) is not None
-
-    def clear(self) -> None:
-        """See :meth:`EvictionPolicy.clear`."""
-        for queue in (self._recent, self._frequent, self._ghost_recent, self._ghost_frequent):
-            queue.clear()
-        self._recent_target = 0.0
-
-    def __len__(self) -> int:
-        return len(self._recent) + len(self._frequent)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._recent or key in self._frequent
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        yield from self._recent
-        yield from self._frequent
 
     def _evict(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
         try:
@@ -340,7 +315,7 @@ class ARC(EvictionPolicy):
 
 
 class SharedPolicy(EvictionPolicy):
-    """A policy for each tenant; their accounts say whose blocks are evicted.
+    """One policy per tenant; accounts determine the tenant whose blocks are evicted.
 
     Args:
         policy: Class of each tenant's policy.
@@ -404,27 +379,26 @@ class SharedPolicy(EvictionPolicy):
 _POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in (ARC, LRU, S3FIFO)}
 
 POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
-"""Names that :func:`make_policy` knows."""
+"""Names accepted by :func:`make_policy`."""
 
 
 def make_policy(name: str, capacity_blocks_hint: int = 0, tenants: Tenants | None = None) -> EvictionPolicy:
-    """Make an empty policy by its name (``"lru"``, ``"s3fifo"``, ``"arc"``; case and hyphens don't matter).
+    """Create an empty policy by name (``"lru"``, ``"s3fifo"``, ``"arc"``; case, hyphens and underscores are ignored).
 
-    With ``tenants`` it chooses among the blocks of those that are to give some (:class:`kvstore.tenants.Accounts`).
+    With ``tenants``, their accounts determine the tenant to evict from (:class:`kvstore.tenants.Accounts`).
 
     Raises:
         ConfigError: There is no policy of this name.
     """
     policy = _POLICIES.get(name.lower().replace("-", "").replace("_", ""))
     if policy is None:
-        near = difflib.get_close_matches(name.lower(), POLICY_NAMES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, POLICY_NAMES)
         raise ConfigError(f"Unknown eviction policy {name!r}. Known: {', '.join(POLICY_NAMES)}.{hint}")
     return policy(capacity_blocks_hint) if tenants is None else SharedPolicy(policy, tenants, capacity_blocks_hint)
 
 
 class _Pass:
-    """One pass over a queue from its old end that steps over pinned blocks and leaves them where they were."""
+    """One pass over a queue, oldest first, that skips pinned blocks and restores them to their places at the end."""
 
     def __init__(self, queue: _Queue, pinned: Callable[[BlockKey], bool]) -> None:
         self.queue = queue
@@ -438,7 +412,7 @@ class _Pass:
         """Return the oldest block that is not pinned; it stays in the queue."""
         while self.queue:
             key = next(iter(self.queue))
-            # Asked before the block is taken out, so that a predicate that raises loses nothing.
+            # Checked before the removal, so that an exception in the predicate loses no block.
             if not self._pinned(key):
                 return key
             self._aside[key] = self.queue.pop(key)

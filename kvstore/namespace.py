@@ -1,7 +1,7 @@
-"""Namespace: the digest of everything that changes the bytes of a block.
+"""Namespace: the digest of all properties that change the bytes of a block.
 
-Intact bytes of another layout are the most dangerous wrong bytes, because no checksum detects them. So every property
-that changes the bytes of a block is a field of its namespace; the digest is in the path and in each record's header.
+Intact bytes of another layout are the most dangerous wrong bytes, because no checksum detects them. Every property that
+changes the bytes of a block is therefore a field of its namespace; paths and record headers contain the digest.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ FORMAT_VERSION: Final = 1
 """Version of the format of namespaces and records. Part of every digest, so two formats never share blocks."""
 
 _DEPTH_MAX: Final = 32
-"""Deepest nesting of fields: model configurations need about five. Also ends a cycle."""
+"""Deepest nesting of fields: model configurations need about five. Also stops at cycles."""
 
 
 class Namespace:
     """An immutable set of named fields, identified by its digest.
 
     The digest is SHA-256 over the canonical JSON of ``{"fields": fields, "format": FORMAT_VERSION}``: keys sorted by
-    code point, no spaces, UTF-8, numbers as Python writes them. So ``1``, ``1.0``, ``True`` and ``"1"`` differ, the
-    order of keys does not count, and one field more is another namespace.
+    code point, no spaces, UTF-8, numbers in Python's notation. ``1``, ``1.0``, ``True`` and ``"1"`` differ, the order
+    of keys does not matter, and an additional field makes another namespace.
 
     Args:
-        fields: Names to JSON values: None, bool, int, float (finite), str, list and dict of these, and nothing that
-            only looks like them (subclasses, tuples, numpy scalars), because their text may change between releases.
+        fields: JSON values by name: None, bool, int, float (finite), str, list and dict of these. Similar types
+            (subclasses, tuples, numpy scalars) are refused, because their text may change between releases.
 
     Raises:
-        ConfigError: A field is none of these.
+        ConfigError: A field has another type, is not finite, is nested too deeply, or can't be written as JSON.
     """
 
     __slots__ = ("_digest", "_document")
@@ -43,21 +43,19 @@ class Namespace:
         document = {"fields": _checked(fields, "", 0), "format": FORMAT_VERSION}
         try:
             text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-            # The text is kept, not the fields: nobody can change it, and reading it gives a fresh copy.
+            # Stored as text, which is immutable; decoding it creates a new copy of the fields.
             self._document = text.encode()
         except ValueError as error:
-            # A lone surrogate has no UTF-8, and Python refuses to print an int of thousands of digits.
+            # A lone surrogate has no UTF-8 encoding, and Python refuses to format an int of thousands of digits.
             raise ConfigError(f"A field of the namespace can't be written as JSON: {error}") from error
         self._digest = hashlib.sha256(self._document).digest()
 
     @classmethod
     def of_digest(cls, digest: bytes) -> Namespace:
-        """Return a namespace of which only the digest is known: for tools that look at blocks of others.
-
-        Its document has the digest and no fields.
+        """Return a namespace with a known digest but unknown fields, for tools; its document has no fields.
 
         Raises:
-            ConfigError: A digest has 32 bytes.
+            ConfigError: The digest does not have 32 bytes.
         """
         if len(digest) != 32:
             raise ConfigError(f"A namespace's digest of {len(digest)} bytes. Expected 32.")
@@ -67,16 +65,16 @@ class Namespace:
 
     @property
     def digest(self) -> bytes:
-        """The 32 bytes that are in every header."""
+        """The 32 bytes in every record header."""
         return self._digest
 
     @property
     def hex(self) -> str:
-        """The digest as 64 lower-case hexadecimal digits, as it is in paths and object names."""
+        """The digest as 64 lower-case hexadecimal digits, the form in paths and object names."""
         return self._digest.hex()
 
     def document(self) -> dict[str, Any]:
-        """Return what ``namespace.json`` says: the digest, the format and the fields; a copy."""
+        """Return a copy of the content of ``namespace.json``: the digest, the format and the fields."""
         hashed = json.loads(self._document)
         return {"digest": self.hex, "format": hashed["format"], "fields": hashed["fields"]}
 
@@ -85,10 +83,7 @@ class Namespace:
         return Namespace({**json.loads(self._document)["fields"], **more})
 
     def of_epoch(self, epoch: str) -> Namespace:
-        """Return the namespace of an epoch: of blocks that a reset separates from earlier ones.
-
-        The base epoch ``""`` is the namespace itself, so that what was stored without epochs is found.
-        """
+        """Return the namespace of an epoch; the base epoch ``""`` has the namespace itself."""
         return self.with_fields(epoch=epoch) if epoch else self
 
     def __eq__(self, other: object) -> bool:
@@ -102,7 +97,7 @@ class Namespace:
 
 
 def _checked(value: Any, path: str, depth: int) -> Any:
-    """Return ``value`` if it is plain JSON all the way down."""
+    """Return a copy of ``value`` if it is plain JSON at all levels."""
     if depth > _DEPTH_MAX:
         raise ConfigError(f"Namespace field {path[:80]!r} is nested deeper than {_DEPTH_MAX}. Flatten it.")
     if value is None or type(value) in (bool, int, str):

@@ -30,7 +30,7 @@ _QUANTITY: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z%]*
 _BYTES_MAX: Final = 2**63 - 1
 """Largest size: the maximum of a signed 64-bit file offset."""
 _DURATION_MAX: Final = 10 * 365 * 86400.0
-"""Longest duration, seconds (ten years): longer ones are mistakes, and overflow clocks and timers."""
+"""Longest duration in seconds (ten years): longer ones are mistakes, and overflow clocks and timers."""
 
 
 class ByteSize(int):
@@ -124,7 +124,7 @@ class Capacity:
 
 
 def _parse_quantity(value: str, units: Mapping[str, int | Fraction], default: str) -> Fraction | None:
-    """Return number times unit, or None if ``value`` is not of that form."""
+    """Return number times unit, or None if ``value`` does not have this form."""
     match = _QUANTITY.fullmatch(value)
     if match is None:
         return None
@@ -149,7 +149,7 @@ def _parse_size(value: object) -> int:
 
 
 def _meant(value: object) -> str:
-    """Return a suggestion for an ambiguous or abbreviated unit of other programs (5G, 5Gi); empty for none."""
+    """Return a suggestion for an ambiguous or abbreviated unit used by other programs (5G, 5Gi); empty if none."""
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     if match is None or not re.fullmatch("[kmgtp]i?", match[2], re.IGNORECASE):
         return ""
@@ -164,7 +164,7 @@ def _parse_duration(value: object) -> float:
         seconds = _parse_quantity(value, _SECONDS_PER_UNIT, "s")
     elif isinstance(value, int | float) and not isinstance(value, bool):
         seconds = value
-    # The comparison is written so that NaN fails it.
+    # NaN fails this form of the comparison.
     if seconds is None or not 0 <= seconds <= _DURATION_MAX:
         raise ConfigError(
             f"{shown(value)} is not a valid duration. Expected seconds from 0 to ten years, such as 1.5, '250ms', '5s' "

@@ -1,17 +1,17 @@
 """Registry of backends and codecs: maps names in configurations to classes.
 
-Names are built in, come from installed packages (entry points), or are ``"module:Class"``. A class is imported at its
-first use, so an optional package is needed only if a configuration uses it.
+Names are built in, come from installed packages (entry points), or have the form ``"module:Class"``. A class is
+imported at its first use, so an optional package is needed only if a configuration uses it.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
 
 __all__ = ["BACKENDS", "CODECS", "DIRECTORIES", "Registry"]
@@ -22,7 +22,7 @@ class Registry:
 
     Args:
         kind: Noun for messages, in lower case: ``"backend"``.
-        base: ``"module:Class"`` of the base class; a path, because it is in a higher layer.
+        base: ``"module:Class"`` of the base class; a string, because the class is in a higher layer.
         builtin: ``"module:Class"`` by name.
         group: Entry point group in which installed packages add names; a built-in name can't be replaced.
         extras: Extra of this package that a built-in name requires, by name.
@@ -56,17 +56,15 @@ class Registry:
         return self._checked(name, self._load(name, path or name))
 
     def _installed(self) -> dict[str, str]:
-        # Imported here because it costs a fifth of `import kvstore`, and most processes never ask.
+        # Imported here because it takes a fifth of the time of `import kvstore`, and few processes need it.
         from importlib import metadata
 
         return {point.name: point.value for point in metadata.entry_points(group=self.group)}
 
     def _unknown(self, name: str) -> str:
         known = self.names()
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        known_text = ", ".join(known)
-        return f"Unknown {self.kind} {name!r}. Known: {known_text}.{hint} For your own class give 'module:Class'."
+        hint = did_you_mean(name, known)
+        return f"Unknown {self.kind} {name!r}. Known: {', '.join(known)}.{hint} For your own class give 'module:Class'."
 
     def _load(self, name: str, path: str) -> Any:
         module_name, _, attribute = path.partition(":")
@@ -90,8 +88,7 @@ class Registry:
             raise ConfigError(f"{what} can't be imported: {module_name} raised {raised}. Correct it.") from error
         for part in attribute.split("."):
             if not hasattr(found, part):
-                near = difflib.get_close_matches(part, dir(found), n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(part, dir(found))
                 raise ConfigError(f"{what} can't be found: {module_name} has no {attribute!r}.{hint}")
             found = getattr(found, part)
         return found
@@ -137,7 +134,7 @@ DIRECTORIES = Registry(
     group="kvstore.directories",
     extras={**dict.fromkeys(("etcd", "etcds"), "etcd"), **dict.fromkeys(("redis", "rediss", "unix"), "redis")},
 )
-"""The servers on which engines find each other, by the scheme of their URL."""
+"""The directory servers through which engines find each other, by the scheme of their URL."""
 
 CODECS = Registry(
     "codec",
@@ -151,4 +148,4 @@ CODECS = Registry(
     group="kvstore.codecs",
     extras={"aead": "aead", "mac": "aead", "zstd": "zstd"},
 )
-"""The steps of codec chains: codecs, and seals."""
+"""The steps of codec chains: codecs and seals."""

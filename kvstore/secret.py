@@ -1,22 +1,23 @@
-"""Secrets: a string that is never shown, and how a value is shown in an error without giving one away."""
+"""Secrets: a string type that is never shown, and the display of values in errors without secrets."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import BinaryIO, Final
 
 from kvstore.errors import ConfigError
 
-__all__ = ["SecretStr", "shown", "shown_path", "shown_variable"]
+__all__ = ["SecretStr", "open_regular", "shown", "shown_path", "shown_variable"]
 
 _ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _VARIABLE: Final = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", re.ASCII)
-"""Names as people give them: in capitals, and with an underscore, which no key in hexadecimal or base32 has."""
+"""Usual variable names: capitals with an underscore. Keys in hexadecimal or base32 have no underscore."""
 _SECRET_NAME: Final = re.compile(
-    # A seal's 'keys' say where a keyring is, and so the keyring itself will stand there one day.
+    # A seal's 'keys' give the source of a keyring; by mistake they may contain the keyring itself.
     r"secret|passw|token|credential|private|api_?key|access_?key|^keys\b",
     re.IGNORECASE,
 )
@@ -25,14 +26,14 @@ _QUERY: Final = re.compile(r"(://[^\s?]*\?)\S*")
 _FILE_BYTES_MAX: Final = 65536
 """Longest secret file; a longer one is the wrong file."""
 _SHOWN_MAX: Final = 80
-"""Characters of a value that an error shows; enough to recognise it."""
+"""Maximum characters of a value in an error; enough to recognise it."""
 
 
 class SecretStr:
-    """A secret: never shown by ``repr``, ``str``, formatting, encoding or an error; only :meth:`reveal` gives it.
+    """A secret: never shown by ``repr``, ``str``, formatting, encoding or an error; only :meth:`reveal` returns it.
 
-    Written literally, or better as ``{"env": "NAME"}`` or ``{"file": "/path"}``, read when the configuration is
-    decoded (a file loses trailing line ends).
+    Given literally, or better as ``{"env": "NAME"}`` or ``{"file": "/path"}``, which are read when the configuration is
+    decoded (without trailing line ends of a file).
 
     Raises:
         ConfigError: Empty, of the wrong type, or the variable or file can't be read.
@@ -44,7 +45,7 @@ class SecretStr:
         self._value = _parse_secret(value)
 
     def reveal(self) -> str:
-        """Return the secret itself. Hand it on at once; keep it in no attribute, log line or error."""
+        """Return the secret itself. Use it immediately; never store it in an attribute, log line or error."""
         return self._value
 
     def __eq__(self, other: object) -> bool:
@@ -64,10 +65,10 @@ class SecretStr:
 
 
 def shown(value: object, name: str = "") -> str:
-    """Return how an error shows a value given for ``name``: shortened, and without secrets.
+    """Return the text of a value given for ``name`` in an error: shortened, and without secrets.
 
-    Left out are values of names that sound secret, what stands before an ``@`` (a URL's password), a URL's query, and
-    what is in a container.
+    Omits values of names that suggest a secret, text before an ``@`` (a URL's password), a URL's query, and the content
+    of containers.
     """
     if _SECRET_NAME.search(name) or isinstance(value, SecretStr):
         return "(not shown)"
@@ -82,7 +83,7 @@ def shown(value: object, name: str = "") -> str:
     elif isinstance(value, float):
         text = repr(float(value))
     elif isinstance(value, int):
-        # Python refuses to print an int of thousands of digits.
+        # Python refuses to format an int of thousands of digits.
         text = repr(int(value)) if abs(value) < 10**80 else "a huge number"
     else:
         text = f"a value of type {type(value).__name__}"
@@ -90,10 +91,10 @@ def shown(value: object, name: str = "") -> str:
 
 
 def shown_path(text: str) -> str:
-    """Return how an error shows what was given as the path of a secret: it may be the secret itself.
+    """Return the text in an error for a secret's path, which may be the secret itself by mistake.
 
-    Shown is what exists, or would lie in a directory that exists (other than ``/`` and the current one). Of anything
-    else the part that is a directory is shown and how long the whole is; half of all keys in base64 have a ``/``.
+    A path is shown if it exists, or if its directory exists (other than ``/`` and the current one). Otherwise only the
+    existing directories and the length are shown, because half of all keys in base64 contain a ``/``.
     """
     parent = text.rpartition("/")[0]
     if _is_there(text, os.path.lexists) or (parent.strip("/.") and _is_there(parent, os.path.isdir)):
@@ -105,7 +106,7 @@ def shown_path(text: str) -> str:
 
 
 def shown_variable(name: str) -> str:
-    """Return how an error shows what was given as the environment variable of a secret: it may be the secret itself."""
+    """Return the text in an error for a secret's environment variable, which may be the secret itself by mistake."""
     if name in os.environ or _VARIABLE.fullmatch(name):
         return repr(name)
     return f"({len(name)} characters, not shown as it may be no name)"
@@ -118,8 +119,21 @@ def _is_there(text: str, test: Callable[[str], bool]) -> bool:
         return False
 
 
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading; FIFOs and devices, which could block forever, are refused.
+
+    Raises:
+        OSError: The file can't be opened, or is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return open(descriptor, "rb")
+
+
 def _parse_secret(value: object) -> str:
-    """Return the secret. No error shows the value, whatever it is: it may be the secret in the wrong place."""
+    """Return the secret. Errors never show the value, which may be the secret in the wrong place."""
     if isinstance(value, SecretStr):
         return value.reveal()
     secret: str | None = None
@@ -149,17 +163,15 @@ def _secret_from_env(name: str) -> str:
 
 def _secret_from_file(path: str) -> str:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            # A FIFO or device could hang the start of the engine.
-            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            data = file.read(_FILE_BYTES_MAX + 1) if regular else b""
-        if not regular or len(data) > _FILE_BYTES_MAX:
+        with open_regular(path) as file:
+            data = file.read(_FILE_BYTES_MAX + 1)
+        if len(data) > _FILE_BYTES_MAX:
             raise ConfigError(
                 f"Secret file {shown_path(path)} is not a regular file of at most {_FILE_BYTES_MAX} bytes."
             )
         return data.decode().rstrip("\r\n")
     except UnicodeDecodeError:
-        # Not chained: that exception carries the file's content.
+        # Not chained: that exception contains the file's content.
         raise ConfigError(f"Secret file {shown_path(path)} is not UTF-8 text. Write the secret as text.") from None
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):

@@ -1,15 +1,18 @@
-"""Tenants: who a block belongs to, and how much of a cache each may have.
+"""Tenants: ownership of blocks, and each tenant's share of a cache.
 
-The first bytes of a block's key are the tag of its tenant, so everything that knows keys knows tenants. Blocks of
-different tenants have different keys even if their content is equal: no tenant finds what another one stored.
+The first bytes of a block's key are the tag of its tenant, so the key identifies the tenant everywhere. Blocks of
+different tenants have different keys even if their content is equal, so no tenant finds blocks stored by another.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 import msgspec
@@ -25,26 +28,29 @@ TAG_BYTES: Final = 8
 """Length of a tenant's tag, at the start of a key."""
 
 OTHERS: Final = "others"
-"""Name under which all tenants without a name of their own are counted."""
+"""Name under which all unnamed tenants are counted."""
 
 _RULES: Final = ("cache_salt", "adapter", "parameter")
 
 _ABOVE_MAXIMUM, _IDLE, _ACTIVE = range(3)
-"""Turns in which accounts give blocks."""
+"""Order in which blocks are taken from accounts, by the state of the account."""
 
 _PIECE_BLOCKS: Final = 8
-"""Fewest blocks taken from an account at a time, if it has as many to give."""
+"""Minimum blocks taken from an account at a time, if available."""
+
+_tag_in: Final = operator.itemgetter(slice(TAG_BYTES))
+"""Returns the tag in a key; faster than a Python function."""
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a tenant may have.
+    """Shares and rate limits of a tenant.
 
     Attributes:
-        values: Values of the rule that mean this tenant; none: its name.
-        guaranteed: Share of a cache whose blocks only the tenant itself displaces, while it is active.
+        values: Values of the rule that identify this tenant; if empty, its name.
+        guaranteed: Share of a cache that other tenants cannot displace while this tenant is active.
         maximum: Share of a cache above which the tenant's blocks are displaced before those of all others.
-        store_rate: Most bytes that are stored per second for it in the tiers below, such as ``"200MB"``; None: any.
-        load_rate: Most bytes that are loaded per second for it from them; None: any.
+        store_rate: Maximum bytes per second stored in the lower tiers, such as ``"200MB"``; None: unlimited.
+        load_rate: Maximum bytes per second loaded from the lower tiers; None: unlimited.
 
     Raises:
         ConfigError: A share or a rate is out of range.
@@ -70,20 +76,20 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tenants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rule by which requests belong to tenants, and what each tenant may have.
+    """The rule that assigns requests to tenants, and the shares and rates of tenants.
 
     Attributes:
-        by: What tells the tenant: the request's ``cache_salt``, the name of its LoRA ``adapter``, or the ``parameter``
-            ``"tenant"`` of its offload policy.
-        named: The tenants known by name.
-        others: What each other value of the rule may have; requests without a value are one tenant, too. It can't
-            guarantee anything, as nobody knows how many there are.
-        idle_s: Time after its last use from which a tenant's guarantee has no effect, and its blocks are displaced
+        by: Rule: the request's ``cache_salt``, the name of its LoRA ``adapter``, or the ``parameter`` ``"tenant"`` of
+            its offload policy.
+        named: The named tenants.
+        others: Limits of every other tenant, one per value of the rule; requests without a value form one tenant. No
+            share can be guaranteed here, because the number of such tenants is unknown.
+        idle_s: Time since its last use after which a tenant's guarantee has no effect, and its blocks are displaced
             before those of active tenants.
 
     Raises:
-        ConfigError: There is no such rule, the guaranteed shares exceed the whole, a value means two tenants, or a
-            number is out of range.
+        ConfigError: There is no such rule, the guaranteed shares exceed 1, a value identifies two tenants, or a number
+            is out of range.
     """
 
     by: str
@@ -105,21 +111,21 @@ class Tenants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"The guaranteed shares of the tenants add up to {total:g}. Expected at most 1.")
         twice = [value for value, times in Counter(value for value, _ in self.values()).items() if times > 1]
         if twice:
-            # The value may be a secret (a cache salt); the tenants are not.
+            # The value may be a secret (a cache salt), so only the names of the tenants are shown.
             both = [name for value, name in self.values() if value == twice[0]]
             raise ConfigError(f"The tenants {both} have a value in common. Expected different values.")
 
     def values(self) -> Iterable[tuple[str, str]]:
-        """Yield each value that means a named tenant, and its name."""
+        """Yield each value that identifies a named tenant, with the tenant's name."""
         return ((value, name) for name, tenant in self.named.items() for value in tenant.values or (name,))
 
 
 def tag_of(name: str, *, named: bool) -> bytes:
-    """Return the tag of a tenant: the same in every process, and a hash, so that a name can be guessed but not read.
+    """Return the tag of a tenant, the same in every process. A hash, so that the name can be guessed but not read.
 
     Args:
-        name: Name of a named tenant, or the value of the rule for another.
-        named: Whether it is a named one.
+        name: Name of a named tenant, or the value of the rule for any other tenant.
+        named: Whether it is a named tenant.
     """
     kind = b"kvstore.named" if named else b"kvstore.other"
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=TAG_BYTES, person=kind).digest()
@@ -132,45 +138,45 @@ class Tags:
         self._known = {value: tag_of(name, named=True) for value, name in tenants.values()}
 
     def of(self, value: str) -> bytes:
-        """Return the tag of the tenant that a value means; an empty value is one, too."""
+        """Return the tag of the tenant with this value of the rule; the empty value is a tenant, too."""
         return self._known.get(value) or tag_of(value, named=False)
 
 
+@dataclass(slots=True, eq=False)
 class Account:
-    """The blocks of one tenant in one cache, or of some tenants without a name.
+    """The blocks of one tenant, or of several unnamed tenants, in one cache.
 
     Attributes:
         name: Name of the tenant, or ``OTHERS``.
-        tenant: What it may have.
-        blocks: Blocks that it has.
+        tenant: Its shares and rates.
         used_at: Time of its last use.
+        blocks: Number of its blocks in the cache.
+        evicted: Number of its blocks evicted from the primary tier.
     """
 
-    __slots__ = ("blocks", "name", "tenant", "used_at")
-
-    def __init__(self, name: str, tenant: Tenant, now: float) -> None:
-        self.name = name
-        self.tenant = tenant
-        self.blocks = 0
-        self.used_at = now
+    name: str
+    tenant: Tenant
+    used_at: float
+    blocks: int = 0
+    evicted: int = 0
 
 
 class Accounts:
-    """The accounts of all tenants in one cache, and who of them gives blocks when the cache is full.
+    """The accounts of all tenants in one cache, and the order in which they lose blocks when the cache is full.
 
-    Tenants without a name have an account by the first byte of their tag: if there are many, some share one.
+    Unnamed tenants have an account by the first byte of their tag, so if there are many, some share an account.
 
-    Whoever has more than its maximum gives first, then whoever was idle, then whoever is furthest above its guarantee.
-    Nobody gives guaranteed blocks, except for its own new ones. So without guarantees all active tenants that need
-    room come to have equally much.
+    Accounts above their maximum lose blocks first, then idle accounts, then the account furthest above its guarantee.
+    An active account loses guaranteed blocks only to its own new blocks. So without guarantees, all active tenants that
+    need room converge to equal shares.
 
     Args:
         tenants: The rule and the shares.
         capacity: Blocks that the cache can hold.
-        clock: Monotonic seconds; by default nobody is ever idle.
+        clock: Monotonic seconds; by default, tenants are never idle.
 
     Attributes:
-        capacity: The same; it may change.
+        capacity: Blocks that the cache can hold; may change.
     """
 
     def __init__(self, tenants: Tenants, capacity: int = 0, clock: Callable[[], float] = lambda: 0.0) -> None:
@@ -185,11 +191,18 @@ class Accounts:
         self._giver = Account("", tenants.others, 0.0)
         self._given_turn = _ACTIVE
         self._gives = 0
-        """Single blocks that whoever gave last gives before another look at all accounts."""
+        """Single blocks to take from the last account before all accounts are compared again."""
 
     def of(self, key: BlockKey) -> Account:
         """Return the account of a block."""
         tag = key[:TAG_BYTES]
+        return self._named.get(tag) or self._tagged(tag)
+
+    def groups(self, keys: Iterable[BlockKey]) -> Iterator[tuple[Account, Iterator[BlockKey]]]:
+        """Yield runs of adjacent blocks of the same account, in order, each with its account."""
+        return ((self._tagged(tag), theirs) for tag, theirs in groupby(keys, _tag_in))
+
+    def _tagged(self, tag: bytes) -> Account:
         account = self._named.get(tag)
         if account is None:
             account = self._others.get(tag[0])
@@ -202,22 +215,22 @@ class Accounts:
         yield from self._others.values()
 
     def use(self, account: Account) -> None:
-        """Note a use of a block of an account."""
+        """Record a use of a block of an account."""
         account.used_at = self._clock()
 
     def collect(
         self, need: int, take: Callable[[Account, int], int], wanted_by: Account | None = None, extra: int = 0
     ) -> int:
-        """Take blocks from the accounts that are to give them.
+        """Take blocks from the accounts, in the order above.
 
         Args:
             need: Blocks needed.
-            take: Called with an account and a number of blocks; returns how many it could take.
+            take: Called with an account and a number of blocks; returns the number taken.
             wanted_by: Account that needs the room.
-            extra: Blocks that this account is about to have in addition; they count as its own.
+            extra: Blocks that this account is about to add; they count as its own.
 
         Returns:
-            The blocks taken; fewer than ``need`` if the others are guaranteed, or can't be taken.
+            The number of blocks taken; fewer than ``need`` if the others are guaranteed or can't be taken.
         """
         if need == 1 and self._gives and self._gives_again(wanted_by, extra) and take(self._giver, 1):
             self._gives -= 1
@@ -245,14 +258,14 @@ class Accounts:
         return need - left
 
     def _gives_again(self, wanted_by: Account | None, extra: int) -> bool:
-        """Whether whoever gave last still gives in the same turn."""
+        """Whether blocks may still be taken from the last account in the same turn."""
         account = self._giver
         is_asking = account is wanted_by
         turn, below = self._turn(account, account.blocks + (extra if is_asking else 0), is_asking)
         return turn == self._given_turn and below < 0
 
     def _turn(self, account: Account, blocks: int, is_active: bool) -> tuple[int, int]:
-        """Return when an account with so many blocks gives, and its limit less what it has then."""
+        """Return the turn of an account with ``blocks`` blocks, and its limit in that turn minus ``blocks``."""
         tenant = account.tenant
         maximum = int(tenant.maximum * self.capacity)
         if blocks > maximum:

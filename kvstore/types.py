@@ -1,7 +1,6 @@
-"""Words that all layers share: keys, outcomes, lookups, jobs and what they report.
+"""Types shared by all layers: keys, outcomes, lookups, jobs and results.
 
-The terms are those of the glossary in CONVENTIONS.md. Nothing here does I/O, and everything here may cross from the
-scheduler side to the I/O side.
+All are plain values, which may be passed between the scheduler side and the I/O side.
 """
 
 from __future__ import annotations
@@ -33,52 +32,52 @@ BlockKey: TypeAlias = bytes
 """Opaque bytes, 1 to ``KEY_BYTES_MAX`` long; equal keys (in one namespace) mean equal content."""
 
 KEY_BYTES_MAX = 64
-"""Longest key. A key becomes a file name (hex) or object name as it is, and 64 bytes hold a SHA-512."""
+"""Longest key. Keys in hexadecimal become file and object names, and 64 bytes are enough for a SHA-512."""
 
 
 class LookupResult(enum.Enum):
-    """Answer of a tier to "do you have this block?" (terms of vLLM's ``LookupResult``)."""
+    """Answer of a tier to a lookup, with the terms of vLLM's ``LookupResult``."""
 
     MISS = "miss"
     HIT = "hit"
     RETRY = "retry"
-    """Not known yet: ask again in the next step. Never for longer than the tier's lookup deadline."""
+    """Not known yet: repeat the call in the next step. Answered at most until the tier's lookup deadline."""
     HIT_PENDING = "hit_pending"
-    """The block is on its way into the primary tier. Only a TieringManager says so, never a tier."""
+    """The block is being loaded into the primary tier. Only a TieringManager returns this."""
 
 
 class Outcome(enum.IntEnum):
-    """What became of one block of a job. Every block of a batch has its own."""
+    """The result for one block of a job. Every block of a batch has its own."""
 
     OK = 0
-    """Stored (published whole) or loaded (every check passed)."""
+    """Stored (completely published) or loaded (every check passed)."""
     EXISTS = 1
-    """Store only: a record of this key was there already; counts as success."""
+    """Store only: a record of this key already exists; counts as success."""
     MISS = 2
     """Load only: no such record."""
     CORRUPT = 3
-    """Load only: a record was there and failed verification; handed to quarantine."""
+    """Load only: the record failed verification; quarantined if damaged, hidden for a while if only unreadable here."""
     TIMEOUT = 4
-    """The deadline passed before the block was done."""
+    """The deadline passed before the block was finished."""
     NO_SPACE = 5
-    """Store only: medium full, capacity or reserve reached, and nothing more may be evicted for it."""
+    """Store only: the medium is full, or the capacity or reserve is reached, and no block may be evicted."""
     SHED = 6
-    """Store only: dropped on purpose because too much was in flight."""
+    """Store only: dropped because too much was in flight, or because the medium or the sealing key was unavailable."""
     IO_ERROR = 7
     """The medium failed."""
     CANCELLED = 8
-    """Given up because the tier is closing."""
+    """Abandoned because the tier is closing."""
     REFUSED = 9
     """The medium refused (permissions, credentials, read-only)."""
 
     @property
     def ok(self) -> bool:
-        """Whether the block is now where the job wanted it."""
+        """Whether the block is now at the job's destination."""
         return self <= Outcome.EXISTS
 
     @property
     def is_failure(self) -> bool:
-        """Whether this speaks against the health of the medium (what the breaker counts)."""
+        """Whether the breaker counts it: a failure of the medium."""
         return self in _FAILURES
 
 
@@ -86,52 +85,52 @@ _FAILURES = frozenset({Outcome.TIMEOUT, Outcome.IO_ERROR, Outcome.REFUSED})
 
 
 class Found(enum.IntEnum):
-    """Answer of a medium that was asked for a block. The codes are fixed: the peer protocol has them too."""
+    """Answer of a medium about a block. The codes are fixed: the peer protocol uses them too."""
 
     ABSENT = 0
     THERE = 1
     COMING = 2
-    """Not there yet: another engine is computing it for this one. Ask again."""
+    """Not present yet, but another engine is computing it for this one."""
     UNKNOWN = 3
-    """The medium could not say."""
+    """The medium could not answer."""
 
 
 class Medium(enum.Enum):
-    """Kind of device that a tier lies on, as vLLM's ``Medium``."""
+    """Kind of device of a tier, like vLLM's ``Medium``."""
 
     CPU = "CPU"
     STORAGE = "STORAGE"
 
 
 class Locality(enum.Enum):
-    """Whether a tier is reached over a network, as vLLM's ``Locality``."""
+    """Whether a tier is behind a network, like vLLM's ``Locality``."""
 
     LOCAL = "LOCAL"
     REMOTE = "REMOTE"
 
 
 class RemovalCause(enum.StrEnum):
-    """Why a block left a tier."""
+    """Reason why a block left a tier."""
 
     EVICTED = "evicted"
     REMOVED = "removed"
     EXPIRED = "expired"
     CORRUPT = "corrupt"
     LOST = "lost"
-    """It should have been there and was not: somebody else took it away."""
+    """Expected on the medium but missing, usually because another process removed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """One block as a scan of a medium found it.
+    """One block found by a scan of a medium.
 
     Attributes:
         key: Key of the block.
         size_bytes: Length of its record.
         used_at: Last known use or write, seconds since the epoch; 0.0 if unknown.
         place: Location, for the backend that found it.
-        fault: Set if the medium has something here that cannot be read as a block: a ``RecordError`` for damage, a
-            ``BackendError`` for a failure to read.
+        fault: Set if the data cannot be read as a block: a ``RecordError`` for damage, a ``BackendError`` for a failure
+            to read.
     """
 
     key: BlockKey
@@ -147,8 +146,8 @@ class NamespaceInfo:
 
     Attributes:
         hex: Its digest.
-        fields: What the digest was made from; None if the medium does not store it.
-        holder: Description of the engines that use it now; empty if none do or the medium cannot tell.
+        fields: Fields of the digest; None if the medium does not store them.
+        holder: Description of the engines that use it now; empty if there are none or they are unknown.
         used_at: Last known use, seconds since the epoch; 0.0 if unknown.
     """
 
@@ -165,11 +164,11 @@ class NamespaceInfo:
 
 
 class Source(NamedTuple):
-    """Another engine that a request names as the one that has its blocks.
+    """Another engine that holds blocks of a request, as given by the request.
 
     Attributes:
-        address: Where it listens, ``"host:port"``.
-        hand_over: Digest of the name under which it hands the request over; empty if there is none.
+        address: Its ``"host:port"``.
+        hand_over: Digest of the name of the request's hand-over; empty without one.
     """
 
     address: str
@@ -178,19 +177,19 @@ class Source(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
-    """The request on whose behalf a call is made.
+    """The request for which a call is made.
 
     Attributes:
         request_id: Unique while the request lives.
         params: The request's own parameters for kvstore (``kv_transfer_params["kvstore"]`` under vLLM).
-        load_tiers: Names of the tiers that the engine lets it load from, whatever ``params`` say; None for all.
-        source: Engine that is said to have its blocks.
-        since: When it named the source, monotonic seconds; what was not there before may be there.
-        patience_s: How long after ``since`` the source may still be computing the blocks; the request waits for them
-            meanwhile. 0: what is not there at once is computed here.
-        hand_over_s: How long its blocks are kept for another engine that is to fetch them; 0: they are for none.
-        hand_over: Digest of the name that the other engine has for this; empty if there is none.
-        tag: Tag of its tenant, with which the keys of its blocks begin; empty without tenants.
+        load_tiers: Names of the tiers that the engine allows it to load from, regardless of ``params``; None for all.
+        source: Engine that may hold its blocks.
+        since: Time at which the request gave the source, monotonic seconds; earlier absences don't count.
+        patience_s: Seconds after ``since`` for which the request waits for blocks that the source is still computing;
+            0 to compute missing blocks here immediately.
+        hand_over_s: Seconds for which its blocks are kept for another engine; 0 to not keep them.
+        hand_over: Digest of the other engine's name for this hand-over; empty without one.
+        tag: Tag of its tenant, the first bytes of its blocks' keys; empty without tenants.
     """
 
     request_id: str
@@ -212,7 +211,7 @@ class TransferJob:
         job_id: Unique among the unfinished jobs of a tier.
         keys: Keys, one per block, no duplicates.
         slots: Rows of the primary tier, parallel to ``keys``.
-        ctx: Request it is for, if any.
+        ctx: Request of the job, if any.
     """
 
     job_id: int
@@ -223,14 +222,14 @@ class TransferJob:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What became of a job; each job has exactly one.
+    """The result of a job; each job has exactly one.
 
     Attributes:
         job_id: As submitted.
-        success: Whether every block is where it should be.
-        successful_keys: The blocks that are, in the job's order; also meaningful when ``success`` is false.
-        size_bytes: Payload bytes that really moved between the primary tier and the medium.
-        seconds: From the start of the work to its end.
+        success: Whether every block succeeded.
+        successful_keys: The blocks that succeeded, in the job's order.
+        size_bytes: Payload bytes moved between the primary tier and the medium.
+        seconds: Time from the start of the work to its end.
         outcomes: Outcome per block, in the job's order.
     """
 
@@ -244,12 +243,7 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True)
 class TierEvent:
-    """Blocks entered or left a tier (vLLM's ``BlockStored`` and ``BlockRemoved``).
-
-    Attributes:
-        keys: The blocks.
-        cause: Why they left; None if they were stored.
-    """
+    """Blocks entered (``cause`` is None) or left a tier; vLLM's ``BlockStored`` and ``BlockRemoved``."""
 
     keys: Sequence[BlockKey]
     cause: RemovalCause | None = None

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds the wheel and the source distribution, and installs them as users do: into environments that have nothing else.
+# Builds the wheel and the source distribution, and installs each into an empty environment, like users.
 #
-#   scripts/check_dist.sh                  with every Python from 3.11 to 3.13 that there is
+#   scripts/check_dist.sh                  with every available Python from 3.11 to 3.13
 #   scripts/check_dist.sh python3.12       with this one
 #
 # VENV  the virtual environment with the tools "build" and "twine" (default: .venv in the repository)
 #
-# The extra "vllm" is not tried here: the tests run with vLLM, under the package name that it has for the CPU.
+# The extra "vllm" is not checked here, because the tests run with vLLM's CPU package.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -67,7 +67,7 @@ installed() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$2" >"$SCRATCH/log" 2>&1 ||
         fail "$2 can't be installed with $1"
     "$venv/bin/python" -m pip check >"$SCRATCH/log" || fail "$2 with $1: what was installed does not go together"
-    # From elsewhere, so that the repository itself is not what is imported.
+    # Run in another directory, so that the installed package is imported and not the repository.
     (cd "$SCRATCH" && PATH=$venv/bin:$PATH "$venv/bin/python" -W error - "$3") <scripts/check_installed.py ||
         fail "$2 with $1 does not work"
     echo "dist: $("$1" -V), $(basename "$2"): works"

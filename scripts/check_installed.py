@@ -1,4 +1,4 @@
-"""Proves that an installed kvstore works, with one of its extras or none; read by scripts/check_dist.sh."""
+"""Checks that an installed kvstore works, with one of its extras or none; run by scripts/check_dist.sh."""
 
 import importlib
 import subprocess
@@ -19,7 +19,7 @@ NAMED = {
 
 
 def main(extra: str) -> None:
-    """Store and load a block, and use what the extra brings; without the extra a message has to name it."""
+    """Store and load a block, and use the extra; errors for missing extras must name them."""
     assert metadata.version("vllm-kvstore") == kvstore.__version__
     memory = bytearray(b"k" * 4096 + bytes(4096))
     config = {"backend": "memory", "capacity": "1MiB"}
@@ -48,7 +48,7 @@ def main(extra: str) -> None:
 
 
 def refused(registry: object, name: str) -> None:
-    """Insist on an error that says what to install (or nothing at all, where a package came with another one)."""
+    """Check that an error, if any, names the extra to install; another extra may have installed the package."""
     try:
         registry.find(name)  # type: ignore[attr-defined]
     except kvstore.ConfigError as error:

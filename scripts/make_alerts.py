@@ -21,11 +21,11 @@ class Alert:
     """One alert.
 
     Attributes:
-        name: Without ``KVStore``.
+        name: Name without the prefix ``KVStore``.
         expr: Its condition, in PromQL.
-        minutes: How long the condition must hold.
+        minutes: Time for which the condition must hold.
         severity: ``"warning"``: blocks are recomputed; ``"critical"``: a tier does nothing.
-        summary: For people, with labels of the condition.
+        summary: Text for the operator, with labels of the condition.
         faulty: Series of an engine with the fault, with values (gauges) or increases per minute (counters).
     """
 
@@ -151,11 +151,11 @@ ALERTS = (
         (("vllm:kvstore_internal_errors_total{tier='disk'}", 1),),
     ),
 )
-"""Thresholds are those at which a person can do something; a cache that misses needs none."""
+"""The alerts; their thresholds are those at which an operator can act. Cache misses cause no alert."""
 
 
 def rules() -> dict[str, Any]:
-    """Return the content of the file of rules."""
+    """Return the content of the rules file."""
     return {
         "groups": [
             {
@@ -176,7 +176,7 @@ def rules() -> dict[str, Any]:
 
 
 def text() -> str:
-    """Return the text of the file of rules."""
+    """Return the text of the rules file."""
     head = "# Made by scripts/make_alerts.py from kvstore's list of metrics; do not edit.\n"
     return head + yaml.safe_dump(rules(), sort_keys=False, width=1000)
 

@@ -3,7 +3,7 @@
 
 .venv/bin/python scripts/make_dashboard.py
 
-Metrics that no panel below names get a panel of their own in the last row, so that the dashboard has all of them.
+Metrics without a panel below get one in the last row, so that the dashboard shows all metrics.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ DASHBOARD_FILE = Path(__file__).parents[1] / "deploy/grafana/dashboards/kvstore.
 
 _SOURCE = {"type": "prometheus", "uid": "prometheus"}
 _CHOSEN = "=~'$instance'"
-"""The instances that are selected at the top of the dashboard."""
+"""Selector of the instances chosen at the top of the dashboard."""
 _WIDTH, _HEIGHT = 12, 8
-"""Of a panel; the dashboard is 24 wide."""
+"""Size of a panel; the dashboard is 24 wide."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Panel:
     """One panel.
 
     Attributes:
-        title: What it shows.
-        queries: PromQL and the legend of its series.
+        title: Title.
+        queries: PromQL and legend of each of its series.
         unit: Grafana's name of the unit.
-        about: More about it; by default, what the list of metrics says.
+        about: Description; by default that of the list of metrics.
         states: Names and colours of the values of a state; such a panel is a timeline.
     """
 
@@ -56,7 +56,7 @@ def total(name: str, *by: str, how: str = "sum") -> tuple[str, str]:
 
 
 def rate(name: str, *by: str, **labels: str) -> tuple[str, str]:
-    """Return the query of what is added to a counter a second, and its legend."""
+    """Return the query of a counter's increase per second, and its legend."""
     check_labels(name, set(by))
     chosen = series(name, instance=_CHOSEN, **labels)
     return f"sum by ({', '.join(by)}) (rate({chosen}[$__rate_interval]))", _legend(by) or name
@@ -70,7 +70,7 @@ def quantile(name: str, share: float) -> tuple[str, str]:
 
 
 def named(query: tuple[str, str], suffix: str) -> tuple[str, str]:
-    """Return a query with more in its legend."""
+    """Return a query with a suffix in its legend."""
     return query[0], f"{query[1]} {suffix}"
 
 
@@ -127,7 +127,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Hedged reads",
             (rate("hedged_blocks"), rate("hedges_won_blocks")),
             "ops",
-            "Blocks of slow loads asked of a second tier too, and those that it delivered first.",
+            "Blocks of slow loads also requested from a second tier, and those that it delivered first.",
         ),
     ),
     "Throughput and latency": (
@@ -194,11 +194,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 """The panels, by row."""
 
 UNITS = {"bytes": "bytes", "seconds": "s"}
-"""By the last word of a metric's name."""
+"""Grafana's units by the last word of a metric's name."""
 
 
 def rows() -> dict[str, tuple[Panel, ...]]:
-    """Return all panels by row: those above, and one for each metric that none of them has."""
+    """Return all panels by row: those above, and one for each remaining metric."""
     shown = set(re.findall(r"vllm:kvstore_\w+", json.dumps([[p.queries for p in row] for row in ROWS.values()])))
     names = [full.removeprefix("vllm:kvstore_") for full in DECLARED]
     rest = [name for name in names if series(name) not in shown]
@@ -283,13 +283,13 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
 
 
 def _documentation(panel: Panel) -> str:
-    """Return what the list of metrics says of those of a panel."""
+    """Return the descriptions of a panel's metrics from the list of metrics."""
     names = [name for name in DECLARED if any(re.search(rf"{name}(_total|_bucket)?\b", q) for q, _ in panel.queries)]
     return " ".join(DECLARED[name].documentation for name in names)
 
 
 def text() -> str:
-    """Return the text of the file of the dashboard."""
+    """Return the text of the dashboard file."""
     return json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
 
 

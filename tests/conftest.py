@@ -1,4 +1,4 @@
-"""What the tests of all areas share: waiting for a condition, and randomness that can be repeated."""
+"""Shared by the tests of all areas: waiting for a condition, and repeatable randomness."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 from kvstore.testing import eventually as _eventually
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
 
-# How long an example takes, and how long it takes to draw one, is the machine's affair. With a seed from outside, the
-# examples are the same in each run, too.
+# The time to draw and run an example depends on the machine, so it is not limited. With a given seed the examples are
+# the same in each run, too.
 settings.register_profile(
     "kvstore",
     deadline=None,
@@ -24,7 +24,7 @@ settings.register_profile(
 )
 settings.load_profile("kvstore")
 
-# A shell ignores SIGINT in what it starts in the background, and children inherit that; some tests send it.
+# A shell ignores SIGINT in background processes, and children inherit that; some tests send SIGINT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""BoundedDict: never more entries than it may have, and the oldest goes first."""
+"""BoundedDict: never more entries than its limit, and the oldest is removed first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvstore.bounded import BoundedDict
 
 
 def test_the_oldest_goes_first_and_one_set_again_is_the_newest() -> None:
-    """However entries are set, read and removed, it holds those that were set last, in the order in which they were."""
+    """After any sets, reads and removals it has the entries that were set last, in the order of their last set."""
     rng = random.Random(1)
     bounded: BoundedDict[int, int] = BoundedDict(8)
     model: dict[int, int] = {}

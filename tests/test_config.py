@@ -1,4 +1,4 @@
-"""Configuration: what is decoded, and what is refused with which words."""
+"""Configuration: decoding, and the errors for invalid values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RetryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 
 
 class DiskConfig(TierConfig, kw_only=True, frozen=True):
-    """A backend's configuration, with everything that one may have."""
+    """A backend's configuration, with every kind of option."""
 
     aliases: ClassVar[dict[str, str]] = {"root_dir": "path", "max_bytes": "capacity"}
 
@@ -47,13 +47,13 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True):
     retry: RetryConfig | None = None
 
     def __post_init__(self) -> None:
-        """Check the own fields behind those of the base."""
+        """Check the subclass's fields after those of the base."""
         super().__post_init__()
         check_field(0 < self.share <= 1, "share", self.share, "above 0 and at most 1")
 
 
 class MirrorConfig(DiskConfig, kw_only=True, frozen=True):
-    """A configuration of the next generation, with an alias more."""
+    """A subclass's configuration, with an additional alias."""
 
     aliases: ClassVar[dict[str, str]] = {"second": "mirror"}
 
@@ -125,7 +125,7 @@ def test_everything_that_can_be_written(form: Any) -> None:
 
 
 def test_text_forms_in_python() -> None:
-    """A configuration made in Python takes the same texts, and checks the same ranges."""
+    """A configuration made in Python accepts the same strings, and checks the same ranges."""
     made: Any = DiskConfig(path="/x", capacity="1GiB", load_timeout="250ms", inflight_bytes="1MiB", password="p")  # type: ignore[arg-type]
     assert (made.capacity, made.load_timeout, made.inflight_bytes) == (Capacity(1024**3), 0.25, 1024**2)
     assert isinstance(made.load_timeout, Seconds)
@@ -214,7 +214,7 @@ REFUSED: list[tuple[Any, list[str]]] = [
 
 @pytest.mark.parametrize(("value", "parts"), REFUSED, ids=[" ".join(parts)[:60] for _, parts in REFUSED])
 def test_refusals(value: Any, parts: list[str]) -> None:
-    """A bad configuration is one clear error: the value, what was expected, what to do."""
+    """A bad configuration is one clear error: the value, the expected form, the solution."""
     with pytest.raises(ConfigError) as caught:
         decode(value)
     for part in parts:
@@ -225,7 +225,7 @@ def test_refusals(value: Any, parts: list[str]) -> None:
 
 
 def test_two_missing_keys() -> None:
-    """All missing keys are named at once."""
+    """All missing keys are listed at once."""
 
     class Pair(msgspec.Struct):
         left: str
@@ -246,7 +246,7 @@ KEYS = st.sampled_from(["path", "root_dir", *DiskConfig.__struct_fields__]) | st
 @settings(deadline=None, max_examples=400)
 @given(st.dictionaries(KEYS, JSON, max_size=4))
 def test_nothing_but_a_config_error(value: dict[str, Any]) -> None:
-    """Whatever JSON is given, it is a configuration or a ConfigError, and its JSON text is the same."""
+    """Any JSON is a configuration or a ConfigError, and its text form gives the same result."""
 
     def outcome(form: Any) -> str:
         try:
@@ -263,7 +263,7 @@ def test_nothing_but_a_config_error(value: dict[str, Any]) -> None:
 @settings(deadline=None, max_examples=400)
 @given(st.text(max_size=200) | st.binary(max_size=200))
 def test_any_text_is_a_config_or_an_error(text: str | bytes) -> None:
-    """Whatever text is given, nothing but a ConfigError comes out."""
+    """Any text raises a ConfigError."""
     with pytest.raises(ConfigError):
         decode(text)
 
@@ -282,5 +282,5 @@ def test_any_text_is_a_config_or_an_error(text: str | bytes) -> None:
     ],
 )
 def test_nearest_name(name: str, known: list[str], nearest: str | None) -> None:
-    """The nearest name is offered if one is near."""
+    """The nearest name is returned if one is similar enough."""
     assert nearest_name(name, known) == nearest

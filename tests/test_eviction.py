@@ -1,4 +1,4 @@
-"""Eviction policies against plain models of them, and what every policy guarantees."""
+"""Eviction policies compared with plain models of them, and properties of every policy."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ class PlainLRU:
         return self.blocks
 
     def insert(self, key: bytes) -> None:
-        """Put last."""
+        """Move to the end."""
         self.remove(key)
         self.blocks.append(key)
 
     def touch(self, key: bytes) -> None:
-        """Put last if known."""
+        """Move to the end if present."""
         if key in self.blocks:
             self.insert(key)
 
     def remove(self, key: bytes) -> None:
-        """Take out."""
+        """Remove."""
         self.blocks = [block for block in self.blocks if block != key]
 
     def victims(self, count: int, pinned: Pinned) -> list[bytes]:
-        """Take the first ones that are free."""
+        """Remove the first unpinned blocks."""
         chosen = [block for block in self.blocks if not pinned(block)][:count]
         self.blocks = [block for block in self.blocks if block not in chosen]
         return chosen
@@ -76,7 +76,7 @@ class PlainS3FIFO:
         return self.small + self.main
 
     def insert(self, key: bytes) -> None:
-        """To the small queue, or to the main queue if remembered."""
+        """Append to the small queue, or to the main queue if in the ghost list."""
         if key in self.small or key in self.main:
             self.touch(key)
             return
@@ -88,12 +88,12 @@ class PlainS3FIFO:
             self.small.append(key)
 
     def touch(self, key: bytes) -> None:
-        """Count, up to three."""
+        """Count uses, up to three."""
         if key in self.small or key in self.main:
             self.uses[key] = min(3, self.uses[key] + 1)
 
     def remove(self, key: bytes) -> None:
-        """Forget."""
+        """Remove."""
         for queue in (self.small, self.main, self.ghost):
             if key in queue:
                 queue.remove(key)
@@ -107,12 +107,12 @@ class PlainS3FIFO:
             first, second = (self._from_small, self._from_main)
             if len(self.small) < target:
                 first, second = second, first
-            # What leaves the small queue without being evicted may be the only victim that the main queue has.
+            # A block that moves out of the small queue may be the only victim in the main queue.
             victim = first(pinned) or second(pinned) or self._from_main(pinned)
             if victim is None:
                 break
             chosen.append(victim)
-            # Blocks evicted from the main queue are not remembered.
+            # Blocks evicted from the main queue do not enter the ghost list.
             if victim in self.ghost:
                 self.ghost = self.ghost[-max(1, capacity - target) :]
         return chosen
@@ -185,13 +185,13 @@ class PlainARC:
                 return
 
     def remove(self, key: bytes) -> None:
-        """Forget."""
+        """Remove."""
         for queue in (self.t1, self.t2, self.b1, self.b2):
             if key in queue:
                 queue.remove(key)
 
     def victims(self, count: int, pinned: Pinned) -> list[bytes]:
-        """REPLACE of the paper, again and again."""
+        """REPLACE of the paper, repeatedly."""
         chosen: list[bytes] = []
         while len(chosen) < count:
             queues = [(self.t1, self.b1), (self.t2, self.b2)]
@@ -227,7 +227,7 @@ def test_policy_does_what_its_plain_model_does(
     hint: int,
     operations: list[tuple[object, ...]],
 ) -> None:
-    """After any sequence of calls a policy holds the same blocks in the same order and chooses the same victims."""
+    """After any sequence of calls a policy holds the model's blocks in its order and chooses its victims."""
     policy, model = policy_type(hint), model_type(hint)
     for step in operations:
         match step:
@@ -244,7 +244,7 @@ def test_policy_does_what_its_plain_model_does(
                 pinned = pins.__contains__
                 assert policy.victims(count, pinned=pinned) == model.victims(count, pinned)
             case ("fill", list(keys), int(capacity)):
-                # As an owner does it: make room, then insert.
+                # As an owner does: make room, then insert.
                 for one in keys:
                     if one not in policy and len(policy) >= capacity:
                         assert policy.victims(1) == model.victims(1, lambda key: False)
@@ -266,7 +266,7 @@ def test_policy_does_what_its_plain_model_does(
 def test_pinned_blocks_are_never_chosen_and_keep_their_places(
     name: str, inserted: list[bytes], used: list[bytes], pins: frozenset[bytes], need: int
 ) -> None:
-    """Victims are known, free and different; of free blocks as many as asked for; pinned ones stay in order."""
+    """Victims are distinct unpinned members, as many as requested if available; pinned blocks keep their order."""
     policy = make_policy(name, 8)
     for one in inserted:
         policy.insert(one)
@@ -285,7 +285,7 @@ def test_pinned_blocks_are_never_chosen_and_keep_their_places(
 @given(weights=st.lists(st.integers(1, 100), min_size=1, max_size=14), need=st.integers(0, 800))
 @settings(max_examples=100, deadline=None)
 def test_weights_say_how_many(name: str, weights: list[int], need: int) -> None:
-    """With weights, victims are chosen until they weigh enough, and not one more."""
+    """With weights, victims are chosen until their sum suffices, and not one more."""
     policy = make_policy(name)
     weight = dict(zip(KEYS, weights, strict=False))
     for one in weight:
@@ -299,7 +299,7 @@ def test_weights_say_how_many(name: str, weights: list[int], need: int) -> None:
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @pytest.mark.parametrize("failing", ["pinned", "weight"])
 def test_a_callback_that_raises_loses_no_block_but_those_chosen(name: str, failing: str) -> None:
-    """When a predicate raises, the blocks that were not chosen are all still there, in their order."""
+    """If a predicate raises, all blocks not yet chosen remain, in their order."""
     policy = make_policy(name, 10)
     for one in KEYS[:10]:
         policy.insert(one)
@@ -321,7 +321,7 @@ def test_a_callback_that_raises_loses_no_block_but_those_chosen(name: str, faili
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_a_snapshot_restores_the_order(name: str) -> None:
-    """A policy fed with what another one yields, in that order, evicts in that order."""
+    """A policy filled from another's iteration order evicts in that order."""
     policy = make_policy(name, 10)
     for one in KEYS:
         policy.insert(one)
@@ -336,7 +336,7 @@ def test_a_snapshot_restores_the_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_memory_is_bounded(name: str, rng: random.Random) -> None:
-    """What a policy remembers of evicted blocks is no more than a small multiple of its capacity."""
+    """The memory of evicted blocks is bounded by a small multiple of the capacity."""
     policy = make_policy(name, 100)
     for number in range(20_000):
         if len(policy) >= 100:
@@ -352,7 +352,7 @@ def test_memory_is_bounded(name: str, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("name", ["s3fifo", "arc"])
 def test_a_scan_does_not_drive_out_what_is_used(name: str, rng: random.Random) -> None:
-    """Blocks in use survive a flood of blocks that are used once, where LRU loses them."""
+    """Blocks in use survive a scan of blocks that are used once; LRU loses them."""
 
     def survivors(policy: EvictionPolicy) -> int:
         hot = [b"hot" + bytes([number]) for number in range(50)]
@@ -381,7 +381,7 @@ def test_a_small_queue_below_its_share_is_left_alone() -> None:
 
 
 def test_names() -> None:
-    """Policies are found by name, however it is written; an unknown name names the known ones and the nearest."""
+    """Policies are found by name in any spelling; the error for an unknown name lists the known and the nearest."""
     assert isinstance(make_policy("S3-FIFO"), S3FIFO)
     assert isinstance(make_policy("LRU"), LRU)
     assert isinstance(make_policy("arc", 5), ARC)
@@ -397,7 +397,7 @@ TENANTS = msgspec.convert(
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @pytest.mark.parametrize("weight", [None, 3])
 def test_tenants_share_by_their_accounts(name: str, weight: int | None) -> None:
-    """Whatever was done, whose blocks are evicted is as the accounts say, and which of them as the policy says."""
+    """After any operations, the accounts decide whose blocks are evicted, and the policy which of them."""
     policy = make_policy(name, 40, TENANTS)
     assert isinstance(policy, SharedPolicy)
     rng = random.Random(f"shared {name}")

@@ -1,4 +1,4 @@
-"""Namespaces: other bytes, other digest; the same fields, the same digest, for ever."""
+"""Namespaces: other bytes, other digest; the same fields, the same digest, permanently."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_one_field_makes_another_namespace(mutation: Callable[[dict[str, Any]], 
 
 
 def test_all_mutations_differ_from_each_other() -> None:
-    """At least 30 changes of single fields give as many digests."""
+    """At least 30 single-field changes give that many digests."""
     digests = {Namespace(FIELDS).digest}
     for mutation in MUTATIONS:
         fields = copy.deepcopy(FIELDS)
@@ -163,7 +163,7 @@ def test_the_digest_is_what_the_page_says() -> None:
 
 
 def test_lookalikes_differ() -> None:
-    """Values that Python calls equal, or that print alike, are different fields."""
+    """Values that are equal in Python, or print alike, are different fields."""
     values: list[Any] = [
         1,
         1.0,
@@ -190,7 +190,7 @@ def test_lookalikes_differ() -> None:
 @settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=6), PLAIN, max_size=5))
 def test_order_and_copies_do_not_count(fields: dict[str, Any]) -> None:
-    """The digest depends on the fields, not on their order, and comes back from the document."""
+    """The digest depends on the fields, not on their order, and the document restores it."""
     namespace = Namespace(fields)
     again = Namespace(dict(reversed(copy.deepcopy(fields).items())))
     assert namespace == again
@@ -203,19 +203,19 @@ def test_order_and_copies_do_not_count(fields: dict[str, Any]) -> None:
 @settings(deadline=None)
 @given(PLAIN, PLAIN)
 def test_different_values_have_different_digests(first: Any, second: Any) -> None:
-    """Two values have the same digest only if they are written the same."""
+    """Two values have the same digest only if their JSON is the same."""
     same = json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
     assert (Namespace({"x": first}) == Namespace({"x": second})) is same
 
 
 class Colour(enum.StrEnum):
-    """Looks like text."""
+    """A subclass of str."""
 
     RED = "red"
 
 
 class Number(enum.IntEnum):
-    """Looks like a number."""
+    """A subclass of int."""
 
     ONE = 1
 
@@ -253,7 +253,7 @@ def test_what_has_no_lasting_text_is_refused(value: object) -> None:
 
 
 def test_the_deepest_value_and_a_mapping_of_another_type() -> None:
-    """32 levels are accepted and 33 are not; only the fields as a whole may be any mapping."""
+    """32 levels are accepted and 33 are not; only the fields as a whole may be any mapping type."""
 
     def nested(depth: int) -> dict[str, Any]:
         return {"field": 1 if depth == 1 else nested(depth - 1)}
@@ -266,7 +266,7 @@ def test_the_deepest_value_and_a_mapping_of_another_type() -> None:
 
 
 def test_cycles_and_depth_are_refused() -> None:
-    """A field can't contain itself, nor be nested without end."""
+    """A field can't contain itself, nor be nested without limit."""
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(ConfigError, match="deeper"):
@@ -274,7 +274,7 @@ def test_cycles_and_depth_are_refused() -> None:
 
 
 def test_errors_name_the_field() -> None:
-    """The text tells where in the fields the bad value is."""
+    """The error gives the path of the bad value."""
     with pytest.raises(ConfigError, match=r"'config\.rope\[1\]' is of type bytes"):
         Namespace({"config": {"rope": [1, b""]}})
     with pytest.raises(ConfigError, match=r"'config' has the key 5"):
@@ -282,7 +282,7 @@ def test_errors_name_the_field() -> None:
 
 
 def test_it_is_immutable() -> None:
-    """Neither what went in nor what came out changes it."""
+    """Changes of the given fields or of returned ones do not affect it."""
     fields = {"a": {"b": [1]}}
     namespace = Namespace(fields)
     before = namespace.hex
@@ -295,7 +295,7 @@ def test_it_is_immutable() -> None:
 
 
 def test_with_fields() -> None:
-    """Fields can be added and replaced; the first namespace stays as it is."""
+    """Fields can be added and replaced; the first namespace is unchanged."""
     first = Namespace({"a": 1, "salt": ""})
     second = first.with_fields(salt="mine", b=2)
     assert second == Namespace({"a": 1, "b": 2, "salt": "mine"})

@@ -1,4 +1,4 @@
-"""Sizes, durations and capacities: what is accepted, what it means, and what is refused."""
+"""Sizes, durations and capacities: accepted forms, their values, and refusals."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_no_sizes(value: object) -> None:
     [("5G", "'5GiB' or '5GB'"), ("5Gi", "'5GiB'"), ("128k", "'128KiB' or '128KB'"), ("1.5ti", "'1.5TiB'")],
 )
 def test_units_of_other_programs_are_asked_about(text: str, meant: str) -> None:
-    """A unit that others know, with one meaning or two, is refused with what was probably meant."""
+    """A unit from other programs, with one meaning or two, is refused with the probable meaning."""
     with pytest.raises(ConfigError, match=re.escape(f"Did you mean {meant}?")):
         ByteSize(text)
 
@@ -145,7 +145,7 @@ def test_fractions_are_exact(number: object, unit: tuple[str, int]) -> None:
 @settings(deadline=None)
 @given(st.floats(0, 1e8, allow_nan=False))
 def test_durations_keep_their_value(seconds: float) -> None:
-    """A number of seconds is taken as it is."""
+    """A number of seconds is kept exactly."""
     assert Seconds(seconds) == seconds
 
 
@@ -155,7 +155,7 @@ def test_durations_keep_their_value(seconds: float) -> None:
 @example("\ud800")
 @example(10**400)
 def test_nothing_but_a_config_error(value: object) -> None:
-    """Whatever is given, it is accepted or refused with a ConfigError of bounded length."""
+    """Any value is accepted or refused with a ConfigError of bounded length."""
     for kind in (ByteSize, Seconds, Capacity):
         try:
             kind(value)  # type: ignore[arg-type]
@@ -166,7 +166,7 @@ def test_nothing_but_a_config_error(value: object) -> None:
 @settings(deadline=None)
 @given(st.decimals("0.01", 100, places=2), st.integers(0, 2**60))
 def test_percent(percent: object, total: int) -> None:
-    """A share of a filesystem is exact, never more than all of it, and prints as it was written."""
+    """A share of a filesystem is exact, never more than all of it, and prints as written."""
     capacity = Capacity(f"{percent}%")
     assert capacity.resolve(total) == math.floor(Fraction(str(percent)) * total / 100) <= total
     assert Capacity(str(capacity)) == capacity
@@ -180,7 +180,7 @@ def test_no_percent(value: str) -> None:
 
 
 def test_a_bad_capacity_names_both_forms() -> None:
-    """The text tells that a capacity may be a size or a share."""
+    """The error states that a capacity may be a size or a share."""
     with pytest.raises(ConfigError, match=r"512MiB.*80%"):
         Capacity("lots")
 

@@ -1,4 +1,4 @@
-"""From names to classes: built in, installed, or by path; and what is said of names that are wrong."""
+"""From names to classes: built in, installed, or by path; and the errors for wrong names."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.project.tree import ROOT
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a directory on the path; what is imported from it is forgotten again."""
+    """Return a directory on the import path; modules imported from it are unloaded afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     return tmp_path
 
 
 def test_built_in_names() -> None:
-    """The backends that ship are known by name."""
+    """The shipped backends have names."""
     assert BACKENDS.find("memory") is MemoryBackend
     assert {"file", "memory"} <= set(BACKENDS.names())
     for name in BACKENDS.names():
@@ -33,13 +33,13 @@ def test_built_in_names() -> None:
 
 
 def test_names_are_listed_without_an_import() -> None:
-    """To list names nothing is imported, so that an optional package need not be there."""
+    """Listing names imports nothing, so optional packages need not be installed."""
     registry = Registry("codec", base="no.such:Base", builtin={"a": "no.such.module:Class"}, group="kvstore.nothing")
     assert registry.names() == ["a"]
 
 
 def test_a_class_by_its_path(modules: Path) -> None:
-    """``module:Class`` names any class, also a nested one."""
+    """``module:Class`` names any class, including nested ones."""
     (modules / "own_backends.py").write_text(
         "from kvstore.backends.memory import MemoryBackend\n"
         "class Own(MemoryBackend):\n"
@@ -52,7 +52,7 @@ def test_a_class_by_its_path(modules: Path) -> None:
 
 
 def test_an_installed_package_adds_names(modules: Path) -> None:
-    """An entry point in the group adds a name, but can't take a built-in one."""
+    """An entry point in the group adds a name, but can't override a built-in one."""
     (modules / "other_backends.py").write_text(
         "from kvstore.backends.memory import MemoryBackend\nclass Other(MemoryBackend):\n    pass\n"
     )
@@ -73,7 +73,7 @@ def test_an_installed_package_adds_names(modules: Path) -> None:
 
 
 def test_an_unknown_name() -> None:
-    """The text names the known ones, the nearest, and the way to one's own class."""
+    """The error lists the known names, the nearest, and the syntax for third-party classes."""
     with pytest.raises(ConfigError) as caught:
         BACKENDS.find("memroy")
     known = ", ".join(BACKENDS.names())
@@ -103,7 +103,7 @@ def test_an_unknown_name() -> None:
     ],
 )
 def test_what_can_not_be_a_backend(name: str, text: str, modules: Path) -> None:
-    """Whatever is wrong with a name, it is one ``ConfigError`` that says what and what to do."""
+    """Any wrong name gives one ``ConfigError`` with the problem and a solution."""
     (modules / "needs_more.py").write_text("import no_such_package\n")
     (modules / "raises.py").write_text("1 / 0\n")
     (modules / "leaves.py").write_text("this is no Python\n")
@@ -113,7 +113,7 @@ def test_what_can_not_be_a_backend(name: str, text: str, modules: Path) -> None:
 
 
 def test_a_built_in_name_without_its_packages_names_the_extra(modules: Path) -> None:
-    """Who lacks a package that an extra brings is told how to install it."""
+    """If an extra's package is missing, the error says how to install it."""
     (modules / "needs_more.py").write_text("import no_such_package\n")
     registry = Registry(
         "backend",
@@ -127,7 +127,7 @@ def test_a_built_in_name_without_its_packages_names_the_extra(modules: Path) -> 
 
 
 def test_every_extra_of_a_name_is_one_of_the_package() -> None:
-    """What is recommended to be installed can be installed."""
+    """Every recommended extra exists."""
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for registry in (BACKENDS, CODECS, DIRECTORIES):
         assert set(registry._extras) <= set(registry.names())

@@ -1,4 +1,4 @@
-"""Secrets come from text, environment or file, and are shown nowhere."""
+"""Secrets come from text, environment or file, and are never shown."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RemoteConfig(TierConfig, kw_only=True, frozen=True):
 
 @pytest.fixture
 def secret_file(tmp_path: Path) -> Path:
-    """A file with the secret and a line end."""
+    """A file with the secret and a line ending."""
     path = tmp_path / "secret"
     path.write_text(SECRET + "\r\n")
     return path
@@ -79,7 +79,7 @@ def test_it_is_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_it_is_a_value() -> None:
-    """Secrets compare by what they hold, with secrets only, and can be copied."""
+    """Secrets compare by value, only with other secrets, and can be copied."""
     assert SecretStr("a") == SecretStr("a") != SecretStr("b")
     assert SecretStr("a") != "a"
     assert len({SecretStr("a"), SecretStr(SecretStr("a"))}) == 1
@@ -118,10 +118,10 @@ def test_it_is_a_value() -> None:
     ids=str,
 )
 def test_no_error_shows_it(value: Any) -> None:
-    """Whatever is wrong with a configuration, neither the error nor its printed traceback shows a secret."""
+    """For any configuration mistake, neither the error nor its printed traceback shows a secret."""
     with pytest.raises(ConfigError) as caught:
         decode_config(RemoteConfig, value, where="remote tier")
-    # The lines of source code that a traceback quotes are those of this file, not the value's.
+    # The source lines in a traceback are those of this file, not the value.
     text = "".join(traceback.format_exception_only(caught.value)) + repr(caught.value)
     assert caught.value.__cause__ is None or SECRET not in str(caught.value.__cause__)
     assert SECRET not in text
@@ -129,7 +129,7 @@ def test_no_error_shows_it(value: Any) -> None:
 
 
 def test_missing_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source that gives nothing is named, so that it can be put right."""
+    """A source without a value is named, so that it can be corrected."""
     monkeypatch.delenv("KV_TEST_SECRET", raising=False)
     with pytest.raises(ConfigError, match="'KV_TEST_SECRET' is not set"):
         SecretStr({"env": "KV_TEST_SECRET"})
@@ -178,5 +178,5 @@ def test_bad_files(tmp_path: Path) -> None:
     ],
 )
 def test_shown(value: object, name: str, text: str) -> None:
-    """A value is shown so that it is recognised, and not if it may be secret."""
+    """A value is shown recognizably, unless it may be secret."""
     assert shown(value, name) == text

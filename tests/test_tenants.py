@@ -1,4 +1,4 @@
-"""Tenants: their tags, their configuration, and who gives blocks when a cache is full."""
+"""Tenants: their tags, their configuration, and the choice of evicted blocks when a cache is full."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvstore.tenants import OTHERS, TAG_BYTES, Account, Accounts, Tags, Tenants,
 
 
 def tenants(**options: Any) -> Tenants:
-    """Return tenants, as an operator configures them."""
+    """Return tenants as configured by an operator."""
     return msgspec.convert({"by": "cache_salt", **options}, Tenants)
 
 
 class Cache:
-    """A cache of 100 blocks whose blocks can all be taken, except for ``stuck`` ones of each tenant."""
+    """A cache of 100 blocks that can all be taken, except each tenant's ``stuck`` ones."""
 
     def __init__(self, **options: Any) -> None:
         self.now = 0.0
@@ -36,7 +36,7 @@ class Cache:
             self.account(name).blocks = count
 
     def collect(self, need: int, wanted_by: str | None = None) -> dict[str, int]:
-        """Take blocks, and return how many of whom."""
+        """Take blocks, and return the number taken from each tenant."""
         taken: Counter[str] = Counter()
 
         def take(account: Account, size: int) -> int:
@@ -51,7 +51,7 @@ class Cache:
 
 
 def test_a_value_means_a_named_tenant_or_one_of_its_own() -> None:
-    """Tags are short, equal in all processes, and differ between a name and an equal value of somebody else."""
+    """Tags are short, equal in all processes, and differ between a name and another tenant's equal value."""
     tags = Tags(tenants(named={"acme": {"values": ["s1", "s2"]}, "globex": {}}))
     assert tags.of("s1") == tags.of("s2") == tag_of("acme", named=True)
     assert tags.of("globex") == tag_of("globex", named=True)
@@ -83,7 +83,7 @@ def test_a_value_means_a_named_tenant_or_one_of_its_own() -> None:
     ],
 )
 def test_a_mistake_is_named(options: dict[str, Any], wrong: str) -> None:
-    """The error tells what is wrong; a value of the rule, which may be a secret, is not in it."""
+    """The error states the mistake without showing a value of the rule, which may be a secret."""
     with pytest.raises((ConfigError, msgspec.ValidationError)) as caught:
         tenants(**options)
     assert wrong in str(caught.value)
@@ -91,7 +91,7 @@ def test_a_mistake_is_named(options: dict[str, Any], wrong: str) -> None:
 
 
 def test_whoever_is_furthest_above_its_guarantee_gives() -> None:
-    """Until all are about equally far above theirs: pieces of eight blocks are taken."""
+    """The tenant furthest above its guarantee gives a piece of eight blocks at a time, until all are about equal."""
     cache = Cache(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.1}, "c": {}})
     cache.fill(a=60, b=10, c=30)
     assert cache.collect(12) == {"c": 12}
@@ -101,7 +101,7 @@ def test_whoever_is_furthest_above_its_guarantee_gives() -> None:
 
 
 def test_new_blocks_count_as_their_tenants() -> None:
-    """So a tenant that has its guarantee displaces its own blocks, and nobody's guarantee stops it."""
+    """A tenant at its guarantee displaces its own blocks, and no other guarantee prevents it."""
     cache = Cache(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}})
     cache.fill(a=50, b=50)
     assert cache.collect(10, "a") == {"a": 10}
@@ -113,7 +113,7 @@ def test_new_blocks_count_as_their_tenants() -> None:
 
 
 def test_above_the_maximum_goes_first() -> None:
-    """Even if another tenant has more above its guarantee."""
+    """A tenant above its maximum gives first, even if another tenant has more above its guarantee."""
     cache = Cache(named={"a": {"maximum": 0.2}, "b": {}, "c": {"guaranteed": 0.2, "maximum": 0.3}})
     cache.fill(a=25, b=60, c=15)
     assert cache.collect(5) == {"a": 5}
@@ -123,7 +123,7 @@ def test_above_the_maximum_goes_first() -> None:
 
 
 def test_idle_tenants_give_before_active_ones() -> None:
-    """All of their blocks, and theirs is guaranteed again from the next use on."""
+    """Idle tenants may lose all of their blocks; their guarantee holds again from the next use on."""
     cache = Cache(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}}, idle_s="10m")
     cache.fill(a=50, b=50)
     cache.now = 601.0
@@ -146,7 +146,7 @@ def test_a_tenant_that_asks_is_active() -> None:
 
 
 def test_tenants_without_a_name_are_bounded() -> None:
-    """Ten thousand of them have at most 256 accounts, which are equal."""
+    """Ten thousand of them share at most 256 accounts, with equal shares."""
     cache = Cache()
     found = {cache.account(f"salt-{number}", named=False) for number in range(10_000)}
     assert len(found) == len(list(cache.accounts)) == 256
@@ -155,7 +155,7 @@ def test_tenants_without_a_name_are_bounded() -> None:
 
 
 def test_no_random_cache_breaks_the_rules() -> None:
-    """Nobody gives what is guaranteed, nobody active gives while others are above their maximum or idle."""
+    """No guaranteed block is taken, and none of an active tenant while others are idle or above their maximum."""
     rng = random.Random(20261123)
     for _ in range(3000):
         names = "abcde"[: rng.randint(1, 5)]

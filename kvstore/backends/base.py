@@ -1,9 +1,9 @@
 """The backend: adapter to one medium. Async, batch-first, zero-copy.
 
-A backend moves records, it does not understand them: headers, checksums and codecs belong to the tier's I/O side
+A backend moves records without interpreting them: headers, checksums and codecs belong to the tier's I/O side
 (:mod:`kvstore.tiers.tier_io`). To write one for your own medium, subclass
 :class:`~kvstore.backends.simple.SimpleBackend` (three methods) or :class:`Backend` (batches), and subclass
-:class:`kvstore.testing.BackendTests` to prove it.
+:class:`kvstore.testing.BackendTests` to test it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, NamespaceInfo, Outcome, RemovalCause, Source
 
 if TYPE_CHECKING:
-    # Only a name here, and `import kvstore` is to stay quick.
+    # For annotations only, so that `import kvstore` stays fast.
     from kvstore.primary.lending import Lender
     from kvstore.tenants import Tenants
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _SCAN_BATCH = 1024
-"""Keys per batch of a scan; the scheduler takes in one batch a step, which may take some tenths of a millisecond."""
+"""Keys per batch of a scan; the scheduler processes one batch per step, in some tenths of a millisecond."""
 
 _FOUND = (Found.ABSENT, Found.THERE)
 
@@ -134,7 +134,7 @@ class Backend(ABC):
       :class:`~kvstore.types.Outcome`, not an exception. An exception (a ``BackendError``) means that the call as a
       whole failed; the tier counts it for every block of the batch.
     * A record is visible whole or not at all; the first writer of a key wins (``Outcome.EXISTS`` for the others).
-    * No buffer is touched after the call has returned or raised, also if it was cancelled: a cancelled call waits
+    * No buffer is touched after the call has returned or raised, even if it was cancelled: a cancelled call waits
       until its medium no longer uses the buffers.
 
     Attributes:
@@ -143,8 +143,8 @@ class Backend(ABC):
         exclusive: True if blocks not found by ``scan`` are absent: there are no other writers, or the arrival listener
             receives the blocks of other writers.
         takes_stores: False if others fill the medium: its tier then receives no stores.
-        evicts_silently: True if blocks leave the medium without any notice, and ``exists`` is cheap: then blocks that
-            events have stated are looked up from time to time.
+        evicts_silently: True if blocks leave the medium without any notice, and ``exists`` is cheap. Blocks reported in
+            events are then looked up from time to time.
         medium: Kind of device.
         locality: Whether the medium is local or behind a network.
         holdings_type: ``"module:class"`` of the :class:`~kvstore.backends.holdings.Holdings` through which the admin
@@ -152,7 +152,7 @@ class Backend(ABC):
         alignment: Buffers whose address and length are multiples of this are moved without a copy; the header buffer is
             padded to it.
         last_error: Text of the latest failure of a block, for statistics and logs; outcomes carry none.
-        tenants: Who shares the medium, set before ``open``. A backend that evicts blocks chooses them accordingly.
+        tenants: Tenants that share the medium; set before ``open``. A backend that evicts blocks applies their shares.
     """
 
     name: ClassVar[str]
@@ -177,14 +177,14 @@ class Backend(ABC):
         self._removal_listener = listener
 
     def set_arrival_listener(self, listener: ArrivalListener) -> None:
-        """Set the listener for blocks put by other engines, for backends that follow these."""
+        """Set the listener for blocks put by other engines, for backends that track other engines."""
         self._arrival_listener = listener
 
     def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return for each block on the medium whether this engine alone reports it to consumers of events.
 
-        So a block that several engines see is reported once. The default: all blocks of an exclusive medium, and none
-        of a shared one, where the engine that puts a block reports it. Must not block or fail.
+        A block that several engines see is therefore reported once. The default: all blocks of an exclusive medium, and
+        none of a shared one, where the engine that puts a block reports it. Must not block or fail.
         """
         return [self.exclusive] * len(keys)
 
@@ -224,7 +224,7 @@ class Backend(ABC):
             sources: The engines. The default ignores them.
 
         Returns:
-            The answer for each key; and the sources that hand a request over whose blocks they do not know yet.
+            The answer for each key; and the sources with a hand-over whose blocks the source does not know yet.
         """
         return [Found.UNKNOWN if there is None else _FOUND[bool(there)] for there in await self.exists(keys)], ()
 
@@ -280,7 +280,7 @@ class Backend(ABC):
         await self.exists([b"\0kvstore-probe"])
 
     def touch(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - not every medium evicts.
-        """Note a use of blocks, for eviction. The default does nothing. Must not block or fail."""
+        """Record a use of blocks, for eviction. The default does nothing. Must not block or fail."""
 
     def note_verified(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - most note a use when they read.
         """Note blocks that were read and verified, for backends that do not count failed reads as uses.
@@ -295,13 +295,13 @@ class Backend(ABC):
         """
 
     def note(self, notes: Sequence[tuple[BlockKey, bytes]]) -> None:  # noqa: B027 - few keep blocks for the next engine.
-        """Keep a few bytes beside blocks of ours, for the engine that finds them at its start; they may get lost.
+        """Store a few bytes for each of our blocks, for the engine that finds the block at its start; may be lost.
 
         The default keeps nothing. Must not block or fail.
         """
 
     async def notes(self) -> Mapping[BlockKey, bytes]:
-        """Return the notes of blocks that were there at the start. The default: none. Must not fail."""
+        """Return the notes of blocks found at the start. The default: none. Must not fail."""
         return {}
 
     def stats(self) -> BackendStats:

@@ -1,4 +1,4 @@
-"""Both directions of a stream by callbacks: queued buffers are sent, and bytes are received into given buffers."""
+"""Both directions of a stream by callbacks: sends queued buffers, and receives into given buffers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Duplex(ABC):
 
     @abstractmethod
     def _buffers(self) -> Sequence[memoryview]:
-        """Return where the next bytes go, first the first; never empty."""
+        """Return the buffers for the next bytes, in order; never empty."""
 
     @abstractmethod
     def _received(self, count: int) -> bool:
@@ -58,11 +58,11 @@ class Duplex(ABC):
 
     @abstractmethod
     def _broken(self, error: OSError | ValueError) -> None:
-        """Take a failure to receive. ValueError: a buffer was released while its call ran."""
+        """Handle a failed receive. ValueError: a buffer was released while its call ran."""
 
     @abstractmethod
     def _unsendable(self, error: OSError | ValueError) -> None:
-        """Take a failure to send."""
+        """Handle a failed send."""
 
     def _end(self, *, abort: bool) -> None:
         """Close the stream immediately; ``abort`` resets the connection, so that the other side stops sending."""
@@ -137,10 +137,10 @@ class Duplex(ABC):
             self._again = self._loop.call_soon(self._on_readable)
 
     def _look_again(self) -> None:
-        """Look once more in a moment: uvloop reports a reset once, and that may have been with these bytes.
+        """Receive again shortly: uvloop reports a reset only once, possibly together with these bytes.
 
-        Receiving until there is nothing left would find it, too, at the price of the GIL for each piece of a value. The
-        look is not taken back: it does no harm, and one timer serves many answers.
+        Receiving until the socket is empty would also detect the reset, but would take the GIL for each piece of a
+        value. The timer is not cancelled: it does no harm, and one timer serves many answers.
         """
         if self._recheck is None:
             self._recheck = self._loop.call_later(_RECHECK_S, self._on_recheck)

@@ -1,8 +1,8 @@
 """Sends and receives of a socket that keep the GIL.
 
-Python's own calls release it, and beside a busy Python thread taking it back takes up to 5 ms, longer than most of
-these calls. ctypes keeps it. The calls cannot block, because each has ``MSG_DONTWAIT``. Linux only, for its
-``struct msghdr``; https://man7.org/linux/man-pages/man2/sendmsg.2.html.
+Python's own calls release it. While a Python thread is busy, taking it back takes up to 5 ms, longer than most of these
+calls. ctypes can keep it. The calls cannot block, because each has ``MSG_DONTWAIT``. Linux only, because of the layout
+of ``struct msghdr``; https://man7.org/linux/man-pages/man2/sendmsg.2.html.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def are_available() -> bool:
     return sys.platform == "linux"
 
 
-# PyDLL keeps the GIL for the length of each call, which is the point of it all.
+# PyDLL keeps the GIL during each call, which is the purpose of this module.
 _libc: Final = ctypes.PyDLL(None, use_errno=True)
 _send: Final = _call(_libc, "sendmsg")
 _receive: Final = _call(_libc, "recvmsg")
@@ -67,7 +67,7 @@ _bytes_address: Final = ctypes.pythonapi["PyBytes_AsString"]
 _bytes_address.argtypes = [ctypes.py_object]
 _bytes_address.restype = ctypes.c_void_p
 
-# No signal when the other side is gone: the embedding program may not ignore SIGPIPE.
+# No signal when the other side is gone, because the embedding program may not ignore SIGPIPE.
 _SEND_FLAGS: Final = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 
 
@@ -83,7 +83,7 @@ class HeldCalls:
         self._at = ctypes.addressof(self._message)
 
     def send(self, descriptor: int, buffers: Sequence[bytes | memoryview]) -> int:
-        """Send from buffers, the first first; return how many bytes.
+        """Send from buffers, in order; return the number of bytes sent.
 
         Raises:
             BlockingIOError: Nothing can be sent now.
@@ -93,10 +93,10 @@ class HeldCalls:
         return self._checked(_send(descriptor, self._at, _SEND_FLAGS))
 
     def receive(self, descriptor: int, buffers: Sequence[memoryview]) -> int:
-        """Receive into buffers, the first first; return how many bytes, 0 at the end of the stream.
+        """Receive into buffers, in order; return the number of bytes received, 0 at the end of the stream.
 
         Raises:
-            BlockingIOError: There is nothing yet.
+            BlockingIOError: No bytes are available yet.
             OSError: The connection broke.
         """
         self._point_at(buffers)

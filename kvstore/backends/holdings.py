@@ -25,9 +25,9 @@ from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS
 from kvstore.types import KEY_BYTES_MAX, BlockInfo, NamespaceInfo, Outcome, RemovalCause
 
-__all__ = ["LITTER_MAX", "Holdings", "Litter", "ReadResult", "open_holdings"]
+__all__ = ["STALE_MAX", "Holdings", "ReadResult", "StaleItem", "open_holdings"]
 
-LITTER_MAX: Final = 100_000
+STALE_MAX: Final = 100_000
 """Stale files or objects that one run removes, about 30 MB of memory; the next run continues."""
 
 _PAGE: Final = 1024
@@ -45,7 +45,7 @@ ReadResult: TypeAlias = memoryview | RecordError | BackendError | None
 
 
 @dataclass(frozen=True, slots=True)
-class Litter:
+class StaleItem:
     """A file or object that no engine needs any more.
 
     Attributes:
@@ -136,7 +136,7 @@ class Holdings:
         yield page
 
     async def read(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo]) -> Sequence[ReadResult]:
-        """Return the whole record of each block, as the medium has it. Valid until the next call."""
+        """Return the whole record of each block, as stored on the medium. Valid until the next call."""
         backend = await self._backend_of(namespace)
         reads = [RecordRead(block.key, [room]) for block, room in zip(blocks, self._rooms(blocks), strict=True)]
         results: list[ReadResult] = []
@@ -158,11 +158,11 @@ class Holdings:
 
         Args:
             namespace: Their namespace.
-            blocks: As the scan found them.
-            cause: ``CORRUPT`` takes damaged records out of use, as the medium does it; ``EXPIRED`` removes.
+            blocks: Blocks as yielded by the scan.
+            cause: ``CORRUPT`` quarantines damaged records, as the backend does; ``EXPIRED`` removes blocks.
 
         Returns:
-            How many were removed.
+            The number of blocks removed.
         """
         backend, keys = await self._backend_of(namespace), [block.key for block in blocks]
         with self._explained("delete"):
@@ -172,19 +172,19 @@ class Holdings:
             return sum(map(bool, await backend.delete(keys)))
 
     async def remove_namespace(self, namespace: NamespaceInfo) -> int:
-        """Remove everything that belongs to a namespace and is not in use; return how many blocks that were."""
+        """Remove everything that belongs to a namespace and is not in use; return the number of blocks removed."""
         removed = 0
         async with contextlib.aclosing(self.scan(namespace)) as pages:
             async for page in pages:
                 removed += await self.remove(namespace, page, RemovalCause.EXPIRED)
         return removed
 
-    async def litter(self) -> list[Litter]:
-        """Return files or objects that no engine needs. May end soon after ``LITTER_MAX`` of them."""
+    async def stale_items(self) -> list[StaleItem]:
+        """Return files or objects that no engine needs. May end soon after ``STALE_MAX`` of them."""
         return []
 
-    async def sweep(self, litter: Sequence[Litter]) -> int:
-        """Remove litter that is still unused; return the number removed."""
+    async def sweep(self, stale: Sequence[StaleItem]) -> int:
+        """Remove stale files or objects that are still unused; return the number removed."""
         return 0
 
     async def writer(self, namespace: Namespace, payload_bytes_max: int) -> Backend:
@@ -192,7 +192,7 @@ class Holdings:
 
         Raises:
             ConfigError: The tier cannot be used.
-            LockedError: An engine that does not share has it.
+            LockedError: The tier is in use, and one of the two users is exclusive.
             BackendError: The medium refuses.
         """
         backend = self.backend(self.config)

@@ -1,4 +1,4 @@
-"""Backend that keeps records in the memory of the I/O process: for tests, and as the plainest form of the contract."""
+"""Backend that keeps records in the memory of the I/O process: for tests, and as a minimal example of the contract."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MemoryConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=
 
     Attributes:
         capacity: Bytes of all records together; at the limit, blocks are evicted.
-        eviction: Which blocks go first: ``"lru"``, ``"s3fifo"`` or ``"arc"``.
-        shelf: Records put under a shelf's name outlive ``close`` and are there again for the next backend of this
-            process that names it, one at a time. Without a name they go with ``close``.
+        eviction: Eviction policy: ``"lru"``, ``"s3fifo"`` or ``"arc"``.
+        shelf: Name under which records survive ``close``, for the next backend of this process with the same name; one
+            backend at a time. Without a name, records are lost at ``close``.
     """
 
     capacity: ByteSize = ByteSize(1 << 30)  # Enough to be useful, too little to hurt any host that runs an engine.
@@ -44,9 +44,9 @@ class _Shelf:
 
 
 class MemoryBackend(Backend):
-    """Copies of records in a dict, evicted by a policy when they are more than the capacity.
+    """Copies of records in a dict, evicted by a policy when they exceed the capacity.
 
-    Puts and gets copy while the loop waits, block by block: a batch lets others run between two blocks.
+    Puts and gets copy on the loop, one block at a time; other tasks run between two blocks of a batch.
     """
 
     name: ClassVar[str] = "memory"
@@ -133,10 +133,10 @@ class MemoryBackend(Backend):
                 yield BlockInfo(key, len(record))
 
     async def namespaces(self) -> Sequence[NamespaceInfo]:
-        """See :meth:`Backend.namespaces`: those on the shelf.
+        """See :meth:`Backend.namespaces`. Returns those on the shelf.
 
         Raises:
-            ConfigError: The tier has no shelf, so its blocks end with its backend.
+            ConfigError: The tier has no shelf, so its blocks are lost with its backend.
         """
         if not self.config.shelf:
             raise ConfigError("A memory tier without a shelf ends with its engine, so there is nothing to inspect.")
@@ -173,7 +173,7 @@ class MemoryBackend(Backend):
         if write.size_bytes > self.config.capacity:
             return Outcome.NO_SPACE
         self._evict(shelf, write.size_bytes)
-        # The copy is the point: the buffers are the caller's again as soon as the call returns.
+        # A copy, because the buffers belong to the caller again as soon as the call returns.
         shelf.records[write.key] = b"".join(write.buffers)
         shelf.used_bytes += write.size_bytes
         shelf.policy.insert(write.key)

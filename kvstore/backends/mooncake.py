@@ -49,11 +49,11 @@ _OUTCOMES: Final = {
     _EXISTS: Outcome.EXISTS,
     _RPC_TIMEOUT: Outcome.TIMEOUT,
 }
-"""All others are failures."""
+"""All other codes are failures."""
 
 _T = TypeVar("_T")
 _Calls = dict[asyncio.Future[None], set[BlockKey]]
-"""Calls under way: their ends, and the keys that they are about."""
+"""Running calls: the future that ends with each call, and the keys of the call."""
 
 
 class MooncakeConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -205,7 +205,7 @@ class MooncakeBackend(Backend):
                     elif code > read.capacity_bytes:
                         outcomes.append(Outcome.CORRUPT)
                     else:
-                        # The copy keeps the slot out of the reach of a call that outlives its deadline.
+                        # Copied, so that a call that outlives its deadline cannot touch the slot.
                         scatter(lane.memory[offset : offset + code], read.buffers)
                         read.filled_bytes = code
                         outcomes.append(Outcome.OK)
@@ -217,8 +217,8 @@ class MooncakeBackend(Backend):
         """See :meth:`Backend.delete`."""
         store, names = self._open_store(), [self._name(key) for key in keys]
         async with self._lane() as lane:
-            # The room of a removed record is given away at once, also while it is read. Other engines that read it find
-            # that their bytes are another's; here it waits for them.
+            # The store reuses the space of a removed record immediately, even during a read. Other engines detect that
+            # the bytes read are another record's; reads of this engine are waited for.
             await self._none_of(set(keys), self._reading, self._deleting)
             remove = partial(store.batch_remove, names, True)
             codes = await lane.run(remove, self._noted(set(keys), self._deleting))
@@ -287,12 +287,12 @@ class MooncakeBackend(Backend):
         return outcomes
 
     async def _none_of(self, keys: set[BlockKey], *calls: _Calls) -> None:
-        """Wait until none of some calls is about one of the keys."""
+        """Wait until no running call in ``calls`` is about any of the keys."""
         while others := [end for some in calls for end, theirs in some.items() if not theirs.isdisjoint(keys)]:
             await asyncio.wait(others)
 
     def _noted(self, keys: set[BlockKey], calls: _Calls) -> Callable[[Any], None]:
-        """Note a call about some keys; return what ends the note, to be called at the end of the call."""
+        """Register a running call about some keys; return the callback that unregisters it when the call ends."""
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         calls[end] = keys
 
@@ -344,9 +344,9 @@ class _Lane:
 
     Attributes:
         memory: Its memory.
-        address: Where that begins.
-        record_bytes_max: Distance of two records in it.
-        records_max: Records that it holds.
+        address: Start address of the memory.
+        record_bytes_max: Distance between two records in the memory.
+        records_max: Number of records that fit into the memory.
     """
 
     def __init__(self, slab_bytes: int, record_bytes_max: int) -> None:
@@ -357,7 +357,7 @@ class _Lane:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]] | None]
         self._calls = queue.SimpleQueue()
         self._current: asyncio.Future[Any] | None = None
-        # A daemon: a call that hangs must not hold up the end of the process.
+        # A daemon thread, so that a hanging call does not delay the exit of the process.
         threading.Thread(target=self._work, name="kvstore-mooncake", daemon=True).start()
 
     def call(self, function: Callable[[], _T]) -> asyncio.Future[_T]:
@@ -396,7 +396,7 @@ class _Lane:
             function, done = item
             try:
                 result, error = function(), None
-            except BaseException as failure:  # It is raised where the call is awaited.
+            except BaseException as failure:  # Raised where the call is awaited.
                 result, error = None, failure
             done(result, error)
 
@@ -437,7 +437,7 @@ def _put(store: Any, lane: _Lane, names: list[str], pieces: Sequence[tuple[int, 
 
 
 def _get(store: Any, lane: _Lane, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Read records into a lane's memory; return length (or code) and offset of each. Longer ones are not read."""
+    """Read records into a lane's memory; return length (or code) and offset of each. Overlong records are not read."""
     found: Mapping[str, Any] = store.batch_get_replica_desc(names)
     if not found and names and (code := store.is_exist(names[0])) < 0:
         return dict.fromkeys(names, (code, 0))
@@ -452,7 +452,7 @@ def _get(store: Any, lane: _Lane, names: Sequence[str]) -> dict[str, tuple[int, 
                 wanted.append(name)
     if wanted:
         addresses = [lane.address + answers[name][1] for name in wanted]
-        # All the room there is: the record may have been replaced by a longer one since.
+        # The full room for a record, because a longer record may have replaced this one since.
         codes = store.batch_get_into(wanted, addresses, [lane.record_bytes_max] * len(wanted))
         answers |= {name: (int(code), answers[name][1]) for name, code in zip(wanted, codes, strict=True)}
     return answers

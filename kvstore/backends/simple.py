@@ -1,4 +1,4 @@
-"""A backend by three methods, for media where one call moves one block."""
+"""A backend with three methods, for media where one call moves one block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["SimpleBackend"]
 _log = logging.getLogger("kvstore.backends")
 
 _FUTILE_MAX: Final = 16
-"""Failed queries without an answered one after which the medium counts as down, and is not queried further."""
+"""Failed queries after which one ``exists`` call stops querying the medium, if none was answered before."""
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -73,12 +73,12 @@ class SimpleBackend(Backend):
     async def get_one_into(self, key: BlockKey, buffers: Sequence[memoryview]) -> int | None:
         """Read one record into the buffers; return its length, or None for a miss.
 
-        Of a record that is longer than the buffers, return the length and leave the buffers alone: it is CORRUPT.
+        If the record is longer than the buffers, return its length and leave the buffers unchanged: it is CORRUPT.
         """
 
     @abstractmethod
     async def exists_one(self, key: BlockKey) -> bool:
-        """Return whether there is a record."""
+        """Return whether a record exists."""
 
     async def delete_one(self, key: BlockKey) -> bool:
         """Remove one record; return whether it existed. The default removes nothing and returns False."""
@@ -181,7 +181,7 @@ class SimpleBackend(Backend):
                         results[index] = instead(self._failure(call, error))
 
         with self._under_way:
-            # Nothing but cancellation leaves a worker, so that no ExceptionGroup leaves the group.
+            # A worker raises nothing but CancelledError, so the group raises no ExceptionGroup.
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self.concurrency_max, len(items))):
                     group.create_task(work())

@@ -43,7 +43,7 @@ _SHORT_BYTES: Final = 65536
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server listens: host and port, or the path of a unix socket."""
+    """Address of a server: host and port, or the path of a unix socket."""
 
     host: str = ""
     port: int = 0
@@ -69,26 +69,25 @@ class Stream:
     With TLS one copy is unavoidable: bytes are decrypted from OpenSSL's record into the buffer, and encrypted from the
     buffer into a record.
 
-    Sends and short receives keep the GIL if possible: beside a busy Python thread, taking it back takes longer than the
-    call. A long receive releases it, because other threads need it to verify blocks.
+    Sends and short receives keep the GIL if possible: while a Python thread is busy, taking it back takes longer than
+    the call. A long receive releases it, because other threads need it to verify blocks.
 
     Args:
         sock: Connected, non-blocking; with TLS an ``ssl.SSLSocket`` after its handshake.
+
+    Attributes:
+        is_encrypted: Whether it is a TLS stream, which may hold bytes that the descriptor does not show.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
+        self.is_encrypted = self._tls is not None
         self._held = HeldCalls() if self._tls is None and are_available() else None
 
     def fileno(self) -> int:
         """Return the descriptor to watch."""
         return self._sock.fileno()
-
-    @property
-    def is_encrypted(self) -> bool:
-        """Whether it is a TLS stream, which may hold bytes that the descriptor does not show."""
-        return self._tls is not None
 
     def receive(self, buffers: Sequence[memoryview]) -> int:
         """Receive into buffers, in order; return the number of bytes, 0 at the end of the stream.
@@ -102,7 +101,7 @@ class Stream:
             return self._held.receive(self._sock.fileno(), buffers)
         if self._tls is None:
             return self._sock.recvmsg_into(buffers[:_BUFFERS_MAX])[0]
-        # OpenSSL gives one record (16 KiB) a call: several of them, so that the caller's bookkeeping is not per record.
+        # OpenSSL returns one record (16 KiB) per call. Read several, so that the caller's work is not per record.
         room = buffers[0][:_DECRYPTED_MAX]
         received = 0
         while received < room.nbytes:
@@ -121,7 +120,7 @@ class Stream:
         return received
 
     def send(self, buffers: Sequence[bytes | memoryview]) -> int:
-        """Send from buffers, the first first; return how many bytes.
+        """Send from buffers, in order; return the number of bytes sent.
 
         Raises:
             BlockingIOError: Nothing can be sent now.
@@ -146,7 +145,7 @@ class Stream:
 
 
 def check_encrypted(endpoint: Endpoint, *, is_encrypted: bool, insecure: bool, scheme: str) -> None:
-    """Refuse to send prompts and passwords readable over a network, unless allowed to; ``scheme`` has TLS."""
+    """Refuse to send prompts and passwords unencrypted over a network, unless allowed; ``scheme`` is the TLS scheme."""
     if not (is_encrypted or insecure or endpoint.is_local):
         raise ConfigError(
             f"{endpoint} is another machine and 'url' has no TLS. Use '{scheme}://', or set 'insecure' to true on a "
@@ -194,12 +193,12 @@ def listening_socket(endpoint: Endpoint) -> socket.socket:
     """Return a non-blocking socket that listens on an endpoint with an address.
 
     Raises:
-        OSError: The address can't be had.
+        OSError: The address is not available.
     """
     family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # An engine that is started again takes the port over from its predecessor's last connections.
+        # A restarted engine can bind the port while connections of its predecessor still linger.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setblocking(False)
         sock.bind((endpoint.host, endpoint.port))
@@ -211,9 +210,9 @@ def listening_socket(endpoint: Endpoint) -> socket.socket:
 
 
 async def accepted_stream(sock: socket.socket, context: ssl.SSLContext | None) -> Stream:
-    """Return the stream of a connection that was accepted; shake hands if there is a TLS context.
+    """Return the stream of an accepted connection, after the TLS handshake if there is a context.
 
-    Limit its time from outside. The socket is closed if this fails.
+    The caller must limit the time of this call. The socket is closed if it fails.
 
     Raises:
         OSError: TLS failed, or the connection broke.
@@ -230,10 +229,10 @@ async def accepted_stream(sock: socket.socket, context: ssl.SSLContext | None) -
 
 
 async def open_stream(endpoint: Endpoint, context: ssl.SSLContext | None) -> Stream:
-    """Connect, and shake hands if there is a TLS context. Limit its time from outside.
+    """Connect, with a TLS handshake if there is a context. The caller must limit the time of this call.
 
     Raises:
-        OSError: No connection, or TLS failed (``ssl.SSLError`` is one).
+        OSError: No connection, or TLS failed (``ssl.SSLError`` is a subclass).
     """
     sock = await _connect(endpoint)
     try:
@@ -265,7 +264,7 @@ async def _addresses(endpoint: Endpoint) -> list[tuple[int, object]]:
     except ValueError:
         found = await asyncio.get_running_loop().getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
         return [(family, address) for family, _, _, _, address in found]
-    # Without the resolver's thread, which costs more than connecting to a neighbour.
+    # Avoids the resolver's thread, which takes longer than connecting to a nearby host.
     return [(socket.AF_INET if version == 4 else socket.AF_INET6, (endpoint.host, endpoint.port))]
 
 

@@ -13,7 +13,7 @@ def scatter(record: bytes | bytearray | memoryview, buffers: Sequence[memoryview
 
     Returns:
         Length of the record in bytes, as ``SimpleBackend.get_one_into`` returns it: a length that does not fit means a
-        corrupt record. Bytes of the buffers behind the record stay as they are.
+        corrupt record. Bytes of the buffers behind the record are unchanged.
     """
     rest = memoryview(record)
     size_bytes = rest.nbytes
@@ -22,6 +22,8 @@ def scatter(record: bytes | bytearray | memoryview, buffers: Sequence[memoryview
             part = rest[: buffer.nbytes]
             buffer[: part.nbytes] = part
             rest = rest[part.nbytes :]
+            if not rest.nbytes:
+                break
     return size_bytes
 
 

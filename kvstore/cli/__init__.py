@@ -1,7 +1,6 @@
-"""The command line tools: ``kvstore-bench`` measures tiers, ``kvstore`` looks after them.
+"""The command line tools: ``kvstore-bench`` measures tiers, ``kvstore`` maintains them.
 
-The packages that they need (extra ``cli``; ``plot`` for pictures) are loaded by the commands, never by
-``import kvstore``.
+The commands load the additional packages (extra ``cli``; ``plot`` for pictures); ``import kvstore`` never does.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def _run(name: str) -> None:
     if sys.stdout is None:
         # Closed by the parent process: output is discarded.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process.
-    # Imported by name, because it needs packages that `import kvstore` does not.
+    # Imported by name, because it needs additional packages.
     try:
         app = importlib.import_module("kvstore.cli.app")
     except KeyboardInterrupt:

@@ -1,24 +1,21 @@
-"""The two commands, put together from the modules that have their subcommands."""
+"""The commands ``kvstore`` and ``kvstore-bench``, assembled from the modules of their subcommands."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
-from kvstore.cli.command_line import Context, Exit, ExitCode, Typer, VersionFlag, make_app
+from kvstore.cli.command_line import Context, Exit, ExitCode, Typer, VersionFlag, forget_stdout, make_app
 from kvstore.cli.commands import (
-    archives,
     backends,
-    cleaning,
     compare,
     config,
     doctor,
-    inspect,
     lifecycle,
+    medium,
     plot,
     record,
     replay,
@@ -32,21 +29,36 @@ from kvstore.errors import ConfigError, KVStoreError
 
 __all__ = ["bench_app", "kvstore_app", "run_bench", "run_kvstore"]
 
-# Modules with subcommands; each has add_commands(app).
-_OF_BENCH = (run, compare, record, replay, plot, verify, doctor, backends)
-_OF_KVSTORE = (config, size, top, inspect, cleaning, archives, lifecycle)
+_OF_BENCH: Final[dict[str, Callable[..., None]]] = {
+    "run": run.run,
+    "sweep": run.sweep,
+    "compare": compare.compare,
+    "record": record.record,
+    "replay": replay.replay_command,
+    "plot": plot.plot,
+    "verify": verify.verify,
+    "doctor": doctor.doctor,
+    "backends": backends.backends,
+}
+_OF_KVSTORE: Final[dict[str, Callable[..., None]]] = {
+    "config": config.config_command,
+    "doctor": doctor.doctor,
+    "size": size.size_command,
+    "top": top.top,
+    "inspect": medium.inspect_command,
+    "scrub": medium.scrub_command,
+    "gc": medium.gc_command,
+    "export": medium.export_command,
+    "import": medium.import_command,
+    "s3-lifecycle": lifecycle.lifecycle_command,
+}
 
-bench_app = make_app("Measure kvstore's tiers on this machine, beside alternatives.")
-kvstore_app = make_app("Configure, inspect and maintain kvstore's tiers.")
-
-for _module in _OF_BENCH:
-    _module.add_commands(bench_app)
-for _module in _OF_KVSTORE:
-    _module.add_commands(kvstore_app)
+bench_app = make_app("Measure kvstore's tiers on this machine, beside alternatives.", _OF_BENCH)
+kvstore_app = make_app("Configure, inspect and maintain kvstore's tiers.", _OF_KVSTORE)
 kvstore_app.add_typer(bench_app, name="bench", help="All commands of kvstore-bench.")
 
 _WARNINGS_MAX: Final = 32
-"""Most different warnings printed."""
+"""Most distinct warnings printed."""
 
 
 def run_bench() -> None:
@@ -71,12 +83,12 @@ class Warnings(logging.Handler):
         self._messages: dict[str, None] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note a record."""
+        """Keep a record's message."""
         if len(self._messages) < _WARNINGS_MAX:
             self._messages[record.getMessage()] = None
 
     def drop(self, text: str) -> None:
-        """Forget warnings that only repeat another printed text."""
+        """Drop warnings that only repeat another printed text."""
         self._messages = {message: None for message in self._messages if not message.endswith(text)}
 
     def __enter__(self) -> Self:
@@ -97,39 +109,27 @@ def _without_command(ctx: Context, version: VersionFlag = False) -> None:
         raise Exit(ExitCode.USAGE)
 
 
+@bench_app.callback(invoke_without_command=True)
+def _bench_without_command(ctx: Context, version: VersionFlag = False) -> None:
+    """Measure kvstore's tiers on this machine. Without a command: a quick mixed run in a temporary directory."""
+    if ctx.invoked_subcommand is None:
+        run.run()
+
+
 def _run(app: Typer, name: str) -> None:
     """Run an app; its expected exceptions become one line on stderr and an exit status."""
     with Warnings(name) as warnings:
-        _run_under(app, name, warnings)
-
-
-def _run_under(app: Typer, name: str, warnings: Warnings) -> None:
-    try:
-        app(prog_name=name)
-    except ConfigError as error:
-        warnings.drop(str(error))
-        say(f"{name}: {error}")
-        sys.exit(ExitCode.USAGE)
-    except KVStoreError as error:
-        warnings.drop(str(error))
-        say(f"{name}: {error}")
-        sys.exit(ExitCode.FAILED)
-    except KeyboardInterrupt:
-        sys.exit(ExitCode.INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of stdout has ended (head, less): not an error.
-        _forget_stdout()
-        sys.exit(ExitCode.OK)
-    except OSError as error:
-        # Commands explain errors of their own files; the remaining ones are mostly those of a closed stdout.
-        _forget_stdout()
-        where = repr(error.filename) if error.filename else "stdout"
-        say(f"{name}: {where} can't be used: {error.strerror or error}. Check space and permissions.")
-        sys.exit(ExitCode.FAILED)
-
-
-def _forget_stdout() -> None:
-    """Keep Python from flushing a closed stream at exit."""
-    # A replacement of stdout within a program may have no descriptor.
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        try:
+            app(prog_name=name)
+        except KVStoreError as error:
+            warnings.drop(str(error))
+            say(f"{name}: {error}")
+            sys.exit(ExitCode.USAGE if isinstance(error, ConfigError) else ExitCode.FAILED)
+        except KeyboardInterrupt:
+            sys.exit(ExitCode.INTERRUPTED)
+        except OSError as error:
+            # Commands report errors of their own files; the remaining ones mostly concern stdout (disk full).
+            forget_stdout()
+            where = repr(error.filename) if error.filename else "stdout"
+            say(f"{name}: {where} can't be used: {error.strerror or error}. Check space and permissions.")
+            sys.exit(ExitCode.FAILED)

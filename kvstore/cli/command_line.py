@@ -1,7 +1,6 @@
 """The command line: options and their values, files that options name, exit status; the only module that uses typer.
 
-A module with commands has a function ``add_commands(app)``, which :mod:`kvstore.cli.app` calls. Options that several
-commands share are annotated types here, so that name and help text are the same everywhere.
+Options that several commands share are annotated types here, so that name and help text are the same everywhere.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, Final
 
 from typer import Argument, Context, Exit, Option, Typer, confirm
+from typer.core import TyperGroup
 
 import kvstore
 from kvstore.cli.reporting.terminal import print_line
@@ -41,6 +41,7 @@ __all__ = [
     "check_output",
     "confirm",
     "duration_option",
+    "forget_stdout",
     "json_object",
     "make_app",
     "opened_input",
@@ -54,18 +55,47 @@ class ExitCode(enum.IntEnum):
 
     OK = 0
     FAILED = 1
-    """It ran and did not succeed: a medium failed, a check failed, a comparison is over its limit."""
+    """The command ran and failed: a medium failed, a check failed, or a comparison exceeds its limit."""
     USAGE = 2
-    """It did not run: an option, a configuration or a target can't be used."""
+    """The command did not run: an option, a configuration or a target can't be used."""
     WRONG_BYTES = 3
     """A block differs from the one stored under its key, or its record does not verify."""
     INTERRUPTED = 130
-    """Ctrl-C; the results until then were reported."""
+    """Ctrl-C; the results so far were reported."""
 
 
-def make_app(help_text: str) -> Typer:
-    """Return an app that, called without a command, shows its help; its errors are plain text."""
-    return Typer(
+_LISTING: Final = frozenset({"backends", "config", "inspect", "s3-lifecycle", "size", "top"})
+"""Commands that only print: they succeed even if the reader of stdout exits early."""
+
+
+class _Group(TyperGroup):
+    """A group whose commands exit silently if the reader of stdout (``head``, ``less``) exits.
+
+    The status of a checking command is then 1, because the lost output may have reported a failure. A command that has
+    already set its status keeps it.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Invoke a command."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except Exit:
+            try:
+                sys.stdout.flush()
+            except BrokenPipeError:
+                forget_stdout()
+            raise
+        except BrokenPipeError:
+            forget_stdout()
+            raise Exit(ExitCode.OK if ctx.invoked_subcommand in _LISTING else ExitCode.FAILED) from None
+        return result
+
+
+def make_app(help_text: str, commands: Mapping[str, Callable[..., None]]) -> Typer:
+    """Return an app with these commands, and with plain text as errors."""
+    app = Typer(
+        cls=_Group,
         help=help_text,
         no_args_is_help=False,
         add_completion=True,
@@ -73,6 +103,16 @@ def make_app(help_text: str) -> Typer:
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+    for name, command in commands.items():
+        app.command(name)(command)
+    return app
+
+
+def forget_stdout() -> None:
+    """Keep Python from flushing a closed stream at exit."""
+    # A replacement of stdout within a program may have no descriptor.
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_version(wanted: bool) -> None:
@@ -137,7 +177,7 @@ DefaultsFile = Annotated[
 
 
 def size_option(text: str, option: str) -> ByteSize:
-    """Return the size that an option was given; a ConfigError names the option."""
+    """Parse the size given for an option; a ConfigError names the option."""
     try:
         return ByteSize(text)
     except ConfigError as error:
@@ -145,7 +185,7 @@ def size_option(text: str, option: str) -> ByteSize:
 
 
 def duration_option(text: str, option: str) -> Seconds:
-    """Return the duration that an option was given; a ConfigError names the option."""
+    """Parse the duration given for an option; a ConfigError names the option."""
     try:
         return Seconds(text)
     except ConfigError as error:
@@ -153,7 +193,7 @@ def duration_option(text: str, option: str) -> Seconds:
 
 
 def json_object(text: str | None, option: str) -> dict[str, Any]:
-    """Return the JSON object that an option was given, empty for None; a ConfigError names the option."""
+    """Parse the JSON object given for an option, empty for None; a ConfigError names the option."""
     if text is None:
         return {}
     try:
@@ -184,7 +224,7 @@ class OutputError(KVStoreError):
 
 
 def check_output(path: Path | None, option: str) -> None:
-    """Check that the file of an option, if given, can be written, before minutes of work produce its contents."""
+    """Check that the file of an option, if given, can be written, before a long command starts."""
     if path is None:
         return
     if not path.parent.is_dir():

@@ -1,4 +1,4 @@
-"""How a command ends early: by Ctrl-C, which leaves time for its results, or at its deadline, whatever hangs."""
+"""Early ends of a command: by Ctrl-C, which leaves time to report results, or at its deadline, even if I/O hangs."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ DeadlineOption = Annotated[
         help="Time limit of the command, such as 30s, 10min or 1d.",
     ),
 ]
-"""One option for all commands that look after tiers."""
+"""One option for all commands that maintain tiers."""
 
 DEADLINE_TO_LOOK: Final = "30s"
-"""Default deadline of a command that only reads: a million names take less, and the user waits for it."""
+"""Default deadline of a read-only command: listing a million names takes less, and the user waits for the result."""
 
 _DEADLINE_S_MAX: Final = 30 * 86400
 _SIGNAL_AFTER_S: Final = 0.5
-"""Time from the deadline to the first interrupt: a scan of blocks ends before that, with its findings."""
+"""Time from the deadline to the first interrupt; a scan of blocks ends earlier and reports its findings."""
 _SIGNAL_EVERY_S: Final = 1.0
 """Pause between interrupts; code may catch one and continue."""
 _EXIT_AFTER_S: Final = 5.0
-"""Time from the deadline to the end of a process that no interrupt reaches. Cleaning up takes milliseconds."""
+"""Time from the deadline to the exit of a process that does not react to interrupts. Cleanup takes milliseconds."""
 
 
 class DeadlineError(KVStoreError):
@@ -48,14 +48,14 @@ class DeadlineError(KVStoreError):
 
 
 class Deadline:
-    """Ends the commands in its ``with`` block in time; only for the main thread, and one at a time.
+    """Limits the time of the commands in its ``with`` block; only for the main thread, and one at a time.
 
-    First by :meth:`check`, which long walks call for each block; then by an interrupt as of Ctrl-C, which ends system
-    calls and cancels coroutines; at last, if neither is heeded, by the end of the process.
+    There are three stages. Long scans call :meth:`check` for each block. Then interrupts like those of Ctrl-C end
+    system calls and cancel coroutines. If the command still runs 5 s after the deadline, the process exits.
 
     Raises:
         ConfigError: The text is not a valid duration, or not above 0 and at most 30 days.
-        DeadlineError: From the ``with`` block, if it was ended.
+        DeadlineError: From the ``with`` block, if the deadline passed.
     """
 
     def __init__(self, text: str) -> None:
@@ -73,7 +73,7 @@ class Deadline:
         self._thread = threading.Thread(target=self._watch, name="kvstore-deadline", daemon=True)
 
     def check(self) -> None:
-        """Raise :class:`DeadlineError` if the time is over."""
+        """Raise :class:`DeadlineError` if the deadline has passed."""
         if time.monotonic() >= self._at:
             raise DeadlineError(self._error)
 
@@ -86,7 +86,7 @@ class Deadline:
             with self._lock:
                 self._ended.set()
         except KeyboardInterrupt:
-            self._ended.set()  # The deadline's interrupt, sent as the block ended, or the user's: same effect.
+            self._ended.set()  # From the deadline, just as the block ended, or from the user: same effect.
         if kind is not None and issubclass(kind, KeyboardInterrupt) and self._is_late:
             raise DeadlineError(self._error) from None
 
@@ -107,7 +107,7 @@ class Deadline:
 
 
 class Stopping:
-    """Context that notes SIGINT and SIGTERM; calling it returns whether one arrived. The second one interrupts."""
+    """Context that counts SIGINT and SIGTERM; calling it returns whether one arrived. The second one interrupts."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -135,8 +135,8 @@ class Stopping:
 class Runner:
     """Like asyncio's runner, but Ctrl-C cancels between two callbacks of the loop; a second one interrupts.
 
-    That of asyncio cancels where the interrupt arrives. In the midst of a callback that is about to set the result of
-    a future, that callback then fails: asyncio's own connecting of a socket does, with a traceback on stderr.
+    asyncio's runner cancels the task immediately, even within a callback that is about to set a future's result. That
+    callback then fails: asyncio's own socket connect does so, with a traceback on stderr.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class Runner:
         self._runner.close()
 
     def run(self, coro: Coroutine[Any, Any, _T]) -> _T:
-        """See :meth:`asyncio.Runner.run`. Other handlers of SIGINT than Python's, and other threads, are let be."""
+        """See :meth:`asyncio.Runner.run`, which is used directly in other threads or with a custom SIGINT handler."""
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return self._runner.run(coro)

@@ -22,7 +22,7 @@ _OF_VLLM = frozenset({"type", "module_path", "backpressure", "locality"})
 
 _VLLM_TYPE = "KVStoreTier"
 _FILE_BYTES_MAX = 1 << 20
-"""A file with the JSON of a tier that is longer is the wrong file."""
+"""Longest file with a tier's JSON; a longer one is the wrong file."""
 
 _EXPECTED = (
     'Expected a JSON object such as \'{"type": "file", "path": "/mnt/kv", "capacity": "10GiB"}\', a URL such as '
@@ -35,7 +35,7 @@ class TierArgument:
     """One tier, checked.
 
     Attributes:
-        backend: Name of the backend, as configurations have it.
+        backend: Name of the backend, as in a configuration.
         options: The backend's options as given. May hold secrets: show :meth:`shown` instead.
         config: The options decoded, with all defaults.
     """
@@ -63,7 +63,7 @@ class TierArgument:
         return make_tier(self.backend, {**self.options, **more})
 
     def shown(self) -> dict[str, Any]:
-        """Return the configuration with all defaults as it may be shown: without secrets."""
+        """Return the configuration for display: with all defaults, without secrets."""
         return {"backend": self.backend, **_masked(encode_config(self.config))}
 
 
@@ -73,7 +73,7 @@ def parse_tier(text: str) -> TierArgument:
     The bare name of a backend suffices if it needs no options.
 
     Raises:
-        ConfigError: It can't be read, or the configuration can't be used. No secret is in the text.
+        ConfigError: The text can't be parsed, or the configuration can't be used. The message contains no secret.
     """
     text = text.strip()
     if text.startswith("@"):
@@ -146,7 +146,7 @@ def _from_url(text: str) -> TierArgument:
 
 
 def _value(text: str) -> Any:
-    """Return a value of a query as JSON has it where it is a number, true or false; text otherwise."""
+    """Decode a query value as JSON if it is a number, ``true`` or ``false``; otherwise return the text."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
@@ -155,7 +155,7 @@ def _value(text: str) -> Any:
 
 
 def _masked(value: Any, name: str = "") -> Any:
-    """Return plain JSON without values whose names suggest secrets that a third-party backend did not mark."""
+    """Mask values whose names suggest secrets, for third-party backends that did not mark them; return plain JSON."""
     if isinstance(value, dict):
         return {key: _masked(item, key) for key, item in value.items()}
     if isinstance(value, list):

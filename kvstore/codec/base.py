@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 MAC_FIELD_BYTES: Final = 32
-"""Length of the header's field for the data of the seal: MAC, nonce and so on."""
+"""Length of the header's field for the seal's data, such as MAC and nonce."""
 
 THIRD_PARTY_WIRE_ID_MIN: Final = 128
 """Wire ids from here to 255 are for third-party codecs."""
@@ -42,7 +42,7 @@ class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class CodecContext:
-    """Properties of the blocks that a step is for.
+    """Properties of the blocks that a step processes.
 
     Attributes:
         namespace: Their namespace.
@@ -54,12 +54,12 @@ class CodecContext:
 
 
 class Step(ABC):
-    """One step of a chain; made once per tier.
+    """One step of a chain; created once per tier.
 
     Attributes:
         name: Name in configurations.
         wire_ids: Its ids in records, from 1 to 255. The meaning of an id never changes.
-        options_type: Struct that its options are decoded into; every option has a default.
+        options_type: Struct of its options; every option has a default.
         shorthand: Name of the option that ``"name:value"`` sets; empty for none.
 
     Args:
@@ -81,18 +81,18 @@ class Step(ABC):
 
     @property
     def wire_id(self) -> int:
-        """Id in records written with it; 0 if it has no effect on these blocks and is left out."""
+        """Id in the records that the step writes; 0 if the step has no effect on these blocks and is omitted."""
         return self.wire_ids[0]
 
 
 class Codec(Step):
     """Encodes and decodes payloads, many at a time.
 
-    Guarantees that every codec gives, and that ``kvstore.testing.CodecTests`` checks:
+    Guarantees of every codec, checked by ``kvstore.testing.CodecTests``:
 
     * Threads may share it, and no state of one call changes the result of another.
-    * Each payload of a batch has its own result: a bad one raises no exception, and fails no other.
-    * Nothing is written outside of a target, and sources are only read. No buffer is touched after the call.
+    * Each payload of a batch has its own result: a bad payload raises no exception and does not affect the others.
+    * Writes stay within targets, and sources are only read. No buffer is touched after the call.
     * A size declared by a source is checked against its target before memory is allocated for it.
     * For any source, ``decode`` takes time and memory proportional to its target.
 
@@ -122,36 +122,36 @@ class Codec(Step):
         """Decode each source to the start of its target; the inverse of :meth:`encode`.
 
         Args:
-            wire_id: The one of ``wire_ids`` in the records.
+            wire_id: The id in the records, one of ``wire_ids``.
             sources: Results of :meth:`encode`, or arbitrary bytes.
             targets: As many. The last step of a chain gets targets of exactly the plain length.
 
         Returns:
-            Bytes written to each target; None if the source is not a whole result of :meth:`encode`, or does not
+            Bytes written to each target; None if the source is not a complete result of :meth:`encode`, or does not
             fit.
         """
 
 
 class KeyNames(Protocol):
-    """Names of keys on the medium. Threads may share it."""
+    """Mapping between keys and their names on the medium. Threads may share it."""
 
     def name_of(self, key: BlockKey) -> BlockKey:
         """Return the name of a key."""
 
     def key_of(self, name: BlockKey) -> BlockKey | None:
-        """Return the key with a name; None if it was named with another secret."""
+        """Return the key of a name; None if the name was made with another secret."""
 
 
 class Seal(Step):
     """Authenticates records, and may encrypt their payloads; the last step of a chain.
 
-    A sealed payload has the length of the unsealed one; further data for opening is in the header's field for the MAC.
-    Threads may share a seal.
+    Sealing keeps the length of a payload; data such as nonce and tag is in the header's field for the MAC. Threads may
+    share a seal.
 
     Attributes:
-        hides: Whether it encrypts: then the sealed payload is in ``out``. Otherwise the payload is unchanged, and
-            ``out`` unused.
-        names: Names that replace keys on media and in headers; None: the keys themselves.
+        hides: Whether it encrypts. If so, the sealed payload is in ``out``; otherwise the payload is unchanged and
+            ``out`` is unused.
+        names: Names that replace keys on media and in headers; None to use the keys themselves.
         accepts_unsealed: Whether a tier with this seal also accepts unsealed records, for a tier that was used without
             a seal before.
     """
@@ -163,18 +163,18 @@ class Seal(Step):
     @property
     @abstractmethod
     def key_id(self) -> int:
-        """Id of the key to seal with now, from 1 to 2**32 - 1; may change from one call to the next (rotation)."""
+        """Id of the current sealing key, from 1 to 2**32 - 1; may change between calls (rotation)."""
 
     @abstractmethod
     def seal(self, key_id: int, associated: bytes, payload: memoryview, out: memoryview) -> bytes:
         """Seal one payload.
 
         Args:
-            key_id: The value of :attr:`key_id`; it is in ``associated`` too.
+            key_id: A value of :attr:`key_id`; also part of ``associated``.
             associated: The header up to its checksum, with zeros for the payload's checksum and the MAC: magic,
                 version, lengths, namespace, key, writer, time, chain and key id. The seal binds them to the payload.
-            payload: Read only.
-            out: As long as ``payload``, elsewhere; empty for a seal that does not hide.
+            payload: The payload, which is only read.
+            out: A separate buffer as long as ``payload``; empty for a seal that does not encrypt.
 
         Returns:
             The header's field for the MAC, ``MAC_FIELD_BYTES`` long.
@@ -187,19 +187,19 @@ class Seal(Step):
     def open(
         self, wire_id: int, key_id: int, associated: bytes, mac: bytes, payload: memoryview, out: memoryview
     ) -> bool:
-        """Open one payload, or refuse it.
+        """Verify one payload, and decrypt it if it was encrypted.
 
         Args:
-            wire_id: The one of ``wire_ids`` in the record.
+            wire_id: The id in the record, one of ``wire_ids``.
             key_id: Key id in the record.
-            associated: As for :meth:`seal`, of the record that was read.
+            associated: As for :meth:`seal`, from the record's header.
             mac: The header's field for the MAC.
             payload: The sealed payload.
             out: Buffer for the plain payload, as long as ``payload``; may be ``payload`` itself. Unused if the payload
                 was not encrypted.
 
         Returns:
-            Whether the plain payload is in ``out``; otherwise it is ``payload``.
+            True if the plain payload is in ``out``, False if ``payload`` itself is plain.
 
         Raises:
             RecordError: ``RecordFault.CODEC`` if the key is unknown (logged once per key id), ``RecordFault.SEAL`` if

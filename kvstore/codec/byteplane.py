@@ -1,8 +1,8 @@
 """byteplane: the first bytes of all elements, then the second bytes, and so on.
 
-In a KV cache the exponents of neighbouring numbers are alike and their mantissas are noise. Side by side, byte after
-byte, the one hides the other from a general compressor; in planes of their own the exponents compress and the mantissas
-are passed over. The length stays the same. Bytes behind the last whole element follow the planes as they are.
+In a KV cache, the exponents of neighbouring numbers are similar and their mantissas are noise. A general compressor
+gains little on interleaved bytes, but compresses separate planes of exponents well. The length stays the same. Bytes
+after the last whole element follow the planes unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BytePlaneOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of :class:`BytePlane`.
 
     Attributes:
-        element_bytes: Length of an element; None: that of the namespace's dtype, or no planes without one.
+        element_bytes: Length of an element; None for the length of the namespace's dtype, or no planes if unknown.
     """
 
     element_bytes: Literal[1, 2, 4] | None = None
@@ -53,7 +53,7 @@ class BytePlane(Codec):
 
     @property
     def wire_id(self) -> int:
-        """1 for elements of 2 bytes, 2 for those of 4, 0 (left out) for all others."""
+        """1 for elements of 2 bytes, 2 for elements of 4, 0 (omitted) for all others."""
         return self._wire_id
 
     def encode(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
@@ -64,14 +64,14 @@ class BytePlane(Codec):
     def decode(
         self, wire_id: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
     ) -> Sequence[int | None]:
-        """Join the planes of each source; every source is something that ``encode`` could have made."""
+        """Join the planes of each source; every source is a valid result of ``encode``."""
         return _apply(_join, _ELEMENT_BYTES[wire_id], sources, targets)
 
 
 def _apply(
     work: Any, element_bytes: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
 ) -> Sequence[int | None]:
-    """Do ``work(element_bytes, source rows, target rows)`` on all that fits."""
+    """Call ``work(element_bytes, source rows, target rows)`` for all sources that fit their targets."""
     sizes = [
         source.nbytes if source.nbytes <= target.nbytes else None
         for source, target in zip(sources, targets, strict=True)
@@ -93,7 +93,7 @@ def _split(element_bytes: int, source: ByteRows, target: ByteRows) -> None:
     words = source[:, :whole].view(_WORDS[element_bytes])
     for plane in range(element_bytes):
         out = target[:, plane * count : (plane + 1) * count]
-        # Shifted and cut to a byte in one pass, in vector registers: five times as quick as copying every other byte.
+        # Shift and truncation in one vectorized pass: five times faster than copying every other byte.
         np.right_shift(words, 8 * plane, out=out, casting="unsafe")
     if whole < source.shape[1]:
         target[:, whole:] = source[:, whole:]
@@ -104,7 +104,7 @@ def _join(element_bytes: int, source: ByteRows, target: ByteRows) -> None:
     count = source.shape[1] // element_bytes
     whole = count * element_bytes
     words = target[:, :whole].view(word)
-    # From the highest plane down: times 256 makes room for the next one. Unsigned, so nothing is lost.
+    # From the highest plane down: multiplying by 256 shifts the planes so far. Unsigned, so no bits are lost.
     words[...] = source[:, whole - count : whole]
     for plane in reversed(range(element_bytes - 1)):
         np.multiply(words, 256, out=words, dtype=word)

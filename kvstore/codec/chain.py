@@ -27,7 +27,7 @@ __all__ = [
     "StepSpec",
     "build_chain",
     "decode_guarded",
-    "encode_guarded",
+    "encode_all",
     "pack_chain",
     "parse_chain",
     "unpack_chain",
@@ -37,10 +37,10 @@ RAW: Final = 0
 """Chain of a raw payload."""
 
 STEPS_MAX: Final = 4
-"""Most steps: the header's field has four bytes."""
+"""Maximum number of steps: the header's field has four bytes."""
 
 AUTO: Final = "auto"
-"""Name for byteplane and zstd, applied only while they pay."""
+"""Name for byteplane and zstd, applied only while they are worthwhile."""
 
 ChainConfig: TypeAlias = str | Sequence[str | Mapping[str, Mapping[str, Any]]]
 """Type of the option ``codec``: ``"byteplane+zstd:1"``, or a list of such text and of ``{"name": {options}}``."""
@@ -49,7 +49,7 @@ FindStep: TypeAlias = Callable[[str], type[Step]]
 """From a step's name to its class; raises ConfigError."""
 
 _NUMBER: Final = re.compile(r"[+-]?\d+(\.\d+)?")
-"""An argument after a name and a colon; any other text there is the class of ``"module:Class"``."""
+"""An argument after a name and a colon; other text after a colon is the class in ``"module:Class"``."""
 _SEAL_STARTS: Final = ("aead:", "mac:")
 """Inline-seal prefixes; never echo what follows, which is most likely a key."""
 
@@ -57,7 +57,7 @@ _SEAL_STARTS: Final = ("aead:", "mac:")
 logger = logging.getLogger("kvstore.codec")
 
 _WARNED_MAX: Final = 64
-"""Defects that are logged, once each per process; foreign records can't fill the log."""
+"""Maximum number of distinct defects logged per process, so that foreign records cannot fill the log."""
 
 _warned: set[tuple[str, str, str]] = set()
 
@@ -78,7 +78,7 @@ class StepSpec:
 
 
 _AUTO_STEPS: Final = (StepSpec("byteplane"), StepSpec("zstd", "1"))
-"""Steps of ``"auto"``: 1 is the quickest level that benefits from the planes."""
+"""Steps of ``"auto"``: 1 is the fastest level that benefits from the planes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class CodecChain:
     Attributes:
         codecs: The codecs, in the order of encoding.
         seal: The seal, applied last; None for none.
-        auto: Options of ``"auto"`` if the codecs apply only while they pay; None if always.
+        auto: Options of ``"auto"``, which applies the codecs only while they are worthwhile; None to apply them always.
     """
 
     codecs: tuple[Codec, ...] = ()
@@ -101,42 +101,16 @@ class CodecChain:
         return not self.codecs and self.seal is None
 
     def wire(self, *, encoded: bool) -> int:
-        """Return the number of the chain in records whose blocks were, or were not, encoded."""
+        """Return the number of the chain for records with or without encoding."""
         steps: list[Step] = [*self.codecs] if encoded else []
         return pack_chain([step.wire_id for step in [*steps, *([self.seal] if self.seal else [])]])
-
-    def encode(
-        self, sources: Sequence[memoryview], targets: Sequence[memoryview], spares: Sequence[memoryview]
-    ) -> list[int | None]:
-        """Apply the codecs (not the seal) to payloads.
-
-        Args:
-            sources: Payloads.
-            targets: Buffers for the results; each at least as long as its source.
-            spares: As many again, for intermediate results.
-
-        Returns:
-            Bytes in each target; None where a step's result would not fit, or there is no step.
-        """
-        sizes: list[int | None] = [source.nbytes if self.codecs else None for source in sources]
-        at: Sequence[memoryview] = sources
-        for i, codec in enumerate(self.codecs):
-            # Steps alternate between both sides such that the last one writes to the targets.
-            out = targets if (len(self.codecs) - 1 - i) % 2 == 0 else spares
-            live = [place for place, size in enumerate(sizes) if size is not None]
-            cut = [at[place][: sizes[place]] for place in live]
-            rooms = [out[place][: sources[place].nbytes] for place in live]
-            for place, size in zip(live, encode_guarded(codec, cut, rooms), strict=True):
-                sizes[place] = size
-            at = out
-        return sizes
 
 
 def parse_chain(value: ChainConfig) -> tuple[StepSpec, ...]:
     """Read a ``codec`` option; empty for ``"raw"``.
 
     Raises:
-        ConfigError: It is not of the form that :data:`ChainConfig` describes.
+        ConfigError: It does not have the form of :data:`ChainConfig`.
     """
     specs: list[StepSpec] = []
     for item in [value] if isinstance(value, str) else value:
@@ -164,7 +138,7 @@ def build_chain(value: ChainConfig, context: CodecContext, find: FindStep) -> Co
     Args:
         value: The option.
         context: Properties of the blocks.
-        find: From a step's name to its class.
+        find: Returns the class of a step's name.
 
     Raises:
         ConfigError: The option, a name or a step's options can't be used, there are too many steps, or a seal is not
@@ -194,18 +168,49 @@ def build_chain(value: ChainConfig, context: CodecContext, find: FindStep) -> Co
 
 
 def pack_chain(wire_ids: Sequence[int]) -> int:
-    """Return the number of a chain of steps, the one applied first in front."""
+    """Return the number of a chain of steps, given in the order of encoding."""
     return sum(wire_id << (8 * place) for place, wire_id in enumerate(wire_ids))
 
 
 def unpack_chain(chain: int) -> tuple[int, ...] | None:
-    """Return the wire ids of a chain, the one applied first in front; None if the chain is invalid (has a gap)."""
+    """Return the wire ids of a chain in the order of encoding; None if the chain is invalid (has a gap)."""
     wire_ids = tuple(chain.to_bytes(STEPS_MAX, "little").rstrip(b"\0"))
     return None if 0 in wire_ids else wire_ids
 
 
-def encode_guarded(codec: Codec, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
-    """Return the sizes of ``codec.encode``; None for every payload after a defect: they are stored raw."""
+def encode_all(
+    codecs: Sequence[Codec],
+    sources: Sequence[memoryview],
+    targets: Sequence[memoryview],
+    spares: Sequence[memoryview],
+) -> list[int | None]:
+    """Apply codecs to payloads, one after the other.
+
+    Args:
+        codecs: The codecs; at least one.
+        sources: Payloads.
+        targets: Buffers for the results; each at least as long as its source.
+        spares: The same again, for intermediate results.
+
+    Returns:
+        Bytes in each target; None if the result of a codec would not fit, or the codec has a defect.
+    """
+    sizes: list[int | None] = [source.nbytes for source in sources]
+    at = sources
+    for i, codec in enumerate(codecs):
+        # Codecs alternate between both sides such that the last one writes to the targets.
+        out = targets if (len(codecs) - 1 - i) % 2 == 0 else spares
+        live = [place for place, size in enumerate(sizes) if size is not None]
+        cut = [at[place][: sizes[place]] for place in live]
+        rooms = [out[place][: sources[place].nbytes] for place in live]
+        for place, size in zip(live, _encode_guarded(codec, cut, rooms), strict=True):
+            sizes[place] = size
+        at = out
+    return sizes
+
+
+def _encode_guarded(codec: Codec, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
+    """Return the sizes from ``codec.encode``; after a defect, None for every payload: they are stored raw."""
     sizes = _sizes_of(codec, "encode", lambda: codec.encode(sources, targets), targets)
     return [None] * len(sources) if sizes is None else sizes
 
@@ -213,9 +218,9 @@ def encode_guarded(codec: Codec, sources: Sequence[memoryview], targets: Sequenc
 def decode_guarded(
     codec: Codec, wire_id: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
 ) -> tuple[Sequence[int | None], bool]:
-    """Return the sizes of ``codec.decode``, and whether it had no defect.
+    """Return the sizes from ``codec.decode``, and False if the codec showed a defect.
 
-    A codec that fails on a batch gets its payloads one by one, so that one payload fails no other.
+    After a failed batch, the codec gets the payloads one by one, so that one payload does not fail the others.
     """
     sizes = _sizes_of(codec, "decode", lambda: codec.decode(wire_id, sources, targets), targets)
     if sizes is not None:
@@ -267,7 +272,7 @@ def _sizes_of(
         ):
             return sizes
         defect = "gave sizes that its targets don't have"
-    # Any exception: the blocks count as not encoded or decoded, and a traceback would keep views of slots.
+    # Any exception: the blocks are stored raw or count as misses. Not kept, because its traceback holds views of slots.
     except Exception as error:
         defect = f"raised {type(error).__name__}"
     _warn(codec, method, defect)

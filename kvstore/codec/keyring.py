@@ -4,8 +4,9 @@ A keyring is a JSON document in a file, an environment variable or the output of
 
     {"current": 2, "keys": {"1": "<base64>", "2": "<base64>"}, "salts": {"acme": "<base64>"}, "names": "<base64>"}
 
-It is read at start, at a use when it is older than ``refresh``, and when a record names a missing key. Seals use keys
-derived from it by HKDF (RFC 5869), which are never stored. No error, log line or ``repr`` contains any part of a key.
+It is read at start, when used at an age above ``refresh``, and when a record has the id of a missing key. Seals use
+keys derived from it by HKDF (RFC 5869), which are never stored. No error, log line or ``repr`` contains any part of a
+key.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from typing import Any, Final
 
 import msgspec
 
+from kvstore.bounded import BoundedDict
 from kvstore.config import Seconds, check_field
 from kvstore.errors import ConfigError
-from kvstore.secret import shown_path, shown_variable
+from kvstore.secret import open_regular, shown_path, shown_variable
 
 __all__ = ["KEY_BYTES", "KeySource", "Keyring", "Keys", "hkdf_sha256", "new_document"]
 
@@ -52,21 +54,24 @@ _COMMAND_TIMEOUT_S: Final = 10.0
 _COMMAND_LOOK_S: Final = 0.05
 """Interval of checks for the end of a command without output."""
 _PIPE_BYTES: Final = 65536
-"""Capacity of a pipe, so the most that one read returns."""
+"""Capacity of a pipe, and so the maximum of one read."""
 _UNKNOWN_PAUSE_S: Final = 1.0
-"""Least time between readings for unknown key ids: forged records must not cause a request to a vault each."""
+"""Minimum time between readings for unknown key ids: forged records must not each cause a request to a vault."""
 _WARN_AGAIN_S: Final = 60.0
-"""Interval of log lines on a continuing problem. A missing key or salt is logged once until the keyring changes, as
-blocks are often unreadable by intention."""
+"""Interval of log lines for a continuing problem. A missing key or salt is logged once until the keyring changes, as it
+is often intended."""
+_DERIVED_MAX: Final = 1024
+"""Derived keys kept, 32 bytes and some overhead each: one per writer whose records are read. Each start of an engine
+is a new writer; deriving a key again takes microseconds."""
 _OTHERS_MAY: Final = stat.S_IWGRP | stat.S_IRWXO
-"""Rights on a keyring that cause a warning. Clusters give secrets to a service by group read."""
+"""Permissions of a keyring that cause a warning. Group read is fine: clusters use it to pass secrets to services."""
 _warned_modes: set[tuple[Path, int]] = set()
 _WARNINGS_MAX: Final = 256
-"""Problems that are logged separately; forged records may name any key id, and further problems are not logged."""
+"""Maximum number of distinct problems logged: forged records may contain any key id."""
 
 
 class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Source of a keyring: exactly one of ``file``, ``env`` and ``command``. It holds no secret itself.
+    """Source of a keyring: exactly one of ``file``, ``env`` and ``command``. It contains no secret itself.
 
     Attributes:
         file: Path of the document.
@@ -75,13 +80,13 @@ class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
         refresh: Age at which the document is read again when it is used.
 
     Raises:
-        ConfigError: None or several of them are given, or ``refresh`` is out of range.
+        ConfigError: No source or several are given, or ``refresh`` is out of range.
     """
 
     file: Path | None = None
     env: str = ""
     command: tuple[str, ...] = ()
-    # A dropped key is forgotten within half a minute; reading a small file that often costs nothing.
+    # A removed key is forgotten within half a minute; reading a small file that often costs nothing.
     refresh: Seconds = Seconds(30)
 
     def __post_init__(self) -> None:
@@ -99,7 +104,7 @@ class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     def __str__(self) -> str:
         if self.file is not None:
             return f"file {shown_path(str(self.file))}"
-        # Arguments of a command are left out: they may contain a token.
+        # A command's arguments are omitted: they may contain a token.
         return f"environment variable {shown_variable(self.env)}" if self.env else f"command {_program(self.command)}"
 
 
@@ -108,9 +113,9 @@ class Keys:
     """The content of a keyring. Its ``repr`` shows no secret.
 
     Attributes:
-        current: Id of the key to seal with.
+        current: Id of the sealing key.
         masters: Master keys by id.
-        salts: Secrets by the tier option ``namespace``; None without such a section: all use the master keys alone.
+        salts: Secrets by the tier option ``namespace``; None if the keyring has no salts and uses master keys alone.
         names: Secret of keyed names; empty for none.
     """
 
@@ -118,22 +123,32 @@ class Keys:
     masters: Mapping[int, bytes] = field(repr=False)
     salts: Mapping[str, bytes] | None = field(repr=False)
     names: bytes = field(repr=False)
+    _derived: BoundedDict[tuple[int, str, bytes], bytes] = field(
+        default_factory=lambda: BoundedDict(_DERIVED_MAX), repr=False, compare=False
+    )
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def has(self, key_id: int, user_namespace: str) -> bool:
         """Whether :meth:`derive` would return a key."""
         return key_id in self.masters and (self.salts is None or user_namespace in self.salts)
 
     def derive(self, key_id: int, user_namespace: str, context: bytes) -> bytes | None:
-        """Return 32 bytes derived from a master key and a salt for a purpose; None if one of the two is missing."""
+        """Return 32 bytes derived from a master key and a salt for a purpose; None if key or salt is missing."""
         master = self.masters.get(key_id)
         salt = b"" if self.salts is None else self.salts.get(user_namespace)
         if master is None or salt is None:
             return None
-        return hkdf_sha256(master, salt, context)
+        place = (key_id, user_namespace, context)
+        with self._lock:
+            key = self._derived.get(place)
+            if key is None:
+                key = self._derived[place] = hkdf_sha256(master, salt, context)
+            self._derived.move_to_end(place)
+            return key
 
 
 class Keyring:
-    """The current keys of one tier. Threads may share it; only the first reading waits for I/O.
+    """The current keys of one tier. Threads may share it; only the constructor waits for I/O.
 
     A failed reading is logged and leaves the keys unchanged. A successful one replaces all keys, so a key removed from
     the document is forgotten.
@@ -161,19 +176,19 @@ class Keyring:
 
     @property
     def keys(self) -> Keys:
-        """The keys as last read; if older than ``refresh``, a new reading starts in the background."""
+        """The keys as last read; if older than ``refresh``, a background reading starts."""
         keys = self._keys
         if self._clock() - self._read_at >= self._source.refresh:
             self._start_reading()
         return keys
 
     def note_unknown(self) -> None:
-        """Note that a record names a missing key, which may be newer than the last reading."""
+        """Note that a record has the id of a missing key, which may be newer than the last reading."""
         if self._clock() - self._read_at >= _UNKNOWN_PAUSE_S:
             self._start_reading()
 
     def warn(self, problem: str, key_id: int, what_to_do: str) -> None:
-        """Log a problem with a key, once a minute at most for each problem and key id."""
+        """Log a problem with a key, at most once a minute per problem and key id."""
         now = self._clock()
         with self._lock:
             last = self._warned_at.get((problem, key_id))
@@ -251,27 +266,21 @@ def _read_keys(source: KeySource) -> Keys:
 
 def _read_file(path: Path) -> bytes:
     try:
-        # Not blocking: a FIFO or device could block the start of the engine.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(mode):
-                raise ConfigError(f"The keyring {shown_path(str(path))} is not a regular file. Give the path of one.")
-            _warn_of_mode(path, stat.S_IMODE(mode))
+        with open_regular(path) as file:
+            _warn_of_mode(path, stat.S_IMODE(os.fstat(file.fileno()).st_mode))
             return file.read(_DOCUMENT_BYTES_MAX + 1)
     except OSError as error:
         shown = shown_path(str(path))
         raise ConfigError(
             f"The keyring {shown} can't be read: {error.strerror}. Give a path that the engine can read."
         ) from None
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        # A path with a zero byte; the text of the error may quote it.
+    except ValueError:
+        # A path with a zero byte, which the text of the error may quote.
         raise ConfigError("The keyring's file (not shown) is not a path. Give the path of a file.") from None
 
 
 def _warn_of_mode(path: Path, mode: int) -> None:
-    """Warn, once per file and mode, if other users can read or change a keyring."""
+    """Warn, once per file and mode, if other users can access a keyring, or its group can change it."""
     if mode & _OTHERS_MAY and (path, mode) not in _warned_modes and len(_warned_modes) < _WARNINGS_MAX:
         _warned_modes.add((path, mode))
         logger.warning(
@@ -285,7 +294,7 @@ def _warn_of_mode(path: Path, mode: int) -> None:
 def _run_command(command: tuple[str, ...]) -> bytes:
     name = _program(command)
     try:
-        # Its stderr is not shown: it may quote secrets.
+        # stderr is not shown, because it may contain secrets.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -294,7 +303,7 @@ def _run_command(command: tuple[str, ...]) -> bytes:
             start_new_session=True,
         )
     except (OSError, ValueError) as error:
-        # Not chained: a ValueError (a zero byte) may quote it.
+        # Not chained: a ValueError (a zero byte) may quote the command.
         why = error.strerror if isinstance(error, OSError) else "it is not a program"
         raise ConfigError(
             f"The keyring's command {name} can't be run: {why}. Give a program and its arguments as a list."
@@ -315,7 +324,7 @@ def _run_command(command: tuple[str, ...]) -> bytes:
 def _output_of(process: subprocess.Popen[bytes], deadline: float) -> bytes:
     """Return the output of a command at its end, at the deadline, or when it is longer than a keyring.
 
-    The end of the process counts, not that of the pipe, which a background process may keep open.
+    Waits for the end of the process instead of the pipe, which a background process may keep open.
     """
     data = b""
     fd = -1 if process.stdout is None else process.stdout.fileno()
@@ -340,13 +349,13 @@ def _output_of(process: subprocess.Popen[bytes], deadline: float) -> bytes:
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:
     """Kill a command that has not ended, with its process group."""
-    if process.poll() is None:  # Its group, which it leads, is still its own.
+    if process.poll() is None:  # The group id is valid while its leader has not been reaped.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _program(command: tuple[str, ...]) -> str:
-    """Return how a message shows a command: the program that it runs, or how long the text in its place is."""
+    """Return the form of a command in messages: its program, or only the length of a text that is not a program."""
     found = shutil.which(command[0]) if "\0" not in command[0] else None
     return repr(command[0]) if found else shown_path(command[0])
 
@@ -356,7 +365,7 @@ def _what_is_there(keys: Keys) -> tuple[frozenset[int], frozenset[str] | None]:
 
 
 def _parse(data: bytes, where: str) -> Keys:
-    """Read a document. No error shows a part of it, because it may be a key in the wrong place."""
+    """Parse a document. Errors show no part of it, because it may be a key in the wrong place."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):

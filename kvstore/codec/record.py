@@ -1,7 +1,7 @@
 """Record: the format on every medium. A header of 256 bytes (padded to the medium's alignment), then the payload.
 
-``docs/format.md`` describes it byte by byte. Nothing here does I/O; buffers in, buffers out, no payload is copied.
-:mod:`kvstore.codec.encoder` and :mod:`kvstore.codec.decoder` handle the content of payloads.
+``docs/format.md`` describes it byte by byte. This module does no I/O and copies no payload. :mod:`kvstore.codec.coding`
+handles the content of payloads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, NamedTuple, NoReturn
 
 from kvstore.codec.base import Seal
@@ -23,7 +23,7 @@ from kvstore.types import BlockKey
 __all__ = ["HEADER_BYTES", "MAGIC", "RecordCodec", "RecordFault", "RecordHeader", "associated_bytes", "decode_header"]
 
 MAGIC: Final = b"\x89kvstor\n"
-"""First bytes of a record. Not text (0x89), and damaged by a transfer that translates line ends."""
+"""First bytes of a record. 0x89 is not text, and a transfer that translates line ends damages the last byte."""
 
 HEADER_BYTES: Final = 256
 """Length of a header without padding: a multiple of a cache line."""
@@ -46,7 +46,7 @@ _NOWHERE: Final = memoryview(b"")
 
 
 class RecordFault(enum.StrEnum):
-    """Reason for the rejection of a record, and name of its counter; in the order of the checks."""
+    """Reason for the rejection of a record, and name of its counter, in the order of the checks."""
 
     HEADER = "header"
     """Magic, header checksum, reserved bytes or padding are wrong."""
@@ -59,9 +59,9 @@ class RecordFault(enum.StrEnum):
     CODEC = "codec"
     """Intact, with codecs or a key that this tier lacks."""
     GEOMETRY = "geometry"
-    """Intact, with a payload that is too long, or for a medium of another alignment."""
+    """Intact, but its block does not fit the slot, or it was written for a medium of another alignment."""
     LENGTH = "length"
-    """Not of the length in its header, or too short for a record."""
+    """The length differs from the header's, or is too short for a record."""
     PAYLOAD = "payload"
     """The payload differs from the stored one."""
     SEAL = "seal"
@@ -84,22 +84,10 @@ _DAMAGE: Final = frozenset(
 
 
 class RecordHeader(NamedTuple):
-    """The fields of a header, as ``docs/format.md`` names them.
+    """The fields of a header in the order of ``docs/format.md``.
 
-    Attributes:
-        version: Format version.
-        flags: Zero in version 1.
-        header_bytes: Length of the header with its padding; the payload starts there.
-        plain_bytes: Length of the payload before the codecs.
-        stored_bytes: Length of the payload on the medium.
-        namespace_digest: 32 bytes.
-        key_digest: SHA-256 of the key.
-        writer_id: 16 bytes, random per writer.
-        created_ns: Nanoseconds since the Unix epoch, by the writer's clock.
-        codec_chain: Codecs of the payload; 0 is none.
-        mac_key_id: Key of the MAC; 0 is no MAC.
-        payload_checksum: xxh3-128 of the stored payload.
-        mac: 32 bytes, zero without a key.
+    ``header_bytes`` includes the padding. ``plain_bytes`` is the length of the block, ``stored_bytes`` the length of
+    the payload on the medium. ``codec_chain`` is 0 without codecs and seal; ``mac_key_id`` is 0 without a seal.
     """
 
     version: int
@@ -125,14 +113,15 @@ class RecordCodec:
 
     Args:
         namespace: Namespace of the records.
-        header_bytes: Length of header buffers: 256, or the medium's alignment if that is more.
-        alignment: Unit of lengths on a medium that can't keep exact ones (direct I/O): zeros may follow a record up to
-            a multiple of it. None: ``header_bytes``.
+        header_bytes: Length of header buffers: the greater of 256 and the medium's alignment.
+        alignment: Unit of lengths on a medium that can't keep exact lengths (direct I/O): zeros may follow a record up
+            to a multiple of it. None means ``header_bytes``.
         writer_id: 16 bytes that identify the writer; random by default.
         clock_ns: Clock for ``created``, nanoseconds since the Unix epoch.
 
     Raises:
-        ValueError: ``header_bytes`` is no multiple of 256 up to 1 MiB, or ``writer_id`` is not 16 bytes.
+        ValueError: ``header_bytes`` is not a multiple of 256 up to 1 MiB, ``alignment`` is below 1, or ``writer_id`` is
+            not 16 bytes.
     """
 
     def __init__(
@@ -166,31 +155,30 @@ class RecordCodec:
         self,
         out: memoryview,
         key: BlockKey,
-        payload: memoryview | Sequence[memoryview],
+        payload: memoryview,
         *,
         plain_bytes: int | None = None,
         chain: int = _RAW,
         seal: Seal | None = None,
         sealed: memoryview = _NOWHERE,
     ) -> None:
-        """Write the whole header of a block into ``out``, and seal its payload if there is a seal.
+        """Write the header of a block into ``out``, and seal its payload if a seal is given.
 
         Args:
             out: Writable buffer of ``header_bytes`` bytes.
             key: Key of the block.
-            payload: C-contiguous buffer of any format and shape, or (without a seal) several in sequence. Must not
-                change until the record is put.
-            plain_bytes: Length of the block; None: that of ``payload``.
-            chain: Codec chain of the stored payload, with the seal.
-            seal: The seal; None for none.
-            sealed: Buffer for the encrypted payload, as long as ``payload``; used by a seal that hides.
+            payload: C-contiguous buffer of any format and shape. Must not change until the record is put.
+            plain_bytes: Length of the block; None for the length of ``payload``.
+            chain: Codec chain of the stored payload, including the seal.
+            seal: The seal, or None.
+            sealed: Buffer for the encrypted payload, as long as ``payload``; used by a seal that encrypts.
 
         Raises:
             ValueError: ``out`` has another length, or a buffer is not C-contiguous.
             RecordError: The seal has no key.
         """
         out = self._checked_header(out)
-        stored = payload.nbytes if isinstance(payload, memoryview) else sum(part.nbytes for part in payload)
+        stored = payload.nbytes
         key_id = 0 if seal is None else seal.key_id
         _FIELDS.pack_into(
             out,
@@ -212,15 +200,13 @@ class RecordCodec:
             _RESERVED,
         )
         if seal is not None:
-            if not isinstance(payload, memoryview):
-                raise ValueError(f"The payload is in {len(payload)} parts. Expected one buffer to seal.")
             out[_MAC_PLACE] = seal.seal(key_id, bytes(out[:_CHECKED_BYTES]), bytes_view(payload), sealed)
             out[_CHECKSUM_PLACE] = payload_checksum(sealed if seal.hides else payload)
         _CHECKSUM.pack_into(out, _CHECKED_BYTES, header_checksum(out[:_CHECKED_BYTES]))
         out[HEADER_BYTES:] = self._padding
 
     def verify(self, key: BlockKey, header: memoryview, payload: memoryview, filled_bytes: int) -> int:
-        """Check that a record is whole, intact, and the requested one.
+        """Check that a record is complete, intact, and the requested one.
 
         Args:
             key: The requested key.
@@ -232,7 +218,8 @@ class RecordCodec:
             Length of the payload in bytes; it is at the start of ``payload``.
 
         Raises:
-            RecordError: It is not, or it is encoded or sealed; ``cause`` is a :class:`RecordFault`. Counts as a miss.
+            RecordError: A check failed, or the record is encoded or sealed; ``cause`` is a :class:`RecordFault`. Counts
+                as a miss.
             ValueError: ``header`` has another length, or ``payload`` is not C-contiguous.
         """
         return self.check(key, header, payload, filled_bytes, _refuse_all_but_raw).stored_bytes
@@ -247,11 +234,11 @@ class RecordCodec:
         *,
         decodes: bool = True,
     ) -> RecordHeader:
-        """Verify as :meth:`verify` does, with the same errors, for a reader that can decode or open some records.
+        """Verify a record like :meth:`verify`, with the same errors, for a reader that supports codecs or seals.
 
-        ``refusal`` returns the reason that a payload with this header can't be read; empty if it can. With ``decodes``
-        the block will be decoded into ``payload``, which must have room for it; without, the record is verified as it
-        is stored.
+        ``refusal`` returns the reason why a payload with this header can't be read; empty if it can. With ``decodes``,
+        the block will be decoded into ``payload``, which must have room for it; otherwise only the stored record is
+        verified.
 
         Returns:
             The header; the first ``stored_bytes`` bytes of ``payload`` are the stored payload.
@@ -260,7 +247,7 @@ class RecordCodec:
         payload = bytes_view(payload)
         if filled_bytes < HEADER_BYTES:
             _fail(RecordFault.LENGTH, f"{filled_bytes} bytes, less than a header")
-        # Copied (256 bytes), so that the checked bytes are the used ones.
+        # Copied (256 bytes), so that the header can't change after the check.
         found = decode_header(bytes(header[:HEADER_BYTES]))
         self._check_identity(found, key)
         if reason := refusal(found):
@@ -295,7 +282,7 @@ class RecordCodec:
         padded = min(-(-exact // self._alignment) * self._alignment, room)
         if filled_bytes not in (exact, padded):
             _fail(RecordFault.LENGTH, f"{filled_bytes} bytes, not {exact}")
-        # Compared as bytes by one memcmp; the copy is at most a page on usual media.
+        # One memcmp of bytes; the copy is at most a page on usual media.
         if bytes(header[HEADER_BYTES:]) != self._padding:
             _fail(RecordFault.HEADER, "the header's padding is not zero")
         if filled_bytes > exact and any(payload[found.stored_bytes : filled_bytes - self._header_bytes]):
@@ -327,27 +314,8 @@ def decode_header(data: bytes | memoryview) -> RecordHeader:
 
 def associated_bytes(header: RecordHeader) -> bytes:
     """Return the data that a seal authenticates: the header up to its checksum, without payload checksum and MAC."""
-    out = bytearray(_CHECKED_BYTES)
-    _FIELDS.pack_into(
-        out,
-        0,
-        MAGIC,
-        header.version,
-        header.flags,
-        header.header_bytes,
-        header.plain_bytes,
-        header.stored_bytes,
-        header.namespace_digest,
-        header.key_digest,
-        header.writer_id,
-        header.created_ns,
-        header.codec_chain,
-        header.mac_key_id,
-        _NO_CHECKSUM,
-        _NO_MAC,
-        _RESERVED,
-    )
-    return bytes(out)
+    # RecordHeader has the fields in the order of the format.
+    return _FIELDS.pack(MAGIC, *header[:-2], _NO_CHECKSUM, _NO_MAC, _RESERVED)
 
 
 def _refuse_all_but_raw(found: RecordHeader) -> str:

@@ -1,7 +1,7 @@
-"""Buffers seen as rows of as few arrays as possible, so that one numpy call covers many blocks.
+"""Buffers as rows of as few arrays as possible, so that one numpy call covers many blocks.
 
-A worker thread waits up to 5 ms for the GIL beside a busy scheduler, and numpy releases it once per call. Slots of a
-primary tier and rows of a scratch buffer are mostly at equal distances, so that one array covers them.
+numpy releases the GIL once per call, and a worker thread then waits up to 5 ms for it while the scheduler is busy.
+Slots of a primary tier and rows of a scratch buffer mostly have equal distances, so one array covers them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def paired_rows(sources: Sequence[Any], targets: Sequence[Any]) -> Iterator[tupl
 
     Args:
         sources: Buffers of bytes, C-contiguous.
-        targets: As many, writable; each may have another length than its source.
+        targets: As many writable buffers; each may differ in length from its source.
 
     Yields:
-        A slice of the blocks, and arrays of their sources and of their targets; in order, covering all blocks. An array
-        is valid only while its buffers are.
+        A slice of the blocks, and arrays of their sources and targets; in order, covering all blocks. An array is valid
+        only while its buffers are.
     """
     ins, outs = [_row(source) for source in sources], [_row(target) for target in targets]
     start = 0
@@ -40,17 +40,17 @@ def paired_rows(sources: Sequence[Any], targets: Sequence[Any]) -> Iterator[tupl
 
 
 def copy_rows(sources: Sequence[Any], targets: Sequence[Any]) -> None:
-    """Copy each source to its target, of the same length."""
+    """Copy each source to its target of the same length."""
     for _, source, target in paired_rows(sources, targets):
         np.copyto(target, source)
 
 
 def address_of(buffer: Any) -> int:
-    """Return the address of a C-contiguous buffer; it stays valid as long as the buffer does."""
+    """Return the address of a C-contiguous buffer, valid as long as the buffer."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     except (TypeError, ValueError):
-        # Read-only or empty memory, which ctypes does not take; five times slower, and rare.
+        # ctypes rejects read-only and empty memory; this way is five times slower, but rarely needed.
         return _address(_row(buffer))
 
 
@@ -64,7 +64,7 @@ def _address(row: ByteRows) -> int:
 
 
 def _run_end(rows: Sequence[ByteRows], start: int) -> int:
-    """Return the end of the run from ``start`` of rows of one length at equal, positive distances."""
+    """Return the end of the run at ``start`` of rows with equal lengths and equal distances."""
     length = rows[start].nbytes
     before = _address(rows[start])
     distance = 0
@@ -80,5 +80,5 @@ def _run_end(rows: Sequence[ByteRows], start: int) -> int:
 def _stacked(rows: Sequence[ByteRows]) -> ByteRows:
     first = rows[0]
     distance = _address(rows[1]) - _address(first) if len(rows) > 1 else first.nbytes
-    # The rows may belong to several objects: the array covers only bytes of rows, and the caller keeps the objects.
+    # The rows may belong to several objects: the array covers only their bytes, and the caller keeps them alive.
     return np.lib.stride_tricks.as_strided(first, (len(rows), first.nbytes), (distance, 1))

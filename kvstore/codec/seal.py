@@ -1,8 +1,8 @@
-"""Seals: AES-256-GCM over payload and header (``aead``), or over both without hiding anything (``mac``).
+"""Seals: AES-256-GCM encryption and authentication (``aead``), or authentication only (``mac``).
 
-Records are sealed with keys derived from the keyring's for one namespace, one use and one writer. So a
-nonce could only repeat among the records of one opened tier, and random nonces of 96 bits are safe for 2**32 of them
-(NIST SP 800-38D, section 8.3): at 128 KiB a block, half a petabyte before the engine is started again.
+Sealing keys are derived from the keyring's keys for one namespace, one use and one writer. A nonce can therefore only
+repeat among the records of one opened tier, and random nonces of 96 bits are safe for 2**32 records (NIST SP 800-38D,
+section 8.3): with blocks of 128 KiB, half a petabyte per start of an engine.
 
 The header's field for the MAC holds nonce (12 bytes), tag (16) and zeros (4).
 """
@@ -10,7 +10,6 @@ The header's field for the MAC holds nonce (12 bytes), tag (16) and zeros (4).
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -18,9 +17,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESSIV
 
-from kvstore.bounded import BoundedDict
 from kvstore.codec.base import MAC_FIELD_BYTES, CodecContext, Seal
-from kvstore.codec.keyring import Keyring, Keys, KeySource, hkdf_sha256
+from kvstore.codec.keyring import Keyring, KeySource, hkdf_sha256
 from kvstore.codec.record import RecordFault
 from kvstore.errors import ConfigError, RecordError
 from kvstore.types import KEY_BYTES_MAX, BlockKey
@@ -35,14 +33,10 @@ _TAG_BYTES: Final = 16
 _PADDING: Final = bytes(MAC_FIELD_BYTES - _NONCE_BYTES - _TAG_BYTES)
 _NAMESPACE: Final = slice(32, 64)
 _WRITER: Final = slice(96, 112)
-"""Where ``docs/format.md`` has the namespace's digest and the writer's id in a header."""
+"""Positions of the namespace's digest and the writer's id in a header, see ``docs/format.md``."""
 
 _PURPOSES: Final = {AEAD_WIRE_ID: b"kvstore aead 1", MAC_WIRE_ID: b"kvstore mac 1"}
-"""Each seal has its own keys: with a common key, a record could be passed off as one of the other seal."""
-
-_CACHED_MAX: Final = 1024
-"""Derived keys kept, 32 bytes and some overhead each: one per writer whose records are read. Every start of an engine
-is a writer; deriving a key again takes microseconds."""
+"""Each seal has its own keys: with a common key, a record of one seal could be presented as one of the other."""
 
 
 class SealOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -50,8 +44,8 @@ class SealOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 
     Attributes:
         keys: Source of the keyring.
-        accept_unsealed: Whether records without a seal are accepted. Only for a migration: meanwhile anyone who can
-            write to the medium can forge records.
+        accept_unsealed: Whether records without a seal are accepted. Only for a migration: while it is set, anyone with
+            write access to the medium can forge records.
         keyed_names: Whether the medium has keyed names instead of keys; requires ``names`` in the keyring.
     """
 
@@ -61,7 +55,7 @@ class SealOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 
 
 class _GcmSeal(Seal):
-    """Common base of both seals, which differ in writing. Each reads the records of both with the same keyring."""
+    """Base of both seals, which differ only in writing. Each reads the records of both with the same keyring."""
 
     wire_ids: ClassVar[tuple[int, ...]]
     options_type: ClassVar[type[msgspec.Struct]] = SealOptions
@@ -71,7 +65,6 @@ class _GcmSeal(Seal):
         self.accepts_unsealed = options.accept_unsealed
         self._user_namespace = str(context.namespace.document()["fields"].get("user_namespace", ""))
         self._keyring = Keyring(options.keys)
-        self._derived = _DerivedKeys(self._user_namespace)
         self.names = self._keyed_names() if options.keyed_names else None
         if not self._keyring.keys.has(self._keyring.keys.current, self._user_namespace):
             self._warn_of_missing_key(self._keyring.keys.current)
@@ -107,7 +100,7 @@ class _GcmSeal(Seal):
         try:
             cipher.authenticate_additional_data(associated)
             if hidden:
-                # Before the tag is verified: the content of ``out`` counts only after the return.
+                # The tag is verified afterwards, so callers must not use ``out`` before the return.
                 cipher.update_into(payload, out)
             else:
                 cipher.authenticate_additional_data(payload)
@@ -118,7 +111,7 @@ class _GcmSeal(Seal):
             self._keyring.warn(
                 "does not open a record that names it",
                 key_id,
-                "It counts as a miss. Either somebody forged the record, or this engine has another key of the same id "
+                "It counts as a miss. Either the record was forged, or this engine has another key of the same id "
                 "than the writer: compare the keyrings.",
             )
             raise RecordError(
@@ -128,7 +121,8 @@ class _GcmSeal(Seal):
         return hidden
 
     def _key(self, wire_id: int, key_id: int, associated: bytes) -> bytes:
-        key = self._derived.find(self._keyring.keys, wire_id, key_id, associated)
+        context = _PURPOSES[wire_id] + associated[_NAMESPACE] + associated[_WRITER]
+        key = self._keyring.keys.derive(key_id, self._user_namespace, context)
         if key is None:
             raise self._missing_key(key_id)
         return key
@@ -160,13 +154,13 @@ class _GcmSeal(Seal):
         if not secret:
             raise ConfigError(
                 "'keyed_names' is true, and the keyring has no 'names'. Add 32 random bytes in base64 under it, and "
-                "never change them: whoever has others finds nothing."
+                "never change them: other bytes find no blocks."
             )
         return KeyedNames(hkdf_sha256(secret, b"", b"kvstore names 2" + self.context.namespace.digest))
 
 
 class AeadSeal(_GcmSeal):
-    """Encrypts and authenticates: without a key records can be neither read nor made, changed or exchanged."""
+    """Encrypts and authenticates: without the key, records cannot be read, created, changed or swapped."""
 
     name = "aead"
     wire_ids = (AEAD_WIRE_ID, MAC_WIRE_ID)
@@ -174,7 +168,7 @@ class AeadSeal(_GcmSeal):
 
 
 class MacSeal(_GcmSeal):
-    """Authenticates only (GMAC): without a key records can be read, but not made, changed or exchanged."""
+    """Authenticates only (GMAC): without the key, records can be read, but not created, changed or swapped."""
 
     name = "mac"
     wire_ids = (MAC_WIRE_ID, AEAD_WIRE_ID)
@@ -182,52 +176,26 @@ class MacSeal(_GcmSeal):
 
 
 class KeyedNames:
-    """Names of keys of up to 48 bytes on media, so that a listing of names can't confirm a prompt.
+    """Names on media for keys of up to 48 bytes, so that a listing of names can't confirm a guessed prompt.
 
     A key is a hash over token ids, which anyone can compute for a guessed prompt. Its name is the key encrypted with
-    AES-SIV (RFC 5297), which is deterministic: equal keys have equal names, so holders of the secret (32 random bytes)
-    find and share blocks as before, and can decrypt a name to its key. Threads may share it; a key takes microseconds.
+    AES-SIV (RFC 5297). AES-SIV is deterministic: equal keys have equal names, so holders of the secret (32 random
+    bytes) can find and share blocks, and decrypt names. Threads may share it; a key takes microseconds.
     """
 
     def __init__(self, secret: bytes) -> None:
         self._cipher = AESSIV(secret)
 
     def name_of(self, key: BlockKey) -> BlockKey:
-        """Return the name of a key; for a key that is too long, a name that no block has."""
-        # An exception here would lose other messages of the batch.
+        """Return the name of a key; for a key that is too long, a name that matches no block."""
+        # Truncated, because an exception here would lose other messages of the batch.
         return self._cipher.encrypt(key, None)[:KEY_BYTES_MAX]
 
     def key_of(self, name: BlockKey) -> BlockKey | None:
-        """Return the key with a name; None if it was named with another secret."""
+        """Return the key of a name; None if the name was made with another secret."""
         if len(name) <= _TAG_BYTES:
             return None
         try:
             return self._cipher.decrypt(name, None)
         except InvalidTag:
             return None
-
-
-class _DerivedKeys:
-    """Cache of the keys derived for records; cleared when the keyring changes."""
-
-    def __init__(self, user_namespace: str) -> None:
-        self._user_namespace = user_namespace
-        self._lock = threading.Lock()
-        self._of: Keys | None = None
-        self._cached: BoundedDict[tuple[int, int, bytes, bytes], bytes] = BoundedDict(_CACHED_MAX)
-
-    def find(self, keys: Keys, wire_id: int, key_id: int, associated: bytes) -> bytes | None:
-        """Return the key of a record with that header; None if the keyring lacks its master key or salt."""
-        place = (wire_id, key_id, associated[_NAMESPACE], associated[_WRITER])
-        with self._lock:
-            if self._of is not keys:
-                self._cached.clear()
-                self._of = keys
-            key = self._cached.get(place)
-            if key is not None:
-                self._cached.move_to_end(place)
-                return key
-            key = keys.derive(key_id, self._user_namespace, _PURPOSES[wire_id] + place[2] + place[3])
-            if key is not None:
-                self._cached[place] = key
-            return key

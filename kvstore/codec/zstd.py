@@ -1,11 +1,11 @@
 """zstd: several Zstandard frames (RFC 8878) per payload, through the package ``zstandard``.
 
 The encoded payload is a count (u32, little-endian), as many lengths (u32), and as many frames. The concatenated
-contents are the payload. It is cut at the ends of planes, so that the plane of the exponents has its own entropy code,
-which it would otherwise share with the noise of the mantissas.
+contents are the payload. It is cut at the ends of planes, so that the plane of the exponents has its own entropy code
+instead of sharing one with the noise of the mantissas.
 
-A frame must declare the length of its content, so no more memory than requested is allocated. It has no checksum,
-because the record has one. Frames that need a dictionary are refused; dictionaries saved too little (docs/codecs.md).
+A frame must declare the length of its content, which bounds the memory for decoding. It has no checksum, because the
+record has one. Frames that need a dictionary are refused; dictionaries saved too little (docs/codecs.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore.config import check_field
 __all__ = ["Zstd", "ZstdOptions"]
 
 _LEVEL_MIN: Final = -5
-"""Levels below are hardly quicker and find hardly anything."""
+"""Lower levels are hardly faster and hardly compress."""
 
 _LEVEL_MAX: Final = 19
 """Higher levels need hundreds of MiB per thread."""
@@ -35,11 +35,11 @@ _PIECE_BYTES_MAX: Final = 65536
 """Longest piece: half of a Zstandard block, so that its working set stays in a processor's cache."""
 
 _PIECE_BYTES_MIN: Final = 4096
-"""Shortest piece, unless the payload is shorter: each costs about a hundred bytes."""
+"""Shortest piece, unless the payload is shorter: each piece adds about a hundred bytes."""
 
 _HALVES_BELOW_BYTES: Final = 131072
-"""Shorter payloads are cut in the middle only (where the planes of two-byte elements meet), as zstd is slow on pieces
-of a few KiB; longer ones at each quarter, for the planes of four bytes, and then evenly."""
+"""Shorter payloads are only cut in the middle, between the planes of two-byte elements, because zstd is slow on pieces
+of a few KiB. Longer payloads are cut at each quarter, for the planes of four-byte elements, and then evenly."""
 
 _LENGTH_BYTES: Final = 4
 _COUNT: Final = struct.Struct("<I")
@@ -52,7 +52,7 @@ class ZstdOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of :class:`Zstd`.
 
     Attributes:
-        level: -5 to 19; higher is smaller and slower. All levels decode at about the same rate.
+        level: -5 to 19; higher levels compress better and slower. All levels decode at about the same rate.
 
     Raises:
         ConfigError: The level is out of range.
@@ -112,18 +112,18 @@ class Zstd(Codec):
         sizes: list[int | None] = [None if part is None else sum(room.nbytes for _, room in part) for part in parts]
         if self._many and self._decode_together([pair for part in parts if part for pair in part]):
             return sizes
-        # One of them is bad (or the package has no multi-buffer call), so each is decoded separately.
+        # A frame is bad (or the package has no multi-buffer call), so each is decoded separately.
         return [
             size if size is not None and all(self._decode_one(*pair) for pair in part or ()) else None
             for size, part in zip(sizes, parts, strict=True)
         ]
 
     def _decode_together(self, pairs: Sequence[tuple[memoryview, memoryview]]) -> bool:
-        """Decompress frames to where they belong; False if that can't be done for all of them."""
+        """Decompress frames into their targets; False if any of them fails."""
         if not pairs:
             return True
         try:
-            # With the checked lengths: a second read of the memory could give others, if another thread writes to it.
+            # With the checked lengths, because another thread may change the memory before a second read.
             lengths = struct.pack(f"={len(pairs)}Q", *(room.nbytes for _, room in pairs))
             frames: Any = [frame for frame, _ in pairs]
             contents: Any = self._decompressor().multi_decompress_to_buffer(frames, lengths, threads=1)
@@ -145,7 +145,7 @@ class Zstd(Codec):
         return filled == room.nbytes
 
     def _compressor(self) -> zstandard.ZstdCompressor:
-        """Return this thread's own: the package's objects can't be shared."""
+        """Return this thread's compressor: threads can't share the package's objects."""
         found: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
         if found is None:
             found = zstandard.ZstdCompressor(level=self.options.level, write_checksum=False, write_content_size=True)
@@ -161,7 +161,7 @@ class Zstd(Codec):
 
 
 def _cuts(size_bytes: int) -> list[int]:
-    """Return where a payload is cut, its start and end included."""
+    """Return the cut positions of a payload, including its start and end."""
     if size_bytes < 2 * _PIECE_BYTES_MIN:
         return [0, size_bytes] if size_bytes else [0]
     count = 2 if size_bytes < _HALVES_BELOW_BYTES else 4 * -(-size_bytes // (4 * _PIECE_BYTES_MAX))
@@ -182,14 +182,14 @@ def _write_frames(frames: Sequence[Any], target: memoryview) -> int | None:
     at = len(head)
     target[:at] = head
     for view in views:
-        # Copied with the GIL held: it takes less than to get the GIL back.
+        # Copied with the GIL held, which takes less time than reacquiring the GIL.
         target[at : at + view.nbytes] = view
         at += view.nbytes
     return size
 
 
 def _read_frames(source: memoryview, target: memoryview) -> list[tuple[memoryview, memoryview]] | None:
-    """Return each frame and where its content goes; None if this is no encoded payload, or does not fit."""
+    """Return each frame and the target of its content; None if the source is invalid or does not fit."""
     if source.nbytes < _LENGTH_BYTES:
         return None
     (count,) = _COUNT.unpack_from(source)
@@ -215,7 +215,7 @@ def _declared(frame: memoryview) -> int:
     The package's multi-buffer call crashes the process on frames without a declared length, so they are rejected here.
     """
     if bytes(frame[:4]) != _MAGIC:
-        return 0  # A skippable frame too, of which the package would take another number for the length.
+        return 0  # Includes skippable frames, for which the package would misread another number as the length.
     try:
         found = zstandard.get_frame_parameters(frame)
     except zstandard.ZstdError:

@@ -1,8 +1,7 @@
 """The disk: every system call of disk backends, one plain method each.
 
-Nothing above this module calls the operating system on a path or descriptor of the medium, so that tests
-can replace it by a disk that fails. Names are relative to an open directory, and no method follows a symbolic
-link unless it says so.
+No code above this module calls the operating system on a path or descriptor of the medium, so tests can replace it by
+a failing disk. Names are relative to an open directory. No method follows a symbolic link unless documented.
 """
 
 from __future__ import annotations
@@ -21,61 +20,61 @@ _T = TypeVar("_T")
 
 _FILE_MODE: Final = 0o600
 _DIRECTORY_MODE: Final = 0o700
-"""Of files and directories that are made."""
+"""Modes of new files and directories."""
 
 
 class OsDisk:
     """System calls. Stateless and thread-safe; every method may block.
 
-    All methods raise ``OSError`` as the system call did. Python repeats interrupted calls; short transfers are not
-    completed (see :mod:`kvstore.diskio.transfers`). New files have mode 0600, directories 0700.
+    All methods raise the system call's ``OSError``. Python repeats interrupted calls; short transfers are not completed
+    (see :mod:`kvstore.diskio.transfers`). New files have mode 0600, new directories 0700.
     """
 
     def syscall(self, op: str, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
-        """Make one system call of kind ``op``, such as ``"preadv"``: the seam that fault injection overrides."""
+        """Make one system call of kind ``op``, such as ``"preadv"``. Fault injection overrides this method."""
         return function(*args, **kwargs)
 
     async def awaited_syscalls(
         self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], Awaitable[list[int]]]
     ) -> list[int]:
-        """Make a batch of system calls of one kind from the event loop: the same seam for io_uring.
+        """Make a batch of system calls of one kind from the event loop, for io_uring. Fault injection overrides this.
 
         Args:
             op: Name of the kind of call.
-            subjects: Name or descriptor of each.
+            subjects: File name or descriptor of each call.
             function: Makes the calls at the given positions; returns the result of each, or minus its errno.
         """
         return await function(range(len(subjects)))
 
     def open_root(self, path: str) -> int:
-        """Open a directory by its path, following links: what an operator configured is trusted."""
+        """Open a directory by its path, following links, because the configured path is trusted."""
         return self.syscall("open", os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def open_dir(self, name: str, dir_fd: int) -> int:
-        """Open a directory in a directory; ``NotADirectoryError`` or ELOOP if the name is something else."""
+        """Open a directory in a directory; ``NotADirectoryError`` or ELOOP if it is not a directory."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         return self.syscall("open", os.open, name, flags, dir_fd=dir_fd)
 
     def open_file(self, name: str, flags: int, dir_fd: int) -> int:
-        """Open a file in a directory; never waits for the other end of a FIFO, never follows a link."""
+        """Open a file in a directory. Does not wait for the other end of a FIFO, and does not follow links."""
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return self.syscall("open", os.open, name, flags, _FILE_MODE, dir_fd=dir_fd)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor. Never repeated: it is gone even if the call fails."""
+        """Close a descriptor. Never retry: the descriptor is closed even if the call fails."""
         self.syscall("close", os.close, fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read into buffers, one after the other; return how many bytes, which may be fewer than asked for."""
+        """Read into buffers, in order; return the number of bytes read, which may be fewer than requested."""
         return self.syscall("preadv", os.preadv, fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        """Write buffers, one after the other; return how many bytes, which may be fewer than given."""
+        """Write buffers, in order; return the number of bytes written, which may be fewer than given."""
         return self.syscall("pwritev", os.pwritev, fd, buffers, offset)
 
     def tells_waiting(self, fd: int) -> bool:
-        """Return whether a read can report that it would wait. From now on other calls on the file do wait."""
-        # Files are opened non-blocking because of FIFOs; io_uring takes that for "never waits".
+        """Return whether a read can report that it would block. Also makes the file blocking for all other calls."""
+        # Files are opened non-blocking because of FIFOs; io_uring would not wait for I/O on such files.
         os.set_blocking(fd, True)
         with mmap.mmap(-1, mmap.PAGESIZE) as page:
             try:
@@ -89,11 +88,11 @@ class OsDisk:
         self.syscall("ftruncate", os.ftruncate, fd, size_bytes)
 
     def fdatasync(self, fd: int) -> None:
-        """Wait until the bytes of a file would survive a power cut."""
+        """Flush the content of a file to the device, so that it survives a power cut."""
         self.syscall("fdatasync", os.fdatasync, fd)
 
     def rename(self, name: str, new_name: str, dir_fd: int) -> None:
-        """Rename within a directory, replacing what has the new name."""
+        """Rename a file within a directory, replacing any file that has the new name."""
         self.syscall("rename", os.rename, name, new_name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
     def unlink(self, name: str, dir_fd: int) -> None:
@@ -101,7 +100,7 @@ class OsDisk:
         self.syscall("unlink", os.unlink, name, dir_fd=dir_fd)
 
     def mkdir(self, name: str, dir_fd: int | None = None) -> None:
-        """Make a directory in a directory, or by its path."""
+        """Create a directory in a directory, or by its path."""
         self.syscall("mkdir", os.mkdir, name, _DIRECTORY_MODE, dir_fd=dir_fd)
 
     def rmdir(self, name: str, dir_fd: int) -> None:
@@ -109,19 +108,19 @@ class OsDisk:
         self.syscall("rmdir", os.rmdir, name, dir_fd=dir_fd)
 
     def fstat(self, fd: int) -> os.stat_result:
-        """Describe an open file."""
+        """Return the status of an open file."""
         return self.syscall("fstat", os.fstat, fd)
 
     def stat(self, name: str, dir_fd: int) -> os.stat_result:
-        """Describe what has a name, not what it links to."""
+        """Return the status of a name in a directory, without following a link."""
         return self.syscall("stat", os.stat, name, dir_fd=dir_fd, follow_symlinks=False)
 
     def statvfs(self, fd: int) -> os.statvfs_result:
-        """Describe the filesystem of an open file."""
+        """Return the status of an open file's filesystem."""
         return self.syscall("statvfs", os.fstatvfs, fd)
 
     def scandir(self, dir_fd: int) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
-        """Iterate over a directory. The descriptor's position is used: open one for each scan."""
+        """Iterate over a directory. It moves the descriptor's position, so open a new descriptor for each scan."""
         return self.syscall("scandir", os.scandir, dir_fd)
 
     def flock(self, fd: int, operation: int) -> None:
@@ -130,6 +129,6 @@ class OsDisk:
 
 
 def bare(error: OSError) -> OSError:
-    """Return an error without its traceback, whose frames would keep buffers in use alive."""
+    """Return an error without its traceback, whose frames would keep buffers alive."""
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)

@@ -1,6 +1,6 @@
 """A ring driven by an event loop: operations are submitted without waiting, and completions wake the loop.
 
-No thread takes part, so no batch waits for the GIL, which takes up to 5 ms each time beside a busy scheduler.
+It uses no threads, so no batch waits for the GIL, which takes up to 5 ms each time while a scheduler is busy.
 """
 
 from __future__ import annotations
@@ -15,51 +15,51 @@ from typing import Any, Final
 import numpy.typing as npt
 
 from kvstore.diskio.ring import Ring
-from kvstore.diskio.threads import Priority
+from kvstore.runtime.limits import Precedence
 from kvstore.runtime.workers import to_the_end
 
 __all__ = ["LoopRing"]
 
 _ENTRIES: Final = 256
-"""Operations in flight at most; eight times what saturates an NVMe drive with small blocks."""
+"""Most operations in flight; eight times as many as saturate an NVMe drive with small blocks."""
 
-_IN_FLIGHT_BYTES_MAX: Final = {Priority.LOAD: 24 << 20, Priority.STORE: 64 << 20}
+_IN_FLIGHT_BYTES_MAX: Final = {Precedence.LOAD: 24 << 20, Precedence.STORE: 64 << 20}
 _IN_FLIGHT_BYTES_FIRST: Final = 16 << 20
 _IN_FLIGHT_BYTES_MIN: Final = 1 << 20
-"""Bytes in flight, of loads and of stores each. A drive writes 64 MiB in about 20 ms, the longest wait of a new load in
-the drive's queue. Loads have less: what is in flight together ends together, and is verified only then, while a job's
-last blocks are awaited. A slow drive gets less: submitted operations can't be withdrawn, and a job is reported only
-when its operations have ended."""
+"""Limits of bytes in flight, for loads and for stores each. A drive writes 64 MiB in about 20 ms, the longest wait of a
+new load in the drive's queue. Loads have a lower limit: concurrent operations end together and are verified only then,
+which delays a job's last blocks. A slow drive gets a lower limit: submitted operations can't be cancelled, and a job is
+reported only when its operations have ended."""
 
 _FAST_S: Final = 0.1
 _SLOW_S: Final = 0.5
-"""A faster operation raises the limit of bytes in flight, a slower one halves it."""
+"""An operation faster than ``_FAST_S`` raises the limit of bytes in flight; one slower than ``_SLOW_S`` halves it."""
 
 _SUBMIT_BYTES: Final = 4 << 20
-"""Bytes that one turn of the loop submits, about: the GIL is held while the kernel pins their pages, a quarter of a
-millisecond for small pages."""
+"""Approximate bytes submitted in one turn of the loop. The GIL is held while the kernel pins their pages, which takes a
+quarter of a millisecond for small pages."""
 
 _BUSY: Final = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _BUSY_PAUSE_S: Final = 0.0005
-"""Pause when the kernel is out of memory for requests and no completion is to be expected."""
+"""Pause when the kernel has no memory for requests and no completion is pending."""
 
 _NUMBER_BITS: Final = 32
 _NUMBER_MASK: Final = (1 << _NUMBER_BITS) - 1
 
 _at_work: Final[set[LoopRing]] = set()
-"""Rings with operations in flight. They, and all memory in use, stay alive until the kernel is done, even if the loop
-ends before: a frozen disk may hold operations that long."""
+"""Rings with operations in flight. This reference keeps them and all memory in use alive until the kernel is done, even
+if the loop ends before, as it may with a frozen disk."""
 
 
 class _Batch:
-    """Operations of one call; ``user_data`` of each is the batch's number and its own place."""
+    """Operations of one call; ``user_data`` of each is the number of the batch and its position in the batch."""
 
     __slots__ = (
-        "done", "in_flight", "keep", "number", "priority", "results", "sizes", "sqes", "submitted", "submitted_at",
+        "done", "in_flight", "keep", "number", "precedence", "results", "sizes", "sqes", "submitted", "submitted_at",
     )  # fmt: skip
 
-    def __init__(self, number: int, sqes: npt.NDArray[Any], sizes: Sequence[int], priority: Priority, keep: object):
-        self.number, self.sqes, self.sizes, self.priority, self.keep = number, sqes, sizes, priority, keep
+    def __init__(self, number: int, sqes: npt.NDArray[Any], sizes: Sequence[int], precedence: Precedence, keep: object):
+        self.number, self.sqes, self.sizes, self.precedence, self.keep = number, sqes, sizes, precedence, keep
         self.results = [-errno.ECANCELED] * len(sqes)
         self.submitted = self.in_flight = 0
         self.submitted_at = 0.0
@@ -67,7 +67,7 @@ class _Batch:
 
 
 class LoopRing:
-    """An io_uring for the thread of one running event loop; made there. Raises OSError where that is impossible."""
+    """An io_uring for the thread of one running event loop; created there. Raises OSError if unavailable."""
 
     def __init__(self) -> None:
         self._ring = Ring(_ENTRIES)
@@ -75,38 +75,38 @@ class LoopRing:
         self._loop.add_reader(self._ring.event_fd, self._completed)
         self._numbers = itertools.count()
         self._batches: dict[int, _Batch] = {}
-        self._queues: dict[Priority, deque[_Batch]] = {priority: deque() for priority in Priority}
-        self._bytes = dict.fromkeys(Priority, 0)
-        self._bytes_max = dict.fromkeys(Priority, _IN_FLIGHT_BYTES_FIRST)
-        self._slowed_at = dict.fromkeys(Priority, 0.0)
+        self._queues: dict[Precedence, deque[_Batch]] = {precedence: deque() for precedence in Precedence}
+        self._bytes = dict.fromkeys(Precedence, 0)
+        self._bytes_max = dict.fromkeys(Precedence, _IN_FLIGHT_BYTES_FIRST)
+        self._slowed_at = dict.fromkeys(Precedence, 0.0)
         self._in_flight = 0
         self._resume: asyncio.Handle | None = None
 
     async def run(
-        self, sqes: npt.NDArray[Any], sizes: Sequence[int], *, priority: Priority, keep: object = None
+        self, sqes: npt.NDArray[Any], sizes: Sequence[int], *, precedence: Precedence, keep: object = None
     ) -> list[int]:
-        """Do operations and wait for all of them; the kernel chooses their order.
+        """Run operations and wait for all of them; the kernel chooses their order.
 
-        When cancelled, operations not yet submitted are dropped, and the others are waited for: after this call,
-        however it ends, the kernel touches none of their memory.
+        If cancelled, the call drops operations not yet submitted and waits for the others. However the call ends, the
+        kernel does not touch their memory afterwards.
 
         Args:
             sqes: Array of ``SQE``; ``user_data`` is overwritten.
-            sizes: Bytes that each moves.
-            priority: Loads go first.
+            sizes: Number of bytes that each operation moves.
+            precedence: Loads go first.
             keep: Objects that must live as long as the operations.
 
         Returns:
             Result per operation: that of the system call, or minus its errno.
         """
         if not len(sqes):
-            # Repeated empty calls must not starve the loop.
+            # Repeated empty calls must not block the loop.
             await asyncio.sleep(0)
             return []
-        batch = _Batch(next(self._numbers) & _NUMBER_MASK, sqes, sizes, priority, keep)
+        batch = _Batch(next(self._numbers) & _NUMBER_MASK, sqes, sizes, precedence, keep)
         sqes["user_data"] = range(batch.number << _NUMBER_BITS, (batch.number << _NUMBER_BITS) + len(sqes))
         self._batches[batch.number] = batch
-        self._queues[priority].append(batch)
+        self._queues[precedence].append(batch)
         self._submit()
         try:
             await batch.done
@@ -118,11 +118,11 @@ class LoopRing:
         return batch.results
 
     def hold(self, files: Sequence[int]) -> None:
-        """Keep files open until the last operation has ended, also if the process is killed. Raises OSError."""
+        """Keep files open until the last operation has ended, even if the process is killed. Raises OSError."""
         self._ring.hold(files)
 
     def close(self) -> None:
-        """Give the ring back; only when nothing runs. Idempotent."""
+        """Release the ring; only when no operation is in flight. Idempotent."""
         if self._resume is not None:
             self._resume.cancel()
         if self._ring.event_fd >= 0:
@@ -130,9 +130,9 @@ class LoopRing:
         self._ring.close()
 
     def _submit(self) -> None:
-        """Submit as many operations as there is room for, within the bounds of one turn."""
+        """Submit as many operations as the limits allow in one turn of the loop."""
         budget_bytes = _SUBMIT_BYTES
-        for priority, queue in self._queues.items():
+        for precedence, queue in self._queues.items():
             while queue:
                 batch = queue[0]
                 count = self._room_for(batch, budget_bytes)
@@ -141,7 +141,7 @@ class LoopRing:
                 first = batch.submitted
                 taken = self._ring.submit(batch.sqes[first : first + count])
                 if taken < 0 and -taken not in _BUSY:
-                    # The kernel has none of the rest, and won't take it.
+                    # The kernel refuses this and all further operations of the batch.
                     batch.results[first:] = [taken] * (len(batch.sqes) - first)
                     self._drop(batch)
                     continue
@@ -151,7 +151,7 @@ class LoopRing:
                 batch.in_flight += taken
                 self._in_flight += taken
                 size_bytes = sum(batch.sizes[first : first + taken])
-                self._bytes[priority] += size_bytes
+                self._bytes[precedence] += size_bytes
                 budget_bytes -= size_bytes
                 if batch.submitted == len(batch.sqes):
                     queue.popleft()
@@ -167,10 +167,13 @@ class LoopRing:
                     return
 
     def _room_for(self, batch: _Batch, budget_bytes: int) -> int:
-        """Return how many more operations of a batch may be in flight; one always may, if nothing of its kind is."""
+        """Return how many operations of a batch may be submitted.
+
+        If none of its precedence is in flight, one of any length may be.
+        """
         count = 0
         room = min(_ENTRIES - self._in_flight, len(batch.sqes) - batch.submitted)
-        room_bytes = min(budget_bytes, self._bytes_max[batch.priority] - self._bytes[batch.priority])
+        room_bytes = min(budget_bytes, self._bytes_max[batch.precedence] - self._bytes[batch.precedence])
         while count < room and room_bytes > 0:
             room_bytes -= batch.sizes[batch.submitted + count]
             count += 1
@@ -193,7 +196,7 @@ class LoopRing:
             batch.results[place] = result
             batch.in_flight -= 1
             self._in_flight -= 1
-            self._bytes[batch.priority] -= batch.sizes[place]
+            self._bytes[batch.precedence] -= batch.sizes[place]
             self._adapt(batch, batch.sizes[place])
             self._end_if_done(batch)
         if not self._in_flight:
@@ -201,20 +204,22 @@ class LoopRing:
         self._submit()
 
     def _adapt(self, batch: _Batch, size_bytes: int) -> None:
-        """Adapt the limit of bytes in flight to the time that an operation took."""
-        priority, now = batch.priority, self._loop.time()
+        """Adapt the limit of bytes in flight to the duration of an operation."""
+        precedence, now = batch.precedence, self._loop.time()
         took_s = now - batch.submitted_at
         if took_s < _FAST_S:
-            self._bytes_max[priority] = min(_IN_FLIGHT_BYTES_MAX[priority], self._bytes_max[priority] + size_bytes)
-        elif took_s > _SLOW_S and now - self._slowed_at[priority] > _SLOW_S:
-            self._bytes_max[priority] = max(_IN_FLIGHT_BYTES_MIN, self._bytes_max[priority] // 2)
-            self._slowed_at[priority] = now
+            self._bytes_max[precedence] = min(
+                _IN_FLIGHT_BYTES_MAX[precedence], self._bytes_max[precedence] + size_bytes
+            )
+        elif took_s > _SLOW_S and now - self._slowed_at[precedence] > _SLOW_S:
+            self._bytes_max[precedence] = max(_IN_FLIGHT_BYTES_MIN, self._bytes_max[precedence] // 2)
+            self._slowed_at[precedence] = now
 
     def _drop(self, batch: _Batch) -> None:
-        """Forget the operations of a batch that are not submitted yet."""
+        """Drop the operations of a batch that are not submitted yet."""
         if batch.submitted < len(batch.sqes):
             batch.sqes = batch.sqes[: batch.submitted]
-            self._queues[batch.priority].remove(batch)
+            self._queues[batch.precedence].remove(batch)
         self._end_if_done(batch)
 
     def _end_if_done(self, batch: _Batch) -> None:

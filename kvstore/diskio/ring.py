@@ -1,6 +1,6 @@
-"""An io_uring: submissions written as arrays, one system call for all of them, completions read as arrays.
+"""An io_uring: submissions are written as arrays, with one system call for all; completions are read as arrays.
 
-Source of all numbers and structures: ``include/uapi/linux/io_uring.h`` and the manual pages io_uring_setup(2),
+Source of all constants and structures: ``include/uapi/linux/io_uring.h`` and the manual pages io_uring_setup(2),
 io_uring_enter(2) and io_uring_register(2). The system call numbers are those of x86-64, arm64 and every later
 architecture.
 """
@@ -35,7 +35,7 @@ _UNREGISTER_FILES: Final = 3
 _REGISTER_EVENTFD: Final = 4
 
 SQE_ASYNC: Final = 1 << 4
-"""``flags`` of a submission: a kernel thread does it, and submitting it never waits for the file."""
+"""Flag of a submission: a kernel thread runs the operation, so that submitting it never waits for the file."""
 
 
 class Op(enum.IntEnum):
@@ -49,7 +49,7 @@ class Op(enum.IntEnum):
 
 SQE: Final = np.dtype(
     {
-        # Unions of the structure have the names that the operations above give them.
+        # Unions are named after their use by the operations above.
         "names": ["opcode", "flags", "ioprio", "fd", "off", "addr", "len", "op_flags", "user_data"],
         "formats": ["u1", "u1", "u2", "i4", "u8", "u8", "u4", "u4", "u8"],
         "offsets": [0, 1, 2, 4, 8, 16, 24, 28, 32],
@@ -76,11 +76,11 @@ _PARAMS: Final = np.dtype(
 )
 """``struct io_uring_params``: the settings of a ring, and the offsets of its parts in the mappings."""
 
-# CDLL drops the GIL during each call: these may wait.
+# CDLL releases the GIL during each call; these calls may block.
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
 
-# PyDLL keeps it: these don't wait, and taking it back from a thread that computes in Python takes up to 5 ms.
+# PyDLL keeps the GIL: these calls don't block, and taking it back from a busy Python thread takes up to 5 ms.
 _held_libc = ctypes.PyDLL(None, use_errno=True)
 _held_syscall = _held_libc.syscall
 _held_syscall.restype = ctypes.c_long
@@ -96,7 +96,7 @@ class Ring:
         event_fd: An eventfd that becomes readable when operations complete, until :meth:`completions` is called.
 
     Raises:
-        OSError: io_uring is not built in, forbidden by sysctl or seccomp, or no memory may be locked for it.
+        OSError: The kernel has no io_uring, sysctl or seccomp forbids it, or its memory can't be locked.
     """
 
     def __init__(self, entries: int) -> None:
@@ -108,7 +108,7 @@ class Ring:
             self._map(params)
             self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             register(self._fd, _REGISTER_EVENTFD, [self.event_fd])
-            # Operations in flight when this process is killed then show from outside, see kvstore.runtime.lifetime.
+            # Makes operations in flight at a kill visible to other processes, see kvstore.runtime.lifetime.
             self.hold([])
         except OSError as error:
             self.close()
@@ -118,20 +118,20 @@ class Ring:
             raise
 
     def submit(self, sqes: npt.NDArray[Any]) -> int:
-        """Submit operations, with ``user_data`` as it is, and don't wait.
+        """Submit operations, with ``user_data`` unchanged, without waiting.
 
         Args:
             sqes: Array of ``SQE``; together with the operations in flight at most ``entries``.
 
         Returns:
-            How many of them, from the first, are in flight from now on; or minus an errno: none is.
+            Number of operations submitted, from the first on; or minus an errno if none was.
         """
         tail = int(self._sq_tail[0])
         self._sqes[(tail + self._steps[: len(sqes)]) & self._sq_mask] = sqes
-        # The kernel reads the tail in the enter call of this same thread, so program order is all the order needed.
+        # The kernel reads the tail in an enter call on this thread, so program order suffices.
         self._sq_tail[0] = (tail + len(sqes)) & 0xFFFFFFFF
         taken = submit(self._fd, len(sqes))
-        # Withdraw those that the kernel did not take: the next call would submit them.
+        # Withdraw the operations that the kernel did not take; otherwise the next call would submit them.
         self._sq_tail[0] = (tail + max(0, taken)) & 0xFFFFFFFF
         return taken
 
@@ -139,8 +139,8 @@ class Ring:
         """Return ``user_data`` and result of the operations completed since the last call, without waiting."""
         count = ctypes.c_uint64()
         _held_read(self.event_fd, ctypes.byref(count), ctypes.sizeof(count))
-        # No entry may be read before the tail that announces it: on any processor releasing a lock and taking it
-        # again in between orders the two.
+        # An entry must be read after the tail that covers it. On every processor, releasing and taking a lock in
+        # between enforces this order.
         with self._barrier:
             head, tail = int(self._cq_head[0]), int(self._cq_tail[0])
         with self._barrier:
@@ -150,21 +150,21 @@ class Ring:
         return list(zip(done["user_data"].tolist(), done["res"].tolist(), strict=True))
 
     def hold(self, files: Sequence[int]) -> None:
-        """Keep files open, and with them the locks on them, until the last operation has ended. Raises OSError.
+        """Keep files, and the locks on them, open until the last operation has ended. Raises OSError.
 
-        Only while nothing is in flight; replaces the files given before. The lock of the process's lifetime is held
-        besides.
+        Call it only while no operation is in flight; it replaces the files given before. The process's lifetime lock is
+        always held, too.
         """
         lifetime = held()
         with contextlib.suppress(OSError):
-            # ENXIO: there were none.
+            # ENXIO: no files were registered.
             register(self._fd, _UNREGISTER_FILES, [])
         if files := [*files, *([] if lifetime is None else [lifetime])]:
             register(self._fd, _REGISTER_FILES, files)
 
     def close(self) -> None:
-        """Give the ring back; only when nothing runs. Idempotent."""
-        # Arrays over the maps must be gone before the maps can be closed.
+        """Release the ring; only when no operation is in flight. Idempotent."""
+        # The maps can only be closed after the arrays over them are gone.
         for name in ("_sq_tail", "_sqes", "_cq_head", "_cq_tail", "_cqes"):
             self.__dict__.pop(name, None)
         for mapping in self._maps:
@@ -187,9 +187,9 @@ class Ring:
         self._cq_tail = np.frombuffer(cq_map, np.uint32, 1, cq["tail"])
         self._cq_mask = int(np.frombuffer(cq_map, np.uint32, 1, cq["mask"])[0])
         self._cqes = np.frombuffer(cq_map, CQE, cq_entries, cq["cqes"])
-        # Made once: numpy releases the GIL to make one, and beside a busy thread it is not back for 5 ms.
+        # Created once: numpy releases the GIL to create an array, and taking it back from a busy thread takes 5 ms.
         self._steps = np.arange(cq_entries)
-        # Entry i of the ring is always submission i: the indirection that the interface offers is not needed.
+        # Entry i of the ring is always submission i; the interface's indirection is not needed.
         np.frombuffer(sq_map, np.uint32, sq_entries, sq["array"])[:] = np.arange(sq_entries, dtype=np.uint32)
 
     def _new_map(self, size_bytes: int, offset: int) -> mmap.mmap:
@@ -199,7 +199,7 @@ class Ring:
 
 
 def setup(entries: int) -> tuple[int, Any]:
-    """Make a ring; return its descriptor and parameters. Raises OSError (ENOSYS, EPERM: not allowed here)."""
+    """Create a ring; return its descriptor and parameters. Raises OSError (ENOSYS, EPERM: not allowed here)."""
     params = np.zeros(1, _PARAMS)
     params["flags"] = _SETUP_CLAMP
     fd = _syscall(ctypes.c_long(_SYS_SETUP), ctypes.c_uint(entries), ctypes.c_void_p(params.ctypes.data))
@@ -207,14 +207,14 @@ def setup(entries: int) -> tuple[int, Any]:
 
 
 def submit(fd: int, to_submit: int) -> int:
-    """Submit and don't wait, keeping the GIL; return how many were submitted, or minus an errno."""
+    """Submit without waiting, keeping the GIL; return the number submitted, or minus an errno."""
     no_mask, no_size = ctypes.c_void_p(None), ctypes.c_size_t(0)
     done = _held_syscall(ctypes.c_long(_SYS_ENTER), fd, ctypes.c_uint(to_submit), 0, 0, no_mask, no_size)
     return int(done) if done >= 0 else -ctypes.get_errno()
 
 
 def register(fd: int, what: int, numbers: Sequence[int]) -> None:
-    """Let a ring use other files, as io_uring_register(2) describes. Raises OSError."""
+    """Register files or an eventfd with a ring, see io_uring_register(2). Raises OSError."""
     values = (ctypes.c_int32 * len(numbers))(*numbers)
     arguments = (ctypes.c_uint(what), ctypes.byref(values) if numbers else None, ctypes.c_uint(len(numbers)))
     _checked(_syscall(ctypes.c_long(_SYS_REGISTER), ctypes.c_int(fd), *arguments))
@@ -228,7 +228,7 @@ def _checked(result: int) -> int:
 
 
 def probe() -> str:
-    """Try io_uring on this machine; return why it can't be used, or an empty string if it can."""
+    """Try io_uring on this machine; return the reason why it can't be used, or an empty string."""
     nops = np.zeros(4, SQE)
     try:
         with contextlib.closing(Ring(len(nops))) as ring:

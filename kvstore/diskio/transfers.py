@@ -1,7 +1,7 @@
 """Batched transfers: many reads or writes at offsets per call, by io_uring or by threads.
 
-A batch costs a constant number of turns with the GIL, not one per block: under io_uring one system call submits many
-operations and no thread takes part; with plain system calls neighbours on the disk become one vectored call.
+A batch takes the GIL a constant number of times, not once per block. With io_uring, one system call submits many
+operations without any thread. With plain system calls, neighbours on the disk become one vectored call.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvstore.codec.rows import address_of
 from kvstore.diskio.disk import OsDisk
 from kvstore.diskio.loop_ring import LoopRing
 from kvstore.diskio.ring import IOVEC, SQE, SQE_ASYNC, Op, probe
-from kvstore.diskio.threads import DiskThreads, Priority
-from kvstore.runtime.limits import CallsUnderWay
+from kvstore.runtime.limits import CallsUnderWay, Precedence
+from kvstore.runtime.workers import Workers
 
 __all__ = ["EngineChoice", "Transfer", "TransferEngine"]
 
@@ -35,46 +35,43 @@ _log = logging.getLogger("kvstore.diskio")
 _R = TypeVar("_R")
 
 EngineChoice: TypeAlias = Literal["auto", "io_uring", "threads"]
-"""Engine of the I/O: ``auto`` is io_uring where this kernel and container allow it, else threads."""
+"""I/O engine: ``auto`` is io_uring where this kernel and container allow it, else threads."""
 
 _ALIGNMENT: Final = 4096
-"""Direct I/O unit, bytes, of address, length and offset: every filesystem takes it (many take 512 as well)."""
+"""Alignment for direct I/O of address, length and offset, in bytes; every filesystem accepts it, many also 512."""
 
 _CLOSE_S_MIN: Final = 0.1
-"""Idle threads end within this."""
+"""Time within which idle threads end."""
 
 _HELPERS: Final = 4
-"""Threads under io_uring, for plain calls and for the rest of short transfers. Some calls last for seconds (a snapshot,
-the removal of a segment), and others must not wait for them."""
-
-_UNIT_MAX: Final = 16
-"""Transfers that one thread does in a row: a load waits for one such unit of a store, some milliseconds."""
+"""Number of threads beside io_uring, for plain calls and for the rest of short transfers. Some calls take seconds (a
+snapshot, the removal of a segment), and other calls must not wait for them."""
 
 _RUN_BYTES_MAX: Final = 1 << 20
-"""Longest run of neighbours that becomes one operation: longer ones are no faster."""
+"""Longest run of neighbours combined into one operation; longer operations are no faster."""
 
 _RUN_BUFFERS_MAX: Final = 1024
-"""Buffers of one vectored call (IOV_MAX)."""
+"""Most buffers of one vectored call (IOV_MAX)."""
 
 _STUCK_MAX: Final = 16
-"""Short transfers without progress before a disk is called broken."""
+"""Consecutive short transfers without progress after which the transfer fails with EIO."""
 
 _NAMES: Final = {Op.READV: "preadv", Op.WRITEV: "pwritev"}
-"""Names of operations at the seam for fault injection."""
+"""Names of operations for fault injection."""
 
 _REPEATED: Final = frozenset({errno.EINTR, errno.EAGAIN, errno.ECANCELED})
-"""Results of ring operations that the kernel has not really tried."""
+"""Errors of ring operations that the kernel has not actually tried."""
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One read or write; when its batch has ended, ``error`` or ``done_bytes`` gives the result.
+    """One read or write; when its batch has ended, ``error`` or ``done_bytes`` has the result.
 
     Attributes:
-        buffers: Flat bytes, none empty; for direct I/O addresses, lengths and offset are aligned.
-        size_bytes: Length of all buffers.
-        done_bytes: Bytes moved: all of them unless the file ended or ``error`` is set; -1 if not tried.
-        addresses: Addresses of the buffers if the caller knows them; empty: they are looked up.
+        buffers: Flat byte buffers, none empty; for direct I/O, addresses, lengths and offset are aligned.
+        size_bytes: Total length of the buffers.
+        done_bytes: Bytes moved: ``size_bytes`` unless the file ended or ``error`` is set; -1 before the attempt.
+        addresses: Addresses of the buffers if the caller has them; if empty, they are looked up.
     """
 
     fd: int
@@ -87,13 +84,13 @@ class Transfer:
 
 
 _Run: TypeAlias = list[Transfer]
-"""Transfers that lie one behind the other in a file."""
+"""Transfers that are adjacent in a file."""
 
 
 class TransferEngine:
-    """Moves batches; made on and used from one event loop. Loads go before stores.
+    """Moves batches; created on and used from one event loop. Loads have precedence over stores.
 
-    Where io_uring is not available, ``threads`` replace it, with one warning.
+    If io_uring is not available, ``threads`` replace it, with one warning.
 
     Attributes:
         disk: Makes plain system calls.
@@ -104,26 +101,25 @@ class TransferEngine:
         self.disk = disk
         self._ring = _loop_ring(choice)
         self.name = "threads" if self._ring is None else "io_uring"
-        self._threads_max = threads if self._ring is None else _HELPERS
-        self._threads = DiskThreads(self._threads_max)
+        self._threads = Workers(threads if self._ring is None else _HELPERS, "kvstore-disk")
         self._batches = CallsUnderWay()
         self._closing = False
         self._slow_fds: set[int] = set()
 
     def admit(self, fd: int) -> None:
-        """Choose how a file is read and written; on any thread, before its first transfer.
+        """Choose how a file is read and written; call it on any thread, before the first transfer of the file.
 
-        Some filesystems (FUSE, some network filesystems) can't report that an operation would wait, and the kernel
-        would complete it during submission; kernel threads do it instead.
+        Some filesystems (FUSE, some network filesystems) can't report that an operation would block. The kernel would
+        complete it during the submission, so kernel threads run these operations instead.
         """
         if not self.disk.tells_waiting(fd):
             self._slow_fds.add(fd)
 
     def hold(self, files: Sequence[int]) -> None:
-        """Keep the locks on files until the last operation has ended, also if the process is killed meanwhile.
+        """Keep the locks on files until the last operation has ended, even if the process is killed.
 
-        So no engine adopts a directory that a killed one still writes to. Threads need no such care: a process ends
-        when the last of its threads has returned from the kernel.
+        No engine can then adopt a directory to which a killed engine still writes. Threads do not need this: a process
+        ends only after all of its threads have returned from the kernel.
         """
         if self._ring is not None:
             try:
@@ -131,26 +127,26 @@ class TransferEngine:
             except OSError as error:
                 _log.warning("the ring can't hold locks (%s); a killed process may write after it has let go", error)
 
-    async def read(self, transfers: Sequence[Transfer], priority: Priority = Priority.LOAD) -> None:
-        """Read; the buffers are untouched afterwards, also when cancelled (see ``LoopRing.run``)."""
-        await self._move(Op.READV, self.disk.preadv, transfers, priority)
+    async def read(self, transfers: Sequence[Transfer], precedence: Precedence = Precedence.LOAD) -> None:
+        """Read; the buffers are not touched after the call, even if it is cancelled (see ``LoopRing.run``)."""
+        await self._move(Op.READV, self.disk.preadv, transfers, precedence)
 
-    async def write(self, transfers: Sequence[Transfer], priority: Priority = Priority.STORE) -> None:
+    async def write(self, transfers: Sequence[Transfer], precedence: Precedence = Precedence.STORE) -> None:
         """Write, with the same guarantee."""
-        await self._move(Op.WRITEV, self.disk.pwritev, transfers, priority)
+        await self._move(Op.WRITEV, self.disk.pwritev, transfers, precedence)
 
-    async def call(self, function: Callable[[], _R], *, priority: Priority = Priority.STORE) -> _R:
+    async def call(self, function: Callable[[], _R], *, precedence: Precedence = Precedence.STORE) -> _R:
         """Run one blocking function on a thread and return its result (or raise its exception)."""
-        return await self._threads.call(function, priority=priority)
+        return await self._threads.call(function, precedence=precedence)
 
     async def close(self, timeout_s: float = 5.0) -> bool:
-        """Wait for what runs and end the threads. Idempotent.
+        """Wait for running operations and end the threads. Idempotent.
 
         Args:
-            timeout_s: How long to wait: a frozen disk must not keep an engine from ending.
+            timeout_s: Limit of the wait, so that a frozen disk cannot block the shutdown of an engine.
 
         Returns:
-            Whether all has ended. Otherwise operations may still be in the kernel: their files must stay open.
+            Whether everything has ended. If not, operations may still be in the kernel, and their files must stay open.
         """
         self._closing = True
         deadline = time.monotonic() + max(_CLOSE_S_MIN, timeout_s)
@@ -167,21 +163,21 @@ class TransferEngine:
         self._ring.close()
         return ended
 
-    async def _move(self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], priority: Priority) -> None:
+    async def _move(
+        self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], precedence: Precedence
+    ) -> None:
         if self._closing:
             raise RuntimeError("the transfer engine is closed")
         with self._batches:
             if self._ring is None:
-                unit = max(1, min(_UNIT_MAX, -(-len(transfers) // self._threads_max)))
-                units = [transfers[start : start + unit] for start in range(0, len(transfers), unit)]
-                await self._threads.run([partial(_do, call, each) for each in units], priority=priority)
+                await self._threads.run([partial(_do, call, run) for run in _runs(transfers)], precedence=precedence)
             else:
-                await self._by_ring(self._ring, op, call, _runs(transfers), priority)
+                await self._by_ring(self._ring, op, call, _runs(transfers), precedence)
 
     async def _by_ring(
-        self, ring: LoopRing, op: Op, call: Callable[..., int], runs: list[_Run], priority: Priority
+        self, ring: LoopRing, op: Op, call: Callable[..., int], runs: list[_Run], precedence: Precedence
     ) -> None:
-        """Do runs by one batch of operations, and complete the rest by plain calls."""
+        """Move runs in one batch of operations, and complete short ones by plain calls."""
         sizes = [sum([t.size_bytes for t in run]) for run in runs]
 
         async def move(at: Sequence[int]) -> list[int]:
@@ -189,7 +185,7 @@ class TransferEngine:
             sqes, iovecs = _operations(op, chosen)
             if self._slow_fds:
                 sqes["flags"] = [SQE_ASYNC if run[0].fd in self._slow_fds else 0 for run in chosen]
-            return await ring.run(sqes, [sizes[i] for i in at], priority=priority, keep=(iovecs, chosen))
+            return await ring.run(sqes, [sizes[i] for i in at], precedence=precedence, keep=(iovecs, chosen))
 
         results = await self.disk.awaited_syscalls(_NAMES[op], [run[0].fd for run in runs], move)
         left = []
@@ -206,11 +202,11 @@ class TransferEngine:
                 done = max(0, result)
                 left.append(partial(_complete, call, run[0], done - done % _ALIGNMENT))
         if left:
-            await self._threads.run(left, priority=priority)
+            await self._threads.run(left, precedence=precedence)
 
 
 def _loop_ring(choice: EngineChoice) -> LoopRing | None:
-    """Return a ring for the running loop, or None, with a warning, where threads have to do."""
+    """Return a ring for the running loop, or None if threads are used; warns if io_uring is unavailable."""
     if choice == "threads":
         return None
     if not (reason := probe()):
@@ -223,7 +219,7 @@ def _loop_ring(choice: EngineChoice) -> LoopRing | None:
 
 
 def _runs(transfers: Sequence[Transfer]) -> list[_Run]:
-    """Group transfers that lie one behind the other in a file."""
+    """Group transfers that are adjacent in a file."""
     runs: list[_Run] = []
     fd, end, length, buffers = -1, -1, 0, 0
     for transfer in transfers:
@@ -240,7 +236,7 @@ def _runs(transfers: Sequence[Transfer]) -> list[_Run]:
 
 
 def _operations(op: Op, runs: list[_Run]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return a vectored operation for each run, and the iovecs, which must live until these are submitted."""
+    """Return a vectored operation for each run, and the iovecs, which must live until the operations are submitted."""
     moved = list(chain.from_iterable(runs))
     addresses = [t.addresses or [address_of(b) for b in t.buffers] for t in moved]
     iovecs: npt.NDArray[Any] = np.empty(sum(map(len, addresses)), IOVEC)
@@ -256,23 +252,21 @@ def _operations(op: Op, runs: list[_Run]) -> tuple[npt.NDArray[Any], npt.NDArray
     return sqes, iovecs
 
 
-def _do(call: Callable[..., int], transfers: Sequence[Transfer]) -> None:
-    """Do transfers by plain calls: a run by one call; if that comes short, each by itself."""
-    for run in _runs(transfers):
-        done = -1
-        if len(run) > 1:
-            with contextlib.suppress(OSError):
-                done = call(run[0].fd, [b for transfer in run for b in transfer.buffers], run[0].offset)
+def _do(call: Callable[..., int], run: _Run) -> None:
+    """Move a run in one plain call; if that is short, move each transfer separately."""
+    done = -1
+    if len(run) > 1:
+        with contextlib.suppress(OSError):
+            done = call(run[0].fd, [b for transfer in run for b in transfer.buffers], run[0].offset)
+    for transfer in run:
         if done == sum([t.size_bytes for t in run]):
-            for transfer in run:
-                transfer.done_bytes = transfer.size_bytes
+            transfer.done_bytes = transfer.size_bytes
         else:
-            for transfer in run:
-                _complete(call, transfer, 0)
+            _complete(call, transfer, 0)
 
 
 def _complete(call: Callable[..., int], transfer: Transfer, done: int) -> None:
-    """Do (the rest of) one transfer by plain calls; short ones resume at a whole unit."""
+    """Move (the rest of) one transfer by plain calls; short ones resume at a multiple of ``_ALIGNMENT``."""
     stuck = 0
     try:
         while done < transfer.size_bytes:

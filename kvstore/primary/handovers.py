@@ -11,11 +11,11 @@ from kvstore.types import BlockKey
 __all__ = ["HandOvers"]
 
 _SENT_MAX: Final = 1 << 16
-"""Sent blocks that the scheduler has not processed; the holds of further ones end by expiry."""
+"""Maximum sent blocks not yet processed by the scheduler; the holds of further ones end by expiry."""
 
 
 class HandOvers:
-    """Blocks that handed-over requests will compute, and blocks that were sent.
+    """Blocks that handed-over requests will compute, and blocks that have been sent.
 
     The scheduler's thread calls :meth:`begin`, :meth:`expect`, :meth:`end` and :meth:`take_sent`; the serving thread
     calls :meth:`is_coming`, :meth:`is_waiting` and :meth:`note_sent`. Each step is one operation on a container, which
@@ -24,9 +24,9 @@ class HandOvers:
 
     def __init__(self) -> None:
         self._names: dict[str, bytes] = {}
-        """Hand-over of each request whose blocks are not known yet."""
+        """Name of the hand-over, for requests whose blocks are not known yet."""
         self._keys: dict[str, Sequence[BlockKey]] = {}
-        """Blocks of each other request."""
+        """Blocks of the other requests."""
         self._waiting: dict[bytes, int] = {}
         self._coming: dict[BlockKey, int] = {}
         self._sent: deque[BlockKey] = deque(maxlen=_SENT_MAX)
@@ -49,11 +49,11 @@ class HandOvers:
         self._keys[request_id] = keys
         for key in keys:
             _count(self._coming, key, 1)
-        # After that, so that at any time either its name or its blocks are found.
+        # Removed only now, so that either the name or the blocks are found at any time.
         _count(self._waiting, self._names.pop(request_id), -1)
 
     def end(self, request_id: str) -> None:
-        """Forget a request that has computed all its blocks and whose copies have ended."""
+        """Remove a request that has computed all its blocks and whose copies have ended."""
         if request_id in self._names:
             _count(self._waiting, self._names.pop(request_id), -1)
         for key in self._keys.pop(request_id, ()):
@@ -64,7 +64,7 @@ class HandOvers:
         return key in self._coming
 
     def is_waiting(self, name: bytes) -> bool:
-        """Whether the blocks of a hand-over are not known yet: any block may belong to it."""
+        """Whether the blocks of a hand-over are not known yet, so that any block may belong to it."""
         return name in self._waiting
 
     def note_sent(self, key: BlockKey) -> None:
@@ -72,12 +72,12 @@ class HandOvers:
         self._sent.append(key)
 
     def take_sent(self) -> list[BlockKey]:
-        """Return the blocks sent since the last call, once for each sending."""
+        """Return the blocks sent since the last call, once per transmission."""
         return [self._sent.popleft() for _ in range(len(self._sent))]
 
 
 def _count(counts: dict[bytes, int], name: bytes, change: int) -> None:
-    """Change the count of a name, which has no entry while its count is 0."""
+    """Change the count of a name; names with count 0 have no entry."""
     count = counts.get(name, 0) + change
     if count:
         counts[name] = count

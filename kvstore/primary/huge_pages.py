@@ -1,11 +1,11 @@
 """Huge pages behind the memory of a region.
 
-A transfer to a drive is a list of physically contiguous segments: 128 KiB are up to 32 segments in small pages, one in
-a huge page. Drives accept a bounded number of segments per request. The cost of direct I/O and of address translation
-grows with the number of pages.
+A transfer to a drive is a list of physically contiguous segments: 128 KiB are up to 32 segments in small pages, but one
+in a huge page. Drives accept a bounded number of segments per request. The cost of direct I/O and of address
+translation grows with the number of pages.
 
-Most systems give shared memory small pages, whatever a process advises
-(``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is "never"). Since Linux 6.1 ``madvise(MADV_COLLAPSE)`` makes
+On most systems shared memory gets small pages regardless of a process's advice
+(``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is "never"). Since Linux 6.1, ``madvise(MADV_COLLAPSE)`` makes
 huge pages regardless of that setting. This module calls it once, before the memory is used.
 """
 
@@ -31,20 +31,20 @@ _STEP_BYTES = max(64 << 20, HUGE_PAGE_BYTES)
 """Memory per call. ``mmap.madvise`` holds the GIL; other threads and signals run between two calls."""
 
 _PLACES_MAX = 64
-"""Addresses to try for a mapping. Usually the second is aligned; each hole in the address space that just fits the
-mapping costs one more attempt, of three system calls."""
+"""Maximum addresses tried for a mapping. Usually the second is aligned. Each hole in the address space that just fits
+the mapping costs one more attempt (three system calls)."""
 
 _KINDS = (mmap.MAP_PRIVATE, mmap.MAP_SHARED)
 """Kinds of placeholder mappings, used alternately. Depending on version and settings, the kernel may align one kind to
-huge pages; such a placeholder leaves a gap above it, and the next mapping is as misaligned as before."""
+huge pages. Such a placeholder leaves a gap above it, and the next mapping is as misaligned as before."""
 
 
 def map_for_huge_pages(make: Callable[[], mmap.mmap]) -> mmap.mmap:
     """Return a mapping, aligned to huge pages if possible.
 
-    Kernels that give shared memory no huge pages by default do not align it. They place a mapping at the end of the
-    highest hole that is long enough. So a placeholder of the right length below a misaligned mapping moves the next
-    mapping to an aligned address. The placeholder is longer than the mapping, so it fits no hole above.
+    Kernels without huge pages for shared memory by default do not align such mappings. They place a mapping at the end
+    of the highest hole that is long enough. So a placeholder of the right length below a misaligned mapping moves the
+    next mapping to an aligned address. The placeholder is longer than the mapping, so it fits no hole above.
 
     Args:
         make: Makes the mapping. It may be called several times, and two of its mappings may exist at once.
@@ -59,7 +59,7 @@ def map_for_huge_pages(make: Callable[[], mmap.mmap]) -> mmap.mmap:
                 off = _address_of(mapping) % HUGE_PAGE_BYTES
                 if not off or len(mapping) < HUGE_PAGE_BYTES:
                     break
-                # If the address space of the process is limited, the present mapping is kept.
+                # If the address space of the process is limited, the current mapping is kept.
                 with contextlib.suppress(OSError):
                     in_the_way.enter_context(_between(off, len(mapping), _KINDS[place % 2]))
                     better = make()
@@ -72,7 +72,7 @@ def map_for_huge_pages(make: Callable[[], mmap.mmap]) -> mmap.mmap:
 
 
 def advise_huge_pages(mapping: mmap.mmap) -> None:
-    """Advise the kernel to use huge pages, which takes effect where the system settings allow it.
+    """Advise the kernel to use huge pages; effective only if the system settings allow it.
 
     Only pages that this process allocates later are affected.
     """
@@ -81,7 +81,7 @@ def advise_huge_pages(mapping: mmap.mmap) -> None:
 
 
 def take_huge_pages(mapping: mmap.mmap, fd: int) -> int:
-    """Convert a shared mapping to huge pages as far as possible; its content stays.
+    """Convert a shared mapping to huge pages as far as possible, preserving its content.
 
     Best effort: an old kernel, a misaligned mapping, fragmented memory, and memory that is already pinned or registered
     leave the rest in small pages.
@@ -106,7 +106,7 @@ def take_huge_pages(mapping: mmap.mmap, fd: int) -> int:
         try:
             mapping.madvise(_MADV_COLLAPSE, start, size)
         except OSError as error:
-            # EAGAIN: a page is in use at present. Other errors (fragmented memory, no such call) are permanent.
+            # EAGAIN: a page is temporarily in use. Other errors (fragmented memory, no such call) are permanent.
             if error.errno != errno.EAGAIN:
                 break
         else:
@@ -115,7 +115,7 @@ def take_huge_pages(mapping: mmap.mmap, fd: int) -> int:
 
 
 def _between(off: int, length: int, kind: int) -> mmap.mmap:
-    """Reserve addresses so that a mapping of that length just below them is aligned. They take no memory."""
+    """Reserve addresses (no memory) so that a mapping of the given length just below them is aligned."""
     pages = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
     reserved = -(-pages // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + (off - pages) % HUGE_PAGE_BYTES
     return mmap.mmap(-1, reserved, flags=kind | mmap.MAP_ANONYMOUS, prot=0)

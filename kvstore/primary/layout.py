@@ -1,13 +1,14 @@
-"""The canonical layout of a slot: the bytes under tensor parallel size 1, whatever size wrote them.
+"""The canonical layout of a slot: the bytes under tensor parallel size 1, regardless of the size that wrote them.
 
-**Slot.** ``[layer 0: block 0 .. b-1][layer 1: block 0 .. b-1]...[padding]``, ``b`` blocks a slot, pages without the
-padding that they may have on the device. A slot holds blocks of one group of layers; it is as long as the longest group
-needs, rounded up to a page of memory. The bytes after a group's payload are undefined.
+**Slot.** ``[layer 0: block 0 .. b-1][layer 1: block 0 .. b-1]...[padding]``, with ``b`` blocks per slot. Pages have no
+padding, even if they are padded on the device. A slot holds blocks of one group of layers. Its length is that of the
+longest group, rounded up to a page of memory. The bytes after a group's payload are undefined.
 
-**Turns.** Where ``R > 1`` ranks hold the same bytes they take turns: the block with number ``n = slot * blocks_per_slot
-+ place`` is stored by the rank whose ``r % R == n % R``, and loaded by all.
+**Turns.** If ``R > 1`` ranks hold the same bytes, they take turns: the block with number ``n = slot * blocks_per_slot +
+place`` is stored by the rank with ``r % R == n % R``, and loaded by all.
 
-Sliding-window layers have the pages of full ones; a prefix needs fewer of their blocks (:meth:`GroupLayout.needed`).
+Sliding-window layers have the same pages as full-attention layers, but a prefix needs fewer of their blocks
+(:meth:`GroupLayout.needed`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvstore.primary.region import PAGE_BYTES, rounded_up
 __all__ = ["LAYOUT_VERSION", "GroupLayout", "KVLayout", "RankPlan"]
 
 LAYOUT_VERSION = 1
-"""Version of the bytes described above; part of :meth:`KVLayout.fields`, so a new version never meets an old."""
+"""Version of the layout above; part of :meth:`KVLayout.fields`, so blocks of different versions are never mixed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ class GroupLayout:
     """Layers whose blocks are stored and loaded together (a KV cache group of a hybrid model).
 
     Attributes:
-        layers: The layers, in the order that their pages have in a slot.
-        block_tokens: Tokens of a device block.
-        window_tokens: Length of the attention window, the token itself included; None if attention is full.
+        layers: The layers, in the order of their pages in a slot.
+        block_tokens: Tokens per device block.
+        window_tokens: Length of the attention window, including the token itself; None for full attention.
     """
 
     layers: tuple[LayerLayout, ...]
@@ -45,11 +46,11 @@ class GroupLayout:
             raise ConfigError(f"{self}: layers, tokens of a block and the window (if any) must be at least 1.")
 
     def needed(self, prefix_tokens: int) -> range:
-        """Return the device blocks that must be there to go on after a prefix.
+        """Return the device blocks that are needed to continue after a prefix.
 
-        The token at position ``n`` sees positions from ``n - window + 1`` on, so after ``n`` tokens the blocks needed
-        begin with that of position ``max(0, n - (window - 1))``: ``ceil((window - 1) / block_tokens)`` blocks if ``n``
-        is a multiple of ``block_tokens``.
+        The token at position ``n`` attends to positions from ``n - window + 1`` on. So after ``n`` tokens, the first
+        block needed is that of position ``max(0, n - (window - 1))``: ``ceil((window - 1) / block_tokens)`` blocks in
+        total if ``n`` is a multiple of ``block_tokens``.
         """
         end = -(-prefix_tokens // self.block_tokens)
         if self.window_tokens is None:
@@ -63,7 +64,7 @@ class KVLayout:
     """Layout of the slots of a model.
 
     Attributes:
-        groups: Groups of layers. A slot holds blocks of one of them, so a key names the group too.
+        groups: Groups of layers. A slot holds blocks of one group, so keys include the group.
         blocks_per_slot: Device blocks in a slot (vLLM's ``blocks_per_chunk``).
     """
 
@@ -82,7 +83,7 @@ class KVLayout:
 
     @property
     def portable(self) -> bool:
-        """Whether slots hold the same bytes under every tensor parallel size. If not, they must not meet."""
+        """Whether slots hold the same bytes under every tensor parallel size. If not, sizes must not share blocks."""
         return all(layer.portable for group in self.groups for layer in group.layers)
 
     def payload_bytes(self, group: int, tp_size: int = 1) -> int:
@@ -94,13 +95,13 @@ class KVLayout:
         return rounded_up(max(self.payload_bytes(group, tp_size) for group in range(len(self.groups))), PAGE_BYTES)
 
     def plan(self, tp_size: int, tp_rank: int, layers: Collection[str] | None = None) -> RankPlan:
-        """Return what one rank copies.
+        """Return the copies of one rank.
 
         Args:
             tp_size: Tensor parallel size.
             tp_rank: The rank, from 0.
-            layers: Names of the layers that the rank has (its pipeline stage); by default all. Where the pages of a
-                slot lie does not depend on it, so stages may be cut differently when the slot is loaded.
+            layers: Names of the layers on the rank (its pipeline stage); by default all. The positions of pages in a
+                slot do not depend on them, so a slot may be loaded under different pipeline stages.
 
         Raises:
             ConfigError: There is no such rank, or a layer's heads can be neither split nor shared evenly.
@@ -118,7 +119,7 @@ class KVLayout:
         return RankPlan(tuple(groups), self.blocks_per_slot, self.slot_bytes(tp_size))
 
     def fields(self, tp_size: int = 1) -> dict[str, Any]:
-        """Return what a ``Namespace`` has to say of the layout; ``tp_size`` counts only if it is not portable."""
+        """Return the layout's fields for a ``Namespace``; ``tp_size`` is included only if it is not portable."""
         return {
             "layout_version": LAYOUT_VERSION,
             "blocks_per_slot": self.blocks_per_slot,
@@ -138,10 +139,10 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank copies, for all groups.
+    """The copies of one rank, for all groups.
 
     Attributes:
-        groups: Plans of the layers that the rank has, by group.
+        groups: Plans of the layers on the rank, by group.
         blocks_per_slot: Device blocks in a slot.
         slot_bytes: Length of a slot.
     """

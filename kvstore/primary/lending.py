@@ -1,4 +1,4 @@
-"""Lending: another thread reads rows of the primary tier without a lock and without the scheduler."""
+"""Lending: reads of primary-tier rows by another thread, without a lock and without the scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Lender", "Loan"]
 
 
 class Loan(NamedTuple):
-    """A row on loan: it is not written until it is given back."""
+    """A row on loan, which is not written until :meth:`Lender.give_back`."""
 
     slot: int
     row: memoryview
@@ -24,14 +24,14 @@ class Lender:
     The scheduler never waits for a loan. If a block is evicted while its row is lent, its slot stays ABANDONED until
     the loan ends.
 
-    No lock is needed. The borrower notes the loan, then looks the block up again. The scheduler removes a dropped block
-    from the index, then looks for loans. So at least one of the two sees the other. Each step is one operation on a
-    dict or list, which Python makes atomic.
+    No lock is needed. The borrower records the loan, then looks up the block again. The scheduler removes a dropped
+    block from the index, then checks for loans. So at least one of them notices the other. Each step is one operation
+    on a dict or list, which Python makes atomic.
 
     Args:
         primary: The primary tier.
-        backends: Storage of this engine whose records may be sent too, on the borrower's loop. Several lenders may
-            share the list, and it may grow.
+        backends: Storage of this engine whose records may also be sent, on the borrower's event loop. Several lenders
+            may share the list, and it may grow.
 
     Attributes:
         backends: That list.
@@ -56,7 +56,7 @@ class Lender:
         return self._primary.memory
 
     def keys(self) -> list[BlockKey]:
-        """Return the blocks, including those that are being filled."""
+        """Return all blocks, including blocks being filled."""
         return self._primary.keys() if self.is_open else []
 
     def find(self, key: BlockKey) -> Found:
@@ -71,7 +71,7 @@ class Lender:
         return Found.THERE if self._primary.lookup(key) is SlotState.READY else Found.ABSENT
 
     def is_waiting(self, hand_over: bytes) -> bool:
-        """Whether a hand-over is known here, and its blocks are not yet."""
+        """Whether a hand-over has begun here and its blocks are not known yet."""
         return self.is_open and self._primary.hand_overs.is_waiting(hand_over)
 
     def lend(self, key: BlockKey) -> Loan | None:
@@ -87,7 +87,7 @@ class Lender:
         return None
 
     def note_sent(self, key: BlockKey) -> None:
-        """Note that a block was sent to another engine, and need not be kept for it."""
+        """Note that a block was sent to another engine, so it need not be kept for that engine."""
         self._primary.hand_overs.note_sent(key)
 
     def give_back(self, loan: Loan) -> None:

@@ -1,4 +1,4 @@
-"""Loans: slots that another thread reads, and those kept for that reason alone."""
+"""Loans: slots that another thread reads, including slots kept only for that reason."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ __all__ = ["Loans"]
 
 
 class Loans:
-    """Counts loans by slot. The borrower's thread calls ``begin`` and ``end``, the owner's thread the rest.
+    """Counts loans by slot. The borrower's thread calls ``begin`` and ``end``; the owner's thread calls the rest.
 
-    A slot whose block leaves while it is lent *outlives* the block: it is not reused before its loans have ended.
+    A slot *outlives* its block if the block leaves during a loan: the slot is not reused before its loans have ended.
     """
 
     def __init__(self) -> None:
         self._lent: dict[int, int] = {}
-        """Loans of each lent slot; changed by the borrower alone."""
+        """Loans of each lent slot; changed only by the borrower."""
         self._outlived: set[int] = set()
-        """Slots that outlive their blocks; changed by the owner alone."""
+        """Slots that outlive their blocks; changed only by the owner."""
 
     def begin(self, slot: int) -> None:
         """Note a loan."""
@@ -30,7 +30,7 @@ class Loans:
             del self._lent[slot]
 
     def outlive(self, slot: int) -> bool:
-        """Note that the block of a slot left; return whether the slot is lent, and so outlives the block."""
+        """Note that the block of a slot left; return whether the slot is lent and outlives the block."""
         if slot not in self._lent:
             return False
         self._outlived.add(slot)

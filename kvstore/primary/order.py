@@ -1,10 +1,10 @@
-"""Eviction order of the primary tier, with blocks that must not be evicted now."""
+"""Eviction order of the primary tier, including blocks protected from eviction."""
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -14,19 +14,19 @@ from kvstore.types import BlockKey
 __all__ = ["EvictionOrder", "Marks", "Rank"]
 
 Rank: TypeAlias = "tuple[int, int]"
-"""Importance of a retained block, above (0, 0): blocks of the lowest rank are evicted first."""
+"""Importance of a retained block, above (0, 0). Blocks of the lowest rank are evicted first."""
 
 _NO_RANK: Rank = (0, 0)
 
 
 @dataclass(slots=True)
 class Marks:
-    """What keeps blocks from eviction.
+    """Marks that protect blocks from eviction.
 
     Attributes:
         held: Blocks kept on request.
-        dirty: Blocks that must be written to a tier before they are evicted.
-        ranks: Rank of each block that has one.
+        dirty: Blocks that must be written to a tier before eviction.
+        ranks: Ranks of the retained blocks.
     """
 
     held: set[BlockKey] = field(default_factory=set)
@@ -35,57 +35,65 @@ class Marks:
 
 
 class EvictionOrder:
-    """An eviction policy, and the blocks that it must not choose now.
+    """An eviction policy, and the blocks that are exempt from it for now.
 
-    Each block is in exactly one of four places: with the policy; *parked*, chosen by the policy while it was spared
-    (pinned, held or dirty); *shelved*, chosen while it had a rank; or *first in line*, chosen or demoted before and
-    not used since. Victims are those first in line, then the policy's, then the shelved ones, by rank. Eviction
-    examines a spared block once instead of at each allocation, so it stays O(1) per block.
+    A block is *spared* while it is pinned, held or dirty. Each block is in exactly one of four places: in the policy;
+    *parked* (chosen by the policy while spared); *shelved* (chosen while it had a rank); or *first in line* (chosen or
+    demoted before, and not used since). Blocks first in line are evicted first, then the policy's victims, then shelved
+    blocks by rank. Eviction examines a spared block once instead of at each allocation, so it stays O(1) per block.
 
     Args:
         policy: Name of the eviction policy.
-        capacity: Most blocks there can be.
-        is_pinned: Whether a block is pinned now.
-        marks: Marks of blocks, of which some may be in another order; by default its own.
+        capacity: Maximum number of blocks.
+        slot_of: Slot of each block, kept by the owner.
+        pins: Pins of each slot, kept by the owner.
+        marks: Marks of blocks, which may include blocks of other orders; by default a new, empty set of marks.
 
     Attributes:
-        marks: The same.
+        marks: Marks of blocks.
     """
 
     def __init__(
-        self, policy: str, capacity: int, is_pinned: Callable[[BlockKey], bool], marks: Marks | None = None
+        self,
+        policy: str,
+        capacity: int,
+        slot_of: Mapping[BlockKey, int],
+        pins: Sequence[int],
+        marks: Marks | None = None,
     ) -> None:
         self._policy = make_policy(policy, capacity)
         self._orders_by_use_alone = isinstance(self._policy, LRU)
-        self._is_pinned = is_pinned
+        self._slot_of = slot_of
+        self._pins = pins
         self._parked: set[BlockKey] = set()
         self._first_out: OrderedDict[BlockKey, None] = OrderedDict()
         self._shelves: dict[Rank, OrderedDict[BlockKey, None]] = {}
         """Shelved blocks by rank; no shelf is empty."""
         self._lowest: list[Rank] = []
-        """A heap of the ranks of all shelves, and of some that are gone."""
+        """Heap of the ranks of all shelves; may include ranks of removed shelves."""
         self._wanted: list[BlockKey] = []
         self.marks = marks or Marks()
         self._held, self._dirty, self._ranks = self.marks.held, self.marks.dirty, self.marks.ranks
+        self.holds = 0
+        """Number of held blocks of this order."""
         self.enter = self._policy.insert
         """Add a block."""
 
     def __len__(self) -> int:
         return len(self._policy) + len(self._parked) + len(self._first_out) + sum(map(len, self._shelves.values()))
 
-    def entries(self, keys: Sequence[BlockKey]) -> Iterable[tuple[Callable[[BlockKey], None], Iterable[BlockKey]]]:
-        """Return the function that adds a block, for some blocks at a time."""
-        return ((self.enter, keys),)
+    def of(self, key: BlockKey) -> EvictionOrder:
+        """Return the order of a block, as :meth:`SharedOrder.of`."""
+        return self
 
-    @property
-    def has_set_aside(self) -> bool:
-        """Whether any block is not with the policy; if not, pins need no call."""
-        return bool(self._parked or self._first_out or self._shelves)
+    def split(self, keys: Iterable[BlockKey]) -> Iterable[tuple[EvictionOrder, Iterable[BlockKey]]]:
+        """Return blocks with their order, as :meth:`SharedOrder.split`."""
+        return ((self, keys),)
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
-        """Note uses, the most important last."""
+        """Record uses, the most important last."""
         touch = self._policy.touch
-        if not self.has_set_aside:
+        if not self._has_set_aside:
             for key in keys:
                 touch(key)
             return
@@ -96,23 +104,39 @@ class EvictionOrder:
                 touch(key)
 
     def settle(self, keys: Iterable[BlockKey]) -> None:
-        """Reorder blocks if the policy is LRU; other policies would count a further use."""
+        """Reorder blocks if the policy is LRU; other policies would count another use."""
         if self._orders_by_use_alone:
             self.touch(keys)
 
-    def spare(self, key: BlockKey) -> None:
-        """Note that a block became spared."""
-        if key not in self._parked and self._take_back(key):
-            self._park(key)
+    def spare(self, keys: Iterable[BlockKey]) -> None:
+        """Note that blocks are now spared."""
+        for key in keys if self._has_set_aside else ():
+            if key not in self._parked and self._take_back(key):
+                self._park(key)
 
-    def let_go(self, key: BlockKey) -> None:
-        """Note that a reason to spare a block ended; if parked and without another reason, it can be chosen again."""
-        if key in self._parked and not self._is_spared(key):
-            self._parked.discard(key)
-            self._set_aside(key)
+    def let_go(self, keys: Iterable[BlockKey]) -> None:
+        """Note that a reason to spare blocks ended. Parked blocks without another reason can be chosen again."""
+        for key in keys if self._parked else ():
+            if key in self._parked and not self._is_spared(key):
+                self._parked.discard(key)
+                self._set_aside(key)
+
+    def hold(self, key: BlockKey) -> None:
+        """Keep a block until :meth:`release`."""
+        if key not in self._held:
+            self._held.add(key)
+            self.holds += 1
+            self.spare((key,))
+
+    def release(self, key: BlockKey) -> None:
+        """End :meth:`hold`."""
+        if key in self._held:
+            self._held.discard(key)
+            self.holds -= 1
+            self.let_go((key,))
 
     def retain(self, key: BlockKey, rank: Rank) -> None:
-        """Give a block a rank: blocks of lower rank, or of none, are chosen before it."""
+        """Give a block a rank: blocks of lower rank or without rank are chosen before it."""
         if self._ranks.get(key) == rank:
             return
         is_aside = key not in self._parked and self._take_back(key)
@@ -121,13 +145,13 @@ class EvictionOrder:
             self._set_aside(key)
 
     def end_retention(self, key: BlockKey) -> None:
-        """Take a block's rank from it; if shelved, it becomes first in line."""
+        """Remove a block's rank. A shelved block becomes first in line."""
         if self._unshelve(key):
             self._first_out[key] = None
         self._ranks.pop(key, None)
 
     def demote(self, key: BlockKey) -> None:
-        """Make a block first in line, or park it if it is spared; its rank ends."""
+        """Make a block first in line, or park it if it is spared, and remove its rank."""
         self.end_retention(key)
         if self._policy.remove(key):
             if self._is_spared(key):
@@ -136,8 +160,8 @@ class EvictionOrder:
                 self._first_out[key] = None
 
     def leave(self, key: BlockKey) -> None:
-        """Forget a block that was removed rather than evicted."""
-        self._held.discard(key)
+        """Remove a block from the order without eviction."""
+        self.release(key)
         self._dirty.discard(key)
         if not self._take_back(key):
             self._policy.remove(key)
@@ -146,7 +170,8 @@ class EvictionOrder:
     def choose(self, need: int, wanted: Sequence[BlockKey] = ()) -> list[BlockKey]:
         """Choose blocks to evict, coldest first; fewer than ``need`` if no more can be evicted.
 
-        Each of them must then be :meth:`evicted` or :meth:`put_back`. Orders with shares need the blocks ``wanted``.
+        Pass each chosen block to :meth:`evicted` or :meth:`put_back`. Only orders with shares use ``wanted``, the
+        blocks that need the room.
         """
         chosen: list[BlockKey] = []
         while self._first_out and len(chosen) < need:
@@ -166,7 +191,7 @@ class EvictionOrder:
             self._set_aside(key)
 
     def evicted(self, chosen: Iterable[BlockKey]) -> None:
-        """Forget chosen blocks."""
+        """Confirm the eviction of chosen blocks."""
         for key in chosen if self._ranks else ():
             self._ranks.pop(key, None)
 
@@ -174,7 +199,7 @@ class EvictionOrder:
         """Choose the coldest blocks before their slots are needed: dirty ones become wanted, others first in line.
 
         Args:
-            count: Blocks to have first in line or newly wanted; blocks already wanted are not counted.
+            count: Blocks that should be first in line or newly wanted; blocks already wanted are not counted.
         """
         for key in self._victims(count - len(self._first_out), ()):
             if key in self._dirty:
@@ -188,15 +213,21 @@ class EvictionOrder:
         return [key for key in dict.fromkeys(wanted) if key in self._dirty]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all blocks."""
         self._policy.clear()
         for group in (self._parked, self._first_out, self._shelves, self._lowest, self._wanted):
             group.clear()
         for marks in (self._held, self._dirty, self._ranks):
             marks.clear()
+        self.holds = 0
+
+    @property
+    def _has_set_aside(self) -> bool:
+        """Whether any block is parked, first in line or shelved."""
+        return bool(self._parked or self._first_out or self._shelves)
 
     def _is_spared(self, key: BlockKey) -> bool:
-        return key in self._held or key in self._dirty or self._is_pinned(key)
+        return key in self._held or key in self._dirty or self._pins[self._slot_of[key]] > 0
 
     def _park(self, key: BlockKey) -> None:
         self._parked.add(key)
@@ -204,7 +235,7 @@ class EvictionOrder:
             self._wanted.append(key)
 
     def _set_aside(self, key: BlockKey) -> None:
-        """Shelve a block that the policy has chosen, or put it first in line if it has no rank."""
+        """Shelve a chosen block, or put it first in line if it has no rank."""
         rank = self._ranks.get(key)
         if rank is None:
             self._first_out[key] = None
@@ -215,7 +246,7 @@ class EvictionOrder:
         self._shelves[rank][key] = None
 
     def _take_back(self, key: BlockKey) -> bool:
-        """Remove a block from where it was set aside; return False if it is with the policy."""
+        """Remove a block that was set aside; return false if it is in the policy."""
         if key in self._parked:
             self._parked.discard(key)
             return True
@@ -235,12 +266,12 @@ class EvictionOrder:
         return True
 
     def _victims(self, need: int, dirty: Collection[BlockKey]) -> list[BlockKey]:
-        """Take victims from the policy, and set aside the blocks that it passed over."""
-        is_pinned, held, ranks = self._is_pinned, self._held, self._ranks
+        """Return victims of the policy, and set aside the blocks that it skipped."""
+        slot_of, pins, held, ranks = self._slot_of, self._pins, self._held, self._ranks
         passed: list[BlockKey] = []
 
         def passes(key: BlockKey) -> bool:
-            if is_pinned(key) or key in held or key in dirty or key in ranks:
+            if pins[slot_of[key]] > 0 or key in held or key in dirty or key in ranks:
                 passed.append(key)
                 return True
             return False

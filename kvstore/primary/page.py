@@ -1,11 +1,11 @@
 """The page of a layer: the bytes of one block under tensor parallel size 1, and each rank's share of them.
 
-**Page.** A layer keeps the KV cache of one block in one page. As a C-ordered array, every page that engines use is a
-row of parts, and each part has the heads on one axis::
+**Page.** A layer keeps the KV cache of one block in one page. As a C-ordered array, every page in use by engines is a
+sequence of parts, and each part has the heads on one axis::
 
     part = [repeats][heads][head_bytes]        # length repeats * heads * head_bytes
 
-With ``B`` tokens a block, ``k`` and ``v`` bytes of key and value of one head and token:
+With ``B`` tokens per block, and ``k`` and ``v`` bytes of key and value per head and token:
 
 =======  =========================  ==================================
 order    K and V together           K half, then V half
@@ -68,7 +68,7 @@ class LayerLayout:
     Attributes:
         name: Name of the layer, unique in its group.
         kind: Kind of page, with the order of axes.
-        kv_heads: KV heads under tensor parallel size 1; 0 for an opaque page, which has no heads.
+        kv_heads: KV heads under tensor parallel size 1; 0 for an opaque page.
         parts: Parts of the page, in order.
     """
 
@@ -146,7 +146,7 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class CopyRun:
-    """A strided copy between a rank's page and the canonical page, in bytes from the beginning of each.
+    """A strided copy between a rank's page and the canonical page; offsets are in bytes from the start of each.
 
     Attributes:
         local_offset: Offset of the first fragment in the rank's page.
@@ -190,7 +190,7 @@ class LayerPlan:
         block_bytes: Length of the canonical page, and distance between blocks within a slot.
         slot_offset: Offset of the canonical page of the slot's first block.
         writers: Ranks that hold the same bytes.
-        writer_index: This rank's place among them.
+        writer_index: This rank's index among them.
     """
 
     layer: str
@@ -218,10 +218,10 @@ def attention_layer(
         name: Name of the layer.
         kv_heads: KV heads under tensor parallel size 1.
         key_bytes: Bytes of the key of one head and token: head size times bytes of an element.
-        value_bytes: The same of the value; by default as many.
-        block_tokens: Tokens of a block.
+        value_bytes: The same for the value; by default equal to ``key_bytes``.
+        block_tokens: Tokens per block.
         order: Order of the axes in the page.
-        split: Whether all keys come before all values; else key and value of a head and token lie together.
+        split: Whether all keys precede all values; otherwise key and value of a head and token are adjacent.
     """
     order = PageOrder(order)
     value_bytes = key_bytes if value_bytes is None else value_bytes
@@ -233,12 +233,12 @@ def attention_layer(
 
 
 def latent_layer(name: str, *, token_bytes: int, block_tokens: int) -> LayerLayout:
-    """Describe a layer of latent attention (MLA): one vector of ``token_bytes`` a token, the same on every rank."""
+    """Describe a layer of latent attention (MLA): one vector of ``token_bytes`` per token, the same on every rank."""
     return LayerLayout(name, "latent", 1, (PagePart(1, block_tokens * token_bytes),))
 
 
 def opaque_layer(name: str, *, page_bytes: int) -> LayerLayout:
-    """Describe a layer whose page is not understood: every rank has its own ``page_bytes`` in the slot.
+    """Describe a layer whose page has an unknown structure: each rank has its own ``page_bytes`` in the slot.
 
     A layout with such a layer is not :attr:`KVLayout.portable`.
     """

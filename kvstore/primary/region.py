@@ -1,8 +1,8 @@
-"""The memory of the primary tier: one shared, page-aligned mapping, cut into equal rows, the slots.
+"""The memory of the primary tier: one shared, page-aligned mapping, divided into rows of equal length, the slots.
 
 A region made by kvstore is an anonymous file in memory (``memfd``). It has no name in /dev/shm, so the kernel frees it
-when its last process ends, in whatever way. Other processes of the same user map it by its path below /proc, or by an
-inherited descriptor.
+when the last process that uses it exits or crashes. Other processes of the same user map it by its path below /proc, or
+by an inherited descriptor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+import weakref
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,14 +27,14 @@ from kvstore.primary.huge_pages import advise_huge_pages, map_for_huge_pages, ta
 __all__ = ["PAGE_BYTES", "Region", "Rows", "rounded_up"]
 
 PAGE_BYTES = mmap.PAGESIZE
-"""Rows begin at multiples of this, as direct I/O and registration by page require."""
+"""Alignment of rows, as required by direct I/O and by registration of pages."""
 
 Rows: TypeAlias = npt.NDArray[np.uint8]
 """Slots as an array of shape ``(slots, slot bytes)``."""
 
 _POPULATE_BYTES = 4 << 20
-"""Memory allocated per call. Older kernels undo a call that a signal interrupts: under the timer of a profiler long
-calls would never end. Short ones (about 1 ms) cost nothing measurable."""
+"""Memory allocated per call. Older kernels undo a call that a signal interrupts, so long calls would never end under a
+profiler's timer. Short calls (about 1 ms) have no measurable cost."""
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -45,13 +45,13 @@ logger = logging.getLogger("kvstore.primary.region")
 class Region:
     """Slots of equal length in memory that several processes can map.
 
-    Made by :meth:`create`, :meth:`attach` or :meth:`wrap`. Slots are not locked: their owner coordinates access (see
+    Made by :meth:`create`, :meth:`attach` or :meth:`wrap`. Slots are not locked; the owner coordinates access (see
     ``PrimaryTier``). :meth:`close` may be called from any thread.
 
     Attributes:
         slots: Number of rows.
         slot_bytes: Length of a row in bytes; row ``i`` begins at byte ``i * slot_bytes``.
-        size_bytes: Length of the whole.
+        size_bytes: Total length.
     """
 
     def __init__(self, buffer: mmap.mmap | memoryview, slots: int, slot_bytes: int, fd: int = -1) -> None:
@@ -62,7 +62,7 @@ class Region:
         with memoryview(buffer) as whole:
             self._flat = whole.cast("B")[: self.size_bytes] if whole.nbytes else memoryview(bytearray())
         self._fd = fd
-        self._views: list[memoryview] = []
+        self._views: list[weakref.ref[memoryview]] = []
         self._lock = threading.Lock()
         self._closed = False
 
@@ -74,8 +74,9 @@ class Region:
             slots: Number of rows, at least 1.
             slot_bytes: Length of a row, a multiple of ``PAGE_BYTES`` (see :func:`rounded_up`).
             name: Label in /proc/PID/maps; neither a key nor a path.
-            populate: Allocate the memory now, in huge pages if possible: a shortage shows at start, and no later access
-                waits for a page. Takes about a second per 4 GiB. Otherwise each page is allocated at its first write.
+            populate: Allocate the memory now, in huge pages if possible. A shortage then fails at start, and no later
+                access waits for a page. Takes about a second per 4 GiB. Otherwise each page is allocated at its first
+                write.
 
         Raises:
             ConfigError: A size is invalid, or too little memory is available.
@@ -91,7 +92,7 @@ class Region:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
-            # Sealed against truncation by another process: an access beyond the end would kill this one.
+            # Sealed against truncation by another process, because an access beyond the end would kill this one.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             mapping = _mapped(fd, size)
             if populate:
@@ -114,7 +115,7 @@ class Region:
             where: :attr:`path` of a region in another process of the same user, a file in /dev/shm, or an open
                 descriptor (which is duplicated and stays the caller's).
             slot_bytes: Length of a row.
-            slots: Number of rows; by default as many as the file has.
+            slots: Number of rows; by default all rows of the file.
 
         Raises:
             ConfigError: The region does not exist, or has another shape.
@@ -144,41 +145,35 @@ class Region:
         """Use memory with another owner, such as the shared region of vLLM, without a copy.
 
         Args:
-            buffer: Anything with the buffer protocol: writable, C-contiguous, of any shape and format. It must stay
+            buffer: Any object with the buffer protocol: writable, C-contiguous, of any shape and format. It must stay
                 valid until :meth:`close`, which releases it.
             slot_bytes: Length of a row.
 
         Raises:
-            ConfigError: The memory is read-only, not contiguous, or no multiple of ``slot_bytes``.
+            ConfigError: The memory is read-only, not contiguous, or not a multiple of ``slot_bytes`` long.
         """
-        view = memoryview(buffer)
-        if view.readonly or not view.c_contiguous:
-            view.release()
-            raise ConfigError("The memory of a region must be writable and C-contiguous.")
-        size = view.nbytes
-        if slot_bytes < 1 or not size or size % slot_bytes:
-            view.release()
-            raise ConfigError(f"Memory of {size} bytes does not divide into slots of {slot_bytes} bytes.")
-        try:
+        with memoryview(buffer) as view:
+            if view.readonly or not view.c_contiguous:
+                raise ConfigError("The memory of a region must be writable and C-contiguous.")
+            size = view.nbytes
+            if slot_bytes < 1 or not size or size % slot_bytes:
+                raise ConfigError(f"Memory of {size} bytes does not divide into slots of {slot_bytes} bytes.")
             return cls(view, size // slot_bytes, slot_bytes)
-        finally:
-            view.release()
 
     @property
     def path(self) -> str:
-        """Path by which processes of the same user can attach while this one has the region open; "" if wrapped."""
+        """Path for other processes of the same user to attach, while this one has the region open; "" if wrapped."""
         return f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd >= 0 else ""
 
     @property
     def fd(self) -> int:
-        """Descriptor to pass to another process; -1 if the memory is wrapped. It stays the region's."""
+        """Descriptor to pass to another process, owned by the region; -1 if the memory is wrapped."""
         return self._fd
 
     @property
     def address(self) -> int:
         """Address of the first row in this process."""
-        with self._borrowed() as flat:
-            return int(np.frombuffer(flat, np.uint8).ctypes.data)
+        return int(np.frombuffer(self._open_flat, np.uint8).ctypes.data)
 
     @property
     def closed(self) -> bool:
@@ -186,20 +181,18 @@ class Region:
         return self._closed
 
     def view(self) -> memoryview:
-        """Return a flat view of all rows, released by its user or by :meth:`close`."""
-        with self._borrowed() as flat:
-            view = flat[:]
-        self._views = [old for old in self._views if not _is_released(old)]
-        self._views.append(view)
+        """Return a flat view of all rows. The caller or :meth:`close` releases it."""
+        view = self._open_flat[:]
+        self._views = [old for old in self._views if old() is not None]
+        self._views.append(weakref.ref(view))
         return view
 
     def rows(self) -> Rows:
         """Return the slots as an array of shape ``(slots, slot_bytes)``, without a copy.
 
-        The region cannot invalidate the array: drop it before :meth:`close`.
+        The region cannot invalidate the array, so drop it before :meth:`close`.
         """
-        with self._borrowed() as flat:
-            return np.frombuffer(flat, np.uint8).reshape(self.slots, self.slot_bytes)
+        return np.frombuffer(self._open_flat, np.uint8).reshape(self.slots, self.slot_bytes)
 
     def close(self) -> None:
         """Release the views, the mapping and the descriptor. Idempotent.
@@ -211,7 +204,9 @@ class Region:
                 return
             self._closed = True
         in_use = 0
-        for view in (*reversed(self._views), self._flat):
+        for view in (*(old() for old in reversed(self._views)), self._flat):
+            if view is None:
+                continue
             try:
                 view.release()
             except BufferError:
@@ -243,11 +238,11 @@ class Region:
         state = "closed" if self._closed else self.path or "wrapped"
         return f"Region({self.slots} x {self.slot_bytes} bytes, {state})"
 
-    @contextlib.contextmanager
-    def _borrowed(self) -> Iterator[memoryview]:
+    @property
+    def _open_flat(self) -> memoryview:
         if self._closed:
             raise ValueError(f"{self!r} was used after close().")
-        yield self._flat
+        return self._flat
 
 
 def rounded_up(size_bytes: int, multiple: int = PAGE_BYTES) -> int:
@@ -269,7 +264,7 @@ def _mapped(fd: int, size: int) -> mmap.mmap:
     mapping = map_for_huge_pages(
         lambda: mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     )
-    # A core dump must not contain users' prompts, and one of the whole cache would fill a disk.
+    # Core dumps must not contain users' prompts, and a dump of the whole cache would fill a disk.
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_DONTDUMP)
     advise_huge_pages(mapping)
@@ -296,16 +291,8 @@ def _memory_available_bytes() -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
         found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     for path in _CGROUP_LIMITS:
-        # "max" is not a number, and means no limit.
+        # "max" means no limit, and is not a number.
         with contextlib.suppress(OSError, ValueError):
             limit = int(Path(path).read_text())
             found = limit if found is None else min(found, limit)
     return found
-
-
-def _is_released(view: memoryview) -> bool:
-    try:
-        view.nbytes  # noqa: B018 - a released view refuses this, and there is no other way to ask.
-    except ValueError:
-        return True
-    return False

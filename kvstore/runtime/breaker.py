@@ -1,4 +1,4 @@
-"""Circuit breaker: stops calls to a failing medium until it answers again."""
+"""Circuit breaker: stops calls to a failing medium until it works again."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Breaker:
         failures_max: Consecutive failures that open it.
         cooldown_s: First pause after it opened; doubled each time it opens again without a success in between.
         cooldown_s_max: Longest pause.
-        trial_s: Time limit for the report of a trial; then another trial passes. Without it a trial that is never
-            reported (a cancelled caller, for example) would exclude the medium for ever. By default longer than any
+        trial_s: Time limit for the report of a trial, after which another trial is admitted. Without it, an unreported
+            trial (of a cancelled caller, for example) would exclude the medium forever. By default longer than any
             deadline of a job.
     """
 
@@ -35,7 +35,6 @@ class Breaker:
     trial_s: float = 60.0
     state: BreakerState = BreakerState.CLOSED
     failures: int = 0
-    opened_count: int = 0
     pause_s: float = 0.0
     retry_at: float = 0.0
 
@@ -53,7 +52,7 @@ class Breaker:
         return not was_closed
 
     def close_on_probation(self) -> None:
-        """Close it, but let the next failure open it again, for twice the pause, unless a success comes first."""
+        """Close it; unless a success comes first, the next failure opens it again, for twice the pause."""
         self.state = BreakerState.CLOSED
         self.failures = self.failures_max - 1
 
@@ -65,14 +64,13 @@ class Breaker:
         was_open = self.state is BreakerState.OPEN
         self.state = BreakerState.OPEN
         if was_open:
-            return False  # Calls from before it opened carry no news.
-        self.opened_count += 1
+            return False  # The call started before the breaker opened.
         self.pause_s = min(self.cooldown_s_max, 2 * self.pause_s or self.cooldown_s)
         self.retry_at = now + self.pause_s
         return True
 
     def admit_trial(self, now: float) -> bool:
-        """Admit one caller after the pause, and another one if the first does not report within ``trial_s``."""
+        """Admit one caller after the pause, and another if the first does not report within ``trial_s``."""
         if self.closed or now < self.retry_at:
             return False
         self.state = BreakerState.HALF_OPEN

@@ -14,10 +14,10 @@ __all__ = ["BufferPool", "SlotBuffers"]
 
 
 class BufferPool:
-    """Equal buffers cut from one anonymous mapping, leased in groups.
+    """Buffers of equal size in one anonymous mapping, leased in groups.
 
-    If ``size_bytes`` is a multiple of the page size, so is every address, and the buffers can be used for direct I/O.
-    The content of a leased buffer is undefined. Guarantees and order are those of ``Limiter``.
+    If ``size_bytes`` is a multiple of the page size, every buffer is page-aligned and usable for direct I/O. The
+    content of a leased buffer is undefined. ``Limiter`` defines the guarantees and the order of leases.
     """
 
     def __init__(self, size_bytes: int, count: int) -> None:
@@ -29,7 +29,8 @@ class BufferPool:
         self._map = mmap.mmap(-1, size_bytes * count)
         with memoryview(self._map) as whole:
             self._views = [whole[i * size_bytes : (i + 1) * size_bytes] for i in range(count)]
-        self._free = list(self._views)
+        self._places = {id(view): place for place, view in enumerate(self._views)}
+        self._free = list(range(count))
 
     @property
     def address(self) -> int:
@@ -38,7 +39,7 @@ class BufferPool:
 
     @property
     def free_count(self) -> int:
-        """Buffers that are not leased."""
+        """Number of buffers not leased."""
         return len(self._free)
 
     @asynccontextmanager
@@ -55,7 +56,7 @@ class BufferPool:
             self.give_back(taken)
 
     async def take(self, count: int, precedence: Precedence = Precedence.LOAD) -> list[memoryview]:
-        """Lease buffers until :meth:`give_back` is called with them.
+        """Lease buffers, in the order of their addresses, until they are passed to :meth:`give_back`.
 
         Raises:
             ConfigError: ``count`` is more than the pool has.
@@ -63,11 +64,14 @@ class BufferPool:
         if count > self.count:
             raise ConfigError(f"{count} buffers asked of a pool of {self.count}; split the batch.")
         await self._limiter.enter(count, precedence)
-        return [self._free.pop() for _ in range(count)]
+        # In order, because one call can process adjacent buffers.
+        places = sorted(self._free[len(self._free) - count :])
+        del self._free[len(self._free) - count :]
+        return [self._views[place] for place in places]
 
     def give_back(self, buffers: list[memoryview]) -> None:
         """End a lease."""
-        self._free.extend(buffers)
+        self._free.extend([self._places[id(buffer)] for buffer in buffers])
         self._limiter.leave(len(buffers))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The process of an I/O half: ``python -m kvstore.runtime.child SOCKET_FD REGION_FD BELL_FD LIFETIME_FD PARENT_PID``.
 
-Maps the parent's region and runs the I/O side on its own loop. It ends with its parent, whose end it detects by the end
-of the socket, or by a new parent id if a forked sibling holds the socket open.
+Maps the parent's region and runs the I/O side on its own loop. It ends with its parent, which it detects by the end of
+the socket, or by a new parent id if a forked sibling holds the socket open.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = ["main"]
 _READ_BYTES = 1 << 18
 _ADOPTION_CHECK_S = 0.25
 _CLOSE_TIMEOUT_S = 3.0
-"""Time limit for closing the medium at the end; the parent is gone by then, or no longer waits."""
+"""Time limit for closing the medium; after that, the parent is gone or no longer waits."""
 
 _NICENESS = 5
-"""With too few processors, the scheduler's thread keeps three quarters of its own. With enough of them this changes
-nothing."""
+"""Priority reduction. With too few processors, the scheduler's thread then keeps three quarters of a processor; with
+enough of them, it has no effect."""
 
 logger = logging.getLogger("kvstore.runtime")
 
@@ -69,13 +69,13 @@ class _Child:
         self._side: IOSide | None = None
 
     async def serve(self, parent: int) -> None:
-        """Serve until told to stop, or until the parent is gone."""
+        """Serve until a Stop arrives, or until the parent is gone."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        # drain() then waits until the socket has taken everything; only then the bell is rung.
+        # With a limit of 0, drain() waits until the socket has accepted all data; only then the bell is rung.
         self._writer.transport.set_write_buffer_limits(0)
         writer = asyncio.create_task(self._write_for_ever())
         reader = asyncio.create_task(self._read_until_stopped())
-        # Either task ends when the parent is gone or by a defect; this process ends in both cases.
+        # A task ends when the parent is gone, or by a defect; this process ends in both cases.
         while not reader.done() and not writer.done() and os.getppid() == parent:
             await asyncio.wait([reader, writer], timeout=_ADOPTION_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
         reader.cancel()
@@ -116,7 +116,7 @@ class _Child:
             self._side = side
             _step_back()
             await side.open()
-        # The parent raises it under its own name; here it only ends the child.
+        # The parent raises it as the same class; here it only ends the child.
         except Exception as error:
             self._post(Opened(type(error).__name__, str(error)))
             return False
@@ -138,7 +138,7 @@ class _Child:
                 await self._wake.wait()
                 await self._flush()
         except Exception as error:
-            # A job whose answer can't be sent would wait for ever; a new process fails all jobs.
+            # A job without an answer would wait forever; ending this process makes the parent fail all jobs.
             logger.error("The I/O process can't answer and ends: %r", error)
             raise
 
@@ -151,18 +151,18 @@ class _Child:
         self._sent.set()
 
     async def _room(self) -> None:
-        """Wait until the socket has taken all posted messages, so that bulk messages don't delay others."""
+        """Wait until the socket has accepted all posted messages, so that bulk messages don't delay others."""
         while self._outbox:
             self._sent.clear()
             await self._sent.wait()
 
 
 def main(arguments: list[str]) -> None:
-    """Run the child with the descriptors that its parent passed on."""
+    """Run the child with the descriptors from its parent."""
     socket_fd, region_fd, bell_fd, lifetime_fd, parent = map(int, arguments)
     # Before the first ring is created, so before any I/O.
     hold(lifetime_fd)
-    # The parent handles Ctrl-C: it closes its tiers, and so this process.
+    # The parent handles Ctrl-C: it closes its tiers, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     connection = socket.socket(fileno=socket_fd)

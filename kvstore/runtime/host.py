@@ -72,7 +72,7 @@ class ThreadChannel:
         self._host.call(self._side.open(), timeout_s)
 
     def send(self, messages: Sequence[ToIO]) -> None:
-        """See :meth:`kvstore.runtime.messages.Channel.send`; the loop is woken once, however many there are."""
+        """See :meth:`kvstore.runtime.messages.Channel.send`; wakes the loop once per batch."""
         if self._closed:
             raise HostClosedError("The tier is closed; open a new one to go on.")
         self._inbox.extend(messages)
@@ -134,26 +134,26 @@ class ThreadChannel:
 
 
 class ThreadHost:
-    """An event loop (uvloop if installed) on a daemon thread. Counts its users and ends with the last one."""
+    """An event loop (uvloop if installed) on a daemon thread, which ends with its last user."""
 
-    def __init__(self, name: str = "kvstore-io") -> None:
+    def __init__(self) -> None:
         self._loop = new_event_loop()
         self._users = 0
         self._ended = False
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvstore-io", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the loop runs and takes users."""
+        """Whether the loop runs and accepts users."""
         return self._thread.is_alive() and not self._ended
 
     def attach(self, factory: IOSideFactory) -> ThreadChannel:
         """Add an I/O side to the loop; the caller opens and closes it through the channel.
 
         Raises:
-            HostClosedError: The last user has left; this host takes no others.
+            HostClosedError: The last user has left; this host accepts no others.
         """
         with self._lock:
             if self._ended:
@@ -166,10 +166,10 @@ class ThreadHost:
             raise
 
     def detach(self) -> None:
-        """Note that a user left; the last one stops the loop."""
+        """Remove a user; removing the last one stops the loop."""
         with self._lock:
             self._users -= 1
-            # Decided under the lock, so that no new user can attach after the last one left.
+            # Under the lock, so that no new user can attach after the last one left.
             last = self._ended = self._users <= 0
         if last:
             self.stop()
@@ -183,7 +183,7 @@ class ThreadHost:
             self._thread.join(timeout=1.0)
 
     def wake(self, callback: Callable[[], None]) -> None:
-        """Call back on the loop thread."""
+        """Schedule a callback on the loop thread."""
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError as error:
@@ -213,19 +213,19 @@ _shared_lock = threading.Lock()
 
 
 def attach_to_shared_host(factory: IOSideFactory) -> ThreadChannel:
-    """Add an I/O side to the host of this process, which starts at first use and again after its last user left."""
+    """Add an I/O side to the host of this process, which is started if none is running."""
     global _shared, _shared_pid
     with _shared_lock:
         # After a fork the object exists without its thread.
         if _shared is not None and _shared_pid == os.getpid() and _shared.alive:
-            with suppress(HostClosedError):  # Its last user has left just now.
+            with suppress(HostClosedError):  # The last user has just left.
                 return _shared.attach(factory)
         _shared, _shared_pid = ThreadHost(), os.getpid()
         return _shared.attach(factory)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop of uvloop, which costs less per wake-up, or of asyncio if uvloop is not installed."""
+    """Return a uvloop event loop, which costs less per wake-up, or an asyncio loop if uvloop is not installed."""
     try:
         uvloop = importlib.import_module("uvloop")
     except ImportError:

@@ -1,8 +1,8 @@
 """Proof that a process and all its kernel I/O have ended.
 
-A killed process ends before its io_uring: operations in the drive continue, and write to shared memory. So the process
-locks an open file that its rings keep open. The lock is free only when the process and the last operation of its last
-ring have ended.
+A killed process ends before its io_uring: operations in the drive continue, and write to shared memory. The process
+therefore locks an open file that its rings keep open. The lock is released only when the process and the last operation
+of its last ring have ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Lifetime:
     """The lock, as seen by another process.
 
     Attributes:
-        fd: Descriptor for the process that will :func:`hold` it; -1 once its end was seen.
+        fd: Descriptor for the process that will :func:`hold` it; -1 after its end was detected.
     """
 
     def __init__(self) -> None:

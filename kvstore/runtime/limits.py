@@ -14,7 +14,7 @@ __all__ = ["CallsUnderWay", "Limiter", "Precedence", "RetryBudget"]
 
 
 class Precedence(enum.IntEnum):
-    """Order of waiters: a request waits for a load, none for a store."""
+    """Order of waiters: loads first, because requests wait for loads but not for stores."""
 
     LOAD = 0
     STORE = 1
@@ -23,8 +23,8 @@ class Precedence(enum.IntEnum):
 class Limiter:
     """Bounds an amount in use (bytes, buffers, requests); further requests wait.
 
-    Guarantees: grants never exceed ``total``; loads precede stores, else first come, first served; a cancelled waiter
-    holds nothing; a request for more than ``total`` is reduced to ``total``. Belongs to one event loop.
+    Guarantees: grants never exceed ``total``; loads precede stores, otherwise first come, first served; a cancelled
+    waiter holds nothing; a request for more than ``total`` is reduced to ``total``. Belongs to one event loop.
     """
 
     def __init__(self, total: int) -> None:
@@ -37,18 +37,18 @@ class Limiter:
 
     @property
     def total(self) -> int:
-        """Greatest amount in use."""
+        """Maximum amount in use."""
         return self._total
 
     @total.setter
     def total(self, total: int) -> None:
-        """Change the limit; under a lower one new grants wait until enough has been returned."""
+        """Change the limit; after a reduction, new grants wait until enough has been returned."""
         self._total = total
         self._grant()
 
     @property
     def waiting(self) -> int:
-        """Waiting requests."""
+        """Number of waiting requests."""
         return sum(not waiter.done() for *_, waiter in self._waiters)
 
     async def enter(self, amount: int = 1, precedence: Precedence = Precedence.LOAD) -> int:
@@ -88,7 +88,7 @@ class Limiter:
             if waiter.cancelled():
                 heapq.heappop(self._waiters)
                 continue
-            # The limit may have been lowered since the request.
+            # The limit may be lower than at the time of the request.
             amount = min(amount, self._total)
             if self.in_use + amount > self._total:
                 return
@@ -98,11 +98,11 @@ class Limiter:
 
 
 class RetryBudget:
-    """Bounds retries, so that a failing server does not get a multiple of the load.
+    """Bounds retries, so that they do not multiply the load on a failing server.
 
     Args:
-        most: Tokens at the start, and greatest number: enough for a burst of lost connections, not for an outage.
-        share: Tokens earned per request: the share of retries among tries.
+        most: Initial and maximum number of tokens: enough for a burst of lost connections, not for an outage.
+        share: Tokens earned per request: the maximum ratio of retries to requests.
     """
 
     def __init__(self, most: float, share: float) -> None:
@@ -111,7 +111,7 @@ class RetryBudget:
         self.tokens = most
 
     def earn(self, requests: int = 1) -> None:
-        """Note requests."""
+        """Add the tokens for requests."""
         self.tokens = min(self._most, self.tokens + self._share * requests)
 
     def spend(self) -> bool:
@@ -130,7 +130,7 @@ class CallsUnderWay:
     """Counts running calls, each within a ``with``, so that a close can wait for the last one.
 
     Attributes:
-        count: Calls that run now.
+        count: Number of running calls.
     """
 
     def __init__(self) -> None:

@@ -59,12 +59,8 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False)
 class SubmitJob(_Message, frozen=True):
     """Store or load blocks; answered by exactly one :class:`JobDone`.
 
-    Attributes:
-        job_id: Number of the job, unique among all that the tier ever had.
-        kind: Direction.
-        keys: Keys of the blocks.
-        slots: Rows of the primary tier, parallel to ``keys``.
-        deadline: Monotonic time by which the answer is due.
+    ``job_id`` is unique among all jobs that the tier ever had. The row ``slots[i]`` of the primary tier belongs to
+    ``keys[i]``. The answer is due by ``deadline``.
     """
 
     job_id: int
@@ -75,13 +71,9 @@ class SubmitJob(_Message, frozen=True):
 
 
 class AskExistence(_Message, frozen=True):
-    """Ask for the presence of keys; answered by one :class:`ExistsDone`.
+    """Query the presence of keys; answered by one :class:`ExistsDone`.
 
-    Attributes:
-        question_id: Number of the question.
-        keys: Keys of the blocks.
-        deadline: Monotonic time by which the answer is due.
-        sources: Engines that requests name as holders of these blocks.
+    ``sources`` are the engines that requests give as holders of these blocks.
     """
 
     question_id: int
@@ -109,12 +101,9 @@ class Forget(_Message, frozen=True):
 
 
 class KeepLineage(_Message, frozen=True):
-    """Keep the lineage of blocks for the engine that finds them at its start; not answered.
+    """Store the lineage of blocks for an engine that recovers them at its start; not answered.
 
-    Attributes:
-        keys: The blocks.
-        lineage: What is kept of each.
-        secrets: What is kept besides where the tier encrypts.
+    ``secrets`` are stored as well, but only if the tier encrypts.
     """
 
     keys: tuple[bytes, ...]
@@ -123,12 +112,10 @@ class KeepLineage(_Message, frozen=True):
 
 
 class Probe(_Message, frozen=True):
-    """Probe the medium, with growing pauses, until it answers; answered by :class:`ProbeDone` then.
+    """Probe the medium until it works; then answered by :class:`ProbeDone`.
 
-    Attributes:
-        pause_s: Before the first try; doubled after each failure.
-        pause_s_max: Longest pause.
-        timeout_s: For each try.
+    The pause before the first attempt is ``pause_s``; it doubles after each failure, up to ``pause_s_max``. Each
+    attempt may take ``timeout_s``.
     """
 
     pause_s: float
@@ -145,9 +132,8 @@ class Drain(_Message, frozen=True):
 class BeginEpoch(_Message, frozen=True):
     """Leave the present epoch when its jobs have ended; answered by :class:`EpochBegun`, unless another one follows.
 
-    Attributes:
-        number: Ascending; 0 is the epoch at start, which needs no request.
-        name: The epoch to enter; None: the one named by the configured source, else a new one.
+    ``number`` ascends; 0 is the epoch at start, which needs no request. ``name`` is the epoch to enter; None means the
+    epoch from the configured source, or a new one without a source.
     """
 
     number: int
@@ -158,15 +144,11 @@ ToIO: TypeAlias = SubmitJob | AskExistence | Touch | Delete | Forget | KeepLinea
 
 
 class JobDone(_Message, frozen=True):
-    """A job's end.
+    """The end of a job.
 
-    Attributes:
-        job_id: As submitted.
-        outcomes: One byte per block, an ``Outcome``.
-        size_bytes: Payload bytes moved between the primary tier and the medium.
-        seconds: From the start of the work to its end.
-        faults: Counts by cause of records that failed verification.
-        error: Text of the first failure, for the log; empty if there was none.
+    ``outcomes`` has one byte per block, an ``Outcome``; ``size_bytes`` is the payload moved; ``seconds`` is the time
+    from the start of the work; ``faults`` counts the records that failed verification, by cause; ``error`` is the text
+    of the first failure, or empty.
     """
 
     job_id: int
@@ -178,15 +160,9 @@ class JobDone(_Message, frozen=True):
 
 
 class ExistsDone(_Message, frozen=True):
-    """Answer to :class:`AskExistence`: one byte per key, a ``Found``.
+    """Answer to :class:`AskExistence`: one byte per key, a ``Found``; empty if ``error`` gives a reason.
 
-    With ``error`` set, every key is unknown.
-
-    Attributes:
-        question_id: As asked.
-        found: The answers.
-        error: Why there are none.
-        waiting: The sources that hand a request over whose blocks they do not know yet.
+    ``waiting`` are the sources that hand over a request but do not know its blocks yet.
     """
 
     question_id: int
@@ -196,13 +172,10 @@ class ExistsDone(_Message, frozen=True):
 
 
 class PresenceAdded(_Message, frozen=True):
-    """Blocks that the tier holds from now on.
+    """New blocks of the tier; with ``recovered``, blocks from earlier runs.
 
-    Attributes:
-        keys: The blocks.
-        recovered: Whether they were there at the start.
-        own: Whether this engine reports them to consumers of events. Blocks in other engines' parts of a medium are
-            reported by those.
+    This engine reports ``own`` blocks to consumers of events. Another engine reports the blocks in its part of the
+    medium.
     """
 
     keys: tuple[bytes, ...]
@@ -218,13 +191,7 @@ class PresenceRemoved(_Message, frozen=True):
 
 
 class LineageFound(_Message, frozen=True):
-    """Lineage that an earlier engine left; the blocks are reported later.
-
-    Attributes:
-        keys: The blocks.
-        lineage: As in :class:`KeepLineage`.
-        secrets: As in :class:`KeepLineage`; empty where the tier does not encrypt.
-    """
+    """Lineage stored by an earlier engine (see :class:`KeepLineage`); the blocks are reported later."""
 
     keys: tuple[bytes, ...]
     lineage: tuple[bytes, ...]
@@ -240,11 +207,7 @@ class PresenceComplete(_Message, frozen=True):
 
 
 class ProbeDone(_Message, frozen=True):
-    """The medium can be used again.
-
-    Attributes:
-        tries: Probes it took.
-    """
+    """The medium can be used again, after this many attempts."""
 
     tries: int
 
@@ -256,11 +219,9 @@ class Drained(_Message, frozen=True):
 
 
 class EpochBegun(_Message, frozen=True):
-    """The tier is in an epoch: later messages are about its blocks, earlier ones about other blocks.
+    """The tier is in the requested epoch: later messages concern its blocks, earlier ones other epochs' blocks.
 
-    Attributes:
-        number: As asked for.
-        name: Its name; empty: the base epoch.
+    An empty ``name`` is the base epoch.
     """
 
     number: int
@@ -279,25 +240,20 @@ class StatsReport(_Message, frozen=True):
 
 
 class Forgotten(_Message, frozen=True):
-    """Answer to :class:`Forget`, after all reports of removed blocks.
-
-    Attributes:
-        prefix: As asked.
-        error: Why some may be left; empty if none is.
-    """
+    """Answer to :class:`Forget`, after all reports of removed blocks; with ``error``, some may remain."""
 
     prefix: bytes
     error: str
 
 
 class HostDown(_Message, frozen=True):
-    """The process of the I/O half has ended and touches no slot any more: its unanswered messages have failed."""
+    """The process of the I/O half has ended and no longer touches slots: its unanswered messages have failed."""
 
     reason: str
 
 
 class HostUp(_Message, frozen=True):
-    """A new process of the I/O half is running; it has no state of the former one, and recovers its presence."""
+    """A new process of the I/O half is running, without the state of the former one; it recovers its presence."""
 
 
 FromIO: TypeAlias = (
@@ -333,14 +289,14 @@ class Channel(Protocol):
         """
 
     def send(self, messages: Sequence[ToIO]) -> None:
-        """Hand over messages, in order; never waits for the I/O half.
+        """Send messages in order; never waits for the I/O half.
 
         Raises:
             HostClosedError: After ``close``.
         """
 
     def receive(self) -> FromIO | None:
-        """Return the next answer, or None if there is none now."""
+        """Return the next answer, or None if none has arrived."""
 
     def hurry(self) -> None:
         """Note that a load is late, so that a stopped I/O half is detected soon; never waits."""

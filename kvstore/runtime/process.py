@@ -1,69 +1,143 @@
 """The process host: an I/O half in a child process that maps the same region.
 
-With a GIL of its own, the I/O half and a busy scheduler don't wait for each other. The channel is used like the thread
-host's; in addition it reports :class:`HostDown` and :class:`HostUp`, because a process can end.
+Because the I/O half has its own GIL, it and a busy scheduler don't wait for each other. The channel has the same
+interface as the thread host's; in addition it reports :class:`HostDown` and :class:`HostUp`, because a process can end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
-from kvstore.errors import HostClosedError
-from kvstore.runtime.child_connection import (
-    END_TIMEOUT_S,
-    KILLED_TIMEOUT_S,
-    LOOK_ANYWAY_S,
-    ChildConnection,
-    ProcessSpec,
-)
+import numpy as np
+
+from kvstore import errors
+from kvstore.errors import BackendUnavailableError, HostClosedError
+from kvstore.runtime.lifetime import Lifetime
 from kvstore.runtime.messages import FromIO, HostDown, HostUp, ToIO
-from kvstore.runtime.wire import Closed, Opened, ParentMessage, Ping, Pong, Stop, pack
+from kvstore.runtime.wire import (
+    Bell,
+    ChildMessage,
+    Closed,
+    Opened,
+    ParentMessage,
+    Ping,
+    Pong,
+    Start,
+    Stop,
+    Unpacker,
+    pack,
+)
 
-__all__ = ["ProcessChannel"]
+__all__ = ["ChildConnection", "ProcessChannel", "ProcessSpec", "SharedBacking", "find_backing"]
 
 logger = logging.getLogger("kvstore.runtime")
 
-_BACKLOG_BYTES_MAX = 64 << 20
-"""Unread bytes after which a child counts as stopped."""
+_READ_BYTES: Final = 1 << 20
 
-_OPEN_TIMEOUT_S = 60.0
-_RESTART_PAUSE_S = 0.25
-_RESTART_PAUSE_S_MAX = 30.0
+_LOOK_ANYWAY_S: Final = 0.1
+"""Interval of reads without a ring of the bell: a killed child no longer rings."""
+
+_BACKLOG_BYTES_MAX: Final = 64 << 20
+"""Unread bytes beyond which a child counts as stopped."""
+
+_START_TIMEOUT_S: Final = 5.0
+_OPEN_TIMEOUT_S: Final = 60.0
+_RESTART_PAUSE_S: Final = 0.25
+_RESTART_PAUSE_S_MAX: Final = 30.0
+
+_KILLED_TIMEOUT_S: Final = 5.0
+"""Time limit for the end of a killed child, which may be stuck in the kernel on a dead mount."""
+
+_END_TIMEOUT_S: Final = 1.0
+"""Time for a child to exit after it closed its medium or failed to open it."""
+
+_SETTLED_LOOK_S: Final = 0.005
+"""Interval of checks for the end of a killed child's I/O, which usually takes milliseconds."""
+
+_QUIET_S: Final = 2.0
+"""Silence after which a child is pinged."""
+
+_ANSWER_TIMEOUT_S: Final = 10.0
+"""Time limit for the answer to a ping: longer than delays by a start, a snapshot or a busy machine. A child with a
+hanging medium still answers."""
+
+_LATE_QUIET_S: Final = 0.25
+_LATE_ANSWER_TIMEOUT_S: Final = 1.0
+"""Both limits while a load is late: a running loop reports a load by its deadline, unless the medium hangs."""
 
 
-@dataclass(slots=True)
-class _Loss:
-    """A child that was abandoned.
+@dataclass(frozen=True, slots=True)
+class SharedBacking:
+    """A shared file behind a piece of memory, as an open descriptor that the holder closes.
 
-    Attributes:
-        connection: Its connection.
-        reason: Reason, for messages.
-        try_at: Time of the next attempt to start a thread for the restart, monotonic; 0 before the first.
-        is_told: Whether HostDown was reported.
+    The memory is ``size_bytes`` long and begins in the file at ``offset`` (a multiple of the page size) plus ``skip``.
     """
 
-    connection: ChildConnection
-    reason: str
-    try_at: float = 0.0
-    is_told: bool = False
+    fd: int
+    offset: int
+    skip: int
+    size_bytes: int
 
-    def tell(self) -> HostDown:
-        """Return the report that no slot is touched any more."""
-        self.is_told = True
-        return HostDown(f"the I/O process is gone: {self.reason}")
+
+def find_backing(memory: memoryview) -> SharedBacking | None:
+    """Return the file that backs a piece of memory; None if it is private or can't be opened.
+
+    ``/proc/self/maps`` gives the file of an address; device and inode are compared, because another file may have that
+    name by now. A file without a name (memfd, or removed) is found among the descriptors of this process.
+    """
+    if not memory.nbytes:
+        return None
+    start = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+    end = start + memory.nbytes
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            fields = line.split(maxsplit=5)
+            low, high = (int(part, 16) for part in fields[0].split("-"))
+            if low <= start < high:
+                if end > high or not fields[1].endswith("s") or "w" not in fields[1]:
+                    return None
+                path = fields[5].strip() if len(fields) == 6 else ""
+                fd = _open_inode(path, fields[3], int(fields[4]))
+                page_start = start - start % os.sysconf("SC_PAGESIZE")
+                if fd is None:
+                    return None
+                return SharedBacking(fd, int(fields[2], 16) + page_start - low, start - page_start, memory.nbytes)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """Parameters of a child process; see :class:`kvstore.runtime.wire.Start` for the first two.
+
+    ``payload`` may hold secrets, so it is not shown. The channel closes the descriptor of ``backing``. ``name`` is the
+    name of the tier, for messages.
+    """
+
+    target: str
+    payload: dict[str, Any] = field(repr=False)
+    backing: SharedBacking
+    name: str
 
 
 class ProcessChannel:
     """The channel of a tier whose I/O half runs in a child process.
 
-    When the child ends unexpectedly, the channel reports HostDown once no slot is touched any more, starts another
+    When the child ends unexpectedly, a keeper thread waits for the end of its I/O, reports HostDown, starts another
     child with growing pauses, and reports HostUp. Messages sent in between are dropped; their sender fails their jobs
     at HostDown.
     """
@@ -77,9 +151,8 @@ class ProcessChannel:
         self._looked_at = 0.0
         self._closed = False
         self._stopping = threading.Event()
-        # A loss that waits for its restart thread.
-        self._loss: _Loss | None = None
-        self._restarter: threading.Thread | None = None
+        self._lost_children: queue.SimpleQueue[tuple[ChildConnection, str] | None] = queue.SimpleQueue()
+        self._keeper: threading.Thread | None = None
 
     @property
     def closed(self) -> bool:
@@ -93,12 +166,16 @@ class ProcessChannel:
 
     def open(self, timeout_s: float) -> None:
         """See :meth:`kvstore.runtime.messages.Channel.open`; starts the child."""
+        # Started now, because no thread may be available when a child is lost.
+        keeper = threading.Thread(target=self._replace_lost_children, name="kvstore-io-keeper", daemon=True)
+        keeper.start()
+        self._keeper = keeper
         connection = ChildConnection(self._spec)
         self._incoming.extend(connection.await_open(timeout_s, self._stopping))
         self._connection = connection
 
     def send(self, messages: Sequence[ToIO]) -> None:
-        """See :meth:`kvstore.runtime.messages.Channel.send`; without a child at work the messages are dropped."""
+        """See :meth:`kvstore.runtime.messages.Channel.send`; without a running child, messages are dropped."""
         if self._closed:
             raise HostClosedError("The tier is closed; open a new one to go on.")
         if self._connection is not None:
@@ -112,7 +189,7 @@ class ProcessChannel:
             return None
         message = self._incoming.popleft()
         if isinstance(message, HostUp):
-            # The sender knows of the new child from here on, so the child gets messages only from here on.
+            # The new child gets messages only after the sender has received HostUp.
             self._connection, self._successor = self._successor, None
         return message
 
@@ -127,9 +204,8 @@ class ProcessChannel:
             self._push()  # May detect the end of the child.
             connection = self._connection
             if connection is None:
-                self._see_to_loss()
                 time.sleep(min(left, 0.005))
-            elif connection.wait(min(left, LOOK_ANYWAY_S)):
+            elif connection.wait(min(left, _LOOK_ANYWAY_S)):
                 self._read()
             else:
                 self._watch()
@@ -143,44 +219,37 @@ class ProcessChannel:
         self._stopping.set()
         deadline = time.monotonic() + timeout_s
         ended = True
-        if self._restarter is not None:
-            # It may be waiting for a child that can't be killed; then it starts no other.
-            self._restarter.join(KILLED_TIMEOUT_S)
-            ended = not self._restarter.is_alive()
+        if self._keeper is not None:
+            # The keeper may be waiting for a child that can't be killed; then it starts no other.
+            self._lost_children.put(None)
+            self._keeper.join(_KILLED_TIMEOUT_S)
+            ended = not self._keeper.is_alive()
         if self._connection is None:
-            # A new child that was not reported yet closes its medium like any other.
+            # A new child without a received HostUp also closes its medium.
             self._connection, self._successor = self._successor, None
-        # Taken, so that no restart thread is started for it.
-        loss, self._loss = self._loss, None
-        if loss is not None:
-            loss.connection.end()
-            ended = loss.connection.await_settled(KILLED_TIMEOUT_S) and ended
         if (last := self._connection) is not None:
             self._write([Stop()])
             self._hear_out(last, deadline)
-            # A child that has closed gets time to exit; one that runs past the deadline is killed at once.
-            by_itself = last.end(0.0 if self._connection else END_TIMEOUT_S)
+            # A closed child gets time to exit; a child past the deadline is killed immediately.
+            by_itself = last.end(0.0 if self._connection else _END_TIMEOUT_S)
             self._connection = None
             if not (by_itself and last.has_closed):
-                ended = last.await_settled(KILLED_TIMEOUT_S) and ended
+                ended = last.await_settled(_KILLED_TIMEOUT_S) and ended
         if ended:
-            # Otherwise kept: a running restart must not pass on another file with the same number.
+            # Otherwise kept open: a running restart must not pass another file with the same number to a child.
             os.close(self._spec.backing.fd)
         return ended
 
     def _hear_out(self, last: ChildConnection, deadline: float) -> None:
         """Receive messages until the child has closed or ended, which unsets the connection."""
         while self._connection is not None and (left := deadline - time.monotonic()) > 0:
-            last.wait(min(left, LOOK_ANYWAY_S))
+            last.wait(min(left, _LOOK_ANYWAY_S))
             self._push()
             self._read()
 
     def _look(self) -> None:
-        if self._connection is None:
-            self._see_to_loss()
-            return
         now = time.monotonic()
-        if self._connection.rang or now - self._looked_at > LOOK_ANYWAY_S:
+        if self._connection is not None and (self._connection.rang or now - self._looked_at > _LOOK_ANYWAY_S):
             self._looked_at = now
             self._push()
             if self._connection is not None:
@@ -188,7 +257,7 @@ class ProcessChannel:
             self._watch()
 
     def _watch(self, *, is_late: bool = False) -> None:
-        """Ask a quiet child for a sign of life; abandon it if it does not answer."""
+        """Ping a quiet child; abandon it if it does not answer."""
         sign = "well" if self._connection is None else self._connection.watch(is_late=is_late)
         if sign == "stuck":
             self._lost("it does not answer")
@@ -227,55 +296,31 @@ class ProcessChannel:
             self._lost("its socket is closed")
 
     def _lost(self, reason: str) -> None:
-        """Note the end of the child; a thread of its own restarts it."""
+        """Record the loss of the child; the keeper replaces it."""
         connection, self._connection = self._connection, None
         self._outgoing.clear()
         if connection is None or self._closed:
             return  # close() ends it.
         logger.warning("The I/O process of tier %s is gone (%s); starting another", self._spec.name, reason)
-        self._loss = _Loss(connection, reason)
-        self._see_to_loss()
+        self._lost_children.put((connection, reason))
 
-    def _see_to_loss(self) -> None:
-        """Start the restart thread; while none can be started, report HostDown from here."""
-        loss, now = self._loss, time.monotonic()
-        if loss is None:
-            return
-        if now >= loss.try_at:
-            try:
-                restarter = threading.Thread(target=self._restart, args=(loss,), name="kvstore-io-restart", daemon=True)
-                restarter.start()
-            # A limit of threads or memory, which may be temporary.
-            except (RuntimeError, MemoryError) as error:
-                if not loss.try_at:
-                    loss.connection.kill()
-                    logger.warning(
-                        "Tier %s stays down: there is no thread to start its I/O process with (%s). It is tried again "
-                        "until there is; give this process more threads or memory.",
-                        self._spec.name,
-                        error,
-                    )
-                loss.try_at = now + _RESTART_PAUSE_S
-            else:
-                self._restarter, self._loss = restarter, None
-                return
-        # Its jobs are not kept waiting for a thread.
-        if not loss.is_told and loss.connection.has_settled:
-            self._incoming.append(loss.tell())
+    def _replace_lost_children(self) -> None:
+        while (lost := self._lost_children.get()) is not None:
+            connection, reason = lost
+            connection.end(for_ever=True)
+            # Without a timeout, even during close(): HostDown returns the slots to the scheduler.
+            connection.await_settled(math.inf)
+            self._incoming.append(HostDown(f"the I/O process is gone: {reason}"))
+            self._start_successor()
 
-    def _restart(self, loss: _Loss) -> None:
-        loss.connection.end(for_ever=True)
-        if not loss.is_told:
-            # Not cut short by close(): afterwards the slots belong to the scheduler again.
-            loss.connection.await_settled(math.inf)
-            self._incoming.append(loss.tell())
+    def _start_successor(self) -> None:
         pause_s = _RESTART_PAUSE_S
         while not self._stopping.is_set():
             successor = None
             try:
                 successor = ChildConnection(self._spec)
-                said = successor.await_open(_OPEN_TIMEOUT_S, self._stopping)
-            # Any failure (no memory, process or thread): without another attempt the tier would miss for ever.
+                others = successor.await_open(_OPEN_TIMEOUT_S, self._stopping)
+            # Any failure (no memory, process or thread): without another attempt, the tier would miss forever.
             except Exception as error:
                 logger.warning("The I/O process of tier %s does not start: %r", self._spec.name, error)
                 if successor is not None:
@@ -285,5 +330,219 @@ class ProcessChannel:
                 pause_s = min(_RESTART_PAUSE_S_MAX, 2 * pause_s)
                 continue
             self._successor = successor
-            self._incoming.extend([HostUp(), *said])
+            self._incoming.extend([HostUp(), *others])
             return
+
+
+class ChildConnection:
+    """A child process, its socket and its bell. Used by one thread at a time.
+
+    Attributes:
+        has_closed: Whether the child reported its medium as closed; it then no longer touches slots.
+
+    Raises:
+        BackendUnavailableError: The child ended immediately.
+        OSError: No socket, memory or process is available.
+    """
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self._name = spec.name
+        self.has_closed = False
+        self._heard_at = time.monotonic()
+        self._looked_at = 0.0
+        # Counted time since an unanswered ping, in seconds; None without one.
+        self._asked_s: float | None = None
+        # Whether the last write to the socket was incomplete.
+        self._is_full = False
+        self._is_open = False
+        self._unpacker = Unpacker(ChildMessage)
+        with contextlib.ExitStack() as on_failure:
+            self._lifetime = Lifetime()
+            on_failure.callback(self._lifetime.close)
+            self._socket, theirs = socket.socketpair()
+            on_failure.callback(self._socket.close)
+            on_failure.callback(theirs.close)
+            self._bell = Bell()
+            on_failure.callback(self._bell.close)
+            fds = (theirs.fileno(), spec.backing.fd, self._bell.fd, self._lifetime.fd)
+            arguments = [str(number) for number in (*fds, os.getpid())]
+            self._process = subprocess.Popen(
+                # -P excludes the working directory, which may contain another module of the same name.
+                [sys.executable, "-P", "-m", "kvstore.runtime.child", *arguments],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                # The child finds kvstore where this process found it, installed or not.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+            on_failure.pop_all()
+        theirs.close()
+        backing = spec.backing
+        start = Start(spec.target, spec.payload, backing.offset, backing.skip, backing.size_bytes, sys.path)
+        self._socket.settimeout(_START_TIMEOUT_S)
+        try:
+            self._socket.sendall(pack([start]))
+        except OSError as error:
+            self.end()
+            raise BackendUnavailableError("its I/O process ended at once", backend=self._name) from error
+        self._socket.setblocking(False)
+
+    def read(self) -> list[ChildMessage] | None:
+        """Return the messages that have arrived; None at the end of the socket."""
+        try:
+            data = self._socket.recv(_READ_BYTES)
+            self._note_alive()
+            return self._unpacker.feed(data) if data else None
+        except (BlockingIOError, InterruptedError):
+            return []
+        except (OSError, ValueError) as error:
+            logger.debug("The socket of an I/O process failed: %r", error)
+            return None
+
+    def write(self, data: bytearray) -> int:
+        """Send as much as the socket accepts; return the number of bytes.
+
+        Raises:
+            BlockingIOError: The socket is full.
+            OSError: The child has ended.
+        """
+        was_full, self._is_full = self._is_full, True
+        sent = self._socket.send(data)
+        self._is_full = sent < len(data)
+        if was_full:
+            # The socket has room again, so the child has read.
+            self._note_alive()
+        return sent
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a message or the end of the socket; return False at the timeout."""
+        # poll, because select() supports no descriptors above 1023, and an engine may have more.
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def await_open(self, timeout_s: float, stopping: threading.Event) -> list[FromIO]:
+        """Wait until the I/O side is open; return its other messages.
+
+        Raises:
+            KVStoreError: It could not be opened or did not answer in time, or ``stopping`` was set.
+        """
+        deadline = time.monotonic() + timeout_s
+        others: list[FromIO] = []
+        opened = False
+        while not opened and time.monotonic() < deadline and not stopping.is_set():
+            self.wait(_LOOK_ANYWAY_S)
+            messages = self.read()
+            if messages is None:
+                break
+            for message in messages:
+                if isinstance(message, Opened):
+                    if message.error:
+                        self.end(_END_TIMEOUT_S)
+                        raise _error_of(message)
+                    opened = True
+                elif not isinstance(message, (Closed, Pong)):
+                    others.append(message)
+        if not opened:
+            # It has no job, so it uses no slot. If its medium is stuck, it can't be killed; don't wait for its end.
+            self.end()
+            raise BackendUnavailableError("its I/O process did not start", backend=self._name)
+        self._is_open = True
+        return others
+
+    def watch(self, *, is_late: bool = False) -> Literal["well", "ask", "stuck"]:
+        """Return "ask" if the caller must send a ``Ping``, "stuck" if the last one was not answered in time.
+
+        To be called often. Any message counts as an answer. Between two calls, at most the limit of silence counts,
+        because the scheduler itself may have been stopped. A late load shortens the limits.
+        """
+        quiet_s, answer_s = (_LATE_QUIET_S, _LATE_ANSWER_TIMEOUT_S) if is_late else (_QUIET_S, _ANSWER_TIMEOUT_S)
+        now = time.monotonic()
+        passed_s, self._looked_at = now - self._looked_at, now
+        if self._asked_s is not None:
+            self._asked_s += min(passed_s, quiet_s)
+            return "stuck" if self._asked_s > answer_s else "well"
+        if now - self._heard_at <= quiet_s:
+            return "well"
+        self._asked_s = 0.0
+        return "ask"
+
+    def kill(self) -> None:
+        """Kill the child without waiting for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+
+    def end(self, timeout_s: float = 0.0, *, for_ever: bool = False) -> bool:
+        """Wait for the child's end, kill it after the timeout and wait again; return whether it ended by itself.
+
+        A killed child may still run afterwards (see :attr:`gone`), unless ``for_ever`` is set.
+        """
+        by_itself = True
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            by_itself = False
+            self.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(None if for_ever else _KILLED_TIMEOUT_S)
+        self._socket.close()
+        self._bell.close()
+        if self.has_closed or not self._is_open:
+            # It has no I/O in flight.
+            self._lifetime.close()
+        return by_itself
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    @property
+    def gone(self) -> bool:
+        """Whether the child has ended."""
+        return self._process.poll() is not None
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether the child and its kernel I/O have ended, so that nothing writes to slots any more."""
+        return self.gone and self._lifetime.has_ended
+
+    def await_settled(self, timeout_s: float) -> bool:
+        """Wait until it has settled; return whether it has."""
+        deadline = time.monotonic() + timeout_s
+        while not (settled := self.has_settled) and time.monotonic() < deadline:
+            time.sleep(_SETTLED_LOOK_S)
+        return settled
+
+    @property
+    def rang(self) -> bool:
+        """Whether the bell has rung for unread frames, which may arrive slightly later."""
+        return self._bell.count != self._unpacker.frames
+
+    def _note_alive(self) -> None:
+        self._heard_at, self._asked_s = time.monotonic(), None
+
+
+def _error_of(failure: Opened) -> Exception:
+    """Recreate the exception of the child's I/O side."""
+    kind = getattr(errors, failure.error, None)
+    if isinstance(kind, type) and issubclass(kind, errors.BackendError):
+        error = kind.__new__(kind, failure.text)
+        error.args = (failure.text,)
+        return error
+    if isinstance(kind, type) and issubclass(kind, errors.KVStoreError):
+        return kind(failure.text)
+    return errors.KVStoreError(f"{failure.error}: {failure.text}")
+
+
+def _open_inode(path: str, device: str, inode: int) -> int | None:
+    candidates = [path] if path.startswith("/") and not path.endswith(" (deleted)") else []
+    candidates += [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    for candidate in candidates:
+        try:
+            found = os.stat(candidate)
+            if found.st_ino != inode or f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}" != device:
+                continue
+            return os.open(candidate, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # The descriptor was closed meanwhile, or cannot be reopened.
+    return None

@@ -1,7 +1,7 @@
 """Messages on a socket between the scheduler's process and the process of an I/O half, and the bell that signals them.
 
-A read of a socket releases the GIL, and the thread may wait milliseconds to get it back. So the scheduler's thread
-compares a counter in shared memory, the bell, and reads the socket only when it has changed.
+Reading a socket releases the GIL, and reacquiring it may take milliseconds. The scheduler's thread therefore compares a
+counter in shared memory, the bell, and reads the socket only after a change.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = [
 
 _LENGTH: Final = struct.Struct("<I")
 _FRAME_BYTES_MAX: Final = 256 << 20
-"""Longest frame that is believed; those we make are a thousandth of it."""
+"""Longest valid frame; actual frames are about a thousandth of it."""
 
 _FRAME_KEYS_MAX: Final = 8192
-"""Keys from which on a frame is full: a frame is decoded in one call on the scheduler's thread, in a millisecond."""
+"""Keys at which a frame is full: the scheduler's thread decodes a frame in one call, which takes a millisecond."""
 
 _M = TypeVar("_M")
 
@@ -46,19 +46,14 @@ _COUNT: Final = struct.Struct("<Q")
 
 
 class _Control(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of messages between the two ends of the socket only."""
+    """Base of control messages between the two ends of the socket."""
 
 
 class Start(_Control, frozen=True):
-    """First message to a child: the I/O side to run.
+    """First message to a child: create the I/O side by ``target(payload, primary, post, room)``.
 
-    Attributes:
-        target: ``"module:function"`` that makes the I/O side from ``(payload, primary, post, room)``.
-        payload: Its first argument.
-        offset: Where in the region's file the mapping begins.
-        skip: Bytes from there to the primary tier.
-        size_bytes: Length of the primary tier.
-        sys_path: Where the parent finds its modules.
+    ``target`` is ``"module:function"``. The primary tier has ``size_bytes`` bytes; in the region's file it begins
+    ``skip`` bytes after the page at ``offset``.
     """
 
     target: str
@@ -74,26 +69,26 @@ class Start(_Control, frozen=True):
 
 
 class Stop(_Control, frozen=True):
-    """Close the I/O side and end."""
+    """Request to close the I/O side and exit."""
 
 
 class Ping(_Control, frozen=True):
-    """Say that your loop runs, by a Pong."""
+    """Request for a :class:`Pong`."""
 
 
 class Pong(_Control, frozen=True):
-    """The loop of the I/O side runs, whatever its medium does."""
+    """The loop of the I/O side runs; the state of its medium does not matter."""
 
 
 class Opened(_Control, frozen=True):
-    """The I/O side is open, or why not: name of the error class and its text."""
+    """Result of opening the I/O side: empty fields, or the name of the error class and its text."""
 
     error: str
     text: str
 
 
 class Closed(_Control, frozen=True):
-    """The I/O side is closed; the child ends now."""
+    """The I/O side is closed; the child exits."""
 
 
 ParentMessage: TypeAlias = ToIO | Start | Stop | Ping
@@ -101,13 +96,13 @@ ChildMessage: TypeAlias = FromIO | Opened | Closed | Pong
 
 
 def pack(messages: Sequence[ParentMessage] | Sequence[ChildMessage]) -> bytes:
-    """Make one frame of messages."""
+    """Encode messages as one frame."""
     body = _encoder.encode(messages)
     return _LENGTH.pack(len(body)) + body
 
 
 def take_frame(messages: list[_M]) -> list[_M]:
-    """Take as many messages from the front of a list, at least one, as a frame should have."""
+    """Take the messages of one frame, at least one, from the front of a list."""
     keys = count = 0
     while count < len(messages) and keys < _FRAME_KEYS_MAX:
         keys += len(getattr(messages[count], "keys", ()))
@@ -118,10 +113,10 @@ def take_frame(messages: list[_M]) -> list[_M]:
 
 
 class Unpacker:
-    """Cuts a stream of bytes into frames and decodes them as messages of one type.
+    """Splits a byte stream into frames and decodes them as messages of one type.
 
     Attributes:
-        frames: Whole frames that have been fed.
+        frames: Number of complete frames so far.
     """
 
     def __init__(self, kind: Any) -> None:
@@ -130,10 +125,10 @@ class Unpacker:
         self.frames = 0
 
     def feed(self, data: bytes) -> list[Any]:
-        """Return the messages that are complete with these bytes.
+        """Return the messages completed by these bytes.
 
         Raises:
-            ValueError: The stream makes no sense (``msgspec.DecodeError`` is one).
+            ValueError: The stream is invalid (``msgspec.DecodeError`` is one).
         """
         self._buffer += data
         messages: list[Any] = []
@@ -151,9 +146,9 @@ class Unpacker:
 
 
 class Bell:
-    """A count in a page of shared memory: one side increments it, the other reads it.
+    """A counter in a page of shared memory: one side increments it, the other reads it.
 
-    With the descriptor of another process it is on that page, otherwise on a new one.
+    ``fd`` is the descriptor of another process's bell; None creates a new page.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -167,7 +162,7 @@ class Bell:
             raise
 
     def ring(self) -> None:
-        """Announce one more frame, which has been sent."""
+        """Signal one more sent frame."""
         _COUNT.pack_into(self._page, 0, _COUNT.unpack_from(self._page, 0)[0] + 1)
 
     @property

@@ -28,10 +28,10 @@ _H = TypeVar("_H", bound="BackendHarness")
 _MAY_BLOCK: Final = frozenset(
     {"make_backend", "reopen", "make_small_backend", "break_medium", "mend_medium", "break_key", "open", "close"}
 )
-"""Methods that prepare a check, and a backend's first and last ones."""
+"""Methods that may block: those that prepare a check, and a backend's ``open`` and ``close``."""
 
 _SOURCES: Final = (".py", ".pyc", ".so")
-"""Files that Python itself opens: for an import, or to show the lines of a traceback."""
+"""Files that Python itself opens for imports and tracebacks."""
 
 _active: LoopGuard | None = None
 _is_installed = False
@@ -102,7 +102,7 @@ class BackendHarness:
         """Undo :meth:`break_medium`, or :meth:`break_key`."""
 
     async def break_key(self, backend: Backend, key: BlockKey) -> bool:
-        """Make the medium fail for one key, as where one object or node is refused; False if that can't be done."""
+        """Make the medium fail for one key, such as one denied object or failed node; False if that can't be done."""
         return False
 
     async def opened_backend(self, backend: Backend | None = None, namespace: Namespace | None = None) -> Backend:
@@ -128,7 +128,7 @@ class BackendHarness:
         return RecordMaker(namespace or self.namespace, self.geometry(backend), self.rng)
 
     async def put_all(self, backend: Backend, values: dict[BlockKey, bytes]) -> None:
-        """Put payloads under new keys, in one batch, and insist on OK."""
+        """Put payloads under new keys in one batch, and check that all outcomes are OK."""
         maker = self.maker(backend)
         outcomes = await backend.put([maker.write(key, payload) for key, payload in values.items()])
         assert list(outcomes) == [Outcome.OK] * len(values), f"put of {len(values)} new blocks: {outcomes}"
@@ -158,7 +158,7 @@ class BackendHarness:
         return found
 
     async def raises(self, kind: type[KVStoreError], call: Awaitable[object], what: str) -> None:
-        """Insist that a call raises an error of a kind, plain (not in a group)."""
+        """Check that a call raises an error of this kind, not within an exception group."""
         try:
             result = await call
         except kind:
@@ -170,10 +170,10 @@ class BackendHarness:
 
 
 class LoopGuard:
-    """Notes the first blocking call on the entering thread while its event loop runs.
+    """Records the first blocking call on the entering thread while its event loop runs.
 
     ``time.sleep``, ``open``, ``sqlite3.connect`` and the connect of a blocking socket count as blocking. Calls within
-    methods of some classes that are exempt by name do not count: the preparation of a test may block.
+    exempt methods (by name, of the given classes) do not count, because the preparation of a test may block.
 
     Attributes:
         found: The call and its caller; empty without a blocking call.
@@ -201,7 +201,7 @@ class LoopGuard:
         time.sleep = _sleep
 
     def note(self, event: str, args: tuple[Any, ...]) -> None:
-        """Note an event of the interpreter, if it blocks the loop of this guard's thread."""
+        """Record an audit event of the interpreter, if it blocks the loop of this guard's thread."""
         if self.found or threading.get_ident() != self._thread or asyncio._get_running_loop() is None:
             return
         if event == "open" and (args[1] is None or str(args[0]).endswith(_SOURCES)):

@@ -20,7 +20,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_round_trip_of_all_lengths(self) -> None:
-        """Payloads from one byte to a whole slot are read back unchanged, into buffers longer than they are."""
+        """Payloads from one byte to a whole slot are read back unchanged, into buffers at least as long."""
         backend = await self.opened_backend()
         maker, most = self.maker(backend), self.payload_bytes_max
         lengths = [1, 2, 255, 256, 4095, 4096, 4097, 8192, most - 4096, most - 1, most]
@@ -32,7 +32,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_read_into_buffers_of_exact_length(self) -> None:
-        """A record fits into buffers that are exactly as long, and nothing is written behind them."""
+        """A record fits into buffers of exactly its length, and nothing is written after them."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         values = {maker.key(): maker.payload(length) for length in (1, 4096, 5000, self.payload_bytes_max)}
@@ -57,7 +57,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_buffers_of_all_kinds(self) -> None:
-        """Memory of any origin and alignment will do, the payload in one buffer or several."""
+        """Buffers may have any origin and alignment, and a payload may be in one buffer or several."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         for kind in ("mmap", "bytearray", "numpy", "odd"):
@@ -83,7 +83,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_each_block_of_a_mixed_batch_has_its_own_outcome(self) -> None:
-        """Hits and misses, new and known keys, in random order in one batch: each answer belongs to its block."""
+        """Each answer belongs to its block in batches of hits, misses, new and known keys in random order."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         held: dict[BlockKey, bytes] = {}
@@ -116,7 +116,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_same_key_twice_in_a_batch(self) -> None:
-        """Of two puts of a key in one batch one wins; gets and deletes of a key twice are fine."""
+        """One of two puts of a key in one batch wins; duplicate keys in gets and deletes are allowed."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         key, payloads = maker.key(), [maker.payload(), maker.payload(5000)]
@@ -132,7 +132,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_empty_batches(self) -> None:
-        """A batch of nothing has no outcomes."""
+        """An empty batch has no outcomes."""
         backend = await self.opened_backend()
         for call in (backend.put([]), backend.get_into([]), backend.exists([]), backend.delete([])):
             assert list(await call) == [], "outcomes for an empty batch"
@@ -141,7 +141,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_keys_of_all_lengths_and_bytes(self) -> None:
-        """Keys are opaque: any bytes, 1 to 64 of them, and keys that begin alike are different keys."""
+        """Keys are opaque: they consist of 1 to 64 arbitrary bytes, and keys with a common prefix are different."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         keys = {bytes([byte]) for byte in range(256)}
@@ -171,7 +171,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_read_only_buffers_can_be_put(self) -> None:
-        """A put needs no right to write into its buffers."""
+        """A put accepts read-only buffers."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         key, payload = maker.key(), maker.payload(8192)
@@ -200,7 +200,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_quarantined_blocks_are_misses(self) -> None:
-        """A quarantined record is not found again, its neighbours are, and the key can be put again."""
+        """A quarantined record is a miss, its neighbours are still found, and the key can be put again."""
         backend = await self.opened_backend()
         if not self.deletes:
             return
@@ -236,7 +236,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_statistics_count_blocks_and_bytes(self) -> None:
-        """Where a backend counts, it counts right: blocks held, and bytes no fewer than their payloads."""
+        """If a backend counts blocks, the count is exact, and the bytes are at least those of the payloads."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         values = {maker.key(): maker.payload(6000) for _ in range(10)}
@@ -260,11 +260,11 @@ class BackendValueTests(BackendHarness):
 
 
 class BackendLifecycleTests(BackendHarness):
-    """From ``open`` to ``close`` and over it."""
+    """Open, close, restart, capacity and media failures."""
 
     @in_loop
     async def test_close_is_idempotent(self) -> None:
-        """A backend can be closed twice, and without ever having been open."""
+        """A backend can be closed twice, and without having been opened."""
         backend = await self.opened_backend()
         await backend.close()
         await backend.close()
@@ -289,7 +289,7 @@ class BackendLifecycleTests(BackendHarness):
 
     @in_loop
     async def test_close_while_calls_run(self) -> None:
-        """A close lets running calls end, with outcomes or a ``BackendError``; after it no buffer is written."""
+        """Calls that run during a close end with outcomes or a ``BackendError``; no buffer is written later."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         values = {maker.key(): maker.payload() for _ in range(16)}
@@ -333,7 +333,7 @@ class BackendLifecycleTests(BackendHarness):
 
     @in_loop
     async def test_namespaces_do_not_meet(self) -> None:
-        """A backend opened with another namespace on the same medium finds nothing, and harms nothing."""
+        """A backend with another namespace on the same medium finds no block of the first, and changes none."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         values = {maker.key(): maker.payload(5000) for _ in range(8)}
@@ -354,7 +354,7 @@ class BackendLifecycleTests(BackendHarness):
 
     @in_loop
     async def test_capacity_is_kept(self) -> None:
-        """The capacity holds for any number of puts; evictions were reported, and the remaining blocks are intact."""
+        """The capacity is never exceeded; every eviction is reported, and the remaining blocks are intact."""
         record_bytes = self.geometry(await self.make_backend()).record_bytes_max
         backend = await self.make_small_backend(16 * record_bytes + record_bytes // 2)
         if backend is None:
@@ -404,7 +404,7 @@ class BackendLifecycleTests(BackendHarness):
 
     @in_loop
     async def test_a_medium_that_fails_is_not_an_absent_block(self) -> None:
-        """While the medium fails, ``exists`` and ``probe`` raise and blocks fail; when it is back, all are there."""
+        """While the medium fails, ``exists`` and ``probe`` raise and transfers fail; later all blocks are found."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         values = {maker.key(): maker.payload(5000) for _ in range(4)}
@@ -451,7 +451,7 @@ class BackendLifecycleTests(BackendHarness):
         return backend
 
     async def _settled(self, backend: Backend, values: dict[BlockKey, bytes], removed: list[BlockKey]) -> None:
-        """Wait until exactly the blocks exist that were put and not reported as removed; eviction may lag behind."""
+        """Wait until exactly the blocks that were put and not reported as removed exist; eviction may lag."""
         keys = list(values)
         deadline = asyncio.get_running_loop().time() + self.time_limit_s / 2
         while list(await backend.exists(keys)) != [key not in removed for key in keys]:
@@ -467,7 +467,7 @@ class BackendLifecycleTests(BackendHarness):
 
 
 _LATE_S = 0.05
-"""How long to watch buffers that must not be written: that something never happens can only be seen by waiting."""
+"""Time to watch buffers that must not be written; a late write can only be detected by waiting."""
 
 
 class BackendConcurrencyTests(BackendHarness):
@@ -484,7 +484,7 @@ class BackendConcurrencyTests(BackendHarness):
 
     @in_loop
     async def test_many_batches_at_once(self) -> None:
-        """While many batches put, get and delete the same keys, a get sees a whole value of its key or none."""
+        """While many batches put, get and delete the same keys, a get returns a whole value of its key or none."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         written: dict[BlockKey, set[bytes]] = {maker.key(): set() for _ in range(12)}
@@ -496,7 +496,7 @@ class BackendConcurrencyTests(BackendHarness):
 
     @in_loop
     async def test_of_many_first_writers_one_wins(self) -> None:
-        """Of concurrent puts of the same keys, exactly one is OK per key, and its bytes are stored."""
+        """Exactly one of several concurrent puts of a key is OK, and its bytes are stored."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         keys = [maker.key() for _ in range(10)]
@@ -516,7 +516,7 @@ class BackendConcurrencyTests(BackendHarness):
 
     @in_loop
     async def test_gets_beside_a_put_see_all_or_nothing(self) -> None:
-        """A record that is being put is not visible in parts."""
+        """A partly written record is never visible."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         for _ in range(8):
@@ -531,7 +531,7 @@ class BackendConcurrencyTests(BackendHarness):
 
     @in_loop
     async def test_no_buffer_is_written_after_a_cancelled_get(self) -> None:
-        """Once a get has ended, cancelled or not, its buffers belong to others: nothing is written into them."""
+        """After a get has ended, cancelled or not, its buffers are never written again."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         values = {maker.key(): maker.payload() for _ in range(12)}
@@ -544,7 +544,7 @@ class BackendConcurrencyTests(BackendHarness):
                 assert self.payload_of(maker, target, outcome) == values[target.key], "a get returned another block"
             for target in targets:
                 target.fill()
-            # The header and payload of one block in four are enough to watch, and keep memory small.
+            # Watching the header and payload of every fourth block is enough, and limits memory.
             watched.extend(targets[::4])
             # Other calls use the backend at the same time, to expose unfinished work.
             assert list(await backend.exists([targets[0].key])) == [True], "a cancelled get lost a block"
@@ -555,7 +555,7 @@ class BackendConcurrencyTests(BackendHarness):
 
     @in_loop
     async def test_no_buffer_is_read_after_a_cancelled_put(self) -> None:
-        """After a put has ended, changes of its buffers do not reach the medium: it holds the bytes before, or none."""
+        """After a put has ended, changes to its buffers do not reach the medium: it has the original bytes or none."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         values: dict[BlockKey, bytes] = {}
@@ -613,7 +613,7 @@ class BackendConcurrencyTests(BackendHarness):
                 await backend.exists(keys)
 
     async def _cancelled(self, call: Awaitable[object]) -> Sequence[Outcome] | None:
-        """Start a call, cancel it at a random point (twice, sometimes), wait for its end; its result if it has one."""
+        """Start a call, cancel it at a random point (sometimes twice), wait for its end; return its result, if any."""
         task: asyncio.Future[object] = asyncio.ensure_future(call)
         if self.rng.random() < 0.7:
             for _ in range(self.rng.randrange(12)):
@@ -632,7 +632,7 @@ class BackendConcurrencyTests(BackendHarness):
         return result if isinstance(result, list) else None
 
     async def _all_whole(self, backend: Backend, values: dict[BlockKey, bytes]) -> None:
-        """Insist that every key holds its value, proved, or nothing."""
+        """Check that every key holds its verified value or nothing."""
         got = await self.get_all(backend, list(values))
         for (key, payload), back in zip(values.items(), got, strict=True):
             assert back in (None, payload), f"key {key.hex()} holds bytes that were written after its put had ended"

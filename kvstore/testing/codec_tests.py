@@ -46,8 +46,8 @@ class CodecTests:
     Attributes:
         element_bytes: Length of the elements of the payloads.
         sizes: Lengths of the payloads of the round trips.
-        mutations: Payloads that are corrupted, cut, extended and decoded.
-        memory_rise_max: Most bytes by which the process may grow while a bomb is decoded.
+        mutations: Number of corrupted, truncated and extended payloads to decode.
+        memory_rise_max: Most bytes by which the process may grow while a bomb or noise is decoded.
         rng: Seeded; fresh in each check.
     """
 
@@ -62,7 +62,7 @@ class CodecTests:
         raise NotImplementedError
 
     def bombs(self) -> Sequence[bytes]:
-        """Return payloads that declare, or would become, far more than they should."""
+        """Return payloads that declare, or decode to, far more bytes than allowed."""
         return ()
 
     @property
@@ -84,12 +84,12 @@ class CodecTests:
             return bytes(size_bytes)
         count = size_bytes // self.element_bytes + 1
         numbers = np.random.default_rng(self.rng.randrange(1 << 32)).normal(0, 0.7, count).astype(np.float32)
-        # The highest bytes of a float32 are a bfloat16; one byte of it will do for types of one byte.
+        # The two highest bytes of a float32 are a bfloat16; the highest one stands for one-byte types.
         octets = numbers.view(np.uint8).reshape(count, 4)[:, 4 - self.element_bytes :]
         return octets.tobytes()[:size_bytes]
 
     def encoded(self, codec: Codec, payloads: Sequence[bytes]) -> list[bytes]:
-        """Encode payloads with room to spare, and insist that they fit."""
+        """Encode payloads into targets of ``encoded_bytes_max()``, and check that they fit."""
         targets = [GuardedBuffer(codec.encoded_bytes_max(len(payload))) for payload in payloads]
         sizes = codec.encode([memoryview(payload) for payload in payloads], [target.view for target in targets])
         assert len(sizes) == len(payloads), f"{len(sizes)} sizes for {len(payloads)} payloads"
@@ -121,7 +121,7 @@ class CodecTests:
 
     @with_seed
     def test_buffers_of_all_kinds(self) -> None:
-        """Memory of any origin and alignment will do, as source and as target; sources stay as they are."""
+        """Sources and targets may have any origin and alignment; sources stay unchanged."""
         codec = self.make_codec()
         for kind in _KINDS:
             for size in (1, 5, 4096, 10_001):
@@ -138,7 +138,7 @@ class CodecTests:
 
     @with_seed
     def test_batches(self) -> None:
-        """Batches of any lengths, also empty ones, are decoded unchanged, in evenly and unevenly spaced memory."""
+        """Batches of payloads of any lengths, also empty ones, are decoded unchanged from any memory layout."""
         codec = self.make_codec()
         assert list(codec.encode([], [])) == [] and list(codec.decode(codec.wire_id, [], [])) == []
         for lengths in (
@@ -150,7 +150,7 @@ class CodecTests:
             payloads = [self.payload(length) for length in lengths]
             stored = self.encoded(codec, payloads)
             assert self.decoded(codec, codec.wire_id, stored, lengths) == payloads, f"batch of {lengths}"
-            # The same, one behind the other in one piece of memory.
+            # The same batch in one piece of memory, with evenly spaced sources and targets.
             row = max(map(codec.encoded_bytes_max, lengths)) + 1
             whole = memoryview(bytearray(2 * row * len(lengths)))
             sources = [whole[2 * i * row :][:length] for i, length in enumerate(lengths)]
@@ -163,7 +163,7 @@ class CodecTests:
 
     @with_seed
     def test_short_targets(self) -> None:
-        """A payload without enough room is None in both directions, and affects neither memory nor its batch."""
+        """A payload that does not fit its target is None in both directions, and affects neither memory nor batch."""
         codec = self.make_codec()
         for size in (1, 2, 100, 5000, 70_000):
             payloads = [self.payload(size), self.rng.randbytes(size), bytes(size)]
@@ -196,7 +196,7 @@ class CodecTests:
 
     @with_seed
     def test_mutated_payloads(self) -> None:
-        """Corrupted, cut and extended payloads, alone and among good ones, end in a length or None, never outside."""
+        """Corrupted, truncated and extended payloads yield a valid length or None, and leave an intact one alone."""
         codec = self.make_codec()
         lengths = [self.rng.choice((1, 7, 64, 200, 777)) for _ in range(_BATCH)]
         payloads = [self.payload(length) for length in lengths]
@@ -215,7 +215,7 @@ class CodecTests:
 
     @with_seed
     def test_noise(self) -> None:
-        """Bytes that no encoder made end in a length or None, never outside, in memory as for any other payload."""
+        """Random bytes yield a length or None, without writes outside the targets and with bounded memory."""
         codec = self.make_codec()
         sources = [self.rng.randbytes(self.rng.randrange(2000)) for _ in range(_BATCH)]
         with memory_rise() as rise:
@@ -237,7 +237,7 @@ class CodecTests:
             assert target.guards_intact, f"bomb {number}: bytes were written outside of the target"
 
     def mutated(self, source: bytes) -> bytes:
-        """Return a payload with some bytes changed, cut off, put in or added."""
+        """Return a payload with some bytes changed, replaced, cut off or appended."""
         changed = bytearray(source)
         kind = self.rng.randrange(4)
         place = self.rng.randrange(len(changed) + 1)

@@ -1,4 +1,4 @@
-"""Fault injection around any backend: faults of media, at a place that the test chooses.
+"""Fault injection around any backend: media faults, at points that the test chooses.
 
 A plan is a list of faults and a seed; the same plan injects the same faults into the same calls of a wrapped backend.
 It counts injected faults, so that a test can detect that a fault never happened.
@@ -53,7 +53,7 @@ class FaultKind(enum.StrEnum):
     NO_SPACE = "no_space"
     """``put``: the medium is full."""
     SHORT = "short"
-    """``get``: only a part of the record is read. ``put``: only a part is published."""
+    """``get``: only part of the record is read. ``put``: only part of it is published."""
     FLIP_HEADER = "flip_header"
     """One bit of the header is flipped: in the read bytes (``get``), or in the record on the medium (``put``)."""
     FLIP_PAYLOAD = "flip_payload"
@@ -61,7 +61,8 @@ class FaultKind(enum.StrEnum):
     MISDIRECT = "misdirect"
     """``get``: another key's record is read. ``put``: another record of the batch is published under the key."""
     DROP = "drop"
-    """``put``: returns OK and stores nothing. ``delete``: returns True and removes nothing."""
+    """``put``: returns OK and stores nothing. ``delete``: returns True and removes nothing. ``exists``: the first key's
+    answer is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class FaultPlan:
         return None
 
     def count(self, kind: FaultKind) -> None:
-        """Note that a fault was injected."""
+        """Count an injected fault."""
         with self._lock:
             self.injected[kind] += 1
 
@@ -233,7 +234,7 @@ class FaultyBackend(Backend):
         await self.inner.close()
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
-        """See :meth:`Backend.exists`. A dropped answer is that for the first key."""
+        """See :meth:`Backend.exists`. A DROP fault replaces the answer for the first key with None."""
         fault = await self._before("exists")
         answers = list(await self.inner.exists(keys))
         if answers and fault is not None and fault.kind is FaultKind.DROP:
@@ -326,7 +327,7 @@ class FaultyBackend(Backend):
         return fault
 
     async def _hold_up(self, faults: Sequence[Fault | None]) -> None:
-        """Inject faults of a whole batch, each kind once for any number of its blocks."""
+        """Inject the faults that affect a whole batch, each kind at most once."""
         due = {fault.kind: fault for fault in faults if fault is not None}
         if delay := due.get(FaultKind.DELAY):
             self.plan.count(delay.kind)
@@ -362,7 +363,7 @@ class FaultyBackend(Backend):
             return RecordWrite(write.key, self.plan.rng.choice(others).buffers)
         if fault.kind not in (FaultKind.FLIP_HEADER, FaultKind.FLIP_PAYLOAD, FaultKind.SHORT):
             return write
-        # A copy, as the caller's buffers are only read; damaged as if it had been read back.
+        # A put must not change the caller's buffers, so a copy is damaged.
         record = memoryview(bytearray().join(write.buffers))
         self.plan.count(fault.kind)
         if fault.kind is FaultKind.SHORT:

@@ -36,7 +36,7 @@ class HoldingsTests(BackendHarness):
     Subclass it like :class:`~kvstore.testing.BackendTests`. ``reopen`` is required, because admin tools open the medium
     beside or after the engine. Set ``lists_namespaces`` to False if the backend has no ``namespaces``, and ``shares``
     to False if only one backend at a time can have the medium open. Set ``erases`` to False if the bytes of a removed
-    block stay readable at their place, as in a pack until all of it is removed.
+    block stay readable at their location, as in a pack until the whole pack is removed.
     """
 
     payload_bytes_max: ClassVar[int] = 8192
@@ -46,7 +46,7 @@ class HoldingsTests(BackendHarness):
 
     @in_loop
     async def test_every_block_is_listed_once(self) -> None:
-        """Namespaces, keys of all bytes and lengths, lengths of records, and a plausible last use."""
+        """The listing has all namespaces, keys of all bytes and lengths, record lengths and a plausible last use."""
         begun = time.time()
         backend, stored = await self._filled(_HOSTILE_KEYS)
         async with self._holdings(backend) as holdings:
@@ -72,7 +72,7 @@ class HoldingsTests(BackendHarness):
 
     @in_loop
     async def test_looking_changes_nothing(self) -> None:
-        """Beside a running engine, which finds all its blocks afterwards."""
+        """A running engine finds all its blocks after an inspection."""
         if not self.shares:
             return
         backend, stored = await self._filled()
@@ -80,13 +80,13 @@ class HoldingsTests(BackendHarness):
         async with self._holdings(backend) as holdings:
             blocks = await self._scanned(holdings)
             assert set(await self._verified(holdings, blocks)) == set(stored)
-            litter = await holdings.litter()
-        assert not litter, f"litter on a clean medium: {litter}"
+            stale = await holdings.stale_items()
+        assert not stale, f"stale on a clean medium: {stale}"
         assert await self.get_all(engine, list(stored)) == list(stored.values()), "looking changed a block"
 
     @in_loop
     async def test_an_engine_may_store_and_remove_meanwhile(self) -> None:
-        """Blocks from before are listed; every block is read intact or is gone."""
+        """Blocks stored before the scan are listed; every block is read intact or is gone."""
         if not self.shares:
             return
         backend, stored = await self._filled()
@@ -128,7 +128,7 @@ class HoldingsTests(BackendHarness):
 
     @in_loop
     async def test_removal_takes_the_named_blocks_and_no_others(self) -> None:
-        """Counted, and missed by engines afterwards."""
+        """Removed blocks are counted, and engines miss them afterwards."""
         backend, stored = await self._filled()
         if not self.deletes:
             return
@@ -157,7 +157,7 @@ class HoldingsTests(BackendHarness):
 
     @in_loop
     async def test_what_an_engine_uses_is_left_to_it(self) -> None:
-        """Where the medium shows holders, nothing is removed beside one."""
+        """If the medium shows holders, nothing is removed from a held namespace."""
         if not self.shares:
             return
         backend, stored = await self._filled()
@@ -174,7 +174,7 @@ class HoldingsTests(BackendHarness):
 
     @in_loop
     async def test_a_scan_may_be_left(self) -> None:
-        """After its first page; the next scan is complete, and closing twice is closing once."""
+        """A scan may be closed after its first page; the next scan is complete. Closing holdings is idempotent."""
         backend, stored = await self._filled()
         async with self._holdings(backend) as holdings:
             pages = holdings.scan(self._info())
@@ -185,7 +185,7 @@ class HoldingsTests(BackendHarness):
 
     @in_loop
     async def test_an_import_writes_as_an_engine_does(self) -> None:
-        """A present block stays, a new one is stored."""
+        """An existing block stays, a new one is stored."""
         backend, stored = await self._filled()
         async with self._holdings(backend) as holdings:
             writer = await holdings.writer(self.namespace, self.payload_bytes_max)

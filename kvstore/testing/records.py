@@ -18,7 +18,7 @@ from kvstore.types import BlockKey
 __all__ = ["CANARY", "BufferKind", "GuardedBuffer", "RecordMaker", "Target"]
 
 CANARY = 0xC7
-"""Byte that untouched memory is filled with."""
+"""Fill byte of untouched memory."""
 
 _GUARD_BYTES = 4096
 _PAGE = 4096
@@ -62,7 +62,7 @@ class GuardedBuffer:
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """Where one record is read to: a guarded header and a guarded payload buffer."""
+    """Target of reading one record: a guarded header and a guarded payload buffer."""
 
     key: BlockKey
     header: GuardedBuffer
@@ -119,10 +119,10 @@ class RecordMaker:
         return Target(key, header, payload, RecordRead(key, [header.view, *_cut(payload.view, parts)]))
 
     def content(self, target: Target) -> bytes:
-        """Return the payload that was read, proved as a tier proves it.
+        """Return the payload that was read, verified like in a tier.
 
         Raises:
-            AssertionError: It is not the whole, intact record of the key, or something was written beside it.
+            AssertionError: The record is incomplete, damaged or of another key, or the memory around it was written.
         """
         assert target.guards_intact, f"key {target.key.hex()}: bytes were written outside of the buffers"
         try:

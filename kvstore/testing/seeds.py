@@ -1,4 +1,4 @@
-"""Seeds of checks: fresh in each run, named by each failure, given by one variable to repeat it."""
+"""Seeds of checks: new in each run, shown by a failure, and set by an environment variable to repeat it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeVar
 __all__ = ["SEED_VARIABLE", "Seeded", "fresh_seed", "with_seed"]
 
 SEED_VARIABLE: Final = "KVSTORE_TEST_SEED"
-"""Environment variable that repeats a run; a failure names its value."""
+"""Environment variable that repeats a run; a failure shows its value."""
 
 
 class Seeded(Protocol):
@@ -33,7 +33,7 @@ def fresh_seed() -> int:
 
 
 def with_seed(check: Callable[[_S], None]) -> Callable[[_S], None]:
-    """Make a test of a check with a fresh seed; a failure is given a note that names it."""
+    """Make a test of a check with a fresh seed, which is added to a failure as a note."""
 
     @functools.wraps(check)
     def test(self: _S) -> None:

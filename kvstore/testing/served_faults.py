@@ -26,7 +26,7 @@ from kvstore.testing.faults import Fault, FaultKind, FaultPlan, FaultyBackend
 __all__ = ["PlanServer", "ServedFaultyBackend", "ServedFaultyConfig"]
 
 _ANSWER_TIMEOUT_S: Final = 30.0
-"""Timeout of the test's process, which is then stopped or gone; the call fails like on a broken medium."""
+"""Timeout of a query, for a stopped or ended test process; the call then fails like on a broken medium."""
 
 _numbers = itertools.count()
 
@@ -47,7 +47,7 @@ class _Answer(msgspec.Struct, omit_defaults=True):
 
 
 class PlanServer:
-    """Serves a plan to backends in other processes, as if they were in this one, on its own threads; a context manager.
+    """Serves a plan to backends in other processes, on its own threads; a context manager.
 
     Attributes:
         address: Name of the socket; abstract, so that no file remains.
@@ -56,7 +56,7 @@ class PlanServer:
     def __init__(self, plan: FaultPlan) -> None:
         self.address = f"kvstore-faults-{os.getpid()}-{next(_numbers)}"
         self._server = _Server(plan, "\0" + self.address)
-        # Short polling interval: a suite opens many tiers, and waits for the end of each.
+        # Short polling interval, because a suite opens many tiers and waits for each shutdown.
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.01,), name="kvstore-faults", daemon=True
         )
@@ -69,21 +69,21 @@ class PlanServer:
         self.close()
 
     def config_around(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration of a tier that is the given one with this plan's faults around its backend."""
+        """Return a tier's configuration with this plan's faults around its backend."""
         common = {key: value for key, value in config.items() if key in TierConfig.__struct_fields__}
         inner = {**config, "backend": config.get("backend") or config.get("type")}
         path = f"{__name__}:{ServedFaultyBackend.__name__}"
         return {**common, "backend": path, "inner": inner, "plan": self.address}
 
     def close(self) -> None:
-        """End; its backends must be closed before. Idempotent."""
+        """Stop the server; its backends must be closed before. Idempotent."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):
-    """One thread a connection; the end ends all of them and waits for them."""
+    """One thread per connection; closing the server ends all threads and waits for them."""
 
     def __init__(self, plan: FaultPlan, address: str) -> None:
         super().__init__(address, _Handler)
@@ -91,14 +91,14 @@ class _Server(socketserver.ThreadingUnixStreamServer):
         self.connections: set[socket.socket] = set()
 
     def server_close(self) -> None:
-        """See ``socketserver``; a backend that was not closed must not keep a test from ending."""
+        """See ``socketserver``; closes open connections first, so that an unclosed backend does not block a test."""
         for connection in list(self.connections):
             _hang_up(connection)
         super().server_close()
 
 
 class _Handler(socketserver.StreamRequestHandler):
-    """One connection: questions in, answers out, until the other side leaves."""
+    """Answers the queries of one connection until the peer disconnects."""
 
     server: _Server
 
@@ -108,12 +108,12 @@ class _Handler(socketserver.StreamRequestHandler):
         self.server.connections.add(self.connection)
 
     def finish(self) -> None:
-        """Be forgotten by it."""
+        """Unregister from the server."""
         self.server.connections.discard(self.connection)
         super().finish()
 
     def handle(self) -> None:
-        """Answer until the end of the stream, which also comes when a backend's process is killed."""
+        """Answer until the end of the stream, which also arrives when a backend's process is killed."""
         with contextlib.suppress(ConnectionError):
             while line := self.rfile.readline():
                 question = msgspec.json.decode(line, type=_Question)
@@ -138,7 +138,7 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # The other side has just left.
+    with contextlib.suppress(OSError):  # The peer has already disconnected.
         connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -175,7 +175,7 @@ class _AskedPlan(FaultPlan):
             writer.close()
 
     def close(self) -> None:
-        """Let go of the connection. Idempotent."""
+        """Close the connection. Idempotent."""
         if self._socket is not None:
             self._answers.close()
             self._socket.close()
@@ -192,7 +192,7 @@ class _AskedPlan(FaultPlan):
         return connection
 
     def _ask(self, question: _Question) -> _Answer:
-        """Send a query and wait for the answer: this blocks the loop for some microseconds of a test."""
+        """Send a query and wait for the answer. This blocks the loop for some microseconds, which a test can afford."""
         if self._socket is None:
             self._socket = self._connected()
             self._answers = self._socket.makefile("rb")
@@ -218,7 +218,7 @@ class ServedFaultyConfig(TierConfig, kw_only=True, frozen=True):
 
 
 class ServedFaultyBackend(FaultyBackend):
-    """A :class:`~kvstore.testing.FaultyBackend` that can be named in a configuration, and so be in an I/O process."""
+    """A :class:`~kvstore.testing.FaultyBackend` that a configuration can name, so that it can run in an I/O process."""
 
     config_type: ClassVar[type[TierConfig]] = ServedFaultyConfig
 

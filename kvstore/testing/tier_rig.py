@@ -215,7 +215,7 @@ class TierRig:
 
 
 def _shared_memory(size_bytes: int) -> mmap.mmap:
-    """Make memory that an I/O process can map, too; it is gone with its last mapping."""
+    """Make memory that an I/O process can also map; it is freed with its last mapping."""
     fd = os.memfd_create("kvstore-testing", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size_bytes)

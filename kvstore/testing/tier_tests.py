@@ -34,7 +34,8 @@ class TierHarness:
         exclusive: Whether presence is authoritative, so that a miss needs no second step.
         persistent: Whether blocks outlive a close, and are found again with the same configuration.
         deletes: Whether the backend can remove.
-        forgets: Whether it can remove all blocks of a tenant: it removes, and its medium can be listed.
+        forgets: Whether all blocks of a tenant can be removed. The backend must be able to remove, and to list its
+            medium.
         slot_bytes: Length of a slot.
         slots: Number of slots.
         timeout_s: Limit of every wait.
@@ -108,7 +109,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_unknown_blocks_are_misses(self) -> None:
-        """A block that was never stored is a MISS; in an exclusive tier in the same step."""
+        """A block that was never stored is a MISS; in an exclusive tier already at the first lookup."""
         with self.rig() as rig:
             rig.recovered()
             for key in self.keys(10):
@@ -121,7 +122,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_a_partial_load_is_exact(self) -> None:
-        """Of a job with hits and misses exactly the hits are reported, wherever they stand."""
+        """A load of hits and misses in any order reports exactly the hits."""
         with self.rig() as rig:
             held = self.keys(12)
             rig.store(held)
@@ -136,7 +137,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_storing_again_is_a_success_that_moves_nothing(self) -> None:
-        """Blocks that are there already are EXISTS, count as stored, and are not written again."""
+        """Blocks that are already stored are EXISTS, count as stored, and are not written again."""
         with self.rig() as rig:
             held, new = self.keys(5), self.keys(3)
             rig.store(held)
@@ -150,7 +151,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_forgotten_blocks_are_gone(self) -> None:
-        """All blocks whose keys begin with a prefix, and no others; they can be stored again."""
+        """``forget`` removes exactly the blocks whose keys begin with a prefix; they can be stored again."""
         if not self.forgets:
             return
         with self.rig() as rig:
@@ -167,7 +168,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_every_job_is_reported_once_and_right(self) -> None:
-        """Of many jobs in flight on the same keys each is reported once, and reported blocks have the right bytes."""
+        """Each of many concurrent jobs on the same keys is reported once, and loaded blocks have the right bytes."""
         with self.rig() as rig:
             pool = self.keys(40)
             free = list(range(self.slots - 4))
@@ -189,7 +190,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_drain_waits_for_all_jobs(self) -> None:
-        """After a drain no job runs, and the results are there to be fetched."""
+        """After a drain no job runs, and all results can be fetched."""
         with self.rig() as rig:
             keys = self.keys(30)
             jobs = [rig.submit_store(keys[i : i + 3], range(i, i + 3)) for i in range(0, 30, 3)]
@@ -201,7 +202,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_close_reports_what_runs_and_lets_go(self) -> None:
-        """Jobs that run when the tier closes are reported, once; the primary tier is free then (the rig checks)."""
+        """Jobs in flight at close are reported once, and the primary tier is released (checked by the rig)."""
         for _ in range(5):
             with self.rig() as rig:
                 held = self.keys(10)
@@ -278,7 +279,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_blocks_outlive_a_restart(self) -> None:
-        """A new tier over the same medium finds the blocks and loads them; one of another namespace does not."""
+        """A new tier over the same medium finds and loads the blocks; a tier with another namespace does not."""
         if not self.persistent:
             return
         config, keys = self.make_config(), self.keys(30)
@@ -299,7 +300,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_statistics_add_up(self) -> None:
-        """Counts of blocks, bytes, lookups and outcomes are those of the calls made."""
+        """Counts of blocks, bytes, lookups and outcomes match the calls made."""
         with self.rig() as rig:
             rig.recovered()
             keys = self.keys(10)
@@ -381,7 +382,7 @@ class TierValueTests(TierHarness):
 
 
 class TierEpochTests(TierHarness):
-    """Resets of a tier, alone and in a row, with unfinished stores."""
+    """Single and consecutive resets of a tier, also with unfinished stores."""
 
     @with_seed
     def test_a_new_epoch_finds_nothing_of_an_earlier_one(self) -> None:
@@ -427,7 +428,7 @@ class TierEpochTests(TierHarness):
 
     @with_seed
     def test_resets_in_a_row(self) -> None:
-        """With resets in quick succession between stores, only blocks of the present epoch are found."""
+        """After several resets in quick succession, only blocks of the current epoch are found."""
         with self.rig(reset="forget") as rig:
             rig.recovered()
             keys = self.keys(8)
@@ -463,7 +464,7 @@ class TierEpochTests(TierHarness):
 
     @with_seed
     def test_a_tier_that_closes_while_its_epoch_changes_lets_go_of_the_medium(self) -> None:
-        """After an interruption of the change at any point, the next tier opens on the same medium immediately."""
+        """If a close interrupts an epoch change at any point, the next tier on the medium opens immediately."""
         config = self.make_config()
         for _ in range(4):
             with self.rig(config, reset="forget") as rig:
@@ -483,7 +484,7 @@ class TierEpochTests(TierHarness):
 
 
 _LATE_S = 0.05
-"""How long to watch slots that must not be written: that something never happens can only be seen by waiting."""
+"""Time to watch slots that must not be written; a late write can only be detected by waiting."""
 
 _DAMAGE = (FaultKind.FLIP_HEADER, FaultKind.FLIP_PAYLOAD, FaultKind.SHORT, FaultKind.MISDIRECT)
 
@@ -504,7 +505,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_a_block_damaged_on_its_way_is_not_loaded(self) -> None:
-        """The same when it is the read that is wrong. On a medium that others use, the good record stays."""
+        """The same for a damaged read of an intact record. On a shared medium the record stays."""
         for kind in _DAMAGE:
             plan = FaultPlan(seed=self.rng.randrange(1 << 30))
             with self.rig(plan=plan, negative_ttl=0.01) as rig:
@@ -515,7 +516,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_a_write_that_was_lost_is_a_miss(self) -> None:
-        """A medium that returns OK and stores nothing costs a block; the tier notices it at the first load."""
+        """If a medium returns OK and stores nothing, the block is lost; the tier detects this at the first load."""
         plan = FaultPlan()
         with self.rig(plan=plan) as rig:
             keys = self.keys(6)
@@ -527,7 +528,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_one_failed_block_fails_alone(self) -> None:
-        """An I/O error of one block of a load or store leaves the others as they are."""
+        """An I/O error of one block in a load or store does not affect the other blocks."""
         plan = FaultPlan()
         with self.rig(plan=plan) as rig:
             keys = self.keys(6)
@@ -563,7 +564,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_a_stalled_store_ends_at_its_deadline(self) -> None:
-        """A hanging store is reported as TIMEOUT; later contents of its slots are never found under its keys."""
+        """A hanging store is reported as TIMEOUT; later contents of its slots are never loaded under its keys."""
         plan = FaultPlan()
         with self.rig(plan=plan, store_timeout=0.2, negative_ttl=0.01) as rig:
             keys = self.keys(6)
@@ -620,7 +621,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_failing_stores_are_left_and_taken_up_again(self) -> None:
-        """The same for stores: after failures in a row they are dropped, one is tried now and then, then all go."""
+        """The same for stores: after consecutive failures they are dropped until an occasional trial succeeds."""
         plan = FaultPlan()
         with self.rig(plan=plan, breaker_failures=3, breaker_cooldown=0.01) as rig:
             held = self.keys(3)
@@ -648,7 +649,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_a_store_under_way_is_forgotten_too(self) -> None:
-        """A tenant is not forgotten while a store of its blocks is under way, nor while the medium fails."""
+        """``forget`` does not complete while a store of the tenant's blocks is in progress or the medium fails."""
         if not self.forgets:
             return
         plan = FaultPlan()
@@ -685,7 +686,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_a_key_that_is_not_answered_costs_only_itself(self) -> None:
-        """A key of unknown presence is a miss during a pause; all others stay hits."""
+        """A key of unknown presence is a miss for ``negative_ttl``; all others stay hits."""
         if self.exclusive or not self.persistent:
             return
         config, keys = self.make_config(), self.keys(4)
@@ -721,7 +722,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_a_medium_that_is_not_there_at_start(self) -> None:
-        """A required tier raises and leaves nothing behind; another one starts without it and finds it later."""
+        """Without its medium a required tier raises and cleans up; an optional one starts and uses it later."""
         config, plan = self.make_config(), FaultPlan([Fault("open", FaultKind.ERROR, times=None)])
         try:
             with self.rig(config, plan=plan, required=True):
@@ -753,7 +754,7 @@ class TierFaultTests(TierHarness):
             pool = self.keys(40)
             loaded = rounds = 0
             missing = set(kinds["put"])
-            # A hundred rounds, and as many more as it takes to see every kind of fault.
+            # At least 100 rounds, then until every kind of fault of ``put`` was injected, up to 1000.
             while rounds < 100 or (missing and rounds < 1000):
                 rig.store([*self.rng.sample(pool, self.rng.randrange(1, 8)), *self.keys(2)])
                 loaded += len(rig.load(self.rng.sample(pool, self.rng.randrange(1, 12))).successful_keys)

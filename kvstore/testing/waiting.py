@@ -1,4 +1,4 @@
-"""Waiting in tests: for a condition, up to a deadline, and never for a time."""
+"""Waiting in tests: for a condition up to a deadline, never for a fixed time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PAUSE_S = 0.001
 
 
 def eventually(predicate: Callable[[], object], timeout_s: float = 30.0, what: str = "") -> None:
-    """Return as soon as the predicate, called repeatedly, is true; raise ``AssertionError`` when it isn't in time.
+    """Call the predicate repeatedly until it is true; raise ``AssertionError`` after the timeout.
 
     ``what`` names the condition in the message.
     """

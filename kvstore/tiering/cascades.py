@@ -2,65 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvstore.bounded import BoundedDict
-from kvstore.primary.tier import PrimaryTier, SlotState
-from kvstore.tiering.config import TieringConfig
-from kvstore.tiering.jobs import JobTable, OpenJob
+from kvstore.primary.tier import SlotState
+from kvstore.tiering.core import Core
+from kvstore.tiering.jobs import OpenJob
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
-from kvstore.tiering.tenants import TenantTable
-from kvstore.types import BlockKey, JobResult, TransferJob
+from kvstore.tiering.tenants import Rates
+from kvstore.types import BlockKey, JobResult, RemovalCause, TransferJob
 
-__all__ = ["Cascades", "Sightings"]
+__all__ = ["Cascades"]
 
 
 class Cascades:
     """Decides which blocks of the primary tier go to which tiers, when, and how many at a time.
 
     Two masks of tiers are kept per block. A block is *withheld* from a tier if it was not stored there (policy, too few
-    sightings, no room, its tenant's rate, a failure); it is stored when a request that may store it uses it again. A
+    sightings, no room, its tenant's rate, a failure). It is stored when a request that may store it uses it again. A
     block is *owed* to a tier if it must be written there before the primary tier evicts it (``lazy``). A block withheld
-    only for lack of room also waits in line (``TierLink.waiting``), and is stored when there is room.
+    for lack of room also joins the tier's queue (``TierLink.waiting``), and is stored when there is room.
 
     Attributes:
-        sightings: Uses of blocks, for admission.
         lost_blocks: Owed blocks that a tier failed to store before their eviction.
     """
 
-    def __init__(
-        self,
-        primary: PrimaryTier,
-        jobs: JobTable,
-        links: Sequence[TierLink],
-        config: TieringConfig,
-        dropped: Callable[[list[BlockKey]], None],
-        tenants: TenantTable | None = None,
-    ) -> None:
-        self._primary = primary
-        self._jobs = jobs
-        self._links = [link for link in links if link.takes_stores]
-        self._dropped = dropped
-        self._tenants = tenants if tenants is not None and tenants.limits_stores else None
-        """Those that have rates, if any has."""
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._primary = core.primary
+        self._jobs = core.jobs
+        self._links = [link for link in core.links if link.takes_stores]
+        config = core.config
+        self._rates = None if core.tenants is None else core.tenants.stores
         self._all_bits = sum(link.bit for link in self._links)
-        self._store_blocks_max = max(1, int(primary.slots * config.store_share))
-        self._reserve = max(1, int(primary.slots * config.lazy_share))
+        self._store_blocks_max = max(1, int(core.primary.slots * config.store_share))
+        self._reserve = max(1, int(core.primary.slots * config.lazy_share))
         self._withheld: dict[BlockKey, int] = {}
         self._owed: dict[BlockKey, int] = {}
         self._transient: set[BlockKey] = set()
         self._backfill_uses = config.backfill_uses
         self._filling: set[BlockKey] = set()
-        """Withheld blocks that were promoted from a slower tier; their admission is that of back-fill."""
+        """Withheld blocks that were promoted from a slower tier; ``backfill.min_uses`` applies to them as well."""
         self._turn_come: dict[BlockKey, None] = {}
         self._writing_back = 0
-        self.sightings = Sightings(config.sightings_max)
+        self._sightings: BoundedDict[BlockKey, int] = BoundedDict(config.sightings_max)
+        """Uses of blocks, for admission. The least recently seen blocks are dropped first."""
         self.lost_blocks = 0
 
     @property
     def waits(self) -> bool:
-        """Whether blocks wait for room: if no job occupies it, they are stored in the next step."""
+        """Whether blocks wait for room. If no job occupies it, they are stored in the next step."""
         return any(link.waiting for link in self._links)
 
     @property
@@ -82,8 +74,8 @@ class Cascades:
         """Commit filled blocks in the primary tier and store them below, by their request's policy."""
         policy = state.policy
         links = state.store_links
-        plain = policy.min_uses <= 1 and not policy.lazy and policy.cpu and not state.cut and self._tenants is None
-        if not plain or len(links) < len(self._links) or any(not self._takes(link, len(keys)) for link in links):
+        plain = policy.min_uses <= 1 and not policy.lazy and policy.cpu and not state.cut and self._rates is None
+        if not plain or len(links) < len(self._links) or any(len(keys) > self.room(link) for link in links):
             self._primary.commit(keys)
             self._send_some(keys, state)
             return
@@ -95,23 +87,29 @@ class Cascades:
         """Return how many more blocks a tier may have in unfinished stores."""
         return 0 if link.dead else max(0, self._store_blocks_max - link.storing)
 
-    def offer(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:
-        """Store READY blocks to one tier, whether or not it was offered them before."""
-        self._send(link, keys, state)
-
     def lend(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> TransferJob:
         """Open a store of READY blocks that the tier itself requested; it is not submitted."""
         transfer = TransferJob(self._jobs.new_id(), keys, self._primary.pin(keys), state.ctx)
         self._jobs.add(OpenJob(transfer, link, False, state))
-        link.storing += len(keys)
         return transfer
 
     def promoted(self, keys: Sequence[BlockKey], link: TierLink) -> None:
-        """Withhold promoted blocks from the faster tiers, which lack them and may get them at their next use."""
+        """Withhold promoted blocks from the faster tiers, which lack them: a later use may store them there."""
         faster = (link.bit - 1) & self._all_bits
         if faster and self._backfill_uses is not None:
             self._withhold(keys, faster)
             self._filling.update(keys)
+
+    def note_sightings(self, keys: Sequence[BlockKey]) -> None:
+        """Count one sighting of each block of a prefix.
+
+        Counts of the end of a prefix are dropped before those of its start, so that no block is admitted without its
+        predecessors.
+        """
+        # Read all counts before writing any, because a new entry may displace another of the same prefix.
+        seen = {key: self._sightings.get(key, 0) + 1 for key in reversed(keys)}
+        for key, count in seen.items():
+            self._sightings[key] = count
 
     def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Store withheld and owed blocks that a request uses again, by its policy."""
@@ -122,26 +120,23 @@ class Cascades:
             bit = link.bit
             due = [key for key in ready if self._due(key, bit, state)]
             if due:
-                self._send(link, due, state)
+                self.send(link, due, state)
 
     def resume(self) -> None:
-        """Store waiting blocks in their order, as far as there is room."""
+        """Store waiting blocks in queue order, as far as there is room."""
         for link in self._links:
             waiting = link.waiting
             if link.dead:
-                link.dropped_blocks += len(waiting)
+                link.dropped += len(waiting)
                 waiting.clear()
             due: list[BlockKey] = []
-            room = self._store_blocks_max - link.storing
+            room = self.room(link)
             while waiting and len(due) < room:
                 key, _ = waiting.popitem(last=False)
-                # It may have been stored meanwhile, for a request that used it.
+                # A request that used the block may have stored it in the meantime.
                 if self._withheld.get(key, 0) & link.bit:
                     due.append(key)
-            if due:
-                slots = self._primary.pin(due)
-                self._settle(due, link.bit)
-                self._submit(link, due, slots, None)
+            self._pin_and_submit(link, due, None)
 
     def write_back(self) -> None:
         """Write back owed blocks that are due for eviction, or soon will be."""
@@ -163,39 +158,36 @@ class Cascades:
         self._write(list(self._owed))
 
     def finish(self, job: OpenJob, result: JobResult) -> None:
-        """Process the result of a store: its slots are unpinned."""
+        """Process the result of a store and unpin its slots."""
         keys, link = job.transfer.keys, job.link
-        link.storing -= len(keys)
         if job.write_back:
             self._writing_back -= len(keys)
         if job.abandoned:
             for slot in job.transfer.slots:
                 self._primary.reclaim(slot)
             return
+        link.stored += len(keys)
         if not result.success:
             stored = set(result.successful_keys)
             failed = [key for key in keys if key not in stored]
+            link.stored -= len(failed)
             link.failed_stores += len(failed)
             self._withhold(failed, link.bit)
             if job.write_back:
                 self.lost_blocks += len(failed)
-            link.stored_blocks += len(keys) - len(failed)
-        else:
-            link.stored_blocks += len(keys)
         self._primary.unpin(reversed(keys))
         self.end_transit(keys)
 
     def end_transit(self, keys: Iterable[BlockKey]) -> None:
-        """Drop those of some unpinned blocks that may not stay in the primary tier (``cpu: false``)."""
+        """Drop the unpinned blocks that may not stay in the primary tier (``cpu: false``)."""
         if self._transient:
             gone = [key for key in keys if key in self._transient and self._primary.remove(key)]
             if gone:
-                self.evicted(gone)
-                self._dropped(gone)
+                self._core.left(gone, RemovalCause.REMOVED)
 
-    def evicted(self, keys: Iterable[BlockKey]) -> None:
-        """Forget blocks that left the primary tier."""
-        # A waiting block that was stored meanwhile, for a request that used it, is neither withheld nor owed.
+    def left(self, keys: Iterable[BlockKey]) -> None:
+        """Drop the state of blocks that left the primary tier."""
+        # A waiting block is neither withheld nor owed if a request that used it stored it in the meantime.
         if self.notes or self.owes:
             for key in keys:
                 self._withheld.pop(key, None)
@@ -204,20 +196,17 @@ class Cascades:
                 self._filling.discard(key)
                 for link in self._links:
                     if link.waiting and link.waiting.pop(key, False) is None:
-                        link.dropped_blocks += 1
+                        link.dropped += 1
 
     def forget_all(self) -> None:
-        """Forget everything, because the primary tier is cleared."""
+        """Drop all state, because the primary tier is cleared."""
         for notes in (self._withheld, self._owed, self._transient, self._filling, self._turn_come):
             notes.clear()
         for link in self._links:
             link.waiting.clear()
 
-    def _takes(self, link: TierLink, blocks: int) -> bool:
-        return not link.dead and link.storing + blocks <= self._store_blocks_max
-
     def _send_some(self, keys: Sequence[BlockKey], state: RequestState) -> None:
-        """Store blocks to the tiers that may have them and have room; withhold them from the others."""
+        """Store blocks to the allowed tiers with room, and withhold them from the others."""
         policy = state.policy
         whole = keys
         if not policy.cpu:
@@ -226,23 +215,23 @@ class Cascades:
             if link not in state.store_links:
                 self._withhold(keys, link.bit)
         if policy.min_uses > 1:
-            early = [key for key in keys if self.sightings.count(key) < policy.min_uses]
+            early = [key for key in keys if self._sightings.get(key, 0) < policy.min_uses]
             self._withhold(early, self._all_bits)
-            keys = [key for key in keys if self.sightings.count(key) >= policy.min_uses]
+            keys = [key for key in keys if self._sightings.get(key, 0) >= policy.min_uses]
         if policy.lazy and policy.cpu and state.store_links:
             mask = sum(link.bit for link in state.store_links)
             self._owed.update((key, self._owed.get(key, 0) | mask) for key in keys)
             self._primary.mark_dirty(keys)
             return
         for link in state.store_links:
-            self._send(link, keys, state)
+            self.send(link, keys, state)
         if not policy.cpu:
             self.end_transit(whole)
 
-    def _send(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:
-        """Store READY blocks to a tier, the first ones as far as there is room; the rest waits."""
-        if self._tenants is not None:
-            keys = self._within_rate(self._tenants, link, keys, state)
+    def send(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Store READY blocks to a tier, even if they were offered to it before. Blocks without room wait."""
+        if self._rates is not None:
+            keys = self._within_rate(self._rates, link, keys, state)
         if state.cut:
             behind = [key for key in keys if state.is_cut(key, link.bit)]
             self._wait_for_room(link, behind)
@@ -252,15 +241,16 @@ class Cascades:
             state.note_cut(keys[room], link.bit)
             self._wait_for_room(link, keys[room:])
             keys = keys[:room]
-        if keys:
-            self._settle(keys, link.bit)
-            self._submit(link, keys, self._primary.pin(keys), state)
+        self._pin_and_submit(link, keys, state)
 
     def _within_rate(
-        self, tenants: TenantTable, link: TierLink, keys: Sequence[BlockKey], state: RequestState
+        self, rates: Rates, link: TierLink, keys: Sequence[BlockKey], state: RequestState
     ) -> Sequence[BlockKey]:
-        """Return the blocks that their tenant may store now; the others, and all after them, are withheld."""
-        count = 0 if state.over_rate & link.bit or not keys else tenants.take_stores(keys)
+        """Return the leading blocks that the tenant's rate allows, and withhold the rest.
+
+        Once the rate is exceeded, the request stores nothing more to this tier.
+        """
+        count = 0 if state.over_rate & link.bit or not keys else rates.take(keys)
         if count < len(keys):
             state.over_rate |= link.bit
             self._withhold(keys[count:], link.bit)
@@ -269,12 +259,12 @@ class Cascades:
     def _wait_for_room(self, link: TierLink, keys: Sequence[BlockKey]) -> None:
         self._withhold(keys, link.bit)
         if link.dead:
-            link.dropped_blocks += len(keys)
+            link.dropped += len(keys)
         else:
             link.waiting.update(dict.fromkeys(keys))
 
     def _write(self, keys: Sequence[BlockKey]) -> None:
-        """Write back owed blocks, as far as there is room; those owed to a dead tier are lost."""
+        """Write back owed blocks, as far as there is room. Blocks owed to a dead tier count as lost."""
         for link in self._links:
             due = [key for key in keys if self._owed.get(key, 0) & link.bit]
             if link.dead:
@@ -282,12 +272,17 @@ class Cascades:
                 self._settle(due, link.bit)
                 self._withhold(due, link.bit)
                 continue
-            due = due[: max(0, self._store_blocks_max - link.storing)]
-            if due:
-                slots = self._primary.pin(due)
-                self._settle(due, link.bit)
-                self._submit(link, due, slots, None, write_back=True)
-                self._writing_back += len(due)
+            due = due[: self.room(link)]
+            self._pin_and_submit(link, due, None, write_back=True)
+            self._writing_back += len(due)
+
+    def _pin_and_submit(
+        self, link: TierLink, keys: Sequence[BlockKey], state: RequestState | None, *, write_back: bool = False
+    ) -> None:
+        if keys:
+            slots = self._primary.pin(keys)
+            self._settle(keys, link.bit)
+            self._submit(link, keys, slots, state, write_back=write_back)
 
     def _submit(
         self,
@@ -298,10 +293,9 @@ class Cascades:
         *,
         write_back: bool = False,
     ) -> None:
-        """Submit a store of pinned blocks. If the tier raises, they stay pinned, because it may be reading them."""
+        """Submit a store of pinned blocks. If the tier raises, the pins stay, because it may be reading the slots."""
         transfer = TransferJob(self._jobs.new_id(), keys, slots, None if state is None else state.ctx)
-        self._jobs.add(OpenJob(transfer, link, False, state, write_back=write_back))
-        link.submit_store(transfer)
+        self._jobs.submit(OpenJob(transfer, link, False, state, write_back=write_back))
 
     def _due(self, key: BlockKey, bit: int, state: RequestState) -> bool:
         policy = state.policy
@@ -312,14 +306,14 @@ class Cascades:
         uses = policy.min_uses
         if key in self._filling:
             uses = max(uses, self._backfill_uses or 1)
-        return uses <= 1 or self.sightings.count(key) >= uses
+        return uses <= 1 or self._sightings.get(key, 0) >= uses
 
     def _withhold(self, keys: Sequence[BlockKey], mask: int) -> None:
         for key in keys:
             self._withheld[key] = self._withheld.get(key, 0) | mask
 
     def _settle(self, keys: Sequence[BlockKey], bit: int) -> None:
-        """Clear the masks of blocks about to be stored to a tier; the pins of the job protect them from now on."""
+        """Clear a tier's bit in the masks of blocks to be stored there; the job's pins protect them from now on."""
         for notes in (self._withheld, self._owed):
             if not notes:
                 continue
@@ -333,35 +327,3 @@ class Cascades:
                         self._primary.mark_clean((key,))
                     else:
                         self._filling.discard(key)
-
-
-class Sightings:
-    """Counts sightings of blocks, for admission to tiers; forgets the least recently seen first.
-
-    Args:
-        blocks_max: Blocks remembered.
-    """
-
-    def __init__(self, blocks_max: int) -> None:
-        self._counts: BoundedDict[BlockKey, int] = BoundedDict(blocks_max)
-
-    def add(self, keys: Sequence[BlockKey]) -> None:
-        """Count one sighting of each block of a prefix.
-
-        The end of a prefix is forgotten before its start, so that no block is admitted without its predecessors.
-        """
-        # All are counted before any is added, because a new one may displace another of the same prefix.
-        seen = {key: self.count(key) + 1 for key in reversed(keys)}
-        for key, count in seen.items():
-            self._counts[key] = count
-
-    def count(self, key: BlockKey) -> int:
-        """Return the remembered sightings of a block."""
-        return self._counts.get(key, 0)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._counts.clear()
-
-    def __len__(self) -> int:
-        return len(self._counts)

@@ -18,14 +18,14 @@ from kvstore.tiering.recording import SOCKET_PATH_BYTES_MAX
 __all__ = ["Backfill", "TieringConfig", "engine_tiering"]
 
 _OF_ENGINE: Final = frozenset({"prefetch", "events"})
-"""Options that an engine's connector decides."""
+"""Options set by the engine's connector, not by users."""
 
 
 class Backfill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Copies of promoted blocks to faster tiers.
 
     Attributes:
-        min_uses: Number of uses from which a block of a slower tier is copied to the faster ones. The second use shows
+        min_uses: Number of uses after which a block of a slower tier is copied to the faster ones. The second use shows
             reuse; copying at the first would write every block that is read once.
 
     Raises:
@@ -47,29 +47,30 @@ class TieringConfig:
     Attributes:
         policy: Defaults of the offload policy, in the form of a request's parameters.
         allow: Parameters of the offload policy that requests may set; others are ignored. None: all.
-        tokens_per_block: Tokens of a block, for policies that count tokens, if the engine does not give the ends of
+        tokens_per_block: Tokens per block, for policies that count tokens, if the engine does not give the ends of
             blocks.
-        promotion_share: Most slots of promotions: being filled, or filled and not yet loaded by the waiting request.
-            Half of the tier, so that waiting requests cannot displace the blocks of running ones.
-        store_share: Most slots that unfinished stores of one tier may pin. A quarter, so that a slow tier cannot stop
-            the stores to the others. Excess blocks wait unpinned, and are stored if they are still present then.
-        pin_share: Most slots of blocks held by ``pin``; 0 for none.
-        pin_lease_s: Time after its last use at which such a block may be evicted again. An hour: a prompt unused for
-            that long is not worth its slots, and a forgotten pin ends.
-        backfill: Copies of blocks that only a slower tier holds to the faster ones; false: never.
+        promotion_share: Maximum slots for promotions: being filled, or filled and not yet loaded by the waiting
+            request. Half of the tier by default, so that waiting requests cannot displace the blocks of running ones.
+        store_share: Maximum slots that unfinished stores of one tier may pin. A quarter by default, so that a slow tier
+            cannot block stores to the others. Excess blocks wait unpinned, and are stored later if still present.
+        pin_share: Maximum slots of blocks held by ``pin``; 0 for none.
+        pin_lease_s: Time after its last use at which such a block may be evicted again. An hour by default: a prompt
+            unused for that long is not worth its slots. The lease also ends pins that are never released.
+        backfill: Copies of blocks from a slower tier to the faster ones that lack them; false: never.
         lazy_share: Slots kept free or ready for eviction while there are blocks with ``lazy``, so that a burst of
             stores need not wait for a tier.
-        gate: Whether blocks are loaded only where this is estimated to be no slower than computing them. Has no effect
+        gate: Whether blocks are loaded only if loading is estimated to be no slower than computing them. Has no effect
             until the engine reports its steps (:meth:`TieringManager.note_step`).
-        hedge: Whether a load that takes unusually long is begun in a second tier, too. Needs the gate, which measures.
+        hedge: Whether a load that takes unusually long is also started from a second tier. Needs the gate's
+            measurements.
         prefetch: Whether a request's blocks are promoted as soon as its keys are known, before its first lookup.
         wait_s_max: Longest wait of a request for a tier's answer, or for room for its promotions.
         load_s_max: Age at which an unreported load is abandoned. Tiers have their own deadlines; this covers a tier
             that misses them.
-        sightings_max: Blocks whose sightings are remembered, for ``min_uses``.
-        tenants: Who shares the tiers, and what each may have; None: all blocks are alike.
+        sightings_max: Maximum blocks with a count of sightings, for ``min_uses``.
+        tenants: Tenants that share the tiers, with their quotas and rates; None: all blocks are alike.
         events: Whether events are kept for ``take_events``.
-        trace_socket: Path of the Unix socket of ``kvstore-bench record``; requests are sent there while a recorder
+        trace_socket: Path of the Unix socket of ``kvstore-bench record``. Requests are sent there while a recorder
             runs. Empty: never.
 
     Raises:
@@ -97,7 +98,7 @@ class TieringConfig:
 
     @property
     def backfill_uses(self) -> int | None:
-        """Uses from which a block is copied to faster tiers; None: never."""
+        """Number of uses after which a block is copied to faster tiers; None: never."""
         if isinstance(self.backfill, bool):
             return Backfill().min_uses if self.backfill else None
         return self.backfill.min_uses
@@ -121,10 +122,10 @@ class TieringConfig:
 
 
 def engine_tiering(options: object, tier_names: Sequence[str]) -> TieringConfig:
-    """Return the options that a user of an engine gives as ``tiering``, checked with the names of the tiers.
+    """Return the options in an engine's ``tiering`` setting, checked against the names of the tiers.
 
     Raises:
-        ConfigError: They are not a JSON object, or an option or policy can't be used.
+        ConfigError: The options are not a JSON object, or an option or policy is not valid.
     """
     if not isinstance(options, Mapping):
         raise ConfigError(f"tiering is {options!r}. Expected a JSON object.")

@@ -1,4 +1,4 @@
-"""The engine's copies between device and primary tier, and the slots that they may still touch after a reset."""
+"""The engine's copies between device and primary tier, and the slots they may still access after a reset."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Protocol
 
 from kvstore.primary.tier import PrimaryTier
 
-__all__ = ["Copies", "CopyReports", "NoReports"]
+__all__ = ["Copies", "CopyReports"]
 
 logger = logging.getLogger("kvstore.tiering")
 
 _WARN_AFTER_S = 30.0
-"""Far longer than any copy of an engine that makes steps."""
+"""Far longer than any copy takes while the engine makes steps."""
 
 
 class CopyReports(Protocol):
-    """Reports of the copying side, by lane: a number that each copy receives when it is prepared.
+    """Reports of the copying side, by lane. Each copy is assigned a lane number when it is prepared.
 
     Attributes:
         lanes: Number of lanes, at least 1.
@@ -31,40 +31,32 @@ class CopyReports(Protocol):
         ...
 
 
-class NoReports:
-    """No reports: only :meth:`Copies.all_ended` proves the end of copies."""
-
-    lanes = 1
-
-    def ended(self, lane: int, loads: int, stores: int) -> bool:
-        """Return False."""
-        return False
-
-
 class Copies:
-    """Keeps slots out of use while a copy from before a reset may still touch them.
+    """Keeps slots out of use while a copy from before a reset may still access them.
 
     An engine may reset the cache while it copies, and may execute a prepared copy much later (a store deferred to the
     next step, or until the engine wakes up). A reset begins a new lane, so that copies from before and after it are
-    counted separately. When as many copies have ended in the old lane as were prepared in it, nothing touches its
+    counted separately. Once the copies ended in the old lane equal the copies prepared in it, no copy accesses its
     slots any more.
 
     Args:
         primary: The primary tier.
-        reports: Reports of the copying side.
+        reports: Reports of the copying side; None: only :meth:`all_ended` proves the end of copies.
         clock: Monotonic seconds.
 
     Attributes:
-        lane: Lane of copies prepared now.
+        lane: Lane for new copies.
     """
 
-    def __init__(self, primary: PrimaryTier, reports: CopyReports, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, primary: PrimaryTier, reports: CopyReports | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._primary = primary
         self._reports = reports
         self._clock = clock
-        self._begun = [[0, 0] for _ in range(reports.lanes)]
+        self._begun = [[0, 0] for _ in range(1 if reports is None else reports.lanes)]
         self._waiting: dict[int, set[int]] = {}
-        """Slots that the copies of each lane may touch."""
+        """Slots that the copies of each lane may access."""
         self._since = 0.0
         self._warned = False
         self.lane = 0
@@ -73,21 +65,21 @@ class Copies:
         return bool(self._waiting)
 
     def begin(self, *, is_load: bool) -> None:
-        """Note a prepared copy, in the present lane."""
+        """Count a prepared copy in the current lane."""
         self._begun[self.lane][is_load] += 1
 
     def leave_behind(self, slots: Iterable[int]) -> set[int]:
-        """Note the slots of unfinished copies that a reset voids.
+        """Record the slots of unfinished copies that a reset voids.
 
         Returns:
-            The slots, each once: the caller marks them ABANDONED, and they are reclaimed when the copies have ended.
+            The slots, each once. The caller marks them ABANDONED; they are reclaimed when the copies have ended.
         """
         left = set(slots)
         if left:
             if not self._waiting:
                 self._since, self._warned = self._clock(), False
             self._waiting.setdefault(self.lane, set()).update(left)
-            # Without a spare lane, new copies count in the present one, which delays the proof for the old ones.
+            # Without a spare lane, new copies count in the current one, which delays the proof for the old ones.
             spare = (lane for lane in range(len(self._begun)) if lane not in self._waiting and self._ended(lane))
             self.lane = next(spare, self.lane)
         return left
@@ -106,13 +98,13 @@ class Copies:
             )
 
     def all_ended(self) -> None:
-        """Note the engine's statement that every copy unfinished at a reset has ended."""
+        """Reclaim all slots: the engine guarantees that every copy unfinished at a reset has ended."""
         for lane in list(self._waiting):
             self._put_back(lane)
 
     def _ended(self, lane: int) -> bool:
         stores, loads = self._begun[lane]
-        return self._reports.ended(lane, loads, stores)
+        return self._reports is not None and self._reports.ended(lane, loads, stores)
 
     def _put_back(self, lane: int) -> None:
         for slot in self._waiting.pop(lane):

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from typing import Final
-
-from kvstore.types import BlockKey
+from typing import Final, Generic, TypeVar
 
 __all__ = ["Deadlines"]
 
 _SLACK: Final = 64
 """Outdated entries tolerated before the heap is rebuilt."""
 
+_K = TypeVar("_K", bytes, int)
 
-class Deadlines:
-    """One deadline per key; O(log n) per change. A key is in it until it is removed or due."""
+
+class Deadlines(Generic[_K]):
+    """One deadline per key; O(log n) per change. A key stays until it is removed or taken as due."""
 
     def __init__(self) -> None:
-        self._ends: dict[BlockKey, float] = {}
-        self._heap: list[tuple[float, BlockKey]] = []
-        """Each key has an entry that is not later than its deadline; other entries are outdated."""
+        self._ends: dict[_K, float] = {}
+        self._heap: list[tuple[float, _K]] = []
+        """Each key has an entry no later than its deadline; other entries are outdated."""
 
     def __len__(self) -> int:
         return len(self._ends)
 
-    def __iter__(self) -> Iterator[BlockKey]:
+    def __iter__(self) -> Iterator[_K]:
         return iter(self._ends)
 
-    def get(self, key: BlockKey, default: float) -> float:
+    def get(self, key: _K, default: float) -> float:
         """Return the deadline of a key, or ``default`` if it has none."""
         return self._ends.get(key, default)
 
-    def set(self, key: BlockKey, end: float) -> None:
-        """Set the deadline of a key, in place of a former one."""
+    def set(self, key: _K, end: float) -> None:
+        """Set or replace the deadline of a key."""
         known = self._ends.get(key)
         self._ends[key] = end
         if known is None or end < known:
@@ -42,19 +42,19 @@ class Deadlines:
                 self._heap = [(end, key) for key, end in self._ends.items()]
                 heapq.heapify(self._heap)
 
-    def remove(self, key: BlockKey) -> bool:
+    def remove(self, key: _K) -> bool:
         """Remove a key; return whether it had a deadline."""
         return self._ends.pop(key, None) is not None
 
-    def take_due(self, now: float, limit: int | None = None, *, keep: int | None = None) -> list[BlockKey]:
+    def take_due(self, now: float, limit: int | None = None, *, keep: int | None = None) -> list[_K]:
         """Remove and return the keys whose deadlines have passed, the earliest first.
 
         Args:
-            now: The time; a deadline of ``now`` has passed.
-            limit: Most keys returned.
-            keep: Most keys left; the earliest beyond it count as due.
+            now: The time; a deadline equal to ``now`` has passed.
+            limit: Maximum number of keys returned.
+            keep: Maximum number of keys left; the earliest of the excess count as due.
         """
-        due: list[BlockKey] = []
+        due: list[_K] = []
         while self._heap and (limit is None or len(due) < limit):
             end, key = self._heap[0]
             if end > now and (keep is None or len(self._ends) <= keep):

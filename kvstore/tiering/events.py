@@ -1,4 +1,4 @@
-"""Events: which block entered or left which tier, and why."""
+"""Events: blocks that entered or left a tier, with the cause."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PRIMARY_NAME = "cpu"
 """Name of the primary tier in events and policies."""
 
 _REPEAT_S: Final = 300.0
-"""Time between two repetitions of the inventory. A consumer that lost events, or came late, is right again after
-that time, and the blocks have been repeated."""
+"""Time between two repetitions of the inventory. A consumer that lost events or connected late is complete again once
+the next repetition has been sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class BlockEvent:
 
     Attributes:
         tier: Name of the tier; ``"cpu"`` is the primary one.
-        medium: Its kind of device.
-        locality: Whether a network lies between.
+        medium: Kind of device of the tier.
+        locality: Whether the tier is local or behind a network.
         keys: The blocks.
-        cause: Why they left; None if they were stored.
+        cause: Cause of the removal; None if the blocks were stored.
     """
 
     tier: str
@@ -40,10 +40,10 @@ class BlockEvent:
 
 
 class EventLog:
-    """The inventory of the primary tier, and the way to those of the tiers.
+    """Collects the events of the primary tier and of the tiers below.
 
     Args:
-        enabled: Whether anything is kept.
+        enabled: Whether events are kept.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -51,11 +51,11 @@ class EventLog:
         self._inventory = Inventory(enabled=enabled)
 
     def set_parents(self, parent_of: Callable[[BlockKey], BlockKey | None]) -> None:
-        """State the parents of blocks of the primary tier before them."""
+        """Report the parents of a primary-tier block before the block itself."""
         self._inventory.parent_of = parent_of
 
     def primary(self, keys: Sequence[BlockKey], cause: RemovalCause | None = None) -> None:
-        """Note blocks that entered or left the primary tier."""
+        """Record blocks that entered (no cause) or left the primary tier."""
         if cause is None:
             self._inventory.stored(keys)
         else:
@@ -67,21 +67,22 @@ class EventLog:
         return bool(self._inventory)
 
     def repeat(self, links: Sequence[TierLink]) -> None:
-        """Let the next calls of :meth:`take` state all blocks of all tiers as stored, some at a time."""
+        """Make the next calls of :meth:`take` report all blocks of all tiers as stored, some at a time."""
         self._inventory.repeat()
         for link in links:
-            link.repeat_events()
+            link.call("repeat_events", otherwise=None)
 
     def take(self, links: Sequence[TierLink]) -> list[BlockEvent]:
-        """Return the events since the last call, those of the tiers included.
+        """Return the events of all tiers since the last call.
 
-        Those of the tiers come first. A block may have left the primary tier after a lower tier stored it, and a
-        consumer that counts copies must not see it without any in between.
+        Events of the lower tiers come first. A block may have left the primary tier after a lower tier stored it, and a
+        consumer that counts copies must never see the count drop to zero in between.
         """
         events: list[BlockEvent] = []
         for link in links:
-            # Taken in any case, so that they don't pile up in the tier.
-            taken, tier = link.take_events(), link.tier
+            # Taken even if disabled, so that events do not accumulate in the tier.
+            tier = link.tier
+            taken = link.call("take_events", otherwise=())
             for event in taken if self._enabled else ():
                 events.append(BlockEvent(link.name, tier.medium, tier.locality, event.keys, event.cause))
         for event in self._inventory.take():
@@ -90,7 +91,7 @@ class EventLog:
 
 
 class Repeats:
-    """The times at which all blocks are reported once more."""
+    """Schedule for repeating the inventory."""
 
     def __init__(self) -> None:
         self._due = 0.0

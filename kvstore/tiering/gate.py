@@ -1,66 +1,66 @@
 """The gate: how much of a prefix to load, so that loading takes no longer than computing.
 
-Computing the blocks of a request delays every request that waits, loading them only this one: the engine computes for
-others meanwhile. So what loading saves counts once for each of them.
+Computing a request's blocks delays every waiting request. Loading them delays only this request, because the engine
+computes for others in the meantime. So the saved computing time counts once per waiting request.
 
-It has no I/O and no clock: times are passed in. Its estimates are fits of two terms to recent measurements:
+The gate does no I/O and reads no clock: times are passed in. Its estimates are two-term fits to recent measurements:
 
-- Time of a load from a tier: a fixed part, and a part per block that is under way in the tier when it begins.
-- Time of computing: a part per token, and a part per token and token of context before it (attention).
+- Load time of a tier: a fixed term, and a term per block in progress in the tier when the load begins.
+- Computing time: a term per token, and a term per token and preceding token of context (attention).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 __all__ = ["SLACK_S_MAX", "Gate", "GateCounts"]
 
 SLACK_S_MAX: Final = 0.2
-"""Most time that a load may lag behind its prediction. A request loses little more when a tier stalls."""
+"""Maximum time by which a load may exceed its prediction. A tier's stall costs a request little more than this."""
 
 _SLACK_S_MIN: Final = 0.05
-"""Least such time: a few steps of a busy engine."""
+"""Minimum of that time: a few steps of a busy engine."""
 
 _NOISE_S: Final = 0.002
-"""Differences below the length of a short step are not measurable. Loading is then preferred: it leaves the device
-to other requests."""
+"""Differences below the length of a short step are not measurable. Loading is then preferred, because it leaves the
+device to other requests."""
 
 _TAIL_STEP: Final = 1.1
-"""Factor by which one load above the 95th percentile raises its estimate; 19 loads below it lower it as much."""
+"""Factor by which one load above the 95th percentile raises the estimate; 19 loads below lower it by the same."""
 
 _TAIL_MIN: Final = 1.5
-"""Least percentile, as a multiple of the estimate: a load that takes little longer than usual needs no help."""
+"""Minimum 95th percentile, as a multiple of the estimate: a load slightly slower than usual is not hedged."""
 
 _SAMPLES_MIN: Final = 3
-"""Measurements before an estimate is used: two that agree correct a first one that was an outlier."""
+"""Measurements before an estimate is used: two consistent ones correct a first outlier."""
 
 _PROBE_SHARE: Final = 16
-"""A declined request causes a probe: a read of one in so many of its blocks, for which nothing waits."""
+"""A declined request causes a probe: a read of one in this many of its blocks, for which no request waits."""
 
 _TRIAL_EVERY: Final = 32
-"""One in so many declined requests is followed by one that loads nevertheless, for as long as the least slack. That
-notices a tier that has become worth it without a sign in its probes."""
+"""After this many declined requests, one request loads regardless, for at most the minimum slack. This detects a tier
+that has become fast enough without showing it in its probes."""
 
 _WAIT_EVERY: Final = 32
-"""One in so many requests waits for the answer of a tier that answers lookups too slowly, to measure it."""
+"""One in this many requests waits for a tier with slow lookups, to measure it."""
 
 _PREFILL_TOKENS_MIN: Final = 16
-"""Tokens of one request in a step from which they are a prefill; speculative decoding has fewer."""
+"""Minimum tokens of one request in a step that count as prefill; speculative decoding has fewer."""
 
 _PIECE_S: Final = 0.05
-"""Predicted time per job of a split load, so that a stall is noticed early and what has arrived is used."""
+"""Predicted time per job of a split load, so that a stall is noticed early and finished pieces are used."""
 _PIECES_MAX: Final = 32
 
 
 class _Fit:
     """``y = p * u + q * v`` with ``p, q >= 0``, by least squares of relative errors over recent measurements.
 
-    One measurement far from the estimate is clipped to three times or a third of it. A second one in a row on the same
-    side shows that conditions have changed: the estimate begins anew with these two. Where all measurements have the
-    same ``u / v``, both terms get equal shares.
+    A single measurement far from the estimate is clipped to three times or a third of it. A second consecutive one on
+    the same side means that conditions have changed: the estimate restarts from these two. If all measurements have
+    the same ``u / v``, both terms get equal shares.
     """
 
     __slots__ = ("_odd", "_odd_sign", "_suu", "_suv", "_suy", "_svv", "_svy", "count", "p", "q")
@@ -73,7 +73,7 @@ class _Fit:
         self._begin()
 
     def add(self, u: float, v: float, y: float) -> int:
-        """Add a measurement, ``u > 0``; return 1 or -1 if it is far above or below the estimate, otherwise 0."""
+        """Add a measurement (``u > 0``). Return 1 or -1 if it is far above or below the estimate, otherwise 0."""
         if not (u > 0.0 and v >= 0.0 and y >= 0.0 and math.isfinite(u + v + y)):
             return 0
         expected = self.p * u + self.q * v
@@ -95,8 +95,8 @@ class _Fit:
         self._suu = self._suv = self._svv = self._suy = self._svy = 0.0
 
     def _sum(self, u: float, v: float, y: float, scale: float) -> None:
-        keep = 1.0 - 1.0 / min(self.count + 1, 24)  # The last 24 or so count.
-        weight = 1.0 / max(scale, _NOISE_S / 2) ** 2  # Relative errors count.
+        keep = 1.0 - 1.0 / min(self.count + 1, 24)  # About the last 24 measurements count.
+        weight = 1.0 / max(scale, _NOISE_S / 2) ** 2  # Weigh by relative error.
         self._suu = keep * self._suu + weight * u * u
         self._suv = keep * self._suv + weight * u * v
         self._svv = keep * self._svv + weight * v * v
@@ -104,7 +104,7 @@ class _Fit:
         self._svy = keep * self._svy + weight * v * y
 
     def _solve(self) -> None:
-        uu, vv = self._suu * 1.001, self._svv * 1.001  # Without the 0.001, equal u / v had no unique solution.
+        uu, vv = self._suu * 1.001, self._svv * 1.001  # The 0.001 makes the solution unique for equal u / v.
         rest = uu * vv - self._suv * self._suv
         p = q = 0.0
         if rest > 0.0:
@@ -117,47 +117,43 @@ class _Fit:
         self.p, self.q = p, q
 
 
+@dataclass(slots=True)
 class _Tier:
     """Estimates of one tier.
 
     Attributes:
-        load: Time of a load by blocks under way, itself included.
-        tail: 95th percentile of the time of a load, as a multiple of its estimate.
-        answer_s: Time until it answers a lookup that it could not answer immediately.
-        late: Abandoned loads that it has not reported.
-        probe: Time of a probe by its blocks.
-        probing: Whether a probe is under way.
-        hindered: Whether loads were late when it began: it may have waited for them.
-        trials: Loads that are tried although the estimate is against it.
+        load: Load time as a function of the blocks in progress, including the load's own.
+        tail: 95th percentile of the load time, as a multiple of its estimate.
+        answer_s: Time to answer a lookup that had no immediate answer.
+        late: Abandoned loads not reported yet.
+        probe: Probe time as a function of its blocks.
+        probing: Whether a probe is in progress.
+        hindered: Whether loads were late when the probe began, which may have delayed it.
+        trials: Loads to try against the estimate.
         stall_ended: Time of the last report of an abandoned load.
-        declined: Requests that the estimate declined.
-        impatient: Requests that did not wait for its answer.
+        declined: Requests declined by the estimate.
+        impatient: Requests for which waiting for its answer was estimated to take too long.
     """
 
-    __slots__ = (
-        "answer_s", "declined", "hindered", "impatient", "late", "load", "probe", "probing", "stall_ended", "tail",
-        "trials",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.load = _Fit()
-        self.tail = 3.0
-        self.answer_s = 0.0
-        self.late = 0
-        self.probe = _Fit()
-        self.probing = self.hindered = False
-        self.trials = 0
-        self.stall_ended = -math.inf
-        self.declined = 0
-        self.impatient = 0
+    load: _Fit = field(default_factory=_Fit)
+    tail: float = 3.0
+    answer_s: float = 0.0
+    late: int = 0
+    probe: _Fit = field(default_factory=_Fit)
+    probing: bool = False
+    hindered: bool = False
+    trials: int = 0
+    stall_ended: float = -math.inf
+    declined: int = 0
+    impatient: int = 0
 
     @property
     def is_known(self) -> bool:
-        """Whether its estimate decides."""
+        """Whether decisions use the estimate."""
         return self.load.count >= _SAMPLES_MIN and not self.trials
 
     def learn(self, blocks: int, seconds: float) -> None:
-        """Learn from a load; a second one that is as much faster than expected as this replaces the estimate."""
+        """Add the measurement of a load. If it is far below the estimate, one more load is tried to confirm it."""
         self.trials = 1 if self.load.add(1.0, blocks, seconds) < 0 else 0
 
 
@@ -166,12 +162,12 @@ class GateCounts:
     """Decisions of the gate since the start.
 
     Attributes:
-        loaded: Blocks loaded that the gate had weighed.
-        recomputed: Blocks held by a tier and computed instead, because that was estimated to be faster.
-        abandoned: Blocks whose load lagged behind its prediction.
+        loaded: Blocks loaded by the gate's decision.
+        recomputed: Blocks held by a tier but computed, because that was estimated to be faster.
+        abandoned: Blocks whose load was abandoned because it exceeded its prediction.
         explored: Blocks read only to measure a tier.
-        saved_s: Estimated seconds that loading saved requests and those that waited with them.
-        lost_s: Estimated seconds that waiting for loads cost where it saved none.
+        saved_s: Estimated seconds that loading saved, summed over all waiting requests.
+        lost_s: Estimated seconds lost to loads that took longer than computing.
     """
 
     loaded: int = 0
@@ -183,15 +179,15 @@ class GateCounts:
 
 
 class Gate:
-    """Learns the speed of tiers and of computing, and weighs one against the other. Bounded memory; never waits.
+    """Measures the speed of tiers and of computing, and compares them. Bounded memory; never waits.
 
     All blocks have the same length, so the throughput of a tier is in blocks.
 
     Args:
-        tiers: Number of tiers; they are named by index.
+        tiers: Number of tiers; they are identified by index.
 
     Attributes:
-        counts: Its decisions.
+        counts: Counts of decisions.
     """
 
     def __init__(self, tiers: int) -> None:
@@ -199,18 +195,21 @@ class Gate:
         self._tiers = [_Tier() for _ in range(tiers)]
         self._prefill = _Fit()
         self._step_s = 0.0
+        """Duration of a decode-only step."""
+        self._steps = 0
+        """Number of decode-only steps, up to ``_SAMPLES_MIN``."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether the time of computing is known. Until then everything is loaded."""
+        """Whether the computing time is known. Until then, everything is loaded."""
         return self._prefill.count >= _SAMPLES_MIN
 
     def note_step(self, prefills: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Learn from a step of the engine.
+        """Add the measurement of an engine step.
 
         Args:
-            prefills: Scheduled tokens of each request and the tokens of context before them. Requests with few tokens
-                decode; their time counts as the fixed part of a step.
+            prefills: Scheduled tokens and preceding tokens of context, per request. Requests with few tokens are
+                decoding; their time counts as the fixed part of a step.
             seconds: Duration of the step.
         """
         if not 0.0 < seconds < math.inf:
@@ -221,20 +220,22 @@ class Gate:
                 tokens += count
                 attended += count * (context + count / 2)
         if tokens:
-            self._prefill.add(tokens, attended, max(0.0, seconds - self._step_s))
-        elif not self._step_s or seconds < self._step_s / 3:
-            # The first step may have compiled.
-            self._step_s = seconds
+            fixed_s = self._step_s if self._steps > 1 else 0.0
+            self._prefill.add(tokens, attended, max(0.0, seconds - fixed_s))
+        elif self._steps < _SAMPLES_MIN:
+            # The first steps may include compilation.
+            self._steps += 1
+            self._step_s = min(seconds, self._step_s or seconds)
         else:
             self._step_s += 0.1 * (min(seconds, 3 * self._step_s) - self._step_s)
 
     def note_load(self, tier: int, blocks: int, seconds: float) -> None:
-        """Learn from a load.
+        """Add the measurement of a load.
 
         Args:
             tier: The tier.
-            blocks: Blocks under way in the tier when the load began, its own included.
-            seconds: From its submission to its end.
+            blocks: Blocks in progress in the tier when the load began, including its own.
+            seconds: Time from submission to end.
         """
         one = self._tiers[tier]
         usual_s = self.p95_s(tier, blocks)
@@ -244,19 +245,19 @@ class Gate:
         one.late = 0
 
     def note_late(self, tier: int, blocks: int) -> None:
-        """Note that a load is abandoned. Nothing more is loaded from this tier until it reports a load."""
+        """Note that a load is abandoned. No more loads go to this tier until it reports one."""
         one = self._tiers[tier]
         one.late += 1
         one.trials = 0
         self.counts.abandoned += blocks
 
     def note_late_end(self, tier: int, blocks: int, since: float, now: float) -> None:
-        """Note the report of an abandoned load. Loads that a stall held up together count once.
+        """Note the report of an abandoned load. Loads delayed by the same stall count once.
 
         Args:
             tier: The tier.
             blocks: As for :meth:`note_load`.
-            since: Time of its submission.
+            since: Time of submission.
             now: Time of the report.
         """
         one = self._tiers[tier]
@@ -266,29 +267,29 @@ class Gate:
             one.stall_ended = now
 
     def note_answer(self, tier: int, seconds: float) -> None:
-        """Learn the time that a tier took to answer a lookup (or has taken so far, if the request waits no longer)."""
+        """Add the time that a tier took to answer a lookup, or the time waited so far if the request stops waiting."""
         one = self._tiers[tier]
         one.answer_s += 0.2 * (min(max(0.0, seconds), 3 * one.answer_s + SLACK_S_MAX) - one.answer_s)
 
     def note_served(self, recompute_s: float, waited_s: float) -> None:
-        """Count the time that loading saved all waiting requests, or cost: that of computing less that of loading."""
+        """Count the time that loading saved or cost: the computing time of all waiting requests minus the wait."""
         if recompute_s >= waited_s:
             self.counts.saved_s += recompute_s - waited_s
         else:
             self.counts.lost_s += waited_s - recompute_s
 
     def recompute_s(self, start: int, end: int, waiting: int = 1) -> float:
-        """Return the estimated time that waiting requests spend while tokens from ``start`` to ``end`` are computed."""
+        """Return the estimated time to compute tokens from ``start`` to ``end``, multiplied by the waiting requests."""
         tokens = max(0, end - start)
         return waiting * (self._prefill.p * tokens + self._prefill.q * tokens * (start + tokens / 2))
 
-    def load_s(self, tier: int, blocks: int) -> float | None:
-        """Return the estimated time of a load with so many blocks under way, itself included; None if unmeasured."""
+    def load_s(self, tier: int, blocks: int, samples_min: int = _SAMPLES_MIN) -> float | None:
+        """Return the estimated load time with ``blocks`` in progress, including the load's own; None if unmeasured."""
         fit = self._tiers[tier].load
-        return fit.p + fit.q * blocks if fit.count >= _SAMPLES_MIN else None
+        return fit.p + fit.q * blocks if fit.count >= samples_min else None
 
     def p95_s(self, tier: int, blocks: int) -> float | None:
-        """Return a time that at least 95 % of such loads do not exceed; arguments as for :meth:`load_s`."""
+        """Return an upper estimate of the 95th percentile of the load time; arguments as for :meth:`load_s`."""
         expected_s = self.load_s(tier, blocks)
         return None if expected_s is None else self._tiers[tier].tail * max(expected_s, _NOISE_S)
 
@@ -301,16 +302,16 @@ class Gate:
         unknown: int | None = None,
         waiting: int = 1,
     ) -> int:
-        """Return how many blocks of a prefix to load: the number that saves most time; 0 if none saves any.
+        """Return the number of blocks of a prefix to load that saves the most time; 0 if loading saves none.
 
         Args:
             start: Tokens before the first block.
             ends: End of each block, in tokens.
-            tiers: Tier of each block; -1 for a block that is in the primary tier or on its way there.
-            queued: Blocks under way in each tier.
-            unknown: Index of the first block whose tier has not answered yet; it and later ones are loaded after the
-                answer.
-            waiting: Requests that wait to be computed, this one included.
+            tiers: Tier of each block; -1 for a block in the primary tier or being promoted to it.
+            queued: Blocks in progress in each tier.
+            unknown: Index of the first block whose tier has not answered yet. That block and later ones are loaded
+                after the answer.
+            waiting: Requests that wait to be computed, including this one.
         """
         fixed, slope, under_way = [], [], list(queued)
         for one in self._tiers:
@@ -336,34 +337,34 @@ class Gate:
         return best
 
     def slack_s(self, recompute_s: float) -> float:
-        """Return how far a load may lag behind its prediction, given the time of computing instead."""
+        """Return the time by which a load may exceed its prediction, given the computing time."""
         return min(SLACK_S_MAX, max(_SLACK_S_MIN, recompute_s))
 
     def deadline_s(self, tier: int, blocks: int, recompute_s: float) -> float:
-        """Return the time after which a load with so many blocks under way is late, given that of computing."""
+        """Return the time after which a load with ``blocks`` in progress is late, given the computing time."""
         expected_s = self.load_s(tier, blocks) or 0.0
         if self._tiers[tier].trials and expected_s > recompute_s:
             return _SLACK_S_MIN
         return expected_s + self.slack_s(recompute_s)
 
     def patience_s(self, tier: int, recompute_s: float) -> float:
-        """Return how long to wait for a tier's answer to a lookup."""
+        """Return the longest time to wait for a tier's answer to a lookup."""
         return min(self._tiers[tier].answer_s, recompute_s) + self.slack_s(recompute_s)
 
     def piece_blocks(self, tier: int, blocks: int) -> int:
-        """Return the blocks of each job that a load is split into."""
+        """Return the blocks per job for splitting a load; an unmeasured tier gets the smallest pieces."""
         fit = self._tiers[tier].load
         by_time = math.ceil(_PIECE_S / fit.q) if fit.q * blocks > _PIECE_S else blocks
-        return max(1, by_time, -(-blocks // _PIECES_MAX))
+        return max(by_time if fit.count >= _SAMPLES_MIN else 1, -(-blocks // _PIECES_MAX))
 
     def tries_anyway(self, tier: int) -> bool:
-        """Whether to wait for the answer of a tier although it is estimated to take too long; counts the request."""
+        """Count a request, and return whether it waits for a tier's answer although the estimate is against it."""
         one = self._tiers[tier]
         one.impatient += 1
         return not one.late and one.impatient % _WAIT_EVERY == 0
 
     def explores(self, tier: int, blocks: int) -> int:
-        """Return the blocks of a probe of a tier of which a request has just declined ``blocks``; 0 for none."""
+        """Count a request that declined ``blocks`` of a tier, and return the number of blocks to probe; 0 for none."""
         one = self._tiers[tier]
         one.declined += 1
         if not one.declined % _TRIAL_EVERY:
@@ -377,14 +378,14 @@ class Gate:
         self.counts.explored += blocks
 
     def note_explored(self, tier: int, blocks: int = 0, seconds: float = math.nan) -> None:
-        """Note the end of a probe. If it was far faster than those before, a load is tried.
+        """Note the end of a probe. If it was far faster than earlier probes, a load is tried.
 
-        The estimate of loads does not learn from probes: small reads may be fast where large ones are slow.
+        The estimate of loads ignores probes, because small reads may be fast on a tier whose large reads are slow.
 
         Args:
             tier: The tier.
             blocks: As for :meth:`note_load`.
-            seconds: As for :meth:`note_load`; NaN if it failed.
+            seconds: As for :meth:`note_load`; NaN if the probe failed.
         """
         one = self._tiers[tier]
         hindered = one.hindered or one.late > 0

@@ -1,26 +1,24 @@
-"""Hedged reads: a load that takes unusually long is begun in a second tier, too, and the first complete answer wins."""
+"""Hedged reads: an unusually slow load is also started from a second tier, and the first complete result is used."""
 
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.primary.tier import PrimaryTier
+from kvstore.tiering.core import Core
 from kvstore.tiering.gate import Gate
-from kvstore.tiering.jobs import JobTable, OpenJob
+from kvstore.tiering.jobs import OpenJob
 from kvstore.tiering.link import TierLink
 from kvstore.types import JobResult, LookupResult, TransferJob
 
 __all__ = ["HedgeCounts", "Hedges"]
 
 _BUDGET: Final = 0.05
-"""Most hedges, as a share of all loads in blocks."""
+"""Maximum hedged blocks, as a share of all loaded blocks."""
 
 _SLOTS_SHARE: Final = 1 / 32
-"""Most slots of hedges under way, which may evict blocks; and the longest load that is hedged."""
+"""Maximum slots of hedges in progress (they may evict blocks), and maximum size of a load that is hedged."""
 
 
 @dataclass(slots=True)
@@ -28,7 +26,7 @@ class HedgeCounts:
     """Hedges since the start.
 
     Attributes:
-        hedged: Blocks that a second tier was asked for.
+        hedged: Blocks requested from a second tier.
         won: Blocks that the second tier delivered first.
         extra_bytes: Bytes that second tiers read for hedges.
     """
@@ -39,45 +37,35 @@ class HedgeCounts:
 
 
 class Hedges:
-    """Begins loads that exceed the 95th percentile of their tier in a later tier with the same blocks.
+    """Repeats loads that exceed the 95th percentile of their tier from a later tier with the same blocks.
 
     A *hedge* is a load into slots of its own. These have no key: they are ABANDONED from the start. If the hedge
     succeeds before the first load is reported, its slots become those of the blocks, and the slots of the first load
-    become ABANDONED. So nothing else uses a slot that a load may still write to, whichever load wins and however late
+    become ABANDONED. So a slot that a load may still write to is never reused, regardless of which load wins and when
     the other one ends.
 
     Args:
-        primary: The primary tier.
-        jobs: The table of all jobs.
-        gate: Knows how long loads take.
-        clock: Monotonic seconds.
-        on_evicted: Called when blocks may have been evicted for a hedge.
+        core: The shared state.
+        gate: The gate, which estimates load times.
 
     Attributes:
-        counts: What it did.
+        counts: Hedges since the start.
     """
 
-    def __init__(
-        self,
-        primary: PrimaryTier,
-        jobs: JobTable,
-        gate: Gate,
-        clock: Callable[[], float],
-        on_evicted: Callable[[], object],
-    ) -> None:
+    def __init__(self, core: Core, gate: Gate) -> None:
         self.counts = HedgeCounts()
-        self._primary = primary
-        self._jobs = jobs
+        self._core = core
+        self._primary = core.primary
+        self._jobs = core.jobs
         self._gate = gate
-        self._clock = clock
-        self._on_evicted = on_evicted
-        self._blocks_max = max(1, int(primary.slots * _SLOTS_SHARE))
+        self._clock = core.clock
+        self._blocks_max = max(1, int(core.primary.slots * _SLOTS_SHARE))
         self._budget = 0.0
         """Blocks that may be hedged now."""
         self._under_way = 0
         """Blocks of unreported hedges."""
         self._due: list[tuple[float, int, OpenJob]] = []
-        """Heap of loads by the time from which they take unusually long. Reported ones stay in it until then."""
+        """Heap of loads by the time at which they become unusually slow. Reported loads stay in it until then."""
 
     def note_load(self, job: OpenJob) -> None:
         """Note a load that a request waits for."""
@@ -106,9 +94,10 @@ class Hedges:
             heapq.heappush(self._due, entry)
 
     def finish(self, hedge: OpenJob, result: JobResult) -> None:
-        """Process the report of a hedge: if it wins, it takes the place of the first load, which is abandoned."""
+        """Process the report of a hedge. If it wins, it replaces the first load, which is abandoned."""
         keys, first = hedge.transfer.keys, hedge.first
-        self._under_way -= len(keys)
+        if not hedge.lost:
+            self._under_way -= len(keys)
         self.counts.extra_bytes += result.size_bytes
         if not result.success or first is None or first.abandoned or not self._jobs.is_open(first):
             return
@@ -120,12 +109,16 @@ class Hedges:
             hedge.state.sources.update(dict.fromkeys(keys, hedge.link))
         self.counts.won += len(keys)
 
+    def lose(self, hedge: OpenJob) -> None:
+        """Release the capacity of a hedge whose report may never arrive."""
+        self._under_way -= len(hedge.transfer.keys)
+
     def clear(self) -> None:
-        """Begin no hedge of the present loads. After a reset none is begun anyway, because all are abandoned."""
+        """Start no hedges for the current loads. A reset needs no call, because it abandons all loads."""
         self._due.clear()
 
     def _second_tier(self, job: OpenJob) -> tuple[TierLink | None, bool]:
-        """Return a later tier that holds all blocks of a load; if none, whether one may still say so."""
+        """Return a later tier that holds all blocks of a load; if none, whether an answer is still outstanding."""
         keys, state = job.transfer.keys, job.state
         may_follow = False
         if state is None:
@@ -142,15 +135,13 @@ class Hedges:
     def _start(self, job: OpenJob, link: TierLink, now: float) -> None:
         keys = job.transfer.keys
         slots = self._primary.allocate_spare(len(keys))
-        if self._primary.has_evicted:
-            self._on_evicted()
+        self._core.take_evicted()
         if slots is None:
             return
-        transfer = TransferJob(self._jobs.new_id(), keys, slots, job.transfer.ctx)
-        hedge = OpenJob(transfer, link, True, None, now, math.inf, abandoned=True, first=job)
-        hedge.under_way = link.loading + len(keys)
-        self._jobs.add(hedge)
+        hedge = OpenJob(TransferJob(self._jobs.new_id(), keys, slots, job.transfer.ctx), link, True, None, since=now)
+        hedge.abandoned, hedge.first, hedge.under_way = True, job, link.loading + len(keys)
+        hedge.deadline = now + self._core.config.load_s_max
         self._budget -= len(keys)
         self._under_way += len(keys)
         self.counts.hedged += len(keys)
-        link.submit_load(transfer)
+        self._jobs.submit(hedge)

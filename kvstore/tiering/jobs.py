@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.tiering.deadlines import Deadlines
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
 from kvstore.types import JobResult, TransferJob
 
 __all__ = ["JobTable", "OpenJob"]
 
-_REPORTED_MAX: Final = 256
-"""Deadlines of reported loads that are kept, so that a report need not search for its own."""
+_RAISED: Final = object()
 
 
 @dataclass(slots=True, eq=False)
@@ -24,17 +23,19 @@ class OpenJob:
     Attributes:
         transfer: The submitted job.
         link: The tier.
-        is_load: Direction.
+        is_load: Whether it is a load (otherwise a store).
         state: The request.
         since: Time of submission, on the owner's clock (loads only).
-        deadline: Time at which the manager abandons it, on the owner's clock (loads only).
+        deadline: Time at which the manager abandons it, or its report counts as lost (loads only).
         write_back: Whether it is a store that frees slots of the primary tier.
         abandoned: Whether the manager abandoned it: its slots are ABANDONED until the tier reports it.
-        gated: Whether the gate decided on it (loads only).
-        late: Whether it was abandoned because it lagged behind the gate's prediction.
+        gated: Whether it resulted from a decision of the gate (loads only).
+        guessed: Whether the gate had no measurement of the tier at that time.
+        late: Whether it was abandoned because it exceeded the gate's prediction.
+        lost: Whether its report is so late that it no longer counts as load on the tier.
         measures: Whether it only measures the tier: its blocks are dropped.
-        under_way: Blocks under way in the tier when it was submitted, its own included.
-        first: The load of the same blocks that it hedges (:mod:`kvstore.tiering.hedges`).
+        under_way: Blocks in progress in the tier when it was submitted, including its own.
+        first: The load that it hedges (:mod:`kvstore.tiering.hedges`).
         outrun: Whether it was abandoned because its hedge was faster.
     """
 
@@ -47,7 +48,9 @@ class OpenJob:
     write_back: bool = False
     abandoned: bool = False
     gated: bool = False
+    guessed: bool = False
     late: bool = False
+    lost: bool = False
     measures: bool = False
     under_way: int = 0
     first: OpenJob | None = None
@@ -55,17 +58,16 @@ class OpenJob:
 
     @property
     def is_void(self) -> bool:
-        """Whether it was given up, and not merely the slower one of two."""
+        """Whether it was abandoned for a reason other than hedging."""
         return self.abandoned and not self.outrun and self.first is None
 
 
 class JobTable:
-    """Jobs by id; ids are unique for all tiers together."""
+    """Jobs by id. Ids are unique across all tiers."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, OpenJob] = {}
-        self._deadlines: list[tuple[float, int]] = []
-        """Heap of the deadlines of loads, with their ids. Reported loads stay in it for a while."""
+        self._deadlines: Deadlines[int] = Deadlines()
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -80,31 +82,47 @@ class JobTable:
         return self._last_id
 
     def add(self, job: OpenJob) -> None:
-        """Add a submitted job."""
+        """Add a job, and count its blocks."""
         self._jobs[job.transfer.job_id] = job
         if job.is_load:
-            if len(self._deadlines) > 2 * len(self._jobs) + _REPORTED_MAX:
-                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._jobs]
-                heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (job.deadline, job.transfer.job_id))
+            job.link.loading += len(job.transfer.keys)
+            self.set_deadline(job, job.deadline)
+        else:
+            job.link.storing += len(job.transfer.keys)
+
+    def submit(self, job: OpenJob) -> bool:
+        """Add a job and submit it to its tier. Return false if the tier raised: it may still have accepted the job."""
+        self.add(job)
+        submit = "submit_load" if job.is_load else "submit_store"
+        return job.link.call(submit, job.transfer, otherwise=_RAISED) is not _RAISED
+
+    def set_deadline(self, job: OpenJob, deadline: float) -> None:
+        """Change the deadline of a load."""
+        job.deadline = deadline
+        self._deadlines.set(job.transfer.job_id, deadline)
 
     def is_open(self, job: OpenJob) -> bool:
         """Whether a job is not reported yet."""
         return self._jobs.get(job.transfer.job_id) is job
 
     def report(self, link: TierLink, result: JobResult) -> OpenJob | None:
-        """Remove and return the job of a result; None, counted as an error of the tier, if the tier has no such job."""
+        """Remove and return the job of a result. For an unknown job, count an error of the tier and return None."""
         job = self._jobs.get(result.job_id)
         if job is None or job.link is not link:
             link.note_invalid(f"a result for job {result.job_id}, which it does not have")
             return None
+        self._deadlines.remove(result.job_id)
+        if not job.is_load:
+            link.storing -= len(job.transfer.keys)
+        elif not job.lost:
+            link.loading -= len(job.transfer.keys)
         return self._jobs.pop(result.job_id)
+
+    def lose(self, job: OpenJob) -> None:
+        """Stop counting a load whose report may never arrive. Its slots stay reserved until the report."""
+        job.lost = True
+        job.link.loading -= len(job.transfer.keys)
 
     def take_overdue_loads(self, now: float) -> list[OpenJob]:
         """Return the loads past their deadline, each once; they stay in the table until reported."""
-        overdue = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            job = self._jobs.get(heapq.heappop(self._deadlines)[1])
-            if job is not None and not job.abandoned:
-                overdue.append(job)
-        return overdue
+        return [self._jobs[job_id] for job_id in self._deadlines.take_due(now)]

@@ -1,15 +1,16 @@
-"""Lookups in the tiers, as far as the gate considers loading worthwhile."""
+"""Lookups in the tiers, up to the limit that the gate sets."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 
-from kvstore.primary.tier import PrimaryTier
+from kvstore.tiering.core import Core
 from kvstore.tiering.gate import Gate
 from kvstore.tiering.link import TierLink
-from kvstore.tiering.promotions import Promotions
-from kvstore.tiering.requests import RequestState
-from kvstore.types import BlockKey
+from kvstore.tiering.requests import Found, RequestState
+from kvstore.tiering.tally import TIMED_EVERY
+from kvstore.types import BlockKey, LookupResult
 
 __all__ = ["Lookups"]
 
@@ -18,54 +19,47 @@ _HERE = -1
 
 
 class Lookups:
-    """Finds the blocks of requests in the tiers, and asks the gate once per request and step how many to load.
+    """Finds the blocks of requests in the tiers, and limits their number by the gate once per request and step.
 
-    At the first block of a step that the primary tier lacks, the tiers are asked about it and the blocks after it, up
-    to the first that none has. The answers serve the lookups that follow in this step.
+    At the first block of a step that the primary tier lacks, the tiers are queried for that block and its successors,
+    up to the first block that no tier holds. Later lookups of the step reuse these answers.
 
     Args:
-        primary: The primary tier.
-        promotions: Asks the tiers.
-        links: The tiers, in order.
-        gate: Decides; None to load everything.
-        clock: Monotonic seconds.
+        core: The shared state.
         waiting: The requests that have not begun to compute.
+        measure: Loads blocks from a tier only to measure it; the request computes them.
     """
 
     def __init__(
         self,
-        primary: PrimaryTier,
-        promotions: Promotions,
-        links: Sequence[TierLink],
-        gate: Gate | None,
-        clock: Callable[[], float],
+        core: Core,
         waiting: Collection[str],
+        measure: Callable[[TierLink, Sequence[BlockKey], RequestState], None],
     ) -> None:
-        self._primary = primary
-        self._promotions = promotions
-        self._links = links
-        self._gate = gate
-        self._clock = clock
+        self._primary = core.primary
+        self._links = core.links
+        self._gate = core.gate
+        self._clock = core.clock
         self._waiting = waiting
+        self._measure = measure
         self._step = 0
 
-    def find(self, key: BlockKey, state: RequestState) -> tuple[TierLink | None, TierLink | None]:
-        """Return the tier to load a block from; if none, the tier whose answer to wait for. Both None: compute it."""
+    def find(self, key: BlockKey, state: RequestState) -> Found:
+        """Return the tier to load a block from; if none, the tier to wait for. Both None: compute the block."""
+        gate = self._gate
+        if gate is None:
+            return self._ask(key, state)
         decision = state.gated
-        if self._is_declined(key, state):
+        if decision.step != self._step and key in state.weighed and gate.is_ready and not self._is_declined(key, state):
+            decision.step = self._step
+            self._decide(gate, state.keys.index(key), state)
+        if decision.limit is not None and self._is_declined(key, state):
             return None, None
-        if self._gate is not None and state.places and self._gate.is_ready and decision.step != self._step:
-            place = state.places.get(key)
-            if place is not None:
-                decision.step = self._step
-                self._decide(self._gate, place, state)
-                if self._is_declined(key, state):
-                    return None, None
         found = decision.found.get(key) if decision.step == self._step else None
-        return self._promotions.find(key, state) if found is None else found
+        return found or self._ask(key, state)
 
     def stop_waiting(self, key: BlockKey, state: RequestState) -> None:
-        """Note that a request waited long enough for a tier's answer: it computes from this block on."""
+        """End a request's wait for a tier's answer: it computes from this block on."""
         decision = state.gated
         if self._gate is None or decision.unknown is None:
             return
@@ -75,7 +69,7 @@ class Lookups:
         self._gate.note_answer(tier, self._clock() - since)
 
     def note_served(self, state: RequestState, keys: Sequence[BlockKey] = ()) -> None:
-        """Note that a request uses the loaded ``keys``, or computes without any."""
+        """Note that a request uses the loaded ``keys``, or computes without loaded blocks."""
         decision = state.gated
         if self._gate is None or decision.since is None:
             return
@@ -88,17 +82,43 @@ class Lookups:
         """End the step: the tiers may answer differently in the next one."""
         self._step += 1
 
+    def _ask(self, key: BlockKey, state: RequestState) -> Found:
+        """Return the first tier that holds a block; if none, the first tier without an answer yet."""
+        failed = state.failed.get(key, 0) if state.failed else 0
+        asked = state.asked.get(key, 0)
+        unknown = None
+        for link in state.load_links:
+            bit = link.bit
+            if failed & bit:
+                continue
+            tally = link.tally
+            started = 0.0 if tally.queries % TIMED_EVERY else time.perf_counter()
+            result = link.lookup(key, state.ctx)
+            if result is LookupResult.RETRY:
+                unknown = unknown or link
+                if not asked & bit:
+                    state.retried.setdefault((key, bit), self._clock())
+                continue
+            if not asked & bit:
+                asked = state.asked[key] = asked | bit
+                tally.note_answer(result is LookupResult.HIT, started)
+                if state.retried and (key, bit) in state.retried:
+                    tally.wait_samples.append(self._clock() - state.retried.pop((key, bit)))
+            if result is LookupResult.HIT:
+                return link, None
+        return None, unknown
+
     @staticmethod
     def _is_declined(key: BlockKey, state: RequestState) -> bool:
         limit = state.gated.limit
         return limit is not None and state.ends.get(key, 0) > limit
 
     def _decide(self, gate: Gate, place: int, state: RequestState) -> None:
-        """Ask the tiers about a request's blocks from one on, and decide how many of them to load."""
+        """Query the tiers for a request's blocks from index ``place`` on, and decide how many of them to load."""
         decision, keys, ends = state.gated, state.keys, state.ends
         found = decision.found = {}
         before = ends.get(keys[place - 1], 0) if place else 0
-        # The blocks of the next group of layers begin with shorter prefixes.
+        # At the next group of layers, the ends start over.
         start = last = before if before < ends.get(keys[place], 0) else 0
         stops: list[int] = []
         tiers: list[int] = []
@@ -113,7 +133,7 @@ class Lookups:
             if key in self._primary:
                 tiers.append(_HERE)
             else:
-                answer = found[key] = self._promotions.find(key, state)
+                answer = found[key] = self._ask(key, state)
                 link = answer[0] or answer[1]
                 if link is None:
                     break
@@ -136,7 +156,9 @@ class Lookups:
         if decision.since is None:
             decision.start = start
         decision.patience_s = (
-            gate.slack_s(recompute_s) if unknown is None else gate.patience_s(unknown.index, recompute_s)
+            max(gate.slack_s(recompute_s), recompute_s)
+            if unknown is None
+            else gate.patience_s(unknown.index, recompute_s)
         )
 
     def _note_answer(self, gate: Gate, state: RequestState, unknown: TierLink | None) -> None:
@@ -146,13 +168,13 @@ class Lookups:
             since = decision.unknown[1] if decision.unknown is not None else now
             decision.unknown = unknown.index, since, now
         elif decision.unknown is not None:
-            # The answer may have waited for the engine's step; it was not there when the request asked last.
+            # The answer arrived after the request's last lookup, possibly well before this step.
             tier, since, asked = decision.unknown
             gate.note_answer(tier, asked - since)
             decision.unknown = None
 
     def _decline(self, gate: Gate, state: RequestState, keys: Sequence[BlockKey], limit: int) -> None:
-        """Let a request compute blocks that tiers hold, and sometimes measure the first such tier."""
+        """Make a request compute blocks that tiers hold, and sometimes measure the first of these tiers."""
         decision = state.gated
         decision.limit = limit
         held = [(key, link) for key in keys if (link := decision.found.get(key, (None, None))[0]) is not None]
@@ -162,4 +184,4 @@ class Lookups:
             theirs = [key for key, other in held if other is link]
             size = gate.explores(link.index, len(theirs))
             if size:
-                self._promotions.measure(link, theirs[:size], state)
+                self._measure(link, theirs[:size], state)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from kvstore.errors import ConfigError
 from kvstore.primary.tier import PrimaryTier, SlotState
 from kvstore.tenants import TAG_BYTES
 from kvstore.tiering.cascades import Cascades
 from kvstore.tiering.config import TieringConfig
-from kvstore.tiering.copies import Copies, CopyReports, NoReports
+from kvstore.tiering.copies import Copies, CopyReports
+from kvstore.tiering.core import Core
 from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, EventLog
 from kvstore.tiering.expiry import Expiry
 from kvstore.tiering.gate import Gate, GateCounts
@@ -26,7 +28,8 @@ from kvstore.tiering.promotions import Promotions
 from kvstore.tiering.recording import RequestFeed
 from kvstore.tiering.requests import Requests, RequestState
 from kvstore.tiering.retention import Retention
-from kvstore.tiering.stats import TIMED_EVERY, LookupCounts, Tally, TieringStats, flow_of
+from kvstore.tiering.stats import LookupCounts, TieringStats, flow_of
+from kvstore.tiering.tally import TIMED_EVERY, Tally
 from kvstore.tiering.tenants import TenantTable
 from kvstore.tiers.base import SecondaryTierManager, TierStats
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext, TransferJob
@@ -36,12 +39,12 @@ __all__ = ["StorePlan", "TieringManager"]
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """The copies into the primary tier that store some blocks.
+    """The copies into the primary tier for a store.
 
     Attributes:
-        keys: Blocks to copy, in the order they were offered; the others are present, or must not be stored.
+        keys: Blocks to copy, in the order of the offer. The other blocks are present, or must not be stored.
         slots: Their slots, parallel to ``keys``.
-        evicted: Blocks evicted for them.
+        evicted: Blocks evicted to make room.
     """
 
     keys: Sequence[BlockKey]
@@ -51,12 +54,14 @@ class StorePlan:
 
 _NOTHING = StorePlan((), (), ())
 
+_RAISED: Final = object()
+
 
 class TieringManager:
     """Stores blocks in the primary tier and the tiers below it, and promotes them again.
 
     Every method except :meth:`reset` and :meth:`close` returns in microseconds per block, does no I/O and never waits.
-    No failure of a tier raises. Used by one thread at a time.
+    Failures of tiers never raise. Used by one thread at a time.
 
     An engine calls, per request, :meth:`on_new_request`, :meth:`lookup` in each step until no answer is HIT_PENDING
     or RETRY, :meth:`prepare_load` and :meth:`complete_load` around its copies out of the primary tier,
@@ -64,16 +69,16 @@ class TieringManager:
     once per step :meth:`on_step_end`, which hands the I/O of the step to the tiers.
 
     Args:
-        primary: The primary tier; it belongs to the manager from now on.
-        tiers: The tiers below, the fastest first.
+        primary: The primary tier; the manager takes ownership.
+        tiers: The tiers below, fastest first.
         config: Options.
         clock: Monotonic seconds.
         reports: Reports on the engine's copies (:mod:`kvstore.tiering.copies`); without them, slots being copied at a
             reset stay out of use until :meth:`on_copies_ended`.
 
     Raises:
-        ConfigError: Two tiers have the same name, one is called ``"cpu"``, the default policy can't be used, or the
-            primary tier has blocks although tenants are to share it.
+        ConfigError: Two tiers have the same name, one is called ``"cpu"``, the default policy is not valid, or tenants
+            are configured and the primary tier is not empty.
     """
 
     def __init__(
@@ -93,45 +98,33 @@ class TieringManager:
                 f"own label."
             )
         self.primary = primary
-        self._config = config
         self._clock = clock
         self._links = tuple(TierLink(tier, index) for index, tier in enumerate(tiers))
         self._parser = PolicyParser(names, config.policy, config.allow)
         feed = RequestFeed(config.trace_socket) if config.trace_socket else None
         self._requests = Requests(self._links, self._parser, config.tokens_per_block, feed)
-        self._refusing = self._requests.refusing
         self._jobs = JobTable()
         self._log = EventLog(config.events)
-        self._copies = Copies(primary, reports or NoReports(), clock)
+        self._copies = Copies(primary, reports, clock)
         self._counts = LookupCounts()
-        self.tally = Tally(self._links, clock)
+        self.tally = Tally([link.tally for link in self._links])
         self._gate = Gate(len(tiers)) if config.gate else None
-        self._hedges = None
-        if config.hedge and self._gate is not None and len(tiers) > 1:
-            self._hedges = Hedges(primary, self._jobs, self._gate, clock, self._take_evicted)
-        self._promotions = Promotions(
-            primary, self._jobs, self.tally, config, clock, self._take_evicted, self._gate, self._hedges
-        )
-        self._lookups = Lookups(primary, self._promotions, self._links, self._gate, clock, self._requests.waiting)
         self._tenants = None if config.tenants is None else TenantTable(config.tenants, primary, clock)
-        self._limiting = self._tenants if self._tenants is not None and self._tenants.limits_loads else None
-        self._cascades = Cascades(primary, self._jobs, self._links, config, self._on_dropped, self._tenants)
-        self._expiry = Expiry(primary, self._links, self._cascades, self._log, clock, self._jobs)
+        core = Core(primary, self._links, config, clock, self._jobs, self._log, self._gate, self._tenants)
+        self._core = core
+        self._hedges = Hedges(core, self._gate) if config.hedge and self._gate is not None and len(tiers) > 1 else None
+        self._promotions = Promotions(core, self._hedges, self._end_if_idle)
+        self._lookups = Lookups(core, self._requests.waiting, self._promotions.measure)
+        self._cascades = Cascades(core)
+        core.on_left = self._cascades.left
+        self._expiry = Expiry(core)
         self._prefetch = Prefetch(
-            primary,
-            self._promotions,
-            self._lookups,
-            self._expiry,
-            self._limiting,
-            config.wait_s_max,
-            clock,
-            self._requests.resume,
-            self._end_return,
+            core, self._promotions, self._lookups, self._expiry, self._requests.add, self._end_return
         )
         fills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
         self._counts_sightings = fills or self._parser.default.min_uses > 1
         self._pins = Pins(primary, int(primary.slots * config.pin_share), config.pin_lease_s, clock)
-        self._retention = Retention(primary, config.pin_lease_s, clock)
+        self._retention = Retention(core)
         self._touched: list[BlockKey] = []
         self._polled = False
         self._closed = False
@@ -149,7 +142,7 @@ class TieringManager:
 
         Args:
             ctx: The request; ``ctx.params`` is its offload policy.
-            keys: Its prompt's blocks in prefix order, group after group, if already known (see :meth:`set_keys`).
+            keys: Blocks of its prompt in prefix order, group by group, if already known (see :meth:`set_keys`).
             ends: End of each block, in tokens from the start of the prompt.
             prompt_tokens: Length of the prompt in tokens.
 
@@ -177,75 +170,78 @@ class TieringManager:
             keys: See :meth:`on_new_request`.
             ends: See :meth:`on_new_request`.
             prompt_tokens: See :meth:`on_new_request`.
-            weighed: The blocks that the gate weighs: those of layers that need every block of the prefix; by default
-                all. The others are loaded as far as these are.
+            weighed: Blocks subject to the gate: those of layers that need every block of the prefix; by default all.
+                The other blocks are loaded up to the same position.
         """
         state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
         self._requests.locate(state, tuple(keys), ends, prompt_tokens)
-        # The blocks of a request that waits for another engine's prefill are worth its own deadline.
+        # The gate does not apply to requests that wait for another engine's prefill: they have a deadline of their own.
         if self._gate is not None and not ctx.patience_s:
-            state.places = {key: place for place, key in enumerate(keys) if weighed is None or key in weighed}
+            state.weighed = state.ends if weighed is None else weighed
         if ctx.hand_over_s:
             self.primary.hand_overs.expect(
                 ctx.request_id, [key for key in keys if state.policy.store and state.may_store(key)]
             )
             self._hold(keys, state)
-        if self._config.prefetch and state.load_links and not self._closed:
+        if self._core.config.prefetch and state.load_links and not self._closed:
             self._prefetch.add(state)
 
     def lookup(self, key: BlockKey, ctx: RequestContext) -> LookupResult:
         """Return whether a block can be loaded, and begin to promote it if a tier has it.
 
         Returns:
-            HIT: it can be loaded now, and stays until the step ends. HIT_PENDING: it is being promoted; repeat the call
-            in the next step. RETRY: a tier has no answer yet, or there is no room yet; repeat the call in the next step
-            (bounded by ``wait_s_max``). MISS: compute it.
+            HIT: the block can be loaded now, and stays until the step ends. HIT_PENDING: it is being promoted; repeat
+            the call in the next step. RETRY: a tier has no answer yet, or there is no room yet; repeat the call in the
+            next step (bounded by ``wait_s_max``). MISS: compute the block.
         """
         if not self._polled:
             self._poll()
-        if (self._refusing and ctx.request_id in self._refusing) or (self._expiry.active and self._expiry.forbids(key)):
+        state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
+        if not state.policy.load or (self._expiry.active and self._expiry.forbids(key)):
             self._counts.misses += 1
             return LookupResult.MISS
-        state = self._requests.by_id.get(ctx.request_id)
-        started = 0.0 if self.tally.primary.queries % TIMED_EVERY else time.perf_counter()
-        found = self.primary.lookup(key)
-        if found is SlotState.READY:
-            if state is not None:
-                self.tally.note_primary(state, key, True, started)
+        primary, tally = self.primary, self.tally.primary
+        started = 0.0 if tally.queries % TIMED_EVERY else time.perf_counter()
+        # Inlined from the primary tier's lookup(), because this runs for each block of each prompt.
+        slot = primary.slot_of(key)
+        is_ready = slot is not None and primary.pins[slot] >= 0
+        if (slot is None or is_ready) and key not in state.asked:
+            state.asked[key] = 0
+            tally.note_answer(is_ready, started)
+        if is_ready:
             self._counts.hits += 1
-            self.primary.promise(key)
+            primary.promise(key)
             return LookupResult.HIT
-        if found is not None:
+        result = LookupResult.HIT_PENDING if slot is not None else self._promote(key, state)
+        if result is LookupResult.HIT_PENDING:
             self._counts.pending += 1
-            return LookupResult.HIT_PENDING
-        state = state or self._begin(ctx)
-        self.tally.note_primary(state, key, False, started)
-        promotions = self._promotions
-        link, unknown = (None, None) if self._closed else self._lookups.find(key, state)
-        if link is not None and self._limiting is not None and not self._limiting.may_load(key):
-            link = None
-        if link is not None:
-            if promotions.start(link, key, state):
-                if self._limiting is not None:
-                    self._limiting.note_load(key)
-                self._counts.pending += 1
-                return LookupResult.HIT_PENDING
-            write_back = not promotions.is_full(state) and self._cascades.making_room
-            result = promotions.wait(state) if write_back else promotions.no_room(state)
-        else:
-            result = LookupResult.MISS
-            if unknown is not None:
-                result = promotions.wait(state, ctx.patience_s)
-                if result is LookupResult.MISS:
-                    self._lookups.stop_waiting(key, state)
-        if result is LookupResult.MISS:
+        elif result is LookupResult.MISS:
             self._counts.misses += 1
         else:
             self._counts.retries += 1
         return result
 
+    def _promote(self, key: BlockKey, state: RequestState) -> LookupResult:
+        """Return the answer to a lookup of a block that the primary tier lacks."""
+        if self._closed:
+            return LookupResult.MISS
+        promotions = self._promotions
+        link, unknown = self._lookups.find(key, state)
+        if link is not None:
+            result = promotions.start(link, key, state)
+            if result is LookupResult.RETRY:
+                waits_for_write_back = self._cascades.making_room and not promotions.is_full(state)
+                result = promotions.wait(state) if waits_for_write_back else promotions.no_room(state)
+            return result
+        if unknown is None:
+            return LookupResult.MISS
+        result = promotions.wait(state, state.ctx.patience_s)
+        if result is LookupResult.MISS:
+            self._lookups.stop_waiting(key, state)
+        return result
+
     def source_of(self, key: BlockKey, ctx: RequestContext) -> SecondaryTierManager | None:
-        """Return the tier that a block was promoted from for a request; None if the primary tier had it."""
+        """Return the tier from which a request's block was promoted; None if the primary tier had it."""
         state = self._requests.by_id.get(ctx.request_id)
         link = None if state is None else state.sources.get(key)
         return None if link is None else link.tier
@@ -254,15 +250,15 @@ class TieringManager:
         """Pin blocks that were a HIT in this step, to copy them out of the primary tier.
 
         Returns:
-            Their slots, parallel to ``keys``; None, with nothing pinned, if one of them is not READY.
+            Their slots, parallel to ``keys``; None, with nothing pinned, if any block is not READY.
         """
         primary = self.primary
         if any(primary.lookup(key) is not SlotState.READY for key in keys):
             return None
         state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
         slots = primary.pin(keys)
-        if self._tenants is not None:
-            self._tenants.note_loaded(keys)
+        if self._tenants is not None and keys:
+            self._tenants.of(keys[0]).loaded += len(keys)
         loading = state.loading
         for key in keys:
             loading[key] = loading.get(key, 0) + 1
@@ -298,13 +294,13 @@ class TieringManager:
             ctx: The request.
 
         Returns:
-            The copies to make; :meth:`complete_store` must follow for those blocks. None if there is no room for all of
-            them together now (offer them again in a later step).
+            The copies to make; :meth:`complete_store` must follow for those blocks. None if there is no room for all
+            blocks now (offer them again in a later step).
         """
         if not self._polled:
             self._poll()
         state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
-        # Only a computing request offers blocks: it no longer needs its claims.
+        # A request that offers blocks is computing, and no longer needs its claims.
         self._requests.waiting.discard(ctx.request_id)
         self._lookups.note_served(state)
         self._promotions.release_claims(state)
@@ -312,12 +308,12 @@ class TieringManager:
             return _NOTHING
         keys = [key for key in keys if state.may_store(key)] if state.tokens_max is not None else tuple(keys)
         if self._expiry.active:
-            if keys and self._expiry.forgetting.covers(keys[0]):
+            if keys and self._expiry.forgets(keys[0]):
                 return _NOTHING
             self._expiry.make_way(keys)
         new, here, slots = self._allocate(keys)
         if slots is None and len(self._jobs):
-            # Jobs that ended since this step began may have unpinned enough.
+            # Jobs that ended since the start of this step may have unpinned enough slots.
             self._poll()
             new, here, slots = self._allocate(keys)
         if new:
@@ -329,17 +325,17 @@ class TieringManager:
             self._cascades.write_wanted()
             return None
         state.open.update(zip(new, slots, strict=True))
-        plan = StorePlan(new, slots, self._take_evicted())
-        if self._tenants is not None:
-            self._tenants.note_stored(new)
+        plan = StorePlan(new, slots, self._core.take_evicted())
         if new:
+            if self._tenants is not None:
+                self._tenants.of(new[0]).stored += len(new)
             self._copies.begin(is_load=False)
         return plan
 
     def complete_store(self, keys: Collection[BlockKey], ctx: RequestContext, success: bool = True) -> None:
-        """End :meth:`prepare_store`: the blocks are whole in their slots, or (``success`` false) abandoned.
+        """End :meth:`prepare_store`: the blocks are complete in their slots, or discarded (``success`` false).
 
-        They are stored to every tier that the request's policy allows.
+        Complete blocks are stored to every tier that the request's policy allows.
         """
         state = self._requests.by_id.get(ctx.request_id)
         if state is None:
@@ -352,10 +348,10 @@ class TieringManager:
             if slot is not None:
                 done.append(key)
                 slots.append(slot)
-        if not success or (done and self._expiry.active and self._expiry.forgetting.covers(done[0])):
+        if not success or (done and self._expiry.forgets(done[0])):
             self.primary.abort(done)
         elif done:
-            # Before they are cascaded, which may drop them immediately.
+            # Logged before the cascade, which may drop the blocks immediately.
             self._log.primary(done)
             self._cascades.stored(done, slots, state)
             self._expiry.begin(done, state.policy.ttl_s)
@@ -366,16 +362,16 @@ class TieringManager:
         self._end_if_idle(state)
 
     def offer(self, tier: SecondaryTierManager, keys: Sequence[BlockKey], ctx: RequestContext) -> list[BlockKey]:
-        """Store blocks of the primary tier to one tier, whether or not it was offered them before.
+        """Store blocks of the primary tier to one tier, even if they were offered to it before.
 
         Returns:
-            The blocks that are still being written; offer them again in the next step.
+            The blocks that are still being written; offer these again in the next step.
         """
         state, link = self._requests.by_id.get(ctx.request_id), self._link_of(tier)
         if state is None or link not in state.store_links or self._closed:
             return []
         found = {key: self.primary.lookup(key) for key in keys if state.may_store(key)}
-        self._cascades.offer(link, [key for key, it in found.items() if it is SlotState.READY], state)
+        self._cascades.send(link, [key for key, it in found.items() if it is SlotState.READY], state)
         return [key for key, it in found.items() if it is SlotState.WRITING]
 
     def has_room(self, tier: SecondaryTierManager, blocks: int) -> bool:
@@ -386,7 +382,7 @@ class TieringManager:
         """Pin blocks for a store that a tier requested, until it reports the job.
 
         Returns:
-            The job, which is not submitted to the tier; None, with nothing pinned, if a block is not READY.
+            The job, which is not submitted to the tier; None, with nothing pinned, if any block is not READY.
         """
         if self._closed or any(self.primary.lookup(key) is not SlotState.READY for key in keys):
             return None
@@ -394,24 +390,24 @@ class TieringManager:
         return self._cascades.lend(self._link_of(tier), keys, state)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Note a use of blocks, in every tier."""
+        """Record a use of blocks in every tier."""
         self.primary.touch(keys)
         self._touched += keys
 
     def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:
-        """Drop blocks from every tier: they are a MISS until stored again."""
+        """Drop blocks from every tier. They are a MISS until stored again."""
         self._expiry.remove(keys, cause)
 
     def forget_tenant(self, tag: bytes) -> None:
-        """Remove all blocks of a tenant from every tier. Until all are gone it finds and stores nothing.
+        """Remove all blocks of a tenant from every tier. Until they are gone, its requests find and store nothing.
 
         Args:
-            tag: The beginning of its keys (:class:`kvstore.tenants.Tags`).
+            tag: Common prefix of the tenant's keys (:class:`kvstore.tenants.Tags`).
         """
         self._expiry.forget_tenant(tag)
 
     def release(self, keys: Sequence[BlockKey]) -> None:
-        """End the pins of the policy ``pin`` on blocks."""
+        """End the pins that the policy ``pin`` placed on blocks."""
         self._pins.release(keys)
 
     def on_request_finished(self, ctx: RequestContext) -> None:
@@ -434,20 +430,20 @@ class TieringManager:
 
     @property
     def copy_lane(self) -> int:
-        """Lane under which the copying side reports the end of a copy prepared now."""
+        """Lane of copies prepared now, for the reports of the copying side."""
         return self._copies.lane
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether :meth:`on_step_end` must still be called although no request runs: I/O is running or due."""
+        """Whether :meth:`on_step_end` must still be called while no request runs, because I/O is running or due."""
         waits = self._promotions.pending or bool(self._prefetch) or self._cascades.waits
-        return bool(self._jobs) or waits or self._expiry.forgetting.pending
+        return bool(self._jobs) or waits or self._expiry.pending
 
     def on_step_end(self, scheduled: Collection[str] = ()) -> None:
-        """Submit the I/O of this step to the tiers; once per step, also when nothing was scheduled.
+        """Submit the I/O of this step to the tiers. Call this once per step, even if nothing was scheduled.
 
         Args:
-            scheduled: Ids of requests that compute from this step on: they load nothing more, so their claims end.
+            scheduled: Ids of requests that compute from this step on. They load nothing more, so their claims end.
         """
         if not self._polled:
             self._poll()
@@ -473,23 +469,23 @@ class TieringManager:
         if self._touched:
             touched, self._touched = tuple(dict.fromkeys(self._touched)), []
             for link in self._links:
-                link.touch(touched)
+                link.call("touch", touched, otherwise=None)
         for link in self._links:
-            link.flush()
+            link.call("flush", otherwise=None)
         self._lookups.end_step()
         self._polled = False
 
     @property
     def is_gated(self) -> bool:
-        """Whether there is a gate, which learns from :meth:`note_step`."""
+        """Whether there is a gate, which needs the measurements of :meth:`note_step`."""
         return self._gate is not None
 
     def note_step(self, prefills: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Note a finished step of the engine, from which the gate learns how long computing takes.
+        """Record a finished step of the engine, for the gate's estimate of computing time.
 
         Args:
-            prefills: Per request that computed part of its prompt, the tokens computed and the tokens before them. A
-                request with few tokens counts as decoding.
+            prefills: Tokens computed and tokens before them, per request that computed part of its prompt. A request
+                with few tokens counts as decoding.
             seconds: Duration of the step.
         """
         if self._gate is not None:
@@ -505,7 +501,7 @@ class TieringManager:
         return self._log.has_unreported
 
     def set_parents(self, parent_of: Callable[[BlockKey], BlockKey | None]) -> None:
-        """Let events of the primary tier state the parents of blocks before them.
+        """Make events of the primary tier report a block's parents before the block.
 
         Args:
             parent_of: See :class:`kvstore.tiers.inventory.Inventory`.
@@ -513,7 +509,7 @@ class TieringManager:
         self._log.set_parents(parent_of)
 
     def repeat_events(self) -> None:
-        """Let the next calls of :meth:`take_events` state all blocks as stored, for consumers that lost events."""
+        """Make the next calls of :meth:`take_events` report all blocks as stored, for consumers that lost events."""
         self._log.repeat(self._links)
 
     def stats(self) -> TieringStats:
@@ -533,7 +529,7 @@ class TieringManager:
             policy_mistakes=self._parser.mistakes,
             policy_refused=self._parser.refused,
             gate=GateCounts() if self._gate is None else replace(self._gate.counts),
-            forgetting=len(self._expiry.forgetting),
+            forgetting=self._expiry.tenants_forgotten,
             hedges=HedgeCounts() if self._hedges is None else replace(self._hedges.counts),
             tenants={} if self._tenants is None else self._tenants.stats(),
         )
@@ -543,19 +539,21 @@ class TieringManager:
         return [link.stats() for link in self._links]
 
     def reset(self, timeout_s: float | None = None) -> bool:
-        """Drop every block of the primary tier, once no tier's I/O touches it, and begin a new epoch in every tier.
+        """Wait for the tiers' I/O, drop every block of the primary tier, and begin a new epoch in every tier.
 
-        The only call besides :meth:`close` that waits. Open :meth:`prepare_load` and :meth:`prepare_store` become void:
-        the engine does not complete them. Their slots stay out of use until the copies have ended, by the reports of
-        the copying side or by :meth:`on_copies_ended`. Blocks with ``lazy`` that were not written back are dropped.
+        Besides :meth:`close`, this is the only call that waits. Open :meth:`prepare_load` and :meth:`prepare_store`
+        become void: the engine does not complete them. Their slots stay out of use until the copying side reports the
+        end of the copies, or :meth:`on_copies_ended` is called. Blocks with ``lazy`` that were not written back are
+        dropped.
 
         Args:
-            timeout_s: Wait per tier; None for no limit.
+            timeout_s: Longest wait per tier; None for no limit.
 
         Returns:
-            Whether all I/O of the tiers ended in time. If not, its slots stay out of use until it does.
+            Whether all I/O of the tiers ended in time. If not, the slots of unfinished I/O stay out of use until it
+            ends.
         """
-        ended = all([link.drain(timeout_s) for link in self._links])
+        ended = all([link.call("drain", timeout_s, otherwise=False) for link in self._links])
         self._poll()
         self._polled = False
         self._prefetch.clear()
@@ -565,7 +563,7 @@ class TieringManager:
             copied += [slot for key in state.loading if (slot := self.primary.slot_of(key)) is not None]
             state.void()
             self._end_if_idle(state)
-        self._prefetch.clear()  # Of what ended just now.
+        self._prefetch.clear()  # Again, because requests that ended in this loop may have scheduled a prefetch.
         self._promotions.forget_all()
         self._cascades.forget_all()
         self._pins.clear()
@@ -580,14 +578,14 @@ class TieringManager:
         return ended and not self._jobs
 
     def on_copies_ended(self) -> None:
-        """Note that every copy unfinished at a reset has ended: its slots may be reused."""
+        """Note that every copy unfinished at a reset has ended, so its slots may be reused."""
         self._copies.all_ended()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Write back owed blocks, end all I/O within a deadline, close the tiers. Idempotent.
+        """Write back owed blocks, end all I/O within a deadline, and close the tiers. Idempotent.
 
         Returns:
-            Whether all I/O on the primary tier's memory has ended: only then may it be freed.
+            Whether all I/O on the primary tier's memory has ended. The memory may be freed only if true.
         """
         if self._closed:
             return not self._jobs
@@ -598,13 +596,17 @@ class TieringManager:
         self._prefetch.clear()
         for state in self._requests:
             self._promotions.drop_request(state)
+            self._end_if_idle(state)
         while self._cascades.owes and self._clock() < deadline:
             before = len(self._jobs)
             self._cascades.write_all()
             if not self._drain(deadline) or (len(self._jobs) >= before > 0):
                 break
         self._drain(deadline)
-        closed = all([link.close(max(0.1, deadline - self._clock())) for link in self._links])
+        closed = True
+        for link in self._links:
+            time_left_s = max(0.1, deadline - self._clock())
+            closed &= link.call("close", time_left_s, otherwise=_RAISED) is not _RAISED
         self._poll()
         return closed and not self._jobs
 
@@ -612,26 +614,26 @@ class TieringManager:
         return next(link for link in self._links if link.tier is tier)
 
     def _allocate(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], list[BlockKey], list[int] | None]:
-        """Return the blocks without a slot, the READY ones of the others, and slots for the former if there is room."""
+        """Return the blocks without a slot, the READY blocks, and slots for the first if there is room."""
         primary = self.primary
         new = primary.missing(keys)
         if len(new) == len(keys):
             return new, [], primary.allocate(new)
         here = [key for key in keys if primary.lookup(key) is SlotState.READY]
         primary.touch(here)
-        if len(new) <= primary.free_slots:
+        if len(new) <= len(primary.free):
             return new, here, primary.allocate(new)
-        primary.pin(here)  # A block that is offered again must not be evicted for one offered with it.
+        primary.pin(here)  # A block of this offer must not be evicted to make room for another one.
         slots = primary.allocate(new)
         primary.unpin(reversed(here))
         return new, here, slots
 
     def _use(self, keys: Sequence[BlockKey], state: RequestState, new: Sequence[BlockKey] = ()) -> None:
-        """Note that a request uses blocks in the primary tier (and sees new ones)."""
+        """Record that a request uses blocks in the primary tier; ``new`` blocks only count as sightings."""
         if self._counts_sightings:
             unseen = [key for key in (*keys, *new) if key not in state.seen]
             state.seen.update(unseen)
-            self._cascades.sightings.add(unseen)
+            self._cascades.note_sightings(unseen)
         if self._cascades.notes:
             self._cascades.use(keys, state)
         self._expiry.extend(keys, state.policy.ttl_s)
@@ -645,7 +647,7 @@ class TieringManager:
         self._touched += keys
 
     def _hold(self, keys: Sequence[BlockKey], state: RequestState) -> None:
-        """Hold blocks by a request's policy, or for the engine that it is handed over to."""
+        """Hold blocks as the request's policy demands, or for the engine that takes over the request."""
         if state.policy.pin:
             self._pins.hold(keys, state.policy.pin_s)
         elif state.ctx.hand_over_s:
@@ -684,10 +686,12 @@ class TieringManager:
                 if job is None:
                     continue
                 if not job.measures:
-                    self.tally.note_job(job, result)
+                    link.tally.note_job(
+                        job.is_load, result.success and not job.is_void, result.seconds, self._clock() - job.since
+                    )
                 if job.is_load:
                     arrived = self._promotions.finish(job, result)
-                    # Before they are cascaded, which may drop them immediately.
+                    # Logged before the cascade, which may drop the blocks immediately.
                     self._log.primary(arrived)
                     self._cascades.promoted(arrived, link if job.first is None else job.first.link)
                 else:
@@ -698,22 +702,15 @@ class TieringManager:
                     self._end_if_idle(job.state)
         self._promotions.abandon_overdue()
 
-    def _take_evicted(self) -> list[BlockKey]:
-        evicted = self.primary.take_evicted()
-        if evicted:
-            self._cascades.evicted(evicted)
-            self._log.primary(evicted, RemovalCause.EVICTED)
-        return evicted
-
     def _end_if_idle(self, state: RequestState) -> None:
-        """Forget an ended request once its last work has ended."""
+        """Remove a finished request once its last work has ended."""
         if state.finished and state.idle and state not in self._prefetch and self._requests.end(state):
             if state.policy.acts_at_end:
                 self._follow_hints(state)
             if state.ctx.hand_over_s:
                 self.primary.hand_overs.end(state.ctx.request_id)
             for link in self._links:
-                link.on_request_finished(state.ctx)
+                link.call("on_request_finished", state.ctx, otherwise=None)
 
     def _follow_hints(self, state: RequestState) -> None:
         """Retain, demote, forget and prefetch the blocks of a request that has ended."""
@@ -729,17 +726,16 @@ class TieringManager:
             self._prefetch.add_later(self._requests.returning(state, keys), policy.prefetch_s)
 
     def _end_return(self, state: RequestState) -> None:
-        """End the prefetch for a request that has ended, when its last blocks have been looked up."""
+        """End the prefetch of a finished request's blocks, after its last lookup."""
         self._promotions.release_claims(state)
         self._end_if_idle(state)
 
     def _drain(self, deadline: float) -> bool:
         """Wait for the tiers' I/O; return whether it ended."""
+        ended = True
         for link in self._links:
-            link.flush()
-        ended = all([link.drain(max(0.0, deadline - self._clock())) for link in self._links])
+            link.call("flush", otherwise=None)
+        for link in self._links:
+            ended = bool(link.call("drain", max(0.0, deadline - self._clock()), otherwise=False)) and ended
         self._poll()
         return ended
-
-    def _on_dropped(self, keys: list[BlockKey]) -> None:
-        self._log.primary(keys, RemovalCause.REMOVED)

@@ -1,4 +1,4 @@
-"""Pins: blocks that requests hold in the primary tier, each for a lease, together within a share."""
+"""Pins: blocks that requests hold in the primary tier, each for a lease, within a share of the tier."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from kvstore.types import BlockKey
 __all__ = ["Pins"]
 
 _SLACK: Final = 64
-"""Leases of blocks that are gone, tolerated before they are dropped."""
+"""Leases of removed blocks tolerated before a cleanup."""
 
 
 class Pins:
-    """Holds blocks against eviction until their leases end. A use of a block renews its lease.
+    """Protects blocks from eviction until their leases end. A use renews a lease.
 
-    A block held only for other engines is released as soon as each of them has fetched it.
+    The blocks of one call belong to one tenant. A block held only for other engines is released as soon as each of
+    them has fetched it.
 
     Args:
         primary: The primary tier.
-        blocks_max: Most blocks that may be held.
+        blocks_max: Maximum blocks that may be held; see :meth:`PrimaryTier.may_hold` for the limit of a tenant.
         lease_s_max: Longest lease, and the default.
         clock: Monotonic seconds.
 
@@ -35,23 +36,23 @@ class Pins:
         self._blocks_max = blocks_max
         self._lease_s_max = lease_s_max
         self._clock = clock
-        self._ends = Deadlines()
+        self._ends: Deadlines[BlockKey] = Deadlines()
         self._lengths: dict[BlockKey, float] = {}
         """Length of each lease, in seconds."""
         self._fetches: dict[BlockKey, int] = {}
-        """Outstanding fetches of each block that is held only for fetches."""
+        """Outstanding fetches of each block held only for fetches."""
         self.refused_blocks = 0
 
     def __bool__(self) -> bool:
         return bool(self._lengths)
 
     def hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> None:
-        """Hold those of the blocks that are READY; None: for the longest lease."""
+        """Hold the READY blocks among ``keys``; None: for the longest lease."""
         for key in self._hold(keys, lease_s):
             self._fetches.pop(key, None)
 
     def hold_for_fetch(self, keys: Iterable[BlockKey], lease_s: float) -> None:
-        """Hold those of the blocks that are READY until an engine has fetched them; each call adds one engine."""
+        """Hold the READY blocks among ``keys`` until an engine has fetched them; each call adds one engine."""
         keys = tuple(keys)
         free = {key for key in keys if key not in self._primary.marks.held}
         for key in self._hold(keys, lease_s):
@@ -71,16 +72,19 @@ class Pins:
 
     def _hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> list[BlockKey]:
         self.sweep()
+        keys = tuple(keys)
         held: list[BlockKey] = []
+        room = self._primary.may_hold(keys[0], self._blocks_max) if keys else 0
         length = self._lease_s_max if lease_s is None else min(lease_s, self._lease_s_max)
         end = self._clock() + length
         for key in keys:
             if self._primary.lookup(key) is not SlotState.READY:
                 continue
             if key not in self._primary.marks.held:
-                if len(self._primary.marks.held) >= self._blocks_max:
+                if not room:
                     self.refused_blocks += 1
                     continue
+                room -= 1
                 self._primary.hold(key)
             held.append(key)
             self._ends.set(key, max(end, self._ends.get(key, end)))
@@ -110,7 +114,7 @@ class Pins:
             self.release([key for key in self._lengths if key not in self._primary.marks.held])
 
     def clear(self) -> None:
-        """Forget everything, because the primary tier is cleared."""
+        """Drop all state, because the primary tier is cleared."""
         self._ends.clear()
         self._lengths.clear()
         self._fetches.clear()

@@ -1,4 +1,4 @@
-"""Offload policy: the tiers that a request's blocks may be stored to and loaded from, and the limits."""
+"""Offload policy: the tiers that a request may store to and load from, with limits and hints."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ PRIORITY_MAX: Final = 100
 """Highest priority of blocks in the primary tier, as in TensorRT-LLM's retention configuration."""
 
 _RETAIN_PARTS_MAX: Final = 8
-"""Most parts of a prompt with different priorities."""
+"""Maximum parts of a prompt with different priorities."""
 
 _WARNINGS_MAX = 256
-"""Most different warnings logged: a client with many different mistakes must not fill the log."""
+"""Maximum distinct warnings logged, so that a client with many different mistakes cannot fill the log."""
 
 
 class Retain(NamedTuple):
-    """Retention of the blocks that end after some tokens of a request.
+    """Retention of the blocks that end after a number of tokens of a request.
 
     Attributes:
-        after: The tokens.
-        priority: Priority in the primary tier; 0 ends one that the blocks have.
-        seconds: Time from the last use by the request for which it lasts, at most the configured lease; None: that.
+        after: The number of tokens.
+        priority: Priority in the primary tier; 0 ends an existing priority.
+        seconds: Duration from the last use by the request, at most the configured lease; None: the configured lease.
     """
 
     after: int
@@ -46,26 +46,28 @@ class OffloadPolicy:
 
     Attributes:
         store: False stores nothing.
-        store_fraction: Share of the prompt, from its start, whose full blocks are stored; None for all of it and the
-            generated tokens.
+        store_fraction: Share of the prompt, from its start, whose full blocks are stored; None for the whole prompt and
+            the generated tokens.
         store_tokens: Number of tokens, from the start, whose full blocks are stored; None for all.
-        tiers: Names of the tiers that may be stored to; None for all.
-        cpu: Whether the blocks may stay in the primary tier; if not, they leave it once the tiers have them.
+        tiers: Names of the tiers to store to; None for all.
+        cpu: Whether the blocks may stay in the primary tier. If not, they leave it once stored in the tiers.
         load: False loads nothing, not even from the primary tier.
-        load_tiers: Names of the tiers that may be loaded from, besides the primary tier; None for all.
-        min_uses: Sighting from which a block goes to a tier: n - 1 other requests had it before.
+        load_tiers: Names of the tiers to load from, besides the primary tier; None for all.
+        min_uses: Sighting at which a block is stored in the tiers: n - 1 earlier requests had the same block.
         ttl_s: Seconds after which the blocks expire in every tier; None for never.
         pin: Whether the blocks are held in the primary tier (within a share of it, for a lease).
         pin_s: Length of that lease, at most the configured one; None: the configured one.
         unpin: Whether the request releases the pins of the blocks it uses.
         lazy: Whether blocks are written to the tiers only when the primary tier is about to evict them.
-        retain: Retention of the blocks in the primary tier, by the tokens after which it begins, in order.
-        demote_tokens: When the request ends, its blocks after so many tokens are the next to be evicted from the
-            primary tier; None: no.
-        prefetch_s: How long after the end of the request its blocks are promoted again, for the next one; None: not.
-        forget_tokens: When the request ends, its blocks after so many tokens leave every tier; None: no.
-        forget_tenant: When the request ends, all blocks of its tenant leave every tier.
-        tenant: Its tenant, where the rule of the tenants reads it here; empty: none.
+        retain: Retention of the blocks in the primary tier, ordered by starting token.
+        demote_tokens: When the request ends, its blocks after this number of tokens are the next to be evicted from the
+            primary tier; None: disabled.
+        prefetch_s: Delay from the end of the request until its blocks are promoted again, for the next request; None:
+            disabled.
+        forget_tokens: When the request ends, its blocks after this number of tokens are removed from every tier; None:
+            disabled.
+        forget_tenant: When the request ends, all blocks of its tenant are removed from every tier.
+        tenant: The request's tenant, for tenant rules that read it from the policy; empty: none.
     """
 
     store: bool = True
@@ -90,33 +92,33 @@ class OffloadPolicy:
 
     @property
     def acts_at_end(self) -> bool:
-        """Whether the end of the request changes what becomes of its blocks."""
+        """Whether the policy acts on the request's blocks when the request ends."""
         numbers = self.demote_tokens, self.prefetch_s, self.forget_tokens
         return bool(self.retain) or any(number is not None for number in numbers)
 
     @property
     def stores_all(self) -> bool:
-        """Whether no limit depends on the position of a block."""
+        """Whether blocks are stored regardless of their position."""
         return self.store and self.store_fraction is None and self.store_tokens is None
 
     def tokens_max(self, prompt_tokens: int) -> int:
-        """Return the end of the storable part in tokens from the start, for a policy that does not store all.
+        """Return the end of the storable part, in tokens from the start, for a policy that does not store all blocks.
 
-        A block may be stored if it ends there or before.
+        A block may be stored if it ends at or before this position.
         """
         if not self.store:
             return 0
         if self.store_tokens is not None:
             return self.store_tokens
-        # Rounded first: 0.29 * 100 is 28.999… in binary, and the user means 29.
+        # Rounded first: 0.29 * 100 is 28.999… in binary, but 29 is intended.
         return math.floor(round((self.store_fraction or 0.0) * prompt_tokens, 6))
 
 
 class PolicyParser:
     """Reads the policy of a request: its parameters override the defaults.
 
-    An invalid value causes one warning in the log and never fails a request. A value that may be a restriction fails
-    closed: it counts as the strictest restriction of its kind (see ``_STRICTEST``).
+    An invalid value is logged once as a warning and never fails a request. A value that may be a restriction fails
+    closed: the strictest restriction of its kind applies (see ``_STRICTEST``).
 
     Args:
         tier_names: Names of all tiers.
@@ -129,7 +131,7 @@ class PolicyParser:
         refused: Parameters of requests that were ignored because they are not allowed.
 
     Raises:
-        ConfigError: The configured defaults can't be used, or an allowed parameter does not exist.
+        ConfigError: The configured defaults are not valid, or an allowed parameter does not exist.
     """
 
     def __init__(
@@ -157,10 +159,10 @@ class PolicyParser:
         if params is None or params == {}:
             return self.default
         if self._allowed is not None and isinstance(params, Mapping):
-            params = self._drop_what_is_not_allowed(params, self._allowed)
+            params = self._without_refused(params, self._allowed)
         return self._parse(params, self.default, self._note_mistake)
 
-    def _drop_what_is_not_allowed(self, params: Mapping[Any, Any], allowed: frozenset[str]) -> Mapping[Any, Any]:
+    def _without_refused(self, params: Mapping[Any, Any], allowed: frozenset[str]) -> Mapping[Any, Any]:
         """Return the allowed parameters, and the unknown ones."""
         refused = [name for name in params if isinstance(name, str) and name in _READERS and name not in allowed]
         for name in refused:
@@ -177,7 +179,7 @@ class PolicyParser:
             read = _READERS.get(name) if isinstance(name, str) else None
             if read is None:
                 complain(f"The offload policy has {_unknown(name)}")
-                # It may be a misspelled restriction, most likely the one with the nearest name.
+                # Possibly a misspelled restriction, most likely the one with the nearest name.
                 near = nearest_name(name, _READERS) if isinstance(name, str) else None
                 strictest |= _STRICTEST["tiers"] | _STRICTEST.get(near or "", {})
                 continue
@@ -186,7 +188,7 @@ class PolicyParser:
             except ConfigError as error:
                 complain(f"Offload policy, {name!r}: {error}")
                 strictest |= _STRICTEST.get(name, {})
-        # Last, so that no other parameter undoes it.
+        # Applied last, so that no other parameter overrides it.
         return replace(policy, **strictest)
 
     def _note_mistake(self, text: str) -> None:
@@ -206,7 +208,7 @@ def _refuse(text: str) -> None:
 
 
 def _unknown(name: object) -> str:
-    """Return the text about an unknown parameter, with the nearest known one."""
+    """Return the message about an unknown parameter, with the nearest known one."""
     return f"the unknown parameter {_shown(name)}. Known: {', '.join(_READERS)}.{did_you_mean(name, _READERS)}"
 
 
@@ -305,10 +307,7 @@ def _text(value: object) -> str:
 
 
 def _duration(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ConfigError(f"{_shown(value)}. Expected a duration above 0, such as 600 or '10m'.")
-    seconds = Seconds(value)
-    if seconds <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float | str) or (seconds := Seconds(value)) <= 0:
         raise ConfigError(f"{_shown(value)}. Expected a duration above 0, such as 600 or '10m'.")
     return float(seconds)
 
@@ -335,11 +334,12 @@ _STRICTEST: Final[dict[str, dict[str, Any]]] = {
     "tiers": {"tiers": ()},
     "cpu": {"cpu": False},
     "load": {"load": False},
-    # Without a known number of uses a block is stored in no tier, without a known lifetime not at all.
+    # Without a valid number of uses, a block is stored in no tier. Without a valid lifetime, it is not stored at all.
     "min_uses": {"tiers": ()},
     "ttl": {"store": False},
     "forget": {"forget_tokens": 0},
 }
-"""Replacements for invalid values of restrictions: a typing error must not take data to an excluded medium. ``pin``
-and ``retain`` grant something, ``lazy`` only delays stores, ``demote`` only changes the order of eviction, and
-``prefetch`` only brings back what the request used, so an invalid value of these means the default."""
+"""Replacements for invalid values of restrictions: a typing error must not move data to an excluded medium. The other
+parameters restrict nothing, so an invalid value means the default: ``pin`` and ``retain`` grant something, ``lazy``
+only delays stores, ``demote`` only changes the order of eviction, and ``prefetch`` only promotes blocks that the
+request used."""

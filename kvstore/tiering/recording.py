@@ -18,23 +18,23 @@ from kvstore.types import BlockKey
 __all__ = ["DATAGRAM_BYTES_MAX", "SOCKET_PATH_BYTES_MAX", "RecordedRequest", "RequestFeed"]
 
 SOCKET_PATH_BYTES_MAX: Final = 107
-"""Limit of Linux."""
+"""Linux limit."""
 
 DATAGRAM_BYTES_MAX: Final = 200_000
-"""A little less than the default limit of Linux."""
+"""Slightly below the Linux default limit."""
 
 _BLOCKS_MAX: Final = 16384
-"""Most blocks sent per request; at nine bytes each they fit into a datagram."""
+"""Maximum blocks sent per request; at nine bytes each, they fit into a datagram."""
 
 
 class RecordedRequest(msgspec.Struct, frozen=True, array_like=True):
     """One request.
 
     Attributes:
-        feed: Random number of the sender.
+        feed: Random number that identifies the sender.
         number: Position among the sender's requests, from 0; a gap means lost requests.
         at_s: Monotonic seconds.
-        block_tokens: Tokens of a block.
+        block_tokens: Tokens per block.
         tokens: Length of the prompt, or of its full blocks.
         blocks: Hashes of the keys in prefix order.
     """
@@ -50,7 +50,8 @@ class RecordedRequest(msgspec.Struct, frozen=True, array_like=True):
 class RequestFeed:
     """Sends each request to the recorder bound to a Unix datagram socket, if there is one.
 
-    It never waits: a full recorder loses requests, and counts them. Used by one thread.
+    It never waits: requests are lost while the recorder's queue is full, and the recorder counts them. Used by one
+    thread.
 
     Args:
         path: Path of the socket.
@@ -65,7 +66,7 @@ class RequestFeed:
         """Send a request, if it has blocks.
 
         Args:
-            ends: Its blocks, group after group, each in prefix order, with their ends in tokens.
+            ends: Its blocks with their ends in tokens, group by group, each in prefix order.
             tokens: Length of the prompt.
         """
         if not ends:

@@ -1,16 +1,20 @@
-"""The requests that the manager knows: their policies, blocks, and unfinished work."""
+"""The manager's requests: their policies, blocks, and unfinished work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.policy import OffloadPolicy, PolicyParser
 from kvstore.tiering.recording import RequestFeed
 from kvstore.types import BlockKey, RequestContext
 
-__all__ = ["Decision", "RequestState", "Requests"]
+__all__ = ["Decision", "Found", "RequestState", "Requests"]
+
+Found: TypeAlias = "tuple[TierLink | None, TierLink | None]"
+"""The tier to load a block from, or None; and in that case the tier whose answer is outstanding, or None."""
 
 
 @dataclass(slots=True)
@@ -18,30 +22,33 @@ class Decision:
     """The gate's decision on a request.
 
     Attributes:
-        step: Step in which it was made last.
+        step: Step of the last decision.
         limit: End of the last block to load, in tokens; None for no limit.
         found: Answers of the tiers in this step, by block.
         start: Tokens before the blocks to load.
-        waiting: Requests that waited to be computed, itself included.
-        recompute_s: Estimated time that these would wait for the blocks to be computed; 0 if there is no decision.
-        patience_s: Longest wait for a tier's answer or for room; None for that of the configuration.
-        unknown: Index of the tier whose answer it waits for, and the times when it asked first and last.
-        since: Time of its first load that it has not used yet.
+        waiting: Number of requests waiting to be computed, including this one.
+        recompute_s: Estimated computing time of the blocks, multiplied by ``waiting``; 0 if there is no decision.
+        patience_s: Longest wait for a tier's answer or for room; None for the configured wait.
+        unknown: Index of the tier whose answer is outstanding, and the times of the first and last lookup there.
+        since: Time of the first load that the request has not used yet.
+        under_way: Blocks in progress in the tier when the last load began, including that load.
     """
 
     step: int = -1
     limit: int | None = None
-    found: dict[BlockKey, tuple[TierLink | None, TierLink | None]] = field(default_factory=dict)
+    found: dict[BlockKey, Found] = field(default_factory=dict)
     start: int = 0
     waiting: int = 1
     recompute_s: float = 0.0
     patience_s: float | None = None
     unknown: tuple[int, float, float] | None = None
     since: float | None = None
+    under_way: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class RequestState:
-    """A request from its first mention until its last work has ended.
+    """A request, from its first mention until its last work has ended.
 
     Attributes:
         ctx: The request.
@@ -49,88 +56,57 @@ class RequestState:
         store_links: Tiers that it may store to.
         load_links: Tiers that it may load from, in order.
         keys: Its known blocks in prefix order.
-        places: Place in ``keys`` of each block that the gate weighs.
+        weighed: Blocks subject to the gate.
         ends: End of each block in tokens from the start, where known.
-        tokens_max: Only blocks that end here or before may be stored; None for all.
+        tokens_max: Only blocks that end at or before this position may be stored; None for all.
         open: Blocks that the engine is filling for it, with their slots, in prefix order.
         loading: Blocks that the engine is reading for it, with the number of reads.
-        claims: Blocks promoted for it and not yet loaded; each has a pin.
-        promoting: Blocks whose promotion for it has not ended.
+        claims: Blocks promoted for it but not yet loaded; each has a pin.
+        promoting: Number of blocks being promoted for it.
         failed: Blocks whose load failed, with the tiers (bits) that failed.
         sources: Blocks promoted for it, with the tier of each.
         asked: Blocks that it looked up, with the tiers (bits) whose answers were counted.
-        retried: Blocks and tiers (bits) that have only answered RETRY, with the time of the first.
+        retried: Blocks and tiers (bits) with RETRY as the only answer so far, with the time of the first answer.
         cut: Tiers (bits) that lacked room for one of its blocks, with the end of the first such block (-1: unknown).
-        over_rate: Tiers (bits) to which its tenant's rate lets it store nothing more.
+        over_rate: Tiers (bits) to which it may store nothing more, because of its tenant's rate.
         seen: Blocks whose sighting was counted.
-        handed: Blocks held for the engine that it is handed over to.
-        stored: Blocks that it stored, if its policy has hints for its end.
+        handed: Blocks held for the engine that takes over the request.
+        stored: Blocks that it stored, if its policy acts at its end.
         wait_until: End of its wait for a tier's answer or for room.
-        gated: What the gate decided for it.
+        gated: The gate's decision on it.
         prefetched: Number of ``keys`` that prefetch has looked up.
         finished: Whether it has ended for the engine.
     """
 
-    __slots__ = (
-        "asked",
-        "claims",
-        "ctx",
-        "cut",
-        "ends",
-        "failed",
-        "finished",
-        "gated",
-        "handed",
-        "keys",
-        "load_links",
-        "loading",
-        "open",
-        "over_rate",
-        "places",
-        "policy",
-        "prefetched",
-        "promoting",
-        "retried",
-        "seen",
-        "sources",
-        "store_links",
-        "stored",
-        "tokens_max",
-        "wait_until",
-    )
+    ctx: RequestContext
+    policy: OffloadPolicy
+    store_links: tuple[TierLink, ...]
+    load_links: tuple[TierLink, ...]
+    keys: Sequence[BlockKey] = ()
+    weighed: Collection[BlockKey] = ()
+    ends: Mapping[BlockKey, int] = field(default_factory=dict)
+    tokens_max: int | None = None
+    open: dict[BlockKey, int] = field(default_factory=dict)
+    loading: dict[BlockKey, int] = field(default_factory=dict)
+    claims: dict[BlockKey, None] = field(default_factory=dict)
+    promoting: int = 0
+    failed: dict[BlockKey, int] = field(default_factory=dict)
+    sources: dict[BlockKey, TierLink] = field(default_factory=dict)
+    asked: dict[BlockKey, int] = field(default_factory=dict)
+    retried: dict[tuple[BlockKey, int], float] = field(default_factory=dict)
+    cut: dict[int, int] = field(default_factory=dict)
+    over_rate: int = 0
+    seen: set[BlockKey] = field(default_factory=set)
+    handed: set[BlockKey] = field(default_factory=set)
+    stored: list[BlockKey] = field(default_factory=list)
+    wait_until: float | None = None
+    gated: Decision = field(default_factory=Decision)
+    prefetched: int = 0
+    finished: bool = False
 
-    def __init__(
-        self,
-        ctx: RequestContext,
-        policy: OffloadPolicy,
-        store_links: tuple[TierLink, ...],
-        load_links: tuple[TierLink, ...],
-    ) -> None:
-        self.ctx = ctx
-        self.policy = policy
-        self.store_links = store_links
-        self.load_links = load_links
-        self.keys: Sequence[BlockKey] = ()
-        self.ends: Mapping[BlockKey, int] = {}
-        self.places: Mapping[BlockKey, int] = {}
-        self.tokens_max: int | None = None if policy.stores_all else 0
-        self.open: dict[BlockKey, int] = {}
-        self.loading: dict[BlockKey, int] = {}
-        self.claims: dict[BlockKey, None] = {}
-        self.promoting = 0
-        self.failed: dict[BlockKey, int] = {}
-        self.sources: dict[BlockKey, TierLink] = {}
-        self.asked: dict[BlockKey, int] = {}
-        self.retried: dict[tuple[BlockKey, int], float] = {}
-        self.cut: dict[int, int] = {}
-        self.over_rate = 0
-        self.seen: set[BlockKey] = set()
-        self.handed: set[BlockKey] = set()
-        self.stored: list[BlockKey] = []
-        self.wait_until: float | None = None
-        self.gated = Decision()
-        self.prefetched = 0
-        self.finished = False
+    def __post_init__(self) -> None:
+        if not self.policy.stores_all:
+            self.tokens_max = 0
 
     @property
     def idle(self) -> bool:
@@ -138,25 +114,25 @@ class RequestState:
         return not (self.open or self.loading or self.promoting)
 
     def may_store(self, key: BlockKey) -> bool:
-        """Whether its policy allows a block by its position; unknown positions are after the prompt."""
+        """Whether its policy allows a block at this position; unknown positions are after the prompt."""
         return self.tokens_max is None or self.ends.get(key, self.tokens_max + 1) <= self.tokens_max
 
     def after(self, tokens: int, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        """Return those of its blocks that end after so many tokens; unknown positions are after the prompt."""
+        """Return its blocks that end after ``tokens`` tokens; unknown positions are after the prompt."""
         return [key for key in keys if self.ends.get(key, tokens + 1) > tokens]
 
     def is_cut(self, key: BlockKey, bit: int) -> bool:
-        """Whether a block follows one that did not get into a tier, so that no lookup would reach it."""
+        """Whether a block follows a block that a tier lacked room for, so that no lookup there would reach it."""
         end = self.cut.get(bit)
         return end is not None and self.ends.get(key, end + 1) > end
 
     def note_cut(self, key: BlockKey, bit: int) -> None:
-        """Note that a block did not get into a tier."""
+        """Note that a tier lacked room for a block."""
         end = self.ends.get(key, -1)
         self.cut[bit] = min(end, self.cut.get(bit, end))
 
     def void(self) -> None:
-        """Forget unfinished work, because the primary tier was cleared."""
+        """Drop all unfinished work, because the primary tier was cleared."""
         self.open.clear()
         self.loading.clear()
         self.claims.clear()
@@ -174,13 +150,12 @@ class Requests:
 
     Args:
         links: The tiers, in order.
-        parser: Reads their policies.
-        tokens_per_block: Tokens of a block, for requests that don't give the ends of their blocks.
+        parser: Parses the policies of requests.
+        tokens_per_block: Tokens per block, for requests without the ends of their blocks.
         feed: Receives each request once its blocks are known.
 
     Attributes:
         by_id: The requests.
-        refusing: Ids of requests that may load nothing.
         waiting: Ids of requests that have not begun to compute.
     """
 
@@ -192,7 +167,6 @@ class Requests:
         self._tokens_per_block = tokens_per_block
         self._feed = feed
         self.by_id: dict[str, RequestState] = {}
-        self.refusing: set[str] = set()
         self.waiting: set[str] = set()
         self._returns = 0
 
@@ -203,20 +177,19 @@ class Requests:
         return iter(list(self.by_id.values()))
 
     def begin(self, ctx: RequestContext) -> RequestState:
-        """Add a request; a known id starts over and inherits its engine's unfinished copies."""
+        """Add a request. A known id starts over, and inherits the engine's unfinished copies of the former request."""
         policy = self._parser.parse(ctx.params)
-        storable = tuple(link for link in self._chosen(policy.tiers) if link.takes_stores)
-        state = RequestState(ctx, policy, storable, self._loadable(policy, ctx))
+        storable = tuple(link for link in self._named(policy.tiers) if link.takes_stores)
+        loadable = self._named(policy.load_tiers) if policy.load else ()
+        if ctx.load_tiers is not None:
+            loadable = tuple(link for link in loadable if link.name in ctx.load_tiers)
+        state = RequestState(ctx, policy, storable, loadable)
         before = self.by_id.get(ctx.request_id)
         if before is not None:
             state.open, state.loading = before.open, before.loading
             before.open, before.loading, before.finished = {}, {}, True
         self.by_id[ctx.request_id] = state
         self.waiting.add(ctx.request_id)
-        if policy.load:
-            self.refusing.discard(ctx.request_id)
-        else:
-            self.refusing.add(ctx.request_id)
         return state
 
     def locate(
@@ -227,48 +200,40 @@ class Requests:
         Args:
             state: The request.
             keys: Its blocks, in prefix order.
-            ends: End of each in tokens from the start; by default each has ``tokens_per_block``.
+            ends: End of each block in tokens from the start; by default, each block has ``tokens_per_block`` tokens.
             prompt_tokens: Length of the prompt; by default the largest end.
         """
         size = self._tokens_per_block
         known = ends if ends is not None else range(size, size * len(keys) + 1, size)
         state.keys = keys
         state.ends = dict(zip(keys, known, strict=False))
+        if state.policy.stores_all and self._feed is None:
+            return
+        length = prompt_tokens if prompt_tokens is not None else max(state.ends.values(), default=0)
         if not state.policy.stores_all:
-            state.tokens_max = state.policy.tokens_max(_length(state.ends, prompt_tokens))
+            state.tokens_max = state.policy.tokens_max(length)
         if self._feed is not None:
-            self._feed.send(state.ends, _length(state.ends, prompt_tokens))
+            self._feed.send(state.ends, length)
 
     def returning(self, state: RequestState, keys: Sequence[BlockKey]) -> RequestState:
-        """Return a request that only loads blocks of one that has ended; :meth:`resume` adds it."""
+        """Return a request that only loads the blocks of a finished one; it is not added."""
         self._returns += 1
-        # No engine has such an id.
+        # No engine uses such an id.
         ctx = RequestContext(f"\0returns-{self._returns}", load_tiers=state.ctx.load_tiers, tag=state.ctx.tag)
-        again = RequestState(ctx, OffloadPolicy(store=False), (), state.load_links)
-        again.keys, again.ends, again.finished = keys, state.ends, True
-        return again
+        policy = OffloadPolicy(store=False)
+        return RequestState(ctx, policy, (), state.load_links, keys=keys, ends=state.ends, finished=True)
 
-    def resume(self, state: RequestState) -> None:
-        """Add a request that was made by :meth:`returning`."""
+    def add(self, state: RequestState) -> None:
+        """Add a request made by :meth:`returning`."""
         self.by_id[state.ctx.request_id] = state
 
     def end(self, state: RequestState) -> bool:
-        """Forget a request; return whether it was current (neither forgotten before nor started over)."""
+        """Remove a request; return whether it was current (neither removed before nor started over)."""
         if self.by_id.get(state.ctx.request_id) is not state:
             return False
         del self.by_id[state.ctx.request_id]
-        self.refusing.discard(state.ctx.request_id)
         self.waiting.discard(state.ctx.request_id)
         return True
 
-    def _chosen(self, names: tuple[str, ...] | None) -> tuple[TierLink, ...]:
+    def _named(self, names: tuple[str, ...] | None) -> tuple[TierLink, ...]:
         return self._links if names is None else tuple(link for link in self._links if link.name in names)
-
-    def _loadable(self, policy: OffloadPolicy, ctx: RequestContext) -> tuple[TierLink, ...]:
-        links = self._chosen(policy.load_tiers) if policy.load else ()
-        return links if ctx.load_tiers is None else tuple(link for link in links if link.name in ctx.load_tiers)
-
-
-def _length(ends: Mapping[BlockKey, int], prompt_tokens: int | None) -> int:
-    """Return the length of a prompt in tokens, as far as it is known."""
-    return prompt_tokens if prompt_tokens is not None else max(ends.values(), default=0)

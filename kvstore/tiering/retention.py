@@ -1,50 +1,39 @@
-"""Retention: blocks that requests give a priority in the primary tier, each for a time.
+"""Retention: temporary priorities of blocks in the primary tier, set by requests.
 
-Of blocks with equal priority, those whose time ends last are evicted first: the time is about that of the next use, and
-what is used last in the future is the best to evict (Belady, 1966).
+Of blocks with equal priority, those with the latest end are evicted first: the end approximates the next use, and the
+best block to evict is the one used farthest in the future (Belady, 1966).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
-from kvstore.primary.tier import PrimaryTier, SlotState
+from kvstore.primary.tier import SlotState
+from kvstore.tiering.core import Core
 from kvstore.tiering.deadlines import Deadlines
 from kvstore.types import BlockKey
 
 __all__ = ["Retention"]
 
 _SLACK: Final = 64
-"""Deadlines of blocks that are gone, tolerated before they are dropped."""
+"""Deadlines of removed blocks tolerated before a cleanup."""
 
 
 class Retention:
-    """Gives blocks a priority until it is overdue. Another request can replace or end it.
+    """Gives blocks a priority until its deadline. Another request can replace or end it earlier."""
 
-    Args:
-        primary: The primary tier.
-        seconds_max: Longest time, and the default.
-        clock: Monotonic seconds.
-    """
-
-    def __init__(self, primary: PrimaryTier, seconds_max: float, clock: Callable[[], float]) -> None:
-        self._primary = primary
-        self._seconds_max = seconds_max
-        self._clock = clock
-        self._ends = Deadlines()
+    def __init__(self, core: Core) -> None:
+        self._primary = core.primary
+        self._seconds_max = core.config.pin_lease_s
+        self._clock = core.clock
+        self._ends: Deadlines[BlockKey] = Deadlines()
 
     def __bool__(self) -> bool:
         return bool(self._ends)
 
     def begin(self, keys: Iterable[BlockKey], priority: int, seconds: float | None) -> None:
-        """Give those of the blocks that are READY a priority for a time from now; a priority of 0 ends theirs.
-
-        Args:
-            keys: The blocks.
-            priority: The priority.
-            seconds: The time; None for the longest.
-        """
+        """Give the READY blocks a priority for a time; None: the longest time. Priority 0 ends the priority."""
         if not priority:
             self.end(keys)
             return
@@ -61,7 +50,7 @@ class Retention:
             self._primary.end_retention(key)
 
     def sweep(self) -> None:
-        """End what is overdue."""
+        """End the priorities past their deadline."""
         self.end(self._ends.take_due(self._clock()))
         retained = self._primary.marks.ranks
         if len(self._ends) > 2 * len(retained) + _SLACK:
@@ -69,5 +58,5 @@ class Retention:
                 self._ends.remove(key)
 
     def clear(self) -> None:
-        """Forget everything, because the primary tier is cleared."""
+        """Drop all state, because the primary tier is cleared."""
         self._ends.clear()

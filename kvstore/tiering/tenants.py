@@ -1,7 +1,9 @@
-"""What the manager does for tenants: rates of stores and loads, and counts."""
+"""Rate limits and counts of tenants."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,23 +12,23 @@ from kvstore.quantity import ByteSize
 from kvstore.tenants import OTHERS, Account, Accounts, Tenants
 from kvstore.types import BlockKey
 
-__all__ = ["TenantStats", "TenantTable"]
+__all__ = ["Rates", "TenantStats", "TenantTable"]
 
 _BURST_S = 1.0
-"""Time for which a rate may be saved up."""
+"""Maximum burst, in seconds of the rate."""
 
 
 @dataclass(slots=True)
 class TenantStats:
-    """Blocks of one tenant, or of all without a name, since the start.
+    """Blocks of one tenant, or of all unnamed tenants together, since the start.
 
     Attributes:
         blocks: In the primary tier now.
-        stored: Computed by the engine, and stored in the primary tier.
+        stored: Computed by the engine and stored in the primary tier.
         loaded: Loaded by the engine, from any tier.
         evicted: Evicted from the primary tier.
         unsaved: Not stored in a tier, because of ``store_rate``.
-        declined: Computed again although a tier had them, because of ``load_rate``.
+        declined: Computed again although a tier held them, because of ``load_rate``.
     """
 
     blocks: int = 0
@@ -37,8 +39,61 @@ class TenantStats:
     declined: int = 0
 
 
+class Rates:
+    """Token buckets that limit the blocks of each tenant stored in the tiers, or loaded from them.
+
+    A bucket holds ``_BURST_S`` of the rate, and at least one block.
+
+    Args:
+        accounts: The tenants.
+        name: Name of the tenant's field with the rate.
+        block_bytes: Bytes per block.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, accounts: Accounts, name: str, block_bytes: int, clock: Callable[[], float]) -> None:
+        self._accounts = accounts
+        self._name = name
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._blocks_per_s: dict[Account, float] = {}
+        self._saved: dict[Account, tuple[float, float]] = {}
+        """Blocks available, and the time of that level."""
+        self.refused: Counter[str] = Counter()
+        """Refused blocks, by name of the tenant."""
+
+    def allows(self, key: BlockKey) -> bool:
+        """Return whether a block may pass now; if not, count it."""
+        account = self._accounts.of(key)
+        if self._level(account) >= 1.0:
+            return True
+        self.refused[account.name] += 1
+        return False
+
+    def take(self, keys: Sequence[BlockKey]) -> int:
+        """Take the blocks of one tenant from its bucket. Return how many may pass; the rest count as refused."""
+        account = self._accounts.of(keys[0])
+        level = self._level(account)
+        passing = len(keys) if level == math.inf else min(len(keys), int(level))
+        self._saved[account] = level - passing, self._clock()
+        self.refused[account.name] += len(keys) - passing
+        return passing
+
+    def _level(self, account: Account) -> float:
+        rate = self._blocks_per_s.get(account)
+        if rate is None:
+            limit = getattr(account.tenant, self._name)
+            rate = self._blocks_per_s[account] = math.inf if limit is None else ByteSize(limit) / self._block_bytes
+        if rate == math.inf:
+            return rate
+        most = max(1.0, rate * _BURST_S)
+        now = self._clock()
+        level, since = self._saved.get(account, (most, now))
+        return min(most, level + (now - since) * rate)
+
+
 class TenantTable:
-    """The tenants of a manager. The primary tier is shared among them from now on.
+    """The tenants of a manager. Creating it divides the primary tier among them.
 
     Args:
         tenants: The rule and the shares.
@@ -46,8 +101,8 @@ class TenantTable:
         clock: Monotonic seconds.
 
     Attributes:
-        limits_stores: Whether any tenant has a rate of stores.
-        limits_loads: Whether any has one of loads.
+        stores: Rates of stores; None if no tenant has one.
+        loads: Rates of loads; None if no tenant has one.
 
     Raises:
         ConfigError: The primary tier is not empty.
@@ -55,88 +110,27 @@ class TenantTable:
 
     def __init__(self, tenants: Tenants, primary: PrimaryTier, clock: Callable[[], float]) -> None:
         self._accounts = Accounts(tenants, primary.slots, clock)
-        self._evictions = primary.share(self._accounts)
-        self._block_bytes = primary.slot_bytes
-        self._clock = clock
+        primary.share(self._accounts)
         self._stats = {name: TenantStats() for name in (*tenants.named, OTHERS)}
-        everyone = (*tenants.named.values(), tenants.others)
-        self.limits_stores = any(each.store_rate is not None for each in everyone)
-        self.limits_loads = any(each.load_rate is not None for each in everyone)
-        self._stores: dict[Account, _Bucket] = {}
-        self._loads: dict[Account, _Bucket] = {}
+        self.stores, self.loads = (
+            Rates(self._accounts, name, primary.slot_bytes, clock)
+            if any(getattr(tenant, name) is not None for tenant in (*tenants.named.values(), tenants.others))
+            else None
+            for name in ("store_rate", "load_rate")
+        )
 
-    def note_loaded(self, keys: Sequence[BlockKey]) -> None:
-        """Count blocks of one tenant that the engine loads."""
-        if keys:
-            self._of(keys).loaded += len(keys)
-
-    def note_stored(self, keys: Sequence[BlockKey]) -> None:
-        """Count blocks of one tenant that the engine stores."""
-        if keys:
-            self._of(keys).stored += len(keys)
-
-    def take_stores(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many blocks of one tenant may be stored in a tier now, the first ones, and count them."""
-        account = self._accounts.of(keys[0])
-        bucket = self._bucket(self._stores, account, account.tenant.store_rate)
-        count = len(keys) if bucket is None else bucket.take(len(keys), self._clock())
-        self._of(keys).unsaved += len(keys) - count
-        return count
-
-    def may_load(self, key: BlockKey) -> bool:
-        """Return whether a block may be loaded from a tier now; if not, count it."""
-        account = self._accounts.of(key)
-        bucket = self._bucket(self._loads, account, account.tenant.load_rate)
-        if bucket is None or bucket.level(self._clock()) >= 1:
-            return True
-        self._of((key,)).declined += 1
-        return False
-
-    def note_load(self, key: BlockKey) -> None:
-        """Note that a block that :meth:`may_load` is being loaded."""
-        account = self._accounts.of(key)
-        bucket = self._bucket(self._loads, account, account.tenant.load_rate)
-        if bucket is not None:
-            bucket.take(1, self._clock())
+    def of(self, key: BlockKey) -> TenantStats:
+        """Return the counts of a block's tenant."""
+        return self._stats[self._accounts.of(key).name]
 
     def stats(self) -> dict[str, TenantStats]:
         """Return the counts by name."""
-        for stats in self._stats.values():
-            stats.blocks = 0
-        for account in self._accounts:
-            self._stats[account.name].blocks += account.blocks
         for name, stats in self._stats.items():
-            stats.evicted = self._evictions[name]
+            stats.blocks = stats.evicted = 0
+            stats.unsaved = 0 if self.stores is None else self.stores.refused[name]
+            stats.declined = 0 if self.loads is None else self.loads.refused[name]
+        for account in self._accounts:
+            stats = self._stats[account.name]
+            stats.blocks += account.blocks
+            stats.evicted += account.evicted
         return self._stats
-
-    def _of(self, keys: Sequence[BlockKey]) -> TenantStats:
-        return self._stats[self._accounts.of(keys[0]).name]
-
-    def _bucket(self, buckets: dict[Account, _Bucket], account: Account, rate: int | str | None) -> _Bucket | None:
-        if rate is None:
-            return None
-        if account not in buckets:
-            buckets[account] = _Bucket(ByteSize(rate) / self._block_bytes, self._clock())
-        return buckets[account]
-
-
-class _Bucket:
-    """Blocks that may pass now: filled at a rate, for at most ``_BURST_S``, but at least for one block."""
-
-    def __init__(self, blocks_per_s: float, now: float) -> None:
-        self._rate = blocks_per_s
-        self._size = max(1.0, blocks_per_s * _BURST_S)
-        self._level = self._size
-        self._filled_at = now
-
-    def level(self, now: float) -> float:
-        """Return how many blocks may pass."""
-        self._level = min(self._size, self._level + (now - self._filled_at) * self._rate)
-        self._filled_at = now
-        return self._level
-
-    def take(self, count: int, now: float) -> int:
-        """Return how many of some blocks may pass, and let them."""
-        passing = min(count, int(self.level(now)))
-        self._level -= passing
-        return passing

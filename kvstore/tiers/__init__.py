@@ -1,4 +1,4 @@
-"""The two halves of a tier: the scheduler half answers lookups and hands over jobs, the I/O half runs them."""
+"""The two halves of a tier: the scheduler half answers lookups and submits jobs, the I/O half runs them."""
 
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.base import JobSample, SecondaryTierManager, TierStats

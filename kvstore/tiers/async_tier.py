@@ -1,4 +1,4 @@
-"""The scheduler half of a tier: answers lookups from memory, hands jobs over, reports each once."""
+"""The scheduler half of a tier: answers lookups from memory, submits jobs, reports each once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from kvstore.tiers.epochs import Epoch
 from kvstore.tiers.health import TierHealth
 from kvstore.tiers.inventory import Inventory
 from kvstore.tiers.jobs import Jobs, deadline_of, is_key, is_sound
-from kvstore.tiers.presence import Existence, FailedLoads, Known, Presence
+from kvstore.tiers.presence import Existence, FailedLoads, Presence
 from kvstore.types import (
     BlockKey,
     JobResult,
@@ -70,11 +70,11 @@ _RECOVERED_PER_STEP = 32768
 """Recovered keys processed per step: some milliseconds of the scheduler's thread."""
 
 _VERIFIED_PER_STEP = 128
-"""Reported blocks looked up per step: as many as a repetition states. Redis answers about them in less than 1 ms."""
+"""Reported blocks looked up per step: as many as a repetition reports per step. Redis answers within 1 ms."""
 
 _RECOVERY_AWAITED_S = 60.0
 """Longest time that an engine without requests keeps stepping to report recovered blocks. A healthy disk recovers far
-sooner, and a medium that does not answer must not keep the engine busy for ever."""
+sooner, and a medium that does not answer must not keep the engine busy forever."""
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -86,7 +86,7 @@ class AsyncTier(SecondaryTierManager):
     of a medium or a peer raises.
 
     Attributes:
-        may_encrypt: Whether the payloads pass codecs, of which one may encrypt.
+        may_encrypt: Whether payloads pass through a codec chain, which may encrypt.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class AsyncTier(SecondaryTierManager):
         self._exclusive = exclusive
         self._down = False
         self._forgets: dict[bytes, float] = {}
-        """When to ask the medium to forget each prefix; infinity while it does."""
+        """Earliest time of the next attempt to forget each prefix; infinity during an attempt."""
         self._forgotten: set[bytes] = set()
         self._inventory, self._events = Inventory(enabled=events), events
         self._verifies_events = verifies_events
         self._unverified: list[BlockKey] = []
-        """Blocks that events state, to be looked up on the medium."""
+        """Blocks reported by events, still to be looked up on the medium."""
         self._epoch = Epoch(name, named=config.epoch is not None, lender=lender)
         self._forget_medium()
         self._failed_loads = FailedLoads(retry_after_s=config.negative_ttl)
@@ -163,7 +163,7 @@ class AsyncTier(SecondaryTierManager):
         self._outbox.append(self._jobs.start(job, JobKind.STORE, asked, size_bytes, deadline))
 
     def submit_load(self, job: TransferJob) -> None:
-        """See :meth:`SecondaryTierManager.submit_load`. Loads are never shed; an open breaker fails them at once."""
+        """See :meth:`SecondaryTierManager.submit_load`. Loads are never shed; an open breaker makes them fail."""
         if not is_sound(job, JobKind.LOAD, self._slot_count):
             self._jobs.finish(job, JobKind.LOAD, [Outcome.REFUSED] * len(job.keys))
             return
@@ -210,7 +210,7 @@ class AsyncTier(SecondaryTierManager):
             self._outbox.append(Delete(sound))
 
     def forget(self, prefix: bytes) -> bool:
-        """See :meth:`SecondaryTierManager.forget`. A medium that fails is asked again after ``breaker_cooldown``."""
+        """See :meth:`SecondaryTierManager.forget`. Retries a failed attempt after ``breaker_cooldown``."""
         if prefix in self._forgotten:
             self._forgotten.discard(prefix)
             return True
@@ -237,37 +237,27 @@ class AsyncTier(SecondaryTierManager):
         return self._inventory.take()
 
     def repeat_events(self) -> None:
-        """Let the next calls of :meth:`take_events` state all blocks of this engine as stored, some at a time.
-
-        On a medium that evicts silently, they are looked up first.
-        """
+        """See :meth:`SecondaryTierManager.repeat_events`. Blocks that may be evicted silently are looked up first."""
         self._inventory.repeat()
         if self._verifies_events:
             self._unverified = self._inventory.known
 
     def set_parents(self, parent_of: Callable[[BlockKey], BlockKey | None]) -> None:
-        """Let events state the parents of blocks before them.
-
-        Args:
-            parent_of: See :class:`kvstore.tiers.inventory.Inventory`.
-        """
+        """Report parents before their blocks in events; see :class:`kvstore.tiers.inventory.Inventory`."""
         self._inventory.parent_of = parent_of
 
     def keep_lineage(self, keys: Sequence[BlockKey], lineage: Sequence[bytes], secrets: Sequence[bytes]) -> None:
-        """Keep lineage of present blocks on a medium that can, for the engine that finds them; it may get lost.
+        """Store the lineage of present blocks for a later engine, if the medium supports it; it may be lost.
 
-        Args:
-            keys: The blocks.
-            lineage: What is kept of each.
-            secrets: What is kept besides where the tier encrypts, and nowhere else.
+        ``lineage`` and ``secrets`` have one item per block; ``secrets`` are stored only if the tier encrypts.
         """
         if keys and not self._epoch.is_changing:
             self._outbox.append(KeepLineage(tuple(keys), tuple(lineage), tuple(secrets)))
-            # At once: an engine without requests takes no further step.
+            # Immediately, because an engine without requests takes no further step.
             self.flush()
 
     def take_lineage(self, key: BlockKey) -> tuple[bytes, bytes] | None:
-        """Return once the lineage and the secrets that an earlier engine kept of a recovered block."""
+        """Return and drop the lineage and secrets that an earlier engine stored for a recovered block."""
         return self._lineage.pop(key, None)
 
     def take_samples(self) -> Sequence[JobSample]:
@@ -276,7 +266,7 @@ class AsyncTier(SecondaryTierManager):
 
     @property
     def has_unreported(self) -> bool:
-        """Whether a ``get_finished`` or ``take_events`` has something to return, or soon will: recovered blocks."""
+        """Whether ``get_finished`` or ``take_events`` has results, or recovered blocks are expected soon."""
         return self._jobs.has_finished or bool(self._inventory) or self._awaits_recovered
 
     def stats(self) -> TierStats:
@@ -309,11 +299,7 @@ class AsyncTier(SecondaryTierManager):
         )
 
     def wait_recovered(self, timeout_s: float) -> bool:
-        """Block until recovery has ended, or the time is over; for the start of an engine.
-
-        Returns:
-            Whether recovery has ended. If not, it continues, and lookups query the medium for unknown keys.
-        """
+        """Block until recovery has ended or the timeout expires; return whether it has. For the start of an engine."""
         deadline = self._clock() + timeout_s
         while not self._presence.complete and (left := deadline - self._clock()) > 0:
             if not self._absorb(self._clock()):
@@ -323,7 +309,8 @@ class AsyncTier(SecondaryTierManager):
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """See :meth:`SecondaryTierManager.drain`."""
-        if self._channel.closed:
+        # Without an I/O process, all jobs have failed, and the drain would not be answered.
+        if self._channel.closed or self._down:
             return True
         self._drains += 1
         self._outbox.append(Drain(self._drains))
@@ -354,17 +341,17 @@ class AsyncTier(SecondaryTierManager):
         if not (self._is_up and self._health.loads_pass) or self._failed_loads.blocks(key, ctx, now):
             return LookupResult.MISS
         source, since = (None, 0.0) if ctx is None else (ctx.source, ctx.since)
-        known = self._presence.known(key, now, since)
-        if known is Known.PRESENT:
+        held = self._presence.holds(key, now, since)
+        if held:
             return LookupResult.HIT
-        if known is Known.ABSENT and not self._existence.is_open(key, now, ctx):
+        if held is False and not self._existence.is_open(key, now, ctx):
             return LookupResult.MISS
         asks = is_key(key) and self._existence.wants_answer(key, now, source)
         return LookupResult.RETRY if asks else LookupResult.MISS
 
     @property
     def _awaits_recovered(self) -> bool:
-        """Whether blocks to report may be found soon: an engine that makes no steps would not report them."""
+        """Whether recovery may soon find blocks to report; an engine must take steps to report them."""
         may_find = self._events and self._is_up and not self._presence.complete
         return may_find and self._clock() < self._recovery_awaited_until
 
@@ -373,7 +360,7 @@ class AsyncTier(SecondaryTierManager):
         return not self._down and not self._epoch.is_changing
 
     def _look_up_reported(self) -> None:
-        """Add some blocks that events state to the next question: those that have left are reported as removed."""
+        """Look up some reported blocks with the next query; missing ones are then reported as removed."""
         now = self._clock()
         for key in self._unverified[-_VERIFIED_PER_STEP:]:
             self._existence.wants_answer(key, now)
@@ -483,7 +470,7 @@ class AsyncTier(SecondaryTierManager):
             return
         self._health.note_lookup()
         self._presence.add(present, now)
-        # Unknown is not absent: the key is not queried again during a pause.
+        # Unknown keys may be present; they are not queried again during a pause.
         self._failed_loads.note(unknown, None, now)
         self._blocks_gone(self._presence.note_absent(absent, now), RemovalCause.LOST)
 
@@ -502,14 +489,14 @@ class AsyncTier(SecondaryTierManager):
             exclusive=self._exclusive,
             positive_ttl_s=config.positive_ttl,
             negative_ttl_s=config.negative_ttl,
-            # A later removal of forgotten blocks would not be noticed.
+            # A later removal of forgotten blocks would go unnoticed.
             on_forgotten=partial(self._inventory.removed, cause=RemovalCause.LOST),
         )
         self._existence = Existence(config.lookup_timeout, error_pause_s=config.breaker_cooldown)
         self._recovery_awaited_until = self._clock() + _RECOVERY_AWAITED_S
 
     def _host_down(self, message: HostDown) -> None:
-        """Fail the unanswered jobs: the I/O process has ended and touches no slot any more."""
+        """Fail the unanswered jobs: the I/O process has ended and no longer touches slots."""
         logger.warning("Tier %s is down: %s", self.name, message.reason)
         self._down = True
         self._last_error = message.reason
@@ -521,7 +508,7 @@ class AsyncTier(SecondaryTierManager):
         self._health.reset()
 
     def _give_up_late_jobs(self, now: float) -> None:
-        """Report late stores as failed: if the medium publishes one later, its checksum proves it wrong."""
+        """Report late stores as failed; if a slot changes before a late write, the record's checksum will not match."""
         for job in self._jobs.late(now, _REPORT_GRACE_S):
             if job.message.kind is JobKind.LOAD:
                 self._channel.hurry()  # Its slots may still be written to.

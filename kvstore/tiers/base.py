@@ -24,14 +24,7 @@ __all__ = ["JobSample", "SecondaryTierManager", "TierStats"]
 
 @dataclass(frozen=True, slots=True)
 class JobSample:
-    """One job that ended, for latency histograms.
-
-    Attributes:
-        kind: ``"store"`` or ``"load"``.
-        blocks: Blocks requested from the medium.
-        size_bytes: Payload bytes moved.
-        seconds: From the start of the work to its end.
-    """
+    """One job (``"store"`` or ``"load"``) that ended, for latency histograms: blocks requested, bytes moved, time."""
 
     kind: str
     blocks: int
@@ -47,9 +40,9 @@ class TierStats:
         name: Name of the tier.
         epoch: Name of the present epoch; empty: the base epoch; None while it changes.
         ready: Whether lookups are answered from the medium: the I/O side is up, the epoch has begun, and the breaker of
-            loads is closed. A tier that still recovers is ready.
+            loads is closed. A tier is ready during recovery.
         recovering: Whether the scan of blocks from earlier runs is still running.
-        blocks: Blocks held, as far as known.
+        blocks: Known number of blocks.
         used_bytes: Their bytes on the medium.
         capacity_bytes: Limit for ``used_bytes``; 0 for none.
         lookups: Lookup answers by result (``hit``, ``miss``, ``retry``).
@@ -58,7 +51,7 @@ class TierStats:
         removals: Removed blocks by cause.
         bytes_stored: Payload bytes moved to the medium.
         bytes_loaded: Payload bytes moved from the medium.
-        jobs_in_flight: Jobs submitted and not reported.
+        jobs_in_flight: Jobs submitted but not reported.
         bytes_in_flight: Their payload bytes.
         shed_blocks: Blocks not stored because too much was in flight, or because the store breaker was open.
         load_breaker: ``"closed"``, ``"open"`` or ``"half_open"``.
@@ -107,7 +100,7 @@ class SecondaryTierManager(ABC):
         name: Name of this tier in statistics and policies.
         medium: Kind of device.
         locality: Whether the medium is local or behind a network.
-        takes_stores: Whether blocks are stored to it; a tier that other engines fill is only loaded from.
+        takes_stores: Whether blocks are stored to it; False for a tier that other engines fill.
     """
 
     name: str
@@ -129,7 +122,7 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Hand over the jobs submitted since the last call; once at the end of each step."""
+        """Send the jobs submitted since the last call; called once at the end of each step."""
 
     @abstractmethod
     def get_finished(self) -> Sequence[JobResult]:
@@ -144,13 +137,13 @@ class SecondaryTierManager(ABC):
 
         Args:
             keys: The blocks; absent ones are ignored.
-            cause: For the event.
+            cause: Cause in the event.
         """
 
     def forget(self, prefix: bytes) -> bool | None:
-        """Remove all blocks whose keys begin with ``prefix``; called again in each step until none is left.
+        """Remove all blocks whose keys begin with ``prefix``; called again in each step until all are gone.
 
-        Meanwhile no such block is stored here, nor looked up.
+        The caller stores and looks up no such blocks meanwhile.
 
         Returns:
             Whether all are gone; None if the tier can't remove blocks (the default).
@@ -180,7 +173,7 @@ class SecondaryTierManager(ABC):
         """
 
     def repeat_events(self) -> None:  # noqa: B027
-        """Let the next calls of :meth:`take_events` state all blocks as stored, at a bounded rate.
+        """Make the next calls of :meth:`take_events` report all blocks as stored, at a bounded rate.
 
         For consumers that have lost events. The default does nothing.
         """

@@ -2,9 +2,9 @@
 
 Pure decisions from reported numbers: no I/O, no threads, only the given clock.
 
-Loading a byte of a raw block takes ``1 / link`` seconds. Encoded, the link takes ``ratio / link`` and the codec
-``1 / decode``; half of the shorter time overlaps with the longer one, because batches are decoded while the next are
-read. Encoding begins if that saves a fifth. Decoding takes processor time from a fast link, which is visible only
+Loading a byte of a raw block takes ``1 / link`` seconds. For an encoded block, the link takes ``ratio / link`` and the
+codec ``1 / decode``; half of the shorter time overlaps with the longer one, because batches are decoded while the next
+are read. Encoding begins if it saves a fifth. Decoding takes processor time from a fast link, which is measurable only
 afterwards, so for some seconds encoding is compared with the link rate from before.
 """
 
@@ -24,20 +24,18 @@ __all__ = ["AutoOptions", "CodecChoice"]
 
 _GAIN_TO_BEGIN: Final = 0.2
 _GAIN_TO_GO_ON: Final = 0.1
-"""Least savings of encoding. They differ because measurements vary by some percent from second to second."""
+"""Minimum savings to begin and to continue encoding. They differ because measurements vary by some percent from second
+to second."""
 
 _DWELL_S: Final = 1.0
-"""Least time between two changes, so that the effect of one is measured before the next."""
+"""Minimum time between two changes, so that the effect of one is measured before the next."""
 
 _TRIAL_S: Final = 10.0
 """Time for which encoding is compared with the link rate from before."""
 
-_RETRY_S: Final = 10.0
-_RETRY_S_MAX: Final = 1280.0
-"""Pause before encoding begins again; doubled after each end, unless the link has changed."""
-
-_LINK_CHANGE: Final = 4 / 3
-"""Ratio of link rates, now and at the end of encoding, from which the link counts as changed."""
+_PAUSE_S: Final = 30.0
+"""Minimum time before encoding begins again. If encoding is not worthwhile, its trials take one or two seconds per
+pause."""
 
 _SAMPLES_MIN: Final = 4
 """Batches encoded before the first decision."""
@@ -45,9 +43,9 @@ _SAMPLES_MIN: Final = 4
 _SAMPLE_EVERY: Final = 256
 """Batches stored raw per batch encoded as a sample, for ratio and decode rate."""
 
-_KEEP: Final = 1 - 1 / 32
-_KEEP_OF_SAMPLES: Final = 0.5
-"""Weight that earlier batches keep at each encoded batch, while all batches are encoded and while only samples are."""
+_KEEP: Final = 0.75
+"""Factor on the weight of earlier batches per encoded batch. Batches count instead of time: while blocks are stored
+raw, the last samples are the only data."""
 
 _DECODE_BY_SAMPLE: Final = 2.0
 """Ratio of the decode rate of many batches to that of single ones, because two threads decode. Also the assumed ratio
@@ -60,7 +58,7 @@ _HALF_LIFE_S: Final = 5.0
 """Half-life of a measurement's weight."""
 
 _FORGOTTEN: Final = 0.98
-"""Share of its weight that a measurement loses at a change, because loads differ from then on."""
+"""Fraction of its weight that a measurement loses at a change, because loads differ afterwards."""
 
 
 class AutoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,12 +94,12 @@ class CodecChoice:
         self._encodes = self._objective == "bytes"
         self._changes = 0
         self._changed_at = float("-inf")
-        self._retry_at, self._retry_s = float("-inf"), _RETRY_S
-        self._link_before, self._link_at_end = 0.0, 0.0
+        self._may_begin_at = float("-inf")
+        self._link_before = 0.0
         self._raw_batches = 0
 
     def encode_next(self) -> bool:
-        """Return whether to encode the next stored batch."""
+        """Return whether to encode the next batch of a store."""
         with self._lock:
             self._judge()
             self._raw_batches += 1
@@ -111,13 +109,11 @@ class CodecChoice:
             return False
 
     def note_encoded(self, plain_bytes: int, stored_bytes: int, seconds: float) -> None:
-        """Note an encoded batch: its length before and after, and the time."""
+        """Note an encoded batch: its lengths before and after in bytes, and the time in seconds."""
         with self._lock:
-            # Weights fall by batches, not by time: while blocks are stored raw, the last samples are the only data.
-            keep = _KEEP if self._encodes else _KEEP_OF_SAMPLES
-            self._plain_bytes = keep * self._plain_bytes + plain_bytes
-            self._encoded_bytes = keep * self._encoded_bytes + stored_bytes
-            self._encode_s = keep * self._encode_s + seconds
+            self._plain_bytes = _KEEP * self._plain_bytes + plain_bytes
+            self._encoded_bytes = _KEEP * self._encoded_bytes + stored_bytes
+            self._encode_s = _KEEP * self._encode_s + seconds
             self._samples += 1
 
     def link_started(self, kind: JobKind) -> None:
@@ -161,9 +157,8 @@ class CodecChoice:
         raw = raw or link
         gain = 1 - self._ratio() if self._objective == "bytes" else 1 - self._encoded_s(now, link) * raw
         if self._encodes and gain < _GAIN_TO_GO_ON:
-            self._retry_at, self._link_at_end = now + self._retry_s, raw
-            self._retry_s = min(2 * self._retry_s, _RETRY_S_MAX)
-        elif self._encodes or gain < _GAIN_TO_BEGIN or not self._may_begin(now, link):
+            self._may_begin_at = now + _PAUSE_S
+        elif self._encodes or gain < _GAIN_TO_BEGIN or now < self._may_begin_at:
             return
         self._encodes = not self._encodes
         self._link_before = self._links[JobKind.LOAD].rate(now)
@@ -171,12 +166,6 @@ class CodecChoice:
         self._changed_at = now
         for busy in (*self._links.values(), self._decodes):
             busy.forget()
-
-    def _may_begin(self, now: float, link: float) -> bool:
-        if not 1 / _LINK_CHANGE < link / (self._link_at_end or link) < _LINK_CHANGE:
-            self._retry_s = _RETRY_S
-            return True
-        return now >= self._retry_at
 
     def _encoded_s(self, now: float, link: float) -> float:
         """Return the seconds to load an encoded plain byte."""

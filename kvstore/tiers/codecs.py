@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from kvstore.codec.base import THIRD_PARTY_WIRE_ID_MIN, Codec, CodecContext, Step
 from kvstore.codec.chain import AUTO, ChainConfig, CodecChain, build_chain, parse_chain
-from kvstore.codec.decoder import Decoder, StoredBlock
-from kvstore.codec.encoder import EncodedBatch
+from kvstore.codec.coding import Decoder
+from kvstore.codec.record import RecordHeader
 from kvstore.errors import ConfigError, RecordError
 from kvstore.namespace import Namespace
 from kvstore.registry import CODECS
@@ -21,7 +21,7 @@ from kvstore.runtime.messages import JobKind
 from kvstore.secret import shown
 from kvstore.tiers.codec_choice import CodecChoice
 
-__all__ = ["CodecCounts", "TierCodecs", "element_bytes_of", "namespace_with_codecs"]
+__all__ = ["TierCodecs", "element_bytes_of", "namespace_with_codecs"]
 
 logger = logging.getLogger("kvstore.tiers")
 
@@ -33,6 +33,11 @@ _ELEMENT_BYTES: Final = {
     **dict.fromkeys(("float32", "fp32", "float"), 4),
 }
 """Length of an element by the name of its type. Other types have one byte, or do not benefit from planes."""
+
+_COUNTS: Final = (
+    *("encoded_blocks", "raw_blocks", "encode_in_bytes", "encode_out_bytes", "encode_seconds"),
+    *("decoded_blocks", "decode_in_bytes", "decode_out_bytes", "decode_seconds"),
+)
 
 
 class TierCodecs:
@@ -48,7 +53,6 @@ class TierCodecs:
     Attributes:
         chain: Codecs and seal for writing.
         decoder: Reads records of any chain.
-        counts: Counts of both.
         choice: Decides whether to encode, for the chain ``"auto"``; None otherwise.
     """
 
@@ -57,24 +61,44 @@ class TierCodecs:
         self.chain: CodecChain = build_chain(config, self._context, CODECS.find)
         self._refuse_shared_ids()
         self.decoder = Decoder(self._find, self.chain.seal)
-        self.counts = CodecCounts()
         self.choice = None if self.chain.auto is None else CodecChoice(self.chain.auto)
         self._codecs: dict[int, Codec | None] = {
             wire_id: codec for codec in self.chain.codecs for wire_id in codec.wire_ids
         }
         self._lock = threading.Lock()
+        self._counts: defaultdict[str, float] = defaultdict(int)
 
     def encode_next(self) -> bool:
         """Return whether to apply the codecs to the next batch."""
         return bool(self.chain.codecs) and (self.choice is None or self.choice.encode_next())
 
-    def note_encoded(self, batch: EncodedBatch, plain_bytes: int, *, encoded: bool) -> None:
-        """Note a batch on its way to the medium, and whether the codecs were applied to it."""
+    def note_encoded(
+        self, payloads: Sequence[memoryview | None], slot_bytes: int, seconds: float, *, encoded: bool
+    ) -> None:
+        """Note a batch before its transfer to the medium, and whether the codecs were applied to it."""
         if self.chain.is_raw:
             return
-        self.counts.note_encoded(batch, plain_bytes)
+        sizes = [payload.nbytes for payload in payloads if payload is not None]
+        shortened = sum([size < slot_bytes for size in sizes])
+        plain_bytes, stored_bytes = len(payloads) * slot_bytes, sum(sizes)
+        self._count(
+            encoded_blocks=shortened,
+            raw_blocks=len(sizes) - shortened,
+            encode_in_bytes=plain_bytes,
+            encode_out_bytes=stored_bytes,
+            encode_seconds=seconds,
+        )
         if self.choice is not None and encoded:
-            self.choice.note_encoded(plain_bytes, batch.stored_bytes, batch.seconds)
+            self.choice.note_encoded(plain_bytes, stored_bytes, seconds)
+
+    def note_decoded(self, headers: Sequence[RecordHeader], seconds: float) -> None:
+        """Count opened or decoded blocks."""
+        self._count(
+            decoded_blocks=len(headers),
+            decode_in_bytes=sum(header.stored_bytes for header in headers),
+            decode_out_bytes=sum(header.plain_bytes for header in headers),
+            decode_seconds=seconds,
+        )
 
     @contextmanager
     def on_link(self, kind: JobKind) -> Iterator[Callable[[int], None]]:
@@ -83,32 +107,46 @@ class TierCodecs:
         if self.choice is not None:
             self.choice.link_started(kind)
         try:
-            yield lambda stored_bytes: moved.append(stored_bytes)
+            yield moved.append
         finally:
             if self.choice is not None:
                 self.choice.link_ended(kind, moved[-1])
 
     def decode(
-        self, blocks: Sequence[StoredBlock], rows: Sequence[memoryview], spares: Sequence[memoryview]
+        self,
+        headers: Sequence[RecordHeader],
+        slots: Sequence[memoryview],
+        rows: Sequence[memoryview],
+        spares: Sequence[memoryview],
     ) -> tuple[list[RecordError | None], float]:
-        """Decode blocks, see :meth:`Decoder.decode`; on a worker thread. Returns its result and the seconds it took."""
+        """Decode blocks, see :meth:`Decoder.decode`; on a worker thread. Returns its result and its duration in s."""
         started = time.perf_counter()
         # Only encoded blocks: opening a seal is many times faster than decoding, and the choice does not affect it.
-        decoded = [block.header.plain_bytes for block in blocks if block.header.stored_bytes < block.header.plain_bytes]
+        decoded = [header.plain_bytes for header in headers if header.stored_bytes < header.plain_bytes]
         choice = self.choice if decoded else None
         if choice is not None:
             choice.decode_started()
         try:
-            errors = self.decoder.decode(blocks, rows, spares)
+            errors = self.decoder.decode(headers, slots, rows, spares)
         finally:
             if choice is not None:
                 choice.decode_ended(sum(decoded))
         return errors, time.perf_counter() - started
 
     def stats(self) -> dict[str, float]:
-        """Return the counts of ``TierStats.codec``."""
+        """Return the counts of ``TierStats.codec``; empty before the first encoded or decoded block."""
+        counts = self._counts
         chosen = {} if self.choice is None else self.choice.stats()
-        return {**self.counts.snapshot(), **{f"auto_{name}": value for name, value in chosen.items()}}
+        found = {f"auto_{name}": value for name, value in chosen.items()}
+        if counts:
+            stored = counts["encode_in_bytes"]
+            ratio = counts["encode_out_bytes"] / stored if stored else 1.0
+            found |= {**{name: counts[name] for name in _COUNTS}, "ratio": ratio}
+        return found
+
+    def _count(self, **more: float) -> None:
+        for name, value in more.items():
+            self._counts[name] += value
 
     def _find(self, wire_id: int) -> Codec | None:
         if wire_id not in self._codecs:
@@ -130,7 +168,7 @@ class TierCodecs:
                 )
 
     def _make(self, wire_id: int) -> Codec | None:
-        """Make a codec outside the tier's chain, for records of another configuration; None if it is not available.
+        """Create a codec outside the tier's chain, for records of another configuration; None if not available.
 
         Only for codecs that ship with kvstore. Blocks of any other codec have their own namespace (see
         :func:`namespace_with_codecs`), and every tier of that namespace has the codec in its chain.
@@ -166,53 +204,6 @@ def namespace_with_codecs(namespace: Namespace, config: ChainConfig) -> Namespac
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"A codec of {shown(config)} has no wire ids: {error}. Give it 'wire_ids'.") from error
     return namespace.with_fields(codecs=classes) if classes else namespace
-
-
-class CodecCounts:
-    """Counts of a tier's codecs since it was opened; belongs to the loop thread."""
-
-    def __init__(self) -> None:
-        self._stored_blocks = 0
-        self._encoded_blocks = 0
-        self._encode_in_bytes = 0
-        self._encode_out_bytes = 0
-        self._encode_s = 0.0
-        self._decoded_blocks = 0
-        self._decode_in_bytes = 0
-        self._decode_out_bytes = 0
-        self._decode_s = 0.0
-
-    def note_encoded(self, batch: EncodedBatch, plain_bytes: int) -> None:
-        """Count a batch of stored blocks, encoded or raw."""
-        self._stored_blocks += sum(payload is not None for payload in batch.payloads)
-        self._encoded_blocks += batch.encoded_blocks
-        self._encode_in_bytes += plain_bytes
-        self._encode_out_bytes += batch.stored_bytes
-        self._encode_s += batch.seconds
-
-    def note_decoded(self, blocks: int, stored_bytes: int, plain_bytes: int, seconds: float) -> None:
-        """Count opened or decoded blocks."""
-        self._decoded_blocks += blocks
-        self._decode_in_bytes += stored_bytes
-        self._decode_out_bytes += plain_bytes
-        self._decode_s += seconds
-
-    def snapshot(self) -> dict[str, float]:
-        """Return all counts by name, as in ``TierStats.codec``; empty before the first encoded or decoded block."""
-        if not self._stored_blocks and not self._decoded_blocks:
-            return {}
-        return {
-            "encoded_blocks": self._encoded_blocks,
-            "raw_blocks": self._stored_blocks - self._encoded_blocks,
-            "encode_in_bytes": self._encode_in_bytes,
-            "encode_out_bytes": self._encode_out_bytes,
-            "encode_seconds": self._encode_s,
-            "decoded_blocks": self._decoded_blocks,
-            "decode_in_bytes": self._decode_in_bytes,
-            "decode_out_bytes": self._decode_out_bytes,
-            "decode_seconds": self._decode_s,
-            "ratio": self._encode_out_bytes / self._encode_in_bytes if self._encode_in_bytes else 1.0,
-        }
 
 
 def _path(cls: type[Step]) -> str:

@@ -1,6 +1,6 @@
 """Epochs of a tier: the scheduler half requests them, the I/O half determines their names.
 
-A name is read from a file that a fleet shares, or is random and belongs to this engine alone.
+A name is read from a file that a fleet shares, or is random and used by this engine alone.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
-import stat
 import threading
 from typing import Final
 
@@ -18,16 +16,17 @@ from kvstore.config import EpochConfig
 from kvstore.errors import ConfigError
 from kvstore.primary.lending import Lender
 from kvstore.runtime.messages import BeginEpoch, EpochBegun
+from kvstore.secret import open_regular
 
 __all__ = ["Epoch", "EpochNames"]
 
 logger = logging.getLogger("kvstore.tiers")
 
 _READ_TIMEOUT_S: Final = 2.0
-"""Time limit for reading the name; until then every lookup is MISS. A file system that needs longer is down."""
+"""Time limit for reading the name; meanwhile every lookup is MISS. A slower file system is considered down."""
 
 _NAME_LENGTH_MAX: Final = 256
-"""Characters of a name, which becomes a field of the namespace; a version or a UUID needs far fewer."""
+"""Maximum characters of a name, which becomes a field of the namespace; a version or a UUID needs far fewer."""
 
 
 class Epoch:
@@ -35,7 +34,7 @@ class Epoch:
 
     Args:
         tier: Name of the tier, for messages.
-        named: Whether a configured source names the first epoch; if not, the tier opens in the base epoch.
+        named: Whether a configured source provides the first epoch; if not, the tier opens in the base epoch.
         lender: Source of rows for other engines; closed while the epoch changes.
 
     Attributes:
@@ -51,7 +50,7 @@ class Epoch:
 
     @property
     def is_changing(self) -> bool:
-        """Whether a requested epoch has not begun: messages of the I/O half are about an earlier one."""
+        """Whether a requested epoch has not begun; until then, messages of the I/O half concern an earlier one."""
         return self._begun < self._asked
 
     @property
@@ -95,7 +94,7 @@ class EpochNames:
     def __init__(self, source: EpochConfig | None) -> None:
         self._source = source
         self._is_reading = False
-        """Whether a read has not ended; on a file system that hangs it may outlive its timeout."""
+        """Whether a read is running; on a hanging file system, it may outlive its timeout."""
         self._unused = ""
         """Random name of an epoch without blocks, or empty."""
 
@@ -108,7 +107,7 @@ class EpochNames:
         if wanted is not None:
             return wanted
         if self._unused and self._unused == present:
-            return present  # It is empty: resets in a row need only one epoch.
+            return present  # It is empty: consecutive resets need only one epoch.
         name = await self.next()
         self._unused = name if self._source is None else ""
         return name
@@ -138,9 +137,9 @@ class EpochNames:
             return _random_name()
 
     async def _read(self, path: str) -> str:
-        """Read a file on a daemon thread of its own, so that a hanging file system can't block the process's exit."""
+        """Read a file on its own daemon thread, so that a hanging file system can't block the exit of the process."""
         if self._is_reading:
-            # Otherwise each reset would leave one more thread behind.
+            # Otherwise each reset would leave another thread behind.
             raise TimeoutError("an earlier attempt to read it has not ended")
         self._is_reading = True
         loop = asyncio.get_running_loop()
@@ -158,9 +157,9 @@ class EpochNames:
         def work() -> None:
             content, failure = None, None
             try:
-                with open(path, encoding="utf-8", opener=_open_regular) as file:
-                    content = file.read(4 * _NAME_LENGTH_MAX)
-            except (OSError, ValueError, ConfigError) as error:
+                with open_regular(path) as file:
+                    content = file.read(4 * _NAME_LENGTH_MAX).decode()
+            except (OSError, ValueError) as error:
                 failure = error
             with contextlib.suppress(RuntimeError):  # The loop has ended.
                 loop.call_soon_threadsafe(settle, content, failure)
@@ -175,19 +174,10 @@ def _random_name() -> str:
 
 def _checked(content: str, path: str) -> str:
     name = content.strip()
-    # An empty file is probably being written, and the base epoch would find the oldest blocks.
+    # An empty file is probably being written; the base epoch would expose the oldest blocks.
     if not 0 < len(name) <= _NAME_LENGTH_MAX or not name.isprintable():
         raise ConfigError(
             f"{path} contains {name[:40]!r} ({len(name)} characters). Expected one line of 1 to {_NAME_LENGTH_MAX} "
             "printable characters. Write it to another file and rename that, so that no reader sees half of it."
         )
     return name
-
-
-def _open_regular(path: str, flags: int) -> int:
-    """Open a regular file only: reading a named pipe, for example, might never end."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ConfigError(f"{path} is not a regular file. Expected a file with the name of the epoch on one line.")
-    return descriptor

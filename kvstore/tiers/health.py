@@ -19,9 +19,9 @@ class TierHealth:
     """Decides whether calls reach the medium.
 
     A full disk must not stop loads, and failing reads must not stop stores, so each direction has its own breaker. The
-    breaker of stores admits one store as a trial. The breaker of loads and lookups is closed by a probe, because no
-    request should wait for a trial. A probe only shows that lookups are answered: while loads fail, answered lookups
-    do not count as success, and after the probe the next failed load opens the breaker again, for longer.
+    breaker of stores admits one store as a trial. A probe closes the breaker of loads and lookups, because no request
+    should wait for a trial. A probe only shows that lookups work: while loads fail, answered lookups do not count as
+    success, and after the probe the next failed load opens the breaker again, for longer.
     """
 
     def __init__(self, name: str, config: TierConfig) -> None:
@@ -35,7 +35,7 @@ class TierHealth:
         numbers = (config.breaker_failures, float(config.breaker_cooldown), float(config.breaker_cooldown_max))
         self._breakers = {kind: Breaker(*numbers) for kind in JobKind}
         self._failed_loads = 0
-        """Load jobs that have failed since one succeeded."""
+        """Failed load jobs since the last successful one."""
 
     @property
     def loads_pass(self) -> bool:
@@ -43,7 +43,7 @@ class TierHealth:
         return self._breakers[JobKind.LOAD].closed
 
     def admits_store(self, now: float) -> bool:
-        """Whether a store reaches the medium; it must be judged then."""
+        """Return whether a store may go to the medium; if so, its job must be passed to :meth:`judge`."""
         breaker = self._breakers[JobKind.STORE]
         return breaker.closed or breaker.admit_trial(now)
 

@@ -1,4 +1,4 @@
-"""The inventory of a tier as consumers of its events know it, and the changes to report."""
+"""The inventory of a tier as reported to consumers of its events, and the changes to report."""
 
 from __future__ import annotations
 
@@ -14,61 +14,61 @@ __all__ = ["Inventory"]
 
 _FOUND_KEYS: Final = 1024
 """Recovered blocks per report, and so per step of the engine: some milliseconds of its scheduler. An idle engine pauses
-for one after each step, so that shorter reports would take longer in all."""
+for a millisecond after each step, so shorter reports would take longer in total."""
 
 _REPEATED_KEYS: Final = 128
-"""Repeated blocks per report. There is no hurry, and the engine may be busy."""
+"""Repeated blocks per report. A repetition is not urgent, and the engine may be busy."""
 
 _TURNS: Final = 4
-"""Blocks looked at for each that may be reported."""
+"""Maximum blocks examined per block that may be reported."""
 
 _ORPHANS_MAX: Final = 1 << 16
-"""Blocks remembered as reported before their parents; further ones are right after the next repetition."""
+"""Blocks remembered as reported before their parents; further ones are corrected by the next repetition."""
 
 
 class Inventory:
-    """The blocks of one tier that consumers of its events know, and the changes since the last report.
+    """The blocks of one tier reported to consumers of its events, and the changes since the last report.
 
-    It keeps sets, not a log: nothing is lost for lack of room, and a block that left and came back between two reports
-    is no change. Once all reports are taken, the blocks that they state as stored and not as removed are exactly those
-    of the tier. Changes are reported at once; blocks found at start, and repetitions, at a bounded rate.
+    It keeps sets instead of a log: no change is lost for lack of room, and a block that left and returned between two
+    reports is not a change. After all reports are taken, the blocks reported as stored and not as removed are exactly
+    the blocks of the tier. Changes are reported immediately; blocks found at start, and repetitions, at a bounded rate.
 
-    Consumers that index prefixes ignore a block whose parent they don't know. Therefore a report states parents first,
-    and a block that was reported before its parent is stated once more behind it.
+    Consumers that index prefixes ignore a block with an unknown parent. Reports therefore list parents first, and a
+    block reported before its parent is repeated after the parent.
 
     Args:
-        enabled: Whether anything is kept.
+        enabled: Whether blocks and changes are recorded.
 
     Attributes:
-        parent_of: Returns the block before a block in its prompt; None if there is none, or it is unknown.
+        parent_of: Returns the preceding block in a block's prompt; None if there is none or it is unknown.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
         self.parent_of: Callable[[BlockKey], BlockKey | None] = _unknown_parent
         self._known: dict[BlockKey, None] = {}
-        """Held and reported; the first reported in front."""
+        """Held and reported, in the order of their reports."""
         self._found: set[BlockKey] = set()
-        """Held and not yet reported, as they wait in the queue."""
+        """Held and not yet reported, waiting in the queue."""
         self._changes: dict[BlockKey, RemovalCause | None] = {}
         """Stored (None) or removed since the last report; in neither of the two above."""
         self._queue: deque[BlockKey] = deque()
-        """Blocks to report at the bounded rate, if they are still found, or still to be repeated."""
+        """Blocks to report at the bounded rate, unless they are no longer in ``_found`` or ``_repeated``."""
         self._repeated: set[BlockKey] = set()
-        """Known blocks that the repetition under way has not stated yet."""
+        """Known blocks that the running repetition has not reported yet."""
         self._asked_again = False
         self._orphans: dict[BlockKey, dict[BlockKey, None]] = {}
-        """Known blocks that were reported before their parent, by parent."""
+        """Known blocks reported before their parent, by parent."""
         self._orphaned: dict[BlockKey, BlockKey] = {}
-        """The parents of these."""
+        """Parents of these blocks, by block."""
 
     def __bool__(self) -> bool:
-        """Whether something is to be reported."""
+        """Whether there are blocks or changes to report."""
         return bool(self._changes or self._queue)
 
     @property
     def known(self) -> list[BlockKey]:
-        """The blocks that were reported as stored and not as removed."""
+        """The blocks reported as stored and not as removed."""
         return list(self._known)
 
     def stored(self, keys: Iterable[BlockKey]) -> None:
@@ -92,7 +92,7 @@ class Inventory:
                 self._queue.append(key)
 
     def removed(self, keys: Iterable[BlockKey], cause: RemovalCause) -> None:
-        """Note blocks that left the tier; those that consumers never knew are no change."""
+        """Note blocks that left the tier; for blocks never reported, this is not a change."""
         changes = self._changes
         for key in keys:
             if key in self._known:
@@ -113,7 +113,7 @@ class Inventory:
         self._asked_again = False
 
     def repeat(self) -> None:
-        """Report all blocks once more, at the bounded rate, for consumers that have lost events."""
+        """Report all blocks again, at the bounded rate, for consumers that have lost events."""
         if self._queue:
             self._asked_again = True
         else:
@@ -121,10 +121,10 @@ class Inventory:
             self._repeated.update(self._known)
 
     def take(self) -> list[TierEvent]:
-        """Return the changes since the last call, and some of the blocks that were found or are repeated.
+        """Return the changes since the last call, and some of the found or repeated blocks.
 
-        There is at most one event of stored blocks, and one for each run of removals with one cause: consumers pay by
-        the event.
+        There is at most one event of stored blocks, and one event per run of removals with the same cause, because each
+        event has a cost for consumers.
         """
         if not (self._changes or self._queue):
             return []
@@ -133,7 +133,7 @@ class Inventory:
         entered = [key for key, cause in changes.items() if cause is None]
         new = set(entered)
         for key in entered:
-            if key in new:
+            if key in new and not self._state_alone(key, new, stored):
                 self._state(*self._line(key, new), stored)
         self._take_found_and_repeated(stored)
         events = [TierEvent(tuple(stored))] if stored else []
@@ -143,29 +143,46 @@ class Inventory:
 
     def _take_found_and_repeated(self, stored: list[BlockKey]) -> None:
         room = _FOUND_KEYS if self._found else _REPEATED_KEYS
-        # Blocks that left, or were stated with one behind them, still take a little time.
+        # Bounded, because blocks that left, or were already reported with a descendant, also take some time.
         turns = min(_TURNS * room, len(self._queue))
         while turns and room > 0:
             turns -= 1
             key = self._queue.popleft()
             waiting = self._found if key in self._found else self._repeated
-            if key in waiting:
-                line, parent = self._line(key, waiting)
-                if len(line) > room:
-                    # The rest of a long prompt: the next report begins with it.
-                    waiting.update(line[room:])
-                    self._queue.appendleft(key)
-                self._state(line[:room], parent, stored)
-                room -= len(line)
+            if key not in waiting:
+                continue
+            if self._state_alone(key, waiting, stored):
+                room -= 1
+                continue
+            line, parent = self._line(key, waiting)
+            if len(line) > room:
+                # The next report begins with the rest of this long prompt.
+                waiting.update(line[room:])
+                self._queue.appendleft(key)
+            self._state(line[:room], parent, stored)
+            room -= len(line)
         if not self._queue and self._asked_again:
             self._asked_again = False
             self.repeat()
 
+    def _state_alone(self, key: BlockKey, waiting: set[BlockKey], stored: list[BlockKey]) -> bool:
+        """Report a block if it has no unreported parent, and no orphans (blocks reported before their parents) exist.
+
+        A fast path for the usual case: it runs on the scheduler's thread for each block.
+        """
+        known, parent = self._known, self.parent_of(key)
+        if self._orphaned or (parent is not None and (parent in waiting or parent not in known)):
+            return False
+        waiting.discard(key)
+        known[key] = None
+        stored.append(key)
+        return True
+
     def _line(self, key: BlockKey, waiting: set[BlockKey]) -> tuple[list[BlockKey], BlockKey | None]:
-        """Take a block and its ancestors out of those that wait, as far as they are among them.
+        """Remove a block and its unbroken line of ancestors from ``waiting``.
 
         Returns:
-            The blocks, the first one of the prompt in front, and its parent.
+            The blocks in the order of the prompt, and the parent of the first.
         """
         line: list[BlockKey] = []
         each: BlockKey | None = key
@@ -177,7 +194,7 @@ class Inventory:
         return line, each
 
     def _state(self, line: Iterable[BlockKey], parent: BlockKey | None, stored: list[BlockKey]) -> None:
-        """Report a block with a parent and its descendants, each with those that were reported before it."""
+        """Report a line of blocks after ``parent``, and again the descendants reported before one of them."""
         known, orphaned = self._known, self._orphaned
         for key in line:
             known[key] = None
@@ -193,7 +210,7 @@ class Inventory:
             parent = key
 
     def _state_orphans_of(self, key: BlockKey, stored: list[BlockKey]) -> None:
-        """Report the blocks once more that were reported before a block and its descendants."""
+        """Report the descendants of a block again that were reported before their parents."""
         parents = [key]
         while parents:
             for child in list(self._orphans.get(parents.pop(), ())):
@@ -212,5 +229,5 @@ class Inventory:
 
 
 def _unknown_parent(key: BlockKey) -> BlockKey | None:
-    """Return None: nothing is known of prompts."""
+    """Return None: parents are unknown."""
     return None

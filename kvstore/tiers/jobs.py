@@ -16,17 +16,17 @@ __all__ = ["Job", "Jobs", "deadline_of", "is_key", "is_sound"]
 _SAMPLES_MAX = 1024
 
 _OUTCOMES = tuple(sorted(Outcome))
-"""By code; an index takes a fifth of the time of a call of the enum."""
+"""Outcomes by code; indexing takes a fifth of the time of an enum call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A submitted job and the message about the part of it that the I/O half works on.
+    """A submitted job, and the message with its blocks for the I/O half.
 
     Attributes:
         job: As submitted.
-        message: Its blocks that the medium may lack. The id of the message is unique among all jobs ever, because the
-            id of a reported job may be reused before a late answer to it arrives.
+        message: The blocks to move: of a store, those that the medium may lack. The id of the message is never reused,
+            because the id of a reported job may be reused before a late answer to it arrives.
         asked: Positions in ``job`` of the blocks in ``message``.
         size_bytes: Payload bytes of ``message``.
     """
@@ -37,7 +37,7 @@ class Job:
     size_bytes: int
 
     def outcomes(self, codes: Sequence[int]) -> list[Outcome]:
-        """Return the outcome of every block of the job, given those of the message."""
+        """Return the outcome of every block of the job, given the outcomes of the message's blocks."""
         if len(self.asked) == len(self.job.keys):
             return [_OUTCOMES[code] for code in codes]
         outcomes = [Outcome.EXISTS] * len(self.job.keys)
@@ -53,20 +53,20 @@ def deadline_of(kind: JobKind, size_bytes: int, config: TierConfig, now: float) 
 
 
 def is_key(key: object) -> bool:
-    """Whether a value is valid as a key. An invalid one must not reach an I/O process, which would end."""
+    """Return whether a value is a valid key. An invalid key would end an I/O process."""
     return isinstance(key, bytes) and 0 < len(key) <= KEY_BYTES_MAX
 
 
 def is_sound(job: TransferJob, kind: JobKind, slot_count: int) -> bool:
-    """Whether a job is valid: one existing slot per key, valid keys, and no two blocks loaded into one slot.
+    """Return whether a job is valid: one existing slot per key, valid keys, and no two blocks loaded into one slot.
 
-    A caller's defect must neither end an engine nor count against the health of a medium.
+    A caller's defect must not end an engine or count as a failure of the medium.
     """
     keys: Sequence[object] = job.keys
     slots = job.slots
     if len(keys) != len(slots) or not all(map(is_key, keys)) or not all(0 <= slot < slot_count for slot in slots):
         return False
-    # Both blocks would be reported as loaded, and one of them would hold the other's bytes.
+    # Otherwise both blocks would be reported as loaded, one of them with the other's bytes.
     return kind is JobKind.STORE or len(set(slots)) == len(slots)
 
 
@@ -96,7 +96,7 @@ class Jobs:
 
     @property
     def has_finished(self) -> bool:
-        """Whether ``take_finished`` has something to return."""
+        """Whether ``take_finished`` has results."""
         return bool(self._finished)
 
     @property

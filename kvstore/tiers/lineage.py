@@ -1,6 +1,6 @@
-"""Lineage on the medium: what events state about a block besides its key, kept for the engine after a restart.
+"""Lineage on the medium: the contents of a block's events besides its key, stored for the engine after a restart.
 
-A note is one byte of its form, and either the lineage as it is, or lineage and secrets encrypted by the tier's seal.
+A note is a byte for its form, followed by the plain lineage, or by lineage and secrets encrypted by the tier's seal.
 ``docs/format.md`` describes it.
 """
 
@@ -24,17 +24,17 @@ __all__ = ["LineageNotes"]
 _OPEN: Final = b"\x01"
 _SEALED: Final = b"\x02"
 _SEAL: Final = struct.Struct("<B3xI16s32s")
-"""Number of the seal, id of its key, writer, MAC; what is encrypted follows."""
+"""Wire id of the seal, id of its key, writer, MAC; the encrypted part follows."""
 _LENGTH: Final = struct.Struct("<I")
 """Length of the lineage; the secrets follow it."""
 
 
 class LineageNotes:
-    """Makes and reads notes.
+    """Writes and reads notes.
 
     Args:
         namespace: Namespace of the blocks.
-        seal: Of the tier. Only one that encrypts lets secrets onto the medium.
+        seal: Seal of the tier. Secrets are stored only with a seal that encrypts.
     """
 
     def __init__(self, namespace: Namespace, seal: Seal | None) -> None:
@@ -57,7 +57,7 @@ class LineageNotes:
     def found(
         self, notes: Sequence[tuple[BlockKey, bytes]], key_of: Callable[[BlockKey], BlockKey | None]
     ) -> LineageFound:
-        """Return the lineage that notes hold; those that can't be read are left out."""
+        """Return the lineage in notes; unreadable notes are omitted."""
         rows: list[tuple[BlockKey, bytes, bytes]] = []
         for name, note in notes:
             key, content = key_of(name), self._content(name, note)
@@ -75,7 +75,7 @@ class LineageNotes:
         return _SEALED + _SEAL.pack(seal.wire_id, key_id, self._writer, mac) + out
 
     def _content(self, name: BlockKey, note: bytes) -> tuple[bytes, bytes] | None:
-        """Return lineage and secrets; None if they can't be read. A tier that encrypts trusts no open note."""
+        """Return lineage and secrets; None if unreadable. A tier that encrypts ignores plain notes."""
         if self._seal is None:
             return (note[1:], b"") if note[:1] == _OPEN else None
         if note[:1] != _SEALED or len(note) < 1 + _SEAL.size + _LENGTH.size:
@@ -94,7 +94,7 @@ class LineageNotes:
         return bytes(plain[_LENGTH.size : _LENGTH.size + length]), bytes(plain[_LENGTH.size + length :])
 
     def _associated(self, name: BlockKey, size_bytes: int, writer: bytes, wire_id: int, key_id: int) -> bytes:
-        """Return what is authenticated: a header like a record's, with no room for itself, so that it is never one."""
+        """Return the authenticated data: a record header with ``header_bytes`` 0, which no record has."""
         header = RecordHeader(
             version=FORMAT_VERSION,
             flags=0,

@@ -15,10 +15,9 @@ from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.primary.lending import Lender
 from kvstore.registry import BACKENDS
-from kvstore.runtime.child_connection import ProcessSpec, find_backing
 from kvstore.runtime.host import attach_to_shared_host
 from kvstore.runtime.messages import Channel, FromIO
-from kvstore.runtime.process import ProcessChannel
+from kvstore.runtime.process import ProcessChannel, ProcessSpec, find_backing
 from kvstore.tenants import Tenants
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.codecs import namespace_with_codecs
@@ -33,7 +32,8 @@ __all__ = ["make_io_side", "open_tier"]
 logger = logging.getLogger("kvstore.tiers")
 
 _OPEN_TIMEOUT_S = 60.0
-"""A backend opens in milliseconds and recovers in the background; a slower medium counts as missing."""
+"""Time limit for opening. A backend opens in milliseconds and recovers in the background; a slower medium counts as
+missing."""
 
 _RECOVERY_WAIT_S = 1.0
 """Longest wait of an opening tier for its recovery, so that the first lookups are answered immediately. A snapshot of a
@@ -55,20 +55,20 @@ def open_tier(
     """Open a secondary tier.
 
     Args:
-        config: The JSON object of the tier: ``backend`` (or ``type``) names the backend, the rest are its options.
+        config: The JSON object of the tier: ``backend`` (or ``type``) is the name of the backend, the rest its options.
         primary: Memory of the primary tier (a memoryview, an mmap, an array); C-contiguous, writable, rows of
             ``slot_bytes``. Page-aligned rows that are multiples of 4096 bytes are moved without a copy. Held until the
             tier is closed. With ``"io": "process"`` it must be shared memory: a mapped file, or a memfd.
         slot_bytes: Length of a row in bytes.
-        namespace: Everything that changes the bytes of a block, except options of the tier, which are added.
+        namespace: All properties that change the bytes of a block, except options of the tier, which are added.
         name: Name in statistics; by default the option ``label``, or the backend's name without one.
         wrap_backend: Wraps the backend, for example in ``kvstore.testing.FaultyBackend``; thread host only.
         lender: Source of rows that a backend may serve to other engines.
         events: Whether ``take_events`` reports the blocks; this needs memory for their keys.
-        tenants: Who shares the medium; keys begin with their tags.
+        tenants: The tenants that share the medium; keys begin with their tags.
 
     Raises:
-        ConfigError: The configuration can't be used; nothing was changed.
+        ConfigError: The configuration can't be used; the medium is unchanged.
         BackendError: The medium refuses, and the tier is ``required``.
     """
     kind, options = _split(config)
@@ -118,7 +118,7 @@ def make_io_side(
     post: Callable[[FromIO], None],
     room: Callable[[], Awaitable[None]],
 ) -> TierIO:
-    """Make the I/O half of a tier in a child process; the counterpart of ``_process_channel``."""
+    """Create the I/O half of a tier in a child process; the counterpart of ``_process_channel``."""
     backend = _made(payload["backend"], payload["options"], msgspec.convert(payload["tenants"], Tenants | None))
     namespace = Namespace(payload["namespace"]["fields"])
     slot_bytes, kind = payload["slot_bytes"], payload["backend"]
@@ -127,7 +127,7 @@ def make_io_side(
 
 
 def _made(kind: str, options: Mapping[str, Any], tenants: Tenants | None) -> Backend:
-    """Make a backend that is not open yet."""
+    """Create a backend without opening it."""
     cls = BACKENDS.find(kind)
     backend: Backend = cls(decode_config(cls.config_type, options, where=f"{kind} tier"))
     backend.tenants = tenants
@@ -151,15 +151,6 @@ def _split(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return kind, options
 
 
-def _lend(backend: Backend, config: TierConfig, lender: Lender) -> None:
-    """Give a backend the lender; local storage with raw records on the shared loop also becomes a source to serve."""
-    backend.set_lender(lender)
-    is_ours = backend.medium is Medium.STORAGE and backend.locality is Locality.LOCAL and config.io == "thread"
-    # Encoded and sealed records need a decoder or a key, which a peer may not have.
-    if is_ours and config.codec == "raw" and backend.alignment == HEADER_BYTES:
-        lender.backends.append(backend)
-
-
 def _memory_of(primary: WriteableBuffer) -> memoryview:
     try:
         return memoryview(primary)
@@ -167,6 +158,15 @@ def _memory_of(primary: WriteableBuffer) -> memoryview:
         raise ConfigError(
             f"'primary' is a {type(primary).__name__}. Expected writable memory, such as an mmap or a bytearray."
         ) from None
+
+
+def _lend(backend: Backend, config: TierConfig, lender: Lender) -> None:
+    """Give a backend the lender; local storage with raw records on the shared loop also becomes a source to serve."""
+    backend.set_lender(lender)
+    is_ours = backend.medium is Medium.STORAGE and backend.locality is Locality.LOCAL and config.io == "thread"
+    # Encoded and sealed records need a decoder or a key, which a peer may not have.
+    if is_ours and config.codec == "raw" and backend.alignment == HEADER_BYTES:
+        lender.backends.append(backend)
 
 
 def _process_channel(name: str, payload: dict[str, Any], primary: memoryview) -> ProcessChannel | None:
@@ -179,6 +179,6 @@ def _process_channel(name: str, payload: dict[str, Any], primary: memoryview) ->
             name,
         )
         return None
-    # Through JSON and back: a value that cannot cross the socket fails here, at start, and not in the child.
+    # Through JSON and back, so that values that cannot be sent fail here at start instead of in the child.
     plain = msgspec.json.decode(msgspec.json.encode(payload))
     return ProcessChannel(ProcessSpec(f"{__name__}:make_io_side", plain, backing, name))

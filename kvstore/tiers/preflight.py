@@ -18,7 +18,7 @@ from kvstore.registry import CODECS
 __all__ = ["check_before_opening", "nearest_existing", "path_faults", "paths_of"]
 
 _CAPACITY_LEAST: Final = 4096
-"""The smallest slot of a disk tier; a smaller capacity probably lacks its unit."""
+"""The smallest slot of a disk tier; a smaller capacity probably lacks a unit."""
 
 
 def check_before_opening(backend: str, config: TierConfig) -> None:
@@ -29,7 +29,7 @@ def check_before_opening(backend: str, config: TierConfig) -> None:
     """
     where = f"{backend} tier"
     for spec in parse_chain(config.codec):
-        # A seal reads its keys, which are for the engine's machine alone.
+        # Seals are skipped: they read their keys, which may exist only on the engine's machine.
         if spec.name != AUTO and not issubclass(CODECS.find(spec.name), Seal):
             item = {spec.name: spec.options} if spec.argument is None else f"{spec.name}:{spec.argument}"
             build_chain([item], CodecContext(Namespace({})), CODECS.find)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import enum
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,32 +16,32 @@ from kvstore.bounded import BoundedDict
 from kvstore.runtime.messages import AskExistence
 from kvstore.types import BlockKey, Found, RequestContext, Source
 
-__all__ = ["Existence", "FailedLoads", "Known", "Presence", "RefusedRecords"]
+__all__ = ["Existence", "FailedLoads", "Presence", "RefusedRecords"]
 
 _ABSENT_MAX: Final = 1 << 18
-"""Negative answers remembered; a shared tier with more distinct misses within the TTL repeats queries."""
+"""Negative answers remembered; with more distinct misses within the TTL, queries are repeated."""
 
 _SHARED_MAX: Final = 1 << 20
-"""Blocks of a shared tier remembered as present (about 256 MB). The medium may hold any number, and is queried again
-for forgotten ones. For an exclusive tier all are kept: its capacity is their bound."""
+"""Blocks of a shared tier remembered as present (about 256 MB). The medium may hold more, and is queried again for
+forgotten ones. For an exclusive tier all are kept: its capacity is the bound."""
 
 _QUESTION_KEYS_MAX: Final = 4096
 """Keys per question; a request of 500,000 tokens has about as many blocks."""
 
 _QUESTION_ADDRESSES_MAX: Final = 8
-"""Engines named per question; each receives all of its keys. Further ones wait for the next step."""
+"""Engines per question; each receives all of its keys. Further engines wait for the next step."""
 
 _QUESTION_SOURCES_MAX: Final = 256
-"""Hand-overs of these engines per question; as many as an engine runs requests at once."""
+"""Hand-overs of these engines per question; as many as concurrent requests of an engine."""
 
 _ASK_AGAIN_S: Final = 0.02
 """Pause between queries for a block that another engine is computing: a step of a large model takes this long."""
 
 _ANNOUNCED_S: Final = 1.0
-"""Time after the start of a request in which its source may not know it yet: a proxy sends both halves at once."""
+"""Time after the start of a request during which its source may not know it yet: a proxy sends both halves together."""
 
 _OPEN_MAX: Final = 1 << 16
-"""Answers about sources remembered; forgotten ones are asked for again."""
+"""Answers about sources remembered; forgotten ones are queried again."""
 
 _SETTLED_MAX: Final = 256
 """Sources remembered per block; at least as many as a question has."""
@@ -54,7 +53,7 @@ _FAILED_KEYS_MAX: Final = 1 << 16
 """Failed keys remembered; forgetting one costs one more failed load."""
 
 _FAILED_REQUESTS_MAX: Final = 1 << 12
-"""Requests with failed loads remembered; more than an engine runs at once."""
+"""Requests with failed loads remembered; more than an engine runs concurrently."""
 
 _REFUSED_MAX: Final = 1 << 16
 """Refused records remembered (about 10 MB); forgetting one costs one more refused load."""
@@ -63,35 +62,26 @@ _REPLACED_MAX: Final = 4096
 """Records remembered as replaced, while loads of their predecessors may still be running."""
 
 _REFUSED_PAUSE_S: Final = 10.0
-"""How long a refused record stays hidden. Its key may enter the keyring within a second, and another engine may store
-the block again at any moment."""
+"""Time for which a refused record stays hidden. Its key may enter the keyring within a second, and another engine may
+store the block again at any moment."""
 
 _REFUSED_PAUSE_S_MAX: Final = 300.0
-"""The pause doubles with each refusal up to this: then a record costs one load every five minutes, and a record that
-became readable is found within as long."""
-
-
-class Known(enum.Enum):
-    """Knowledge of a key without asking the medium."""
-
-    PRESENT = "present"
-    ABSENT = "absent"
-    UNKNOWN = "unknown"
+"""Limit of the pause, which doubles with each refusal. At the limit, a record costs one load every five minutes, and a
+record that became readable is found within that time."""
 
 
 class Presence:
     """The keys that a tier holds, from reports of its I/O half.
 
     For an exclusive tier the set is authoritative once recovery has ended. For a shared tier it is a cache: answers
-    hold for their TTL, and the medium is queried for all other keys.
-
-    Recovered keys are absorbed one message at a time (:meth:`absorb`), because a million at once would delay a step.
+    hold for their TTL, and the medium is queried for all other keys. Recovered keys are absorbed one message at a time
+    (:meth:`absorb`), because a million at once would delay a step.
 
     Args:
         exclusive: Whether the set is authoritative.
-        positive_ttl_s: How long a block of a shared tier counts as present.
-        negative_ttl_s: How long an absence is remembered.
-        shared_max: Most blocks remembered of a shared tier.
+        positive_ttl_s: Time for which a block of a shared tier counts as present.
+        negative_ttl_s: Time for which an absence is remembered.
+        shared_max: Maximum blocks of a shared tier to remember.
         on_forgotten: Called with blocks of a shared tier that are forgotten for lack of room.
     """
 
@@ -127,24 +117,25 @@ class Presence:
         """Return the present keys."""
         return list(self._held)
 
-    def known(self, key: BlockKey, now: float, since: float = 0.0) -> Known:
-        """Return the knowledge of a key at ``now`` (monotonic seconds); absences older than ``since`` don't count."""
+    def holds(self, key: BlockKey, now: float, since: float = 0.0) -> bool | None:
+        """Return whether the tier holds a key at ``now`` (monotonic seconds); None if the medium must be queried.
+
+        Absences from before ``since`` don't count.
+        """
         if key in self._held:
-            if self._exclusive or now < self._held_until.get(key, 0.0):
-                return Known.PRESENT
-            return Known.UNKNOWN
+            return True if self._exclusive or now < self._held_until.get(key, 0.0) else None
         if self.complete and self._exclusive:
-            return Known.ABSENT
+            return False
         until = self._absent_until.get(key)
         is_absent = until is not None and now < until and until - self._negative_ttl_s >= since
-        return Known.ABSENT if is_absent else Known.UNKNOWN
+        return False if is_absent else None
 
     def unknown_among(self, keys: Sequence[BlockKey], now: float) -> list[int]:
         """Return the positions of keys that are not known to be present."""
         held = self._held
         if self._exclusive:
             return [i for i, key in enumerate(keys) if key not in held]
-        return [i for i, key in enumerate(keys) if self.known(key, now) is not Known.PRESENT]
+        return [i for i, key in enumerate(keys) if not self.holds(key, now)]
 
     def add(self, keys: Sequence[BlockKey], now: float) -> None:
         """Note present blocks."""
@@ -188,8 +179,7 @@ class Presence:
     def end_recovery(self, *, authoritative: bool) -> None:
         """Note the end of the scan; presence is complete when all of its keys are absorbed.
 
-        Args:
-            authoritative: Whether the scan was complete. If not, the medium is queried as for a shared tier.
+        If the scan was not ``authoritative``, the medium is queried as for a shared tier.
         """
         self._scan_ended = True
         self._exclusive = self._exclusive and authoritative
@@ -200,7 +190,7 @@ class Presence:
         own = False
         if self._recovered:
             found, own = self._recovered.popleft()
-            # A block evicted after the scan saw it must not come back.
+            # A block evicted after the scan listed it must not reappear.
             absorbed = [key for key in found if key not in self._gone_since_start] if self._gone_since_start else found
             self.add(absorbed, now)
         if self._scan_ended and not self._recovered:
@@ -210,13 +200,13 @@ class Presence:
 
 
 class _Answer(NamedTuple):
-    """What sources last answered about a block that they lacked."""
+    """The last answer of sources about a block missing there."""
 
     ask_again_at: float
     found: int
-    """A ``Found``: ABSENT, COMING, or UNKNOWN where one failed to answer."""
+    """A ``Found``: ABSENT, COMING, or UNKNOWN if a source failed to answer."""
     settled: frozenset[Source]
-    """Sources that it will not come from: they knew the blocks of their hand-over, or failed."""
+    """Sources with a final answer: they knew the blocks of their hand-over, or failed."""
 
 
 class Existence:
@@ -232,11 +222,9 @@ class Existence:
         self._unasked: list[BlockKey] = []
         self._sources: dict[Source, None] = {}
         self._addresses: set[str] = set()
-        self._questions: dict[int, tuple[BlockKey, ...]] = {}
-        self._sourced: dict[int, tuple[Source, ...]] = {}
-        """Questions with sources."""
+        self._questions: dict[int, AskExistence] = {}
         self._open: BoundedDict[BlockKey, _Answer] = BoundedDict(_OPEN_MAX)
-        """The last answer about each block that sources were asked for and lacked."""
+        """The last answer about each block queried at sources and missing there."""
         self._quiet_until = 0.0
         self._last_id = 0
 
@@ -244,13 +232,13 @@ class Existence:
         """Add a key to the next question unless one is open, together with its request's source.
 
         Returns:
-            Whether the answer is worth waiting for.
+            Whether the caller should wait for the answer.
         """
         deadline = self._pending.get(key)
         if deadline is None:
             if key in self._open and now < self._open[key].ask_again_at:
                 return True  # It was queried a moment ago.
-            # After an error nothing is known, and a question in every step would burden a failing medium.
+            # After an error, the answer is unknown, and a question in every step would burden a failing medium.
             if now < self._quiet_until or len(self._pending) >= _PENDING_MAX:
                 return False
             if not self._admits_source(source):
@@ -265,16 +253,16 @@ class Existence:
     def _admits_source(self, source: Source | None) -> bool:
         """Add a source to the next question; False if it has too many."""
         if source is not None and source not in self._sources:
-            if len(self._addresses | {source.address}) > _QUESTION_ADDRESSES_MAX:
-                return False
             if len(self._sources) >= _QUESTION_SOURCES_MAX:
+                return False
+            if len(self._addresses | {source.address}) > _QUESTION_ADDRESSES_MAX:
                 return False
             self._sources[source] = None
             self._addresses.add(source.address)
         return True
 
     def is_open(self, key: BlockKey, now: float, ctx: RequestContext | None) -> bool:
-        """Whether the source of a request lacked a block, but may have it soon."""
+        """Return whether the source of a request may soon have a block that it lacked."""
         if ctx is None or ctx.source is None or now >= ctx.since + ctx.patience_s:
             return False
         answer = self._open.get(key)
@@ -288,10 +276,9 @@ class Existence:
         for start in range(0, len(self._unasked), _QUESTION_KEYS_MAX):
             keys = tuple(self._unasked[start : start + _QUESTION_KEYS_MAX])
             self._last_id += 1
-            self._questions[self._last_id] = keys
-            if sources:
-                self._sourced[self._last_id] = sources
-            questions.append(AskExistence(self._last_id, keys, now + self._timeout_s, sources))
+            question = AskExistence(self._last_id, keys, now + self._timeout_s, sources)
+            self._questions[self._last_id] = question
+            questions.append(question)
         self._unasked.clear()
         self._sources.clear()
         self._addresses.clear()
@@ -300,18 +287,20 @@ class Existence:
     def answered(
         self, question_id: int, found: bytes, now: float, waiting: Sequence[Source] = ()
     ) -> tuple[list[BlockKey], list[BlockKey], list[BlockKey]]:
-        """Note an answer: one byte per key, or none if the question failed, and the sources that wait.
+        """Note an answer: one byte per key, or none if the question failed, and the sources in ``waiting``.
 
         Returns:
-            The keys of present, absent and unknown blocks. An announced block is absent, for requests that do not wait
-            for it.
+            The keys of present, absent and unknown blocks. Announced blocks count as absent, for requests that do not
+            wait for them.
         """
-        answers = list(zip(self._questions.pop(question_id, ()), found or repeat(Found.UNKNOWN), strict=False))
+        question = self._questions.pop(question_id, None)
+        if question is None:
+            return [], [], []
+        answers = list(zip(question.keys, found or repeat(Found.UNKNOWN), strict=False))
         for key, _ in answers:
             self._pending.pop(key, None)
-        sources = self._sourced.pop(question_id, ())
-        if sources:
-            self._note_sources(answers, frozenset(sources), frozenset(waiting), now)
+        if question.sources:
+            self._note_sources(answers, frozenset(question.sources), frozenset(waiting), now)
         if not found:
             self._quiet_until = now + self._error_pause_s
             return [], [], []
@@ -326,13 +315,13 @@ class Existence:
         waiting: frozenset[Source],
         now: float,
     ) -> None:
-        """Note what sources answered about blocks, some of them not knowing those of their hand-over yet."""
+        """Note the answers of sources; those in ``waiting`` do not know the blocks of their hand-over yet."""
         known = sources - waiting
         for key, answer in answers:
             before = self._open.pop(key, None)
             if answer == Found.THERE:
                 continue
-            # A source that failed is not worth a wait.
+            # Requests do not wait for a failed source.
             settled, pause_s = (sources, 0.0) if answer == Found.UNKNOWN else (known, _ASK_AGAIN_S)
             others = frozenset() if before is None else before.settled - sources
             if len(settled) + len(others) <= _SETTLED_MAX:
@@ -341,7 +330,7 @@ class Existence:
 
     @property
     def unasked(self) -> bool:
-        """Whether ``take_questions`` has something to return."""
+        """Whether ``take_questions`` has questions to return."""
         return bool(self._unasked)
 
 
@@ -365,7 +354,7 @@ class FailedLoads:
             self._by_request.setdefault(ctx.request_id, set()).update(keys)
 
     def blocks(self, key: BlockKey, ctx: RequestContext | None, now: float) -> bool:
-        """Whether a lookup of the key by the request must answer MISS."""
+        """Return whether a lookup of the key by the request must answer MISS."""
         if not self._until and not self._by_request:
             return False
         if ctx is not None and key in self._by_request.get(ctx.request_id, ()):
@@ -397,9 +386,9 @@ class RefusedRecords:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._known: BoundedDict[BlockKey, tuple[float, float]] = BoundedDict(_REFUSED_MAX)
-        """End and length of each pause; the record refused longest ago in front."""
+        """End and length of each pause, in the order of the last refusals."""
         self._replaced: BoundedDict[BlockKey, float] = BoundedDict(_REPLACED_MAX)
-        """When a refused record was replaced; the first replaced in front."""
+        """Time at which each refused record was replaced, in that order."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -407,7 +396,7 @@ class RefusedRecords:
     def note(self, keys: Sequence[BlockKey], seconds: float = 0.0) -> None:
         """Note records refused just now, by a load that took ``seconds``.
 
-        A record replaced during that load is not the one that the load read.
+        Records replaced during that load are skipped, because the load read their predecessors.
         """
         now = self._clock()
         for key in keys:
@@ -424,7 +413,7 @@ class RefusedRecords:
                 self._replaced[key] = self._clock()
 
     def among(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Return the keys whose last load was refused, however long ago."""
+        """Return the keys whose last load was refused, regardless of its age."""
         return {key for key in keys if key in self._known} if self._known else set()
 
     def lasting(self, keys: Sequence[BlockKey]) -> set[BlockKey]:

@@ -1,6 +1,6 @@
 """The I/O half of a tier: runs its jobs on a backend and reports to the scheduler half.
 
-Lives on the loop of a host (:mod:`kvstore.runtime.host`); the halves share nothing but messages and slots.
+Runs on the loop of a host (:mod:`kvstore.runtime.host`); the halves share only messages and slots.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from kvstore.runtime.messages import (
     ToIO,
     Touch,
 )
+from kvstore.runtime.workers import to_the_end
 from kvstore.tiers.block_mover import BlockMover, RunningJob
 from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.epochs import EpochNames
@@ -65,7 +66,7 @@ _RECOVERED_MAX = 4096
 """Recovered keys per message."""
 
 _GONE_MAX = 1 << 16
-"""Removals remembered while stores are under way: more than a medium makes within the time of one."""
+"""Removals remembered while stores are running: more than a medium makes during one store."""
 
 _FAILURES = (Exception,)
 """Exceptions of a backend. It may be third-party code, and every message must be answered: without an answer its keys
@@ -78,14 +79,8 @@ _M = TypeVar("_M", bound=SubmitJob | AskExistence | Delete | Touch | KeepLineage
 class TierIOSpec:
     """Parameters of an I/O half.
 
-    Attributes:
-        backend: The backend, not yet open; it belongs to the loop thread from now on.
-        config: The tier's configuration.
-        namespace: Namespace of its blocks.
-        primary: The primary tier's memory.
-        slot_bytes: Length of a slot.
-        lineage: Whether the lineage of recovered blocks is wanted.
-        kind: Name of the backend in configurations.
+    ``backend`` is not open yet and belongs to the loop thread; ``kind`` is its name in configurations.
+    ``primary`` is the memory of the primary tier. With ``lineage``, the lineage of recovered blocks is reported.
     """
 
     backend: Backend
@@ -98,16 +93,10 @@ class TierIOSpec:
 
 
 class _EpochParts:
-    """The parts of an I/O half that depend on the namespace: made when an epoch begins, closed when it has ended.
+    """The parts of an I/O half that depend on the namespace: created at the begin of an epoch, closed at its end.
 
     Raises:
         ConfigError: The codecs can't be used.
-
-    Attributes:
-        epoch: Name of the epoch.
-        namespace: Namespace of its blocks.
-        refused: Records that can't be read here.
-        mover: Moves blocks between slots and records.
     """
 
     def __init__(
@@ -120,7 +109,7 @@ class _EpochParts:
     ) -> None:
         self.epoch = epoch
         self.namespace = spec.namespace.of_epoch(epoch)
-        # Codecs first: they may raise, and the slots hold the primary tier.
+        # Codecs first: they may raise, and SlotBuffers holds a view of the primary tier.
         codecs = TierCodecs(spec.config.codec, self.namespace)
         slots = SlotBuffers(primary, spec.slot_bytes)
         self._names: KeyNames | None = codecs.chain.seal.names if codecs.chain.seal else None
@@ -132,22 +121,22 @@ class _EpochParts:
         )
 
     def inward(self, message: ToIO) -> ToIO:
-        """Replace the keys of a message from the scheduler half by keyed names, where the tier has a seal.
+        """Replace the keys of a message from the scheduler half by keyed names, if the tier uses them.
 
-        So the scheduler half knows only keys, and backends and records, headers included, know only names.
+        The scheduler half uses only keys; backends and records, including headers, contain only names.
         """
         if self._names is not None and isinstance(message, SubmitJob | AskExistence | Delete | Touch | KeepLineage):
             return _mapped(message, self._names.name_of)
         return message
 
     def outward(self, message: FromIO) -> FromIO:
-        """Replace the keyed names of a message to the scheduler half by keys, without names of other secrets."""
+        """Replace the keyed names of a message to the scheduler half by keys; drop names made with other secrets."""
         if self._names is not None and isinstance(message, PresenceAdded | PresenceRemoved):
             return _mapped(message, self._names.key_of)
         return message
 
     def key_of(self, name: BlockKey) -> BlockKey | None:
-        """Return the key with a name on the medium; None if it was named with another secret."""
+        """Return the key of a name on the medium; None if the name was made with another secret."""
         return name if self._names is None else self._names.key_of(name)
 
     def close(self) -> None:
@@ -170,7 +159,7 @@ class TierIO:
         self._room = room
         self._new_parts = partial(_EpochParts, spec, self._on_put, self._on_exists)
         self._parts = self._new_parts("", spec.primary)
-        # After all that may raise, because it holds the primary tier; the caller releases its own view.
+        # After everything that may raise, because the view holds the primary tier; the caller releases its own view.
         self._primary = memoryview(spec.primary)
         self._names = EpochNames(self._config.epoch)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -179,7 +168,7 @@ class TierIO:
         self._stores: dict[int, RunningJob] = {}
         """Unfinished stores by job id."""
         self._gone: BoundedDict[BlockKey, None] = BoundedDict(_GONE_MAX)
-        """Blocks that left while stores were under way."""
+        """Blocks that left while stores were running."""
         self._wanted_epoch: BeginEpoch | None = None
         self._opened = False
         self._closed = False
@@ -213,8 +202,8 @@ class TierIO:
         return self._opened
 
     def deliver(self, messages: Sequence[ToIO]) -> None:
-        """Start the work of each message; stores last."""
-        # Noted in their own order: a removal applies to the stores before it and to none after it.
+        """Start the work of each message, stores last."""
+        # Noted in the original order: a removal applies only to the stores before it.
         ordered = [(inward, self._note_order(inward)) for inward in map(self._parts.inward, messages)]
         for message, before in sorted(ordered, key=_is_store):
             match message:
@@ -262,7 +251,7 @@ class TierIO:
         try:
             self._backend.touch(message.keys)
         except _FAILURES as error:
-            # The next messages matter more.
+            # Not raised, because the remaining messages must be processed.
             logger.warning("The %s tier could not note a use of blocks: %s", self._backend.name, error)
 
     def _keep_lineage(self, message: KeepLineage) -> None:
@@ -272,7 +261,7 @@ class TierIO:
             logger.warning("The %s tier could not keep the lineage of blocks: %s", self._backend.name, error)
 
     async def _report_lineage(self) -> None:
-        """Report the lineage that the last engine left."""
+        """Report the lineage that the last engine stored."""
         try:
             notes = list((await self._backend.notes()).items())
         except _FAILURES as error:
@@ -314,7 +303,7 @@ class TierIO:
         while (wanted := self._wanted_epoch) is not None:
             if self._jobs:
                 await asyncio.wait(set(self._jobs))
-            # Questions about the ending epoch: their answers would be ignored.
+            # Answers about the ending epoch would be ignored.
             await _cancel([*self._questions])
             if wanted is not named:
                 named, name = wanted, await self._names.after(self._parts.epoch, wanted.name)
@@ -339,7 +328,8 @@ class TierIO:
         if name == self._parts.epoch and self._opened:
             return
         self._opened = False
-        await _uncancelled(self._backend.close())
+        # Completed even if cancelled, because an incomplete close would leave the medium locked.
+        await to_the_end(asyncio.ensure_future(self._backend.close()))
         if name != self._parts.epoch:
             self._enter(name)
         await self._open_backend()
@@ -359,7 +349,7 @@ class TierIO:
                 for start in range(0, len(keys), _RECOVERED_MAX):
                     self._on_found(keys[start : start + _RECOVERED_MAX], recovered=True)
                     if self._room is not None:
-                        await self._room()  # Otherwise answers to jobs would queue behind millions of keys.
+                        await self._room()  # Otherwise answers to jobs would wait behind millions of keys.
                 blocks += len(keys)
         except _FAILURES as error:
             logger.warning(
@@ -395,7 +385,7 @@ class TierIO:
             running.note_error(repr(group_error.exceptions[0]))
         seconds = time.monotonic() - started
         if running.suspects and not self._closed:
-            # Before the report, so that a block stored again because of it is not mistaken for the damaged one. If the
+            # Before the report: a block stored again after the report must not be mistaken for the damaged one. If the
             # medium takes longer than the deadline, the quarantine continues in the background.
             quarantine = self._spawn(self._quarantine(running.suspects), self._questions)
             with suppress(asyncio.CancelledError):
@@ -410,7 +400,7 @@ class TierIO:
         self._post(JobDone(job.job_id, outcomes, running.size_bytes, seconds, faults, running.error))
         missed = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome == Outcome.MISS]
         if missed and self._backend.exclusive and not self._closed:
-            # A store may have ended since the load looked for them.
+            # A store may have ended since the load.
             self._spawn(self._report_if_there(missed, self._on_found), self._questions)
 
     async def _quarantine(self, keys: Sequence[BlockKey]) -> None:
@@ -440,7 +430,7 @@ class TierIO:
         self._post(ExistsDone(question.question_id, found, error, tuple(waiting)))
 
     async def _run_delete(self, message: Delete, before: Sequence[RunningJob]) -> None:
-        """Delete blocks, and once more those put since by stores that were submitted before."""
+        """Delete blocks, and delete them again after earlier stores of them have ended."""
         await self._delete(message.keys)
         if before:
             for store in before:
@@ -449,7 +439,7 @@ class TierIO:
             await self._delete([key for key in message.keys if key in put])
 
     async def _run_forget(self, message: Forget, before: Sequence[RunningJob]) -> None:
-        """Delete all blocks with a prefix, once the stores submitted before have ended."""
+        """Delete all blocks with a prefix after earlier stores have ended."""
         for store in before:
             await store.ended.wait()
         error = ""
@@ -465,7 +455,7 @@ class TierIO:
         self._post(Forgotten(message.prefix, error))
 
     async def _listed(self) -> AsyncGenerator[Sequence[BlockKey], None]:
-        """Yield the names of all blocks on the medium. A medium of many engines is listed as the admin tools do it."""
+        """Yield the names of all blocks on the medium; a shared medium is listed through its holdings."""
         if self._backend.exclusive:
             async for names in self._backend.scan_keys():
                 yield names
@@ -526,10 +516,11 @@ class TierIO:
         stats = self._backend.stats()
         # Plain numbers: a backend may count in ByteSize, which can't cross a process boundary.
         used_bytes, capacity_bytes = int(stats.used_bytes), int(stats.capacity_bytes)
-        codec = self._parts.mover.codec_counts()
+        codec = self._parts.mover.codecs.stats()
         gauges = {**stats.gauges, "unreadable_blocks": float(len(self._parts.refused))}
         report = StatsReport(stats.blocks, used_bytes, capacity_bytes, stats.counters, gauges, codec)
-        # An idle tier is silent: its owner may not receive for hours, and reports would pile up.
+        # Unchanged statistics are not sent: the owner of an idle tier may not receive for hours, and reports would
+        # accumulate.
         if report != self._last_stats:
             self._last_stats = report
             self._post(report)
@@ -541,11 +532,11 @@ class TierIO:
         self._report_put(keys, lambda here: self._post(PresenceAdded(tuple(here), recovered=False)))
 
     def _on_exists(self, keys: Sequence[BlockKey]) -> None:
-        """Report blocks that stores have met on the medium."""
+        """Report blocks that stores found on the medium."""
         self._report_put(keys, self._on_found)
 
     def _report_put(self, keys: Sequence[BlockKey], report: Callable[[Sequence[BlockKey]], None]) -> None:
-        """Report the blocks of an ended put; those that have left meanwhile only if they are there again."""
+        """Report the blocks of a finished put; blocks that left meanwhile only if they exist again."""
         doubtful = [key for key in keys if key in self._gone] if self._gone else []
         if doubtful:
             # Among the jobs, so that a drain waits for it.
@@ -555,18 +546,15 @@ class TierIO:
             report(keys)
 
     async def _report_if_there(self, keys: Sequence[BlockKey], report: Callable[[Sequence[BlockKey]], None]) -> None:
-        if here := [key for key, there in zip(keys, await self._exist(keys), strict=True) if there]:
+        try:
+            found = await self._backend.exists(keys)
+        except _FAILURES:
+            return
+        if here := [key for key, is_there in zip(keys, found, strict=True) if is_there]:
             report(here)
 
-    async def _exist(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
-        """Return whether blocks are on the medium now; None where it does not say."""
-        try:
-            return await self._backend.exists(keys)
-        except _FAILURES:
-            return [None] * len(keys)
-
     def _on_found(self, keys: Sequence[BlockKey], *, recovered: bool = False) -> None:
-        """Report blocks that this engine has not put just now."""
+        """Report blocks that were on the medium without a put by this engine just now."""
         own = self._backend.own(keys)
         if ours := tuple(key for key, is_ours in zip(keys, own, strict=True) if is_ours):
             self._post(PresenceAdded(ours, recovered))
@@ -577,7 +565,7 @@ class TierIO:
     def _on_removal(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         if keys:
             if self._stores:
-                # A put that has met or written them may not have ended yet.
+                # A put that found or wrote them may still be running.
                 self._gone.update(dict.fromkeys(keys))
             self._post(PresenceRemoved(tuple(keys), cause))
 
@@ -593,7 +581,7 @@ class TierIO:
 
 
 def _is_store(ordered: tuple[ToIO, object]) -> bool:
-    """Sorts stores last: a request waits for a load or a lookup."""
+    """Sort key that puts stores last, because requests wait for loads and lookups."""
     message = ordered[0]
     return isinstance(message, SubmitJob) and message.kind is JobKind.STORE
 
@@ -608,18 +596,8 @@ def _mapped(message: _M, mapping: Callable[[bytes], bytes | None]) -> _M:
     return msgspec.structs.replace(message, keys=tuple(key for key in mapped if key is not None))
 
 
-async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
-    """Await work to its end even if cancelled: half of it would leave the medium locked or half closed."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
-
-
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel tasks and wait for their ends."""
+    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     if tasks:

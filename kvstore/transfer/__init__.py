@@ -1,7 +1,7 @@
 """Copies between the engine's KV cache and the primary tier.
 
-The interface and the copies within host memory are here. ``kvstore.transfer.cuda`` has those to and from a GPU; it
-needs torch, and is imported by its own name.
+This package exports the interface and the copies within host memory. Copies to and from a GPU are in
+``kvstore.transfer.cuda``, which needs torch and must be imported explicitly.
 """
 
 from kvstore.transfer.base import BlockCopies, Transfer, TransferResult

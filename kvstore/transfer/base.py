@@ -97,8 +97,8 @@ class Transfer(ABC):
     """Copies between the KV cache of one rank and the slots, asynchronously.
 
     Guarantees: batches take effect in the order of submission. A store reads blocks after all engine work submitted
-    before it. No memory is touched before :meth:`submit` or after the result; until then blocks and slots belong to
-    the batch. Ranks with equal bytes take turns storing blocks, so a slot is whole when *all* ranks have reported.
+    before it. No memory is accessed before :meth:`submit` or after the result. Between them, blocks and slots belong to
+    the batch. Ranks with equal bytes take turns storing blocks, so a slot is complete when *all* ranks have reported.
     Each slot is in at most one batch, which bounds the work in flight.
 
     Not thread-safe: one call at a time.

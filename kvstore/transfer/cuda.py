@@ -1,11 +1,11 @@
 """Copies between a KV cache on a GPU and the slots, on separate streams.
 
 One kernel per run and layer gathers the blocks of a batch into a staging buffer on the GPU (or scatters them from it).
-Staging has the layout of the slots, and long pieces are copied between the two. A slot of one rank is one piece, for
-example 2 MiB, for any number of layers; copying page by page would need one call per page.
+Staging has the layout of the slots, and long pieces are copied between them. A slot used by a single rank is one piece
+(2 MiB, for example) for any number of layers. Copying page by page would need one call per page.
 
 Ranks that share a slot have several pieces in it: one per layer if heads precede tokens (HND), otherwise one per token.
-Their distances are equal, so a slot is still one strided copy.
+The pieces are equally spaced, so a slot is still one strided copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from kvstore.transfer.pinning import PinnedRegion
 from kvstore.transfer.plan import Batch, GroupBatch, check_batch, page_bytes_of
 from kvstore.transfer.staging import StagedPart, StagingPlan, StridedPiece, Turn, turn_of, word_bytes_of
 
-__all__ = ["CudaStreams", "CudaTransfer", "DeviceStreams"]
+__all__ = ["CudaStreams", "CudaTransfer"]
 
 STAGING_BYTES = 64 << 20
 """Staging buffer of each direction. Copying it at 25 GB/s takes 2.5 ms, many times the launch time."""
@@ -45,41 +45,8 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 logger = logging.getLogger("kvstore.transfer.cuda")
 
 
-class DeviceStreams(Protocol):
-    """Interface to a device's streams; replaced in tests without a GPU.
-
-    Attributes:
-        strided: Whether :meth:`copy_rows` can be used.
-    """
-
-    @property
-    def strided(self) -> bool: ...  # noqa: D102
-
-    def current(self) -> Any:
-        """Return the engine's compute stream."""
-
-    def new_stream(self) -> Any:
-        """Return a new stream."""
-
-    def new_event(self) -> Any:
-        """Return an event with a timestamp."""
-
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """Launch the work of the context on a stream."""
-
-    def activate(self) -> AbstractContextManager[Any]:
-        """Make this device current within the context."""
-
-    def copy_rows(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Launch the copy of a matrix, whose rows may lie apart, between host and device.
-
-        Raises:
-            RuntimeError: The device refused.
-        """
-
-
 class CudaStreams:
-    """The streams of a CUDA device, by torch."""
+    """The streams of a CUDA device, by torch. Tests without a GPU replace them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,7 +81,13 @@ class CudaStreams:
         return context
 
     def copy_rows(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Launch the copy by CUDA's own call. torch would copy through a host temporary and wait for it."""
+        """Launch the copy of a matrix, whose rows may be apart, between host and device.
+
+        Calls CUDA directly, because torch would copy through a host temporary and wait for it.
+
+        Raises:
+            RuntimeError: The call failed.
+        """
         if self._library is None:
             raise RuntimeError("torch has loaded no libcudart")
         code = self._library.copy_rows(target, source, stream.cuda_stream)
@@ -154,7 +127,7 @@ class CudaTransfer(Transfer):
         *,
         pin: bool = True,
         staging_bytes: int = STAGING_BYTES,
-        streams: DeviceStreams | None = None,
+        streams: CudaStreams | None = None,
     ) -> None:
         if region.slot_bytes < plan.slot_bytes:
             raise ConfigError(f"Slots of {region.slot_bytes} bytes are too short for a layout of {plan.slot_bytes}.")
@@ -242,7 +215,7 @@ class CudaTransfer(Transfer):
             return
         self._closed = True
         if not self.wait(timeout_s=_CLOSE_TIMEOUT_S):
-            # The device may still touch these pages, so they must stay pinned and mapped.
+            # The device may still access these pages, so they must stay pinned and mapped.
             logger.error("The GPU did not end its copies within %.0f s; the region stays pinned", _CLOSE_TIMEOUT_S)
             for lane in self._lanes.values():
                 while lane.launched:
@@ -265,7 +238,7 @@ class CudaTransfer(Transfer):
                         break
                     seconds = one.start.elapsed_time(one.end) * 1e-3
                 except RuntimeError as error:
-                    # A device error invalidates everything that it copied.
+                    # A device error invalidates the whole batch.
                     one.error = one.error or str(error)
                 lane.launched.popleft()
                 size = 0 if one.error else one.batch.size_bytes
@@ -279,7 +252,7 @@ class CudaTransfer(Transfer):
                 self._move(part, lane, group.kind)
             for turn, numbers in part.turns:
                 # Staging, these numbers and the gathered blocks belong to this stream, so the allocator can reuse their
-                # memory only for later work of it.
+                # memory only for later work of the same stream.
                 blocks, rows, places = torch.from_numpy(numbers).to(self._device, non_blocking=True).unbind()
                 for run in runs_of[turn]:
                     if group.kind is JobKind.STORE:

@@ -1,8 +1,8 @@
-"""Calls of the CUDA runtime that torch lacks, made in the library that torch has loaded.
+"""CUDA runtime calls that torch does not offer, made in the library that torch has loaded.
 
 torch has no asynchronous strided copy between host and device (it copies through a host temporary) and cannot clear the
-error of a failed call. Each is one function of the runtime. It must be the loaded library, because another copy would
-have a separate error state.
+error of a failed call. Each is one function of the runtime. The library must be the loaded one, because another copy
+would have a separate error state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the address
 
 
 class CudaLibrary:
-    """Calls of the CUDA runtime; each returns 0 for success, else CUDA's code.
+    """Calls of the CUDA runtime; each returns 0 for success, otherwise CUDA's error code.
 
     Args:
         library: ``libcudart``, or an object with its functions.

@@ -1,9 +1,9 @@
 """Copies for a KV cache in host memory: on a thread, or within the call.
 
 There are two copy methods, neither with Python code per block. numpy copies all blocks of a run in one call, up to a
-byte limit. It is fastest in an idle process but holds the GIL. One system call per thousand fragments (``vectored``)
-has a third of numpy's rate, because the kernel looks up every page, but releases the GIL. So a thread uses the system
-call except for short fragments.
+byte limit. It is fastest in an idle process, but holds the GIL. One system call per thousand fragments (``vectored``)
+reaches a third of numpy's rate, because the kernel looks up every page, but it releases the GIL. So a thread uses the
+system call except for short fragments.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from kvstore.transfer.vectored import PIECES_MAX, copy_pieces, is_available
 __all__ = ["HostTransfer"]
 
 VECTORED_BYTES_MIN = 8192
-"""Shortest fragment for the system call, which costs half a microsecond per fragment: as much as copying 4 KiB."""
+"""Shortest fragment for the system call, which costs half a microsecond per fragment, as much as copying 4 KiB."""
 
 _NUMPY_CALL_BYTES_MAX = 2 << 20
-"""Bytes of one numpy call. Its temporary fits a cache, and it holds the GIL for 0.2 ms."""
+"""Maximum bytes per numpy call. Its temporary fits in a CPU cache, and it holds the GIL for 0.2 ms."""
 
 _PIECES_AT_ONCE = 16 * PIECES_MAX
-"""Addresses computed at once; half a megabyte."""
+"""Fragments whose addresses are computed at once; half a megabyte."""
 
 logger = logging.getLogger("kvstore.transfer.host")
 
@@ -54,7 +54,7 @@ class HostTransfer(Transfer):
         vectored: Whether to copy long fragments by the system call; by default if threaded and available.
 
     Raises:
-        ConfigError: An array is missing or too short, or the slots are.
+        ConfigError: An array is missing or too short, or the slots are too short.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class _LayerRun:
     Attributes:
         local: KV cache, shape ``(blocks, fragments)``.
         remote: Slots, shape ``(slots, places, fragments)``.
-        turn: Number of alternating ranks, and this rank's place among them.
+        turn: Number of alternating ranks, and this rank's index among them.
     """
 
     local: npt.NDArray[np.void]
@@ -237,7 +237,7 @@ class _GroupCopier:
             self._long[turn] = _Fragments(mine)
 
     def copy(self, group: GroupBatch, go_on: Callable[[], bool]) -> bool:
-        """Copy the blocks of a batch; return whether it ran to the end."""
+        """Copy the blocks of a batch; return false if ``go_on`` stopped it."""
         for turn, fragments in self._long.items():
             if not fragments.copy(group.of_rank(*turn), group.kind, go_on):
                 return False
@@ -286,7 +286,7 @@ def _fragments(
 ) -> npt.NDArray[np.void]:
     """View an array's memory from an offset, with a last axis of fragments.
 
-    ``page_bytes_of`` (and the length of a slot) have shown that all of it is within the array.
+    The checks in ``page_bytes_of`` and of the slot length ensure that the view is within the array.
     """
     shape = (*(length for length, _ in axes), run.count)
     strides = (*(step for _, step in axes), stride)
@@ -294,7 +294,7 @@ def _fragments(
 
 
 class _Memory:
-    """Memory of an array with another shape: numpy reads it through this interface, and keeps the array alive."""
+    """An array's memory under another shape. numpy reads this interface, and keeps the array alive."""
 
     def __init__(
         self, array: npt.NDArray[Any], offset: int, shape: tuple[int, ...], strides: tuple[int, ...], items: str

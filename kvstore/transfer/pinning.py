@@ -1,7 +1,7 @@
 """Pinning of a region, so that a GPU can access its pages directly.
 
 A region is existing shared memory, so its pages are registered (``cudaHostRegister``) rather than allocated as pinned.
-Copies are correct without it but slower: CUDA copies through its own buffer and blocks the caller.
+Without pinning, copies are correct but slower: CUDA copies through its own buffer and blocks the caller.
 """
 
 from __future__ import annotations
@@ -10,34 +10,21 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from kvstore.primary import PAGE_BYTES, Region
-from kvstore.transfer.cudart import loaded_cudart
+from kvstore.transfer.cudart import CudaLibrary, loaded_cudart
 
-__all__ = ["CudaRuntime", "PinnedRegion"]
+__all__ = ["PinnedRegion"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process.
 
 _PIECE_BYTES_MAX = 16 << 30
-"""Bytes registered by one call: drivers refuse very large ranges, and a call can't be interrupted."""
+"""Maximum bytes registered per call: drivers refuse very large ranges, and a call can't be interrupted."""
 
 logger = logging.getLogger("kvstore.transfer.pinning")
-
-
-class CudaRuntime(Protocol):
-    """The used calls of the CUDA runtime. 0 means success."""
-
-    def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> Any:
-        """Pin a range of pages."""
-
-    def cudaHostUnregister(self, address: int, /) -> Any:
-        """Unpin a range, given its first address."""
-
-    def cudaGetLastError(self) -> Any:
-        """Return and clear the error of the last failed call; torch would raise it at the next kernel."""
 
 
 class PinnedRegion:
@@ -48,18 +35,18 @@ class PinnedRegion:
         runtime: The CUDA runtime; by default torch's.
         activate: Makes the copying device current. Registration creates a context of about 500 MB on the current
             device; without this, every rank would create one on the first GPU.
-        piece_bytes_max: Bytes registered by one call. Pieces end at slot boundaries, so that no slot spans two.
+        piece_bytes_max: Maximum bytes registered per call. Pieces end at slot boundaries, so that no slot spans two.
 
     Attributes:
         pinned: Whether the region is pinned.
-        reason: Cause if it is not; otherwise "".
+        reason: Reason why it is not pinned; otherwise "".
     """
 
     def __init__(
         self,
         region: Region,
         *,
-        runtime: CudaRuntime | None = None,
+        runtime: CudaLibrary | None = None,
         activate: Callable[[], AbstractContextManager[Any]] = nullcontext,
         piece_bytes_max: int = _PIECE_BYTES_MAX,
     ) -> None:
@@ -94,20 +81,20 @@ class PinnedRegion:
                 self._unregister(self._runtime)
         self.pinned = False
 
-    def _unregister(self, runtime: CudaRuntime) -> None:
+    def _unregister(self, runtime: CudaLibrary) -> None:
         while self._addresses:
-            code = int(runtime.cudaHostUnregister(self._addresses.pop()))
+            code = runtime.cudaHostUnregister(self._addresses.pop())
             if code:
                 logger.warning("cudaHostUnregister failed with code %d; the pages stay pinned until the end", code)
                 runtime.cudaGetLastError()
 
-    def _register(self, runtime: CudaRuntime, region: Region, piece_bytes_max: int) -> None:
+    def _register(self, runtime: CudaLibrary, region: Region, piece_bytes_max: int) -> None:
         # Registration covers whole pages, so a piece must end at a slot and page boundary.
         step_slots = PAGE_BYTES // math.gcd(region.slot_bytes, PAGE_BYTES)
         piece_bytes = max(1, piece_bytes_max // (step_slots * region.slot_bytes)) * step_slots * region.slot_bytes
         for at in range(0, region.size_bytes, piece_bytes):
             address, size = region.address + at, min(piece_bytes, region.size_bytes - at)
-            code = int(runtime.cudaHostRegister(address, size, _PORTABLE))
+            code = runtime.cudaHostRegister(address, size, _PORTABLE)
             if code:
                 runtime.cudaGetLastError()
                 self.reason = f"cudaHostRegister failed with code {code} at {at} of {region.size_bytes} bytes"

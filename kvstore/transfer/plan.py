@@ -1,4 +1,4 @@
-"""Validation of copy batches, and selection of the blocks that a rank copies. Pure computation; no copies."""
+"""Validation of copy batches, and selection of each rank's blocks. Pure computation; no copies."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Batch:
 def check_batch(
     plan: RankPlan, block_counts: Sequence[int], slot_count: int, copies: Sequence[BlockCopies], kind: JobKind
 ) -> Batch:
-    """Validate a batch before copying: numpy would take -1 as the last row and copy wrong bytes.
+    """Validate a batch before copying. Unchecked, numpy would interpret -1 as the last row and copy wrong bytes.
 
     Args:
         plan: This rank's layers and runs.

@@ -1,8 +1,8 @@
 """Plans of copies through a staging buffer laid out like the slots. Pure computation; no copies.
 
-A row of staging has the layout of a slot, so a rank copies only its own bytes between the two, in the longest possible
-pieces. Pieces of equal length and distance, such as a rank's heads in every layer, are one strided copy, because the
-cost lies in launching copies, not in pieces.
+A row of staging has the layout of a slot, so a rank copies only its own bytes between them, in the longest possible
+pieces. Pieces of equal length and spacing, such as a rank's heads in every layer, are one strided copy, because the
+cost is per launched copy, not per piece.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from kvstore.runtime.messages import JobKind
 from kvstore.transfer.base import Ids
 from kvstore.transfer.plan import GroupBatch
 
-__all__ = ["Pieces", "StagedPart", "StagingPlan", "StridedPiece", "Turn", "turn_of", "word_bytes_of"]
+__all__ = ["StagedPart", "StagingPlan", "StridedPiece", "Turn", "turn_of", "word_bytes_of"]
 
 Turn: TypeAlias = tuple[int, int]
 """Number of ranks that take turns, and this rank's index."""
 
-Pieces: TypeAlias = tuple[tuple[int, int], ...]
+_Pieces: TypeAlias = tuple[tuple[int, int], ...]
 """Begin and end of each piece of a slot, in words."""
 
 _LAUNCH_BYTES = 100_000
 """Bytes transferred to the GPU in the launch time of one copy, about 4 us."""
 
 _ROW_BYTES = 512
-"""The same for one row of a strided copy. Estimated (50 million rows a second), not measured."""
+"""The same for one row of a strided copy. Estimated (50 million rows per second), not measured."""
 
 _KNOWN_PIECES_MAX = 4096
-"""Cached patterns of filled places. Requests fill whole slots except the first and the last."""
+"""Maximum cached patterns of filled places. Requests fill whole slots except the first and the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class StridedPiece:
-    """Pieces of one length at one distance; all in words.
+    """Pieces of equal length and spacing; all values in words.
 
     Attributes:
-        begin: Start of the first.
-        length: Length of each.
+        begin: Start of the first piece.
+        length: Length of each piece.
         count: Number of pieces.
-        step: Distance of their starts; at least ``length``.
+        step: Distance between starts; at least ``length``.
     """
 
     begin: int
@@ -61,13 +61,11 @@ class StagedPart:
 
     Attributes:
         slots: The slot of each used row of staging.
-        pieces: Pieces to copy between each slot and its row.
-        copies: The same as the fewest strided copies.
+        copies: The fewest strided copies between each slot and its row.
         turns: The rank's blocks of each turn, as three rows: block numbers, rows of staging, places.
     """
 
     slots: Sequence[int]
-    pieces: Sequence[Pieces]
     copies: Sequence[tuple[StridedPiece, ...]]
     turns: Sequence[tuple[Turn, Ids]]
 
@@ -91,7 +89,7 @@ class StagingPlan:
             for layer in layers:
                 by_turn.setdefault(turn_of(layer), []).append(layer)
             self._layers.append(by_turn)
-        self._known: dict[tuple[JobKind, int, bytes], tuple[Pieces, tuple[StridedPiece, ...]]] = {}
+        self._known: dict[tuple[JobKind, int, bytes], tuple[StridedPiece, ...]] = {}
 
     def parts(self, group: GroupBatch, depth: int) -> Iterator[StagedPart]:
         """Yield the parts of a group's blocks, each of ``depth`` slots at most."""
@@ -110,11 +108,10 @@ class StagingPlan:
                 places = copies.places[here]
                 filled[rows, index, places] = True
                 turns.append((turn, np.stack([copies.blocks[here], rows, places])))
-            known = [self._pieces(group, row) for row in filled]
-            yield StagedPart(slots.tolist(), [one for one, _ in known], [copies for _, copies in known], turns)
+            yield StagedPart(slots.tolist(), [self._copies(group, row) for row in filled], turns)
 
-    def _pieces(self, group: GroupBatch, filled: npt.NDArray[np.bool_]) -> tuple[Pieces, tuple[StridedPiece, ...]]:
-        """Return the pieces of a slot of which some places are filled: axes turn, place."""
+    def _copies(self, group: GroupBatch, filled: npt.NDArray[np.bool_]) -> tuple[StridedPiece, ...]:
+        """Return the copies of a partly filled slot; the axes of ``filled`` are turn and place."""
         index = group.copies.group
         key = (group.kind, index, filled.tobytes())
         if key not in self._known:
@@ -123,20 +120,19 @@ class StagingPlan:
             found = self._find_pieces(index, filled)
             copies = _strided(found)
             if group.kind is JobKind.LOAD and found and self._is_cheaper_whole(found, copies):
-                # The bytes between belong to other ranks and stay in staging. A store must not write them.
-                found = ((found[0][0], found[-1][1]),)
-                copies = _strided(found)
-            self._known[key] = found, copies
+                # The bytes in between belong to other ranks and stay in staging. A store must not write them.
+                copies = _strided(((found[0][0], found[-1][1]),))
+            self._known[key] = copies
         return self._known[key]
 
-    def _is_cheaper_whole(self, pieces: Pieces, copies: Sequence[StridedPiece]) -> bool:
+    def _is_cheaper_whole(self, pieces: _Pieces, copies: Sequence[StridedPiece]) -> bool:
         """Return whether one copy from the first piece to the last is faster."""
         own = sum(end - begin for begin, end in pieces) * self._word_bytes
         launches = len(copies) if self._strided else len(pieces)
         apart = own + launches * _LAUNCH_BYTES + len(pieces) * _ROW_BYTES
         return (pieces[-1][1] - pieces[0][0]) * self._word_bytes + _LAUNCH_BYTES < apart
 
-    def _find_pieces(self, group: int, filled: npt.NDArray[np.bool_]) -> Pieces:
+    def _find_pieces(self, group: int, filled: npt.NDArray[np.bool_]) -> _Pieces:
         fragments = [
             (layer.slot_offset + int(place) * layer.block_bytes + canonical, length)
             for layers, places in zip(self._layers[group].values(), filled, strict=True)
@@ -154,8 +150,8 @@ class StagingPlan:
         return tuple((begin // self._word_bytes, end // self._word_bytes) for begin, end in pieces)
 
 
-def _strided(pieces: Pieces) -> tuple[StridedPiece, ...]:
-    """Join consecutive pieces of equal length and distance."""
+def _strided(pieces: _Pieces) -> tuple[StridedPiece, ...]:
+    """Join consecutive pieces of equal length and spacing."""
     found: list[StridedPiece] = []
     for begin, end in pieces:
         length = end - begin
@@ -175,7 +171,7 @@ def turn_of(layer: LayerPlan) -> Turn:
 
 
 def word_bytes_of(plan: RankPlan, others: Iterable[int]) -> int:
-    """Return the longest word, 1 to 8 bytes, that divides all addresses and lengths: kernels copy by words.
+    """Return the longest word, 1 to 8 bytes, that divides all addresses and lengths, because kernels copy by words.
 
     Args:
         plan: This rank's layers and runs.

@@ -1,8 +1,8 @@
 """Copies of many pieces of this process's memory by one system call.
 
-``process_vm_readv`` (Linux 3.2) copies between two lists of up to 1024 pieces each, and ctypes releases the GIL for the
-call. A copy per layer would either hold the GIL or reacquire it after every layer, up to 5 ms each time while another
-thread runs Python. Reading its own memory needs no privilege, but a sandbox may forbid the call.
+``process_vm_readv`` (Linux 3.2) copies between two lists of up to 1024 pieces each, and ctypes releases the GIL during
+the call. One copy per layer would either hold the GIL or reacquire it after every layer, which takes up to 5 ms while
+another thread runs Python. A process needs no privilege to read its own memory, but a sandbox may forbid the call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CALL_BYTES_MAX = 1 << 30
 def copy_pieces(targets: Pieces, sources: Pieces, go_on: Callable[[], bool] = lambda: True) -> bool:
     """Copy pieces of memory, each to the target of the same index and length.
 
-    The caller is responsible for the addresses: an unmapped one is an error, any other is used.
+    The caller is responsible for the addresses. An unmapped address is an error; any other is used unchecked.
 
     Args:
         targets: Targets, C-contiguous.
@@ -41,7 +41,7 @@ def copy_pieces(targets: Pieces, sources: Pieces, go_on: Callable[[], bool] = la
         Whether everything was copied.
 
     Raises:
-        OSError: The kernel refused, or stopped early.
+        OSError: The call failed or was incomplete.
     """
     at = 0
     ends = np.cumsum(sources[:, 1].astype(np.int64))
@@ -50,7 +50,7 @@ def copy_pieces(targets: Pieces, sources: Pieces, go_on: Callable[[], bool] = la
             return False
         done = int(ends[at - 1]) if at else 0
         fitting = int(np.searchsorted(ends, done + _CALL_BYTES_MAX, side="right"))
-        # A piece over the limit goes alone and fails as truncated; no page of a layer is that long.
+        # A piece above the limit gets a call of its own and fails as incomplete; no layer has such long pages.
         end = max(at + 1, min(at + PIECES_MAX, fitting))
         wanted = int(ends[end - 1]) - done
         if (moved := _readv(targets[at:end], sources[at:end])) != wanted:

@@ -1,11 +1,12 @@
-"""kvstore behind vLLM's ``OffloadingConnector``: a secondary tier, and a spec that also runs on vLLM's CPU platform.
+"""kvstore for vLLM's ``OffloadingConnector``: a secondary tier, and a spec that also runs on vLLM's CPU platform.
 
 vLLM finds both by name: ``{"type": "KVStoreTier", "module_path": "kvstore.vllm", …}`` in ``secondary_tiers`` of its own
 ``TieringOffloadingSpec`` (0.28 to 0.33), or ``{"spec_name": "KVStoreOffloadingSpec", "spec_module_path":
-"kvstore.vllm"}``. The plugin in :mod:`kvstore.vllm.plugin` makes the second half of either unnecessary.
+"kvstore.vllm"}``. With the plugin in :mod:`kvstore.vllm.plugin`, ``module_path`` and ``spec_module_path`` are
+unnecessary.
 
-Importing this package does not import vLLM. The classes load at first use, so the plugin is free in processes that
-don't use them.
+Importing this package does not import vLLM. The classes load at first use, so the plugin costs nothing in processes
+that don't use them.
 """
 
 from __future__ import annotations

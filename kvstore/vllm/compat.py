@@ -1,7 +1,7 @@
 """All differences between vLLM 0.28 and 0.33.
 
-Each is detected from signatures, fields and names of the installed package, never from its version number, so that
-other versions work too.
+Each difference is detected from signatures, fields and names of the installed package, never from its version number,
+so that other versions work too.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ import copy
 import dataclasses
 import hashlib
 import inspect
-import itertools
 import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload.base import OffloadingEvent
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
-from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.version import __version__ as VLLM_VERSION
 
 from kvstore.types import Locality, Medium
@@ -36,15 +34,16 @@ from kvstore.types import Locality, Medium
 __all__ = [
     "VLLM_VERSION",
     "cache_hit_source",
+    "calls_above",
     "canonical_config",
     "chosen_attention",
     "chunk_ids",
     "current_connector",
     "current_connector_config",
     "current_connector_scheduler",
-    "current_engine_config",
     "emits_events",
     "event_payloads",
+    "has_states",
     "make_event",
     "make_result",
     "make_transfer_job",
@@ -54,26 +53,39 @@ __all__ = [
     "region_path",
     "region_shape",
     "request_ends",
-    "request_keys",
     "request_params",
     "scheduled_tokens",
+    "steps_under_way_max",
     "supported_kwargs",
     "tolerate_unnaming",
-    "vllm_tier_types",
     "window_groups",
-    "with_event_keys",
 ]
 
 _EVENTS_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.events"
 
-_FRAMES_MAX = 24
-"""Frames searched for the engine's configuration; vLLM's connector is about eight calls above a tier."""
+_FRAMES_MAX = 32
+"""Maximum frames searched for vLLM's objects; its connector is about eight calls above a tier."""
+
+
+def calls_above() -> Iterator[FrameType]:
+    """Yield the frames of the caller's callers, nearest first.
+
+    vLLM passes few of the required objects to a plugin, tier or manager. The others are local variables of vLLM's
+    calling functions, and are read there. Callers must handle their absence.
+    """
+    # Skip the generator's own frame, and the function that iterates over it.
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
 
 
 def supported_kwargs(function: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments that a function accepts.
 
-    ``SecondaryTierManager.__init__`` takes ``backpressure_detector`` since 0.31, for instance.
+    For instance, ``SecondaryTierManager.__init__`` accepts ``backpressure_detector`` since 0.31.
     """
     parameters = _parameters(function)
     return {name: value for name, value in kwargs.items() if name in parameters}
@@ -87,22 +99,16 @@ def chunk_ids(job: Any) -> list[int]:
     return [int(i) for i in ids]
 
 
-def request_keys(req_context: Any, count_max: int) -> list[bytes]:
-    """Return the first keys of a request, in prompt order; empty before 0.31."""
-    positions = getattr(req_context, "_offload_key_positions", None) or {}
-    return list(itertools.islice(positions, count_max))
-
-
 def request_ends(req_context: Any) -> Mapping[bytes, int]:
     """Return a request's keys with the ends of their blocks, in tokens; empty before 0.31."""
     return getattr(req_context, "_offload_key_positions", None) or {}
 
 
 def request_params(req_context: Any) -> Any:
-    """Return a request's parameters for kvstore, whatever they are; None if it has none.
+    """Return a request's parameters for kvstore, unchecked; None if it has none.
 
-    They are the ``"kvstore"`` of its ``kv_transfer_params``, overridden by the payloads of the ``"kvstore"`` actions of
-    its ``kv_hints`` (0.32 and later), in order.
+    These are the value ``"kvstore"`` of its ``kv_transfer_params``, overridden by the payloads of the ``"kvstore"``
+    actions in its ``kv_hints`` (0.32 and later), in order.
     """
     params = (req_context.kv_transfer_params or {}).get("kvstore")
     for action in getattr(getattr(req_context, "kv_hints", None), "actions", ()):
@@ -114,7 +120,7 @@ def request_params(req_context: Any) -> Any:
 
 
 def scheduled_tokens(scheduler_output: Any) -> list[tuple[int, int]] | None:
-    """Return the tokens and the preceding tokens of each request with several tokens in a step; None if it is empty.
+    """Return tokens and preceding tokens of each request with more than one token in a step; None for an empty step.
 
     Args:
         scheduler_output: vLLM's ``SchedulerOutput``.
@@ -156,36 +162,24 @@ def make_event(
     Args:
         keys: The blocks.
         medium: vLLM's ``Medium``.
-        removed: Whether they left.
+        removed: Whether the blocks were removed (otherwise stored).
         tier: Name of the secondary tier; None for the primary tier.
         locality: vLLM's ``Locality``; None for the primary tier.
     """
-    # Each BlockStored of ours is eventually followed by a BlockRemoved.
+    # Each of our BlockStored events is eventually followed by a BlockRemoved.
     known = {"ownership": None if tier is None else f"kvstore/{tier}", "removal_expected": not removed}
     fields = _known_fields(OffloadingEvent, known)
     return OffloadingEvent(keys=list(keys), medium=medium, removed=removed, locality=locality, **fields)
 
 
-def with_event_keys(event: OffloadingEvent, keys: Sequence[bytes]) -> OffloadingEvent:
-    """Return an event with other keys."""
-    return dataclasses.replace(event, keys=list(keys))
-
-
 def current_connector_scheduler() -> Any:
-    """Return vLLM's ``OffloadingConnectorScheduler`` under construction, found as above; None if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_MAX):
-        if frame is None:
-            return None
-        caller = frame.f_locals.get("self")
-        if type(caller).__name__ == "OffloadingConnectorScheduler":
-            return caller
-        frame = frame.f_back
-    return None
+    """Return vLLM's ``OffloadingConnectorScheduler`` under construction; None if there is none."""
+    callers = (frame.f_locals.get("self") for frame in calls_above())
+    return next((one for one in callers if type(one).__name__ == "OffloadingConnectorScheduler"), None)
 
 
 def event_payloads(scheduler: Any) -> MutableMapping[bytes, Any] | None:
-    """Return the payloads of events by key, as vLLM's tracker has them; None unless events are self-describing.
+    """Return the event payloads by key from vLLM's tracker; None unless events are self-describing.
 
     Args:
         scheduler: An ``OffloadingConnectorScheduler``.
@@ -197,10 +191,10 @@ def event_payloads(scheduler: Any) -> MutableMapping[bytes, Any] | None:
 
 
 def payload_maker(scheduler: Any) -> Callable[..., Any] | None:
-    """Return a function that builds a payload for :func:`event_payloads`; None if this version's has other fields.
+    """Return a function that builds a payload for :func:`event_payloads`; None if this version has other fields.
 
-    It takes the number of a group of layers, which must exist, and the fields ``block_hashes``, ``parent_block_hash``,
-    ``token_ids``, ``block_size`` and ``lora_name``; and raises IndexError if there is no such group.
+    The function takes the number of a group of layers, and the fields ``block_hashes``, ``parent_block_hash``,
+    ``token_ids``, ``block_size`` and ``lora_name``. It raises IndexError if there is no such group.
 
     Args:
         scheduler: An ``OffloadingConnectorScheduler``.
@@ -250,11 +244,11 @@ def cache_hit_source(medium: Medium, locality: Locality) -> Any:
 
 
 def open_region(spec: Any, rank: int | None) -> SharedOffloadRegion:
-    """Map the region that workers and scheduler of one engine share.
+    """Map the region shared by the workers and the scheduler of one engine.
 
     Args:
         spec: A ``CPUOffloadingSpec``.
-        rank: Which slot of each row is this worker's; None for the scheduler.
+        rank: Index of this worker's part of each row; None for the scheduler.
     """
     rows, row_bytes = region_shape(spec)
     either_name = {
@@ -272,10 +266,10 @@ def open_region(spec: Any, rank: int | None) -> SharedOffloadRegion:
 
 
 def tolerate_unnaming(worker: Any) -> None:
-    """Keep vLLM's own worker from logging a traceback because its shared region has no name any more.
+    """Keep vLLM's own worker from logging a traceback because the file of its shared region was unlinked.
 
-    The worker that created the file unlinks it at shutdown and logs a warning if that fails. A finalizer does it
-    instead. It finds the file only if the scheduler, which normally unlinks it, never started.
+    The worker that created the file unlinks it at shutdown, and logs a warning if that fails. A finalizer takes over
+    this unlink. It finds the file only if the scheduler, which normally unlinks it, never started.
     """
     region = getattr(worker, "_mmap_region", None)
     if region is not None and region._creator:
@@ -283,50 +277,46 @@ def tolerate_unnaming(worker: Any) -> None:
         weakref.finalize(region, _unlink_if_there, region.mmap_path)
 
 
-def vllm_tier_types() -> frozenset[str]:
-    """Return the registered names of secondary tiers: vLLM's own and those of plugins."""
-    return frozenset(SecondaryTierFactory._registry)
-
-
 def region_path(engine_id: str) -> str:
-    """Return the path of the region that workers and scheduler of one engine share."""
+    """Return the path of the region shared by the workers and the scheduler of one engine."""
     return f"/dev/shm/vllm_offload_{engine_id}.mmap"
 
 
-def current_engine_config() -> Any:
-    """Return the ``VllmConfig`` of the engine under construction, or None.
-
-    A tier gets an ``OffloadingConfig``, which lacks most fields that determine the bytes of a block: the model's text
-    configuration with its overrides (RoPE scaling), revision, quantization, hash algorithm. Without them, tiers have
-    served blocks of another model under the same name. The configuration is a local variable of vLLM's connector a few
-    frames above, and is read there. If it is not found, the namespace has fewer fields; nothing fails.
-    """
-    return current_connector_config()[0]
-
-
 def current_connector_config() -> tuple[Any, Any]:
-    """Return the ``VllmConfig`` and the ``KVCacheConfig`` of vLLM's connector under construction; None if unknown."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_MAX):
-        if frame is None:
-            break
+    """Return the ``VllmConfig`` and the ``KVCacheConfig`` of vLLM's connector under construction; None if unknown.
+
+    A tier receives an ``OffloadingConfig``, which lacks most fields that determine the bytes of a block: the model's
+    text configuration with its overrides (RoPE scaling), revision, quantization, hash algorithm. Without these fields,
+    tiers have served blocks of another model with the same name.
+    """
+    for frame in calls_above():
         candidate = frame.f_locals.get("vllm_config")
         if hasattr(candidate, "model_config") and hasattr(candidate, "cache_config"):
             return candidate, frame.f_locals.get("kv_cache_config")
-        frame = frame.f_back
     return None, None
 
 
-def chosen_attention(engine_config: Any) -> str | None:
-    """Return an identifier of the attention backends that this process has chosen for all layers; None if it has not.
+def steps_under_way_max(engine_config: Any) -> int:
+    """Return an engine's maximum number of concurrent steps: one per pipeline stage, and one scheduled ahead.
 
-    Only a process with the model has chosen: a worker, or the scheduler if the worker shares its process. The choice
-    determines the layout of a page and depends on device, libraries and environment.
+    Args:
+        engine_config: A ``VllmConfig``; None if unknown.
+    """
+    stages = getattr(getattr(engine_config, "parallel_config", None), "pipeline_parallel_size", 64)
+    is_ahead = getattr(getattr(engine_config, "scheduler_config", None), "async_scheduling", True)
+    return int(stages) + bool(is_ahead)
+
+
+def chosen_attention(engine_config: Any) -> str | None:
+    """Return an identifier of the attention backends chosen in this process for all layers; None if not chosen here.
+
+    The choice is made in the process with the model: a worker, or the scheduler if it shares the worker's process. The
+    choice determines the layout of a page, and depends on device, libraries and environment.
     """
     layers = getattr(getattr(engine_config, "compilation_config", None), "static_forward_context", None)
     parallel = getattr(engine_config, "parallel_config", None)
     if not isinstance(layers, Mapping) or getattr(parallel, "pipeline_parallel_size", 1) != 1:
-        return None  # With pipeline stages each process knows its own layers only.
+        return None  # With pipeline stages, each process has only its own layers.
     chosen: dict[str, str] = {}
     for name, layer in layers.items():
         ask = getattr(layer, "get_attn_backend", None)
@@ -341,35 +331,28 @@ def chosen_attention(engine_config: Any) -> str | None:
 
 
 def current_connector() -> tuple[Any, Any]:
-    """Return vLLM's ``OffloadingConnector`` and ``OffloadingConnectorWorker`` of the worker under construction.
-
-    Both are found in frames above, as in :func:`current_engine_config`; None if not found.
-    """
-    connector = worker = None
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_MAX):
-        if frame is None or connector is not None:
-            break
+    """Return vLLM's ``OffloadingConnector`` and ``OffloadingConnectorWorker`` under construction; None if unknown."""
+    worker = None
+    for frame in calls_above():
         caller = frame.f_locals.get("self")
         if hasattr(caller, "_is_store_writer"):
             worker = caller
         elif worker is not None and getattr(caller, "connector_worker", None) is worker:
-            connector = caller
-        frame = frame.f_back
-    return connector, worker
+            return caller, worker
+    return None, worker
 
 
 def region_shape(spec: Any) -> tuple[int, int]:
-    """Return the number of rows of the region that workers and scheduler share, and their length in bytes."""
+    """Return the number of rows of the shared region, and their length in bytes."""
     rows = spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks  # num_blocks in 0.28
     return int(rows), int(spec.kv_bytes_per_chunk)
 
 
 def canonical_config(engine_config: Any, kv_cache_config: Any) -> OffloadingConfig | None:
-    """Return vLLM's ``OffloadingConfig`` for ``"canonical_layout": true``; None if vLLM refuses it.
+    """Return vLLM's ``OffloadingConfig`` for ``"canonical_layout": true``; None if vLLM rejects that option.
 
     Args:
-        engine_config: ``VllmConfig``; it is not changed.
+        engine_config: ``VllmConfig``; not changed.
         kv_cache_config: ``KVCacheConfig``.
     """
     asking = copy.copy(engine_config)
@@ -379,7 +362,7 @@ def canonical_config(engine_config: Any, kv_cache_config: Any) -> OffloadingConf
     try:
         return build_offloading_config(asking, kv_cache_config)
     except (AttributeError, NotImplementedError, ValueError):
-        return None  # The engine runs without it, so this is not an error.
+        return None  # Not an error: the engine runs without the canonical layout.
 
 
 def window_groups(kv_cache_config: Any) -> frozenset[int]:
@@ -390,6 +373,16 @@ def window_groups(kv_cache_config: Any) -> frozenset[int]:
     """
     groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
     return frozenset(i for i, group in enumerate(groups) if not isinstance(group.kv_cache_spec, FullAttentionSpec))
+
+
+def has_states(kv_cache_config: Any) -> bool:
+    """Return whether a group of layers keeps a state (Mamba) instead of keys and values.
+
+    Args:
+        kv_cache_config: ``KVCacheConfig``; None if unknown.
+    """
+    groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
+    return any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
 
 
 def _unlink_if_there(path: str) -> None:

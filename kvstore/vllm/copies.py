@@ -1,9 +1,9 @@
-"""Copies of the workers: proof of their end, and reports of loads that must not be made.
+"""Copies by the workers: proof of their end, and failure reports for loads that lack a block.
 
-vLLM resets the scheduler's cache while workers still copy, or have not begun: they defer stores to the next step. Up
-to 0.32 it does not report the end of these copies. Therefore every copy carries the lane of the manager in which it
-was prepared, and each worker counts its finished copies by lane and direction. The counters lie in the last row of the
-shared region, which holds no block; they need no file of their own and disappear with the engine.
+vLLM resets the scheduler's cache while workers still copy, or have not begun to: they defer stores to the next step. Up
+to 0.32, it does not report the end of these copies. Therefore every copy carries the manager's lane in which it was
+prepared, and each worker counts its finished copies by lane and direction. The counters are in the last row of the
+shared region, which holds no block. They need no file of their own, and disappear with the engine.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ __all__ = ["LANES", "CountingWorker", "LoadFailures", "Slots", "WorkerReports", 
 logger = logging.getLogger("kvstore.vllm.copies")
 
 LANES = 8
-"""Resets whose copies are counted separately; few are unfinished at the same time."""
+"""Number of resets whose copies are counted separately; few are unfinished at the same time."""
 
 _WORDS = 1 + 2 * LANES
-"""Words of each worker: its mode, then its finished loads and stores of each lane."""
+"""Words per worker: its mode, then its finished loads and stores in each lane."""
 _COUNTS_LOADS, _COUNTS_ALL = 1, 2
-"""Modes. A worker that never stores, because others hold the same bytes, counts loads only. 0: not counting (yet)."""
+"""Modes. A worker that never stores, because another rank stores the same bytes, counts only loads. 0: not counting."""
 
 
 class Slots(CPULoadStoreSpec):
-    """Slots of a copy, and the lane that it was prepared in.
+    """Slots of a copy, and the lane in which it was prepared.
 
     Attributes:
         lane: The lane.
-        is_void: Whether a block of this load is missing: nothing may be copied, and the load has failed.
+        is_void: Whether a block of this load is missing. Then the load has failed, and nothing may be copied.
     """
 
     def __init__(self, slots: Sequence[int], lane: int, *, is_void: bool = False) -> None:
@@ -45,7 +45,7 @@ class Slots(CPULoadStoreSpec):
 
 
 class WorkerReports:
-    """The counters of all workers, as the scheduler reads them (see :class:`kvstore.tiering.copies.CopyReports`).
+    """The counters of all workers, read by the scheduler (see :class:`kvstore.tiering.copies.CopyReports`).
 
     Args:
         row: The last row of the region; released by its owner.
@@ -56,7 +56,7 @@ class WorkerReports:
 
     def __init__(self, row: memoryview, workers: int) -> None:
         self._counters = row
-        # Rows too short for the counters of so many workers prove nothing.
+        # If a row is too short for the counters of all workers, there are none, and nothing proves the end of copies.
         self._workers = workers if workers * _WORDS * 8 <= row.nbytes else 0
 
     def ended(self, lane: int, loads: int, stores: int) -> bool:
@@ -79,11 +79,11 @@ class CountingWorker(OffloadingWorker):
     """Counts the finished copies of another worker.
 
     Args:
-        worker: vLLM's or ours; it is shut down with this one.
-        counters: From :func:`counters_of`; closed by :meth:`shutdown`. Without any, nothing is counted.
+        worker: vLLM's worker or ours; :meth:`shutdown` shuts it down.
+        counters: From :func:`counters_of`; closed by :meth:`shutdown`. None: nothing is counted.
         rank: Rank of this worker.
-        stores: Whether vLLM has it store: if all ranks hold the same bytes, only one of them stores.
-        failures: Reports loads that must not be made.
+        stores: Whether this worker stores. If all ranks hold the same bytes, only one of them does.
+        failures: Reports loads that lack a block.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class CountingWorker(OffloadingWorker):
         return self.inner.submit_load(job_id, src_spec, dst_spec, **options)
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the copies that have ended since the last call, after they were counted."""
+        """Count and return the copies that have ended since the last call."""
         finished = self.inner.get_finished()
         for result in finished:
             copy = self._copies.pop(result.job_id, None)
@@ -147,14 +147,14 @@ class CountingWorker(OffloadingWorker):
 
 
 class LoadFailures:
-    """Reports a load that must not be made, through vLLM's connector in the worker.
+    """Reports loads that lack a block as failed, through vLLM's connector in the worker.
 
     A block that a lookup answered HIT stays until the step ends, and vLLM loads in the same step, so no load should
-    ever lack a block. If one does, an exception would end the engine and a copy would give wrong tokens. The worker
-    copies nothing and reports the load as failed. vLLM then ends the request with an error or recomputes it
+    ever lack a block. If one does, an exception would end the engine, and a copy would give wrong tokens. Instead, the
+    worker copies nothing and reports the load as failed. vLLM then ends the request with an error or recomputes it
     (``kv_load_failure_policy``).
 
-    vLLM accepts failed blocks where all layers are of one kind, and (0.30 and later) failed requests.
+    vLLM accepts failed blocks if there is a single group of layers, and failed requests since 0.30.
 
     Args:
         connector: ``OffloadingConnector``; None if unknown.
@@ -174,14 +174,14 @@ class LoadFailures:
             connector.get_transfer_results = self._with_failed_requests
 
     def note(self, job_id: int, destination: GPULoadStoreSpec) -> bool:
-        """Note that a load was not made.
+        """Record that a load was not made.
 
         Returns:
-            Whether the load is to be reported as ended because vLLM takes the failure. If false, it must never be
-            reported: the request would compute with the old contents of its blocks. It waits until it is aborted.
+            Whether to report the load as ended, because vLLM accepts the failure. If false, it must never be reported:
+            the request would compute with the old contents of its blocks. The request then waits until it is aborted.
 
         Raises:
-            RuntimeError: The request computes in this very step, and this version of vLLM accepts no report.
+            RuntimeError: The request computes in this step, and this version of vLLM accepts no failure report.
         """
         request = self._request_of.get(job_id)
         logger.error(
@@ -214,7 +214,7 @@ def counters_of(region: Any, rows: int, row_bytes: int, workers: int) -> mmap.mm
 
     Args:
         region: vLLM's ``SharedOffloadRegion``.
-        rows: Its rows, including the last one.
+        rows: Number of its rows, including the last one.
         row_bytes: Length of a row, a multiple of the page size.
         workers: Number of workers.
     """

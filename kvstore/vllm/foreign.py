@@ -1,12 +1,12 @@
 """Secondary tiers of vLLM and of third parties (``fs``, ``obj``, ``p2p``, ``kvcr``, …) under kvstore's manager.
 
-The calls and their order are those of vLLM's own ``TieringOffloadingManager``. Two things are added:
+The calls and their order are the same as in vLLM's own ``TieringOffloadingManager``, with two additions:
 
-- **Identity.** Such a tier names blocks by vLLM's keys and a few fields of the configuration. Here the hash in each key
-  is combined (XOR) with a mask derived from kvstore's namespace and epoch. Blocks of another model revision, layout or
-  row length, and blocks from before a reset, therefore have other names and are never found.
-- **Isolation.** An exception costs a miss, a failed job or a callback of this tier only. A drain that does not end
-  within its deadline stops the tier; the scheduler continues.
+- **Identity.** Such a tier names blocks by vLLM's keys and a few fields of the configuration. Here, the hash in each
+  key is combined (XOR) with a mask derived from kvstore's namespace and epoch. Blocks of another model revision, layout
+  or row length, and blocks from before a reset, therefore have other names and are never found.
+- **Isolation.** An exception costs only a miss, a failed job or a callback of this tier. A drain that exceeds its
+  deadline stops the tier, and the scheduler continues.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult as VllmLookupResult
@@ -38,7 +38,7 @@ from kvstore.namespace import Namespace
 from kvstore.tiering import TieringManager
 from kvstore.tiers.base import SecondaryTierManager, TierStats
 from kvstore.types import BlockKey, JobResult, Locality, LookupResult, Medium, RequestContext, TierEvent, TransferJob
-from kvstore.vllm.compat import make_transfer_job, with_event_keys
+from kvstore.vllm.compat import make_transfer_job
 from kvstore.vllm.options import FOREIGN_OPTIONS
 
 __all__ = ["ForeignTier", "ForeignTiers", "VllmRequest", "open_foreign_tier"]
@@ -48,26 +48,26 @@ logger = logging.getLogger("kvstore.vllm.foreign")
 _ANSWERS = {VllmLookupResult.HIT: LookupResult.HIT, VllmLookupResult.RETRY: LookupResult.RETRY}
 
 _STRIKES_MAX = 3
-"""Consecutive exceptions of a callback, after which it is not called again; as for calls of the manager."""
+"""Consecutive exceptions of a callback after which it is not called again, as for calls by the manager."""
 
 _GROUP_BYTES = 4
-"""A key of vLLM ends with the number of its group of layers."""
+"""Length of the number of the group of layers, at the end of a vLLM key."""
 
 
 @dataclass(slots=True, eq=False)
 class VllmRequest(RequestContext):
-    """A request with vLLM's own context of it.
+    """A request with vLLM's own context.
 
     Attributes:
         vllm: vLLM's context, which its tiers expect.
-        origin: The tier that made the request for another engine; it is not called for it.
+        origin: The tier that made this request for another engine; that tier is not called for it.
     """
 
     vllm: ReqContext | None = None
     origin: ForeignTier | None = None
 
     def ours(self, keys: Collection[bytes]) -> Collection[BlockKey]:
-        """Return our keys for some of vLLM's, in the same order if they have one."""
+        """Return our keys for vLLM's keys, in the same order if they are ordered."""
         if not self.tag:
             return keys
         made = (self.tag + key for key in keys)
@@ -82,12 +82,12 @@ def open_foreign_tier(
     Args:
         options: Its JSON object.
         name: Its name in metrics and policies.
-        view: The primary tier, of shape (rows, bytes of a row).
+        view: The primary tier, of shape (rows, bytes per row).
         spec: The offloading spec.
         namespace: The namespace of the engine's blocks.
 
     Raises:
-        Exception: Anything that the tier's constructor raises; vLLM then does not start.
+        Exception: Any exception of the tier's constructor; vLLM then does not start.
     """
     theirs = {key: value for key, value in options.items() if key not in FOREIGN_OPTIONS}
     tier = SecondaryTierFactory.create_secondary_tier(theirs, view, spec)
@@ -95,9 +95,9 @@ def open_foreign_tier(
 
 
 class ForeignTier(SecondaryTierManager):
-    """One tier with vLLM's interface behind kvstore's.
+    """A tier with vLLM's interface, adapted to kvstore's.
 
-    Its methods may raise: the manager's link to a tier turns that into misses and failed jobs.
+    Its methods may raise. The manager's link to a tier turns exceptions into misses and failed jobs.
 
     Args:
         tier: The tier; closed by :meth:`close`.
@@ -123,7 +123,7 @@ class ForeignTier(SecondaryTierManager):
         self._epoch = b""
         self._masks: dict[int, int] = {}
         self._jobs: dict[int, tuple[VllmTransferJob, dict[bytes, BlockKey]]] = {}
-        """Unfinished jobs, and their keys by the tier's names for them."""
+        """Unfinished jobs, with their keys by the tier's names."""
         self._results: list[JobResult] = []
         self._no_request = ReqContext(req_id=f"kvstore-{name}")
         """The request of jobs without one, such as the write-back of evicted blocks."""
@@ -133,7 +133,7 @@ class ForeignTier(SecondaryTierManager):
         """The overdue drain or shutdown of a stopped tier, which gets no more calls."""
 
     def masked(self, key: bytes) -> bytes:
-        """Return the tier's name for a key, or the key for such a name."""
+        """Return the tier's name for a key, or the key for a tier's name (the mapping is its own inverse)."""
         size = max(0, len(key) - _GROUP_BYTES)
         mask = self._masks.get(size)
         if mask is None:
@@ -148,7 +148,7 @@ class ForeignTier(SecondaryTierManager):
         return _ANSWERS.get(self.tier.lookup(self.masked(key), self._request(ctx)), LookupResult.MISS)
 
     def submit_store(self, job: TransferJob) -> None:
-        """Hand over a store, unless vLLM's detector of backpressure drops it."""
+        """Submit a store, unless vLLM's backpressure detector drops it."""
         detector = getattr(self.tier, "bp_detector", None)
         if detector is not None and not detector.should_store(len(job.keys)):
             self._results.append(JobResult(job.job_id, False, ()))
@@ -156,7 +156,7 @@ class ForeignTier(SecondaryTierManager):
         self._submit(self.tier.submit_store, job, is_load=False)
 
     def submit_load(self, job: TransferJob) -> None:
-        """Hand over a load."""
+        """Submit a load."""
         self._submit(self.tier.submit_load, job, is_load=True)
 
     def note_job(self, job: TransferJob, *, is_load: bool) -> VllmTransferJob:
@@ -167,7 +167,7 @@ class ForeignTier(SecondaryTierManager):
         return theirs
 
     def get_finished(self) -> Sequence[JobResult]:
-        """Return the jobs that ended. vLLM's tiers also do their own work in this call."""
+        """Return the finished jobs. vLLM's tiers also do internal work in this call."""
         if self._stopped is None:
             self._collect()
         elif self._jobs and not self._stopped.is_alive():
@@ -190,7 +190,7 @@ class ForeignTier(SecondaryTierManager):
     def begin_epoch(self) -> bool:
         """Change the names of all blocks, unless the tier keeps its blocks."""
         if not self._keeps_blocks:
-            self.take_vllm_events()  # Their names are of the old epoch.
+            self.take_vllm_events()  # Discarded: their names are from the old epoch.
             self._epoch = os.urandom(16)
             self._masks.clear()
         detector = getattr(self.tier, "bp_detector", None)
@@ -199,24 +199,24 @@ class ForeignTier(SecondaryTierManager):
         return True
 
     def on_request_finished(self, ctx: RequestContext) -> None:
-        """Let the tier forget a request, unless it made the request itself."""
+        """Notify the tier of the end of a request, unless the tier made the request itself."""
         is_vllms = isinstance(ctx, VllmRequest) and ctx.vllm is not None and ctx.origin is not self
-        # What kvstore does by itself, such as a prefetch for a request that has ended, goes on under ``_no_request``.
+        # kvstore's own requests, such as a prefetch for a finished request, use ``_no_request``, which never ends.
         if self._stopped is None and is_vllms:
             self.tier.on_request_finished(self._request(ctx))
 
     def take_events(self) -> Sequence[TierEvent]:
-        """Return nothing: :meth:`take_vllm_events` has the tier's events in vLLM's form."""
+        """Return no events; :meth:`take_vllm_events` returns the tier's events in vLLM's form."""
         return ()
 
     def stats(self) -> TierStats:
-        """Return empty statistics: the tier's own are vLLM's."""
+        """Return empty statistics, because the tier reports its own through vLLM."""
         return TierStats(self.name)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait for the tier's I/O on a thread. A tier that does not finish in time gets no more calls.
 
-        vLLM's manager waits without a limit. Nothing else calls the tier while the thread runs.
+        vLLM's manager waits without a limit. There are no other calls to the tier while the thread runs.
         """
         if not self._run("drain_jobs", timeout_s):
             return False
@@ -228,7 +228,7 @@ class ForeignTier(SecondaryTierManager):
         """Shut the tier down on a thread.
 
         Raises:
-            KVStoreError: It did not end in time, or failed, and may still touch the primary tier.
+            KVStoreError: It did not end in time, or failed, and may still access the primary tier.
         """
         if self._stopped is not None and not self._stopped.is_alive():
             self._stopped = None
@@ -237,31 +237,29 @@ class ForeignTier(SecondaryTierManager):
         self._fail_jobs()
 
     def call(self, callback: str, *args: Any, default: Any = None) -> Any:
-        """Call a method that is not part of kvstore's interface; return the default if it fails or does not exist."""
+        """Call a method outside kvstore's interface; return the default if it fails or does not exist."""
         strikes = self._strikes.get(callback, 0)
         method = getattr(self.tier, callback, None)
         if method is None or strikes >= _STRIKES_MAX or self._stopped is not None:
             return default
         try:
             found = method(*args)
-        except Exception:  # Any exception is the tier's failure and must not end the engine.
+        except Exception:  # Any exception is a failure of the tier, and must not end the engine.
             self.errors += 1
             self._strikes[callback] = strikes + 1
             if strikes == 0:
-                logger.exception("Tier %s raised in %s; after %d in a row it gets no call", self.name, callback, 3)
+                logger.exception(
+                    "Tier %s raised in %s; after %d in a row it gets no call", self.name, callback, _STRIKES_MAX
+                )
             return default
         self._strikes.pop(callback, None)
         return found
 
     def take_vllm_events(self) -> list[OffloadingEvent]:
         """Return the tier's KV cache events with vLLM's keys."""
-
-        def read() -> list[OffloadingEvent]:
-            return [with_event_keys(event, [self.masked(key) for key in event.keys]) for event in taken]
-
         taken = self.call("take_events", default=())
         try:
-            return read()
+            return [replace(event, keys=[self.masked(key) for key in event.keys]) for event in taken]
         except Exception:  # A generator of the tier may raise here; see call().
             self.errors += 1
             return []
@@ -284,7 +282,7 @@ class ForeignTier(SecondaryTierManager):
         for result in self.tier.get_finished_jobs():
             try:
                 self._results.append(self._converted(result))
-            except Exception:  # A malformed result fails its own job, if it names one, and no other.
+            except Exception:  # A malformed result fails only its own job, if it has a job id.
                 self._note_malformed(result)
 
     def _converted(self, result: VllmJobResult) -> JobResult:
@@ -306,7 +304,7 @@ class ForeignTier(SecondaryTierManager):
             self._results.append(JobResult(job_id, False, ()))
 
     def _note_store(self, job: VllmTransferJob, result: VllmJobResult) -> None:
-        """Let vLLM's detector of backpressure know the result of a store."""
+        """Pass the result of a store to vLLM's backpressure detector."""
         detector = getattr(self.tier, "bp_detector", None)
         if detector is None:
             return
@@ -318,12 +316,16 @@ class ForeignTier(SecondaryTierManager):
             detector.on_store_failed()
 
     def _fail_jobs(self) -> None:
-        """Report jobs that the tier has forgotten: no I/O of it touches the primary tier now."""
+        """Report jobs without a result as failed. Only safe while no I/O of the tier accesses the primary tier."""
         self._results += [JobResult(job_id, False, ()) for job_id in self._jobs]
         self._jobs.clear()
 
     def _run(self, method: str, timeout_s: float | None) -> bool:
-        """Call a method that may block, on a thread; return whether it ended well and in time."""
+        """Call a method that may block on a thread; return whether it ended in time.
+
+        Raises:
+            KVStoreError: The method raised.
+        """
         if self._stopped is not None:
             return False
         call = _Call(getattr(self.tier, method), name=f"kvstore-{method}-{self.name}")
@@ -365,11 +367,11 @@ class _Call(threading.Thread):
 
 
 class ForeignTiers:
-    """All foreign tiers of a manager: the calls of vLLM's interface without a counterpart in kvstore's.
+    """All foreign tiers of a manager: makes the calls of vLLM's interface that have no counterpart in kvstore's.
 
     Args:
         manager: The manager of all tiers.
-        tiers: The foreign ones.
+        tiers: The foreign tiers.
         context: Returns kvstore's context of a vLLM request; the second argument is the tier that made it, or None.
     """
 
@@ -384,9 +386,9 @@ class ForeignTiers:
         self._context = context
         self._parents = [_Parent(self, manager, tier) for tier in tiers]
         self._whole: dict[str, list[ForeignTier]] = {}
-        """Tiers that store every block of a request, also blocks stored before, by request id."""
+        """Tiers that store every block of a request, including blocks stored before, by request id."""
         self._late: dict[VllmRequest, list[BlockKey]] = {}
-        """Blocks for such tiers that were still being written."""
+        """Blocks for these tiers that were still being written at the last offer."""
 
     def __bool__(self) -> bool:
         return bool(self._tiers)
@@ -395,7 +397,7 @@ class ForeignTiers:
         return iter(self._tiers)
 
     def begin(self, ctx: VllmRequest) -> RequestOffloadingContext:
-        """Begin a request in all tiers but its origin; return the policy by which vLLM offers its blocks."""
+        """Begin a request in all tiers except its origin; return vLLM's policy for offering its blocks."""
         for tier in self._tiers:
             if tier is ctx.origin:
                 continue
@@ -415,13 +417,13 @@ class ForeignTiers:
                 self._late.setdefault(ctx, []).extend(late)
 
     def finish(self, ctx: RequestContext) -> None:
-        """Forget a request."""
+        """Remove a request."""
         self._whole.pop(ctx.request_id, None)
         if isinstance(ctx, VllmRequest):
             self._late.pop(ctx, None)
 
     def step(self, context: ScheduleEndContext) -> None:
-        """Serve other engines; before the manager ends its step."""
+        """Serve other engines. Call this before the manager ends its step."""
         late, self._late = self._late, {}
         for ctx, keys in late.items():
             self.offer(dict.fromkeys(keys), ctx)
@@ -431,7 +433,7 @@ class ForeignTiers:
             tier.call("serve_external_requests", parent)
 
     def reset(self) -> None:
-        """Forget waiting blocks, because the primary tier is cleared."""
+        """Drop waiting blocks, because the primary tier is cleared."""
         self._late.clear()
 
     @property
@@ -444,7 +446,7 @@ class _Parent(ParentManager):
     """The manager's interface for a tier that serves another engine; see vLLM's ``ParentManager``.
 
     Attributes:
-        promised: Blocks answered HIT since the step began: each must find room in the tier's share of the primary tier.
+        promised: Blocks answered HIT in this step. Each needs room in the tier's share of the primary tier.
     """
 
     def __init__(self, tiers: ForeignTiers, manager: TieringManager, origin: ForeignTier) -> None:
@@ -460,7 +462,7 @@ class _Parent(ParentManager):
         return self._tiers.begin(ctx)
 
     def lookup(self, key: bytes, req_context: ReqContext) -> VllmLookupResult:
-        """Look a block up in the primary tier and all tiers but the calling one; begins promotions."""
+        """Look up a block in the primary tier and all tiers except the calling one; begins promotions."""
         ctx = self._tiers._context(req_context, self._origin)
         found = self._manager.lookup(self._origin.masked(key), ctx)
         if found is LookupResult.HIT:
@@ -478,7 +480,7 @@ class _Parent(ParentManager):
         ctx = self._tiers._context(req_context, self._origin)
         job = self._manager.lend(self._origin, [self._origin.masked(key) for key in keys], ctx)
         if job is None:
-            raise KVStoreError(f"Tier {self._origin.name} wants to pin {len(keys)} blocks, not all of which are hits.")
+            raise KVStoreError(f"Tier {self._origin.name} requested pins of {len(keys)} blocks; not all are hits.")
         return self._origin.note_job(job, is_load=False)
 
     def on_request_finished(self, req_context: ReqContext) -> None:

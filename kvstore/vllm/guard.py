@@ -1,4 +1,4 @@
-"""Guard for every method that vLLM calls: an exception from one of them would kill the engine."""
+"""Guard for all methods called by vLLM, because an exception from any of them would kill the engine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class ErrorLog:
-    """Counts caught errors and logs the first of each place with its traceback.
+    """Counts caught errors, and logs the first error of each place with its traceback.
 
     Attributes:
-        count: Errors so far.
+        count: Number of errors.
     """
 
     def __init__(self, tier: str) -> None:
@@ -32,7 +32,7 @@ class ErrorLog:
         if place not in self._places:
             self._places.add(place)
             logger.exception(
-                "kvstore tier %s: error in %s, which is a bug; the engine goes on without the answer. "
+                "kvstore tier %s: error in %s, which is a bug; the engine continues without the answer. "
                 "Further errors there are only counted (vllm:kvstore_internal_errors).",
                 self._tier,
                 place,
@@ -43,7 +43,7 @@ def guarded(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
     """Make a method return ``fallback()`` instead of raising. Its object needs an :class:`ErrorLog` named ``errors``.
 
     Args:
-        fallback: Makes the safe answer, such as a miss.
+        fallback: Returns a safe result, such as a miss.
     """
 
     def wrap(method: _Method) -> _Method:

@@ -1,10 +1,10 @@
 """The canonical layout as the default on the CPU platform: rows that are the same under every tensor parallel size.
 
-In vLLM it is opt-in (``"canonical_layout": true``): vLLM refuses to start if a layer can't be mapped. On the CPU
-platform, where it is tested, it is on if vLLM's rules allow it for every layer. Those rules read the model's
-configuration; only a worker sees the tensors of the attention backend. If these can't be mapped, the workers keep
-vLLM's direct layout. They leave a note for the scheduler in the shared region, because the layout is part of the
-namespace.
+In vLLM, this layout is opt-in (``"canonical_layout": true``), and vLLM does not start if a layer can't be mapped. On
+the CPU platform, where it is tested, it is on if vLLM's rules allow it for every layer. Those rules use only the
+model's configuration, while the tensors of the attention backend exist only in workers. If these tensors can't be
+mapped, the workers keep vLLM's direct layout. They leave a note for the scheduler in the shared region, because the
+layout is part of the namespace.
 """
 
 from __future__ import annotations
@@ -21,19 +21,27 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.compat import canonical_config, current_connector_config, region_path, window_groups
+from kvstore.vllm.compat import canonical_config, current_connector_config, has_states, region_path, window_groups
 
-__all__ = ["WorkerNote", "is_certified", "leave_note", "take_note", "with_canonical_layout", "with_whole_rows"]
+__all__ = [
+    "WorkerNote",
+    "is_certified",
+    "leave_note",
+    "take_note",
+    "with_canonical_layout",
+    "with_whole_rows",
+    "without_synchronous_loads",
+]
 
 logger = logging.getLogger("kvstore.vllm.layout")
 
 _NOTE_MAGIC = b"kvstore: note of a worker "
 _NOTE_BYTES_MAX = 512
-"""The note lies at the start of the region while that holds no block. Shorter than a page."""
+"""Maximum length of the note, less than a page. It is at the start of the region while the region holds no block."""
 
 
 class WorkerNote(msgspec.Struct, frozen=True):
-    """Facts of a worker that the scheduler needs for the namespace.
+    """Facts from a worker that the scheduler needs for the namespace.
 
     Attributes:
         canonical: Whether rows have the canonical layout.
@@ -47,11 +55,11 @@ class WorkerNote(msgspec.Struct, frozen=True):
 def with_canonical_layout(config: OffloadingConfig) -> OffloadingConfig:
     """Return vLLM's configuration with the canonical layout, if the user did not choose and vLLM can certify it.
 
-    Only for the CPU platform, whose worker is ours and whose engines are tested to share such rows. On an accelerator
-    vLLM's own worker copies them, on a path that our tests have not run.
+    Only for the CPU platform: it uses our worker, and tests cover engines that share such rows. On an accelerator,
+    vLLM's own worker copies the rows, on a path that our tests do not cover.
 
     Args:
-        config: From vLLM's connector, whose frame is above this call.
+        config: From vLLM's connector, which must be among the callers.
     """
     if "canonical_layout" in config.extra_config or not current_platform.is_cpu():
         return config
@@ -70,14 +78,15 @@ def with_canonical_layout(config: OffloadingConfig) -> OffloadingConfig:
 
 
 def with_whole_rows(config: OffloadingConfig) -> OffloadingConfig:
-    """Return vLLM's configuration with one block a row, if rows of several blocks would be stored wrongly.
+    """Return vLLM's configuration with one block per row, if rows of several blocks would be stored wrongly.
 
     vLLM frees blocks of a sliding window while the request runs, in no fixed order, and stores the remaining blocks of
-    a row. The worker gets only their number. With several blocks a row, some are stored at the wrong place and others
-    are missing; requests that load such a row give wrong tokens (seen with 0.32, with vLLM's manager as well).
+    a row. The worker receives only the number of blocks. With several blocks per row, some are stored at the wrong
+    place and others are missing. Requests that load such a row give wrong tokens (seen with 0.32, also with vLLM's
+    manager).
 
     Args:
-        config: From vLLM's connector, whose frame is above this call.
+        config: From vLLM's connector, which must be among the callers.
     """
     per_row, (_, kv_cache_config) = config.cache.blocks_per_chunk, current_connector_config()
     if per_row == 1 or not window_groups(kv_cache_config):
@@ -88,6 +97,25 @@ def with_whole_rows(config: OffloadingConfig) -> OffloadingConfig:
         per_row,
     )
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, blocks_per_chunk=1))
+
+
+def without_synchronous_loads(config: OffloadingConfig) -> OffloadingConfig:
+    """Return vLLM's configuration without loads within the step (0.33), if the model has layers with a state.
+
+    vLLM copies the state of the last cached block to the request's next block before it starts the loads of the step.
+    If the cached block is loaded in the same step, its old contents are copied, and the request gives wrong tokens.
+
+    Args:
+        config: From vLLM's connector, which must be among the callers.
+    """
+    _, kv_cache_config = current_connector_config()
+    if not config.extra_config.get("sync_load_budget_bytes") or not has_states(kv_cache_config):
+        return config
+    logger.warning(
+        "'sync_load_budget_bytes' is 0 for this model: it has layers with a state (Mamba), and vLLM copies such a "
+        "state before a load of the same step has ended."
+    )
+    return dataclasses.replace(config, extra_config={**config.extra_config, "sync_load_budget_bytes": 0})
 
 
 def is_certified(kv_caches: Any) -> bool:
@@ -109,7 +137,7 @@ def leave_note(engine_id: str, note: WorkerNote, *, expects_canonical: bool) -> 
         expects_canonical: Whether the scheduler expects canonical rows.
 
     Raises:
-        ConfigError: The region has no name any more, and the scheduler expects another layout.
+        ConfigError: The region's file was already unlinked, and the scheduler expects another layout.
     """
     falls_back = expects_canonical and not note.canonical
     if falls_back:
@@ -129,11 +157,7 @@ def leave_note(engine_id: str, note: WorkerNote, *, expects_canonical: bool) -> 
 
 
 def take_note(engine_id: str) -> WorkerNote | None:
-    """Return the workers' note and remove it. The region must hold no block yet.
-
-    Returns:
-        The note, or None.
-    """
+    """Return and remove the workers' note, or return None. The region must hold no block yet."""
     with contextlib.suppress(FileNotFoundError), _opened(engine_id) as descriptor:
         found = os.pread(descriptor, _NOTE_BYTES_MAX, 0)
         if found.startswith(_NOTE_MAGIC):

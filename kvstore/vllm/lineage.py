@@ -1,7 +1,7 @@
-"""Payloads of events across restarts: parent, length and tokens of a block, as vLLM's tracker of events has them.
+"""Event payloads across restarts: parent, length and tokens of a block, in the form of vLLM's event tracker.
 
-While an engine runs, vLLM knows the payloads of blocks that it has computed or loaded. They are kept in the tiers on a
-local disk, and given back to vLLM when the next engine reports the blocks that it has found there.
+While an engine runs, vLLM has the payloads of the blocks that it computed or loaded. Tiers on a local disk keep these
+payloads, and return them to vLLM when the next engine reports the blocks that it found on the disk.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _GROUP_BYTES: Final = 4
 
 
 class _Kept(msgspec.Struct, array_like=True):
-    """What a tier keeps of a block.
+    """Lineage of a key, as kept by a tier. A key may stand for several of vLLM's blocks.
 
     Attributes:
-        parent: Hash of the block before; empty for the first one of a prompt.
-        block_tokens: Tokens of each block.
-        hashes: Of the blocks before the last one, whose hash is in the key; a key may stand for several blocks.
+        parent: Hash of the preceding block; empty for the first block of a prompt.
+        block_tokens: Tokens per block.
+        hashes: Hashes of the blocks except the last one, whose hash is in the key.
     """
 
     parent: bytes
@@ -39,7 +39,7 @@ class _Kept(msgspec.Struct, array_like=True):
 
 
 class _Secret(msgspec.Struct, array_like=True):
-    """What only a tier that encrypts keeps.
+    """Further lineage that is only kept by tiers with encryption.
 
     Attributes:
         tokens: Token ids, 4 bytes each, little-endian.
@@ -59,11 +59,11 @@ _read_secret: Final = msgspec.msgpack.Decoder(_Secret).decode
 class Lineage:
     """Moves payloads between vLLM's tracker and the tiers. Does nothing unless events are self-describing.
 
-    Made under construction of vLLM's connector, in whose frames it finds the tracker's owner.
+    Create it during the construction of vLLM's connector, because it finds the tracker's owner in the call stack.
 
     Args:
         tiers: The tiers.
-        tag_bytes: Length of what our keys have before vLLM's.
+        tag_bytes: Length of the tag that precedes vLLM's key in ours.
     """
 
     def __init__(self, tiers: Iterable[AsyncTier], tag_bytes: int = 0) -> None:
@@ -71,10 +71,10 @@ class Lineage:
         scheduler = current_connector_scheduler()
         self._scheduler = None if scheduler is None else weakref.ref(scheduler)
         self._kept: dict[str, set[BlockKey]] = {}
-        """Blocks whose lineage each tier has."""
+        """Blocks with lineage in each tier."""
         self._passing: list[BlockKey] = []
         self._payloads: MutableMapping[BlockKey, Any] | None = None
-        """vLLM's, which makes its tracker after the manager; None unless events are self-describing."""
+        """vLLM's payloads; None until vLLM has made its tracker, and unless events are self-describing."""
         self._make: Callable[..., Any] | None = None
         for tier in tiers:
             tier.set_parents(partial(self.parent_of, tier))
@@ -82,9 +82,10 @@ class Lineage:
                 self._kept[tier.name] = set()
 
     def begin(self) -> None:
-        """Note the begin of a report.
+        """Begin a report of events.
 
-        Payloads without tokens that the last one needed are forgotten: vLLM would not replace them by better ones.
+        Drops the payloads without tokens that were restored for the last report, because vLLM would not replace them
+        with complete ones.
         """
         passing, self._passing = self._passing, []
         if self._payloads is None:
@@ -100,7 +101,7 @@ class Lineage:
                 del payloads[key]
 
     def parent_of(self, tier: AsyncTier | None, key: BlockKey) -> BlockKey | None:
-        """Return the block before a block; None if there is none or it is unknown."""
+        """Return the parent of a block; None if there is none or it is unknown."""
         payloads = self._payloads
         if payloads is None:
             return None
@@ -114,7 +115,7 @@ class Lineage:
         return parent
 
     def note(self, tier: AsyncTier, keys: Sequence[BlockKey], *, removed: bool) -> None:
-        """Keep the payloads of blocks that are reported as stored, unless the tier has them already."""
+        """Store the payloads of blocks that are reported as stored, unless the tier already has them."""
         kept, payloads = self._kept.get(tier.name), self._payloads
         if kept is None or payloads is None:
             return
@@ -126,7 +127,7 @@ class Lineage:
         if new:
             kept.update(new)
             found = [payloads[key[tag_bytes:]] for key in new]
-            # By comprehensions: this runs on the scheduler's thread, for each block that is stored.
+            # Comprehensions for speed: this runs on the scheduler's thread for each stored block.
             lineage = [_encode((p.parent_block_hash or b"", p.block_size, p.block_hashes[:-1])) for p in found]
             secrets = [b""] * len(new)
             if tier.may_encrypt:
@@ -134,7 +135,7 @@ class Lineage:
             tier.keep_lineage(new, lineage, secrets)
 
     def _restore(self, tier: AsyncTier, key: BlockKey, payloads: MutableMapping[BlockKey, Any]) -> Any:
-        """Give vLLM the payload that an earlier engine kept of a block; None if there is none."""
+        """Restore the payload of a block kept by an earlier engine to vLLM, and return it; None if there is none."""
         found = tier.take_lineage(key)
         if found is None or self._make is None:
             return None
@@ -144,24 +145,25 @@ class Lineage:
         except msgspec.MsgspecError:
             return None
         theirs = key[self._tag_bytes :]
-        hashes, parent = [*kept.hashes, theirs[:-_GROUP_BYTES]], kept.parent
-        tokens = _tokens(secret.tokens)
-        if len(tokens) != kept.block_tokens * len(hashes):
-            # Stated as one block: vLLM, which forgets this payload again, will state the removal of one.
-            parent = [parent, *hashes][-2]
-            tokens, hashes = (), hashes[-1:]
+        hashes, parent = (*kept.hashes, theirs[:-_GROUP_BYTES]), kept.parent
+        tokens: tuple[int, ...] = ()
+        if len(secret.tokens) == 4 * kept.block_tokens * len(hashes):
+            tokens = struct.unpack(f"<{len(secret.tokens) // 4}I", secret.tokens)
+        else:
+            # Reported as one block: this payload is dropped again, so vLLM will report the removal of one block.
+            parent, hashes = (parent, *hashes)[-2], hashes[-1:]
             self._passing.append(theirs)
         try:
             payload = self._make(
                 int.from_bytes(key[-_GROUP_BYTES:], "big"),
-                block_hashes=tuple(hashes),
+                block_hashes=hashes,
                 parent_block_hash=parent or None,
                 token_ids=tokens,
                 block_size=kept.block_tokens,
                 lora_name=secret.lora_name,
             )
         except IndexError:
-            return None  # Of a model with other groups of layers.
+            return None  # Kept for a model with other groups of layers.
         payloads[theirs] = payload
         if tier.name in self._kept:
             self._kept[tier.name].add(key)
@@ -170,7 +172,3 @@ class Lineage:
 
 def _packed(tokens: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}I", *tokens)
-
-
-def _tokens(packed: bytes) -> tuple[int, ...]:
-    return () if len(packed) % 4 else struct.unpack(f"<{len(packed) // 4}I", packed)

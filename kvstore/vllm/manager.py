@@ -1,4 +1,4 @@
-"""Adapter of kvstore's manager to vLLM's ``OffloadingConnector``; the default manager of our spec."""
+"""Adapter from kvstore's manager to vLLM's ``OffloadingConnector``; the default manager of our spec."""
 
 from __future__ import annotations
 
@@ -26,19 +26,17 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.backends.base import Backend
-from kvstore.errors import ConfigError, KVStoreError
-from kvstore.eviction import make_policy
+from kvstore.errors import KVStoreError
 from kvstore.primary.lending import Lender
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tenants import TAG_BYTES, Tenants
 from kvstore.tiering import TieringConfig, TieringManager
-from kvstore.tiering.config import engine_tiering
 from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, Repeats
 from kvstore.tiers import AsyncTier, open_tier
 from kvstore.types import BlockKey, Locality, LookupResult, Medium
 from kvstore.vllm.compat import (
     cache_hit_source,
-    current_engine_config,
+    current_connector_config,
     emits_events,
     make_event,
     open_region,
@@ -59,19 +57,14 @@ from kvstore.vllm.startup import said_in_the_log, show_logs
 from kvstore.vllm.steps import StepTimes
 from kvstore.vllm.tenants import RequestTags
 
-__all__ = ["KVStoreOffloadingManager", "check_tiering", "is_own_manager", "open_manager"]
+__all__ = ["KVStoreOffloadingManager", "open_manager"]
 
 logger = logging.getLogger("kvstore.vllm.manager")
 
-_ANSWERS = {
-    LookupResult.HIT: VllmLookupResult.HIT,
-    LookupResult.HIT_PENDING: VllmLookupResult.HIT_PENDING,
-    LookupResult.MISS: VllmLookupResult.MISS,
-    LookupResult.RETRY: VllmLookupResult.RETRY,
-}
+_ANSWERS = {answer: VllmLookupResult[answer.name] for answer in LookupResult}
 _REPORT_INTERVAL_S = 0.25
 _DRAIN_S = 10.0
-"""Far longer than successful I/O. The engine makes no step before the reset ends, so a hung medium must not hang it."""
+"""Far longer than successful I/O takes. The engine is blocked during a reset, so a hung medium must not extend it."""
 _CLOSE_S = 5.0
 
 
@@ -130,7 +123,7 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Register a request; its keys are known at its first lookup."""
+        """Register a request; its keys are not known before its first lookup."""
         ctx = self._context(req_context)
         self._without_keys.add(ctx.request_id)
         self._live.add(ctx.request_id)
@@ -139,7 +132,7 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: VllmLookupResult.MISS)
     def lookup(self, key: bytes, req_context: ReqContext) -> VllmLookupResult:
-        """Answer in the same step where the tiers can."""
+        """Look up a block; answers in the same step if the tiers can."""
         ctx = self._context(req_context)
         if ctx.request_id in self._without_keys:
             self._set_keys(ctx, req_context)
@@ -147,7 +140,7 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: cache_hit_source(Medium.CPU, Locality.LOCAL))
     def get_load_source(self, key: bytes, req_context: ReqContext) -> Any:
-        """Return the source of a hit: the tier it was promoted from for this request, otherwise host memory."""
+        """Return the source of a hit: the tier from which the block was promoted for this request, or host memory."""
         ctx = self._context(req_context)
         tier = self.manager.source_of(ctx.tag + key, ctx)
         if tier is None:
@@ -160,8 +153,8 @@ class KVStoreOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> Slots:
         """Pin blocks for a copy to the device.
 
-        vLLM passes only hits of this step, and these stay. If a block is missing nevertheless, the worker copies
-        nothing and reports the load as failed (see :class:`kvstore.vllm.copies.LoadFailures`).
+        vLLM passes only hits of this step, which stay until its end. If a block is missing nevertheless, the worker
+        copies nothing and reports the load as failed (see :class:`kvstore.vllm.copies.LoadFailures`).
         """
         slots = self._pin(list(keys), req_context)
         if slots is None:
@@ -176,10 +169,10 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: None)
     def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Find room for blocks; None if there is none now. vLLM then offers them again.
+        """Find room for blocks. Returns None if there is no room now; vLLM then offers the blocks again.
 
-        After a reset vLLM offers all blocks of a request again, including blocks of a sliding window that it has freed
-        and that may hold another request's tokens. Those are not accepted.
+        After a reset, vLLM offers all blocks of a request again, including freed blocks of a sliding window, which may
+        hold another request's tokens. Blocks of such layers are not accepted.
         """
         ctx = self._context(req_context)
         if ctx.request_id in self._outlived_reset:
@@ -226,7 +219,7 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: False)
     def has_pending_work(self) -> bool:
-        """Whether the engine should keep stepping: I/O is under way, or events or the first metrics wait."""
+        """Whether the engine should keep stepping: I/O is in progress, or events or the first metrics are pending."""
         busy = self.manager.has_pending_work
         self._busy = self._busy or busy
         return (
@@ -256,8 +249,8 @@ class KVStoreOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Clear the primary tier and begin a new epoch in the others, after their I/O has ended or timed out.
 
-        Slots of unfinished I/O stay out of use until it ends. Slots of running or deferred worker copies do so until
-        the workers' counters or :meth:`on_reset_flushed` prove their end.
+        Slots of unfinished I/O stay out of use until it ends. Slots of running or deferred worker copies stay out of
+        use until the workers' counters or :meth:`on_reset_flushed` prove the end of the copies.
         """
         self._outlived_reset |= self._live
         self._foreign.reset()
@@ -267,7 +260,7 @@ class KVStoreOffloadingManager(OffloadingManager):
                 self.manager.stats().jobs,
                 _DRAIN_S,
             )
-        # vLLM states a reset as the removal of everything; some tiers keep their blocks.
+        # vLLM reports a reset as the removal of all blocks, but some tiers keep theirs.
         self.manager.repeat_events()
 
     @guarded(lambda: None)
@@ -277,7 +270,7 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: None)
     def get_stats(self) -> Any:
-        """Return changed metrics, a few times a second and before the engine goes idle. Called at each step's end."""
+        """Return changed metrics, a few times per second and before the engine goes idle. Called after each step."""
         now = time.monotonic()
         if self._steps is not None:
             self._steps.end(now)
@@ -310,7 +303,7 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: None)
     def shutdown(self) -> None:
-        """Write back lazy blocks, end all I/O within seconds, release the memory. Idempotent."""
+        """Write back lazy blocks, end all I/O within seconds, and release the memory. Idempotent."""
         ended = self.manager.close(_CLOSE_S)
         for view in self._views:
             with contextlib.suppress(BufferError):
@@ -332,7 +325,7 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: None)
     def _pin(self, keys: Sequence[bytes], req_context: ReqContext) -> list[int] | None:
-        """Return the slots of blocks, pinned for a load; None and a recorded error if one is missing."""
+        """Pin blocks for a load and return their slots; None, with an error recorded, if a block is missing."""
         ctx = self._context(req_context)
         slots = self.manager.prepare_load(list(ctx.ours(keys)), ctx)
         if slots is None:
@@ -343,7 +336,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         return slots
 
     def _set_keys(self, ctx: VllmRequest, req_context: ReqContext) -> None:
-        """Pass a request's blocks and their ends to the manager once vLLM knows them (0.31 and later)."""
+        """Pass a request's blocks and their ends to the manager, once vLLM provides them (0.31 and later)."""
         ends = request_ends(req_context)
         if ends:
             self._without_keys.discard(ctx.request_id)
@@ -362,7 +355,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             return found
         params = request_params(req_context)
         params = {} if params is None else params
-        # vLLM's kv_load_tiers; our parameters never widen it.
+        # vLLM's kv_load_tiers. Our parameters can only restrict it further.
         allowed = [name for name, nature in self._media.items() if req_context.load_tier_filter.allows(*nature)]
         if origin is not None and origin.name in allowed:
             allowed.remove(origin.name)
@@ -372,48 +365,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         ours = VllmRequest(req_context.req_id, params, load_tiers, **remote, vllm=req_context, origin=origin, tag=tag)
         req_context.set_state(ours)
         return ours
-
-
-def is_own_manager(extra_config: Mapping[str, Any]) -> bool:
-    """Return whether to use kvstore's manager.
-
-    It is, unless ``"manager": "vllm"`` is set, or a ``CachePolicy``, which only vLLM's manager supports.
-
-    Args:
-        extra_config: ``kv_connector_extra_config``, its tiers spelled out.
-    """
-    needs_vllm = "cache_policy_module_path" in extra_config
-    default = "kvstore" if "tiering" in extra_config or not needs_vllm else "vllm"
-    return bool(extra_config.get("manager", default) != "vllm")
-
-
-def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
-    """Return the configuration of kvstore's manager, or None if it is to be vLLM's (see :func:`is_own_manager`).
-
-    Args:
-        extra_config: ``kv_connector_extra_config``, its tiers spelled out.
-
-    Raises:
-        ConfigError: The manager, the eviction policy, an option of ``"tiering"``, a policy, or a tier can't be used.
-    """
-    choice = extra_config.get("manager")
-    if choice not in ("kvstore", "vllm", None):
-        raise ConfigError(f"manager is {choice!r}. Expected 'kvstore' (the default) or 'vllm'.")
-    if not is_own_manager(extra_config):
-        if "tiering" in extra_config:
-            raise ConfigError("tiering configures kvstore's manager, and manager is 'vllm'. Remove one of them.")
-        return None
-    for tier in extra_config["secondary_tiers"]:
-        if tier["type"] != TIER_TYPE and tier.get("reset", "forget") not in ("forget", "keep"):
-            raise ConfigError(f"reset of the tier {tier['type']} is {tier['reset']!r}. Expected 'forget' or 'keep'.")
-    make_policy(extra_config.get("eviction_policy", "lru"))
-    if int(extra_config.get("store_threshold", 0)) > 1:
-        raise ConfigError(
-            f"store_threshold is {extra_config['store_threshold']}, which vLLM's tiering does not have either. Give "
-            "'tiering': {'policy': {'min_uses': n}} for blocks to be stored at their n-th use."
-        )
-    names = [tier_name(tier) for tier in extra_config["secondary_tiers"]]
-    return engine_tiering(extra_config.get("tiering", {}), names)
 
 
 @said_in_the_log()
@@ -429,7 +380,7 @@ def open_manager(
 
     Raises:
         ConfigError: A tier can't be used.
-        BackendError: A medium refuses, and its tier is ``required``.
+        BackendError: A medium can't be opened, and its tier is ``required``.
     """
     show_logs()
     region = open_region(spec, rank=None)
@@ -448,9 +399,9 @@ def open_manager(
         views.insert(0, counters)
         primary = PrimaryTier(rows, slot_bytes, policy=spec.eviction_policy, slots=slots)
         reports = WorkerReports(counters, spec.config.parallel.world_size)
-        namespace = engine_namespace(spec, slot_bytes, current_engine_config())
+        namespace = engine_namespace(spec, slot_bytes, current_connector_config()[0])
         if config.tenants is not None:
-            # Whoever has other keys finds nothing, and a peer says why.
+            # Part of the namespace, so that a peer with other keys reports the mismatch instead of finding nothing.
             namespace = namespace.with_fields(keys="tenants")
         stored: list[Backend] = []
         for options in spec.secondary_tier_configs:
@@ -458,7 +409,7 @@ def open_manager(
                 tiers.append(open_foreign_tier(options, tier_name(options), shaped, spec, namespace))
                 continue
             checked = of_replica(check_options(options, tier_type=TIER_TYPE), spec)
-            # A lender per tier, because each has its own epochs. They share the list of local backends to serve.
+            # One lender per tier, because each tier has its own epochs. They share the list of local backends to serve.
             lender = Lender(primary, stored)
             opened = open_tier(
                 checked,

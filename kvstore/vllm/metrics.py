@@ -1,4 +1,4 @@
-"""Our own metrics under vLLM: their declarations, and the step from statistics of tiers and manager to vLLM's.
+"""Our own metrics under vLLM: their declarations, and the conversion of tier and manager statistics into vLLM's.
 
 vLLM counts requested bytes and jobs per tier. These metrics count results: bytes moved, blocks by outcome, causes of
 misses, contents of the medium. Tier metrics have the label ``tier``, because two tiers of one class share their
@@ -8,6 +8,7 @@ declarations. Names start with ``vllm:``, because vLLM clears only those when it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -26,24 +27,33 @@ __all__ = ["ManagerMetrics", "TierMetrics", "manager_metric_definitions", "metri
 
 _PREFIX = "vllm:kvstore_"
 
+_Table: TypeAlias = Mapping[str, tuple[str, tuple[str, ...]]]
+"""Documentation and labels of metrics, by name without the prefix."""
+
 _LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """From a cached block on local NVMe to the longest store deadline."""
 
 _SAMPLES_MAX = 64
-"""Latency samples per report; each is sent to the front end."""
+"""Maximum latency samples per report; each is sent to the front end."""
 
 _BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 
+_STATES = {
+    "blocks": ("Blocks that the tier holds, as far as known.", ()),
+    "used_bytes": ("Bytes that the tier's blocks take on the medium.", ()),
+    "capacity_bytes": ("Limit for the used bytes; 0 if there is none.", ()),
+    "jobs_in_flight": ("Jobs submitted and not reported.", ()),
+    "bytes_in_flight": ("Payload bytes of the jobs submitted and not reported.", ()),
+    "ready": ("1 while lookups are answered from the medium: I/O side up, epoch begun, breaker of loads closed.", ()),
+    "recovering": ("1 while the scan of existing blocks runs.", ()),
+}
+"""Gauges that are attributes of ``TierStats``."""
 _GAUGES = {
-    "blocks": "Blocks that the tier holds, as far as known.",
-    "used_bytes": "Bytes that the tier's blocks take on the medium.",
-    "capacity_bytes": "Limit for the used bytes; 0 if there is none.",
-    "jobs_in_flight": "Jobs submitted and not reported.",
-    "bytes_in_flight": "Payload bytes of the jobs submitted and not reported.",
-    "ready": "1 while lookups are answered from the medium: I/O side up, epoch begun, breaker of loads closed.",
-    "recovering": "1 while the scan of existing blocks runs.",
-    "load_breaker_state": "Breaker of loads and lookups: 0 closed, 1 half open, 2 open (lookups answer MISS).",
-    "store_breaker_state": "Breaker of stores: 0 closed, 1 half open, 2 open (stores are dropped).",
+    **_STATES,
+    "load_breaker_state": ("Breaker of loads and lookups: 0 closed, 1 half open, 2 open (lookups answer MISS).", ()),
+    "store_breaker_state": ("Breaker of stores: 0 closed, 1 half open, 2 open (stores are dropped).", ()),
+    "backend_gauge": ("The backend's own gauges, by name.", ("gauge",)),
+    "codec_gauge": ("Stored bytes divided by block bytes (ratio), and the rates used by the codec auto.", ("gauge",)),
 }
 _COUNTERS = {
     "stored_bytes": ("Payload bytes written to the medium.", ()),
@@ -59,10 +69,6 @@ _COUNTERS = {
     "codec_blocks": ("Blocks that the codecs encoded, stored raw as they got no shorter, or decoded.", ("kind",)),
     "codec_bytes": ("Bytes into and out of the codecs.", ("stage",)),
     "codec_seconds": ("Time that worker threads spent encoding and decoding, seals included.", ("op",)),
-}
-_LABELLED_GAUGES = {
-    "backend_gauge": ("The backend's own gauges, by name.", ("gauge",)),
-    "codec_gauge": ("Stored bytes divided by block bytes (ratio), and the rates used by the codec auto.", ("gauge",)),
 }
 _CODEC_COUNTS = {
     "codec_blocks": ("encoded", "raw", "decoded"),
@@ -82,12 +88,12 @@ _HISTOGRAMS = {
 
 _MANAGER_GAUGES = {
     "primary_slots": ("Slots of the primary tier by state; pinned, held and dirty ones are ready too.", ("state",)),
-    "requests": ("Requests that kvstore's manager knows.", ()),
+    "requests": ("Requests tracked by kvstore's manager.", ()),
     "promoting_blocks": ("Blocks that promotions hold in the primary tier: on their way, or not yet loaded.", ()),
     "waiting_blocks": ("Blocks that wait for room in a tier's share of the primary tier.", ("tier",)),
     "forgetting_tenants": ("Tenants whose blocks are being removed from every tier.", ()),
     "tenant_primary_blocks": ("Blocks of a tenant in the primary tier.", ("tenant",)),
-    "tier_dead": ("1 for a tier that gets no work, as it raised or reported nonsense.", ("tier",)),
+    "tier_dead": ("1 for a tier that was disabled because it raised or reported invalid results.", ("tier",)),
 }
 _MANAGER_COUNTERS = {
     "gate_blocks": (
@@ -95,7 +101,7 @@ _MANAGER_COUNTERS = {
         ("decision",),
     ),
     "gate_seconds": ("Estimated seconds of requests that loading saved, or that waiting for loads lost.", ("effect",)),
-    "hedged_blocks": ("Blocks of slow loads that were asked of a second tier, too.", ()),
+    "hedged_blocks": ("Blocks of slow loads that were also requested from a second tier.", ()),
     "hedges_won_blocks": ("Blocks of those that the second tier delivered first.", ()),
     "hedge_bytes": ("Payload bytes that second tiers read for this.", ()),
     "manager_lookups": ("Lookups of the manager by answer: hit, pending, retry, miss.", ("result",)),
@@ -118,14 +124,7 @@ _MANAGER_COUNTERS = {
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Return the declaration of every metric that :class:`TierMetrics` fills."""
-    definitions: dict[str, OffloadingMetricMetadata] = {}
-    labels: tuple[str, ...]
-    for name, text in _GAUGES.items():
-        definitions[_PREFIX + name] = OffloadingGaugeMetadata(documentation=text, labelnames=("tier",))
-    for name, (text, labels) in _LABELLED_GAUGES.items():
-        definitions[_PREFIX + name] = OffloadingGaugeMetadata(documentation=text, labelnames=("tier", *labels))
-    for name, (text, labels) in _COUNTERS.items():
-        definitions[_PREFIX + name] = OffloadingCounterMetadata(documentation=text, labelnames=("tier", *labels))
+    definitions = _definitions(_GAUGES, _COUNTERS, ("tier",))
     for name, text in _HISTOGRAMS.items():
         definitions[_PREFIX + name] = OffloadingHistogramMetadata(
             documentation=text, labelnames=("tier",), buckets=_LATENCY_BUCKETS_S
@@ -135,11 +134,14 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 def manager_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Return the declaration of every metric that :class:`ManagerMetrics` fills."""
+    return _definitions(_MANAGER_GAUGES, _MANAGER_COUNTERS)
+
+
+def _definitions(gauges: _Table, counters: _Table, common: tuple[str, ...] = ()) -> dict[str, OffloadingMetricMetadata]:
     definitions: dict[str, OffloadingMetricMetadata] = {}
-    for name, (text, labels) in _MANAGER_GAUGES.items():
-        definitions[_PREFIX + name] = OffloadingGaugeMetadata(documentation=text, labelnames=labels)
-    for name, (text, labels) in _MANAGER_COUNTERS.items():
-        definitions[_PREFIX + name] = OffloadingCounterMetadata(documentation=text, labelnames=labels)
+    for kind, table in ((OffloadingGaugeMetadata, gauges), (OffloadingCounterMetadata, counters)):
+        for name, (text, labels) in table.items():
+            definitions[_PREFIX + name] = kind(documentation=text, labelnames=(*common, *labels))
     return definitions
 
 
@@ -157,17 +159,17 @@ class _Increments:
     def report(
         self, out: OffloadingConnectorStats, name: str, counts: Mapping[str, float], known: Sequence[str] = ()
     ) -> None:
-        """Report the increments of a family of counts. The first report includes zeros, so that rates have a start.
+        """Report the increments of a family of counts. The first report includes zeros, as a starting point for rates.
 
         Args:
             out: Target of the report.
             name: Name of the family.
-            counts: The counts now, by the value of the last label.
-            known: Further label values, possibly without a count.
+            counts: Current counts, by the value of the last label.
+            known: Label values to report even without a count.
         """
         for label, value in {**dict.fromkeys(known, 0), **counts}.items():
             before = self._reported.get((name, label))
-            # A backend reopened for a new epoch or in a new process counts from zero.
+            # A backend that is reopened for a new epoch or in a new process counts from zero.
             added = value - before if before is not None and value >= before else value
             self._reported[name, label] = value
             if added > 0 or before is None:
@@ -247,17 +249,23 @@ class TierMetrics:
     def report(self, stats: TierStats, samples: Sequence[JobSample], internal_errors: int) -> OffloadingConnectorStats:
         """Return all gauges and the increments since the last call."""
         out = OffloadingConnectorStats()
-        for name, value in self._gauges(stats).items():
-            out.set_gauge(_PREFIX + name, value, (self._tier,))
+        for name in _STATES:
+            out.set_gauge(_PREFIX + name, float(getattr(stats, name)), (self._tier,))
+        for name in ("load_breaker", "store_breaker"):
+            state = _BREAKER_STATES.get(getattr(stats, name), 2)
+            out.set_gauge(f"{_PREFIX}{name}_state", state, (self._tier,))
         for gauge, number in stats.backend_gauges.items():
             out.set_gauge(_PREFIX + "backend_gauge", number, (self._tier, gauge))
         for gauge, number in stats.codec.items():
             if gauge == "ratio" or gauge.startswith("auto_"):
                 out.set_gauge(_PREFIX + "codec_gauge", number, (self._tier, gauge))
-        self._counts.report(out, "stored_bytes", {"": stats.bytes_stored})
-        self._counts.report(out, "loaded_bytes", {"": stats.bytes_loaded})
-        self._counts.report(out, "shed_blocks", {"": stats.shed_blocks})
-        self._counts.report(out, "internal_errors", {"": internal_errors})
+        for name, count in (
+            ("stored_bytes", stats.bytes_stored),
+            ("loaded_bytes", stats.bytes_loaded),
+            ("shed_blocks", stats.shed_blocks),
+            ("internal_errors", internal_errors),
+        ):
+            self._counts.report(out, name, {"": count})
         self._counts.report(out, "lookups", stats.lookups, ("hit", "miss", "retry"))
         self._counts.report(out, "store_blocks", _of_kind(stats.outcomes, "store."), _STORE_OUTCOMES)
         self._counts.report(out, "load_blocks", _of_kind(stats.outcomes, "load."), _LOAD_OUTCOMES)
@@ -269,30 +277,13 @@ class TierMetrics:
             self._counts.report(out, family, {label: stats.codec.get(f"{label}_{unit}", 0) for label in labels})
         if not self._has_histograms:
             self._has_histograms = True
-            self._report_empty_histograms(out)
+            # An empty list of samples, because vLLM creates the series of all labels in a report.
+            for name in _HISTOGRAMS:
+                out.data["types"][_PREFIX + name] = "histogram"
+                out.data["data"][_PREFIX + name] = {(self._tier,): []}
         for sample in samples[-_SAMPLES_MAX:]:
             out.observe_histogram(f"{_PREFIX}{sample.kind}_seconds", sample.seconds, (self._tier,))
         return out
-
-    def _report_empty_histograms(self, out: OffloadingConnectorStats) -> None:
-        """Report histograms without a sample; vLLM creates the series of all labels that it finds in a report."""
-        for name in _HISTOGRAMS:
-            out.data["types"][_PREFIX + name] = "histogram"
-            out.data["data"][_PREFIX + name] = {(self._tier,): []}
-
-    @staticmethod
-    def _gauges(stats: TierStats) -> dict[str, float]:
-        return {
-            "blocks": stats.blocks,
-            "used_bytes": stats.used_bytes,
-            "capacity_bytes": stats.capacity_bytes,
-            "jobs_in_flight": stats.jobs_in_flight,
-            "bytes_in_flight": stats.bytes_in_flight,
-            "ready": int(stats.ready),
-            "recovering": int(stats.recovering),
-            "load_breaker_state": _BREAKER_STATES.get(stats.load_breaker, 2),
-            "store_breaker_state": _BREAKER_STATES.get(stats.store_breaker, 2),
-        }
 
 
 def _of_kind(outcomes: Mapping[str, int], prefix: str) -> dict[str, int]:

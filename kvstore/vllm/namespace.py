@@ -1,8 +1,8 @@
 """The namespace of an engine's KV blocks: every known fact that changes their bytes.
 
-Six bugs of vLLM's own disk tier in one year served intact blocks of another model, layout or parallel size. Therefore
-the namespace covers more than the ``OffloadingConfig`` of a tier: the engine's configuration if it can be found, and a
-sample of local weight files. A missing field gives a different namespace.
+Within one year, six bugs in vLLM's own disk tier served intact blocks of another model, layout or parallel size.
+Therefore the namespace covers more than the ``OffloadingConfig`` of a tier: also the engine's configuration if it can
+be found, and a sample of local weight files. A missing field gives a different namespace.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _WEIGHT_FILES_MAX = 2048
 _SAMPLES_PER_FILE = 8
 _SAMPLE_BYTES = 4096
-"""Eight pages a file: training changes every tensor, so a few pages distinguish checkpoints within milliseconds."""
+"""Eight pages per file. Training changes every tensor, so a few pages distinguish checkpoints within milliseconds."""
 
 _ATTENTION_LIBRARIES = ("torch", "flashinfer-python", "flash-attn", "amd-aiter", "triton")
 _ATTENTION_VARIABLES = ("ATT", "FLASH", "MLA", "LAYOUT", "AITER", "ROCM", "TRITON", "CUTLASS", "KERNEL")
@@ -90,10 +90,10 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any = None) -> N
 
 
 def _parallel(config: Any) -> dict[str, int] | None:
-    """Return the parallel sizes, or None where the bytes of a row don't depend on them.
+    """Return the parallel sizes, or None if the bytes of a row don't depend on them.
 
-    vLLM's own flag is also set for the direct layout of several layers, where it is wrong. Only canonical and
-    replicated rows are independent of the sizes.
+    vLLM's own flag is not sufficient, because it is wrongly set for the direct layout of several layers, too. Only
+    canonical and replicated rows are independent of the sizes.
     """
     parallel = config.parallel
     canonical = getattr(config, "canonical_layout", False) and parallel.is_parallelism_agnostic
@@ -154,7 +154,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _engine_fields(engine_config: Any) -> dict[str, Any]:
-    """Return the fields of the engine's configuration that change the bytes; all are optional, as names change."""
+    """Return the fields of the engine's configuration that change the bytes. All are optional, because names change."""
     model, cache = engine_config.model_config, engine_config.cache_config
     hf_config = getattr(model, "hf_config", None)
     described = None if hf_config is None else hf_config.to_dict()
@@ -196,9 +196,9 @@ def _refuse_several_nodes(engine_config: Any) -> None:
 
 
 def _weights_identity(model: str) -> str | None:
-    """Return a digest of samples of a local model's weight files; None if there are none here.
+    """Return a digest of samples of a local model's weight files; None if there are no local files.
 
-    Other weights under the same path are another model. Reading whole files would take minutes.
+    It distinguishes models with different weights under the same path. Reading whole files would take minutes.
     """
     root = Path(model)
     try:
@@ -210,7 +210,7 @@ def _weights_identity(model: str) -> str | None:
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
             _sample(path, digest)
     except OSError:
-        # A hub name, or files that only workers can read; name and revision identify them.
+        # A hub name, or files that only workers can read. Name and revision identify the model.
         return None
     return digest.hexdigest()
 

@@ -1,16 +1,28 @@
-"""Options of one tier in the configuration: vLLM's keys, the backend's keys, and their validation."""
+"""Validation of ``kv_connector_extra_config``: the choice of the manager, its options, and the options of each tier."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
 from kvstore.config import decode_config, did_you_mean
 from kvstore.errors import ConfigError
+from kvstore.eviction import make_policy
 from kvstore.registry import BACKENDS
+from kvstore.tiering.config import TieringConfig, engine_tiering
 from kvstore.types import Locality
 
-__all__ = ["FOREIGN_OPTIONS", "TIER_TYPE", "check_options", "tier_name"]
+__all__ = [
+    "FOREIGN_OPTIONS",
+    "TIER_TYPE",
+    "check_options",
+    "check_tiering",
+    "is_own_manager",
+    "tier_name",
+    "with_short_types",
+]
 
 TIER_TYPE = "KVStoreTier"
 """The tier's ``type`` in vLLM's factory; its class name."""
@@ -19,7 +31,76 @@ _OF_VLLM = frozenset({"type", "module_path", "backpressure", "locality"})
 """Keys read by vLLM's factory or manager."""
 
 FOREIGN_OPTIONS = frozenset({"label", "reset"})
-"""Keys of a tier of another package that kvstore's manager reads; the tier does not get them."""
+"""Keys of another package's tier that kvstore's manager reads and does not pass on to the tier."""
+
+
+def is_own_manager(extra_config: Mapping[str, Any]) -> bool:
+    """Return whether to use kvstore's manager.
+
+    True unless ``"manager": "vllm"`` is set, or a ``CachePolicy`` (supported only by vLLM's manager) without
+    ``"tiering"`` or ``"manager"``.
+
+    Args:
+        extra_config: ``kv_connector_extra_config``, with full type names.
+    """
+    needs_vllm = "cache_policy_module_path" in extra_config
+    default = "kvstore" if "tiering" in extra_config or not needs_vllm else "vllm"
+    return bool(extra_config.get("manager", default) != "vllm")
+
+
+def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
+    """Return the configuration of kvstore's manager, or None to use vLLM's (see :func:`is_own_manager`).
+
+    Args:
+        extra_config: ``kv_connector_extra_config``, with full type names (:func:`with_short_types`).
+
+    Raises:
+        ConfigError: The manager, the eviction policy, an option of ``"tiering"``, a policy, or a tier is not valid.
+    """
+    choice = extra_config.get("manager")
+    if choice not in ("kvstore", "vllm", None):
+        raise ConfigError(f"manager is {choice!r}. Expected 'kvstore' (the default) or 'vllm'.")
+    if not is_own_manager(extra_config):
+        if "tiering" in extra_config:
+            raise ConfigError("tiering configures kvstore's manager, and manager is 'vllm'. Remove one of them.")
+        return None
+    for tier in extra_config["secondary_tiers"]:
+        if tier["type"] != TIER_TYPE and tier.get("reset", "forget") not in ("forget", "keep"):
+            raise ConfigError(f"reset of the tier {tier['type']} is {tier['reset']!r}. Expected 'forget' or 'keep'.")
+    make_policy(extra_config.get("eviction_policy", "lru"))
+    if int(extra_config.get("store_threshold", 0)) > 1:
+        raise ConfigError(
+            f"store_threshold is {extra_config['store_threshold']}, which vLLM's tiering does not have either. Give "
+            "'tiering': {'policy': {'min_uses': n}} for blocks to be stored at their n-th use."
+        )
+    names = [tier_name(tier) for tier in extra_config["secondary_tiers"]]
+    return engine_tiering(extra_config.get("tiering", {}), names)
+
+
+def with_short_types(extra_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``kv_connector_extra_config`` with kvstore's short type names expanded for vLLM's factory.
+
+    A second tier of the same backend without a label gets a label with its position, so that metrics differ.
+
+    Raises:
+        ConfigError: ``secondary_tiers`` is not a list of objects, or neither kvstore nor vLLM has a type.
+    """
+    tiers = extra_config.get("secondary_tiers", [])
+    if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
+        raise ConfigError(f"secondary_tiers is {tiers!r}. Expected a list of JSON objects, one per tier.")
+    is_ours = is_own_manager(extra_config)
+    seen: set[str] = set()
+    spelled: list[dict[str, Any]] = []
+    for index, tier in enumerate(tiers):
+        full = _spelled_out(tier, f"secondary_tiers[{index}]")
+        backend = full.get("backend")
+        kind = backend if full["type"] == TIER_TYPE else full["type"] if is_ours else None
+        if isinstance(kind, str) and not full.get("label"):
+            if kind in seen:
+                full["label"] = f"{kind.rpartition(':')[2]}-{index}"
+            seen.add(kind)
+        spelled.append(full)
+    return {**extra_config, "secondary_tiers": spelled}
 
 
 def check_options(options: Mapping[str, Any], *, tier_type: str) -> dict[str, Any]:
@@ -33,7 +114,7 @@ def check_options(options: Mapping[str, Any], *, tier_type: str) -> dict[str, An
         ``backend`` and the backend's options.
 
     Raises:
-        ConfigError: No or an unknown backend, an unknown key, a wrong type or a value out of range.
+        ConfigError: A missing or unknown backend, an unknown key, a wrong type or a value out of range.
     """
     named = options.get("backend")
     if named is None and tier_type != TIER_TYPE:
@@ -41,7 +122,10 @@ def check_options(options: Mapping[str, Any], *, tier_type: str) -> dict[str, An
     if not isinstance(named, str) or not named:
         known = ", ".join(BACKENDS.names())
         raise ConfigError(f'The backend of a {TIER_TYPE} is {named!r}. Give "backend": one of {known}.')
-    _check_locality(options.get("locality"))
+    locality, known_places = options.get("locality"), [place.value for place in Locality]
+    if locality is not None and locality not in known_places:
+        expected = " or ".join(map(repr, known_places))
+        raise ConfigError(f"locality is {locality!r}. Expected {expected}.{did_you_mean(locality, known_places)}")
     of_backend = {key: value for key, value in options.items() if key not in _OF_VLLM and key != "backend"}
     config_type = BACKENDS.find(named).config_type
     decode_config(config_type, of_backend, where=f"{named} tier")
@@ -49,15 +133,25 @@ def check_options(options: Mapping[str, Any], *, tier_type: str) -> dict[str, An
 
 
 def tier_name(options: Mapping[str, Any]) -> str:
-    """Return the name of a tier: its label, or the name of its backend, or its type if another package has it."""
+    """Return the name of a tier: its label, otherwise its backend's name, or its type if it is not kvstore's."""
     if options.get("type", TIER_TYPE) != TIER_TYPE and "backend" not in options:
         return str(options.get("label") or options["type"])
     return str(options.get("label") or BACKENDS.find(str(options.get("backend"))).name)
 
 
-def _check_locality(value: object) -> None:
-    known = [place.value for place in Locality]
-    if value is None or value in known:
-        return
-    hint = did_you_mean(value, known)
-    raise ConfigError(f"locality is {value!r}. Expected {' or '.join(map(repr, known))}.{hint}")
+def _spelled_out(tier: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the object of one tier in the form that vLLM's factory expects."""
+    name = tier.get("type")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{where} has the type {name!r}. Expected the name of a backend, such as 'file'.")
+    if name == TIER_TYPE:
+        return {"module_path": "kvstore.vllm", **tier}
+    if name in BACKENDS.names() or (":" in name and "module_path" not in tier):
+        return {**tier, "type": TIER_TYPE, "module_path": "kvstore.vllm", "backend": name}
+    theirs = SecondaryTierFactory._registry  # vLLM's own tiers, and tiers of plugins.
+    if "module_path" not in tier and name not in theirs:
+        known = sorted({*BACKENDS.names(), *theirs})
+        raise ConfigError(
+            f"{where} has the unknown type {name!r}. Known: {', '.join(known)}.{did_you_mean(name, known)}"
+        )
+    return dict(tier)

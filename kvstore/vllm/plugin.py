@@ -1,9 +1,9 @@
-"""vLLM's plugin: names for kvstore's classes, so that a configuration needs no module paths.
+"""Plugin for vLLM that registers names of kvstore's classes, so that a configuration needs no module paths.
 
-With it, ``{"type": "file", "path": …}`` works in the ``secondary_tiers`` of vLLM's own ``TieringOffloadingSpec``, and
-``"spec_name": "KVStoreOffloadingSpec"`` without ``spec_module_path``. vLLM calls :func:`register` in every process,
-also without a KV cache, so it only adds names; classes are imported at first use. It also sets up logging and checks
-the configuration, which must happen early.
+With the plugin, ``{"type": "file", "path": …}`` works in the ``secondary_tiers`` of vLLM's own
+``TieringOffloadingSpec``, and ``"spec_name": "KVStoreOffloadingSpec"`` works without ``spec_module_path``. vLLM calls
+:func:`register` in every process, even without a KV cache, so it only adds names; classes are imported at first use. It
+also sets up logging and checks the configuration, which must happen early.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def register() -> None:
     try:
         OffloadingSpecFactory.register_spec("KVStoreOffloadingSpec", _MODULE, "KVStoreOffloadingSpec")
     except ValueError:
-        logger.debug("vLLM knows KVStoreOffloadingSpec already")
+        logger.debug("KVStoreOffloadingSpec is already registered with vLLM")
     for tier_type in ["KVStoreTier", *BACKENDS.names()]:
         try:
             SecondaryTierFactory.register_tier(tier_type, _MODULE, "KVStoreTier")
         except ValueError:
-            logger.debug("vLLM knows a secondary tier %s already", tier_type)
+            logger.debug("A secondary tier %s is already registered with vLLM", tier_type)
     check_start()

@@ -1,4 +1,4 @@
-"""Other engines named in vLLM's requests and configuration, under the names that vLLM's routers use."""
+"""Other engines named in vLLM's requests and configuration, with the field names of vLLM's routers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvstore.types import Source
 __all__ = ["of_replica", "remote_fields", "serves_peers"]
 
 _HAND_OVER_S: Final = 60.0
-"""How long the blocks of a request that is handed over are kept here, and waited for there; vLLM's own tier keeps them
-as long."""
+"""Time for which a handed-over request's blocks are kept by the sender and awaited by the receiver; the same as in
+vLLM's own tier."""
 
 
 def remote_fields(params: Any, *, serves: bool) -> dict[str, Any]:
-    """Return the fields of a ``RequestContext`` that say where its blocks come from, and where they go.
+    """Return the fields of a ``RequestContext`` for the source and the destination of its blocks.
 
     Args:
-        params: The request's ``kv_transfer_params``, whatever they are.
-        serves: Whether this engine serves others.
+        params: The request's ``kv_transfer_params``, unchecked.
+        serves: Whether this engine serves other engines.
     """
     if not isinstance(params, Mapping):
         return {}
@@ -32,7 +32,7 @@ def remote_fields(params: Any, *, serves: bool) -> dict[str, Any]:
         if isinstance(named, Mapping) and (host := named.get("remote_host")) and (port := named.get("remote_port")):
             host = f"[{host}]" if ":" in str(host) else host
             fields = {"source": Source(f"{host}:{port}", _hand_over(named)), "since": time.monotonic()}
-            # The prefill may be under way still.
+            # The prefill may still be running.
             fields["patience_s"] = _HAND_OVER_S if role == "remote_prefiller" else 0.0
             break
     decoder = params.get("remote_decoder")
@@ -42,14 +42,14 @@ def remote_fields(params: Any, *, serves: bool) -> dict[str, Any]:
 
 
 def serves_peers(tiers: Iterable[Mapping[str, Any]]) -> bool:
-    """Tell whether one of some tiers, as configured, serves other engines."""
+    """Return whether any configured tier serves other engines."""
     return any(tier.get("listen") for tier in tiers)
 
 
 def of_replica(options: dict[str, Any], spec: Any) -> dict[str, Any]:
-    """Return the options of a tier for one data-parallel replica: each listens on a port of its own.
+    """Return the options of a tier for one data-parallel replica, each of which listens on its own port.
 
-    The port is the configured one and the replica's index, as with vLLM's own tier.
+    The port is the configured port plus the replica's index, as in vLLM's own tier.
     """
     index = getattr(spec.config.parallel, "data_parallel_index", 0) or 0
     if not options.get("listen") or not index:
@@ -59,6 +59,6 @@ def of_replica(options: dict[str, Any], spec: Any) -> dict[str, Any]:
 
 
 def _hand_over(role: Mapping[str, Any]) -> bytes:
-    """Return the digest of a hand-over's name: short, however long the name is; empty if there is none."""
+    """Return the digest of a hand-over's name, which has a fixed length; empty if there is no name."""
     name = role.get("kv_request_id")
     return hashlib.sha256(name.encode(errors="replace")).digest() if isinstance(name, str) and name else b""

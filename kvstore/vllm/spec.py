@@ -1,11 +1,10 @@
-"""The offloading spec: kvstore's tiers by short names, and its manager over them, on every platform."""
+"""The offloading spec: kvstore's tiers by short names, and kvstore's manager, on every platform."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -17,9 +16,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
-from kvstore.registry import BACKENDS
 from kvstore.vllm.compat import (
     chosen_attention,
     current_connector,
@@ -27,7 +24,6 @@ from kvstore.vllm.compat import (
     open_region,
     region_shape,
     tolerate_unnaming,
-    vllm_tier_types,
     window_groups,
 )
 from kvstore.vllm.copies import CountingWorker, LoadFailures, counters_of
@@ -39,30 +35,32 @@ from kvstore.vllm.layout import (
     take_note,
     with_canonical_layout,
     with_whole_rows,
+    without_synchronous_loads,
 )
-from kvstore.vllm.manager import KVStoreOffloadingManager, check_tiering, is_own_manager, open_manager
+from kvstore.vllm.manager import KVStoreOffloadingManager, open_manager
 from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
-from kvstore.vllm.options import TIER_TYPE, check_options
+from kvstore.vllm.options import TIER_TYPE, check_options, check_tiering, is_own_manager, with_short_types
 from kvstore.vllm.worker import HostOffloadingWorker
 
-__all__ = ["KVStoreOffloadingSpec", "with_short_types"]
+__all__ = ["KVStoreOffloadingSpec"]
 
 
 class KVStoreOffloadingSpec(TieringOffloadingSpec):
     """vLLM's ``TieringOffloadingSpec`` with kvstore's tiers and manager, also on the CPU platform.
 
-    ``secondary_tiers`` takes kvstore's tiers by the name of their backend, ``{"type": "file", "path": …}``. The object
-    ``"tiering"`` has the options of kvstore's manager (:class:`kvstore.tiering.TieringConfig`). vLLM's own manager is
-    used with ``"manager": "vllm"``. Tiers of vLLM and of third parties run beside ours (:mod:`kvstore.vllm.foreign`).
-    Rows have the canonical layout on the CPU platform where vLLM can certify it (:mod:`kvstore.vllm.layout`), elsewhere
-    on demand: ``"canonical_layout": true`` or ``false``. All options are checked here, before the engine starts.
+    ``secondary_tiers`` accepts kvstore's tiers by the name of their backend, ``{"type": "file", "path": …}``. The
+    object ``"tiering"`` has the options of kvstore's manager (:class:`kvstore.tiering.TieringConfig`).
+    ``"manager": "vllm"`` selects vLLM's own manager. Tiers of vLLM and of third parties run alongside ours
+    (:mod:`kvstore.vllm.foreign`). On the CPU platform, rows have the canonical layout if vLLM can certify it
+    (:mod:`kvstore.vllm.layout`). On every platform, ``"canonical_layout"`` (``true`` or ``false``) overrides the
+    default. All options are checked here, before the engine starts.
 
     Attributes:
         window_groups: Groups of layers whose blocks vLLM frees while a request runs.
-        attention: The attention backends that the workers have chosen, once the manager was made; None if unknown.
+        attention: The workers' attention backends, set when the manager is made; None if unknown.
 
     Raises:
-        ConfigError: A secondary tier is configured wrongly.
+        ConfigError: An option is not valid.
     """
 
     config: OffloadingConfig
@@ -73,9 +71,10 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
             if tier["type"] == TIER_TYPE:
                 check_options(tier, tier_type=TIER_TYPE)
         self._tiering = check_tiering(extra)
-        self._direct_config: OffloadingConfig = with_whole_rows(dataclasses.replace(config, extra_config=extra))
+        whole = with_whole_rows(dataclasses.replace(config, extra_config=extra))
+        self._direct_config: OffloadingConfig = without_synchronous_loads(whole)
         all_ours = all(tier["type"] == TIER_TYPE for tier in extra["secondary_tiers"])
-        # vLLM's own tiers expect one row length per namespace and delete shorter files; our manager separates these.
+        # vLLM's own tiers expect one row length per namespace and delete shorter files. Our manager separates lengths.
         may_choose = all_ours or self._tiering is not None
         super().__init__(with_canonical_layout(self._direct_config) if may_choose else self._direct_config)
         self._engine_config, kv_cache_config = current_connector_config()
@@ -87,7 +86,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """Declare the metrics of every tier, of vLLM's manager, and of ours if it is used."""
+        """Declare the metrics of every tier, of vLLM's manager, and of our manager if it is used."""
         extra = with_short_types(extra_config)
         ours = {**metric_definitions(), **manager_metric_definitions()} if is_own_manager(extra) else {}
         return {**super().build_metric_definitions(extra), **ours}
@@ -119,7 +118,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return the worker: vLLM's own on an accelerator, the host worker where the KV cache lies in host memory."""
+        """Return the worker: vLLM's own on an accelerator, or the host worker if the KV cache is in host memory."""
         chosen = self.config.canonical_layout and self._leaves_layout
         if chosen and not is_certified(kv_caches):
             self._use_direct_rows()
@@ -138,8 +137,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
     def _use_direct_rows(self) -> None:
         """Change to vLLM's direct layout.
 
-        Its rows may differ in length and number, because all ranks share a canonical row but not a direct one.
-        Everything that vLLM derives from the configuration is derived again.
+        Its rows may differ in length and number, because all ranks share a canonical row but not a direct one. So vLLM
+        derives all its values from the configuration again.
         """
         super().__init__(self._direct_config)
 
@@ -180,54 +179,11 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         return self._host_worker
 
 
-def with_short_types(extra_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``kv_connector_extra_config`` with kvstore's short type names spelled out for vLLM's factory.
-
-    A second tier of the same backend without a label gets its position as label, so that metrics can distinguish them.
-
-    Raises:
-        ConfigError: ``secondary_tiers`` is not a list of objects, or a type is known neither to kvstore nor to vLLM.
-    """
-    tiers = extra_config.get("secondary_tiers", [])
-    if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
-        raise ConfigError(f"secondary_tiers is {tiers!r}. Expected a list of JSON objects, one per tier.")
-    is_ours = is_own_manager(extra_config)
-    seen: set[str] = set()
-    spelled: list[dict[str, Any]] = []
-    for index, tier in enumerate(tiers):
-        full = _spelled_out(tier, f"secondary_tiers[{index}]")
-        backend = full.get("backend")
-        kind = backend if full["type"] == TIER_TYPE else full["type"] if is_ours else None
-        if isinstance(kind, str) and not full.get("label"):
-            if kind in seen:
-                full["label"] = f"{kind.rpartition(':')[2]}-{index}"
-            seen.add(kind)
-        spelled.append(full)
-    return {**extra_config, "secondary_tiers": spelled}
-
-
-def _spelled_out(tier: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the object of one tier as vLLM's factory understands it."""
-    name = tier.get("type")
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where} has the type {name!r}. Expected the name of a backend, such as 'file'.")
-    if name == TIER_TYPE:
-        return {"module_path": "kvstore.vllm", **tier}
-    if name in BACKENDS.names() or (":" in name and "module_path" not in tier):
-        return {**tier, "type": TIER_TYPE, "module_path": "kvstore.vllm", "backend": name}
-    if "module_path" not in tier and name not in vllm_tier_types():
-        known = sorted({*BACKENDS.names(), *vllm_tier_types()})
-        raise ConfigError(
-            f"{where} has the unknown type {name!r}. Known: {', '.join(known)}.{did_you_mean(name, known)}"
-        )
-    return dict(tier)
-
-
 def _unname_region(region: Any) -> None:
     """Remove the name of the shared region from /dev/shm once every process has mapped it.
 
-    vLLM creates the scheduler after all workers have mapped the region. Without a name the memory is freed with the
-    last process, however the engine ends.
+    vLLM creates the scheduler after all workers have mapped the region. Without a name, the memory is freed when the
+    last process exits, even if the engine crashes.
     """
     if region is None or region._creator:
         return

@@ -1,8 +1,8 @@
 """vLLM's own metrics of tiering and of the primary tier, filled by kvstore's manager.
 
-Dashboards and routers (llm-d's) read them under the names of vLLM's manager. Names, kinds and labels are those that the
-running version declares; others are not reported. The label ``tier`` is ``0:primary`` for the primary tier, otherwise
-position and name (``1:nvme``) where vLLM has position and type.
+Dashboards and routers (such as llm-d's) read these metrics under the names of vLLM's manager. Only metrics that the
+running version declares are reported, with its names, kinds and labels. The label ``tier`` is ``0:primary`` for the
+primary tier, otherwise position and name (``1:nvme``); vLLM uses position and type.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvstore.tiering import TieringStats
-from kvstore.tiering.stats import Tally, TierTally
+from kvstore.tiering.tally import Tally, TierTally
 
 __all__ = ["StandardMetrics"]
 
@@ -23,7 +23,7 @@ _PRIMARY_LABEL = ("0:primary",)
 
 _QUERIES = "vllm:kv_offload_tiering_chunk_queries"
 _HITS = "vllm:kv_offload_tiering_chunk_hits"
-"""Literals, because vLLM's constants have other names before 0.30."""
+"""Literals, because vLLM's constants had other names before 0.30."""
 
 _PROMOTION_LATENCY = "vllm:kv_offload_tiering_promotion_latency_seconds"
 """A literal, because the constant came with 0.33."""
@@ -34,8 +34,8 @@ class StandardMetrics:
 
     Args:
         tier_names: Names of the tiers below the primary one, in order.
-        slot_bytes: Bytes of a row of the primary tier; vLLM counts transfers in whole rows.
-        declared: Names that vLLM declares.
+        slot_bytes: Bytes per row of the primary tier; vLLM counts transfers in whole rows.
+        declared: Metric names declared by vLLM.
     """
 
     def __init__(self, tier_names: Sequence[str], slot_bytes: int, declared: Collection[str]) -> None:

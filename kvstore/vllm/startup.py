@@ -1,10 +1,9 @@
-"""Early work in every process of vLLM: configuration errors before it loads weights, as one line; logging."""
+"""Early work in every vLLM process: one-line configuration errors before weights are loaded, and logging setup."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import json
 import logging
 import multiprocessing
@@ -19,7 +18,7 @@ from kvstore.config import decode_config
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.registry import BACKENDS
 from kvstore.tiers.preflight import check_before_opening
-from kvstore.vllm.options import TIER_TYPE, check_options
+from kvstore.vllm.options import TIER_TYPE, check_options, check_tiering, with_short_types
 
 __all__ = ["check_offloading", "check_start", "said_in_the_log", "show_logs"]
 
@@ -30,18 +29,18 @@ _VLLMS_SPEC: Final = "TieringOffloadingSpec"
 _OPTION: Final = "--kv-transfer-config"
 _FRAMES_MAX: Final = 32
 _ELSEWHERE: Final = ("data-parallel", "nnodes", "node-rank", "headless", "ray")
-"""Parts of arguments with which the engine may run on another machine, which can't be checked from here."""
+"""Parts of arguments that indicate an engine on another machine, which can't be checked from here."""
 
 
 def check_start() -> None:
-    """Check the configuration of this process as far as vLLM's plugin can find it.
+    """Check the configuration of this process, as far as a vLLM plugin can find it.
 
-    vLLM passes no arguments to plugins. The configuration is read from the command line before parsing, from
-    ``EngineArgs`` under construction, or from an engine process that is starting.
+    vLLM passes no arguments to plugins. The configuration is read from the unparsed command line, from ``EngineArgs``
+    under construction, or from an engine process that is starting.
 
     Raises:
         ConfigError: The configuration is invalid, in a program that creates an engine.
-        SystemExit: The same, in ``vllm serve`` and in vLLM's own processes; the text is one line.
+        SystemExit: The configuration is invalid, in ``vllm serve`` or in vLLM's own processes; the text is one line.
     """
     engine_args, engine_config = _callers()
     if engine_config is not None:
@@ -54,7 +53,10 @@ def check_start() -> None:
         for extra in _offloadings(transfer):
             check_offloading(extra, here=here)
     except ConfigError as error:
-        _refuse(error, is_ours=engine_args is None and (engine_config is None or _is_child()))
+        _refuse(
+            error,
+            is_ours=engine_args is None and (engine_config is None or multiprocessing.parent_process() is not None),
+        )
 
 
 def check_offloading(extra: Mapping[str, Any], *, here: bool = True) -> None:
@@ -62,17 +64,16 @@ def check_offloading(extra: Mapping[str, Any], *, here: bool = True) -> None:
 
     Args:
         extra: The object.
-        here: Whether the engine will run on this machine; directories and device are checked as well.
+        here: Whether the engine will run on this machine. If so, directories and device are checked as well.
 
     Raises:
-        ConfigError: It is invalid.
+        ConfigError: The configuration is invalid.
     """
     spec = extra.get("spec_name")
     tiers = extra.get("secondary_tiers", [])
     if spec == _OUR_SPEC:
-        # Late import: vLLM is still being imported at the first call, and most processes never need these modules.
-        extra = importlib.import_module("kvstore.vllm.spec").with_short_types(extra)
-        importlib.import_module("kvstore.vllm.manager").check_tiering(extra)
+        extra = with_short_types(extra)
+        check_tiering(extra)
         ours = [tier for tier in extra["secondary_tiers"] if tier["type"] == TIER_TYPE]
     elif spec == _VLLMS_SPEC and isinstance(tiers, Sequence):
         ours = [
@@ -102,7 +103,7 @@ def check_offloading(extra: Mapping[str, Any], *, here: bool = True) -> None:
 
 @contextlib.contextmanager
 def said_in_the_log() -> Iterator[None]:
-    """Log in one line why a tier can't be opened; vLLM shows it only at the end of a traceback."""
+    """Log the reason why a tier can't be opened in one line; vLLM shows it only at the end of a traceback."""
     try:
         yield
     except KVStoreError as error:
@@ -113,8 +114,8 @@ def said_in_the_log() -> Iterator[None]:
 def show_logs() -> None:
     """Log through vLLM's handlers, at its level and in its time format, with the name of the logger. Idempotent.
 
-    Without this, vLLM shows only warnings of other packages, without a time. Does nothing where logging is already
-    configured, for kvstore or for all loggers, or where vLLM has no handlers.
+    Without this, vLLM shows only warnings of other packages, without a time. Does nothing if logging is already
+    configured for kvstore or for all loggers, or if vLLM has no handlers.
     """
     ours, theirs = logging.getLogger("kvstore"), logging.getLogger("vllm")
     if ours.handlers or ours.level != logging.NOTSET or logging.getLogger().handlers:
@@ -133,7 +134,7 @@ def _refuse(error: ConfigError, *, is_ours: bool) -> NoReturn:
 
 
 def _callers() -> tuple[Any, Any]:
-    """Return the ``EngineArgs`` and the engine's ``VllmConfig`` under construction; None where there is none."""
+    """Return the ``EngineArgs`` or the engine's ``VllmConfig`` under construction; None for the other."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_MAX):
         if frame is None:
@@ -148,7 +149,7 @@ def _callers() -> tuple[Any, Any]:
 
 
 def _of_command_line(arguments: Sequence[str]) -> Any:
-    """Return the value of ``--kv-transfer-config``; None if it is absent or not valid JSON, which vLLM reports."""
+    """Return the value of ``--kv-transfer-config``; None if it is absent or invalid JSON (reported by vLLM)."""
     for at, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name.replace("_", "-") == _OPTION:
@@ -158,7 +159,7 @@ def _of_command_line(arguments: Sequence[str]) -> Any:
 
 
 def _offloadings(transfer: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the ``kv_connector_extra_config`` of each ``OffloadingConnector``, also of one among several."""
+    """Yield the ``kv_connector_extra_config`` of each ``OffloadingConnector``, including those in a MultiConnector."""
     names = ("kv_connector", "kv_connector_extra_config")
     known = transfer if isinstance(transfer, Mapping) else {name: getattr(transfer, name, None) for name in names}
     connector, extra = (known.get(name) for name in names)
@@ -171,12 +172,8 @@ def _offloadings(transfer: Any) -> Iterator[Mapping[str, Any]]:
             yield from _offloadings(each)
 
 
-def _is_child() -> bool:
-    return multiprocessing.parent_process() is not None
-
-
 def _like(handler: logging.Handler) -> logging.Handler:
-    """Return a handler for the same stream. vLLM's own format shows the source file in place of the logger."""
+    """Return a handler for the same stream that shows the logger; vLLM's own format shows the source file instead."""
     found, formatter = copy.copy(handler), handler.formatter
     if formatter is not None and "%(name)s" not in (formatter._fmt or ""):
         found.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(name)s] %(message)s", formatter.datefmt))

@@ -14,8 +14,9 @@ __all__ = ["RequestTags"]
 class RequestTags:
     """Finds the tag of a request's tenant.
 
-    vLLM tells a manager neither the cache salt of a request nor its adapter, so these are read where its connector
-    learns of a request. Made under construction of vLLM's connector, in whose frames it finds the scheduler's half.
+    vLLM does not pass a request's cache salt or adapter to the manager, so these are read by wrapping the connector's
+    ``on_new_request``. Create it during the construction of vLLM's connector, because it finds the scheduler's half in
+    the call stack.
 
     Args:
         tenants: The rule.
@@ -25,7 +26,7 @@ class RequestTags:
         self._tags = Tags(tenants)
         self._by = tenants.by
         self._value = ""
-        """Of the request that is being added."""
+        """Value of the rule for the request being added."""
         scheduler: Any = current_connector_scheduler()
         begin = getattr(scheduler, "on_new_request", None)
         if begin is None:
@@ -41,10 +42,10 @@ class RequestTags:
         scheduler.on_new_request = on_new_request
 
     def of(self, params: Any) -> bytes:
-        """Return the tag for the request that is being added.
+        """Return the tag for the request being added.
 
         Args:
-            params: Its parameters for kvstore, whatever they are.
+            params: Its parameters for kvstore, unchecked.
         """
         value: object = self._value
         if self._by == "parameter":

@@ -1,8 +1,9 @@
-"""Adapter of a kvstore tier to vLLM's tiering manager; it never raises and never loses a job."""
+"""Adapter from a kvstore tier to vLLM's tiering manager. It never raises and never loses a job."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -28,11 +29,11 @@ from kvstore.types import JobResult, LookupResult, RequestContext, TransferJob
 from kvstore.vllm.compat import (
     cache_hit_source,
     chunk_ids,
-    current_engine_config,
+    current_connector_config,
     emits_events,
     make_event,
     make_result,
-    request_keys,
+    request_ends,
     request_params,
     supported_kwargs,
 )
@@ -48,35 +49,35 @@ __all__ = ["KVStoreTier"]
 
 logger = logging.getLogger("kvstore.vllm.tier")
 
-_ANSWERS = {
-    LookupResult.HIT: VllmLookupResult.HIT,
-    LookupResult.MISS: VllmLookupResult.MISS,
-    LookupResult.RETRY: VllmLookupResult.RETRY,
+_ANSWERS: dict[LookupResult, Any] = {
+    answer: VllmLookupResult[answer.name] for answer in LookupResult if answer is not LookupResult.HIT_PENDING
 }
 
 _REPORT_INTERVAL_S = 0.25
-"""Seconds between two reports of metrics. Steps are shorter, scrapes are seconds apart."""
+"""Seconds between two reports of metrics. Steps are shorter; scrapes are seconds apart."""
 
 _DRAIN_LOG_S = 10.0
-"""A longer drain logs a warning and continues: slots must not be reused while I/O may touch them."""
+"""Duration after which a drain logs a warning and continues, because slots must not be reused while I/O may access
+them."""
 
 _TOUCHED_KEYS_MAX = 1024
-"""First blocks of a finished request that count as used; later blocks are useless without them. Recording them takes
-about 100 us, the most the scheduler should spend on it."""
+"""Maximum leading blocks of a finished request that count as used; later blocks are useless without them. Recording
+them takes about 100 us, the limit for this on the scheduler's thread."""
 
 
 class KVStoreTier(SecondaryTierManager):
     """A kvstore tier for vLLM's ``TieringOffloadingSpec``.
 
-    ``{"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "file", "path": …}`` in ``secondary_tiers``
-    makes one. All keys but ``type``, ``module_path``, ``backpressure`` and ``locality`` belong to the backend.
+    Configured by ``{"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "file", "path": …}`` in
+    ``secondary_tiers``. All keys except ``type``, ``module_path``, ``backpressure`` and ``locality`` belong to the
+    backend.
 
-    The methods follow vLLM's contract (``SecondaryTierManager``). In addition none raises, each job is reported exactly
-    once, and after a failed load the block is a MISS for that request.
+    The methods follow vLLM's contract (``SecondaryTierManager``). In addition, they never raise, each job is reported
+    exactly once, and after a failed load the block is a MISS for that request.
 
     Raises:
-        ConfigError: The options can't be used.
-        BackendError: The medium refuses, and the tier is ``required``.
+        ConfigError: The options are not valid.
+        BackendError: The medium can't be opened, and the tier is ``required``.
     """
 
     @said_in_the_log()
@@ -97,7 +98,7 @@ class KVStoreTier(SecondaryTierManager):
         if primary_kv_view.strides is None:
             raise TypeError("the view of the primary tier has no strides; expected rows of one length")
         slot_bytes = primary_kv_view.strides[0]
-        namespace = engine_namespace(offloading_spec, slot_bytes, current_engine_config())
+        namespace = engine_namespace(offloading_spec, slot_bytes, current_connector_config()[0])
         self._jobs: dict[int, frozenset[bytes]] = {}
         self._lost: list[int] = []
         self._results: list[VllmJobResult] = []
@@ -106,7 +107,7 @@ class KVStoreTier(SecondaryTierManager):
         self._unreported_jobs = False
         self._emits_events = emits_events(offloading_spec)
         self._repeats = Repeats()
-        # A two-dimensional memoryview has no row views; a flat one has.
+        # Only a flat memoryview can be sliced into views of rows.
         self._rows: memoryview = primary_kv_view.cast("B")
         try:
             self._tier = open_tier(
@@ -119,7 +120,12 @@ class KVStoreTier(SecondaryTierManager):
         except BaseException:
             self._rows.release()
             raise
-        self._copy_medium_and_locality(options.get("locality"))
+        # Requests select the tiers to load from by medium and locality.
+        self.medium = VllmMedium[self._tier.medium.name]
+        self.locality = VllmLocality(options.get("locality") or self._tier.locality.value)
+        source = cache_hit_source(self._tier.medium, self._tier.locality)
+        if source is not None:
+            self.cache_hit_source = source
         self.errors = ErrorLog(self._tier.name)
         self._lineage = Lineage([self._tier] if self._emits_events else ())
         self._metrics = TierMetrics(self._tier.name)
@@ -132,18 +138,18 @@ class KVStoreTier(SecondaryTierManager):
 
     @property
     def label(self) -> str:
-        """Name of this tier in metrics: the option ``label``, else the backend's name."""
+        """Name of this tier in metrics: the option ``label``, otherwise the backend's name."""
         return self._tier.name
 
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Register a request; only new blocks are to be offered."""
+        """Register a request; under the returned policy, vLLM offers only new blocks."""
         _context(req_context)
         return RequestOffloadingContext()
 
     @guarded(lambda: VllmLookupResult.MISS)
     def lookup(self, key: bytes, req_context: ReqContext) -> VllmLookupResult:
-        """Answer HIT or MISS in the same step if known, otherwise RETRY, at most until the lookup deadline."""
+        """Return HIT or MISS in the same step if known, otherwise RETRY, at most until the lookup deadline."""
         return _ANSWERS.get(self._tier.lookup(key, _context(req_context)), VllmLookupResult.MISS)
 
     @guarded(lambda: None)
@@ -165,7 +171,7 @@ class KVStoreTier(SecondaryTierManager):
 
     @guarded(lambda: False)
     def has_pending_work(self) -> bool:
-        """Whether results or events wait to be fetched; running jobs keep the engine stepping without this.
+        """Whether there are results or events to fetch. Running jobs keep the engine stepping without this.
 
         True until the first step, which reports the metrics with their initial zeros.
         """
@@ -201,8 +207,8 @@ class KVStoreTier(SecondaryTierManager):
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the request. All its blocks count as used, also those not loaded from this tier."""
-        self._tier.touch(request_keys(req_context, _TOUCHED_KEYS_MAX))
+        """End a request. All its blocks count as used, including blocks not loaded from this tier."""
+        self._tier.touch(list(itertools.islice(request_ends(req_context), _TOUCHED_KEYS_MAX)))
         self._tier.on_request_finished(_context(req_context))
 
     @guarded(lambda: None)
@@ -213,9 +219,9 @@ class KVStoreTier(SecondaryTierManager):
 
     @guarded(lambda: None)
     def drain_jobs(self) -> None:
-        """Block until no I/O touches the primary tier; all results are ready for ``get_finished_jobs``.
+        """Block until no I/O accesses the primary tier and all results are ready for ``get_finished_jobs``.
 
-        Then a new epoch begins, unless the tier keeps its blocks (``"reset": "keep"``).
+        Then begin a new epoch, unless the tier keeps its blocks (``"reset": "keep"``).
         """
         started = time.monotonic()
         while not self._tier.drain(_DRAIN_LOG_S):
@@ -224,16 +230,16 @@ class KVStoreTier(SecondaryTierManager):
             started = time.monotonic()
             logger.warning("kvstore tier %s: still waiting for %d jobs to end", self._tier.name, len(self._jobs))
         self._collect()
-        # Nothing runs any more, so these jobs will never have a result.
+        # No I/O is running any more, so these jobs will never have a result.
         self._lost.extend(self._jobs.keys() - set(self._lost))
-        # vLLM drains a tier only at a cache reset; there is no other signal of it.
+        # vLLM drains a tier only at a cache reset, and gives no other signal of a reset.
         self._tier.begin_epoch()
 
     @guarded(lambda: None)
     def get_stats(self) -> Any:
-        """Return changed metrics, a few times a second."""
+        """Return changed metrics, a few times per second."""
         now = time.monotonic()
-        ended = self._unreported_jobs and not self._jobs  # The engine may go idle now; there may be no later call.
+        ended = self._unreported_jobs and not self._jobs  # The engine may go idle now, without a later call.
         if now - self._reported_at < _REPORT_INTERVAL_S and not ended:
             return None
         self._reported_at, self._unreported_jobs = now, False
@@ -244,30 +250,22 @@ class KVStoreTier(SecondaryTierManager):
         """End all I/O and release the primary tier's memory. Idempotent."""
         self._tier.close()
         with contextlib.suppress(BufferError):
-            # Held by I/O that did not end in time; close() has logged it.
+            # Fails if I/O that did not end in time still uses the memory; close() has logged that.
             self._rows.release()
-
-    def _copy_medium_and_locality(self, locality: str | None) -> None:
-        """Copy medium and locality, by which requests select the tiers to load from."""
-        self.medium = VllmMedium[self._tier.medium.name]
-        self.locality = VllmLocality(locality if locality is not None else self._tier.locality.value)
-        source = cache_hit_source(self._tier.medium, self._tier.locality)
-        if source is not None:
-            self.cache_hit_source = source
 
     def _submit(self, job: VllmTransferJob, submit: Callable[[TransferJob], None]) -> None:
         keys = tuple(job.keys)
         self._jobs[job.job_id] = frozenset(keys)
         try:
             submit(TransferJob(job.job_id, keys, chunk_ids(job), _context(job.req_context)))
-        # A rejected job is not running, so it is safe to report it as failed, and it must be reported.
+        # A rejected job is not running, so it can and must be reported as failed.
         except Exception:
             self.errors.note("submit_load" if job.is_promotion else "submit_store")
             self._lost.append(job.job_id)
 
     @guarded(lambda: None)
     def _collect(self) -> None:
-        """Collect results into ``_results``, where an error in between can't lose them."""
+        """Collect results one by one into ``_results``, so that an error loses none of them."""
         while self._lost:
             job_id = self._lost.pop()
             if self._jobs.pop(job_id, None) is not None:
@@ -281,7 +279,7 @@ class KVStoreTier(SecondaryTierManager):
 
 
 def _make_name_unique(config: dict[str, Any], offloading_spec: Any) -> None:
-    """Label a tier if an earlier tier of the spec has its name: metrics and events of the two must differ."""
+    """Label a tier if an earlier tier of the spec has the same name, so that their metrics and events differ."""
     taken: list[str] = offloading_spec.__dict__.setdefault("kvstore_tier_names", [])
     if tier_name(config) in taken:
         config["label"] = f"{tier_name(config)}-{len(taken)}"

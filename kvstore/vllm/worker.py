@@ -1,8 +1,8 @@
 """Copies between the KV cache of vLLM's CPU platform and the shared region that is the primary tier.
 
-vLLM's own worker needs CUDA or XPU. This one does the same for a KV cache in host memory: it copies each block's pages
-to its row of the region and back. A copy completes within the submit call, because a thread would only compete with the
-model for the cores.
+vLLM's own worker needs CUDA or XPU. This worker does the same for a KV cache in host memory: it copies each block's
+pages to the block's row of the region and back. A copy completes within the submit call, because a thread would only
+compete with the model for the cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["HostOffloadingWorker"]
 logger = logging.getLogger("kvstore.vllm.worker")
 
 _BATCH_BYTES_MAX = 32 * 2**20
-"""Bytes of one indexing call; bounds the temporary into which numpy gathers."""
+"""Maximum bytes per indexing call; limits the temporary array of numpy's gather."""
 
 _Ids = npt.NDArray[np.int64]
 
@@ -47,7 +47,7 @@ class _Run:
         remote: Region, shape ``(rows, blocks per row, fragments, fragment bytes)``.
         block_bytes: Bytes per block.
         num_writers: Number of ranks that hold the same bytes and take turns storing them.
-        writer_index: This rank's place among them.
+        writer_index: This rank's index among them.
     """
 
     local: npt.NDArray[np.int8]
@@ -58,16 +58,16 @@ class _Run:
 
 
 class HostOffloadingWorker(OffloadingWorker):
-    """Worker side of the offloading connector where the KV cache lies in host memory.
+    """Worker side of the offloading connector for a KV cache in host memory.
 
     Args:
-        kv_caches: KV cache tensors, as vLLM hands them over.
+        kv_caches: KV cache tensors from vLLM.
         blocks_per_chunk: KV blocks per row of the region.
-        region: Shared region; owned by this worker from now on.
+        region: Shared region; this worker takes ownership.
         canonical_layout: Whether rows hold canonical pages, the same under every tensor parallel size.
 
     Raises:
-        ValueError: The tensors don't lie in host memory, or a layer can't be mapped to the canonical layout.
+        ValueError: The tensors are not in host memory, or a layer can't be mapped to the canonical layout.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HostOffloadingWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Copy rows of the region into KV blocks; done when this returns (``expedited`` is 0.33's)."""
+        """Copy rows of the region into KV blocks; done when this returns (vLLM 0.33 passes ``expedited``)."""
         self._copy(job_id, dst_spec, src_spec, store=False)
         return True
 
@@ -105,7 +105,7 @@ class HostOffloadingWorker(OffloadingWorker):
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return immediately: a submitted copy is done."""
+        """Return immediately, because submitted copies are already done."""
 
     def shutdown(self) -> None:
         """Unmap the region and remove its file."""
@@ -123,7 +123,7 @@ class HostOffloadingWorker(OffloadingWorker):
         for group, (blocks, first) in enumerate(zip(kv.group_sizes, kv.block_indices, strict=True)):
             if blocks == 0:
                 continue
-            # The group's first block may lie in the middle of its row of blocks_per_chunk blocks.
+            # The group's first block may be in the middle of its row of blocks_per_chunk blocks.
             skip = first % self._blocks_per_chunk
             row_count = -(-(skip + blocks) // self._blocks_per_chunk)
             place = np.arange(skip, skip + blocks, dtype=np.int64)
@@ -140,7 +140,7 @@ class HostOffloadingWorker(OffloadingWorker):
 
 
 def _copy_run(run: _Run, blocks: _Ids, rows: _Ids, parts: _Ids, *, store: bool) -> int:
-    """Copy one run of some blocks; part ``p`` of row ``r`` holds block ``b``. Returns the bytes copied."""
+    """Copy one run of some blocks and return the bytes copied. Block ``blocks[i]`` is part ``parts[i]`` of its row."""
     if store and run.num_writers > 1:
         mine = (rows * run.remote.shape[1] + parts) % run.num_writers == run.writer_index
         blocks, rows, parts = blocks[mine], rows[mine], parts[mine]
@@ -178,7 +178,7 @@ def _plan_direct(kv_caches: CanonicalKVCaches, per_row: int, region: SharedOfflo
 
 
 def _plan_canonical(kv_caches: CanonicalKVCaches, per_row: int, region: SharedOffloadRegion) -> list[list[_Run]]:
-    """Plan the copies that spread each page over its canonical page, run by run."""
+    """Plan the copies between each page and its canonical page, run by run."""
     tensors = [_bytes_of(t.tensor) for t in kv_caches.tensors]
     sizes = [0] * len(tensors)
     for ref in (ref for refs in kv_caches.group_data_refs for ref in refs):
@@ -232,7 +232,7 @@ def _strided(tensor: torch.Tensor, offset: int, shape: Sequence[int], strides: S
 
 
 def _release_region(region: SharedOffloadRegion) -> None:
-    """Unmap the region and remove its file, unless the scheduler has removed it."""
+    """Unmap the region, and remove its file unless the scheduler already has."""
     path = getattr(region, "mmap_path", "")
     if path and not os.path.exists(path):
         # A second unlink would log a traceback.

@@ -21,6 +21,7 @@ from kvstore.backends.base import Backend, RecordGeometry, RecordRead, RecordWri
 from kvstore.namespace import Namespace
 from kvstore.testing import BackendTests
 from kvstore.types import Outcome
+from tests.stopping import stop
 
 store = pytest.importorskip("mooncake.store")
 from kvstore.backends.mooncake import MooncakeBackend, MooncakeConfig  # noqa: E402
@@ -60,7 +61,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subp
 
 
 class TestMooncake(BackendTests):
-    """A client over TCP that contributes memory; what it holds goes with it."""
+    """A client over TCP that contributes memory; its records are lost with it."""
 
     scans: ClassVar[bool] = False
     address: str
@@ -71,7 +72,7 @@ class TestMooncake(BackendTests):
         self.namespace = Namespace({"suite": uuid.uuid4().hex})
 
     async def make_backend(self) -> Backend:
-        """Return a backend of an empty namespace; a new one in each call."""
+        """Return a backend of a new, empty namespace."""
         self.namespace = Namespace({"suite": uuid.uuid4().hex})
         return MooncakeBackend(MooncakeConfig(master=self.address, segment="256MiB"))
 
@@ -79,7 +80,7 @@ class TestMooncake(BackendTests):
 def test_a_call_that_outlives_its_deadline_leaves_the_buffers_alone(
     master: tuple[str, subprocess.Popen[bytes]],
 ) -> None:
-    """While the master hangs, a load ends at its deadline; the call's late end does not write into its buffers."""
+    """While the master hangs, a load ends at its deadline; the late end of the call does not write into its buffers."""
     address, process = master
 
     async def check() -> None:
@@ -90,7 +91,7 @@ def test_a_call_that_outlives_its_deadline_leaves_the_buffers_alone(
             record = memoryview(os.urandom(4096))
             assert list(await backend.put([RecordWrite(b"k", [record])])) == [Outcome.OK]
             target = bytearray(4096)
-            process.send_signal(signal.SIGSTOP)
+            stop(process.pid)
             try:
                 started = time.monotonic()
                 with pytest.raises(TimeoutError):
@@ -113,7 +114,7 @@ def test_a_call_that_outlives_its_deadline_leaves_the_buffers_alone(
 
 
 class StaleLengths:
-    """A store that describes records as they once were; all other calls are a real store's."""
+    """A store that describes records as they were before; it passes all other calls to a real store."""
 
     def __init__(self, store: Any, described: Any) -> None:
         self._store, self._described = store, described
@@ -122,14 +123,14 @@ class StaleLengths:
         return getattr(self._store, name)
 
     def batch_get_replica_desc(self, names: Any) -> Any:
-        """Describe what was there."""
+        """Describe the earlier record."""
         return self._described
 
 
 def test_a_record_that_is_replaced_by_a_longer_one_while_it_is_read(
     master: tuple[str, subprocess.Popen[bytes]],
 ) -> None:
-    """Its new bytes are read, as many as there are."""
+    """The new bytes are read, as many as there are."""
 
     async def check() -> None:
         backend = MooncakeBackend(MooncakeConfig(master=master[0], segment="64MiB"))  # type: ignore[arg-type]
@@ -153,7 +154,7 @@ def test_a_record_that_is_replaced_by_a_longer_one_while_it_is_read(
 
 
 class SlowCalls:
-    """A store in which calls of one name wait; all other calls are a real store's."""
+    """A store in which calls of one name wait; it passes all other calls to a real store."""
 
     def __init__(self, store: Any, name: str) -> None:
         self._store, self._name = store, name
@@ -174,7 +175,7 @@ class SlowCalls:
 def test_no_record_is_removed_while_it_is_read(
     master: tuple[str, subprocess.Popen[bytes]], first: str, cancelled: bool
 ) -> None:
-    """Its room would be given to another record. Other keys do not wait, and a cancelled call counts until its end."""
+    """Its memory would be reused. Other keys do not wait, and a cancelled call counts until its end."""
 
     async def check() -> None:
         backend = MooncakeBackend(MooncakeConfig(master=master[0], segment="64MiB"))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What SimpleBackend does for the three methods that its user writes: outcomes, errors, limits, cancellation."""
+"""Services of SimpleBackend around its user's three methods: outcomes, errors, limits, cancellation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvstore.types import Outcome
 
 
 class Scripted(SimpleBackend):
-    """Does for each key what the test says."""
+    """Calls the test's script for each key."""
 
     name = "scripted"
 
@@ -38,16 +38,16 @@ class Scripted(SimpleBackend):
         self.calls: list[bytes] = []
 
     async def put_one(self, key: bytes, buffers: Sequence[memoryview]) -> bool:
-        """Do it."""
+        """Call the script."""
         return bool(await self._do(key))
 
     async def get_one_into(self, key: bytes, buffers: Sequence[memoryview]) -> int | None:
-        """Do it."""
+        """Call the script."""
         result: int | None = await self._do(key)
         return result
 
     async def exists_one(self, key: bytes) -> bool:
-        """Do it."""
+        """Call the script."""
         return bool(await self._do(key))
 
     async def _do(self, key: bytes) -> Any:
@@ -107,7 +107,7 @@ FAILURES: list[tuple[BaseException, Outcome]] = [
 
 @pytest.mark.parametrize(("error", "outcome"), FAILURES, ids=lambda value: repr(value))
 async def test_a_failure_is_the_outcome_of_one_block(error: BaseException, outcome: Outcome) -> None:
-    """Whatever is raised for a block, that block has the outcome and the others have theirs."""
+    """An exception for one block becomes that block's outcome, and the others keep theirs."""
     backend = await opened(raising({KEYS[2]: error}))
     expected = [Outcome.OK] * 8
     expected[2] = outcome
@@ -118,7 +118,7 @@ async def test_a_failure_is_the_outcome_of_one_block(error: BaseException, outco
 
 @pytest.mark.parametrize("error", [error for error, _ in FAILURES], ids=repr)
 async def test_a_question_that_fails_costs_one_answer(error: BaseException) -> None:
-    """Whatever is raised for a key, ``exists`` has no answer for that key and answers the others."""
+    """After an exception for one key, ``exists`` has no answer for that key and answers the others."""
     backend = await opened(raising({KEYS[2]: error}))
     expected: list[bool | None] = [True] * 8
     expected[2] = None
@@ -128,7 +128,7 @@ async def test_a_question_that_fails_costs_one_answer(error: BaseException) -> N
 
 @pytest.mark.parametrize("error", [error for error, _ in FAILURES], ids=repr)
 async def test_questions_that_all_fail_raise_one_plain_error(error: BaseException) -> None:
-    """``exists`` raises a ``KVStoreError`` that names its cause if no key was answered, and soon stops asking."""
+    """``exists`` raises a ``KVStoreError`` with its cause if no key was answered, and soon stops trying."""
     keys = [bytes([number]) * 32 for number in range(200)]
     backend = await opened(raising(dict.fromkeys(keys, error)))
     backend.concurrency_max = 2  # type: ignore[misc]
@@ -140,7 +140,7 @@ async def test_questions_that_all_fail_raise_one_plain_error(error: BaseExceptio
 
 
 async def test_unexpected_errors_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A defect in somebody's method is one log entry with its traceback, however many blocks it fails."""
+    """A defect in a user's method is one log entry with its traceback, however many blocks it fails."""
     backend = await opened(raising(dict.fromkeys(KEYS, ZeroDivisionError("a defect"))))
     with caplog.at_level(logging.ERROR, "kvstore"):
         for _ in range(3):
@@ -151,7 +151,7 @@ async def test_unexpected_errors_are_logged_once(caplog: pytest.LogCaptureFixtur
 
 
 async def test_answers_of_get() -> None:
-    """None is a miss, a length that fits is OK and kept, any other length is CORRUPT."""
+    """None is a miss, a length that fits is OK and returned, any other length is CORRUPT."""
     lengths = {b"miss": None, b"none": 0, b"full": 10, b"over": 11, b"minus": -1}
 
     async def script(key: bytes) -> int | None:
@@ -165,7 +165,7 @@ async def test_answers_of_get() -> None:
 
 
 async def test_concurrency_is_bounded() -> None:
-    """Of a long batch no more than ``concurrency_max`` calls run at once, and that many do."""
+    """In a long batch exactly ``concurrency_max`` calls run at once."""
 
     async def script(key: bytes) -> int:
         for _ in range(3):
@@ -178,7 +178,7 @@ async def test_concurrency_is_bounded() -> None:
 
 
 async def test_cancel_waits_for_every_call() -> None:
-    """A cancelled batch ends only when all its calls have, also slow ones, and also if it is cancelled again."""
+    """A cancelled batch ends only when all its calls have ended, even slow ones, and even if it is cancelled again."""
     stopping = asyncio.Event()
     may_end = asyncio.Event()
 
@@ -187,7 +187,7 @@ async def test_cancel_waits_for_every_call() -> None:
             await asyncio.Event().wait()
         finally:
             stopping.set()
-            # Such as the completion of a device, which can't be hurried.
+            # For example the completion of a device, which cannot be hurried.
             while not may_end.is_set():
                 try:
                     await may_end.wait()
@@ -211,7 +211,7 @@ async def test_cancel_waits_for_every_call() -> None:
 
 
 async def test_a_cancelled_batch_stays_cancelled() -> None:
-    """Errors of calls while they are cancelled don't hide the cancellation, and no further call begins."""
+    """Errors of calls during their cancellation do not hide the cancellation, and no further call begins."""
 
     async def script(key: bytes) -> int:
         try:
@@ -231,7 +231,7 @@ async def test_a_cancelled_batch_stays_cancelled() -> None:
 
 
 async def test_close_refuses_new_batches_and_waits_for_running_ones() -> None:
-    """After ``close`` began, batches raise; ``close`` ends when those that ran have ended."""
+    """Once ``close`` has begun, batches raise; ``close`` ends when the running ones have ended."""
     gate = asyncio.Event()
 
     async def script(key: bytes) -> int:
@@ -252,7 +252,7 @@ async def test_close_refuses_new_batches_and_waits_for_running_ones() -> None:
 
 
 async def test_without_delete_one_nothing_is_deleted() -> None:
-    """The default of ``delete_one`` says that there was nothing."""
+    """The default of ``delete_one`` reports that there was no block."""
     backend = await opened(raising({}))
     assert await backend.delete(KEYS) == [False] * 8
     await backend.quarantine(KEYS)
@@ -270,10 +270,10 @@ async def test_buffers_are_free_when_a_batch_has_failed() -> None:
     asked = [RecordRead(key, [view[10 * i : 10 * i + 10]]) for i, key in enumerate(KEYS)]
     await backend.get_into(asked)
     del asked, view
-    memory.extend(b"x")  # Raises a BufferError as long as somebody holds a view.
+    memory.extend(b"x")  # Raises a BufferError if any view of the memory is left.
 
 
 def test_outcome_of_an_unknown_error() -> None:
-    """What is not known otherwise is an I/O error."""
+    """Any other exception is an I/O error."""
     assert outcome_of(BackendError("?", backend="x")) is Outcome.IO_ERROR
     assert outcome_of(RuntimeError()) is Outcome.IO_ERROR

@@ -1,4 +1,4 @@
-"""Streams without TLS: what goes out and in by calls that keep the GIL is what was given, and nothing blocks."""
+"""Streams without TLS: calls that keep the GIL transfer all bytes correctly, and none blocks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import select
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ SENDING_S = 0.3
 
 @pytest.fixture(params=["unix", "tcp"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield two connected sockets, none of which blocks."""
+    """Yield two connected non-blocking sockets."""
     if request.param == "unix":
         ours, theirs = socket.socketpair()
     else:
@@ -38,7 +39,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket
 
 
 def pieces_of(data: bytes, rng: random.Random, longest: int) -> list[bytes | memoryview]:
-    """Cut bytes into frames of all kinds that are sent: bytes, views of what may be written, and of what may not."""
+    """Cut bytes into all kinds of frames: bytes, writable views, and read-only views."""
     kinds: list[Callable[[bytes], bytes | memoryview]] = [bytes, memoryview, lambda piece: memoryview(bytearray(piece))]
     found, at = [], 0
     while at < len(data):
@@ -49,12 +50,12 @@ def pieces_of(data: bytes, rng: random.Random, longest: int) -> list[bytes | mem
 
 
 def arrived(sock: socket.socket) -> bool:
-    """Wait until there is something to receive; the kernel may hand over later than at once."""
+    """Wait until there is something to receive; the kernel may deliver with a delay."""
     return bool(select.select([sock], [], [], 60)[0])
 
 
 def test_what_is_sent_arrives(pair: tuple[socket.socket, socket.socket], rng: random.Random) -> None:
-    """However frames are cut, and whatever the socket takes at once, their bytes arrive in order, each once."""
+    """However frames are cut, and however much the socket takes at once, their bytes arrive in order, each once."""
     ours, theirs = pair
     stream, other = Stream(ours), Stream(theirs)
     for longest in (3, 1000, 300_000):
@@ -67,7 +68,7 @@ def test_what_is_sent_arrives(pair: tuple[socket.socket, socket.socket], rng: ra
                     drop_front(queue, stream.send(list(queue)))
             except BlockingIOError:
                 pass
-            # Few bytes of room and much of it are two ways through the stream.
+            # Short and long buffers take different paths through the stream.
             rows = [bytearray(rng.randint(1, rng.choice([50, 100_000]))) for _ in range(rng.randint(1, 3))]
             try:
                 count = other.receive([memoryview(row) for row in rows])
@@ -80,7 +81,7 @@ def test_what_is_sent_arrives(pair: tuple[socket.socket, socket.socket], rng: ra
 
 
 def test_limits_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call takes so many buffers and so many bytes, from the first on, and tells how many it took."""
+    """One call takes a bounded number of buffers and bytes, from the first on, and returns the bytes taken."""
     calls = HeldCalls()
     many = [b"%04d" % number for number in range(BUFFERS_MAX + 8)]
     ours, theirs = socket.socketpair()
@@ -97,7 +98,7 @@ def test_limits_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_blocks(pair: tuple[socket.socket, socket.socket]) -> None:
-    """A full or an empty socket is told of at once, even if its descriptor would block."""
+    """A full or an empty socket is reported at once, even if its descriptor would block."""
     ours, theirs = pair
     ours.setblocking(True)
     stream = Stream(ours)
@@ -111,7 +112,7 @@ def test_nothing_blocks(pair: tuple[socket.socket, socket.socket]) -> None:
 
 
 def test_the_end_and_a_break(pair: tuple[socket.socket, socket.socket]) -> None:
-    """The end of the stream is 0; a send after it is an error and no signal; so is what comes after the close."""
+    """The end of the stream is 0; a later send is an error and not a signal, as is any call after the close."""
     ours, theirs = pair
     stream = Stream(ours)
     theirs.send(b"last")
@@ -122,7 +123,7 @@ def test_the_end_and_a_break(pair: tuple[socket.socket, socket.socket]) -> None:
     kept = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            # The first one may still be taken, and be answered by a reset.
+            # The first one may still succeed, and be answered by a reset.
             while True:
                 with contextlib.suppress(BlockingIOError):
                     stream.send([b"to nobody"])
@@ -135,7 +136,7 @@ def test_the_end_and_a_break(pair: tuple[socket.socket, socket.socket]) -> None:
 
 
 def test_buffers_are_let_go_of(pair: tuple[socket.socket, socket.socket]) -> None:
-    """After a call nothing holds its buffers: a view can be released, and what it was of be made longer."""
+    """After a call its buffers are not referenced: a view can be released, and its memory resized."""
     ours, theirs = pair
     stream = Stream(ours)
     theirs.send(b"some bytes")
@@ -148,16 +149,16 @@ def test_buffers_are_let_go_of(pair: tuple[socket.socket, socket.socket]) -> Non
 
 
 def test_the_gil_is_kept() -> None:
-    """A thread that waits for the GIL does not get it during sends, nor during short receives."""
-    # Once in a thousand times another thread of this process asked for it just before, and both have a turn then. Who
-    # lets go of it in a call loses it each time.
+    """A thread that waits for the GIL does not get it during sends or short receives."""
+    # Once in a thousand times another thread of this process has requested it just before, and both run. A call that
+    # releases the GIL loses it each time.
     assert not all(_others_run() for _ in range(5))
 
 
 def _others_run() -> bool:
-    """Send and receive for a while; return whether a thread that waits for the GIL got it meanwhile."""
+    """Send and receive for a while; return whether a thread waiting for the GIL got it meanwhile."""
     ours, theirs = socket.socketpair()
-    # So that a send lasts longer than a thread takes to wake up, and one that let go of the GIL would lose it.
+    # Makes a send last longer than a thread takes to wake up, so that a release of the GIL would lose it.
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
     stream, other = Stream(ours), Stream(theirs)
     value, row = memoryview(bytearray(2 << 20)), memoryview(bytearray(65536))
@@ -172,8 +173,8 @@ def _others_run() -> bool:
     gate.acquire()
     thread = threading.Thread(target=wait)
     interval = sys.getswitchinterval()
-    # Longer than the test, so that only who lets go of the GIL loses it; and before the thread starts, which then has
-    # come to the gate when we go on.
+    # Longer than the test, so that only a release of the GIL loses it. It is set before the thread starts, which has
+    # then reached the gate when start() returns.
     sys.setswitchinterval(1000)
     try:
         thread.start()
@@ -185,7 +186,7 @@ def _others_run() -> bool:
                 missing -= other.receive([row])
         count = len(seen)
         sys.setswitchinterval(interval)
-        # And it would have run: it does as soon as we wait for it.
+        # The thread was able to run: it does so as soon as we wait for it.
         assert ran.wait(120)
     finally:
         sys.setswitchinterval(interval)
@@ -195,3 +196,13 @@ def _others_run() -> bool:
         ours.close()
         theirs.close()
     return count > 0
+
+
+def test_a_tls_stream_says_so() -> None:
+    """A caller that polls the descriptor must know that OpenSSL may hold more bytes than the descriptor shows."""
+    ours, other = socket.socketpair()
+    with ours, other:
+        assert not Stream(ours).is_encrypted
+        context = ssl.create_default_context()
+        with context.wrap_socket(ours, do_handshake_on_connect=False, server_hostname="host") as encrypted:
+            assert Stream(encrypted).is_encrypted

@@ -1,4 +1,4 @@
-"""Programs in bench/ leave nothing behind when SIGTERM ends them."""
+"""Programs in bench/ clean up when SIGTERM ends them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", 
 print("is up", flush=True)
 time.sleep(600)
 """
-"""Instead of `vllm serve`: a process with a child, that never answers."""
+"""Replaces `vllm serve`: a process with a child that never answers."""
 
 E2E = f"""
 import sys
@@ -48,7 +48,7 @@ def test_servers_of_a_benchmark_of_clients_end(tmp_path: Path) -> None:
 
 
 def test_engines_of_a_benchmark_end(tmp_path: Path) -> None:
-    """bench/vllm_e2e.py ends its servers with all their processes while they start, and removes their files."""
+    """bench/vllm_e2e.py ends its starting servers with all their processes, and removes their files."""
 
     def is_ours(pid: int) -> bool:
         return str(tmp_path) in Path(f"/proc/{pid}/cmdline").read_text()
@@ -79,19 +79,19 @@ def _start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def _living(is_ours: Callable[[int], bool]) -> list[int]:
-    """Return the processes that are ours and not zombies."""
+    """Return our processes, except zombies."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             is_living = entry.name.isdigit() and (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
             if is_living and is_ours(int(entry.name)):
                 found.append(int(entry.name))
-        except OSError:  # It ended meanwhile.
+        except OSError:  # The process has ended meanwhile.
             continue
     return found
 
 
 def _end(is_ours: Callable[[int], bool]) -> None:
-    """End what a failed test left."""
+    """End the processes left by a failed test."""
     for pid in _living(is_ours):
         os.kill(pid, signal.SIGKILL)

@@ -59,14 +59,14 @@ TESTS: Final[dict[str, str]] = {
     "tiers/async_tier.py tiers/jobs.py tiers/health.py": (
         "tiers/test_health.py tiers/test_async_tier.py tiers/test_refused.py tiers/test_epochs.py"
     ),
-    "tiers/tier_io.py tiers/block_mover.py tiers/epochs.py tiers/payload_rows.py": (
+    "tiers/tier_io.py tiers/block_mover.py tiers/epochs.py": (
         "tiers/test_tier_io.py tiers/test_block_mover.py tiers/test_removal_order.py tiers/test_refused.py"
         " tiers/test_defective_backend.py tiers/test_epochs.py tiers/test_async_tier.py"
     ),
     "codec/record.py codec/checksum.py codec/base.py codec/chain.py codec/rows.py": (
         "codec/test_record.py codec/test_rows.py codec/test_hostile.py codec/test_coding.py codec/test_corruption.py"
     ),
-    "codec/decoder.py codec/encoder.py codec/zstd.py codec/byteplane.py": (
+    "codec/coding.py codec/zstd.py codec/byteplane.py": (
         "codec/test_coding.py codec/test_hostile.py codec/test_corruption.py codec/test_tiers.py"
     ),
     "codec/seal.py codec/keyring.py": "seal",
@@ -93,7 +93,9 @@ TESTS: Final[dict[str, str]] = {
     "backends/peer/protocol.py backends/peer/summary.py backends/peer/stored.py": (
         "peer/test_protocol.py peer/test_summary.py peer/test_stored.py peer/test_faults.py peer/test_contract.py"
     ),
-    "runtime/lifetime.py": "runtime/test_process.py",
+    "runtime/process.py runtime/wire.py runtime/lifetime.py": (
+        "runtime/test_child_connection.py runtime/test_process.py"
+    ),
     "runtime/breaker.py runtime/limits.py runtime/buffers.py": (
         "runtime/test_breaker.py runtime/test_limits.py tiers/test_health.py tiers/test_tier_io.py"
     ),
@@ -101,7 +103,6 @@ TESTS: Final[dict[str, str]] = {
 """Modules of the package, and the tests under ``tests`` that have to notice a change, quick ones first."""
 
 ACCEPTED: Final[dict[str, str]] = {
-    "call removed: `self._rows.close()` -> `pass`": "the memory goes with the mover, a moment later",
     "operand dropped: `found.dict_id or declared in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR)`"
     " -> `(found.dict_id)`": "both constants are huge numbers, which the caller refuses because they do not fit",
     "operand dropped: `self._expiry.active and self._expiry.forbids(key)` -> `(self._expiry.forbids(key))`": (
@@ -111,7 +112,7 @@ ACCEPTED: Final[dict[str, str]] = {
     " -> `(self._closed or not (state.policy.cpu or state.store_links))`": (
         "a request that may store nothing has a limit of 0 tokens, too, which refuses each block"
     ),
-    "shifted: `len(new) <= primary.free_slots` -> `(len(new) < primary.free_slots)`": (
+    "shifted: `len(new) <= len(primary.free)` -> `(len(new) < len(primary.free))`": (
         "a shortcut: with room for all nothing is evicted, so pinning the others changes nothing"
     ),
     "guard removed: `not self._waiters and self.in_use + amount <= self._total` -> `False`": (

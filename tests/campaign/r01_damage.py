@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from tests.campaign.program import failed, passed, rounds
-from tests.codec.test_corruption import KINDS
+from tests.codec.damage import KINDS
 
 GOAL = 1_000_000
 

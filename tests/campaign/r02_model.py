@@ -1,4 +1,4 @@
-"""R2: random operations agree with a model, in calm weather and under faults, across restarts.
+"""R2: random operations agree with a model, with and without faults, across restarts.
 
 Method: eight workers put, get, ask and delete in batches on the memory and disk backends, each answer compared; then
 the same with one call in twenty failing, damaged, misdirected or lost. Redis and S3: R17.

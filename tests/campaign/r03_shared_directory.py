@@ -1,6 +1,6 @@
 """R3: eight processes that store and load in one directory never read a wrong byte.
 
-Method: blocks whose bytes follow from their key, four times as many as fit, so that slots change hands all the time;
+Method: blocks whose bytes follow from their key, four times as many as fit, so that slots are reused constantly;
 every loaded block is compared.
 """
 

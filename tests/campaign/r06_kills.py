@@ -1,4 +1,4 @@
-"""R6: after SIGKILLs at random points no block is wrong, leftovers are taken over, and the capacity holds.
+"""R6: after SIGKILLs at random points no block is wrong, directories are adopted, and the capacity holds.
 
 Method: 500 kills of three writers in one directory; kills of owners under a reader; four engines racing to adopt.
 """

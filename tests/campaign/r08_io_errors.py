@@ -1,4 +1,4 @@
-"""R8: whichever system call fails, nothing wrong is read, no descriptor leaks, and work goes on afterwards.
+"""R8: whichever system call fails, nothing wrong is read, no descriptor leaks, and work continues afterwards.
 
 Method: the Nth call of each kind fails, once and for a while, on io_uring and on threads.
 """

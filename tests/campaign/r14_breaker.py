@@ -1,6 +1,6 @@
-"""R14: a dead medium is left alone after a few failures, probed at intervals and used again.
+"""R14: a dead medium is skipped after a few failures, probed at intervals and used again.
 
-Method: breaker as such, under failing loads and stores, and under S3 faults.
+Method: the breaker alone, under failing loads and stores, and under S3 faults.
 """
 
 from __future__ import annotations

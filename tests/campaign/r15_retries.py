@@ -1,6 +1,6 @@
 """R15: retries stay within a tenth of the load when every request fails.
 
-Method: servers that count requests and fail them all; the budget as such.
+Method: servers that count requests and fail them all; the budget alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""R19: memory stays flat at ten times the load that the medium takes; what is too much is shed.
+"""R19: memory stays flat at ten times the load of the medium; the excess is shed.
 
 Method: jobs are submitted to a disk tier without waiting, each as soon as the last ones were shed or ended; every
 loaded block is compared. Resident memory at the end against a fifth of the way.
@@ -66,7 +66,8 @@ if __name__ == "__main__":
         view.release()
         tier.close()
     growth = late / early - 1
-    figure = f"{growth:+.1%} resident memory over {length:.0f} s, 0 wrong, {counts}"
+    jobs = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    figure = f"{growth:+.1%} resident memory over {length:.0f} s, 0 wrong; {jobs}"
     if growth > GROWTH_MAX or not counts["shed"] or not counts["loaded"]:
         failed(f"seed {seed}: {figure}")
     passed(figure)

@@ -1,4 +1,4 @@
-"""R22: parsers of everything that comes from a medium or the network refuse bad bytes by their own error, in bounds.
+"""R22: parsers of bytes from a medium or the network refuse bad bytes with their own error, within bounds.
 
 Method: coverage-guided fuzzing by Atheris (random mutations without it) of record, encoded record, slot descriptor,
 journal, directory of an owner, S3 pack and notes, archive, RESP, HTTP, peer frames and configuration.

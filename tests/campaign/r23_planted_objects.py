@@ -1,4 +1,4 @@
-"""R23: links, devices, FIFOs and files of others in a directory are neither followed nor waited for.
+"""R23: links, devices, FIFOs and files of other users in a directory are neither followed nor waited for.
 
 Method: planted objects in place of each file and directory of the disk backend.
 """

@@ -1,4 +1,4 @@
-"""R24: with a seal no forged record is believed.
+"""R24: with a seal no forged record is accepted.
 
 Method: bodies swapped between keys, records replayed from other namespaces and keys, bits flipped, lengths changed.
 """

@@ -1,4 +1,4 @@
-"""The command line tools as tests run them: in this process, or as a program of their own."""
+"""The command line tools in tests: run in this process, or as a separate program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``kvstore`` run in this process: its output and exit status without the start of an interpreter."""
+"""The command ``kvstore`` run in this process: its output and exit status without starting an interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore.cli.app import run_kvstore
 
 
 def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``kvstore`` with these arguments, its output in pipes as far as it can tell."""
+    """Run ``kvstore`` with these arguments, with its output in simulated pipes."""
     out, err = io.StringIO(), io.StringIO()
     status: object = 0
     with (

@@ -1,4 +1,4 @@
-"""The commands that look after a medium, against tiers that really stored what is there."""
+"""Maintenance commands, run against tiers that hold blocks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _QWEN = Namespace({"model": "qwen"})
 
 
 class Fixture:
-    """A tier with blocks in it, and what was stored under which key."""
+    """A tier that holds blocks, with the payload stored under each key."""
 
     def __init__(self, backend: str, root: Path, **options: Any) -> None:
         self.root = root
@@ -77,7 +77,7 @@ class Fixture:
             assert _run(tier, TransferJob(1, self.keys, range(_BLOCKS)), store=True).success
 
     def loaded(self, namespace: Namespace) -> list[bytes]:
-        """Return the keys that an engine finds, having compared their bytes."""
+        """Return the keys that an engine finds, after comparing their bytes."""
         with self.opened(namespace) as (tier, region):
             found = [key for key in self.keys if _answer(tier, key) is LookupResult.HIT]
             slots = [self.keys.index(key) for key in found]
@@ -91,7 +91,7 @@ class Fixture:
             return list(result.successful_keys)
 
     def slot_of(self, key: bytes, namespace: Namespace = _LLAMA) -> tuple[Path, int]:
-        """Return the segment of a block, and where in it its slot begins."""
+        """Return the segment that holds a block, and the offset of the block's slot."""
         for path in (self.root / namespace.hex).rglob("*.seg"):
             content = memoryview(path.read_bytes())
             for at in range(0, len(content), 4096):
@@ -101,7 +101,7 @@ class Fixture:
         raise AssertionError(f"no slot holds {key!r}")
 
     def flip(self, key: bytes, at: int) -> None:
-        """Damage a block: its record's header lies at 0, its payload at 4096."""
+        """Damage a block at an offset in its slot: the record's header is at 0, the payload at 4096."""
         path, start = self.slot_of(key)
         with path.open("r+b") as file:
             file.seek(start + at)
@@ -110,7 +110,7 @@ class Fixture:
             file.write(bytes([byte ^ 1]))
 
     def rewrite(self, key: bytes, change: Callable[[bytearray], None], namespace: Namespace = _LLAMA) -> None:
-        """Change the header of a block's record, with all checksums right."""
+        """Change the header of a block's record and recompute all checksums."""
         path, start = self.slot_of(key, namespace)
         with path.open("r+b") as file:
             file.seek(start)
@@ -123,7 +123,7 @@ class Fixture:
             file.write(_resealed(page))
 
     def date(self, created_s: float, namespace: Namespace = _LLAMA, count: int = _BLOCKS) -> None:
-        """Let blocks have been written, and their namespace used, at another time."""
+        """Set the time at which blocks were written and their namespace was last used."""
 
         def change(page: bytearray) -> None:
             page[112:120] = int(created_s * 1e9).to_bytes(8, "little")
@@ -142,7 +142,7 @@ class Fixture:
 
 
 def _resealed(page: bytearray) -> bytearray:
-    """Return a header page with a right descriptor, whatever its record says now."""
+    """Return a header page whose descriptor matches its record."""
     _, owner, slot, size, key_length, digest, key = struct.unpack_from("<8sQQQH6x32s64s", page, 256)
     made = bytearray(page)
     encode_descriptor(memoryview(made), owner, slot, size, digest, key[:key_length])
@@ -192,7 +192,7 @@ def files(tmp_path: Path) -> Fixture:
 
 
 def test_inspect_shows_the_header_of_a_block(held: Fixture) -> None:
-    """The fields are those of the format, and belong to the block that was asked for."""
+    """The fields follow the format and belong to the requested block."""
     key = held.keys[3]
     done = _kvstore("inspect", "--block", key.hex(), "--json", tier=held.text)
     block = report_of(done)["block"]
@@ -203,7 +203,7 @@ def test_inspect_shows_the_header_of_a_block(held: Fixture) -> None:
 
 
 def test_inspect_tells_what_a_namespace_stands_for(files: Fixture) -> None:
-    """A table of 80 columns at most without colour; of one namespace also its fields."""
+    """The table fits 80 columns without colour; for a single namespace the output also has its fields."""
     done = _kvstore("inspect", tier=files.text)
     assert (done.returncode, done.stderr) == (0, "")
     assert {"llama", "qwen"} <= set(done.stdout.split())
@@ -218,14 +218,14 @@ def test_inspect_tells_what_a_namespace_stands_for(files: Fixture) -> None:
 
 
 def test_a_document_that_lies_is_not_believed(files: Fixture) -> None:
-    """What namespace.json says counts only if it has the digest that the directory is named for."""
+    """``namespace.json`` is used only if its digest matches the directory's name."""
     (files.root / _QWEN.hex / "namespace.json").write_text('{"fields": {"model": "other"}}')
     rows = report_of(_kvstore("inspect", "--json", tier=files.text))["rows"]
     assert {row["namespace"]: row["model"] for row in rows} == {_LLAMA.hex: "llama", _QWEN.hex: None}
 
 
 def test_what_others_put_there_is_not_followed(files: Fixture, tmp_path: Path) -> None:
-    """Links, files and pipes in the place of ours are neither read nor reported, nor removed."""
+    """Links, files and pipes in place of ours are neither read nor reported nor removed."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_text("secret")
@@ -254,7 +254,7 @@ def test_what_others_put_there_is_not_followed(files: Fixture, tmp_path: Path) -
 
 @pytest.mark.parametrize(("at", "fault"), [(300, "length"), (40, "length"), (5000, "payload")])
 def test_scrub_takes_damaged_blocks_out_of_the_way(files: Fixture, at: int, fault: str) -> None:
-    """A dry run only reports; a real one takes the slot out of use, and both end with status 3."""
+    """A dry run only reports; a real run takes the slot out of use. Both exit with status 3."""
     key = files.keys[4]
     files.flip(key, at)
     for dry in (True, False):
@@ -270,15 +270,28 @@ def test_scrub_takes_damaged_blocks_out_of_the_way(files: Fixture, at: int, faul
 
 
 def test_scrub_names_the_damaged_block_to_people(files: Fixture) -> None:
-    """The table has the whole key, so that one can look for it."""
+    """The table has the whole key, so that users can search for it."""
     files.flip(files.keys[0], 9000)
     done = _kvstore("scrub", "--dry-run", tier=files.text)
     assert files.keys[0].hex() in done.stdout
     assert "payload" in done.stdout
 
 
+@pytest.mark.parametrize("option", ["--dry-run", "--json"])
+def test_damage_is_no_success_where_nobody_reads(files: Fixture, option: str) -> None:
+    """``kvstore scrub | head`` exits with a non-zero status if there is damage, even if the reader closes early."""
+    files.flip(files.keys[2], 6000)
+    command = f'set -o pipefail; {sys.executable} -m kvstore scrub --dry-run {option} --tier "$1" | true'
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", command, "-", files.text], env=env, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode in (1, 3)
+    assert "Error" not in done.stderr
+
+
 def test_a_slot_that_was_damaged_is_not_used_again(files: Fixture) -> None:
-    """What a scrub has found stays out of use, whatever is stored after it; the length of the segment stays, too."""
+    """A slot found damaged stays out of use, whatever is stored later, and the segment keeps its length."""
     path, at = files.slot_of(files.keys[5])
     size_bytes = path.stat().st_size
     files.flip(files.keys[5], 4096 + 77)
@@ -295,7 +308,7 @@ def test_a_slot_that_was_damaged_is_not_used_again(files: Fixture) -> None:
 
 
 def test_a_record_of_another_version_is_reported_and_left_alone(files: Fixture) -> None:
-    """It may be a good block of a newer release."""
+    """The record may be a good block of a newer release."""
 
     def change(page: bytearray) -> None:
         page[8:10] = (99).to_bytes(2, "little")
@@ -308,7 +321,7 @@ def test_a_record_of_another_version_is_reported_and_left_alone(files: Fixture) 
 
 
 def test_a_block_that_was_replaced_since_it_was_read_stays(files: Fixture) -> None:
-    """Between the verdict and the removal an engine may put a good block there."""
+    """An engine may store a good block there between the verdict and the removal."""
     with Medium(files.argument) as holdings:
         (namespace,) = (each for each in holdings.namespaces() if each.hex == _LLAMA.hex)
         block = next(block for block in holdings.blocks(namespace) if block.key == files.keys[0])
@@ -324,7 +337,7 @@ def test_a_block_that_was_replaced_since_it_was_read_stays(files: Fixture) -> No
 
 
 def test_looking_and_scrubbing_go_on_beside_a_running_engine(held: Fixture) -> None:
-    """A namespace that an engine holds is said to be; it misses what was damaged, which is its own to remove."""
+    """A namespace in use is reported; its engine misses damaged blocks, and only that engine removes them."""
     held.fill(_QWEN)
     with held.opened(_LLAMA) as (tier, _):
         rows = {row["namespace"]: row for row in report_of(_kvstore("inspect", "--json", tier=held.text))["rows"]}
@@ -339,7 +352,7 @@ def test_looking_and_scrubbing_go_on_beside_a_running_engine(held: Fixture) -> N
 
 
 def test_what_an_engine_evicts_during_a_scrub_is_gone_and_not_damaged(files: Fixture) -> None:
-    """A slot that has another block since it was listed is no block any more, whatever is in it."""
+    """A slot reused since it was listed is no longer a block, whatever its content."""
     with Medium(files.argument) as holdings, files.opened(_LLAMA) as (tier, _):
         (namespace,) = (each for each in holdings.namespaces() if each.hex == _LLAMA.hex)
         blocks = list(holdings.blocks(namespace))
@@ -357,25 +370,25 @@ def test_what_an_engine_evicts_during_a_scrub_is_gone_and_not_damaged(files: Fix
 
 
 def test_gc_removes_what_is_unused_and_what_the_dead_left(files: Fixture) -> None:
-    """Litter, and namespaces that are too old and that nobody holds or wants kept; a dry run only says so."""
-    litter = [files.owner / "index.tmp", files.owner / "000099.seg"]
+    """Stale files and expired, unused namespaces are removed; a dry run only lists them."""
+    stale = [files.owner / "index.tmp", files.owner / "000099.seg"]
     foreign = [files.owner / "README", files.root / "notes.txt", files.root / ".kvstore" / "mine"]
-    for path in (*litter, *foreign):
+    for path in (*stale, *foreign):
         path.write_bytes(b"x" * 100)
     wanted = ("gc", "--unused-for", "0.01s", "--keep", _LLAMA.hex[:16], "--json")
     eventually(lambda: time.time() - max(path.stat().st_mtime for path in files.root.rglob("*")) > 0.05)
     report = report_of(_kvstore(*wanted, "--dry-run", tier=files.text))
-    assert sorted(Path(row["name"]).name for row in report["rows"] if row["what"] == "litter") == sorted(
-        path.name for path in litter
+    assert sorted(Path(row["name"]).name for row in report["rows"] if row["what"] == "stale") == sorted(
+        path.name for path in stale
     )
     assert [(row["name"], row["blocks"]) for row in report["rows"] if row["what"] == "namespace"] == [
         (_QWEN.hex, _BLOCKS)
     ]
-    assert report["removed"] == {"litter": 0, "namespaces": 0, "blocks": 0}
-    assert all(path.exists() for path in litter)
+    assert report["removed"] == {"stale": 0, "namespaces": 0, "blocks": 0}
+    assert all(path.exists() for path in stale)
     done = _kvstore(*wanted, tier=files.text)
-    assert (done.returncode, report_of(done)["removed"]) == (0, {"litter": 2, "namespaces": 1, "blocks": _BLOCKS})
-    assert not any(path.exists() for path in litter)
+    assert (done.returncode, report_of(done)["removed"]) == (0, {"stale": 2, "namespaces": 1, "blocks": _BLOCKS})
+    assert not any(path.exists() for path in stale)
     assert all(path.exists() for path in foreign)
     assert not (files.root / _QWEN.hex).exists()
     assert files.loaded(_LLAMA) == files.keys
@@ -383,7 +396,7 @@ def test_gc_removes_what_is_unused_and_what_the_dead_left(files: Fixture) -> Non
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_names_on_a_medium_never_reach_a_terminal_as_they_are(files: Fixture, as_json: bool) -> None:
-    """Control characters and marks of direction in names are shown as escapes; JSON has the same names as before."""
+    """Control and bidirectional characters in names are shown as escapes; JSON contains the original names."""
     name = "\x1b]0;owned\x07\x1b[31mRED\x9b\u202e\nremoved: all"
     namespace = Namespace({"model": name})
     files.fill(namespace)
@@ -396,21 +409,21 @@ def test_names_on_a_medium_never_reach_a_terminal_as_they_are(files: Fixture, as
         assert "\\u001b[31mRED\\u009b\\u202e" in done.stdout.replace("\n", "")
 
 
-def test_litter_can_not_pass_for_other_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is printed as one line is one, whatever name is in it."""
-    print_line("litter a\nremoved: 0 of litter")
-    assert capsys.readouterr().out == "litter a\\nremoved: 0 of litter\n"
+def test_stale_names_cannot_forge_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Text printed as one line stays one line, whatever names it contains."""
+    print_line("stale a\nremoved: 0 of stale")
+    assert capsys.readouterr().out == "stale a\\nremoved: 0 of stale\n"
 
 
 def test_errors_never_reach_a_terminal_as_they_are(tmp_path: Path) -> None:
-    """Nor does what an argument or a server says, in an error."""
+    """Text from arguments or servers is escaped in errors, too."""
     done = run_here("inspect", "--tier", f"@{tmp_path}/\x1b[2J\x9b")
     assert (done.returncode, "\\u001b[2J\\u009b" in done.stderr) == (2, True)
     assert done.stderr.rstrip("\n").isprintable(), repr(done.stderr)
 
 
 def test_gc_leaves_alone_what_an_engine_holds(files: Fixture) -> None:
-    """However old: its engine evicts for itself. It is reported."""
+    """A namespace in use stays, whatever its age, and is reported: its engine does the eviction."""
     with files.opened(_LLAMA), files.opened(_QWEN):
         report = report_of(_kvstore("gc", "--unused-for", "0.001s", "--json", tier=files.text))
     assert set(report["held"]) == {_LLAMA.hex, _QWEN.hex}
@@ -429,15 +442,15 @@ def test_a_namespace_that_an_engine_opens_after_the_plan_keeps_its_fields(files:
 
 
 def test_gc_expires_single_blocks(held: Fixture) -> None:
-    """Blocks that were written long ago go, and the others stay."""
+    """Old blocks are removed, and the others stay."""
     held.date(1e9, count=5)
     report = report_of(_kvstore("gc", "--unused-for", "0", "--expire", "100d", "--json", tier=held.text))
-    assert report["removed"] == {"litter": 0, "namespaces": 0, "blocks": 5}
+    assert report["removed"] == {"stale": 0, "namespaces": 0, "blocks": 5}
     assert held.loaded(_LLAMA) == held.keys[5:]
 
 
 def test_gc_expires_nothing_with_0(files: Fixture) -> None:
-    """As everywhere 0 means never, however old the blocks are."""
+    """0 means never, as everywhere, however old the blocks are."""
     files.date(1e9)
     report = report_of(_kvstore("gc", "--unused-for", "0", "--expire", "0", "--json", tier=files.text))
     assert (report["rows"], report["removed"]["blocks"]) == ([], 0)
@@ -445,7 +458,7 @@ def test_gc_expires_nothing_with_0(files: Fixture) -> None:
 
 
 def test_gc_keeps_also_the_blocks_of_what_is_kept(files: Fixture) -> None:
-    """Of a namespace that --keep names no block expires; of the others those that are old do."""
+    """Blocks of a namespace listed with --keep never expire; old blocks of other namespaces do."""
     files.date(1e9)
     files.date(1e9, _QWEN)
     wanted = ("gc", "--unused-for", "0", "--expire", "100d", "--keep", _LLAMA.hex[:16], "--json")
@@ -455,20 +468,20 @@ def test_gc_keeps_also_the_blocks_of_what_is_kept(files: Fixture) -> None:
 
 
 def test_gc_leaves_what_nobody_knows_the_age_of(files: Fixture) -> None:
-    """A time of zero is none: neither blocks nor namespaces go by it, and no age is shown."""
+    """A time of zero means unknown: namespaces and blocks with it are kept, and no age is shown."""
     files.date(0)
     files.date(0, _QWEN)
     rows = report_of(_kvstore("inspect", "--json", tier=files.text))["rows"]
     assert [(row["oldest_s"], row["newest_s"], row["unused_s"]) for row in rows] == [(None, None, None)] * 2
     for arguments in (["--expire", "1s"], ["--unused-for", "1s"]):
         report = report_of(_kvstore("gc", *arguments, "--json", tier=files.text))
-        assert [row for row in report["rows"] if row["what"] != "litter"] == []
+        assert [row for row in report["rows"] if row["what"] != "stale"] == []
     assert (files.loaded(_LLAMA), files.loaded(_QWEN)) == (files.keys, files.keys)
 
 
 def test_gc_takes_so_many_blocks_at_once(files: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is more than one run takes is left to the next, and said; the last run says nothing."""
-    monkeypatch.setattr("kvstore.cli.commands.cleaning.make_plan", functools.partial(make_plan, expired_max=10))
+    """Blocks over the limit of one run are left to the next run and reported; the last run reports none."""
+    monkeypatch.setattr("kvstore.cli.commands.medium.make_plan", functools.partial(make_plan, expired_max=10))
     files.date(1e9)
     files.date(1e9, _QWEN)
     wanted = ("gc", "--unused-for", "0", "--expire", "100d")
@@ -482,19 +495,19 @@ def test_gc_takes_so_many_blocks_at_once(files: Fixture, monkeypatch: pytest.Mon
     assert (files.loaded(_LLAMA), files.loaded(_QWEN)) == ([], [])
 
 
-def test_gc_takes_so_much_litter_at_once(files: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest is swept by the next run."""
-    monkeypatch.setattr("kvstore.cli.holdings.care.LITTER_MAX", 2)
+def test_gc_removes_a_bounded_number_of_stale_objects_at_once(files: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run removes a bounded number of stale objects, and the next run removes the rest."""
+    monkeypatch.setattr("kvstore.cli.holdings.care.STALE_MAX", 2)
     for number in range(97, 100):
         (files.owner / f"{number:06d}.seg").write_bytes(b"x")
     for swept, more in ((2, True), (1, False)):
         report = report_of(_kvstore("gc", "--unused-for", "0", "--json", tier=files.text))
-        assert (report["removed"]["litter"], report["more"]) == (swept, more)
+        assert (report["removed"]["stale"], report["more"]) == (swept, more)
 
 
 @pytest.mark.parametrize(("source", "target"), [("file", "file"), ("file", "nvme"), ("nvme", "file")])
 def test_blocks_move_between_media(tmp_path: Path, source: str, target: str) -> None:
-    """What is exported from one tier is found by an engine in another, whatever the two lie on."""
+    """An engine finds exported blocks in another tier, whatever the two media."""
     here, there = Fixture(source, tmp_path / "here"), Fixture(target, tmp_path / "there")
     here.fill(_LLAMA)
     here.fill(_QWEN)
@@ -508,7 +521,7 @@ def test_blocks_move_between_media(tmp_path: Path, source: str, target: str) -> 
     assert (done.returncode, report_of(done)["outcomes"]) == (0, {"ok": _BLOCKS})
     assert (there.loaded(_LLAMA), there.loaded(_QWEN)) == (there.keys, [])
     again = report_of(_kvstore("import", archive, "--json", tier=there.text))
-    assert again["outcomes"] == {"exists": _BLOCKS}
+    assert (again["outcomes"], again["size_bytes"]) == ({"exists": _BLOCKS}, 0)
     if source == target:
         assert (there.root / _LLAMA.hex / "namespace.json").read_text() == (
             here.root / _LLAMA.hex / "namespace.json"
@@ -517,7 +530,7 @@ def test_blocks_move_between_media(tmp_path: Path, source: str, target: str) -> 
 
 @pytest.mark.parametrize("seal", [None, "mac", "aead"])
 def test_encoded_and_sealed_blocks_need_no_key_to_be_looked_after(tmp_path: Path, seal: str | None) -> None:
-    """They are verified as they are stored, moved as they are, and opened by the engine that has the keys."""
+    """Such blocks are verified and moved in their stored form; only the engine with the keys opens them."""
     keys = tmp_path / "keys"
     keys.touch(mode=0o600)
     keys.write_text(new_document())
@@ -540,7 +553,7 @@ def test_encoded_and_sealed_blocks_need_no_key_to_be_looked_after(tmp_path: Path
 
 
 def test_an_archive_goes_through_pipes(files: Fixture, tmp_path: Path) -> None:
-    """With - the archive is on stdout, and nothing else; it is read back from stdin."""
+    """With ``-`` stdout contains only the archive, and import reads it back from stdin."""
     out = io.BytesIO()
     with Medium(files.argument) as holdings:
         write_archive(holdings, holdings.namespaces(), out)
@@ -552,7 +565,7 @@ def test_an_archive_goes_through_pipes(files: Fixture, tmp_path: Path) -> None:
 
 
 def test_damaged_blocks_are_not_exported(files: Fixture, tmp_path: Path) -> None:
-    """They are named, the status is 3, and the archive holds the others."""
+    """Damaged blocks are named, the status is 3, and the archive holds the other blocks."""
     files.flip(files.keys[7], 7000)
     archive = tmp_path / "blocks.tar"
     done = _kvstore("export", str(archive), "--json", tier=files.text)
@@ -571,7 +584,7 @@ def _archive(files: Fixture) -> bytes:
 
 
 def test_damage_in_an_archive_is_found(files: Fixture, tmp_path: Path) -> None:
-    """A block that was changed on the way is not stored, and the status is 3."""
+    """A block that changed in transit is not stored, and the status is 3."""
     data = bytearray(_archive(files))
     at = data.index(files.payloads[3].tobytes())
     data[at + 1000] ^= 1
@@ -585,7 +598,7 @@ def test_damage_in_an_archive_is_found(files: Fixture, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.31, 0.5, 0.77, 0.95])
 def test_an_archive_that_was_cut_off_leaves_no_half_block(files: Fixture, tmp_path: Path, share: float) -> None:
-    """What came whole is stored, the rest is not there at all, and the status is 1."""
+    """Complete blocks are stored, the other blocks are absent, and the status is 1."""
     data = _archive(files)
     (tmp_path / "blocks.tar").write_bytes(data[: int(len(data) * share)])
     there = Fixture("file", tmp_path / "there")
@@ -599,7 +612,7 @@ def test_an_archive_that_was_cut_off_leaves_no_half_block(files: Fixture, tmp_pa
 
 
 def test_an_import_that_is_killed_leaves_no_half_block(files: Fixture, tmp_path: Path) -> None:
-    """Killed in the middle of its work, and begun again, it ends with every block there once and whole."""
+    """An import that is killed halfway and repeated leaves each block stored once and complete."""
     data = _archive(files)
     there = Fixture("file", tmp_path / "there")
     command = [sys.executable, "-m", "kvstore", "import", "--tier", there.text, "-"]
@@ -608,7 +621,7 @@ def test_an_import_that_is_killed_leaves_no_half_block(files: Fixture, tmp_path:
     )
     assert child.stdin is not None
     try:
-        # Two namespaces: the first is put when the second begins, and the archive stops in the middle of that.
+        # Two namespaces: the first is stored when the second begins, and the archive stops in the middle of the second.
         child.stdin.write(data[: int(len(data) * 0.8)])
         child.stdin.flush()
         eventually(lambda: any(there.root.rglob("index")), timeout_s=60)
@@ -625,7 +638,7 @@ def test_an_import_that_is_killed_leaves_no_half_block(files: Fixture, tmp_path:
 
 @pytest.mark.parametrize("data", [b"", b"no archive at all", b"\0" * 20480])
 def test_what_is_no_archive_is_refused(tmp_path: Path, data: bytes) -> None:
-    """Nothing is made for it."""
+    """A file that is not an archive is refused, and no tier is created."""
     there = Fixture("file", tmp_path / "there")
     with pytest.raises(ArchiveError, match="not an archive"):
         import_archive(there.argument, io.BytesIO(data), dry=False)
@@ -646,7 +659,7 @@ def _tar(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
 
 
 def _sparse_header(size_bytes: int) -> bytes:
-    """Return the header of a file of zeros that has nothing behind it, as GNU tar writes sparse files."""
+    """Return the tar header of a sparse file of zeros without data, as GNU tar writes it."""
     header = bytearray(512)
     for at, field in (
         (0, _RECORD_NAME.encode()),
@@ -665,7 +678,7 @@ def _sparse_header(size_bytes: int) -> bytes:
 
 
 def _claiming(plain_bytes: int) -> bytes:
-    """Return an intact record of a few bytes whose block is said to be long."""
+    """Return an intact record of a few bytes whose header claims a long block."""
     namespace, payload = Namespace.of_digest(b"\xab" * 32), b"z" * 64
     header = memoryview(bytearray(256))
     codec = RecordCodec(namespace, header_bytes=256)
@@ -710,7 +723,7 @@ def _hostile_archives() -> dict[str, bytes]:
 def test_a_hostile_archive_takes_no_memory_and_is_a_clear_error(
     files: Fixture, tmp_path: Path, name: str, status: int, says: str
 ) -> None:
-    """Memory grows with what an archive has and not with what it claims, and no header ends in a traceback."""
+    """Memory grows with an archive's real content, not with its claims, and no header causes a traceback."""
     path = tmp_path / "hostile.tar"
     path.write_bytes(_hostile_archives()[name])
     with memory_rise() as rise:
@@ -721,7 +734,7 @@ def test_a_hostile_archive_takes_no_memory_and_is_a_clear_error(
 
 
 def test_a_member_that_claims_an_exabyte_ends_with_the_file() -> None:
-    """A member that is passed over is not looked for behind the end of the file."""
+    """The reader does not seek past the end of the file to skip a member."""
     claiming = tarfile.TarInfo("other")
     claiming.size = 1 << 60
     start = _tar((tarfile.TarInfo("kvstore-archive.json"), _START))[:1024]
@@ -731,7 +744,7 @@ def test_a_member_that_claims_an_exabyte_ends_with_the_file() -> None:
 
 
 def test_a_long_archive_is_not_kept_in_memory(files: Fixture) -> None:
-    """What the package remembers of each member is dropped: archives have millions."""
+    """State of processed members is dropped, because archives may have millions of members."""
     others = _tar(*((tarfile.TarInfo(f"other-{number}"), b"") for number in range(5000)))
     data = io.BytesIO(_archive(files)[:1024] + others)
     tracemalloc.start()
@@ -745,10 +758,10 @@ def test_a_long_archive_is_not_kept_in_memory(files: Fixture) -> None:
 
 
 def test_a_record_that_claims_a_long_block_does_not_end_a_scrub(files: Fixture) -> None:
-    """It is reported as not understood, and the blocks beside it are verified."""
+    """The block is reported as unreadable, and the blocks beside it are verified."""
 
     def change(page: bytearray) -> None:
-        # A codec is said to have made it shorter.
+        # The header claims that a codec has compressed the block.
         page[16:24] = (1 << 40).to_bytes(8, "little")
         page[120] = 3
 
@@ -760,7 +773,7 @@ def test_a_record_that_claims_a_long_block_does_not_end_a_scrub(files: Fixture) 
 
 
 def test_members_of_an_archive_are_never_paths(files: Fixture, tmp_path: Path) -> None:
-    """Whatever else a tar file holds is passed over: links, directories, names that lead elsewhere."""
+    """Other members of a tar file are ignored: links, directories, paths outside."""
     out = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(_archive(files))) as tar, tarfile.open(fileobj=out, mode="w") as evil:
         for member in tar:
@@ -780,7 +793,7 @@ def test_members_of_an_archive_are_never_paths(files: Fixture, tmp_path: Path) -
 
 
 def test_a_block_under_a_false_name_is_not_imported(files: Fixture) -> None:
-    """A record belongs to the namespace and key that its header says, not to where somebody put it."""
+    """A record belongs to the namespace and key in its header, not to its name in the archive."""
     data = _archive(files).replace(files.keys[3].hex().encode(), b"other-key"[:7].hex().encode())
     result = import_archive(files.argument, io.BytesIO(data), dry=True)
     assert {row["fault"] for row in result.damaged} <= {"key"}
@@ -788,7 +801,7 @@ def test_a_block_under_a_false_name_is_not_imported(files: Fixture) -> None:
 
 
 def test_an_import_waits_for_no_engine_that_does_not_share(files: Fixture, tmp_path: Path) -> None:
-    """The error says what to do; into a directory that engines share it is imported beside them."""
+    """The error suggests a solution; a directory shared by engines can be imported into while they run."""
     data = _archive(files)
     alone = Fixture("nvme", tmp_path / "alone")
     with alone.opened(_LLAMA), pytest.raises(LockedError, match="another engine uses it"):
@@ -800,7 +813,7 @@ def test_an_import_waits_for_no_engine_that_does_not_share(files: Fixture, tmp_p
 
 
 def test_an_export_that_fails_leaves_no_archive(files: Fixture, tmp_path: Path) -> None:
-    """The archive gets its name when it is whole; a second export at the same time is refused."""
+    """The archive gets its name once it is complete; a concurrent second export is refused."""
     target = tmp_path / "missing" / "blocks.tar"
     done = _kvstore("export", str(target), tier=files.text)
     assert (done.returncode, done.stdout) == (2, "")
@@ -818,13 +831,13 @@ def test_an_export_that_fails_leaves_no_archive(files: Fixture, tmp_path: Path) 
 def test_an_export_that_is_interrupted_leaves_no_archive(
     files: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After Ctrl-C the status is 130, and what was begun is gone."""
+    """After Ctrl-C the status is 130, and the partial archive is removed."""
 
     def interrupted(holdings: Any, namespaces: Any, file: Any, on_block: Any) -> None:
         file.write(b"the beginning")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvstore.cli.commands.archives.write_archive", interrupted)
+    monkeypatch.setattr("kvstore.cli.commands.medium.write_archive", interrupted)
     done = _kvstore("export", str(tmp_path / "blocks.tar"), tier=files.text)
     assert (done.returncode, done.stdout) == (130, "")
     assert [path.name for path in tmp_path.iterdir()] == ["tier"]
@@ -832,7 +845,7 @@ def test_an_export_that_is_interrupted_leaves_no_archive(
 
 @pytest.mark.parametrize("backend", ["file", "nvme"])
 def test_nothing_is_made_where_there_is_no_tier(tmp_path: Path, backend: str) -> None:
-    """Looking at a path that holds no tier is an error, and leaves it as it is."""
+    """A path without a tier is an error, and is not changed."""
     empty = Fixture(backend, tmp_path / "empty")
     for make in (False, True):
         if make:
@@ -844,13 +857,13 @@ def test_nothing_is_made_where_there_is_no_tier(tmp_path: Path, backend: str) ->
 
 
 def test_a_tier_in_memory_can_not_be_listed() -> None:
-    """The error says what can."""
+    """The error gives the reason: a memory tier ends with its engine."""
     with Medium(parse_tier("memory")) as medium, pytest.raises(ConfigError, match="ends with its engine"):
         medium.namespaces()
 
 
 def test_names_of_sealed_records_are_not_touched_by_an_import_elsewhere() -> None:
-    """A seal covers the length of the header, so such a record fits only media of the same alignment."""
+    """A seal covers the header's length, so such a record fits only media of the same alignment."""
     payload = memoryview(bytes(64))
     header = bytearray(4096)
     RecordCodec(_LLAMA, header_bytes=4096).encode_header(memoryview(header), b"k", payload)
@@ -866,7 +879,7 @@ def test_names_of_sealed_records_are_not_touched_by_an_import_elsewhere() -> Non
 
 @pytest.mark.parametrize("header_bytes", [256, 4096])
 def test_an_import_gives_a_disk_what_direct_io_takes(header_bytes: int) -> None:
-    """Header and payload lie in whole pages, wherever the record was read to, and are what they were."""
+    """Header and payload occupy whole pages, with unchanged bytes, wherever the record was read to."""
     payload = memoryview(np.random.default_rng(3).bytes(8192))
     record = bytearray(header_bytes + len(payload))
     RecordCodec(_LLAMA, header_bytes=header_bytes).encode_header(memoryview(record)[:header_bytes], b"k", payload)
@@ -884,7 +897,7 @@ def _with_key_id(header: Any) -> Any:
 
 
 def test_a_plan_changes_nothing(files: Fixture) -> None:
-    """Deciding what is to go and doing it are two things."""
+    """Making a plan removes nothing; only its execution does."""
     with Medium(files.argument) as holdings:
         plan = make_plan(holdings, unused_for_s=1.0, expire_s=None, now=time.time() + 3600)
         assert {namespace.hex for namespace in plan.namespaces} == {_LLAMA.hex, _QWEN.hex}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def _extra(*texts: str, **more: Any) -> dict[str, Any]:
 
 
 def test_the_full_stack_names_tiers_by_their_backends() -> None:
-    """Kvstore's spec takes the objects as they are; what is not asked for is left out."""
+    """Kvstore's spec takes the objects unchanged; unset options are omitted."""
     assert _extra(_FILE, _NVME) == {
         "spec_name": "KVStoreOffloadingSpec",
         "spec_module_path": "kvstore.vllm",
@@ -39,7 +40,7 @@ def test_the_full_stack_names_tiers_by_their_backends() -> None:
 
 
 def test_the_drop_in_spells_the_tiers_out_for_vllm() -> None:
-    """VLLM's own spec finds the class by module and name, and the backend is an option of it."""
+    """VLLM's own spec finds the class by module and name, and the backend is one of its options."""
     assert _extra(_FILE, spec="tiering", cpu_bytes=1 << 30) == {
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": 1 << 30,
@@ -56,7 +57,7 @@ def test_the_drop_in_spells_the_tiers_out_for_vllm() -> None:
 
 
 def test_options_of_the_manager_are_passed_on() -> None:
-    """Eviction policy, manager, the manager's options, and whatever else vLLM knows."""
+    """Eviction policy, manager, the manager's options, and any other options of vLLM."""
     extra = _extra(_FILE, eviction="S3-FIFO", tiering={"policy": {"min_uses": 2}}, extra={"block_size": 256})
     assert (extra["eviction_policy"], extra["tiering"]) == ("s3fifo", {"policy": {"min_uses": 2}})
     assert extra["block_size"] == 256
@@ -64,7 +65,7 @@ def test_options_of_the_manager_are_passed_on() -> None:
 
 
 def test_tiers_of_one_backend_get_labels() -> None:
-    """Their names tell them apart; a label that was given stays."""
+    """Labels distinguish them; a given label stays."""
     labels = [
         tier.get("label") for tier in _extra(_FILE, _FILE, _FILE.replace("{", '{"label": "own", '))["secondary_tiers"]
     ]
@@ -85,19 +86,19 @@ def test_tiers_of_one_backend_get_labels() -> None:
         ({"tiering": {"store_share": 0.5}, "manager": "vllm"}, "vLLM's is to be used"),
         ({"manager": "mine"}, "Expected 'kvstore' or 'vllm'"),
         ({"eviction": "fifo"}, "Unknown eviction policy"),
-        ({"eviction": "s3fifo", "spec": "tiering"}, "vLLM's manager knows"),
+        ({"eviction": "s3fifo", "spec": "tiering"}, "is not supported by vLLM's manager"),
         ({"cpu_bytes": 0}, "CPU memory"),
         ({"extra": {"cpu_bytes_to_use": 5}}, "option for it"),
     ],
 )
 def test_what_can_not_be_used_is_refused(options: dict[str, Any], says: str) -> None:
-    """Everything is checked before it is printed, not when the engine starts."""
+    """Everything is checked before printing, not when the engine starts."""
     with pytest.raises(ConfigError, match=says):
         vllm_config(_tiers(_FILE), **options)
 
 
 def test_the_command_prints_one_line_that_a_shell_takes() -> None:
-    """Nothing else is on stdout, so it can be put into a command line as it is."""
+    """Stdout has nothing else, so the line can be pasted into a command."""
     done = run_program("config", "--vllm", "--cpu", "2GiB", "--tier", _FILE)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") == 1
@@ -122,14 +123,14 @@ def test_the_command_prints_one_line_that_a_shell_takes() -> None:
     ],
 )
 def test_a_mistake_is_status_two_and_one_line_on_stderr(arguments: list[str]) -> None:
-    """Nothing is on stdout, so no half configuration reaches an engine."""
+    """Stdout is empty, so no partial configuration reaches an engine."""
     done = run_here("config", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
 
 
 def test_secrets_are_printed_only_where_the_engine_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checked tiers are shown with defaults and without secrets; the string for vLLM has them, and says so."""
+    """Checked tiers are shown with defaults and without secrets; the string for vLLM has them, with a warning."""
     monkeypatch.setenv("KV_PASSWORD", "canary-5678")
     tier = "redis://user:canary-1234@10.0.0.1:6379/0?insecure=true"
     shown = run_here("config", "--tier", tier)
@@ -142,3 +143,19 @@ def test_secrets_are_printed_only_where_the_engine_needs_them(monkeypatch: pytes
     assert "secret" in printed.stderr
     better = '{"type": "redis", "url": "rediss://10.0.0.1", "password": {"env": "KV_PASSWORD"}}'
     assert run_here("config", "--vllm", "--tier", better).stderr == ""
+
+
+def test_two_tiers_may_not_share_a_directory(tmp_path: Path) -> None:
+    """Two tiers on one directory are refused in any spelling of the path, with and without --vllm."""
+    tiers = ["--tier", f"file://{tmp_path}/kv?capacity=1GiB", "--tier", f"nvme://{tmp_path}/./kv?capacity=1GiB"]
+    for more in ([], ["--vllm"]):
+        done = run_here("config", *tiers, *more)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "Tiers 1 and 2" in done.stderr
+
+
+def test_cpu_memory_without_a_unit_is_refused(tmp_path: Path) -> None:
+    """A size in bytes that holds no block is refused, with an example of a unit."""
+    done = run_here("config", "--vllm", "--tier", f"file://{tmp_path}/kv?capacity=1GiB", "--cpu", "8")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'8GiB'" in done.stderr

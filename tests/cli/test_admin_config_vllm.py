@@ -1,4 +1,4 @@
-"""What ``kvstore config --vllm`` prints, read by vLLM and by kvstore's own checks inside of it."""
+"""Output of ``kvstore config --vllm``, read by vLLM and by kvstore's own checks inside it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import pytest
 
 from tests.cli.in_process import run_here
 
-# It starts no engine, but importing vLLM takes as long as half the other tests of the tools, beside which it would run.
+# It starts no engine, but importing vLLM takes as long as half of the other tool tests that would run beside it.
 pytestmark = pytest.mark.vllm
 
 _FILE = '{"type": "file", "path": "/mnt/kv", "capacity": "500GiB"}'
+_OTHER_FILE = '{"type": "file", "path": "/mnt/other", "capacity": "500GiB"}'
 _REDIS = '{"type": "redis", "url": "redis://127.0.0.1:6379"}'
 
 
 def _printed(*arguments: str) -> dict[str, Any]:
-    done = run_here("config", "--vllm", "--tier", _FILE, "--tier", _FILE, "--tier", _REDIS, *arguments)
+    done = run_here("config", "--vllm", "--tier", _FILE, "--tier", _OTHER_FILE, "--tier", _REDIS, *arguments)
     assert done.returncode == 0, done.stderr
     config = json.loads(done.stdout)
     assert isinstance(config, dict)
@@ -34,11 +35,9 @@ def _printed(*arguments: str) -> dict[str, Any]:
     ],
 )
 def test_vllm_and_its_plugin_take_what_is_printed(arguments: list[str]) -> None:
-    """Both ways in: vLLM's configuration accepts the string, and kvstore's checks in the engine accept the tiers."""
+    """Its string is valid for vLLM's configuration, and its tiers for kvstore's checks in the engine."""
     config_module = pytest.importorskip("vllm.config")
-    from kvstore.vllm.manager import check_tiering, is_own_manager
-    from kvstore.vllm.options import TIER_TYPE, check_options
-    from kvstore.vllm.spec import with_short_types
+    from kvstore.vllm.options import TIER_TYPE, check_options, check_tiering, is_own_manager, with_short_types
 
     config = config_module.KVTransferConfig(**_printed(*arguments))
     extra = with_short_types(config.kv_connector_extra_config)

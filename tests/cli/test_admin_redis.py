@@ -1,4 +1,4 @@
-"""The commands that look after a medium, on Redis servers of every kind, beside values of others."""
+"""Maintenance commands on every kind of Redis server, beside foreign values."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _SHORT = Namespace({"model": "llama"})
 _LONG = Namespace({"model": "qwen"})
 _BLOCKS = {_SHORT: 20, _LONG: 3}
 _SIZES = {_SHORT: 4096, _LONG: 2 * PART_BYTES + 12345}
-"""The blocks of one namespace are one value each, those of the other three."""
+"""A block of one namespace is a single value; a block of the other has three parts."""
 
 ADMIN_ACL = "~kv:* resetchannels -@all +hello +scan +pttl +object|idletime +strlen +getrange +get +exists +unlink"
-"""What docs/admin.md tells operators to grant; a test compares the two."""
+"""The rights that docs/admin.md lists for operators; a test compares the two."""
 
 
 server = server_fixture("redis", "module")
@@ -55,7 +55,7 @@ cluster = cluster_fixture("module")
 
 
 class Tier:
-    """A tier on a server, under a prefix of its own, with what was stored there."""
+    """A tier on a server, under its own prefix, with the blocks stored there."""
 
     def __init__(self, server: Server, rng: random.Random, **more: Any) -> None:
         self.server = server
@@ -63,7 +63,7 @@ class Tier:
         self.prefix: str = self.options["prefix"]
         self.text = json.dumps({"type": "redis", **self.options})
         self.stored: dict[Namespace, dict[bytes, bytes]] = {_SHORT: {}, _LONG: {}}
-        # What engines have stored some time ago, and used since.
+        # By default blocks look written and last used some time ago.
         self.written_ago_s = 2 * 3600
         self._rng = rng
 
@@ -77,7 +77,7 @@ class Tier:
             assert set(outcomes) == {Outcome.OK}
 
     def loaded(self, namespace: Namespace) -> set[bytes]:
-        """Return the keys that an engine finds, having compared their bytes."""
+        """Return the keys that an engine finds, after comparing their bytes."""
         maker = self._maker(namespace)
         targets = [maker.target(key) for key in self.stored[namespace]]
         reads = [target.read for target in targets]
@@ -91,11 +91,11 @@ class Tier:
         return sorted(self.stored[namespace])
 
     def name(self, namespace: Namespace, key: bytes, part: int | None = None) -> str:
-        """Return what the server knows a value as."""
+        """Return the name of a value on the server."""
         return f"{self.prefix}{namespace.hex[:32]}:{key.hex()}" + ("" if part is None else f":{part}")
 
     def run(self, command: str, *arguments: str, text: str = "") -> Any:
-        """Run a command on the tier; it must end in JSON."""
+        """Run a command on the tier with ``--json``."""
         return run_here(command, "--tier", text or self.text, *arguments, "--json")
 
     def cli(self, *command: str) -> str:
@@ -104,18 +104,18 @@ class Tier:
         return cli(admin, *command).strip()
 
     def flip(self, name: str, at: int) -> None:
-        """Change one bit of a value, whichever it was before."""
+        """Flip one bit of a value."""
         byte = self.cli("GETBIT", name, str(at * 8 + 7))
         assert byte in "01"
         self.cli("SETBIT", name, str(at * 8 + 7), "10"[int(byte)])
 
     def make_old(self, *names: str, by_s: int = 3600) -> None:
-        """Make values look as if they had not been used for a time."""
+        """Make values look unused for some time."""
         for name in names:
             self.make_idle(name, by_s, ttl_s=86400 - by_s)
 
     def make_idle(self, name: str, idle_s: int, *, ttl_s: int = 0) -> None:
-        """Make a server that counts idle time believe that a value was idle for so long, and how long it is to live."""
+        """Set a value's idle time, and its time to live, on a server that tracks idle times."""
         script = (
             "return redis.call('RESTORE', KEYS[1], ARGV[1], redis.call('DUMP', KEYS[1]), "
             "'REPLACE', 'IDLETIME', ARGV[2])"
@@ -149,7 +149,7 @@ def _with_backend(
 @pytest.fixture
 def tier(server: Server, rng: random.Random) -> Tier:
     """A tier with blocks of both kinds on a single server."""
-    # What earlier tests left would in the end make the server evict what this one stores.
+    # Blocks left by earlier tests would eventually make the server evict this tier's blocks.
     cli(server, "FLUSHALL")
     found = Tier(server, rng)
     found.fill()
@@ -157,7 +157,7 @@ def tier(server: Server, rng: random.Random) -> Tier:
 
 
 def _whole_story(tier: Tier, tmp_path: Path, foreign: Sequence[str] = ()) -> None:
-    """What holds on every kind of server: looked at, verified, carried away and back, removed; not what is others'."""
+    """Check on any kind of server: inspect, verify, export, import, remove; foreign values stay."""
     tier.fill()
     rows = {row["namespace"]: row for row in report_of(tier.run("inspect"))["rows"]}
     assert {name: row["blocks"] for name, row in rows.items()} == {each.hex: n for each, n in _BLOCKS.items()}
@@ -173,7 +173,7 @@ def _whole_story(tier: Tier, tmp_path: Path, foreign: Sequence[str] = ()) -> Non
     assert {row["name"] for row in dry["rows"]} == {namespace.hex for namespace in _BLOCKS}
     assert tier.loaded(_LONG) == set(tier.stored[_LONG])
     gone = report_of(tier.run("gc", "--unused-for", "0.001s", "--keep", _LONG.hex))["removed"]
-    assert gone == {"litter": 0, "namespaces": 1, "blocks": _BLOCKS[_SHORT]}
+    assert gone == {"stale": 0, "namespaces": 1, "blocks": _BLOCKS[_SHORT]}
     assert (tier.loaded(_SHORT), tier.loaded(_LONG)) == (set(), set(tier.stored[_LONG]))
     outcomes = report_of(tier.run("import", archive))["outcomes"]
     assert outcomes == {"ok": _BLOCKS[_SHORT], "exists": _BLOCKS[_LONG]}
@@ -181,7 +181,7 @@ def _whole_story(tier: Tier, tmp_path: Path, foreign: Sequence[str] = ()) -> Non
 
 
 def test_a_single_server(server: Server, rng: random.Random, tmp_path: Path) -> None:
-    """All commands, beside values of others that have nearly our names: those stay as they are."""
+    """All commands work beside foreign values with similar names, which stay unchanged."""
     tier = Tier(server, rng)
     lookalike = f"{tier.prefix}{'ab' * 16}:{'cd' * 16}"
     strings = [f"x{tier.prefix}a", f"{tier.prefix}notes", lookalike, f"{lookalike}:1", f"{lookalike[:-1]}:0"]
@@ -201,17 +201,17 @@ def test_a_single_server(server: Server, rng: random.Random, tmp_path: Path) -> 
 
 
 def test_valkey(valkey: Server, rng: random.Random, tmp_path: Path) -> None:
-    """All commands on Valkey."""
+    """All commands work on Valkey."""
     _whole_story(Tier(valkey, rng), tmp_path)
 
 
 def test_a_unix_socket_and_another_database(server: Server, rng: random.Random, tmp_path: Path) -> None:
-    """All commands through a unix socket, in a database that is not the first."""
+    """All commands through a Unix socket, in a database other than the first."""
     _whole_story(Tier(server, rng, url=f"unix://{server.unix_path}?db=3"), tmp_path)
 
 
 def test_a_cluster(cluster: Sequence[Server], rng: random.Random, tmp_path: Path) -> None:
-    """All commands on a cluster: every master is asked, and parts of a block lie on several."""
+    """All commands on a cluster: every master is queried, and the parts of a block lie on several masters."""
     tier = Tier(cluster[0], rng)
     _whole_story(tier, tmp_path)
     assert all(int(cli(server, "DBSIZE").split()[-1]) for server in cluster)
@@ -227,7 +227,7 @@ def test_sentinels(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_tls_and_the_rights_of_the_docs(tmp_path: Path, rng: random.Random) -> None:
-    """With the rights that docs/admin.md lists and those of an engine, all commands work and none is denied."""
+    """With the rights listed in docs/admin.md and those of an engine, all commands work and none is denied."""
     page = (Path(__file__).parents[2] / "docs" / "admin.md").read_text()
     assert ADMIN_ACL in page
     with running(secured(tmp_path / "tls", f"{ADMIN_ACL} +set +info")) as (server,):
@@ -238,7 +238,7 @@ def test_tls_and_the_rights_of_the_docs(tmp_path: Path, rng: random.Random) -> N
 
 
 def test_the_rights_of_the_docs_suffice_to_look_after_a_tier(tmp_path: Path, rng: random.Random) -> None:
-    """Who is no engine needs none of an engine's rights but those listed; an engine stores, with rights of its own."""
+    """The listed rights suffice for maintenance without an engine's rights; the engine stores with its own."""
     with running(secured(tmp_path / "tls", ADMIN_ACL)) as (server,):
         engine = Tier(replace(server, username="admin"), rng)
         engine.fill()
@@ -249,16 +249,16 @@ def test_the_rights_of_the_docs_suffice_to_look_after_a_tier(tmp_path: Path, rng
         engine.make_old(*(tier.name(_LONG, engine.keys(_LONG)[0], part) for part in (1, 2)))
         assert len(report_of(tier.run("inspect"))["rows"]) == len(_BLOCKS)
         archive = str(tmp_path / "blocks.tar")
-        # A damaged block is left out of the archive, named, and the status is that of damage.
+        # The archive omits the damaged block and the report names it; the status is that of damage.
         assert (tier.run("export", archive).returncode, tier.run("scrub").returncode) == (3, 3)
         assert tier.run("export", str(tmp_path / "intact.tar")).returncode == 0
         gone = report_of(tier.run("gc", "--unused-for", "0.001s"))["removed"]
-        assert gone == {"litter": 2, "namespaces": 2, "blocks": sum(_BLOCKS.values()) - 2}
+        assert gone == {"stale": 2, "namespaces": 2, "blocks": sum(_BLOCKS.values()) - 2}
         assert _denied(tier) == set()
 
 
 def _denied(tier: Tier) -> set[str]:
-    """Return the commands that a server denied its users, but for the one that commands can do without."""
+    """Return the commands that the server denied, except the optional ``CLIENT NO-TOUCH``."""
     lines = tier.cli("ACL", "LOG").splitlines()
     assert not lines or "object" in lines, lines
     return {value for name, value in itertools.pairwise(lines) if name == "object"} - {"client|no-touch"}
@@ -266,7 +266,7 @@ def _denied(tier: Tier) -> set[str]:
 
 @pytest.mark.parametrize("lacking", ["+scan", "+pttl", "+strlen", "+getrange"])
 def test_the_right_that_lacks_is_named(tmp_path: Path, rng: random.Random, lacking: str) -> None:
-    """A user of an engine, or one that lacks a right, is told which command was refused; nothing is changed."""
+    """If a right is missing, the error names the refused command, and nothing is changed."""
     acl = ADMIN_ACL.replace(f" {lacking}", "")
     with running(secured(tmp_path / "tls", f"{acl} +set +info")) as (server,):
         tier = Tier(server, rng)
@@ -282,7 +282,7 @@ def test_the_right_that_lacks_is_named(tmp_path: Path, rng: random.Random, lacki
 
 @pytest.mark.parametrize(("at", "fault"), [(300, "payload"), (40, "header"), (3, "header")])
 def test_a_damaged_block_is_named_and_removed(tier: Tier, at: int, fault: str) -> None:
-    """A dry run only reports; a real one deletes it, both end with status 3, and the others stay."""
+    """A dry run only reports; a real run deletes the block. Both exit with status 3, and the other blocks stay."""
     key = tier.keys(_SHORT)[4]
     tier.flip(tier.name(_SHORT, key), at)
     for dry in (True, False):
@@ -298,21 +298,21 @@ def test_a_damaged_block_is_named_and_removed(tier: Tier, at: int, fault: str) -
 
 @pytest.mark.parametrize(("part", "at", "fault"), [(2, 1000, "payload"), (0, 60, "header"), (0, 2, "header")])
 def test_damage_in_a_part_is_damage_of_its_block(tier: Tier, part: int, at: int, fault: str) -> None:
-    """Whether of the piece, of the record's header or of the part's own: the block goes, at the latest by gc."""
+    """Damage to a part's data, its header or the record's header damages the block, which gc removes at the latest."""
     key = tier.keys(_LONG)[1]
     tier.flip(tier.name(_LONG, key, part), at)
     done = tier.run("scrub", "--namespace", _LONG.hex)
     assert [(row["key"], row["fault"]) for row in report_of(done)["rows"]] == [(key.hex(), fault)]
     left = [name for n in range(3) if tier.cli("EXISTS", name := tier.name(_LONG, key, n)) == "1"]
     tier.make_old(*left)
-    # Of a part whose header is no header, nobody knows how many others there are.
-    assert report_of(tier.run("gc"))["removed"]["litter"] == len(left) == (2 if at == 2 else 0)
+    # If a part's header is unreadable, the number of the other parts is unknown.
+    assert report_of(tier.run("gc"))["removed"]["stale"] == len(left) == (2 if at == 2 else 0)
     assert tier.cli("EXISTS", *(tier.name(_LONG, key, n) for n in range(3))) == "0"
     assert tier.loaded(_LONG) == set(tier.stored[_LONG]) - {key}
 
 
 def test_parts_of_a_later_release_stay(tier: Tier) -> None:
-    """A block in parts of a format that came after this one is neither judged nor removed."""
+    """A block whose parts have a newer format is neither verified nor removed."""
     name = tier.name(_LONG, tier.keys(_LONG)[0], 0)
     tier.cli("SETRANGE", name, "3", "2")
     done = tier.run("scrub")
@@ -321,7 +321,7 @@ def test_parts_of_a_later_release_stay(tier: Tier) -> None:
 
 
 def test_a_value_of_absurd_length_is_not_read(tier: Tier) -> None:
-    """What is longer than any value of ours is damage, without being taken into memory."""
+    """A value longer than any of ours counts as damage, and is not read into memory."""
     name = tier.name(_SHORT, tier.keys(_SHORT)[0])
     tier.cli("SETRANGE", name, str(5 << 20), "x")
     done = tier.run("scrub")
@@ -331,7 +331,7 @@ def test_a_value_of_absurd_length_is_not_read(tier: Tier) -> None:
 
 @pytest.mark.parametrize("command", ["scrub", "export"])
 def test_a_part_that_claims_a_long_record_takes_no_memory(tier: Tier, command: str, tmp_path: Path) -> None:
-    """Memory is taken as bytes arrive: a value of some bytes may claim any length of the record that it begins."""
+    """Memory is allocated as bytes arrive: a value of a few bytes may claim any record length."""
     name = tier.name(_LONG, tier.keys(_LONG)[0])
     size_bytes = 1500 << 20
     header = struct.pack("<4sHHQ16s", b"kvp1", 0, -(-size_bytes // (4 << 20)), size_bytes, b"t" * 16)
@@ -346,7 +346,7 @@ def test_a_part_that_claims_a_long_record_takes_no_memory(tier: Tier, command: s
 
 
 def test_a_block_that_is_stored_when_only_damaged_ones_were_known_stays(tier: Tier) -> None:
-    """Without a header that can be read half of the namespace's digest is not known: what comes then is no damage."""
+    """Without a readable header half of the namespace's digest is unknown; a block stored later is not damage."""
     damaged, *others = tier.keys(_SHORT)
     tier.flip(tier.name(_SHORT, damaged), 40)
     tier.cli("UNLINK", *(tier.name(_SHORT, key) for key in others))
@@ -365,7 +365,7 @@ def test_a_block_that_is_stored_when_only_damaged_ones_were_known_stays(tier: Ti
 
 
 def test_a_block_that_was_mended_since_stays(tier: Tier) -> None:
-    """Between the verdict and the removal an engine may have put a good block there."""
+    """An engine may have stored a good block there between the verdict and the removal."""
     key = tier.keys(_SHORT)[0]
     tier.flip(tier.name(_SHORT, key), 900)
     with Medium(parse_tier(tier.text)) as holdings:
@@ -376,30 +376,30 @@ def test_a_block_that_was_mended_since_stays(tier: Tier) -> None:
     assert tier.loaded(_SHORT) == set(tier.stored[_SHORT])
 
 
-def test_what_lacks_a_part_is_gone_for_scrub_and_litter_for_gc(tier: Tier) -> None:
-    """A server evicts parts singly: that is no damage. gc removes what is left, once it is old; whole blocks stay."""
+def test_an_incomplete_block_is_missing_for_scrub_and_stale_for_gc(tier: Tier) -> None:
+    """Servers evict single parts, so this is not damage; gc removes old remaining parts. Complete blocks stay."""
     torn, headless, whole = tier.keys(_LONG)
     tier.cli("UNLINK", tier.name(_LONG, torn, 1), tier.name(_LONG, headless, 0))
     done = tier.run("scrub", "--namespace", _LONG.hex)
     assert (done.returncode, report_of(done)["blocks"], report_of(done)["gone"]) == (0, 1, 1)
-    # Young ones may be what a writer has written so far.
-    assert report_of(tier.run("gc"))["removed"]["litter"] == 0
+    # Young parts may belong to a block that is still being written.
+    assert report_of(tier.run("gc"))["removed"]["stale"] == 0
     left = [tier.name(_LONG, torn, 0), tier.name(_LONG, torn, 2)]
     left += [tier.name(_LONG, headless, 1), tier.name(_LONG, headless, 2)]
     tier.make_old(*left, *(tier.name(_LONG, whole, part) for part in range(3)))
     dry = report_of(tier.run("gc", "--dry-run"))
     assert {row["name"] for row in dry["rows"]} == set(left)
-    assert {row["what"] for row in dry["rows"]} == {"litter"} and dry["removed"]["litter"] == 0
+    assert {row["what"] for row in dry["rows"]} == {"stale"} and dry["removed"]["stale"] == 0
     assert tier.cli("EXISTS", *left) == "4"
-    # To look at a part is to use it, to servers before Redis 7.2.
+    # Before Redis 7.2, reading a part counts as its use.
     tier.make_old(*left)
-    assert report_of(tier.run("gc"))["removed"] == {"litter": 4, "namespaces": 0, "blocks": 0}
+    assert report_of(tier.run("gc"))["removed"] == {"stale": 4, "namespaces": 0, "blocks": 0}
     assert tier.cli("EXISTS", *left) == "0"
     assert tier.loaded(_LONG) == {whole}
 
 
-def test_a_part_of_another_write_is_litter(tier: Tier) -> None:
-    """Two writers of one block may leave a first part of one and another of the other: no block is made of that."""
+def test_a_part_of_another_write_is_stale(tier: Tier) -> None:
+    """Parts from two writers of one block do not form a block."""
     key = tier.keys(_LONG)[0]
     strange = tier.name(_LONG, tier.keys(_LONG)[1], 1)
     tier.cli("COPY", strange, tier.name(_LONG, key, 1), "REPLACE")
@@ -407,35 +407,35 @@ def test_a_part_of_another_write_is_litter(tier: Tier) -> None:
     dry = report_of(tier.run("gc", "--dry-run"))
     assert [row["name"] for row in dry["rows"]] == [tier.name(_LONG, key, 1)]
     tier.make_old(*(tier.name(_LONG, key, part) for part in range(3)))
-    assert report_of(tier.run("gc"))["removed"]["litter"] == 1
-    # Now its first part has no block: the next round takes the rest of it.
-    assert report_of(tier.run("gc"))["removed"]["litter"] == 2
+    assert report_of(tier.run("gc"))["removed"]["stale"] == 1
+    # Its first part now belongs to no block, so the next run removes the remaining parts.
+    assert report_of(tier.run("gc"))["removed"]["stale"] == 2
     assert tier.loaded(_LONG) == set(tier.keys(_LONG)[1:])
 
 
-def test_litter_that_was_written_anew_stays(tier: Tier) -> None:
-    """Between finding a part and removing it an engine may have stored the block again."""
+def test_a_stale_file_that_was_written_again_stays(tier: Tier) -> None:
+    """An engine may have stored the block again between the discovery of a part and its removal."""
     key = tier.keys(_LONG)[0]
     tier.cli("UNLINK", tier.name(_LONG, key, 0))
     tier.make_old(tier.name(_LONG, key, 1), tier.name(_LONG, key, 2))
     with Medium(parse_tier(tier.text)) as holdings:
-        litter = holdings.litter()
-        assert len(litter) == 2
+        stale = holdings.stale_items()
+        assert len(stale) == 2
         maker = tier._maker(_LONG)
         write = maker.write(key, tier.stored[_LONG][key])
         assert _with_backend(tier.options, _LONG, lambda backend: backend.put([write])) == [Outcome.OK]
-        assert holdings.sweep(litter) == 0
+        assert holdings.sweep(stale) == 0
     assert tier.loaded(_LONG) == set(tier.stored[_LONG])
 
 
 def test_gc_expires_blocks_by_their_time_to_live(tier: Tier) -> None:
-    """Use renews the time to live, so what is left of it says how long a block was not used."""
+    """Use renews the time to live, so the remaining time shows how long a block has been unused."""
     old = tier.keys(_SHORT)[:7]
     tier.make_old(*(tier.name(_SHORT, key) for key in old))
     rows = {row["namespace"]: row for row in report_of(tier.run("inspect"))["rows"]}
     assert 3600 <= rows[_SHORT.hex]["oldest_s"] < 4200 and rows[_SHORT.hex]["newest_s"] < 600
     report = report_of(tier.run("gc", "--expire", "30m"))
-    assert report["removed"] == {"litter": 0, "namespaces": 0, "blocks": 7}
+    assert report["removed"] == {"stale": 0, "namespaces": 0, "blocks": 7}
     assert tier.loaded(_SHORT) == set(tier.keys(_SHORT)[7:])
 
 
@@ -443,7 +443,7 @@ def test_gc_expires_blocks_by_their_time_to_live(tier: Tier) -> None:
 def test_what_engines_of_a_shorter_time_to_live_just_stored_is_young(
     kind: str, request: pytest.FixtureRequest, rng: random.Random
 ) -> None:
-    """A command with the default time to live takes no block of theirs for old, nor a part that a writer is at."""
+    """A command with the default time to live treats none of their blocks, nor parts being written, as old."""
     engine = Tier(request.getfixturevalue("server" if kind == "redis" else "valkey"), rng, ttl="1h")
     engine.written_ago_s = 0
     engine.fill()
@@ -453,11 +453,11 @@ def test_what_engines_of_a_shorter_time_to_live_just_stored_is_young(
     rows = report_of(engine.run("inspect", text=text))["rows"]
     assert all(0 <= row["newest_s"] <= row["oldest_s"] < 600 for row in rows)
     removed = report_of(engine.run("gc", "--expire", "12h", "--unused-for", "12h", text=text))["removed"]
-    assert removed == {"litter": 0, "namespaces": 0, "blocks": 0}
+    assert removed == {"stale": 0, "namespaces": 0, "blocks": 0}
 
 
 def test_what_engines_of_a_shorter_time_to_live_just_used_is_young(valkey: Server, rng: random.Random) -> None:
-    """However long ago it was written, where the server lets a command look without using; the unused goes."""
+    """If the server allows reads that do not count as use, age counts from the last use; unused blocks are removed."""
     engine = Tier(valkey, rng, ttl="1h")
     engine.written_ago_s = 2 * 86400
     engine.fill(_SHORT)
@@ -468,12 +468,12 @@ def test_what_engines_of_a_shorter_time_to_live_just_used_is_young(valkey: Serve
     for _ in range(2):
         assert engine.run("gc", "--expire", "12h", "--dry-run", text=text).returncode == 0
     removed = report_of(engine.run("gc", "--expire", "12h", text=text))["removed"]
-    assert removed == {"litter": 0, "namespaces": 0, "blocks": len(unused)}
+    assert removed == {"stale": 0, "namespaces": 0, "blocks": len(unused)}
     assert engine.loaded(_SHORT) == set(engine.keys(_SHORT)[3:])
 
 
 def test_gc_goes_by_idle_time_where_blocks_never_expire(valkey: Server, rng: random.Random) -> None:
-    """Without a time to live the server knows how long a block was idle; looking at it is no use of it."""
+    """Without a time to live the server's idle time is the age; inspecting a block does not reset it."""
     tier = Tier(valkey, rng, ttl=0)
     tier.fill()
     old = tier.keys(_SHORT)[:5]
@@ -486,12 +486,12 @@ def test_gc_goes_by_idle_time_where_blocks_never_expire(valkey: Server, rng: ran
         assert tier.run(*command).returncode == 0
     report = report_of(tier.run("gc", "--expire", "1h"))
     # The other part was written just now.
-    assert report["removed"] == {"litter": 1, "namespaces": 0, "blocks": 5}
+    assert report["removed"] == {"stale": 1, "namespaces": 0, "blocks": 5}
     assert tier.loaded(_SHORT) == set(tier.keys(_SHORT)[5:])
 
 
 def test_a_server_that_counts_frequency_tells_when_blocks_were_written(tmp_path: Path, rng: random.Random) -> None:
-    """It knows no idle time: then the record's header says how old a block is, and incomplete ones are left alone."""
+    """Without idle times the record's header gives a block's age, and incomplete blocks are left alone."""
     with running(plain("redis", tmp_path, policy="allkeys-lfu")) as (server,):
         tier = Tier(server, rng, ttl=0)
         tier.fill()
@@ -499,13 +499,13 @@ def test_a_server_that_counts_frequency_tells_when_blocks_were_written(tmp_path:
         rows = report_of(tier.run("inspect"))["rows"]
         assert all(7200 <= row["newest_s"] <= row["oldest_s"] < 7800 for row in rows)
         removed = report_of(tier.run("gc", "--unused-for", "0.001s"))["removed"]
-        assert removed == {"litter": 0, "namespaces": 2, "blocks": sum(_BLOCKS.values()) - 1}
+        assert removed == {"stale": 0, "namespaces": 2, "blocks": sum(_BLOCKS.values()) - 1}
 
 
 def test_the_right_to_ask_for_idle_time_is_needed_only_without_a_time_to_live(
     tmp_path: Path, rng: random.Random
 ) -> None:
-    """With one it is not missed; without, nothing is removed by a guess."""
+    """With a time to live the right is not needed; without one, nothing of unknown age is removed."""
     acl = ADMIN_ACL.replace(" +object|idletime", "")
     with running(secured(tmp_path / "tls", f"{acl} +set +info")) as (server,):
         tier = Tier(server, rng)
@@ -519,7 +519,7 @@ def test_the_right_to_ask_for_idle_time_is_needed_only_without_a_time_to_live(
 
 
 def test_a_master_that_is_down_is_an_error(tmp_path: Path, rng: random.Random) -> None:
-    """What lies there is not known, so that no command says what a part of the cluster holds as if it were all."""
+    """The blocks there are unknown, so no command reports part of a cluster as if it were complete."""
     servers = cluster_nodes(tmp_path)
     with running(*servers):
         join_cluster(servers)
@@ -534,7 +534,7 @@ def test_a_master_that_is_down_is_an_error(tmp_path: Path, rng: random.Random) -
 
 
 def test_a_server_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
-    """It is named, and the command ends."""
+    """The error names the server, and the command ends."""
     server = plain("redis", tmp_path)
     text = json.dumps({"type": "redis", "url": server.url})
     done = run_here("inspect", "--tier", text)
@@ -543,7 +543,7 @@ def test_a_server_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
 
 
 def test_blocks_that_can_not_be_read_are_named(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scrub goes on behind them, and ends with status 1."""
+    """A scrub continues after them, and ends with status 1."""
     lost = tier.name(_SHORT, tier.keys(_SHORT)[2]).encode()
     real = Values.read
 
@@ -560,7 +560,7 @@ def test_blocks_that_can_not_be_read_are_named(tier: Tier, monkeypatch: pytest.M
 
 
 def test_names_that_a_scan_gives_twice_count_once(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that grows its table while it lists, and a cluster that moves slots, give some names again."""
+    """A server that resizes its table during a scan and a cluster that moves slots may return names twice."""
     real = Values._scan
 
     async def twice(self: Values, *args: Any) -> Any:
@@ -574,7 +574,7 @@ def test_names_that_a_scan_gives_twice_count_once(tier: Tier, monkeypatch: pytes
 
 
 def test_more_blocks_than_a_page(server: Server, rng: random.Random) -> None:
-    """A server lists some hundred at once; all are found, and removed, once each."""
+    """A server lists a few hundred names at a time; all are found and removed, once each."""
     tier = Tier(server, rng)
     maker = tier._maker(_SHORT)
     tier.stored[_SHORT] = {maker.key(): rng.randbytes(64) for _ in range(1500)}
@@ -590,7 +590,7 @@ def test_more_blocks_than_a_page(server: Server, rng: random.Random) -> None:
 
 
 def test_a_server_does_not_know_who_uses_a_namespace(tier: Tier) -> None:
-    """The table says nothing of it, where that of a file tier says "no"; one block is not "1 blocks"."""
+    """The table omits the "in use" column that a file tier has; one block is not written "1 blocks"."""
     done = run_here("inspect", "--tier", tier.text)
     assert done.returncode == 0 and "in use" not in done.stdout
     tier.cli("UNLINK", *(tier.name(_SHORT, key) for key in tier.keys(_SHORT)[1:]))
@@ -599,8 +599,8 @@ def test_a_server_does_not_know_who_uses_a_namespace(tier: Tier) -> None:
 
 
 def test_holdings_end_with_their_connections(tier: Tier) -> None:
-    """Whatever was begun with them; a second close does nothing."""
-    # The server may not have seen yet that those who stored the blocks are gone.
+    """Closing ends all operations; a second close does nothing."""
+    # The server may not have noticed yet that the connections of the writers are closed.
     eventually(lambda: tier.server.clients() == 0)
     holdings = Medium(parse_tier(tier.text))
     (namespace, *_) = holdings.namespaces()

@@ -1,4 +1,4 @@
-"""``kvstore-bench`` as people run it, on real files and servers."""
+"""``kvstore-bench`` in user scenarios, on real files and servers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tier(backend: str, path: Path | None = None, **options: Any) -> str:
 
 
 def test_without_a_command_it_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """``kvstore-bench`` alone is a mixed run in a temporary directory: a verified table of 80 columns, nothing left."""
+    """``kvstore-bench`` alone runs a mixed test in a temporary directory: a verified table of 80 columns, no files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(run_command, "_RUN", run_command._QUICK)
     done = run_here("bench")
@@ -55,7 +55,7 @@ def test_without_a_command_it_measures(monkeypatch: pytest.MonkeyPatch, tmp_path
 @pytest.mark.parametrize("io", ["thread", "process"])
 @pytest.mark.parametrize("backend", ["file", "nvme", "memory"])
 def test_run_reports_json(tmp_path: Path, backend: str, io: str) -> None:
-    """``--json`` gives one object with what was asked for, all of it verified, and the target is gone."""
+    """``--json`` gives one object with the requested values, every block verified, and the target is removed."""
     path = None if backend == "memory" else tmp_path / "kv"
     done = run_here("bench", "run", "-t", tier(backend, path), "--io", io, "--json", "--verify", "all", *SMALL)
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,7 @@ def test_run_reports_json(tmp_path: Path, backend: str, io: str) -> None:
 
 
 def test_baselines_stand_beside(tmp_path: Path) -> None:
-    """With fio beside it the share of the drive is told; without fio it is refused before anything is made."""
+    """With fio the report has the share of the drive's speed; without fio the run is refused before it starts."""
     done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--baseline", "fio,raw", "--json", "--quick",
                     "-b", "128KiB", "--ops", "20", "--duration", "500ms")  # fmt: skip
     if shutil.which("fio") is None:
@@ -91,7 +91,7 @@ def test_baselines_stand_beside(tmp_path: Path) -> None:
 
 
 def test_a_time_in_which_nothing_ends_is_told(tmp_path: Path) -> None:
-    """A tier without a row is named, not just left out."""
+    """A tier without a row is named, not only omitted."""
     done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--baseline", "none", "--json", "--quick",
                     "-b", "128KiB", "--warmup", "100ms", "--duration", "1us")  # fmt: skip
     report = report_of(done)
@@ -100,7 +100,7 @@ def test_a_time_in_which_nothing_ends_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 def test_vllm_fs_and_fio_beside_a_file_tier(tmp_path: Path) -> None:
-    """One JSON object has kvstore's file tier, vLLM's fs tier and fio, and vLLM's log is not in it."""
+    """One JSON object has kvstore's file tier, vLLM's fs tier and fio, and no vLLM log output."""
     baseline = "vllm-fs,fio" if shutil.which("fio") else "vllm-fs,raw"
     done = run_program("bench", "run", "-t", tier("file", tmp_path / "kv"), "--baseline", baseline, "--json", "--quick",
                        "-b", "128KiB", timeout_s=110)  # fmt: skip
@@ -111,7 +111,7 @@ def test_vllm_fs_and_fio_beside_a_file_tier(tmp_path: Path) -> None:
 
 
 def test_sweep_covers_all_combinations(tmp_path: Path) -> None:
-    """A sweep has a row for each block size, number of jobs and operation, and its table tells them apart."""
+    """A sweep has a row for each block size, number of jobs and operation, which the table distinguishes."""
     done = run_here("bench", "sweep", "-t", tier("file", tmp_path / "kv"), "-b", "64KiB,256KiB", "-j", "1,2", "--ops",
                     "10", "--warmup", "0s", "--working-set", "8MiB", "--baseline", "none", "--out",
                     str(tmp_path / "sweep.json"))  # fmt: skip
@@ -123,7 +123,7 @@ def test_sweep_covers_all_combinations(tmp_path: Path) -> None:
 
 
 def test_tiers_side_by_side(tmp_path: Path) -> None:
-    """Several tiers have rows of their own, also of one backend; repeats become one row."""
+    """Each tier has its own rows, even for the same backend; repeats become one row."""
     given = [tier("file", tmp_path / "a"), tier("file", tmp_path / "b"), tier("memory", label="ram")]
     tiers = [word for one in given for word in ("-t", one)]
     done = run_here("bench", "run", *tiers, "--runs", "2", "--baseline", "none", "--json", *SMALL)
@@ -136,11 +136,11 @@ def test_tiers_side_by_side(tmp_path: Path) -> None:
     assert all(row["runs"] == 2 and row["verified"] for row in rows)
     jobs = {system: sum(row["latencies"] for row in rows if row["system"] == system and row["op"] != "lookup")
             for system in systems}  # fmt: skip
-    assert set(jobs.values()) == {60}  # Of both runs.
+    assert set(jobs.values()) == {60}  # Sum of both runs.
 
 
 def test_open_loop_spin_and_cold(tmp_path: Path) -> None:
-    """Rate, busy thread and cold reads are carried out, and each row says so."""
+    """Rate, busy thread and cold reads are applied, and each row reports them."""
     done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--rate", "50", "--spin", "--cold", "--mix",
                     "load", "--duration", "1500ms", "-b", "64KiB", "--working-set", "8MiB", "--json", "--warmup", "0s",
                     "--hit-rate", "0.5", "--payload", f"file:{__file__}")  # fmt: skip
@@ -148,26 +148,26 @@ def test_open_loop_spin_and_cold(tmp_path: Path) -> None:
     rows = report_of(done)["rows"]
     assert all(row["rate"] == 50 and row["spin"] and row["spin_rate"] > 0 for row in rows)
     assert all(row["cache"] in ("direct", "dropped") and row["payload"] == "file" for row in rows)
-    # At most 75 jobs are due in a second and a half, however much is free.
+    # At most 75 jobs are due in 1.5 s, however many are possible.
     assert all(row["latencies"] <= 76 for row in rows)
     assert all(0.2 < row["hit_rate"] < 0.8 for row in rows if row["op"] == "lookup")
 
 
 def test_cold_without_direct_io_loads_each_block_once(tmp_path: Path) -> None:
-    """Without direct I/O the page cache is dropped, each block is loaded once, and the row says so."""
+    """Without direct I/O the page cache is dropped and each block is loaded once, as the row reports."""
     given = tier("file", tmp_path / "kv", direct="off")
     done = run_here("bench", "run", "-t", given, "-b", "64KiB", "--cold", "--mix", "load", "--working-set", "8MiB",
                     "--baseline", "none", "--json", "--duration", "30s")  # fmt: skip
     report = report_of(done)
     load = next(row for row in report["rows"] if row["op"] == "load")
     assert load["cache"] == "dropped"
-    assert load["latencies"] == 8  # Jobs of a MiB.
+    assert load["latencies"] == 8  # Jobs of 1 MiB.
     assert "once (--cold)" in report["notes"][0]
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no file system in memory")
 def test_memory_is_not_called_cold(tmp_path: Path) -> None:
-    """A file system in memory is neither cold nor past the page cache, even if the kernel allows direct I/O there."""
+    """A file system in memory is neither cold nor uncached, even if the kernel allows direct I/O there."""
     path = Path("/dev/shm") / f"kvstore-test-{os.getpid()}"
     done = run_here("bench", "run", "-t", tier("file", path), "--cold", "--json", *SMALL)
     report = report_of(done)
@@ -177,7 +177,7 @@ def test_memory_is_not_called_cold(tmp_path: Path) -> None:
 
 
 def test_the_working_set_fits_the_tier(tmp_path: Path) -> None:
-    """In a small tier less is stored before, and said, so that what is to be loaded is there."""
+    """In a small tier fewer blocks are stored in advance, with a message, so that all loaded blocks are present."""
     done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv", capacity="32MiB"), "-b", "64KiB", "--ops", "40",
                     "--baseline", "none", "--json")  # fmt: skip
     report = report_of(done)
@@ -186,7 +186,7 @@ def test_the_working_set_fits_the_tier(tmp_path: Path) -> None:
 
 
 def test_a_tier_that_fails_is_reported(tmp_path: Path) -> None:
-    """A server that goes away ends the measurement with status 1, the cause, and what was measured before."""
+    """If a server fails, the report has status 1, the cause, and the measurements so far."""
     with running(plain("redis", tmp_path)) as (server,):
         url = f"{server.url}?ttl=60&timeout=10&connect_timeout=10&store_timeout=20&load_timeout=20"
         command = [sys.executable, "-m", "kvstore", "bench", "run", "-t", url, "--reuse", "-b", "64KiB", "-d", "10s",
@@ -194,7 +194,7 @@ def test_a_tier_that_fails_is_reported(tmp_path: Path) -> None:
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
             try:
-                # More blocks than the working set has: it is being measured.
+                # More blocks than the working set: the measurement is running.
                 eventually(lambda: int(cli(server, "DBSIZE")) > 160, timeout_s=60)
                 server.kill()
                 out, err = program.communicate(timeout=90)
@@ -209,7 +209,7 @@ def test_a_tier_that_fails_is_reported(tmp_path: Path) -> None:
 
 
 def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
-    """A directory with anything in it is refused; with --reuse it is used, and everything but our blocks stays."""
+    """A non-empty directory is refused; with --reuse it is used, and everything except our blocks stays."""
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv" / "mine.txt").write_text("mine")
     given = tier("file", tmp_path / "kv")
@@ -227,7 +227,7 @@ def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_a_server_is_used_only_if_it_may_be(tmp_path: Path) -> None:
-    """Redis needs --reuse; blocks are removed at the end, foreign keys stay, and the password is nowhere."""
+    """Redis needs --reuse; our blocks are removed at the end, foreign keys stay, and no output has the password."""
     with running(plain("redis", tmp_path)) as (server,):
         cli(server, "SET", "foreign", "1")
         cli(server, "CONFIG", "SET", "requirepass", "hunter2")
@@ -247,12 +247,12 @@ def test_a_server_is_used_only_if_it_may_be(tmp_path: Path) -> None:
 
 
 def cli_with_password(server: Any, *command: str) -> str:
-    """Ask the server with its new password."""
+    """Run a command on the server with its new password."""
     return cli(server, "-a", "hunter2", *command)
 
 
 def test_a_flipped_bit_is_named(tmp_path: Path) -> None:
-    """A bit flipped in a stored block gives exit status 3 and the block's name; without it, 0."""
+    """A flipped bit in a stored block gives exit status 3 and the block's name; without it the status is 0."""
     given = tier("file", tmp_path / "kv")
     common = ("-t", given, "-b", "64KiB", "--bytes", "4MiB")
     done = run_here("bench", "verify", *common, "--keep")
@@ -263,7 +263,7 @@ def test_a_flipped_bit_is_named(tmp_path: Path) -> None:
     wrong = report_of(done)["wrong"]
     assert len(wrong) == 1
     assert f"WRONG: block {wrong[0]['key']}" in done.stderr
-    # What was wrong has been set aside and is stored anew.
+    # The damaged block has been set aside and is stored again.
     assert run_here("bench", "verify", *common, "--reuse").returncode == 0
 
 
@@ -277,7 +277,7 @@ def _flip_a_bit(path: Path) -> None:
 
 
 def test_another_seed_is_another_namespace(tmp_path: Path) -> None:
-    """Blocks of another seed are neither found nor taken for wrong ones."""
+    """Blocks of another seed are neither found nor reported as damaged."""
     given = tier("file", tmp_path / "kv")
     assert run_here("bench", "verify", "-t", given, "--bytes", "4MiB", "--keep").returncode == 0
     done = run_here("bench", "verify", "-t", given, "--bytes", "4MiB", "--reuse", "--seed", "2")
@@ -286,7 +286,7 @@ def test_another_seed_is_another_namespace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["memory", "file"])
 def test_verify_leaves_nothing(tmp_path: Path, backend: str) -> None:
-    """Without --keep, what was stored is removed again."""
+    """Without --keep, stored blocks are removed at the end."""
     path = None if backend == "memory" else tmp_path / "kv"
     assert run_here("bench", "verify", "-t", tier(backend, path), "--bytes", "4MiB").returncode == 0
     assert list(tmp_path.iterdir()) == []
@@ -327,21 +327,22 @@ def test_verify_leaves_nothing(tmp_path: Path, backend: str) -> None:
     ],
 )
 def test_bad_arguments_are_refused_in_words(arguments: list[str], said: str) -> None:
-    """What can't be used gives exit status 2, one explanation on stderr and nothing on stdout."""
+    """Invalid arguments give exit status 2, an explanation on stderr and nothing on stdout."""
     done = run_here("bench", *arguments)
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stdout == ""
 
 
-def test_interrupted_it_reports_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("warmup", ["0s", "60s"])
+def test_interrupted_it_reports_what_it_has(tmp_path: Path, warmup: str) -> None:
     """Ctrl-C ends a measurement with a partial report, exit status 130 and nothing left behind."""
     command = [sys.executable, "-m", "kvstore", "bench", "run", "--json", "-d", "60s", "-b", "64KiB", "--working-set",
-               "4MiB", "--warmup", "0s"]  # fmt: skip
+               "4MiB", "--warmup", warmup]  # fmt: skip
     env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         try:
-            # More blocks than the working set has: it is being measured.
+            # More blocks than the working set: the measurement is running.
             eventually(lambda: any(path.stat().st_size > 8000 for path in tmp_path.rglob("journal.*")), timeout_s=60)
             program.send_signal(signal.SIGINT)
             out, err = program.communicate(timeout=60)
@@ -349,14 +350,17 @@ def test_interrupted_it_reports_what_it_has(tmp_path: Path) -> None:
             program.kill()
     assert program.returncode == 130, err
     report = json.loads(out)
-    assert report["complete"] is False
-    assert [row["op"] for row in report["rows"]][:1] == ["store"]
-    assert report["rows"][0]["gb_per_s"] > 0
+    assert (report["complete"], report["notes"]) == (False, [])
+    if warmup == "0s":
+        assert [row["op"] for row in report["rows"]][:1] == ["store"]
+        assert report["rows"][0]["gb_per_s"] > 0
+    else:
+        assert report["rows"] == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_progress_is_for_terminals_only(tmp_path: Path) -> None:
-    """On a terminal stderr shows rate, p99 and hits while it runs; stdout is the same table as ever."""
+    """On a terminal stderr shows rate, p99 and hits during the run; stdout has the same table as otherwise."""
     mine, theirs = pty.openpty()
     command = [sys.executable, "-m", "kvstore", "bench", "run", "-t", tier("file", tmp_path / "kv"), "-b", "64KiB",
                "--duration", "2s", "--baseline", "none", "--working-set", "8MiB"]  # fmt: skip
@@ -380,7 +384,7 @@ def test_progress_is_for_terminals_only(tmp_path: Path) -> None:
 
 
 def test_python_without_the_extra_says_what_to_install(tmp_path: Path) -> None:
-    """Without typer the command says what to install, and importing kvstore does not need it."""
+    """Without typer the command's error names the package to install, and kvstore can still be imported."""
     code = (
         "import sys; sys.modules['typer'] = None\n"
         "import kvstore, kvstore.cli\n"
@@ -395,7 +399,7 @@ def test_python_without_the_extra_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_options_come_from_a_file_and_rows_go_into_one(tmp_path: Path) -> None:
-    """The command line stands over the file; a misspelt option of the file is refused; CSV has a row for each row."""
+    """The command line overrides the file; an unknown option in the file is refused; CSV has one line per row."""
     file, rows = tmp_path / "bench.toml", tmp_path / "rows.csv"
     file.write_text(
         'tier = {type = "memory", capacity = "64MiB"}\nblock-size = ["64KiB", "128KiB"]\nquick = true\nruns = 9\n'

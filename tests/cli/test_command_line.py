@@ -1,4 +1,4 @@
-"""The command lines as a stranger meets them: help, versions, absurd input, and what is said of it."""
+"""The command lines from a new user's view: help, versions, invalid input and its errors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,14 @@ from kvstore.cli.app import Warnings
 from tests.cli.in_process import run_here
 from tests.project.tree import ROOT
 
-_COMMANDS = [
-    *(["bench", name] for name in ("run", "sweep", "compare", "replay", "plot", "verify", "doctor", "backends")),
-    *(
-        [name]
-        for name in ("config", "size", "top", "inspect", "scrub", "gc", "export", "import", "s3-lifecycle", "bench")
-    ),
-]
+_BENCH = ("run", "sweep", "compare", "record", "replay", "plot", "verify", "doctor", "backends")
+_KVSTORE = ("config", "doctor", "size", "top", "inspect", "scrub", "gc", "export", "import", "s3-lifecycle", "bench")
+_COMMANDS = [*(["bench", name] for name in _BENCH), *([name] for name in _KVSTORE)]
 
 
 @pytest.mark.parametrize("command", [[], *_COMMANDS], ids=" ".join)
 def test_help_fits_a_terminal_and_is_whole(command: list[str]) -> None:
-    """80 columns, no sentence that breaks off, no option whose value is called by a type of Python."""
+    """80 columns, no truncated sentence, no option value named after a Python type."""
     done = run_here(*command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -38,14 +34,14 @@ def test_help_fits_a_terminal_and_is_whole(command: list[str]) -> None:
 
 
 def test_a_version_is_told() -> None:
-    """Of both programs, and nothing else is."""
+    """Both programs print their version and nothing else."""
     for command in ([], ["bench"]):
         done = run_here(*command, "--version")
         assert (done.returncode, done.stdout, done.stderr) == (0, f"kvstore {kvstore.__version__}\n", "")
 
 
 def test_without_a_command_there_is_help() -> None:
-    """On stderr, with status 2, as nothing was done."""
+    """Help goes to stderr with status 2, because no command ran."""
     done = run_here()
     assert (done.returncode, done.stdout) == (2, "")
     assert "inspect" in done.stderr
@@ -76,15 +72,23 @@ def test_without_a_command_there_is_help() -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_absurd_input_is_refused(arguments: list[str], said: str) -> None:
-    """Before anything is done or much memory is taken: status 2, and a line that names the option."""
+    """Absurd input is refused with status 2 and a line that names the option, before any action or large allocation."""
     done = run_here("bench", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("option", "other"), [("--hit-rate", "--prefill"), ("--prefill", "--hit-rate")])
+def test_an_absurd_size_names_its_option_alone(option: str, other: str) -> None:
+    """The other option is valid, and is not mentioned."""
+    done = run_here("size", "--model", "config.json", option, "-5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert option in done.stderr and other not in done.stderr
+
+
 def test_a_failure_is_said_once(tmp_path: Path) -> None:
-    """What the library warns of meanwhile is not said again by the error that it leads to."""
+    """A library warning is not repeated by the error that follows from it."""
     tier = json.dumps({"type": "redis", "url": f"unix://{tmp_path}/none"})
     done = run_here("inspect", "--tier", tier)
     assert (done.returncode, done.stdout) == (1, "")
@@ -92,7 +96,7 @@ def test_a_failure_is_said_once(tmp_path: Path) -> None:
 
 
 def test_warnings_are_said_at_the_end_once_each(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line that tells how far a command is stays whole; more than a person reads is left out."""
+    """The progress line stays complete; warnings beyond a readable number are omitted."""
     logger = logging.getLogger("kvstore.of.a.test")
     with Warnings("program") as warnings:
         for text in ("one", "one", "two", *map(str, range(100))):
@@ -109,14 +113,14 @@ def test_warnings_are_said_at_the_end_once_each(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize(("redirect", "status"), [(">/dev/full", 1), (">&-", 0)])
 def test_a_stdout_that_takes_nothing(redirect: str, status: int) -> None:
-    """A full disk is one line and status 1; a stdout that was closed is nobody's concern."""
+    """A full disk causes one line and status 1; a closed stdout is not an error."""
     command = f'exec "{sys.executable}" -m kvstore bench backends {redirect}'
     done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert (done.returncode, len(done.stderr.splitlines())) == (status, status), done.stderr
 
 
 def test_ctrl_c_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading takes a moment on a busy machine: ended in it, there is no traceback."""
+    """An interrupt while modules load leaves no traceback."""
 
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt

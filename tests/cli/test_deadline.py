@@ -1,4 +1,4 @@
-"""Deadlines of commands: none outlives its own, whatever hangs."""
+"""Deadlines of commands: no command exceeds its deadline, whatever hangs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.cli.in_process import run_here
 from tests.project.tree import ROOT
 
 _PATIENCE_S = 20.0
-"""Far less than what any of the hanging things would take, and far more than a busy machine needs to end."""
+"""Far less than any of the hanging operations would take, and far more than a busy machine needs to end."""
 
 
 @pytest.fixture
 def fifo(tmp_path: Path) -> Path:
-    """A file that nobody ever writes to: to open it is to wait."""
+    """A pipe without a writer: opening it blocks."""
     path = tmp_path / "fifo"
     os.mkfifo(path)
     return path
@@ -42,7 +42,7 @@ def fifo(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def silent_server() -> Iterator[str]:
-    """A redis tier on a port that takes connections and never answers, with more patience than the test has."""
+    """A redis tier on a port that accepts connections and never answers, with timeouts longer than the test's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"redis://127.0.0.1:{server.getsockname()[1]}"
         yield json.dumps({"type": "redis", "url": url, "connect_timeout": 240, "timeout": 240})
@@ -58,25 +58,25 @@ def _ended_in_time(*arguments: str) -> None:
 
 @pytest.mark.parametrize("command", ["inspect", "scrub", "gc", "export"])
 def test_no_command_waits_longer_for_a_server(command: str, silent_server: str, tmp_path: Path) -> None:
-    """One that takes connections and says nothing ends the command with status 1 and a clear error."""
+    """A server that accepts connections and never answers ends the command with status 1 and a clear error."""
     _ended_in_time(command, "--tier", silent_server, *([str(tmp_path / "out.tar")] if command == "export" else []))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", ["config", "s3-lifecycle", "inspect", "scrub", "gc"])
 def test_no_command_waits_longer_for_its_tier(command: str, fifo: Path) -> None:
-    """Nor does a file with the tier that can't be read to its end."""
+    """A tier file that can't be read to its end ends the command in the same way."""
     _ended_in_time(command, "--tier", f"@{fifo}")
 
 
 def test_no_import_waits_longer_for_its_archive(fifo: Path, tmp_path: Path) -> None:
-    """Nor does an archive that never comes, and there is no tier afterwards."""
+    """An archive that never arrives ends the import in the same way, and no tier is created."""
     _ended_in_time("import", "--tier", f"file://{tmp_path}/there?capacity=64MiB", str(fifo))
     assert not (tmp_path / "there").exists()
 
 
 def test_what_no_interrupt_reaches_is_ended_with_its_process() -> None:
-    """A command that catches interrupts, or is stuck in the system, ends all the same, with the same error."""
+    """A command that catches interrupts, or is stuck in a system call, ends with the same error."""
     program = (
         "import signal, time, kvstore.cli.interruption as found\n"
         "found._EXIT_AFTER_S = 0.2\n"
@@ -92,7 +92,7 @@ def test_what_no_interrupt_reaches_is_ended_with_its_process() -> None:
 
 
 def test_an_interrupt_that_is_caught_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that takes the first one for something else gets another."""
+    """Code that swallows the first interrupt gets another."""
     monkeypatch.setattr("kvstore.cli.interruption._SIGNAL_EVERY_S", 0.1)
     caught = 0
     with pytest.raises(DeadlineError), Deadline("100ms"):
@@ -106,7 +106,7 @@ def test_an_interrupt_that_is_caught_is_repeated(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_command_that_ends_in_time_is_not_interrupted() -> None:
-    """Its watch ends with it, and Ctrl-C stays Ctrl-C."""
+    """Its watchdog ends with it, and Ctrl-C works as usual."""
     with Deadline("1h") as deadline:
         deadline.check()
     deadline._thread.join(_PATIENCE_S)
@@ -117,7 +117,7 @@ def test_a_command_that_ends_in_time_is_not_interrupted() -> None:
 
 
 def test_an_interrupt_cancels_between_two_callbacks() -> None:
-    """What a callback does to a future is done first; then the coroutine is cancelled, and cleans up."""
+    """The callback's changes to a future are applied first; then the coroutine is cancelled, and cleans up."""
     states: list[bool] = []
 
     async def work() -> None:
@@ -147,7 +147,7 @@ def test_an_interrupt_cancels_between_two_callbacks() -> None:
 
 
 def test_a_second_interrupt_reaches_what_catches_the_first() -> None:
-    """A coroutine that goes on, or that hangs in a system call, is interrupted where it is."""
+    """A coroutine that continues, or hangs in a system call, is interrupted there."""
 
     async def work() -> None:
         signal.raise_signal(signal.SIGINT)
@@ -162,7 +162,7 @@ def test_a_second_interrupt_reaches_what_catches_the_first() -> None:
 
 
 def test_without_an_interrupt_cancelled_is_cancelled() -> None:
-    """A coroutine that ends by itself as cancelled is no interrupt, and its errors are its own."""
+    """A coroutine that ends as cancelled by itself is not interrupted, and its errors are passed on."""
 
     async def work() -> None:
         raise asyncio.CancelledError
@@ -173,13 +173,13 @@ def test_without_an_interrupt_cancelled_is_cancelled() -> None:
 
 @pytest.mark.parametrize("text", ["0", "31d", "-1s", "soon"])
 def test_a_deadline_that_is_none_is_refused(text: str) -> None:
-    """It has to be a duration that somebody may wait for."""
+    """A deadline must be a practicable duration."""
     with pytest.raises(ConfigError, match="--deadline"):
         Deadline(text)
 
 
 class _Damaged(Holdings):
-    """One namespace of blocks that all are damaged."""
+    """A namespace in which all blocks are damaged."""
 
     removed = 0
 
@@ -195,7 +195,7 @@ class _Damaged(Holdings):
 
 
 def test_a_scrub_whose_time_is_over_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Damage found until then is reported, and nothing is taken away any more: that needs time, too."""
+    """Damage found so far is reported, and no block is removed any more, because removal takes time, too."""
     late = Deadline("1us")
     seen = 0
 

@@ -1,4 +1,4 @@
-"""The loop that measures: what it counts, when latency begins, and that it sees wrong bytes."""
+"""The measuring loop: its counts, the start of each latency, and the detection of wrong bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from kvstore.cli.measuring.driver import Driver, PhaseResult
 from kvstore.cli.measuring.payload import BlockRows, Payload
-from kvstore.cli.measuring.spinner import Spinner
 from kvstore.cli.measuring.systems import Done, Op, System
 from kvstore.cli.measuring.workload import Mix, Verify, Workload
 from kvstore.primary import Region
@@ -19,7 +18,7 @@ BLOCK = 8192
 
 
 class DictSystem(System):
-    """Blocks in a dict; each job takes its time, and ``damage`` may change what a load returns."""
+    """Blocks in a dict; each job takes a fixed time, and ``damage`` may change the result of a load."""
 
     name = "dict"
     looks_up = True
@@ -33,11 +32,11 @@ class DictSystem(System):
         self._running: list[tuple[float, Done]] = []
 
     def lookup(self, key: bytes, job_id: int) -> LookupResult:
-        """Answer at once."""
+        """Answer immediately."""
         return LookupResult.HIT if key in self.blocks else LookupResult.MISS
 
     def submit(self, op: Op, job_id: int, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Copy now, report later."""
+        """Copy immediately, report later."""
         for key, slot in zip(keys, slots, strict=True):
             place = slice(slot * BLOCK, (slot + 1) * BLOCK)
             if op == "store":
@@ -47,14 +46,14 @@ class DictSystem(System):
         self._running.append((time.perf_counter() + self.service_s, Done(job_id, [self.outcome] * len(keys))))
 
     def finished(self) -> Sequence[Done]:
-        """Return those whose time has passed."""
+        """Return the jobs whose time is over."""
         now = time.perf_counter()
         done = [job for at, job in self._running if at <= now]
         self._running = [(at, job) for at, job in self._running if at > now]
         return done
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 @pytest.fixture
@@ -77,7 +76,7 @@ def workload(**more: object) -> Workload:
 
 
 def measured(rows: BlockRows, system: DictSystem, phase: Workload) -> PhaseResult:
-    """Fill and run a phase."""
+    """Fill the system and run a phase."""
     driver = Driver(system, rows)
     driver.fill(phase)
     return driver.run(phase)
@@ -89,7 +88,7 @@ def system_of(rows: BlockRows, **more: float) -> DictSystem:
 
 
 def test_counts_are_exact(rows: BlockRows) -> None:
-    """Jobs, blocks, lookups and hits are those that were asked for, each once."""
+    """Jobs, blocks, lookups and hits equal the requested numbers, each counted once."""
     found = measured(rows, system_of(rows), workload(verify="all"))
     assert found.load.jobs == found.lookup.jobs == found.load.latencies.count == 50
     assert found.load.blocks == found.lookup.blocks == found.hits == found.verified_blocks == 200
@@ -97,7 +96,7 @@ def test_counts_are_exact(rows: BlockRows) -> None:
 
 
 def test_mix_and_hit_rate_are_as_asked(rows: BlockRows) -> None:
-    """A third of the jobs store and a quarter of the looked-up blocks is missing, within what chance allows."""
+    """A third of the jobs are stores and a quarter of the looked-up blocks are missing, within random variation."""
     found = measured(rows, system_of(rows), workload(mix=Mix(1 / 3), hit_rate=0.75, ops_max=900))
     assert found.store.jobs + found.lookup.jobs == 900
     assert 240 <= found.store.jobs <= 360
@@ -110,14 +109,14 @@ def flipped(key: bytes, block: bytes) -> bytes:
 
 
 def half(key: bytes, block: bytes) -> bytes:
-    """Leave the second page as it was in some other block."""
+    """Leave other bytes in the second page."""
     return block[:4096] + bytes(4096)
 
 
 @pytest.mark.parametrize("damage", [flipped, half])
 @pytest.mark.parametrize("verify", ["all", "sample"])
 def test_wrong_bytes_are_seen(rows: BlockRows, damage: Callable[[bytes, bytes], bytes], verify: Verify) -> None:
-    """A flipped bit and a page that was not loaded are found, and the block is named by its key."""
+    """A flipped bit and a page that was not loaded are found, and the block is reported by its key."""
     system = system_of(rows)
     system.damage = damage
     found = measured(rows, system, workload(verify=verify))
@@ -126,15 +125,15 @@ def test_wrong_bytes_are_seen(rows: BlockRows, damage: Callable[[bytes, bytes], 
 
 
 def test_another_block_is_seen(rows: BlockRows) -> None:
-    """The intact bytes of another block are wrong bytes."""
+    """Intact bytes of another block count as wrong."""
     system = system_of(rows)
     system.damage = lambda key, block: system.blocks[min(system.blocks)]
     found = measured(rows, system, workload(verify="all", ops_max=10))
-    assert len(found.wrong) >= 39  # One of ten jobs of four blocks at most has the right one.
+    assert len(found.wrong) >= 39  # At most one of ten jobs of four blocks has the right one.
 
 
 def test_nothing_loaded_is_seen(rows: BlockRows) -> None:
-    """A load that reports success and writes nothing is found, also if the slot held that block before."""
+    """A load that reports success without writing is found, even if the slot held that block before."""
     system = system_of(rows)
     driver = Driver(system, rows)
     phase = workload(verify="all", jobs=1, working_set_bytes=1, ops_max=6)
@@ -146,13 +145,13 @@ def test_nothing_loaded_is_seen(rows: BlockRows) -> None:
 
 
 def _unchanged(region: Region, key: bytes, driver: Driver) -> bytes:
-    """Return what the slot that the block is loaded into holds already."""
+    """Return the current content of the slot that the block is loaded into."""
     place = driver.stored_keys().index(key) % 4
     return bytes(region.view()[place * BLOCK : (place + 1) * BLOCK])
 
 
 def test_errors_are_counted_and_no_latency(rows: BlockRows) -> None:
-    """A failed job is counted by its cause and does not look like a quick one."""
+    """A failed job is counted by its cause, without a latency."""
     system = system_of(rows)
     driver = Driver(system, rows)
     phase = workload()
@@ -164,7 +163,7 @@ def test_errors_are_counted_and_no_latency(rows: BlockRows) -> None:
 
 
 def test_corrupt_records_are_wrong(rows: BlockRows) -> None:
-    """A record that the tier found damaged is named as a wrong block."""
+    """A record that the tier reports as damaged is listed as a wrong block."""
     system = system_of(rows)
     driver = Driver(system, rows)
     phase = workload(ops_max=1)
@@ -175,13 +174,13 @@ def test_corrupt_records_are_wrong(rows: BlockRows) -> None:
 
 
 def test_open_loop_counts_from_the_scheduled_time(rows: BlockRows) -> None:
-    """A system that is too slow for the rate shows in latencies: jobs wait, and their wait counts, begun or not."""
+    """If a system is too slow for the rate, the waiting time counts as latency, even for jobs not begun."""
     system = system_of(rows, service_s=0.02)
     phase = workload(jobs=1, rate=200.0, duration_s=0.6, ops_max=0)
     driver = Driver(system, rows)
     driver.fill(phase)
     found = driver.run(phase)
-    # 120 are due and 30 can be done: the last one done has waited for most of the time.
+    # 120 jobs are due and 30 can run: the last one has waited for most of the time.
     assert found.load.jobs <= 31
     assert found.load.errors["not_begun"] >= 60
     assert found.load.latencies.count >= 100
@@ -192,16 +191,16 @@ def test_open_loop_counts_from_the_scheduled_time(rows: BlockRows) -> None:
 
 
 def test_spinner_tells_what_is_left_of_python(rows: BlockRows) -> None:
-    """With a busy thread beside it, the phase says how much of its rate that thread kept."""
+    """With a busy thread beside it, the phase reports the share of its rate that the thread kept."""
     driver = Driver(system_of(rows), rows)
-    phase = workload(duration_s=0.3, ops_max=0)
+    phase = workload(duration_s=0.3, ops_max=0, spin=True)
     driver.fill(phase)
-    found = driver.run(phase, Spinner())
+    found = driver.run(phase)
     assert found.spin_rate is not None and found.spin_rate > 0
 
 
 def test_stopping_ends_a_phase(rows: BlockRows) -> None:
-    """Once it is to stop, no job begins, those under way end, and what was counted is there."""
+    """After a stop no job starts, running ones end, and the counts are reported."""
     stop = False
     driver = Driver(system_of(rows), rows, stopped=lambda: stop, watch=lambda found: None)
     phase = workload(ops_max=0, duration_s=60.0)
@@ -218,7 +217,7 @@ def test_stopping_ends_a_phase(rows: BlockRows) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "bf16"])
 def test_blocks_are_unlike_each_other(kind: str) -> None:
-    """No two pages of any blocks are alike, and another seed gives other bytes."""
+    """No two pages of any blocks are equal, and another seed gives other bytes."""
     with Region.create(4, BLOCK) as region:
         first, second = Payload(kind, BLOCK, 1), Payload(kind, BLOCK, 2)
         rows = first.prepare(region)

@@ -1,4 +1,4 @@
-"""What a person sees of the commands that look after a medium: columns, questions, progress, keys, other backends."""
+"""The maintenance commands' interface: columns, confirmations, progress, keys, third-party backends."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from kvstore import Namespace, SimpleBackend, TransferJob, open_tier
+from kvstore.backends.base import RecordRead
 from kvstore.backends.vectored import scatter
-from kvstore.cli.commands.cleaning import Pace
+from kvstore.cli.commands.medium import Pace
 from kvstore.testing.codec_tests import memory_rise
 from kvstore.types import BlockInfo, NamespaceInfo, Outcome
 from tests.cli.cli import report_of, run_program
@@ -53,7 +55,7 @@ def _damage(tier: str) -> None:
 
 
 def test_every_column_is_there_at_80_characters_and_in_a_pipe(tier: str) -> None:
-    """The model folds where there is not enough room; in a pipe a row is one line."""
+    """The model's name wraps if there is not enough room; in a pipe each row is one line."""
     titles = {"namespace", "model", "blocks", "size", "ages", "unused", "in", "use"}
     narrow = run_here("inspect", "--tier", tier).stdout
     assert titles <= set(narrow.splitlines()[1].split())
@@ -66,17 +68,32 @@ def test_every_column_is_there_at_80_characters_and_in_a_pipe(tier: str) -> None
 
 
 def test_a_reader_that_leaves_is_no_failure(tier: str) -> None:
-    """``kvstore inspect --keys | head -1`` does not blame the medium."""
-    command = f'{sys.executable} -m kvstore inspect --keys --tier "$1" | head -1'
+    """``kvstore inspect --keys | head -1`` reports no error, and a script with ``pipefail`` continues."""
+    command = f'set -o pipefail; {sys.executable} -m kvstore inspect --keys --tier "$1" | head -1'
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         ["bash", "-c", command, "-", tier], env=env, capture_output=True, text=True, timeout=90, check=False
     )
-    assert (done.stderr, len(done.stdout.splitlines())) == ("", 1)
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 1)
+
+
+def test_a_reader_that_reads_nothing_is_no_failure(tier: str) -> None:
+    """Output shorter than a buffer fails on the closed pipe only at the end of the command."""
+    command = f'set -o pipefail; {sys.executable} -m kvstore inspect --tier "$1" | true'
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command, "-", tier], env=env, capture_output=True, timeout=90, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_rate_without_a_unit_is_refused(tier: str) -> None:
+    """A rate without a unit is refused, because five bytes per second would take years."""
+    done = run_program("scrub", "--tier", tier, "--rate", "5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'200MiB'" in done.stderr
 
 
 def test_a_narrow_terminal_leaves_columns_out_and_cuts_none(tier: str) -> None:
-    """Digest, blocks and size stay whole."""
+    """A narrow terminal omits columns, but digest, blocks and size stay complete."""
     narrow = run_program("inspect", "--tier", tier, COLUMNS="40").stdout
     assert max(map(len, narrow.splitlines())) <= 40
     assert narrow.splitlines()[1].split() == ["namespace", "blocks", "size"]
@@ -84,7 +101,7 @@ def test_a_narrow_terminal_leaves_columns_out_and_cuts_none(tier: str) -> None:
 
 
 def test_gc_shows_what_it_would_remove(tier: str) -> None:
-    """With the model, and the whole digest in JSON."""
+    """The list has the model, and in JSON the full digest."""
     time.sleep(0.01)
     dry = ("gc", "--tier", tier, "--unused-for", "0.001s", "--dry-run")
     shown = run_program(*dry).stdout
@@ -94,7 +111,7 @@ def test_gc_shows_what_it_would_remove(tier: str) -> None:
 
 
 def test_keys_can_be_listed(tier: str) -> None:
-    """Whole, one a line, and as JSON."""
+    """Keys are listed in full, one per line, and as JSON."""
     lines = run_here("inspect", "--keys", "--tier", tier).stdout.splitlines()
     assert sorted(line.split()[1] for line in lines) == [key.hex() for key in _KEYS]
     assert {line.split()[0] for line in lines} == {_MODEL.hex}
@@ -104,7 +121,7 @@ def test_keys_can_be_listed(tier: str) -> None:
 
 @pytest.mark.parametrize("command", ["gc", "scrub"])
 def test_nothing_is_removed_where_nobody_can_be_asked(tier: str, command: str) -> None:
-    """Without a terminal, ``--yes`` or ``--dry-run`` has to be given."""
+    """Without a terminal, ``--yes`` or ``--dry-run`` is required."""
     done = run_program(command, "--tier", tier, KVSTORE_YES="0")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--yes" in done.stderr
@@ -112,7 +129,7 @@ def test_nothing_is_removed_where_nobody_can_be_asked(tier: str, command: str) -
 
 @pytest.mark.parametrize(("answer", "removed"), [("n", 0), ("y", 1)])
 def test_a_person_is_asked_and_sees_how_far_it_is(tier: str, answer: str, removed: int) -> None:
-    """On a terminal: the question comes after the list, and ``n`` leaves everything as it is."""
+    """On a terminal the question follows the list, and ``n`` changes nothing."""
     time.sleep(0.01)
     mine, theirs = pty.openpty()
     process = subprocess.Popen(
@@ -135,7 +152,7 @@ def test_a_person_is_asked_and_sees_how_far_it_is(tier: str, answer: str, remove
 
 
 def test_causes_go_to_stderr(tier: str) -> None:
-    """Whoever reads stdout alone has the table, and whoever reads stderr alone knows what was wrong."""
+    """Stdout alone has the table, and stderr alone has the causes."""
     _damage(tier)
     done = run_program("scrub", "--tier", tier)
     assert done.returncode == 3
@@ -144,14 +161,14 @@ def test_causes_go_to_stderr(tier: str) -> None:
 
 
 def test_a_pace_sleeps_for_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So much a second, and what was not used is not saved up; the deadline is checked meanwhile."""
+    """Unused allowance is not saved up, and the deadline is checked during the sleep."""
     now, checks = [100.0], []
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr("kvstore.cli.commands.cleaning.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("kvstore.cli.commands.cleaning.time.sleep", sleep)
+    monkeypatch.setattr("kvstore.cli.commands.medium.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvstore.cli.commands.medium.time.sleep", sleep)
     pace = Pace(100, lambda: checks.append(now[0]))
     pace.spend(50)
     assert now[0] == pytest.approx(100.5)
@@ -165,16 +182,16 @@ def test_a_pace_sleeps_for_what_was_done(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_rate_is_taken(tier: str) -> None:
-    """By both commands; a gc with a rate removes blocks in small batches."""
+    """Both commands accept a rate; a gc with a rate removes blocks in small batches."""
     assert run_here("scrub", "--rate", "100MiB", "--tier", tier).returncode == 0
     time.sleep(0.01)
     done = run_here("gc", "--rate", "2000", "--unused-for", "0.001s", "--json", "--tier", tier)
-    assert report_of(done)["removed"] == {"litter": 0, "namespaces": 1, "blocks": len(_KEYS)}
+    assert report_of(done)["removed"] == {"stale": 0, "namespaces": 1, "blocks": len(_KEYS)}
     assert run_here("gc", "--rate", "-1", "--tier", tier).returncode == 2
 
 
 class ListedBackend(SimpleBackend):
-    """A backend of somebody's own, with a scan."""
+    """A third-party backend with a scan."""
 
     name = "listed"
     records: ClassVar[dict[bytes, bytes]] = {}
@@ -190,7 +207,7 @@ class ListedBackend(SimpleBackend):
         return None if record is None else scatter(record, buffers)
 
     async def exists_one(self, key):  # type: ignore[no-untyped-def]
-        """Ask."""
+        """Look up."""
         return self.namespace.digest + key in self.records
 
     async def delete_one(self, key):  # type: ignore[no-untyped-def]
@@ -205,7 +222,7 @@ class ListedBackend(SimpleBackend):
 
 
 class HostileBackend(ListedBackend):
-    """One that lists namespaces, and whatever else a test has set."""
+    """A backend that lists namespaces and whatever blocks a test has set."""
 
     listed: ClassVar[list[Any]] = []
     scanned: ClassVar[list[Any]] = []
@@ -244,7 +261,7 @@ class HostileBackend(ListedBackend):
 def test_a_backend_that_lists_nonsense_is_named(
     listed: list[Any], scanned: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No command ends in a traceback or removes anything: the error names the backend, and the status is 1."""
+    """No command ends in a traceback or removes any block: the error names the backend, and the status is 1."""
     monkeypatch.setattr(HostileBackend, "listed", listed)
     monkeypatch.setattr(HostileBackend, "scanned", [BlockInfo(b"good", 300), *scanned])
     for command in (["inspect", "--keys", "--json"], ["scrub"], ["gc", "--expire", "1s"]):
@@ -255,7 +272,7 @@ def test_a_backend_that_lists_nonsense_is_named(
 
 @pytest.mark.parametrize("outcomes", [None, [], ["ok"], [Outcome.OK] * 9])
 def test_a_backend_with_wrong_outcomes_is_named(outcomes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scrub reports the block as unreadable, removes nothing, and ends without a traceback."""
+    """A scrub reports the block as unreadable, removes no block, and ends without a traceback."""
 
     async def get_into(self: object, reads: object) -> Any:
         return outcomes
@@ -267,6 +284,20 @@ def test_a_backend_with_wrong_outcomes_is_named(outcomes: Any, monkeypatch: pyte
     assert (done.returncode, report_of(done)["set_aside"]) == (1, 0)
     (row,) = report_of(done)["unread"]
     assert "get_into" in row["what"] and "Correct the backend" in row["what"]
+
+
+def test_blocks_that_can_not_be_read_here_and_there_end_no_scrub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only 16 in a row mean that the medium has failed."""
+
+    async def get_into(self: object, reads: Sequence[RecordRead]) -> list[Outcome]:
+        return [Outcome.IO_ERROR if read.key[0] % 2 else Outcome.MISS for read in reads]
+
+    monkeypatch.setattr(HostileBackend, "listed", [NamespaceInfo("ab" * 32)])
+    monkeypatch.setattr(HostileBackend, "scanned", [BlockInfo(bytes([number]), 300) for number in range(50)])
+    monkeypatch.setattr(HostileBackend, "get_into", get_into)
+    done = run_here("scrub", "--json", "--tier", json.dumps({"backend": f"{__name__}:HostileBackend"}))
+    report = report_of(done)
+    assert (done.returncode, len(report["unread"]), report["gone"], report["error"]) == (1, 25, 25, "")
 
 
 def test_a_backend_that_fails_to_close_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +314,7 @@ def test_a_backend_that_fails_to_close_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_claimed_length_takes_no_memory() -> None:
-    """A block that claims exabytes is named as unreadable, and the blocks beside it are verified."""
+    """A block that claims exabytes is reported as unreadable, and the blocks beside it are verified."""
     HostileBackend.listed, HostileBackend.scanned = [NamespaceInfo("ab" * 32)], [BlockInfo(b"k", 1 << 60)]
     with memory_rise() as rise:
         done = run_here("scrub", "--json", "--tier", json.dumps({"backend": f"{__name__}:HostileBackend"}))
@@ -292,13 +323,13 @@ def test_a_claimed_length_takes_no_memory() -> None:
 
 
 class UnlistedBackend(ListedBackend):
-    """One without."""
+    """A backend without a scan."""
 
     scan = SimpleBackend.scan
 
 
 def test_a_backend_of_ones_own_can_be_looked_after() -> None:
-    """By its scan, in the namespace that is named."""
+    """Commands work on a third-party backend through its scan, in the given namespace."""
     path = f"{__name__}:ListedBackend"
     ListedBackend.records.clear()
     _fill({"backend": path}, _MODEL)

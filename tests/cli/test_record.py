@@ -1,4 +1,4 @@
-"""``kvstore-bench record``: the trace of a running engine replays as the engine's requests were."""
+"""``kvstore-bench record``: the trace of a running engine replays like the engine's requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BLOCK_TOKENS = 16
 
 
 def keys(*numbers: int) -> list[bytes]:
-    """Return keys as vLLM makes them."""
+    """Return keys in vLLM's format."""
     return [b"%032d\0\0\0\0" % number for number in numbers]
 
 
@@ -48,7 +48,7 @@ def engine(path: Path) -> Iterator[TieringManager]:
 
 
 def received(recorder: Recorder, count: int) -> list[Sequence[int]]:
-    """Return the blocks of so many requests."""
+    """Return the blocks of ``count`` requests."""
     found: list[Sequence[int]] = []
     deadline = time.monotonic() + WAIT_S
     for request in recorder.requests(lambda: len(found) == count or time.monotonic() > deadline):
@@ -57,13 +57,13 @@ def received(recorder: Recorder, count: int) -> list[Sequence[int]]:
 
 
 def _after(seconds: float) -> Callable[[], bool]:
-    """Return whether so long has passed since now, when it is asked."""
+    """Return a predicate that is true once this time has passed."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() > end
 
 
 def test_a_recording_replays_as_the_requests_were(tmp_path: Path) -> None:
-    """Equal blocks have equal numbers in the trace, in prefix order; no key is in it, and its hits are those of LRU."""
+    """Equal blocks have equal numbers in the trace, in prefix order; it has no keys, and its hits are those of LRU."""
     path, out = tmp_path / "trace.sock", tmp_path / "trace.jsonl"
     command = [sys.executable, "-m", "kvstore", "bench", "record", str(path), "--out", str(out), "--requests", "3"]
     requests = [keys(1, 2, 3), keys(1, 2, 4, 5), keys(6)]
@@ -95,7 +95,7 @@ def test_a_recording_replays_as_the_requests_were(tmp_path: Path) -> None:
 
 
 def test_two_recordings_have_nothing_in_common(tmp_path: Path) -> None:
-    """Numbers are salted: the same block has another number in another recording, and is no hash of the key."""
+    """Numbers are salted: a block has different numbers in two recordings, and they are not a hash of the key."""
     found = []
     for _ in range(2):
         with engine(tmp_path / "s") as manager, Recorder(tmp_path / "s") as recorder:
@@ -105,7 +105,7 @@ def test_two_recordings_have_nothing_in_common(tmp_path: Path) -> None:
 
 
 def test_the_longest_group_is_recorded(tmp_path: Path) -> None:
-    """Of a model with several groups of layers the one with the most blocks counts, with its own block length."""
+    """With several layer groups, the one with the most blocks is recorded, with its own block length."""
     ends = [1024, 2048, 960, 992, 1024, 1056, 2048]
     with engine(tmp_path / "s") as manager, Recorder(tmp_path / "s") as recorder:
         manager.on_new_request(RequestContext("r"), keys(*range(7)), ends=ends)
@@ -114,7 +114,7 @@ def test_the_longest_group_is_recorded(tmp_path: Path) -> None:
 
 
 def test_losses_are_counted(tmp_path: Path) -> None:
-    """A gap in an engine's numbers is a loss; what is no request, or has blocks of another length, is refused."""
+    """A gap in an engine's sequence numbers is a loss; malformed requests and other block lengths are refused."""
     good = RecordedRequest(7, 0, 1.0, 16, 32, [1, 2])
     sent = [
         good,
@@ -133,7 +133,7 @@ def test_losses_are_counted(tmp_path: Path) -> None:
 
 
 def test_an_engine_never_waits_for_its_recorder(tmp_path: Path) -> None:
-    """What a recorder that reads nothing has no room for is dropped at once, and known as lost afterwards."""
+    """Requests that exceed a stalled recorder's buffer are dropped immediately, and reported as lost afterwards."""
     with Recorder(tmp_path / "s") as recorder:
         feed = RequestFeed(str(tmp_path / "s"))
         ends = dict.fromkeys(keys(1), 16)
@@ -147,7 +147,7 @@ def test_an_engine_never_waits_for_its_recorder(tmp_path: Path) -> None:
 
 
 def test_the_socket_is_its_owners_alone(tmp_path: Path) -> None:
-    """Others may not send; a second recorder is refused, one that died is replaced, a file is left alone."""
+    """Other users may not send; a second recorder is refused, a dead one is replaced, a file is left alone."""
     path = tmp_path / "s"
     with Recorder(path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -166,6 +166,6 @@ def test_the_socket_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 def test_without_a_request_the_command_fails(tmp_path: Path) -> None:
-    """A recording of nothing says what to look at, and has status 1."""
+    """The error for an empty recording suggests checks, and the status is 1."""
     done = run_here("bench", "record", str(tmp_path / "s"), "--out", str(tmp_path / "t"), "--duration", "1ms")
     assert (done.returncode, "No request came" in done.stderr) == (1, True)

@@ -1,4 +1,4 @@
-"""What is made of reports: comparisons, pictures, one HTML page; and the doctor's lines."""
+"""Outputs from reports: comparisons, plots, one HTML page; and the doctor's lines."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def measured_rows() -> list[dict[str, Any]]:
 
 
 def test_the_same_is_the_same(tmp_path: Path) -> None:
-    """Two equal reports differ in nothing and are not over any limit."""
+    """Two equal reports have no difference and exceed no limit."""
     a, b = report_file(tmp_path / "a.json", ROW), report_file(tmp_path / "b.json", ROW)
     done = run_here("bench", "compare", str(a), str(b), "--fail-over", "0%")
     assert done.returncode == 0, done.stderr
@@ -83,7 +83,7 @@ def test_the_same_is_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_worse_fails(tmp_path: Path, change: dict[str, float], limit: str, status: int) -> None:
-    """What is worse by more than the limit, and only that, gives exit status 1."""
+    """Only a value worse by more than the limit gives exit status 1."""
     a, b = report_file(tmp_path / "a.json", ROW), report_file(tmp_path / "b.json", ROW | change)
     done = run_here("bench", "compare", str(a), str(b), "--fail-over", limit)
     assert done.returncode == status
@@ -91,7 +91,7 @@ def test_worse_fails(tmp_path: Path, change: dict[str, float], limit: str, statu
 
 
 def test_other_numbers_can_be_judged(tmp_path: Path) -> None:
-    """``--metric`` says which numbers the limit holds for."""
+    """``--metric`` selects the numbers that the limit applies to."""
     a, b = report_file(tmp_path / "a.json", ROW), report_file(tmp_path / "b.json", ROW | {"cpu_s_per_gb": 5.0})
     assert (
         run_here("bench", "compare", str(a), str(b), "--fail-over", "10%", "--metric", "cpu_s_per_gb").returncode == 1
@@ -99,13 +99,13 @@ def test_other_numbers_can_be_judged(tmp_path: Path) -> None:
 
 
 def test_baselines_are_not_judged() -> None:
-    """A drive that was slower this time is not a fault of kvstore."""
+    """A slower drive is not a fault of kvstore."""
     slower = ROW | {"system": "fio", "gb_per_s": 1.0}
     assert compared([ROW | {"system": "fio"}], [slower], ["gb_per_s"], 0.1)[0]["worse"] == []
 
 
 def test_it_says_what_differs(tmp_path: Path) -> None:
-    """Other parameters, other machines and rows that only one report has are named; --json has them too."""
+    """Different parameters, machines and rows of only one report are listed; --json has them too."""
     a = report_file(tmp_path / "a.json", ROW, ROW | {"op": "store"}, jobs=4, tiers=[{"backend": "file", "threads": 16}])
     b = report_file(tmp_path / "b.json", ROW, jobs=8, tiers=[{"backend": "file", "threads": 8}])
     done = run_here("bench", "compare", str(a), str(b))
@@ -118,7 +118,7 @@ def test_it_says_what_differs(tmp_path: Path) -> None:
 
 
 def test_replays_are_compared_by_hits(tmp_path: Path) -> None:
-    """Of replays the hit rates are compared, by policy and capacity."""
+    """Replays are compared by hit rate, per policy and capacity."""
     rows = [row for row in measured_rows() if row["bench"] == "replay"]
     a = report_file(tmp_path / "a.json", *rows)
     b = report_file(tmp_path / "b.json", *(row | {"hit_rate": row["hit_rate"] / 2} for row in rows))
@@ -128,7 +128,7 @@ def test_replays_are_compared_by_hits(tmp_path: Path) -> None:
 
 
 def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
-    """Reports of different measurements can't be compared, and no report is no report."""
+    """Reports of different measurements can't be compared, and other files are refused."""
     a = report_file(tmp_path / "a.json", ROW)
     b = report_file(tmp_path / "b.json", ROW | {"op": "store"})
     assert run_here("bench", "compare", str(a), str(b)).returncode == 2
@@ -145,7 +145,7 @@ def test_differences_leave_out_what_always_differs() -> None:
 
 
 def test_plot_writes_pictures_and_a_page(tmp_path: Path) -> None:
-    """Every picture is there as PNG and SVG, and the page has all of them and loads nothing from elsewhere."""
+    """Every plot exists as PNG and SVG, and the page has all of them without external resources."""
     path = report_file(tmp_path / "a.json", *measured_rows())
     done = run_here("bench", "plot", str(path), "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
@@ -163,7 +163,7 @@ def test_plot_writes_pictures_and_a_page(tmp_path: Path) -> None:
 
 
 def test_engines_have_pictures() -> None:
-    """Of bench/vllm_e2e.py there are TTFT and throughput by workload; each system is in the legend, in one colour."""
+    """TTFT and throughput of bench/vllm_e2e.py are plotted by workload; each system is in the legend, in one colour."""
     rows = [
         {"bench": "vllm", "op": op, "system": system, "ttft_s": seconds, "tokens_per_s": 1000 / seconds}
         for op in ("restart", "chat")
@@ -185,7 +185,7 @@ def test_engines_have_pictures() -> None:
 
 
 def test_the_drive_itself_is_in_every_chart() -> None:
-    """``raw`` and ``fio`` are in the legends of throughput and latency, in grey, whichever of them does only loads."""
+    """``raw`` and ``fio`` are in the legends of throughput and latency, in grey, even if one has only loads."""
     fio = ROW | {"system": "fio", "op": "load", "jobs": 32}
     pictures = {picture.name: picture for picture in pictures_of([*measured_rows(), fio])}
     for name, endings in (("throughput", ("",)), ("latency", (" load", " store"))):
@@ -202,7 +202,7 @@ def test_the_drive_itself_is_in_every_chart() -> None:
 
 
 def test_the_page_shows_text_as_text() -> None:
-    """What a report contains can't become markup."""
+    """Report contents can't become markup."""
     row = ROW | {"system": "<script>alert(1)</script>"}
     report = Report("run", rows=[row], notes=["<b>"]).as_dict()
     page = html_report({"<i>": report, "b": copy.deepcopy(report)}, [])
@@ -216,7 +216,7 @@ def test_pictures_are_the_same_each_time() -> None:
 
 
 def test_percentiles_are_those_of_the_numbers() -> None:
-    """A histogram's percentiles are within a thousandth of the sorted list's, also after being text and merged."""
+    """A histogram's percentiles are within 0.1 % of the sorted list's, also after serialization and merging."""
     numbers = sorted(random.Random(3).lognormvariate(0, 1) / 1000 for _ in range(5000))
     halves = [Latencies(), Latencies()]
     for i, number in enumerate(numbers):
@@ -232,7 +232,7 @@ def test_percentiles_are_those_of_the_numbers() -> None:
 
 
 def test_a_row_is_the_median() -> None:
-    """Several runs become the median of each number, and how many there were."""
+    """Several runs become the median of each number, with the number of runs."""
     rows = [ROW | {"gb_per_s": rate} for rate in (1.0, 5.0, 2.0)]
     assert median_row(rows) == ROW | {"gb_per_s": 2.0, "runs": 3}
 
@@ -256,7 +256,7 @@ def test_backends_lists_what_there_is() -> None:
 
 
 def test_doctor_finds_a_fit_machine(tmp_path: Path) -> None:
-    """All subjects are looked at, nothing is made, and a directory that can be used does not fail."""
+    """All subjects are checked, nothing is created, and a usable directory does not fail."""
     tier = f"file://{tmp_path}/kv?capacity=1MiB&reserve=0"
     done = run_here("bench", "doctor", "-t", tier, "--json")
     rows = {row["check"]: row for row in report_of(done)["rows"]}
@@ -277,7 +277,7 @@ def test_doctor_finds_a_fit_machine(tmp_path: Path) -> None:
     ],
 )
 def test_doctor_says_what_is_wrong(arguments: list[str], check: str, said: str) -> None:
-    """What an engine would fail on fails here, with what to do, and without the password."""
+    """Problems that would stop an engine fail here, with advice, and without the password."""
     done = run_here("bench", "doctor", *arguments, "--json")
     assert done.returncode == 1
     failed = [row for row in json.loads(done.stdout)["rows"] if row["status"] == "fail"]
@@ -288,6 +288,6 @@ def test_doctor_says_what_is_wrong(arguments: list[str], check: str, said: str) 
 
 
 def test_doctor_warns_of_a_capacity_that_does_not_fit(tmp_path: Path) -> None:
-    """More capacity than there is room is a warning, with what to do."""
+    """A capacity larger than the free space is a warning with advice."""
     done = run_here("bench", "doctor", "-t", f"file://{tmp_path}/kv?capacity=1PiB")
     assert re.search(r"warn +space", done.stdout), done.stdout

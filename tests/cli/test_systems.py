@@ -1,4 +1,4 @@
-"""What is measured, and what is left of it."""
+"""Measured systems, and their removal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REMOVED: list[bytes] = []
 
 
 class SlowlyForgetting(MemoryBackend):
-    """A backend that takes its time to delete."""
+    """A backend with slow deletions."""
 
     async def delete(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Delete after a while."""
@@ -53,12 +53,12 @@ def test_what_is_removed_is_gone_before_it_is_closed(region: Region) -> None:
         system.remove(keys)
     finally:
         system.close()
-    # What the store put while it was being removed is removed once more.
+    # Blocks that a store wrote during the removal are removed again.
     assert REMOVED[-len(keys) :] == keys and set(REMOVED) == set(keys)
 
 
 def test_nothing_stays_on_a_server(tmp_path: Path) -> None:
-    """After ``verify`` and ``run`` on a server nothing of them is there."""
+    """``verify`` and ``run`` on a server leave no keys."""
     with running(plain("redis", tmp_path)) as (server,):
         for command in (["verify", "--bytes", "4MiB"], ["run", "--ops", "20", "--working-set", "4MiB", "-b", "64KiB"]):
             done = run_here("bench", *command, "-t", server.url, "--reuse", "--json")
@@ -68,7 +68,7 @@ def test_nothing_stays_on_a_server(tmp_path: Path) -> None:
 
 
 def test_the_bare_drive_returns_what_was_written(tmp_path: Path, region: Region) -> None:
-    """The baseline's own reads and writes are verified like a tier's, and blocks it has no room for are misses."""
+    """The baseline's own reads and writes are verified like a tier's, and blocks without room are misses."""
     rows = Payload("random", BLOCK, 1).prepare(region)
     system = RawSystem(tmp_path, region.view(), BLOCK, 40)
     try:

@@ -11,12 +11,12 @@ import pytest
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 from kvstore.primary import Region
-from kvstore.runtime.child_connection import ProcessSpec, find_backing
+from kvstore.runtime.process import ProcessSpec, find_backing
 from kvstore.runtime.wire import Start
 
 
 def test_json_of_vllm_is_taken_as_it_is() -> None:
-    """The object that goes into ``secondary_tiers`` can be pasted, vLLM's own keys included."""
+    """An object of ``secondary_tiers`` can be pasted, including vLLM's own keys."""
     tier = parse_tier(
         '{"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "file", "path": "/kv", "capacity": "1GiB"}'
     )
@@ -44,7 +44,7 @@ def test_forms(text: str, config: dict[str, object]) -> None:
 
 
 def test_file_holds_any_form(tmp_path: Path) -> None:
-    """``@FILE`` stands for what is in the file."""
+    """``@FILE`` is replaced by the file's content."""
     path = tmp_path / "tier.json"
     path.write_text(json.dumps({"backend": "memory", "capacity": "1GiB"}))
     assert parse_tier(f"@{path}").as_config() == {"backend": "memory", "capacity": "1GiB"}
@@ -64,7 +64,7 @@ def test_file_holds_any_form(tmp_path: Path) -> None:
     ],
 )
 def test_refusals_say_what_to_do(text: str, said: str) -> None:
-    """What can't be used is refused in words."""
+    """An unusable tier is refused with an explanation."""
     with pytest.raises(ConfigError) as caught:
         parse_tier(text)
     assert said in str(caught.value)
@@ -79,7 +79,7 @@ def test_refusals_say_what_to_do(text: str, said: str) -> None:
     ],
 )
 def test_secrets_are_not_shown(text: str) -> None:
-    """What is shown of a tier has no password in it, wherever the password was given."""
+    """The displayed form of a tier has no password, wherever it was given."""
     tier = parse_tier(text)
     assert "hunter2" not in json.dumps(tier.shown())
     assert "hunter2" in json.dumps(tier.as_config())
@@ -89,14 +89,14 @@ def test_secrets_are_not_shown(text: str) -> None:
     "text", ["redis://u:hunter2@host:1/0?ttl=x", '{"type": "redis", "password": "hunter2", "a": 1}']
 )
 def test_errors_hold_no_secret(text: str) -> None:
-    """A refusal does not repeat a password."""
+    """An error does not repeat a password."""
     with pytest.raises(ConfigError) as caught:
         parse_tier(text)
     assert "hunter2" not in str(caught.value)
 
 
 def test_no_repr_shows_the_options() -> None:
-    """Whatever carries the options of a tier to where they are used shows none of them: one may be a password."""
+    """No object that carries a tier's options shows them, because one may be a password."""
     argument = parse_tier('{"type": "redis", "url": "redis://127.0.0.1", "password": "CANARY"}')
     payload = {"options": argument.options}
     with Region.create(1, 4096) as region:

@@ -1,4 +1,4 @@
-"""``kvstore top``: the numbers of two scrapes, engines that fail, and the screen of a terminal of 80 columns."""
+"""``kvstore top``: the numbers between two scrapes, failing engines, and the display in 80 columns."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ from typing import Any
 import pytest
 from rich.console import Console, Group
 
-from kvstore.cli.commands.top import engine_row, frame_of, tier_rows
-from kvstore.cli.scrape import Engine, parse
+from kvstore.cli.commands.top import Engine, engine_row, frame_of, parse, tier_rows
 from tests.cli.in_process import run_here
 from tests.project.scripts import load_script
 from tests.project.tree import ROOT
 
 SCRAPES = [path.read_text() for path in sorted((ROOT / "tests/cli/scrapes").glob("*.txt"))]
-"""Pages of a real engine, one after the other; scripts/make_top_picture.py --record makes them."""
+"""Consecutive pages of a real engine; scripts/make_top_picture.py --record makes them."""
 
 ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\([A-Z0-9]|[=>])")
 
 
 def page(seconds: float, engine: str = "0", **gauges: float) -> str:
-    """Return the page of an engine that has worked so long at constant rates, with other values of gauges."""
+    """Return an engine's page after this time at constant rates, with other values of gauges."""
     values = {
         'ready{tier="disk"}': 1, 'blocks{tier="disk"}': 1200, 'used_bytes{tier="disk"}': 3 << 30,
         'capacity_bytes{tier="disk"}': 4 << 30, 'jobs_in_flight{tier="disk"}': 3, 'waiting_blocks{tier="disk"}': 7,
@@ -64,7 +63,7 @@ def page(seconds: float, engine: str = "0", **gauges: float) -> str:
 
 
 def engine_of(*pages: tuple[float, str]) -> Engine:
-    """Return an engine that had these pages at these times."""
+    """Return an engine with these pages at these times."""
     engine = Engine("here")
     for at, text in pages:
         engine.add(parse(text, at)["0"])
@@ -72,7 +71,7 @@ def engine_of(*pages: tuple[float, str]) -> Engine:
 
 
 class Pages:
-    """An HTTP server on loopback that answers with one page after the other, and the last one from then on."""
+    """An HTTP server on loopback that serves the pages in turn, and then repeats the last one."""
 
     def __init__(self, *pages: str, status: int = 200) -> None:
         answers = list(pages)
@@ -84,7 +83,7 @@ class Pages:
                 self.wfile.write((answers.pop(0) if len(answers) > 1 else answers[0]).encode())
 
             def log_message(self, *_: Any) -> None:
-                """Say nothing."""
+                """Print nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
@@ -99,7 +98,7 @@ class Pages:
 
 
 def test_rates_are_those_between_two_samples() -> None:
-    """Hits, bytes, latencies, evictions and failures a second; states and queues are those of now."""
+    """Hits, bytes, latencies, evictions and failures per second; states and queues are the current ones."""
     engine = engine_of((100.0, page(10)), (104.0, page(14)))
     (row,) = tier_rows([engine])
     assert row == {
@@ -114,14 +113,14 @@ def test_rates_are_those_between_two_samples() -> None:
 
 
 def test_one_sample_has_states_and_no_rates() -> None:
-    """Nothing is made up before there is a second one."""
+    """No rates are shown before the second sample."""
     (row,) = tier_rows([engine_of((100.0, page(10)))])
     assert (row["state"], row["used"]) == ("ready", "3 GiB")
     assert (row["hits"], row["loaded"], row["load_p99"]) == (None, None, None)
 
 
 def test_rates_are_those_of_the_last_ten_seconds() -> None:
-    """What lies further back is forgotten; an engine that began anew counts from zero."""
+    """Older samples are dropped; a restarted engine counts from zero."""
     engine = engine_of((0.0, page(0)), (100.0, page(100)), (105.0, page(100)), (110.0, page(100)), (115.0, page(100)))
     (row,) = tier_rows([engine])
     assert (row["loaded"], row["hits"]) == ("0 B", None)
@@ -139,13 +138,13 @@ def test_rates_are_those_of_the_last_ten_seconds() -> None:
     ],
 )
 def test_states(gauges: dict[str, float], state: str, breakers: str) -> None:
-    """The worst that there is to say of a tier is its state."""
+    """A tier shows its worst state."""
     (row,) = tier_rows([engine_of((1.0, page(1, **gauges)))])
     assert (row["state"], row["breakers"]) == (state, breakers)
 
 
 def test_engines_of_one_server_are_told_apart() -> None:
-    """A server with two engines is two rows, and a server that can't be reached is one line and no end of the rest."""
+    """A server with two engines has two rows; an unreachable server is one line and does not affect the others."""
     with Pages(page(1)) as gone:
         pass
     with Pages(page(1) + page(1, "1"), page(2) + page(2, "1")) as server:
@@ -167,7 +166,7 @@ def test_engines_of_one_server_are_told_apart() -> None:
     ],
 )
 def test_what_is_no_engine_is_said(text: str, status: int, says: str) -> None:
-    """One line, status 1."""
+    """A page of something else than an engine is one line and status 1."""
     with Pages(text, status=status) as server:
         done = run_here("top", f"http://{server.address}/metrics", "--interval", "10ms")
     assert done.returncode == 1
@@ -179,7 +178,7 @@ def test_what_is_no_engine_is_said(text: str, status: int, says: str) -> None:
     "arguments", [("ftp://x",), ("http://",), ("x:y",), ("--interval", "0s"), ("--interval", "2x")]
 )
 def test_what_cannot_be_is_refused(arguments: Sequence[str]) -> None:
-    """One line, status 2, before anything is asked."""
+    """Impossible arguments are refused with one line and status 2, before any request."""
     done = run_here("top", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
 
@@ -192,7 +191,7 @@ def test_names_of_servers_cannot_rewrite_the_terminal() -> None:
 
 
 def test_a_terminal_of_80_columns(tmp_path: Path) -> None:
-    """Each frame fits; the second has rates; Ctrl-C ends with status 0 and gives the screen back."""
+    """Each frame fits; the second has rates; Ctrl-C ends with status 0 and restores the screen."""
     with Pages(*SCRAPES) as server, _terminal(80, 24) as (terminal, inside):
         arguments = [sys.executable, "-m", "kvstore", "top", server.address, "--interval", "100ms"]
         env = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -227,7 +226,7 @@ def test_a_terminal_of_80_columns(tmp_path: Path) -> None:
 
 
 def test_what_is_ill_is_red_and_engines_that_do_not_answer_come_first() -> None:
-    """A dead tier, an open breaker and failures stand out; nothing else is coloured."""
+    """A dead tier, an open breaker and failures are highlighted; nothing else is coloured."""
     ill = re.sub(r'(kvstore_(?:tier_dead|load_breaker_state)\{[^}]*tier="far"[^}]*\}) \S+', r"\1 2.0", SCRAPES[1])
     for text, red in ((SCRAPES[1], []), (ill, ["dead", "loads open"])):
         engine = Engine("a:1")
@@ -241,7 +240,7 @@ def test_what_is_ill_is_red_and_engines_that_do_not_answer_come_first() -> None:
 
 
 def test_the_picture_in_the_docs_is_that_of_the_scrapes() -> None:
-    """Whoever changes what is shown runs scripts/make_top_picture.py."""
+    """The picture in the docs matches the scrapes; after a change, run scripts/make_top_picture.py."""
     script = load_script("make_top_picture")
     drawn = script.picture()
     assert script.PICTURE_FILE.read_text() == drawn
@@ -249,7 +248,7 @@ def test_the_picture_in_the_docs_is_that_of_the_scrapes() -> None:
 
 
 def _output(terminal: int) -> bytes:
-    """Return what has been written to a terminal, soon."""
+    """Return the available output of a terminal after at most 100 ms."""
     ready, _, _ = select.select([terminal], [], [], 0.1)
     return os.read(terminal, 65536) if ready else b""
 

@@ -13,7 +13,7 @@ _LINE = '{"timestamp": 3, "input_length": 700, "output_length": 9, "hash_ids": [
 
 
 def test_lines_in_the_format_of_mooncake_are_read(tmp_path: Path) -> None:
-    """Requests have the four fields of the format; other keys and empty lines don't matter."""
+    """Requests have the four fields of the format; other keys and empty lines are ignored."""
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{_LINE}\n\n{_LINE.replace('[4, 7]', '[4, 8]')}\n")
     trace = read_trace(path)
@@ -24,7 +24,7 @@ def test_lines_in_the_format_of_mooncake_are_read(tmp_path: Path) -> None:
 
 
 def test_requests_are_in_the_order_of_their_arrival() -> None:
-    """A trace that is not sorted is; requests of one moment stay as they were."""
+    """An unsorted trace is sorted; requests with equal times keep their order."""
     times = [5, 1, 5, 0]
     requests = [TraceRequest(timestamp=at, input_length=9, hash_ids=(n,)) for n, at in enumerate(times)]
     assert [request.hash_ids for request in Trace(requests)] == [(3,), (1,), (0,), (2,)]
@@ -44,7 +44,7 @@ def test_requests_are_in_the_order_of_their_arrival() -> None:
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    """The error names the line, or the request, and what was expected there."""
+    """The error names the line or the request, and the expected content."""
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(TraceError, match=says):
@@ -58,14 +58,14 @@ def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_made_trace_is_written_and_read_back(tmp_path: Path) -> None:
-    """What the generator makes is in the format."""
+    """Generated traces have the same format."""
     made = generate_trace(TraceShape(requests=50, seed=3))
     write_trace(tmp_path / "made.jsonl", made)
     assert read_trace(tmp_path / "made.jsonl").requests == made.requests
 
 
 def test_the_same_shape_makes_the_same_trace() -> None:
-    """A trace depends on its shape and seed alone."""
+    """A trace depends only on its shape and seed."""
     assert (
         generate_trace(TraceShape(requests=200, seed=1)).requests
         == generate_trace(TraceShape(requests=200, seed=1)).requests
@@ -78,7 +78,7 @@ def test_the_same_shape_makes_the_same_trace() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_blocks_of_a_made_trace_stand_for_their_prefix(seed: int) -> None:
-    """Wherever a block comes again, the same blocks come before it: only so can equal ids be equal blocks."""
+    """A block's occurrences all have the same preceding blocks; otherwise equal ids would not mean equal blocks."""
     prefixes: dict[int, tuple[int, ...]] = {}
     trace = generate_trace(TraceShape(requests=500, seed=seed))
     assert len(trace) == 500
@@ -89,7 +89,7 @@ def test_blocks_of_a_made_trace_stand_for_their_prefix(seed: int) -> None:
 
 
 def test_chats_have_turns_and_prefixes_are_shared() -> None:
-    """Later turns hold all full blocks of earlier ones; without turns and popular starts little is shared."""
+    """Later turns contain all full blocks of earlier ones; without turns and popular starts little is shared."""
     chats = generate_trace(TraceShape(requests=400, turns=6, documents=0, think_s=5))
     alone = generate_trace(TraceShape(requests=400, turns=1, systems=400, documents=0, popularity=0))
     assert lru_hits(chats) / chats.blocks > 0.5
@@ -97,7 +97,7 @@ def test_chats_have_turns_and_prefixes_are_shared() -> None:
 
 
 def test_popularity_follows_zipf() -> None:
-    """With a larger exponent fewer documents are asked about, so more blocks are hit."""
+    """With a larger exponent requests concentrate on fewer documents, so more blocks are hit."""
     flat, steep = (
         generate_trace(TraceShape(requests=400, turns=1, document_share=1.0, popularity=exponent))
         for exponent in (0.0, 1.5)

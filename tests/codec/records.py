@@ -1,4 +1,4 @@
-"""Records to tests: one buffer with header and slot, as a tier holds them, and what verification says of it."""
+"""Test records: one buffer with header and slot, as a tier holds them, and the result of their verification."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import struct
 from dataclasses import dataclass, field
 
-from kvstore.codec.checksum import header_checksum
+from kvstore.codec.checksum import header_checksum, payload_checksum
 from kvstore.codec.record import HEADER_BYTES, RecordCodec, RecordFault
 from kvstore.errors import RecordError
 from kvstore.namespace import Namespace
@@ -37,8 +37,8 @@ class Record:
 
     Attributes:
         key: Key of the block.
-        codec: What made it and checks it.
-        data: Header and payload, one after the other, and then the rest of the slot.
+        codec: Codec that makes and verifies the record.
+        data: Header and payload, then the rest of the slot.
         size_bytes: Length of header and payload.
     """
 
@@ -76,7 +76,7 @@ class Record:
         return made
 
     def fault(self, filled_bytes: int | None = None, key: bytes | None = None) -> str:
-        """Return what verification says of it: a fault, or "ok"."""
+        """Return the result of verification: a fault, or "ok"."""
         filled = self.size_bytes if filled_bytes is None else filled_bytes
         try:
             self.codec.verify(self.key if key is None else key, self.header, self.slot, filled)
@@ -85,7 +85,7 @@ class Record:
         return "ok"
 
     def forge(self, offset: int, layout: str, value: object) -> None:
-        """Change a field of the header and make its checksum right again."""
+        """Change a field of the header and correct its checksum."""
         struct.pack_into("<" + layout, self.header, offset, value)
         struct.pack_into("<Q", self.header, HEADER_BYTES - 8, header_checksum(self.header[: HEADER_BYTES - 8]))
 
@@ -93,3 +93,21 @@ class Record:
 def random_payload(rng: random.Random, size: int) -> bytes:
     """Return random bytes, none of them zero (so that every zeroed byte is a change)."""
     return rng.randbytes(size).replace(b"\0", b"\x01")
+
+
+def forged(record: bytes, **changes: int) -> bytes:
+    """Return a record with changed header fields, and both checksums correct."""
+    places = {
+        "plain_bytes": (16, "<Q"),
+        "stored_bytes": (24, "<Q"),
+        "codec_chain": (120, "<I"),
+        "mac_key_id": (124, "<I"),
+    }
+    data = bytearray(record)
+    for name, value in changes.items():
+        offset, layout = places[name]
+        struct.pack_into(layout, data, offset, value)
+    (header_bytes, stored) = struct.unpack_from("<I", data, 12) + struct.unpack_from("<Q", data, 24)
+    data[128:144] = payload_checksum(memoryview(data)[header_bytes:][:stored])
+    struct.pack_into("<Q", data, HEADER_BYTES - 8, header_checksum(bytes(data[: HEADER_BYTES - 8])))
+    return bytes(data)

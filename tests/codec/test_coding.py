@@ -1,24 +1,22 @@
-"""Encoder and decoder: what lies in a record, and that any later configuration reads what any earlier one wrote."""
+"""Encoder and decoder: the content of a record, and that any later configuration reads records of any earlier one."""
 
 from __future__ import annotations
 
 import logging
 import random
-import struct
 from typing import Any
 
 import pytest
 
 from kvstore.codec.base import Codec
 from kvstore.codec.chain import AUTO, build_chain, pack_chain, parse_chain, unpack_chain
-from kvstore.codec.checksum import header_checksum, payload_checksum
 from kvstore.codec.record import HEADER_BYTES, decode_header
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.registry import CODECS
 from kvstore.tiers.codecs import TierCodecs, element_bytes_of, namespace_with_codecs
 from tests.codec.coding import NAMESPACE, Coding, numbers
-from tests.codec.records import SEED
+from tests.codec.records import SEED, forged
 from tests.codec.third_party import Touchy
 
 SLOT = 8192
@@ -39,9 +37,9 @@ PLANES_ZSTD = 1 | 3 << 8
 @pytest.mark.parametrize("reader", CONFIGS, ids=str)
 @pytest.mark.parametrize("writer", CONFIGS, ids=str)
 def test_every_configuration_reads_what_every_other_one_wrote(writer: Any, reader: Any) -> None:
-    """Blocks come back byte by byte, compressible or not, with codecs that the reader is not set to.
+    """Blocks are restored byte by byte, compressible or not, with codecs that the reader is not configured for.
 
-    Blocks of somebody else's codec have another namespace than those of tiers without it, and are refused there.
+    Blocks of a third-party codec have another namespace than those of tiers without it, and are refused there.
     """
     known = namespace_with_codecs(NAMESPACE, writer) == namespace_with_codecs(NAMESPACE, reader)
     blocks = [numbers(SLOT, 1), random.Random(SEED).randbytes(SLOT), bytes(SLOT), numbers(SLOT, 2)]
@@ -52,7 +50,7 @@ def test_every_configuration_reads_what_every_other_one_wrote(writer: Any, reade
 
 
 def test_what_gets_no_shorter_is_stored_raw() -> None:
-    """Noise lies in its record as it is, in the same bytes as without codecs; numbers are shorter."""
+    """Noise is stored unchanged, in the same bytes as without codecs; numbers are stored shorter."""
     noise = random.Random(SEED).randbytes(SLOT)
     (record,) = Coding("byteplane+zstd:1").write([noise])
     assert [record] == Coding("raw").write([noise])
@@ -63,14 +61,14 @@ def test_what_gets_no_shorter_is_stored_raw() -> None:
 
 
 def test_what_is_a_little_shorter_is_stored_raw() -> None:
-    """A block of which the codecs save less than a thirty-second is not worth decoding."""
+    """A block that shrinks by less than a thirty-second is not worth decoding."""
     mostly_noise = random.Random(SEED).randbytes(SLOT - SLOT // 40) + bytes(SLOT // 40)
     assert Coding("zstd").write([mostly_noise]) == Coding("raw").write([mostly_noise])
 
 
 @pytest.mark.parametrize("slot", [SLOT, SLOT - 100])
 def test_payloads_for_direct_io_end_with_a_page(slot: int) -> None:
-    """Where headers are pages, an encoded payload is padded to whole pages with zeros, but never beyond its block."""
+    """With page-sized headers, an encoded payload is padded to whole pages with zeros, but never beyond its block."""
     block = numbers(slot // 2) + bytes(slot - slot // 2)
     coding = Coding("byteplane+zstd:1", header_bytes=4096, unit=4096)
     (record,) = coding.write([block])
@@ -83,7 +81,7 @@ def test_payloads_for_direct_io_end_with_a_page(slot: int) -> None:
 
 
 def test_a_seal_for_nobody_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """A record sealed with a key is a miss for a tier without keys, and the key id is warned of once."""
+    """A sealed record is a miss for a tier without keys, and its key id is logged in one warning."""
     (record,) = Coding("raw").write([numbers(SLOT)])
     sealed = forged(record, codec_chain=64, mac_key_id=77)
     coding = Coding("raw")
@@ -94,7 +92,7 @@ def test_a_seal_for_nobody_is_refused(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_unknown_codecs_are_misses(caplog: pytest.LogCaptureFixture) -> None:
-    """A chain with a codec that is not here, or that is no chain, is a miss that is warned of once per reason."""
+    """A chain with an unknown codec, or an invalid chain, is a miss with one warning per reason."""
     (record,) = Coding("zstd").write([numbers(SLOT, element_bytes=1)])
     coding = Coding("byteplane+zstd:1")
     for chain in (0xC8, 0xC803, 0x03_00, 0x7F, 0x01_00_00_00, 65):
@@ -106,7 +104,7 @@ def test_unknown_codecs_are_misses(caplog: pytest.LogCaptureFixture) -> None:
 def test_without_the_package_blocks_are_misses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where zstandard is not installed its blocks are misses, with a warning that says what is missing."""
+    """Without zstandard installed its blocks are misses, with a warning that names the missing module."""
     (record,) = Coding("zstd").write([numbers(SLOT, element_bytes=1)])
 
     def find(name: str) -> type[Any]:
@@ -118,7 +116,7 @@ def test_without_the_package_blocks_are_misses(
 
 
 def test_lengths_that_contradict_each_other_are_refused() -> None:
-    """A stored length above the plain one, a plain one above the slot, and a raw payload that is too short."""
+    """A stored length above the plain one, a plain one above the slot, and a raw payload too short are refused."""
     coding = Coding("byteplane+zstd:1")
     (record,) = coding.write([numbers(SLOT)])
     header = decode_header(record)
@@ -134,7 +132,7 @@ def test_lengths_that_contradict_each_other_are_refused() -> None:
 
 
 def test_a_bad_payload_spoils_no_other() -> None:
-    """In a batch of blocks with several chains, those whose payload is nothing that their codec makes are misses."""
+    """In a batch of blocks with several chains, those with an invalid payload for their codec are misses."""
     blocks = [numbers(SLOT, seed) for seed in range(8)]
     records = []
     for place, config in enumerate(["zstd", "byteplane+zstd:1"] * 4):
@@ -144,7 +142,7 @@ def test_a_bad_payload_spoils_no_other() -> None:
         record[HEADER_BYTES + 4 : HEADER_BYTES + 40] = b"\xff" * 36
         records[bad] = forged(bytes(record))
     found = Coding("raw").read(records, SLOT)
-    # Numbers without planes don't compress: those records are raw, and damaged bytes under a right checksum are theirs.
+    # Numbers without planes do not compress: these records are raw, and their damaged bytes have a correct checksum.
     assert [found[place] for place in (1, 2, 4, 6, 7)] == [blocks[place] for place in (1, 2, 4, 6, 7)]
     assert found[3] == found[5] == "encoding"
 
@@ -190,7 +188,7 @@ def test_options_are_read(value: Any, names: list[str]) -> None:
     ids=str,
 )
 def test_options_are_refused(value: Any, words: str) -> None:
-    """What can't be used is refused at start, in a sentence that says what to do."""
+    """An unusable option is refused at start, with a remedy."""
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
         TierCodecs(value, NAMESPACE)
 
@@ -199,14 +197,14 @@ INVERTED, MIRRORED, TOUCHY = (f"tests.codec.third_party:{name}" for name in ("In
 
 
 def test_codecs_that_records_can_not_tell_apart_are_refused() -> None:
-    """Two of one chain that took the same id are an error at start that names both."""
+    """Two codecs of one chain with the same id are an error at start that names both."""
     words = f"Codecs '{INVERTED}' and '{MIRRORED}' have the same wire id 200, .* Give one of them another id"
     with pytest.raises(ConfigError, match=words):
         TierCodecs([INVERTED, MIRRORED], NAMESPACE)
 
 
 def test_the_class_of_a_codec_by_others_is_in_the_namespace() -> None:
-    """Two engines that have different codecs of the same id share no block, and kvstore's own codecs change nothing."""
+    """Engines with different codecs of the same id share no block; kvstore's own codecs do not change the namespace."""
     plain = [namespace_with_codecs(NAMESPACE, config) for config in ("raw", "auto", "byteplane+zstd:3", ["zstd"])]
     assert plain == [NAMESPACE] * 4
     theirs = [namespace_with_codecs(NAMESPACE, [name, "zstd"]) for name in (INVERTED, MIRRORED)]
@@ -216,13 +214,13 @@ def test_the_class_of_a_codec_by_others_is_in_the_namespace() -> None:
 
 
 def test_a_name_and_a_class_of_one_codec_are_one_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the class that counts, however an option names it."""
+    """Only the class counts, however an option names it."""
     monkeypatch.setattr(CODECS, "_installed", lambda: {"inverted": INVERTED})
     assert namespace_with_codecs(NAMESPACE, "inverted") == namespace_with_codecs(NAMESPACE, [INVERTED])
 
 
 def test_a_codec_without_an_id_is_refused() -> None:
-    """Its blocks could not be named."""
+    """Its blocks could not be identified."""
     with pytest.raises(ConfigError, match="no wire ids"):
         namespace_with_codecs(NAMESPACE, ["tests.codec.third_party:Unnumbered"])
 
@@ -231,7 +229,7 @@ def test_a_codec_without_an_id_is_refused() -> None:
 def test_a_codec_with_a_defect_costs_only_its_own_blocks(
     defect: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A payload that it can't stand is a miss, and nothing is set aside for it; those beside it are read."""
+    """A payload that the codec fails on is a miss and is not quarantined; the others in the batch are read."""
     monkeypatch.setattr("kvstore.codec.chain._warned", set())
     blocks = [bytes([place]) * SLOT for place in range(4)]
     records = Coding([TOUCHY]).write(blocks)
@@ -245,7 +243,7 @@ def test_a_codec_with_a_defect_costs_only_its_own_blocks(
 
 @pytest.mark.parametrize("defect", ["raises", "counts", "sizes"])
 def test_what_a_codec_with_a_defect_can_not_encode_is_stored_raw(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks are stored as they are, and come back."""
+    """The blocks are stored unencoded, and restored."""
     blocks = [bytes([place]) * SLOT for place in (1, Touchy.HATED)]
     monkeypatch.setattr(Touchy, "defect", defect)
     records = Coding([TOUCHY]).write(blocks)
@@ -254,7 +252,7 @@ def test_what_a_codec_with_a_defect_can_not_encode_is_stored_raw(defect: str, mo
 
 
 def test_a_payload_that_a_third_party_codec_cannot_decode_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be another engine's good block, by a codec with the same id: a miss, and nothing is set aside for it."""
+    """It may be a good block of another codec with the same id: it is a miss and is not quarantined."""
     blocks = [bytes([place]) * SLOT for place in range(2)]
     records = Coding([TOUCHY]).write(blocks)
     monkeypatch.setattr(Touchy, "decode", lambda self, wire_id, sources, targets: [None] * len(sources))
@@ -262,7 +260,7 @@ def test_a_payload_that_a_third_party_codec_cannot_decode_is_no_damage(monkeypat
 
 
 def test_a_codec_that_lacks_memory_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A good record stays where it is."""
+    """A good record is not removed."""
     records = Coding("zstd").write([numbers(SLOT)])
 
     def no_memory(*arguments: object) -> None:
@@ -273,7 +271,7 @@ def test_a_codec_that_lacks_memory_is_no_damage(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_numbers_of_chains() -> None:
-    """A chain's number has the first step in the lowest byte; a gap makes it no chain."""
+    """A chain's number has the first step in the lowest byte; a gap makes the chain invalid."""
     assert pack_chain([1, 3, 64]) == 0x40_03_01
     for wire_ids in ((), (3,), (1, 3), (1, 3, 200, 64)):
         assert unpack_chain(pack_chain(wire_ids)) == wire_ids
@@ -281,7 +279,7 @@ def test_numbers_of_chains() -> None:
 
 
 def test_auto_is_byteplane_and_zstd() -> None:
-    """``auto`` brings its codecs, and its options are kept for the choice."""
+    """``auto`` selects its codecs, and its options are kept for the selection."""
     chain = build_chain([{AUTO: {"objective": "bytes"}}], TierCodecs("raw", NAMESPACE)._context, CODECS.find)
     assert ([codec.name for codec in chain.codecs], chain.auto) == (["byteplane", "zstd"], {"objective": "bytes"})
     with pytest.raises(ConfigError, match="objective"):
@@ -305,14 +303,14 @@ def test_auto_is_byteplane_and_zstd() -> None:
     ids=str,
 )
 def test_length_of_elements(fields: dict[str, Any], size: int) -> None:
-    """The namespace's type of the KV cache, not of the model where both are given, says how long an element is."""
+    """The namespace's KV cache type, or otherwise the model's type, gives the length of an element."""
     assert element_bytes_of(fields) == size
     codecs = TierCodecs("byteplane+zstd", Namespace(fields)).chain.codecs
     assert [codec.wire_id for codec in codecs] == {1: [3], 2: [1, 3], 4: [2, 3]}[size]
 
 
 def test_planes_are_what_the_format_says() -> None:
-    """The first bytes of all elements, then the second ones, …, then what is left."""
+    """The first bytes of all elements, then the second ones, …, then the remaining bytes."""
     (two, four) = (Coding(["byteplane"], namespace=Namespace({"dtype": kind})) for kind in ("bfloat16", "float32"))
     source, out = memoryview(bytes(range(11))), memoryview(bytearray(11))
     for coding, planes in ((two, [0, 2, 4, 6, 8, 1, 3, 5, 7, 9, 10]), (four, [0, 4, 1, 5, 2, 6, 3, 7, 8, 9, 10])):
@@ -320,21 +318,3 @@ def test_planes_are_what_the_format_says() -> None:
         assert isinstance(codec, Codec)
         codec.encode([source], [out])
         assert list(out) == planes
-
-
-def forged(record: bytes, **changes: int) -> bytes:
-    """Return a record with fields of its header changed, and both checksums right."""
-    places = {
-        "plain_bytes": (16, "<Q"),
-        "stored_bytes": (24, "<Q"),
-        "codec_chain": (120, "<I"),
-        "mac_key_id": (124, "<I"),
-    }
-    data = bytearray(record)
-    for name, value in changes.items():
-        offset, layout = places[name]
-        struct.pack_into(layout, data, offset, value)
-    (header_bytes, stored) = struct.unpack_from("<I", data, 12) + struct.unpack_from("<Q", data, 24)
-    data[128:144] = payload_checksum(memoryview(data)[header_bytes:][:stored])
-    struct.pack_into("<Q", data, HEADER_BYTES - 8, header_checksum(bytes(data[: HEADER_BYTES - 8])))
-    return bytes(data)

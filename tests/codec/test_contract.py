@@ -1,4 +1,4 @@
-"""The codecs that ship with kvstore pass the suite that ships for them."""
+"""The codecs of kvstore pass the suite of kvstore for codecs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TestZstd(CodecTests):
         return Zstd(ZstdOptions(level=self.level), self.context)
 
     def bombs(self) -> Sequence[bytes]:
-        """Frames with headers that lie: lengths, windows, dictionaries, and kinds of frames that are not ours."""
+        """Frames with false headers: lengths, windows, dictionaries, and foreign kinds of frames."""
         zeros = bytes(32 << 10)
         frame = zstandard.ZstdCompressor(level=19).compress(bytes(GIB // 8))
         unknown = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(GIB // 8))
@@ -45,7 +45,7 @@ class TestZstd(CodecTests):
             frame,
             unknown,
             frame + frame,
-            # A descriptor (0xE0: eight bytes of length, 0x20: one segment, 0x03: dictionary), then what it announces.
+            # A descriptor (0xE0: eight bytes of length, 0x20: one segment, 0x03: dictionary), then its fields.
             MAGIC + b"\xe0" + struct.pack("<Q", GIB) + zeros,
             MAGIC + b"\xe0" + struct.pack("<Q", 2**63) + zeros,
             MAGIC + b"\xe0" + struct.pack("<Q", 2**64 - 1) + zeros,
@@ -54,14 +54,14 @@ class TestZstd(CodecTests):
             MAGIC + b"\x00" + b"\xb0" + last_rle * 1000,
             MAGIC + b"\x00" + b"\xff" + zeros,
             MAGIC + b"\xa3" + struct.pack("<II", 7, 32768) + zeros,
-            # Announces the right length in a window of 2 GiB and more, and then too little content.
+            # Announces the right length in a window of 2 GiB and more, then contains too little.
             MAGIC + b"\x80" + b"\xa8" + struct.pack("<I", 32768) + b"\x01\x00\x00",
             b"\x50\x2a\x4d\x18" + struct.pack("<I", 2**32 - 1) + zeros,
         ]
         piece = zstandard.ZstdCompressor().compress(bytes(GIB // 64))
         tables = [
             frame,
-            # More pieces, and longer ones, than there are; and pieces that together are too long.
+            # More and longer pieces than there are; and pieces whose total is too long.
             struct.pack("<I", 2**32 - 1) + zeros,
             struct.pack("<3I", 2, 2**32 - 1, 1) + zeros,
             struct.pack("<9I", 8, *[len(piece)] * 8) + piece * 8,
@@ -77,7 +77,7 @@ class TestZstdFast(TestZstd):
 class TestZstdSlow(TestZstd):
     level = 19
     element_bytes = 1
-    # At this level 8 MiB take a quarter of a minute.
+    # At this level 8 MiB take fifteen seconds.
     sizes = CodecTests.sizes[:-2]
     mutations = 100_000
 

@@ -1,7 +1,7 @@
-"""Golden files: a record of every codec, made once with its version, is read for ever.
+"""Golden files: a record of every codec, made once with its version, stays readable for ever.
 
 After a new codec or a new meaning of one (which needs a new wire id): add a case, run ``python -m
-tests.codec.test_golden`` for its file, and its digest here. Files that exist never change.
+tests.codec.test_golden`` for its file, and add its digest here. Existing files never change.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Case:
 
     Attributes:
         name: Name of its file.
-        codec: What it was written with.
+        codec: Codec that wrote it.
         dtype: Type of its elements.
-        chain: Number that its header has.
+        chain: Chain number in its header.
         sha256: Digest of the file.
     """
 
@@ -41,11 +41,11 @@ class Case:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Return the path of the file."""
         return HERE / f"{self.name}.bin"
 
     def coding(self, codec: Any) -> Coding:
-        """Return what writes or reads it."""
+        """Return a coding that writes or reads it."""
         return Coding(codec, namespace=Namespace({"golden": self.name, "dtype": self.dtype}))
 
 
@@ -76,13 +76,13 @@ CASES = [
 
 
 def block() -> bytes:
-    """Return the block of all of them: a few elements that differ little, and three bytes that are no element."""
+    """Return the block of all golden records: a few similar elements, and three bytes that are not an element."""
     return bytes(63 - (i * i) % 3 if i % 4 >= 2 else (37 * (i // 4) + i % 2) % 16 for i in range(SLOT))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_golden_records_are_read(case: Case) -> None:
-    """The record of each codec gives its block, to a tier that is set to something else."""
+    """The record of each codec gives its block in a tier with another configuration."""
     data = case.path.read_bytes()
     assert hashlib.sha256(data).hexdigest() == case.sha256, "golden files never change"
     header = decode_header(data)
@@ -93,7 +93,7 @@ def test_golden_records_are_read(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_is_written_today_has_the_same_header_and_content(case: Case) -> None:
-    """Today's record names the same chain and holds the same block; zstd may find a shorter frame some day."""
+    """Today's record has the same chain and the same block; zstd may find a shorter frame some day."""
     (record,) = case.coding(case.codec).write([block()])
     header, golden = decode_header(record), decode_header(case.path.read_bytes())
     assert (header.codec_chain, header.plain_bytes) == (golden.codec_chain, golden.plain_bytes)
@@ -101,7 +101,7 @@ def test_what_is_written_today_has_the_same_header_and_content(case: Case) -> No
 
 
 def test_every_golden_file_is_known() -> None:
-    """No file lies there that no test reads."""
+    """Every golden file has a test."""
     assert {path.name for path in HERE.iterdir()} == {case.path.name for case in CASES}
 
 

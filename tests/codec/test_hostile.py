@@ -1,4 +1,4 @@
-"""Damaged and forged records of encoded blocks: a miss or the right bytes, whatever the record says of itself."""
+"""Damaged and forged records of encoded blocks: a miss or the right bytes, whatever the header states."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from kvstore.codec.checksum import header_checksum
-from kvstore.codec.decoder import StoredBlock
 from kvstore.codec.record import HEADER_BYTES, decode_header
 from kvstore.testing.codec_tests import memory_rise
 from tests.codec.coding import Coding, numbers
-from tests.codec.records import SEED
-from tests.codec.test_coding import forged
+from tests.codec.records import SEED, forged
 
 SLOT = 2048
 CONFIGS: list[Any] = ["zstd", "byteplane+zstd:1", ["tests.codec.third_party:Inverted", "byteplane", "zstd:-5"]]
@@ -25,7 +23,7 @@ BATCH = 50
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_damaged_record_is_a_miss(config: Any) -> None:
-    """Bits flipped, bytes replaced, cut off, put in or added: never a block, right or wrong."""
+    """Bits flipped, bytes replaced, truncated, inserted or appended: never a block, right or wrong."""
     rng = random.Random(SEED)
     coding = Coding(config)
     blocks = [numbers(SLOT // 2, seed) + bytes(SLOT // 2) for seed in range(BATCH)]
@@ -39,7 +37,7 @@ def test_a_damaged_record_is_a_miss(config: Any) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_header_that_lies_is_a_miss(config: Any) -> None:
-    """Every bit of an encoded record's header, under a right checksum: a miss, unless it says nothing of the block."""
+    """Each header bit of an encoded record, with a correct checksum: a miss, or the block if the bit is irrelevant."""
     coding = Coding(config)
     block = numbers(SLOT // 2) + bytes(SLOT // 2)
     (record,) = coding.write([block])
@@ -48,7 +46,7 @@ def test_a_header_that_lies_is_a_miss(config: Any) -> None:
         data[bit // 8] ^= 1 << bit % 8
         struct.pack_into("<Q", data, HEADER_BYTES - 8, header_checksum(bytes(data[: HEADER_BYTES - 8])))
         (found,) = coding.read([bytes(data)], SLOT)
-        # The writer, its clock, and the MAC of a record that has no key.
+        # The writer, its clock, and the MAC of a record without a key.
         if 96 <= bit // 8 < 120 or 144 <= bit // 8 < 176:
             assert found == block, f"bit {bit}: {found!r}"
         else:
@@ -57,7 +55,7 @@ def test_a_header_that_lies_is_a_miss(config: Any) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_forged_payloads_stay_in_their_slots(config: Any) -> None:
-    """A payload changed by somebody who also makes the checksum right is a miss or fills its slot, and no other."""
+    """A changed payload with a correct checksum is a miss or fills its own slot, and no other."""
     rng = random.Random(SEED)
     coding = Coding(config)
     blocks = [numbers(SLOT // 2, seed) + bytes(SLOT // 2) for seed in range(BATCH)]
@@ -93,7 +91,7 @@ def test_a_record_that_claims_a_gibibyte_costs_nothing() -> None:
 
 
 def test_payloads_that_change_while_they_are_decoded() -> None:
-    """Somebody who writes to a slot while its block is decoded, as he must not, breaks that block and nothing else."""
+    """A forbidden write to a slot during decoding damages that block and no other."""
     rng = random.Random(SEED)
     coding = Coding("byteplane+zstd:1")
     size = 65_536
@@ -107,7 +105,7 @@ def test_payloads_that_change_while_they_are_decoded() -> None:
     def scribble() -> None:
         while not ended.is_set():
             slot, header = rng.choice(list(zip(slots[1:], headers[1:], strict=True)))
-            # Most of all where lengths are told.
+            # Mostly in the bytes that contain lengths.
             place = rng.choice((rng.randrange(40), rng.randrange(header.stored_bytes)))
             slot[place : place + 2] = rng.randbytes(2)
 
@@ -117,8 +115,7 @@ def test_payloads_that_change_while_they_are_decoded() -> None:
         for _ in range(150):
             for slot, record, header in zip(slots, records, headers, strict=True):
                 slot[: header.stored_bytes] = record[HEADER_BYTES:]
-            stored = [StoredBlock(header, slot) for header, slot in zip(headers, slots, strict=True)]
-            errors = coding.codecs.decoder.decode(stored, rows, spares)
+            errors = coding.codecs.decoder.decode(headers, slots, rows, spares)
             assert errors[0] is None and slots[0] == blocks[0]
     finally:
         ended.set()
@@ -126,7 +123,7 @@ def test_payloads_that_change_while_they_are_decoded() -> None:
 
 
 def mutated(rng: random.Random, record: bytes) -> bytes:
-    """Return a record that differs somewhere."""
+    """Return a record with a random change."""
     data = bytearray(record)
     kind, place = rng.randrange(4), rng.randrange(len(data))
     if kind == 0:
@@ -136,13 +133,13 @@ def mutated(rng: random.Random, record: bytes) -> bytes:
     elif kind == 2:
         del data[place:]
     else:
-        # Not zeros: padding behind a payload is allowed.
+        # Not zeros: zero padding after a payload is allowed.
         data += rng.randbytes(rng.randrange(1, 20)) + b"\1"
     return bytes(data)
 
 
 def bad_payload(rng: random.Random, record: bytes) -> bytes:
-    """Return a record with some bytes of its payload changed, and its length as before."""
+    """Return a record with some bytes of its payload changed, and the same length."""
     data = bytearray(record)
     for _ in range(rng.randrange(1, 4)):
         data[rng.randrange(HEADER_BYTES, len(data))] = rng.randrange(256)

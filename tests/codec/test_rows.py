@@ -1,4 +1,4 @@
-"""Scratch rows are bounded, and a tier that needs more than there are waits for them and goes on."""
+"""Buffers are bounded, and a tier that needs more waits for them and continues."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from kvstore.backends.base import RecordGeometry
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.codec.rows import address_of
 from kvstore.namespace import Namespace
-from kvstore.runtime.buffers import SlotBuffers
+from kvstore.runtime.buffers import BufferPool, SlotBuffers
 from kvstore.runtime.limits import Precedence
 from kvstore.runtime.messages import JobKind, SubmitJob
-from kvstore.tiers import payload_rows
+from kvstore.tiers import block_mover
 from kvstore.tiers.block_mover import BlockMover, RunningJob
 from kvstore.tiers.codecs import TierCodecs
-from kvstore.tiers.payload_rows import PayloadRows
 from kvstore.types import Outcome
 from tests.codec.coding import numbers
 
@@ -29,29 +28,27 @@ BLOCKS = 60
 NAMESPACE = Namespace({"dtype": "bfloat16"})
 
 
-async def test_rows_are_bounded_aligned_and_in_order() -> None:
-    """No more rows are lent than there are; neighbours in memory are neighbours in the list, whoever had them."""
-    rows = PayloadRows(5000)
-    most = rows.batch_blocks * 4
+async def test_buffers_are_bounded_aligned_and_in_order() -> None:
+    """Leases never exceed the limit; neighbours in memory are neighbours in the list, whoever leased them before."""
+    pool = BufferPool(8192, 12)
     async with contextlib.AsyncExitStack() as stack:
-        lent = [await stack.enter_async_context(rows.scratch(most // 4, Precedence.LOAD)) for _ in range(4)]
-        assert len({address_of(row) for part in lent for row in part}) == most
+        lent = [await stack.enter_async_context(pool.lease(3, Precedence.LOAD)) for _ in range(4)]
+        assert len({address_of(row) for part in lent for row in part}) == 12
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05), rows.scratch(1, Precedence.LOAD):
+            async with asyncio.timeout(0.05), pool.lease(1, Precedence.LOAD):
                 pass
-    async with rows.scratch(most, Precedence.LOAD) as again:
+    async with pool.lease(12, Precedence.LOAD) as again:
         addresses = [address_of(row) for row in again]
-        assert addresses == [addresses[0] + 8192 * i for i in range(most)] and addresses[0] % 4096 == 0
-    async with rows.payloads(0) as none, rows.scratch(0, Precedence.STORE) as either:
-        assert (none, either) == ([], [])
-    rows.close()
-    rows.close()
+        assert addresses == [addresses[0] + 8192 * i for i in range(12)] and addresses[0] % 4096 == 0
+    assert await pool.take(0) == [] and pool.free_count == 12
+    pool.close()
+    pool.close()
 
 
 async def test_many_jobs_share_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stores and loads of many times the rows there are, all at once, with some cancelled, end with the right bytes."""
-    monkeypatch.setattr(payload_rows, "_BATCH_BYTES", 2 * SLOT)
-    monkeypatch.setattr(payload_rows, "_PAYLOAD_BATCHES", 2)
+    """Stores and loads of many times the available rows, all at once, some cancelled, end with the right bytes."""
+    monkeypatch.setattr(block_mover, "_BATCH_BYTES", 2 * SLOT)
+    monkeypatch.setattr(block_mover, "_PAYLOAD_BATCHES", 2)
     backend = MemoryBackend(MemoryConfig())
     await backend.open(NAMESPACE, RecordGeometry(backend.alignment, SLOT))
     original = numbers(BLOCKS * SLOT)
@@ -83,13 +80,13 @@ async def test_many_jobs_share_few_rows(monkeypatch: pytest.MonkeyPatch) -> None
     for place in (0, 1, 3):
         assert loaded[place] == bytes([Outcome.OK]) * BLOCKS
         assert primary[place * BLOCKS * SLOT : (place + 1) * BLOCKS * SLOT] == original
-    assert codecs.counts.snapshot()["decoded_blocks"] >= 3 * BLOCKS
+    assert codecs.stats()["decoded_blocks"] >= 3 * BLOCKS
     mover.close()
     await backend.close()
 
 
 def test_addresses() -> None:
-    """The address of a view counts its offset, for writable and read-only memory, also of no bytes."""
+    """The address of a view includes its offset, for writable and read-only memory, and for empty views."""
     memory = memoryview(mmap.mmap(-1, 2 * mmap.PAGESIZE))
     assert address_of(memory) % mmap.PAGESIZE == 0
     assert address_of(memory[100:]) == address_of(memory) + 100

@@ -1,4 +1,4 @@
-"""The suite for codecs finds what it is for: each broken codec fails the check that is meant to fail."""
+"""The codec suite finds defects: each broken codec fails the intended check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.contract.failures import failure_of
 
 
 class Deflate(Codec):
-    """A sound codec of the standard library, of which the others are broken copies."""
+    """A correct codec of the standard library; the broken ones derive from it."""
 
     name = "deflate"
     wire_ids: ClassVar[tuple[int, ...]] = (201,)
@@ -49,7 +49,7 @@ class Deflate(Codec):
 
 
 class Believes(Deflate):
-    """Inflates whatever a payload becomes before it looks at the target."""
+    """Inflates a payload completely before it checks the target's length."""
 
     def decode_one(self, source: memoryview, target: memoryview) -> int | None:
         try:
@@ -66,14 +66,14 @@ class Raises(Deflate):
 
 
 class Cuts(Deflate):
-    """Gives as much as fits of what does not."""
+    """Writes the part that fits of a block that does not."""
 
     def put(self, data: bytes, target: memoryview) -> int | None:
         return super().put(data[: target.nbytes], target)
 
 
 class Overwrites(Deflate):
-    """Uses the source as scratch."""
+    """Uses the source as scratch memory."""
 
     def deflate(self, source: memoryview) -> bytes:
         made = super().deflate(source)
@@ -85,27 +85,27 @@ class Overwrites(Deflate):
         found = super().decode(wire_id, sources, targets)
         for target, size in zip(targets, found, strict=True):
             if size:
-                # The guard in front of the target: as a C extension does it that counts wrongly.
+                # The guard before the target, as a C extension with a wrong index overwrites it.
                 whole = memoryview(target.obj).cast("B")
                 whole[0] = 0
         return found
 
 
 class Forgets(Deflate):
-    """Loses the last byte of a payload of odd length."""
+    """Omits the last byte of a payload of odd length."""
 
     def deflate(self, source: memoryview) -> bytes:
         return super().deflate(source[: source.nbytes - source.nbytes % 2])
 
 
 class Shares(Deflate):
-    """Keeps the payload of one call where another one finds it."""
+    """Keeps the payload of one call in state shared with others."""
 
     kept: bytes = b""
 
     def deflate(self, source: memoryview) -> bytes:
         self.kept = bytes(source)
-        # Room for another thread, as a call into C gives it.
+        # Lets another thread run, as a call into C does.
         zlib.compress(bytes(100_000))
         return zlib.compress(self.kept, 1)
 
@@ -119,7 +119,7 @@ class Spreads(Deflate):
 
 
 class Fixed(Deflate):
-    """Reads only what its own options wrote."""
+    """Reads only payloads of its own options."""
 
     made: ClassVar[int] = 0
 
@@ -136,7 +136,7 @@ class Fixed(Deflate):
 
 
 def suite_of(cls: type[Codec]) -> CodecTests:
-    """Return the suite for a codec, small enough for ten of them."""
+    """Return the suite for a codec, small enough to run ten times."""
 
     class Suite(CodecTests):
         mutations = 2000
@@ -153,7 +153,7 @@ CHECKS = [name for name in dir(CodecTests) if name.startswith("test_")]
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_sound_codec_passes(check: str) -> None:
-    """The codec that the broken ones are made from passes each check."""
+    """The base of the broken codecs passes each check."""
     getattr(suite_of(Deflate), check)()
 
 

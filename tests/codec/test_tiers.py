@@ -27,7 +27,7 @@ CODED = "byteplane+zstd:1"
 
 
 class CodedRig(TierRig):
-    """A rig whose blocks are like those of a KV cache: they get shorter. Every eighth one is noise."""
+    """A rig whose blocks compress like those of a KV cache. Every eighth one is noise."""
 
     def payload(self, key: BlockKey) -> bytes:
         """Return the bytes of a key's block."""
@@ -41,14 +41,14 @@ redis = server_fixture("redis", "module")
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[s3_servers.S3Server]:
-    """A server that speaks S3, of this module's own."""
+    """An S3 server for this module."""
     with s3_servers.running(s3_servers.moto(tmp_path_factory.mktemp("s3"))) as server:
         yield server
 
 
 @pytest.fixture(params=["file", "file-process", "memory", "redis", "s3"])
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    """The configuration of a tier whose blocks outlive it."""
+    """The configuration of a tier whose blocks survive a close."""
     name, _, host = request.param.partition("-")
     more = {"io": "process"} if host else {}
     match name:
@@ -64,7 +64,7 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def keyring(tmp_path: Path) -> dict[str, Any]:
-    """The options of a seal whose key is in a file, and that takes what was there before it."""
+    """The options of a seal with its key in a file, which accepts unsealed blocks."""
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({"current": 1, "keys": {"1": "MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE="}}))
     return {"keys": {"file": str(path)}, "accept_unsealed": True}
@@ -77,7 +77,7 @@ def rig(config: dict[str, Any], codec: Any, slot_bytes: int = SLOT) -> CodedRig:
 
 
 def test_one_configuration_reads_what_all_others_wrote(medium: dict[str, Any], keyring: dict[str, Any]) -> None:
-    """Blocks written raw, compressed, sealed and both, in turn, are all loaded by each of these configurations."""
+    """Blocks written raw, compressed, sealed and both are all loaded by each of these configurations."""
     seal, mac = {"aead": keyring}, {"mac": keyring}
     writers: list[Any] = ["raw", CODED, [seal], [CODED, seal], [mac], ["zstd:3", mac], [CODED], "auto"]
     keys: dict[int, list[BlockKey]] = {}
@@ -93,7 +93,7 @@ def test_one_configuration_reads_what_all_others_wrote(medium: dict[str, Any], k
                 load_all(tier, keys[number], f"{writer} read by {codec}")
             assert tier.tier.stats().faults == {}
     for codec in ("raw", CODED):
-        # Without keys the sealed ones are misses, and the others are as good as ever.
+        # Without keys the sealed blocks are misses, and the others are still good.
         with rig(medium, codec) as tier:
             for number in (0, 1, 6, 7):
                 load_all(tier, keys[number], f"{writers[number]} read by {codec}")
@@ -102,12 +102,12 @@ def test_one_configuration_reads_what_all_others_wrote(medium: dict[str, Any], k
                 assert not result.success and list(result.outcomes) == [Outcome.CORRUPT] * BLOCKS
             tier.until(lambda tier=tier: tier.tier.stats().faults == {"codec": 4 * BLOCKS}, "the faults")
     with rig(medium, [seal]) as tier:
-        # Nobody took the misses for damage.
+        # The misses were not considered damaged.
         load_all(tier, keys[3], "sealed blocks after a tier without keys")
 
 
 def check_counts(tier: CodedRig, codec: Any) -> None:
-    """Insist that the statistics say what was done to the blocks of one store."""
+    """Check that the statistics match the blocks of one store."""
     assert tier.tier.drain(20.0)
     counts = tier.tier.stats().codec
     if codec == "raw":
@@ -125,7 +125,7 @@ def check_counts(tier: CodedRig, codec: Any) -> None:
 
 
 def load_all(tier: CodedRig, keys: list[BlockKey], what: str) -> None:
-    """Load blocks and insist that each is in its slot."""
+    """Load blocks and check that each is in its slot."""
     result = tier.load(keys)
     assert result.success, f"{what}: {list(result.outcomes)}, {tier.tier.stats().last_error}"
 
@@ -133,7 +133,7 @@ def load_all(tier: CodedRig, keys: list[BlockKey], what: str) -> None:
 @pytest.mark.parametrize("medium", ["file", "memory", "redis"], indirect=True)
 @pytest.mark.parametrize("slot_bytes", [1000, 4096, 12_000, 65_536, 300_000])
 def test_slots_of_all_lengths(medium: dict[str, Any], slot_bytes: int) -> None:
-    """Encoded records are stored and loaded whatever a slot's length is to the medium's unit."""
+    """Encoded records are stored and loaded for any ratio of slot length to the medium's unit."""
     keys = [bytes([place]) * 32 for place in range(BLOCKS)]
     with rig(medium, CODED, slot_bytes) as tier:
         assert tier.store(keys).success, tier.tier.stats().last_error
@@ -145,7 +145,7 @@ def test_slots_of_all_lengths(medium: dict[str, Any], slot_bytes: int) -> None:
 
 
 def test_what_can_not_be_used_is_refused_at_start(tmp_path: Path) -> None:
-    """A codec that does not exist keeps a tier from opening, in each host, and nothing is left of it."""
+    """An unknown codec prevents the start in each host, and leaves no files or processes."""
     for more in ({}, {"io": "process"}):
         config = {"backend": "file", "path": str(tmp_path / "medium"), "capacity": 64 << 20, **more}
         with pytest.raises(ConfigError, match="Did you mean 'zstd'"):
@@ -155,7 +155,7 @@ def test_what_can_not_be_used_is_refused_at_start(tmp_path: Path) -> None:
 
 
 class CodedTierTests(TierTests):
-    """The contract of tiers, with codecs in front of the backend."""
+    """The contract of tiers, with codecs before the backend."""
 
     codec: ClassVar[Any] = CODED
     options: ClassVar[dict[str, Any]] = {}
@@ -170,12 +170,12 @@ class CodedTierTests(TierTests):
         return self.small_config(64 << 20)
 
     def small_config(self, capacity_bytes: int) -> dict[str, Any]:
-        """Return the same with a capacity."""
+        """Return the same configuration with a capacity."""
         path = tempfile.mkdtemp(dir=self.tmp_path)
         return {"path": path, "capacity": capacity_bytes, "codec": self.codec, **self.options}
 
     def rig(self, *args: Any, **kwargs: Any) -> TierRig:
-        """Open a tier, and have it store blocks that get shorter."""
+        """Open a tier that stores compressible blocks."""
         made = super().rig(*args, **kwargs)
         made.__class__ = CodedRig
         return made
@@ -190,5 +190,5 @@ class TestMemory(CodedTierTests):
     codec: ClassVar[Any] = ["zstd:-5"]
 
     def small_config(self, capacity_bytes: int) -> dict[str, Any]:
-        """Return the same with a capacity."""
+        """Return the same configuration with a capacity."""
         return {"backend": "memory", "capacity": capacity_bytes, "codec": self.codec}

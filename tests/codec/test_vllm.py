@@ -1,4 +1,4 @@
-"""Codecs under vLLM: the option reaches the tier, and vLLM's own words for types tell the length of an element."""
+"""Codecs under vLLM: the option reaches the tier, and vLLM's type names give the length of an element."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kvstore.config import ConfigError
 from kvstore.tiers.codecs import element_bytes_of
 from kvstore.vllm.namespace import engine_namespace
 from tests.vllm import harness
-from tests.vllm.test_namespace import engine
+from tests.vllm.engine_config import engine
 
 
 def pattern_of(key: bytes) -> Any:
-    """Return a block of which a quarter is numbers, so that it takes a page less than a raw one."""
+    """Return a block of which a quarter is numbers, so that its record is a page shorter than a raw one."""
     values = np.random.default_rng(int.from_bytes(key[:4], "little")).normal(0, 0.7, harness.BLOCK_BYTES // 2)
     values[harness.BLOCK_BYTES // 8 :] = 0
     return values.astype(np.float16).view(np.uint8)
 
 
 def test_blocks_are_encoded_under_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier with a codec gives vLLM back the blocks that it took, also to an engine whose tier is set to raw."""
+    """A tier with a codec returns vLLM's blocks unchanged, even to an engine whose tier is set to raw."""
     monkeypatch.setattr(harness, "pattern_of", pattern_of)
     where = {
         "type": "KVStoreTier",
@@ -51,7 +51,7 @@ def test_blocks_are_encoded_under_vllm(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_wrong_codec_keeps_the_engine_from_starting(tmp_path: Path) -> None:
-    """The refusal names what was meant."""
+    """The error suggests the intended codec."""
     tier = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "codec": "bytplane"}
     with pytest.raises(ConfigError, match="Did you mean 'byteplane'"):
         harness.Driver([tier])
@@ -61,7 +61,7 @@ def test_a_wrong_codec_keeps_the_engine_from_starting(tmp_path: Path) -> None:
     ("kv_dtype", "size"), [("auto", 2), ("bfloat16", 2), ("fp8", 1), ("fp8_e5m2", 1), ("fp8_ds_mla", 1), ("float16", 2)]
 )
 def test_types_of_vllm_are_known(kv_dtype: str, size: int) -> None:
-    """The namespace of an engine tells the length of an element of its KV cache."""
+    """The namespace of an engine gives the length of an element of its KV cache."""
     spec = type("Spec", (), {"config": harness.offloading_config([])})()
     namespace = engine_namespace(spec, 4096, engine(**{"cache_config.cache_dtype": kv_dtype}))
     assert element_bytes_of(namespace.document()["fields"]) == size

@@ -1,4 +1,4 @@
-"""Codecs that don't ship with kvstore."""
+"""Third-party codecs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvstore.codec.base import Codec
 
 
 class Inverted(Codec):
-    """Turns every bit around: as good as none, and easy to tell from none."""
+    """Inverts every bit: no compression, but easy to distinguish from raw."""
 
     name = "inverted"
     wire_ids: ClassVar[tuple[int, ...]] = (200,)
@@ -30,7 +30,7 @@ class Inverted(Codec):
 
 
 class Mirrored(Inverted):
-    """Turns payloads around; somebody else's, who took the same id."""
+    """Reverses payloads; another author's codec with the same id."""
 
     name = "mirrored"
 
@@ -42,13 +42,13 @@ class Mirrored(Inverted):
 
 
 class Trespasser(Inverted):
-    """Takes an id that is not for others."""
+    """Uses a reserved id."""
 
     wire_ids = (3,)
 
 
 class Unnumbered(Codec):
-    """Forgot to take an id."""
+    """Has no id."""
 
     name = "unnumbered"
     encode = Inverted.encode
@@ -56,7 +56,7 @@ class Unnumbered(Codec):
 
 
 class Touchy(Codec):
-    """Halves blocks whose bytes are all the same, and has a defect when it meets a byte that it hates."""
+    """Halves blocks of equal bytes, and fails on one particular byte."""
 
     HATED: ClassVar[int] = 0xEE
     name = "touchy"

@@ -1,4 +1,4 @@
-"""Backends with one defect each, for the suite to find: what authors of backends get wrong."""
+"""Backends with one defect each, typical of backend authors, for the suite to find."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Breakable(MemoryBackend):
     broken = False
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Ask, or fail."""
+        """Look up, or fail."""
         self._check()
         return await super().exists(keys)
 
@@ -74,7 +74,7 @@ class Breakable(MemoryBackend):
 
 
 class WritesAfterReturn(Breakable):
-    """A cancelled get ends at once, and its reads go on behind its back."""
+    """A cancelled get ends at once, and its reads continue in the background."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """Read in a task of its own that outlives a cancellation."""
@@ -87,7 +87,7 @@ class WritesAfterReturn(Breakable):
 
 
 class ReadsAfterReturn(Breakable):
-    """A cancelled put ends at once, and its writes go on behind its back."""
+    """A cancelled put ends at once, and its writes continue in the background."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """Write in a task of its own that outlives a cancellation."""
@@ -101,7 +101,7 @@ class ReadsAfterReturn(Breakable):
 
 
 class KeepsBuffers(Breakable):
-    """Puts views instead of copies."""
+    """Stores views instead of copies."""
 
     kept: ClassVar[dict[BlockKey, Sequence[memoryview]]] = {}
 
@@ -118,7 +118,7 @@ class KeepsBuffers(Breakable):
 
 
 class WrongBlock(Breakable):
-    """Answers the reads of a batch in another order."""
+    """Returns the reads of a batch in another order."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """Give each read the record of its neighbour."""
@@ -132,7 +132,7 @@ class WrongBlock(Breakable):
 
 
 class OutcomesInOrderOfCompletion(Breakable):
-    """Does misses first, and tells them first."""
+    """Handles misses first, and reports them first."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """Sort the outcomes."""
@@ -140,12 +140,12 @@ class OutcomesInOrderOfCompletion(Breakable):
 
 
 class LosesABatch(Breakable):
-    """Every fourth batch is said to be OK and is not stored."""
+    """Reports every fourth batch as OK without storing it."""
 
     _puts = 0
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Forget one batch in four."""
+        """Drop one batch in four."""
         self._puts += 1
         if self._puts % 4 == 0 and not self.broken:
             return [Outcome.EXISTS if there else Outcome.OK for there in await self.exists([w.key for w in writes])]
@@ -153,18 +153,18 @@ class LosesABatch(Breakable):
 
 
 class SaysOKWithoutStoring(Breakable):
-    """The last block of a batch is said to be OK and is not stored."""
+    """Reports the last block of a batch as OK without storing it."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Forget the last one."""
+        """Drop the last block."""
         return [*await super().put(writes[:-1]), *([Outcome.OK] if writes else [])]
 
 
 class LastWriterWins(Breakable):
-    """Replaces what is there."""
+    """Replaces existing blocks."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Delete first."""
+        """Delete existing blocks first."""
         there = await self.exists([write.key for write in writes])
         await self.delete([write.key for write in writes])
         outcomes = await super().put(writes)
@@ -172,7 +172,7 @@ class LastWriterWins(Breakable):
 
 
 class MissRaises(Breakable):
-    """Raises for what is not there."""
+    """Raises for absent blocks."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """Raise instead of MISS."""
@@ -205,18 +205,18 @@ class NotAtomic(Breakable):
 
 
 class CutsKeys(Breakable):
-    """Tells keys apart by their first 32 bytes."""
+    """Distinguishes keys by their first 32 bytes only."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Cut the keys."""
+        """Truncate the keys."""
         return await super().put([RecordWrite(write.key[:32], write.buffers) for write in writes])
 
 
 class TellsWrongLength(Breakable):
-    """Says that the buffers were filled to their end."""
+    """Reports that the buffers were filled to their end."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Set ``filled_bytes`` to what would fit."""
+        """Set ``filled_bytes`` to the buffers' length."""
         outcomes = await super().get_into(reads)
         for read in reads:
             read.filled_bytes = read.capacity_bytes
@@ -238,24 +238,24 @@ class SecondCloseRaises(Breakable):
     """Can be closed only once."""
 
     async def close(self) -> None:
-        """Insist on being open."""
+        """Fail unless open."""
         self._open_shelf()
         await super().close()
 
 
 class UsableAfterClose(Breakable):
-    """Answers when it is closed, as if nothing were there."""
+    """Reports all blocks as absent when closed."""
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Find nothing when closed."""
+        """Report absence when closed."""
         return [False] * len(keys) if self._shelf is None else await super().exists(keys)
 
 
 class ScanForgets(Breakable):
-    """A scan leaves out the first block."""
+    """A scan omits the first block."""
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
-        """Skip one."""
+        """Skip one block."""
         first = True
         async for info in super().scan():
             if not first:
@@ -264,7 +264,7 @@ class ScanForgets(Breakable):
 
 
 class ScanRepeats(Breakable):
-    """A scan names every block twice."""
+    """A scan yields every block twice."""
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
         """Yield twice."""
@@ -274,14 +274,14 @@ class ScanRepeats(Breakable):
 
 
 class IgnoresCapacity(Breakable):
-    """Holds more than it may."""
+    """Exceeds its capacity."""
 
     def _evict(self, shelf: Any, incoming_bytes: int) -> None:
         """Do nothing."""
 
 
 class EvictsSilently(Breakable):
-    """Evicts and tells nobody."""
+    """Evicts without a notification."""
 
     def _evict(self, shelf: Any, incoming_bytes: int) -> None:
         listener, self._removal_listener = self._removal_listener, lambda keys, cause: None
@@ -290,7 +290,7 @@ class EvictsSilently(Breakable):
 
 
 class TellsWrongCause(Breakable):
-    """Evicts and calls it a loss."""
+    """Reports evictions as losses."""
 
     def _evict(self, shelf: Any, incoming_bytes: int) -> None:
         listener = self._removal_listener
@@ -302,28 +302,28 @@ class TellsWrongCause(Breakable):
 
 
 class EvictsTheHottest(Breakable):
-    """Evicts what was used last."""
+    """Evicts the most recently used block."""
 
     def _evict(self, shelf: Any, incoming_bytes: int) -> None:
-        """Turn the order around first."""
+        """Reverse the order first."""
         for key in reversed(list(shelf.policy)):
             shelf.policy.touch(key)
         super()._evict(shelf, incoming_bytes)
 
 
 class IgnoresNamespace(Breakable):
-    """One namespace for all."""
+    """Uses one namespace for all."""
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Open with a namespace of its own."""
+        """Open with a fixed namespace."""
         await super().open(Namespace({}), geometry)
 
 
 class ForgetsAtRestart(Breakable):
-    """Comes back without one of its blocks."""
+    """Loses one of its blocks at a restart."""
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Drop the newest."""
+        """Drop the newest block."""
         await super().open(namespace, geometry)
         if keys := list(self._open_shelf().records):
             await self.delete(keys[-1:])
@@ -333,7 +333,7 @@ class RevivesDeleted(Breakable):
     """A delete is forgotten at a restart."""
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Keep a copy where a restart finds it."""
+        """Keep a copy for the next restart."""
         shelf = self._open_shelf()
         _graves.setdefault(self.config.shelf, {}).update(
             {key: shelf.records[key] for key in keys if key in shelf.records}
@@ -341,7 +341,7 @@ class RevivesDeleted(Breakable):
         return await super().delete(keys)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Dig up."""
+        """Restore the copies."""
         await super().open(namespace, geometry)
         writes = [RecordWrite(key, [memoryview(old)]) for key, old in _graves.pop(self.config.shelf, {}).items()]
         await super().put(writes)
@@ -351,14 +351,14 @@ _graves: dict[str, dict[BlockKey, bytes]] = {}
 
 
 class QuarantineDoesNothing(Breakable):
-    """Leaves bad blocks where they are."""
+    """Leaves bad blocks in place."""
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
         """Do nothing."""
 
 
 class ErrorIsAbsence(Breakable):
-    """Says that a block is not there when the medium can't be asked."""
+    """Reports a block as absent when the medium cannot be queried."""
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Hide the failure."""
@@ -369,17 +369,17 @@ class ErrorIsAbsence(Breakable):
 
 
 class RaisesGroups(Breakable):
-    """Lets the group of a TaskGroup out."""
+    """Raises the exception group of a TaskGroup."""
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Ask in a task group."""
+        """Look up in a task group."""
         async with asyncio.TaskGroup() as group:
             task = group.create_task(super().exists(keys))
         return task.result()
 
 
 class FailedGetIsAMiss(Breakable):
-    """Says MISS when the medium fails."""
+    """Returns MISS when the medium fails."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """Hide the failure."""
@@ -387,7 +387,7 @@ class FailedGetIsAMiss(Breakable):
 
 
 class CountsWrong(Breakable):
-    """Forgets to count what was deleted."""
+    """Does not count deletions."""
 
     def stats(self) -> BackendStats:
         """Count one too many."""
@@ -396,7 +396,7 @@ class CountsWrong(Breakable):
 
 
 class SleepsOnTheLoop(Breakable):
-    """Waits as a program without a loop does."""
+    """Sleeps with a blocking call."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """Wait, then put."""
@@ -405,7 +405,7 @@ class SleepsOnTheLoop(Breakable):
 
 
 class OpensFilesOnTheLoop(Breakable):
-    """Reads a file where all others wait for it."""
+    """Reads a file on the loop, while all other tasks wait."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """Read, then put."""
@@ -414,7 +414,7 @@ class OpensFilesOnTheLoop(Breakable):
 
 
 class ConnectsOnTheLoop(Breakable):
-    """Has a client that blocks."""
+    """Uses a blocking client."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """Connect, then put."""
@@ -424,9 +424,9 @@ class ConnectsOnTheLoop(Breakable):
 
 
 class ProbeLeavesTraces(Breakable):
-    """Writes when it is probed."""
+    """Writes when probed."""
 
     async def probe(self) -> None:
-        """Put something."""
+        """Put a block."""
         await super().probe()
         await self.put([RecordWrite(b"probe", [memoryview(b"probe")])])

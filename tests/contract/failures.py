@@ -1,4 +1,4 @@
-"""Checks that have to fail: some of what they look for needs luck, so they may try more than once."""
+"""Checks that must fail: some defects show only by chance, so they may run several times."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ TRIES_MAX = 20
 
 
 def failure_of(check: Callable[[], None], kinds: tuple[type[BaseException], ...]) -> BaseException:
-    """Return the error of a check that must fail at the latest when it is run for the twentieth time.
+    """Return the error of a check that must fail within twenty runs.
 
-    A block that is lost, or bytes that are there for a moment, are met by chance; the seed of the environment counts
-    for the first run only.
+    A lost block, or bytes that are visible for a moment, are detected by chance; the seed of the environment applies
+    to the first run only.
     """
     with pytest.MonkeyPatch.context() as patch:
         for _ in range(TRIES_MAX):

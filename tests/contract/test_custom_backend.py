@@ -23,7 +23,7 @@ def _import(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # By this name a tier finds the class, as it would find that of an installed package.
+    # A tier finds the class under this name, like the class of an installed package.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
@@ -42,7 +42,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 
 
 class TestFilesBackend(BackendTests):
-    """Each with a directory of its own, which a restart finds again."""
+    """Backends with a directory of their own, which a restart finds again."""
 
     @pytest.fixture(autouse=True)
     def _directory(self, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ class TestFilesBackend(BackendTests):
 
 
 class TestFilesTier(TierTests):
-    """A tier over it: it does not know what it holds, and asks."""
+    """A tier that does not know its backend's blocks, and looks them up."""
 
     exclusive = False
 
@@ -74,7 +74,7 @@ class TestFilesTier(TierTests):
 
 
 class TestBackendOfThePage(BackendTests):
-    """The short form on the page, which can't delete."""
+    """The short version from the page, without deletion."""
 
     scans = False
     deletes = False

@@ -1,4 +1,4 @@
-"""Fault injection injects what the plan says, when it says so, and otherwise is not there."""
+"""Fault injection follows its plan, and is otherwise transparent."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvstore.testing import BackendTests, Fault, FaultKind, FaultPlan, FaultyBac
 from kvstore.testing.records import RecordMaker, Target
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.contract.test_memory import TestMemory as _Memory
+from tests.contract.memory import MemorySuite
 
 GEOMETRY = RecordGeometry(256, 4096)
 NAMESPACE = Namespace({"test": "faults"})
 
 
-class TestWithoutFaults(_Memory):
-    """Around a backend that keeps the contract it keeps the contract."""
+class TestWithoutFaults(MemorySuite):
+    """A wrapped correct backend keeps the contract."""
 
     def plan(self) -> FaultPlan:
-        """Return what goes wrong: nothing."""
+        """Return an empty plan."""
         return FaultPlan()
 
     async def make_backend(self) -> Backend:
@@ -43,10 +43,10 @@ class TestWithoutFaults(_Memory):
 
 
 class TestWithDelays(TestWithoutFaults):
-    """A slow medium keeps the contract, too, and is cancelled in the middle of its calls."""
+    """A slow medium keeps the contract too, and is cancelled in the middle of its calls."""
 
     def plan(self) -> FaultPlan:
-        """Return what goes wrong: every tenth call takes a millisecond longer."""
+        """Return a plan in which every tenth call takes a millisecond longer."""
         slow = [
             Fault(op, FaultKind.DELAY, times=None, probability=0.1, seconds=0.001) for op in ("put", "get", "exists")
         ]
@@ -54,16 +54,16 @@ class TestWithDelays(TestWithoutFaults):
 
 
 class TestWithBreakableMedium(TestWithoutFaults):
-    """A medium that can be broken on purpose, for the checks of that."""
+    """A medium that the checks can break on purpose."""
 
     async def break_medium(self, backend: Backend) -> bool:
-        """Make everything fail."""
+        """Make all calls fail."""
         ops = ("put", "get", "exists", "delete", "probe")
         cast(FaultyBackend, backend).plan.add(*(Fault(op, FaultKind.ERROR, times=None) for op in ops))
         return True
 
     async def mend_medium(self, backend: Backend) -> None:
-        """Make everything work."""
+        """Make all calls work."""
         cast(FaultyBackend, backend).plan.clear()
 
 
@@ -92,14 +92,14 @@ class Bench:
         return list(await self.backend.get_into([target.read for target in targets])), targets
 
     async def intact(self) -> list[bool]:
-        """Tell which blocks are whole and right."""
+        """Return which blocks are complete and right."""
         outcomes, targets = await self.get()
         return [
             outcome is Outcome.OK and self.is_right(target) for outcome, target in zip(outcomes, targets, strict=True)
         ]
 
     def is_right(self, target: Target) -> bool:
-        """Whether what was read passes as the block of its key, and is it."""
+        """Return whether the read bytes verify as the block of the key, and equal it."""
         try:
             return self.maker.content(target) == self.values[target.key]
         except AssertionError:
@@ -111,11 +111,11 @@ class Bench:
     "kind", [FaultKind.FLIP_HEADER, FaultKind.FLIP_PAYLOAD, FaultKind.SHORT, FaultKind.MISDIRECT], ids=str
 )
 async def test_damage_hits_exactly_the_blocks_it_is_planned_for(op: str, kind: FaultKind) -> None:
-    """The third and fourth block are damaged, seen by verification and by nothing else; the others are right."""
+    """The third and fourth block are damaged, which only verification detects; the others are right."""
     bench = await Bench(Fault(op, kind, at=3, times=2)).open()
     expected = [number not in (2, 3) for number in range(10)]
     assert await bench.intact() == expected
-    # On the medium damage stays, on the way it passes.
+    # Damage on the medium is permanent, damage in transit is not.
     assert await bench.intact() == (expected if op == "put" else [True] * 10)
     assert bench.plan.injected == {kind: 2}
     assert bench.backend.stats().counters[f"injected_{kind.value}"] == 2
@@ -123,7 +123,7 @@ async def test_damage_hits_exactly_the_blocks_it_is_planned_for(op: str, kind: F
 
 @pytest.mark.parametrize("outcome", [Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.REFUSED])
 async def test_errors_are_outcomes_of_their_blocks(outcome: Outcome) -> None:
-    """An ERROR fails the blocks that it is planned for with the outcome asked for, and leaves a text."""
+    """An ERROR fails the planned blocks with the planned outcome, and leaves an error text."""
     bench = await Bench(Fault("put", FaultKind.ERROR, at=2, outcome=outcome)).open()
     assert await bench.intact() == [number != 1 for number in range(10)]
     bench.plan.add(Fault("get", FaultKind.ERROR, at=10, times=None, outcome=outcome))
@@ -134,7 +134,7 @@ async def test_errors_are_outcomes_of_their_blocks(outcome: Outcome) -> None:
 
 
 async def test_a_full_medium() -> None:
-    """NO_SPACE fails puts; as the answer of a whole call it is an exception."""
+    """NO_SPACE fails puts; for a whole call it is an exception."""
     bench = await Bench(Fault("put", FaultKind.NO_SPACE, times=5)).open()
     assert await bench.intact() == [False] * 5 + [True] * 5
     bench.plan.add(Fault("delete", FaultKind.NO_SPACE))
@@ -143,7 +143,7 @@ async def test_a_full_medium() -> None:
 
 
 async def test_lost_writes_and_deletes() -> None:
-    """DROP says OK and does nothing."""
+    """DROP reports OK without effect."""
     bench = Bench(Fault("put", FaultKind.DROP, times=2))
     await bench.backend.open(NAMESPACE, GEOMETRY)
     assert await bench.put() == [Outcome.OK] * 10
@@ -155,7 +155,7 @@ async def test_lost_writes_and_deletes() -> None:
 
 @pytest.mark.parametrize("op", ["open", "exists", "delete", "scan", "probe", "put", "get"])
 async def test_whole_calls_fail(op: str) -> None:
-    """A call planned to fail raises, once or for ever; the next one works."""
+    """A call planned to fail raises, once or for ever; after a single failure the next call works."""
     bench = await Bench().open()
     keys = list(bench.values)
     calls = {
@@ -178,7 +178,7 @@ async def test_whole_calls_fail(op: str) -> None:
 
 
 async def test_stalls_end_by_release_or_cancellation() -> None:
-    """A stalled call goes on when it is released, and lets go of its buffers when it is cancelled."""
+    """A stalled call continues when released, and gives up its buffers when cancelled."""
     bench = await Bench().open()
     bench.plan.add(Fault("get", FaultKind.STALL, times=None))
     stalled = asyncio.ensure_future(bench.get())
@@ -208,7 +208,7 @@ async def test_a_seed_repeats_a_run() -> None:
 
 
 def test_the_suite_passes_its_subjects_on() -> None:
-    """The wrapper is what it wraps, as far as a tier asks."""
+    """The wrapper has all properties of the wrapped backend that a tier uses."""
     inner = MemoryBackend(MemoryConfig())
     outer = FaultyBackend(inner, FaultPlan())
     for name in ("name", "config_type", "alignment", "medium", "locality", "exclusive", "config"):

@@ -1,4 +1,4 @@
-"""Hedged reads over real tiers under the fault wrappers: right bytes, and no write to a slot that is not a load's."""
+"""Hedged reads over real tiers with faults: right bytes, and no write to any slot but those of loads."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Rig:
         assert hedges is not None and gate is not None
         self.hedges = hedges
         hedges._blocks_max = 4
-        # The clock of a busy machine decides nothing here: every load is hedged that lasts for a step.
+        # Timings on a busy machine must not matter here: every load that lasts for a step is hedged.
         gate.p95_s = lambda tier, blocks: 0.0  # type: ignore[method-assign]
         self.keys = [b"key-%04d" % number for number in range(BLOCKS)]
         self._requests = itertools.count()
@@ -80,13 +80,13 @@ class Rig:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all blocks from the primary tier alone."""
+        """Drop all blocks from the primary tier only."""
         for key in self.keys:
             self.primary.remove(key)
         self._blank()
 
     def step(self) -> None:
-        """Check what the tiers may not touch, make a step with room for hedges, and check it again."""
+        """Check the slots that tiers may not touch, make a step with room for hedges, and check them again."""
         self.check()
         self.hedges._budget = 4.0
         self.manager.on_step_end()
@@ -94,7 +94,7 @@ class Rig:
         self._blank()
 
     def rest(self) -> None:
-        """Step until no I/O is under way; calls that began to stall when their plan was cleared go on, too."""
+        """Step until no I/O is in flight; also release calls that stalled after their plan was cleared."""
 
         def at_rest() -> bool:
             for plan in self.plans:
@@ -105,7 +105,7 @@ class Rig:
         eventually(at_rest)
 
     def load(self, keys: list[BlockKey], ctx: RequestContext) -> list[BlockKey]:
-        """Step until each block is there or lost; return those that are there, after a look at their bytes."""
+        """Step until each block is loaded or lost; return the loaded ones after comparing their bytes."""
         answers: dict[BlockKey, LookupResult] = {}
 
         def settled() -> bool:
@@ -122,7 +122,7 @@ class Rig:
         return there
 
     def check(self) -> None:
-        """Every whole block has its bytes, and nothing was written to a free slot."""
+        """Check that every complete block has its bytes, and that no free slot was written to."""
         for slot in self.blank:
             if self.primary.state_of(slot) is SlotState.FREE:
                 assert bytes(self.primary.row(slot)) == bytes([CANARY]) * SLOT_BYTES, f"late write to slot {slot}"
@@ -132,7 +132,7 @@ class Rig:
                 assert slot is not None and bytes(self.primary.row(slot)) == content(key), f"wrong bytes: {key!r}"
 
     def close(self) -> None:
-        """Let all stalled calls go on, and close."""
+        """Release all stalled calls, and close."""
         for plan in self.plans:
             plan.clear()
         self.rest()
@@ -148,7 +148,7 @@ class Rig:
 
 
 def test_a_stalled_tier_is_outrun_and_writes_nowhere_else() -> None:
-    """While the first tier stalls, each block comes from the second; when it goes on, it writes to no slot in use."""
+    """While the first tier stalls, blocks are loaded from the second; once it resumes, it writes to no slot in use."""
     rig = Rig()
     rig.fill()
     rig.plans[0].add(Fault("get", FaultKind.STALL, times=None))
@@ -169,7 +169,7 @@ def test_a_stalled_tier_is_outrun_and_writes_nowhere_else() -> None:
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("late", [False, True])
 def test_a_damaged_hedge_never_wins(kind: FaultKind, late: bool) -> None:
-    """A second tier with damaged records delivers nothing; the first one, however late, delivers the block."""
+    """A second tier with damaged records delivers no block; the first one, however late, delivers it."""
     rig = Rig()
     rig.fill()
     ctx = rig.request()
@@ -194,7 +194,7 @@ def test_a_damaged_hedge_never_wins(kind: FaultKind, late: bool) -> None:
 
 
 def test_a_reset_while_both_load() -> None:
-    """After a reset neither load, when it goes on, touches a slot in use; nothing from before is found."""
+    """After a reset neither resumed load writes to a slot in use, and no earlier block is found."""
     rig = Rig()
     rig.fill()
     for plan in rig.plans:

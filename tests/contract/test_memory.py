@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from typing import cast
 
 import pytest
 
@@ -17,30 +15,15 @@ from kvstore.namespace import Namespace
 from kvstore.tenants import Tenant, Tenants, tag_of
 from kvstore.testing import BackendTests, HoldingsTests
 from kvstore.testing.records import RecordMaker
+from tests.contract.memory import MemorySuite, fresh_shelf
 
-_shelves = (f"contract-{number}" for number in itertools.count())
 
-
-class TestMemory(BackendTests):
-    """With a shelf per backend, so that a restart can be tried."""
-
-    eviction = "lru"
-
-    async def make_backend(self) -> Backend:
-        """Return a backend over an empty shelf."""
-        return MemoryBackend(MemoryConfig(shelf=next(_shelves), eviction=self.eviction))
-
-    async def reopen(self, backend: Backend) -> Backend:
-        """Return a backend over the same shelf."""
-        return MemoryBackend(cast(MemoryConfig, backend.config))
-
-    async def make_small_backend(self, capacity_bytes: int) -> Backend:
-        """Return a backend that evicts."""
-        return MemoryBackend(MemoryConfig(capacity=ByteSize(capacity_bytes), eviction=self.eviction))
+class TestMemory(MemorySuite):
+    """The memory backend, with one shelf per backend, so that it can be reopened."""
 
 
 class TestMemoryWithoutShelf(BackendTests):
-    """What a close forgets is not asked for."""
+    """A backend without a shelf, which forgets its blocks at a close; the suite skips restarts."""
 
     async def make_backend(self) -> Backend:
         """Return a backend without a shelf."""
@@ -50,14 +33,14 @@ class TestMemoryWithoutShelf(BackendTests):
 @pytest.mark.parametrize("eviction", POLICY_NAMES)
 @pytest.mark.parametrize("check", ["test_capacity_is_kept", "test_a_block_in_use_outlives_one_that_is_not"])
 def test_capacity_under_each_policy(eviction: str, check: str) -> None:
-    """Whatever the eviction policy, the capacity is kept and a block in use stays."""
+    """Under every eviction policy, the capacity is kept and a block in use stays."""
     suite = TestMemory()
     suite.eviction = eviction
     getattr(suite, check)()
 
 
 class TestMemoryHoldings(HoldingsTests):
-    """The default holdings, which use nothing but the backend's own methods."""
+    """The default holdings, which use only the backend's own methods."""
 
     shares = False
     make_backend = TestMemory.make_backend
@@ -66,12 +49,12 @@ class TestMemoryHoldings(HoldingsTests):
 
 
 async def test_a_neighbour_does_not_displace_what_is_guaranteed() -> None:
-    """Also on a shelf that an earlier backend has filled."""
+    """Guaranteed blocks stay, even on a shelf that an earlier backend has filled."""
     tenants = Tenants(by="cache_salt", named={"quiet": Tenant(guaranteed=0.5)})
     namespace, rng = Namespace({"test": "tenants"}), random.Random(1)
     geometry = RecordGeometry(HEADER_BYTES, 4096)
     maker = RecordMaker(namespace, geometry, rng)
-    config = MemoryConfig(shelf=next(_shelves), capacity=ByteSize(20 * geometry.record_bytes_max))
+    config = MemoryConfig(shelf=fresh_shelf(), capacity=ByteSize(20 * geometry.record_bytes_max))
     quiet = [tag_of("quiet", named=True) + b"%d" % number for number in range(8)]
     for turn in range(2):
         backend = MemoryBackend(config)

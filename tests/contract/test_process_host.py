@@ -1,4 +1,4 @@
-"""Tiers whose I/O half is a process of its own keep the contract of tiers, over each local backend, faults included."""
+"""Tiers with an I/O process keep the contract of tiers, over each local backend, including faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.testing.tier_tests import TierHarness, TierValueTests
 
 
 class ProcessRig(TierHarness):
-    """Tiers with a process each; the backend with its faults is in the child, the plan of the faults in the test."""
+    """Tiers with a process each; the faulty backend runs in the child, and the plan of its faults in the test."""
 
     options: ClassVar[dict[str, Any]] = {}
 
@@ -27,12 +27,12 @@ class ProcessRig(TierHarness):
         return self.small_config(64 << 20)
 
     def small_config(self, capacity_bytes: int) -> dict[str, Any]:
-        """Return the same with a capacity."""
+        """Return the same configuration with a capacity."""
         where = {} if self.options["backend"] == "memory" else {"path": tempfile.mkdtemp(dir=self.tmp_path)}
         return {"capacity": capacity_bytes, "io": "process", **where, **self.options}
 
     def rig(self, *args: Any, **kwargs: Any) -> TierRig:
-        """Open a tier, and insist that it has a process."""
+        """Open a tier, and check that it has a process."""
         rig = super().rig(*args, **kwargs)
         assert isinstance(rig.tier._channel, ProcessChannel)
         return rig
@@ -45,19 +45,19 @@ class TestFileProcess(ProcessRig, TierTests):
 
 
 class TestFileThreadsProcess(ProcessRig, TierValueTests):
-    """A directory, by threads: for the faults around it no other than one by io_uring."""
+    """A directory, by threads: its fault handling is the same as by io_uring."""
 
     options: ClassVar[dict[str, Any]] = {"backend": "file", "engine": "threads"}
 
 
 class TestNvmeProcess(ProcessRig, TierValueTests):
-    """A directory of one engine alone."""
+    """A directory used by a single engine."""
 
     options: ClassVar[dict[str, Any]] = {"backend": "nvme"}
 
 
 class TestMemoryProcess(ProcessRig, TierTests):
-    """Memory of the process, which is gone with it."""
+    """Memory of the process, lost with the process."""
 
     options: ClassVar[dict[str, Any]] = {"backend": "memory"}
     persistent = False

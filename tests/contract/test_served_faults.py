@@ -1,4 +1,4 @@
-"""A plan of faults that another process asks for: the same answers, stalls that either side can end, a clean end."""
+"""A fault plan queried by another process: the same faults, stalls that either side can end, a clean shutdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.testing.waiting import eventually_async
 
 @asynccontextmanager
 async def backend_of(server: PlanServer) -> AsyncIterator[ServedFaultyBackend]:
-    """Open the backend that a child would open, in this process."""
+    """Open the child's backend in this process."""
     config = server.config_around({"backend": "memory", "capacity": 1 << 20, "io": "process", "load_timeout": 3})
     assert config["load_timeout"] == 3
     assert BACKENDS.find(config["backend"]) is ServedFaultyBackend
@@ -29,12 +29,12 @@ async def backend_of(server: PlanServer) -> AsyncIterator[ServedFaultyBackend]:
         await backend.open(Namespace({"suite": "served"}), RecordGeometry(backend.alignment, 4096))
         yield backend
     finally:
-        with suppress(OSError):  # The plan is gone at the end of one of the tests.
+        with suppress(OSError):  # One of the tests ends with the plan's server closed.
             await backend.close()
 
 
 async def test_faults_are_taken_and_counted_where_the_plan_is() -> None:
-    """A fault hits the call that it is due on, once, and the test's own plan knows."""
+    """A fault hits its planned call, once, and the test's own plan counts it."""
     plan = FaultPlan([Fault("exists", FaultKind.ERROR, at=2)], seed=7)
     with PlanServer(plan) as server:
         async with backend_of(server) as backend:
@@ -47,7 +47,7 @@ async def test_faults_are_taken_and_counted_where_the_plan_is() -> None:
 
 
 async def test_a_stall_ends_when_either_side_lets_go() -> None:
-    """A stalled call counts as stalled while it lasts, and ends by release, by being cancelled, or with the server."""
+    """A stalled call counts as stalled while it lasts, and ends by release, by cancellation, or with the server."""
     plan = FaultPlan([Fault("exists", FaultKind.STALL, times=None)])
     with PlanServer(plan) as server:
         async with backend_of(server) as backend:

@@ -1,4 +1,4 @@
-"""The backend suite finds what is wrong with a backend: run on a broken one, the right check fails."""
+"""The backend suite finds defects of backends: on a broken one, the right check fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.contract import broken_backends as broken
 from tests.contract.broken_backends import Breakable, SuiteOf
 from tests.contract.failures import failure_of
 
-# Each defect, and checks of which every single one must fail for it.
+# Each defect, and checks that must all fail for it.
 DEFECTS: list[tuple[type[Breakable], list[str]]] = [
     (broken.WritesAfterReturn, ["test_no_buffer_is_written_after_a_cancelled_get"]),
     (broken.ReadsAfterReturn, ["test_no_buffer_is_read_after_a_cancelled_put"]),
@@ -49,7 +49,7 @@ DEFECTS: list[tuple[type[Breakable], list[str]]] = [
 
 
 class TestBreakable(SuiteOf):
-    """The backend that the broken ones are made from has no defect, so that their defect is what a check finds."""
+    """The base of the broken backends has no defect, so that checks find only the added one."""
 
     kind = Breakable
 
@@ -60,10 +60,10 @@ class TestBreakable(SuiteOf):
 )
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_suite_finds_the_defect(kind: type[Breakable], check: str) -> None:
-    """A backend with a defect fails the check that is about it, and the failure names the seed."""
+    """A backend with a defect fails the matching check, and the failure names the seed."""
     suite = SuiteOf()
     suite.kind = kind
-    # What is gone without notice is waited for until half of this.
+    # Blocks that disappear without notice are waited for until half of this time.
     suite.time_limit_s = 10.0
     error = failure_of(lambda: getattr(suite, check)(), (AssertionError, BackendError))
     assert any("KVSTORE_TEST_SEED=" in note for note in error.__notes__), "the failure does not name its seed"

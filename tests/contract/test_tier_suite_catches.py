@@ -1,4 +1,4 @@
-"""The tier suite finds what is wrong with a tier: with one part replaced by a broken one, the right check fails."""
+"""The tier suite finds defects of tiers: with one broken part, the right check fails."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvstore.runtime.buffers import SlotBuffers
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.block_mover import BlockMover
 from kvstore.tiers.health import TierHealth
-from kvstore.tiers.presence import FailedLoads, Known, Presence
+from kvstore.tiers.presence import FailedLoads, Presence
 from kvstore.tiers.tier_io import TierIO
 from kvstore.types import JobResult, LookupResult
 from tests.contract.failures import failure_of
-from tests.contract.test_memory_tier import TestMemoryTier as _MemoryTier
+from tests.contract.memory import MemoryTierSuite
 
 _get_finished = AsyncTier.get_finished
 _lookup = AsyncTier.lookup
@@ -65,7 +65,7 @@ async def _load_next_slot(mover: BlockMover, part: Any) -> None:
     await _load(mover, part)
 
 
-# A broken part (where, its name, what instead), and a check that must fail with it.
+# A broken part (its owner, its name, its replacement), and a check that must fail with it.
 DEFECTS: list[tuple[str, type[Any], str, Any, str]] = [
     ("unverified", RecordCodec, "check", _accept_all, "test_a_block_damaged_on_the_medium_is_lost_once"),
     ("unverified", RecordCodec, "check", _accept_all, "test_a_block_damaged_on_its_way_is_not_loaded"),
@@ -85,7 +85,7 @@ DEFECTS: list[tuple[str, type[Any], str, Any, str]] = [
     ("no-drain", AsyncTier, "drain", _always(True), "test_drain_waits_for_all_jobs"),
     ("no-events", AsyncTier, "take_events", _always(()), "test_events_name_what_entered_and_left"),
     ("evictions-unheard", TierIO, "_on_removal", _always(None), "test_evicted_blocks_are_misses"),
-    ("hits-all", Presence, "known", _always(Known.PRESENT), "test_unknown_blocks_are_misses"),
+    ("hits-all", Presence, "holds", _always(True), "test_unknown_blocks_are_misses"),
     ("tries-again-at-once", FailedLoads, "blocks", _always(False), "test_one_failed_block_fails_alone"),
 ]
 
@@ -97,9 +97,9 @@ DEFECTS: list[tuple[str, type[Any], str, Any, str]] = [
 def test_the_suite_finds_the_defect(
     owner: type[Any], name: str, instead: Any, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tier with a broken part fails the check that is about it, and the failure names the seed."""
+    """A tier with a broken part fails the matching check, and the failure names the seed."""
     monkeypatch.setattr(owner, name, instead)
-    suite = _MemoryTier()
+    suite = MemoryTierSuite()
     suite.timeout_s = 1.0
     error = failure_of(lambda: getattr(suite, check)(), (AssertionError, TypeError))
     assert any("KVSTORE_TEST_SEED=" in note for note in error.__notes__), "the failure does not name its seed"

@@ -13,7 +13,7 @@ __all__ = ["ext4", "filled", "frozen", "mounted"]
 
 @contextmanager
 def mounted(point: Path, *options: str) -> Iterator[Path]:
-    """Mount a filesystem for as long as the context lasts."""
+    """Mount a filesystem while the context lasts."""
     point.mkdir()
     subprocess.run(["mount", *options, str(point)], check=True)
     try:
@@ -24,7 +24,7 @@ def mounted(point: Path, *options: str) -> Iterator[Path]:
 
 @contextmanager
 def ext4(directory: Path, size_bytes: int = 64 << 20) -> Iterator[Path]:
-    """Mount a new ext4, without blocks that only root may use."""
+    """Mount a new ext4 without blocks reserved for root."""
     image = directory / "disk.img"
     with image.open("wb") as file:
         file.truncate(size_bytes)
@@ -35,7 +35,7 @@ def ext4(directory: Path, size_bytes: int = 64 << 20) -> Iterator[Path]:
 
 @contextmanager
 def frozen(point: Path) -> Iterator[None]:
-    """Freeze a filesystem: whoever writes to it waits, and can't be killed meanwhile."""
+    """Freeze a filesystem: processes that write to it block and cannot be killed."""
     subprocess.run(["fsfreeze", "-f", str(point)], check=True)
     try:
         yield
@@ -45,7 +45,7 @@ def frozen(point: Path) -> Iterator[None]:
 
 @contextmanager
 def filled(point: Path) -> Iterator[None]:
-    """Fill a filesystem up to its last block, as somebody else does."""
+    """Fill a filesystem to its last block, as another user would."""
     path = point / "somebody-elses"
     with path.open("wb", buffering=0) as file:
         for size in (1 << 20, 4096):

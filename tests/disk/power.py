@@ -1,4 +1,4 @@
-"""A disk that remembers what was written to it and in which order, and what of that a power cut may leave."""
+"""A disk that records all writes in order, and the states that a power cut may leave."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PAGE = 4096
 
 @dataclass(slots=True)
 class Event:
-    """Something that happened to the disk, or a mark that a test has set.
+    """A change of the disk, or a mark that a test has set.
 
     Attributes:
         kind: ``mkdir``, ``create``, ``unlink``, ``rename``, ``rmdir``, ``size``, ``write``, ``sync`` or ``mark``.
-        path: Name that it is about, relative to the root.
-        file: Number of the file, which a new name does not change.
-        value: New name, length, first event that a sync does not cover, or what a mark says.
-        offset: Of a write.
-        content: Of a write.
+        path: Name of the changed object, relative to the root.
+        file: Number of the file; unchanged by a rename.
+        value: New name, length, first event that a sync does not cover, or the content of a mark.
+        offset: Offset of a write.
+        content: Content of a write.
     """
 
     kind: str
@@ -40,9 +40,9 @@ class Event:
 
 
 class RecordingDisk(OsDisk):
-    """The real disk below one directory, which notes all changes; for backends on threads.
+    """The real disk below one directory, recording all changes; for backends on threads.
 
-    A write is noted when it begins, as a part of it may get to the drive at once, and a sync when it has ended.
+    A write is recorded when it begins, as part of it may reach the drive at once; a sync is recorded when it ends.
     """
 
     def __init__(self, root: Path) -> None:
@@ -53,7 +53,7 @@ class RecordingDisk(OsDisk):
         self._count = 0
 
     def mark(self, value: object) -> None:
-        """Note that something was said about what is on the disk."""
+        """Record a statement about the content of the disk."""
         self._note(Event("mark", value=value))
 
     def open_file(self, name: str, flags: int, dir_fd: int) -> int:
@@ -124,10 +124,10 @@ class RecordingDisk(OsDisk):
 
 
 def after_power_cut(events: Sequence[Event], cut: int, rng: random.Random, to: Path) -> Path:
-    """Make the directory that a power cut after ``cut`` events may leave.
+    """Create a directory in a state that a power cut after ``cut`` events may leave.
 
-    Names and lengths get to the drive in their order, as a filesystem with a journal has it; pages of files in any
-    order or not at all. What was synced is there, with all names and lengths from before.
+    Names and lengths reach the drive in order, as on a journaling filesystem; file pages reach it in any
+    order or not at all. Synced data is there, with all earlier names and lengths.
     """
     events = events[:cut]
     synced: dict[int, int] = defaultdict(int)
@@ -166,7 +166,7 @@ def after_power_cut(events: Sequence[Event], cut: int, rng: random.Random, to: P
 
 
 def _write(content: bytearray, event: Event, rng: random.Random, survival: float) -> None:
-    """Do a write page by page, as far as it survives."""
+    """Apply the surviving pages of a write."""
     end = event.offset + len(event.content)
     at = event.offset
     while at < end:

@@ -1,4 +1,4 @@
-"""What the tests of the disk backend share: backends over directories, and clones of what a crash would leave."""
+"""Shared parts of the disk backend's tests: open backends, and clones of the state that a crash would leave."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ GEOMETRY = RecordGeometry(HEADER_BYTES, PAYLOAD)
 
 
 def room_for(blocks: int) -> int:
-    """Return the capacity that holds so many blocks."""
+    """Return the capacity that holds ``blocks`` blocks."""
     return blocks * SLOT
 
 
 def segment_bytes(root: Path) -> int:
-    """Return the length of all segments under a directory."""
+    """Return the total length of all segments under a directory."""
     return sum(path.stat().st_size for path in root.rglob("*.seg"))
 
 
@@ -67,7 +67,7 @@ class NoFrames(OsDisk):
 
 
 class Rig:
-    """An open backend, and short ways to use it."""
+    """An open backend with shortcuts."""
 
     def __init__(self, backend: DiskBackend, namespace: Namespace, rng: random.Random) -> None:
         self.backend = backend
@@ -88,18 +88,18 @@ class Rig:
         return list(await self.backend.put([self.maker.write(key, payload) for key, payload in values.items()]))
 
     def new(self, count: int) -> dict[BlockKey, bytes]:
-        """Return new blocks that nobody has put."""
+        """Return new blocks that were never put."""
         return {self.maker.key(): self.maker.payload() for _ in range(count)}
 
     async def put_new(self, count: int) -> dict[BlockKey, bytes]:
-        """Put new blocks and insist on OK."""
+        """Put new blocks and check for OK."""
         values = self.new(count)
         outcomes = await self.put(values)
         assert outcomes == [Outcome.OK] * count, f"put of {count} new blocks: {outcomes}, {self.backend.last_error}"
         return values
 
     async def get(self, keys: Sequence[BlockKey]) -> list[bytes | None]:
-        """Get payloads, proved as a tier proves them; None for whatever is not OK."""
+        """Get payloads, verified as a tier verifies them; None for every outcome but OK."""
         targets = [self.maker.target(key) for key in keys]
         outcomes = await self.backend.get_into([target.read for target in targets])
         return [
@@ -108,17 +108,17 @@ class Rig:
         ]
 
     async def has_all(self, values: dict[BlockKey, bytes]) -> None:
-        """Insist that all of these are there and right."""
+        """Check that all of these blocks are found and right."""
         assert await self.get(list(values)) == list(values.values())
 
     async def still_there(self, values: dict[BlockKey, bytes]) -> dict[BlockKey, bytes]:
-        """Return those that have not been removed, once no room is being made any more: evictions run ahead of need."""
+        """Return the blocks still stored once eviction has settled: evictions run ahead of need."""
         await self.session.space.close()
         gone = {key for key, _ in self.removed}
         return {key: payload for key, payload in values.items() if key not in gone}
 
     async def scanned(self) -> set[BlockKey]:
-        """Return what a scan finds."""
+        """Return the keys that a scan finds."""
         return {info.key async for info in self.backend.scan()}
 
 
@@ -133,7 +133,7 @@ async def opened(
     tenants: Tenants | None = None,
     **options: Any,
 ) -> AsyncIterator[Rig]:
-    """Open a backend for as long as the context lasts."""
+    """Open a backend while the context lasts."""
     paths = str(path) if isinstance(path, Path) else [str(each) for each in path]
     config = DiskConfig(path=paths, capacity=Capacity(capacity), **{"lock_timeout": 0, "reserve": 0, **options})
     backend = DiskBackend(config, disk=disk)
@@ -147,6 +147,6 @@ async def opened(
 
 
 def clone(path: Path, to: Path) -> Path:
-    """Copy what lies in a directory, as a kill of its engine at this moment would leave it."""
+    """Copy a directory in the state that a kill of its engine at this moment would leave."""
     shutil.copytree(path, to)
     return to

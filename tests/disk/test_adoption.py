@@ -1,4 +1,4 @@
-"""Directories taken over: what others took of them, what a torn journal hides, and a start that hangs."""
+"""Adopted directories: segments removed by others, torn journals, and a start that hangs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
+from tests.disk.filled_root import filled, journal
 from tests.disk.rig import GEOMETRY, NAMESPACE, clone, opened, room_for
-from tests.disk.test_recovery import filled, journal
 from tests.diskio.faulty_disk import FaultyDisk
 
 
 async def test_what_others_took_is_noted_once(tmp_path: Path) -> None:
-    """Segments that were taken while nobody owned the directory are noted in the journal by the next owner."""
+    """Segments that were removed while the directory had no owner are recorded in the journal by the next owner."""
     async with opened(tmp_path / "a", room_for(64)) as rig:
         await rig.put_new(64)
     for path in list((tmp_path / "a").rglob("*.seg"))[:4]:
@@ -42,7 +42,7 @@ async def test_what_others_took_is_noted_once(tmp_path: Path) -> None:
 
 
 async def test_a_segment_that_a_torn_journal_hid_is_noted(tmp_path: Path) -> None:
-    """What the slots have told after a torn journal is there after the next kill too, without a snapshot."""
+    """Blocks recovered from slots after a torn journal survive the next kill too, without a snapshot."""
     values = await filled(tmp_path / "a")
     os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES + 5)
     async with opened(tmp_path / "a", "64MiB") as rig:
@@ -55,7 +55,7 @@ async def test_a_segment_that_a_torn_journal_hid_is_noted(tmp_path: Path) -> Non
 
 
 async def test_frames_longer_than_one_read_are_followed(tmp_path: Path) -> None:
-    """A frame of a hundred thousand records, as of a segment of small blocks given up, holds no follower up."""
+    """A follower reads a frame of 100,000 records, written when a segment of small blocks is removed, without delay."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         await one.put_new(1)
         free = one.session.geometry.segment_slots - 1
@@ -66,7 +66,7 @@ async def test_frames_longer_than_one_read_are_followed(tmp_path: Path) -> None:
 
 
 async def test_frames_of_nothing_are_followed(tmp_path: Path) -> None:
-    """A probe, which writes a frame without records, ends neither the follower nor a later start."""
+    """A frame without records, as a probe writes it, stops neither the follower nor a later start."""
     async with opened(tmp_path / "a", "64MiB") as one, opened(tmp_path / "a", "64MiB") as two:
         await one.put_new(1)
         await one.backend.probe()
@@ -82,7 +82,7 @@ async def test_frames_of_nothing_are_followed(tmp_path: Path) -> None:
 
 
 async def test_uses_are_counted_when_they_happen(tmp_path: Path) -> None:
-    """What others read before the latest stores counts as older than these, though the owner evicts much later."""
+    """Reads by another engine count as older than later stores, even if the owner evicts much later."""
     async with opened(tmp_path, room_for(32)) as one, opened(tmp_path, room_for(32)) as two:
         early = await one.put_new(8)
         await eventually_async(lambda: len(two.arrived) == 8, what="the other engine is told")
@@ -97,7 +97,7 @@ async def test_uses_are_counted_when_they_happen(tmp_path: Path) -> None:
 
 
 class HangingDisk(OsDisk):
-    """A disk whose first call hangs until it is let go, as on a frozen filesystem or a dead server."""
+    """A disk whose first call hangs until released, as on a frozen filesystem or a dead server."""
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
@@ -109,7 +109,7 @@ class HangingDisk(OsDisk):
 
 
 async def test_a_start_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start on a disk that does not answer fails in time, and so does the next; when it answers again one works."""
+    """A start on a hung disk fails in time, as does the next one; once the disk responds, a start succeeds."""
     disk = HangingDisk()
     config = DiskConfig(path=str(tmp_path / "a"), capacity=Capacity("64MiB"), reserve=Capacity(0))
     backend = backend_module.DiskBackend(config, disk=disk)
@@ -129,7 +129,7 @@ async def test_a_start_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monke
 
 
 async def test_an_engine_that_only_reads_is_seen_to_have_used_its_directory(tmp_path: Path) -> None:
-    """A directory whose engine stored nothing was used all the same: it is not the first that others take room from."""
+    """A directory whose engine only read blocks counts as used: its segments are not the first that others remove."""
     async with opened(tmp_path, "64MiB") as rig:
         values = await rig.put_new(2)
     for path in tmp_path.rglob("*"):
@@ -142,7 +142,7 @@ async def test_an_engine_that_only_reads_is_seen_to_have_used_its_directory(tmp_
 
 
 async def test_a_failure_that_passes_evicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While no segment can be made stores fail, and blocks stay; where it goes on, stores evict."""
+    """While no segment can be created, stores fail and no block is evicted; if the failure lasts, stores evict."""
     disk = FaultyDisk()
     async with opened(tmp_path, room_for(64), disk=disk) as rig:
         await rig.put_new(4)
@@ -158,7 +158,7 @@ async def test_a_failure_that_passes_evicts_nothing(tmp_path: Path, monkeypatch:
 
 
 async def test_a_directory_that_is_deleted_is_noticed(tmp_path: Path) -> None:
-    """An engine whose directory was deleted says so, rather than storing into files that nobody finds."""
+    """An engine whose directory was deleted reports it, and stops storing into unreachable files."""
     async with opened(tmp_path / "a", "64MiB") as rig:
         await rig.put_new(2)
         shutil.rmtree(tmp_path / "a")
@@ -170,13 +170,13 @@ async def test_a_directory_that_is_deleted_is_noticed(tmp_path: Path) -> None:
 
 
 def kept_by_rings() -> set[str]:
-    """Return the names of the files that this process's rings keep open, as the kernel tells."""
+    """Return the names of the files that this process's rings keep open, according to the kernel."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[io_uring]":
                 lines = Path(f"/proc/self/fdinfo/{fd}").read_text().partition("UserFiles:")[2].splitlines()[1:]
-                # Behind the head, "number: name" a line, until something else begins.
+                # The list follows its heading, one "number: name" line per file, until another section begins.
                 for line in lines:
                     number, _, name = line.partition(":")
                     if not number.strip().isdigit():
@@ -186,7 +186,7 @@ def kept_by_rings() -> set[str]:
 
 
 async def test_a_ring_keeps_the_locks_of_its_engine(tmp_path: Path) -> None:
-    """Nobody takes over a directory that a killed engine's ring still writes to: the lock is the ring's, too."""
+    """A directory that a killed engine's ring still writes to is not adopted: the ring holds the lock too."""
     drives = [tmp_path / "a", tmp_path / "b"]
     before = kept_by_rings()
     async with opened(drives, "64MiB", engine="io_uring") as rig:
@@ -196,7 +196,7 @@ async def test_a_ring_keeps_the_locks_of_its_engine(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_on_the_file_that_has_the_name(tmp_path: Path) -> None:
-    """A lock file that is removed between being opened and locked is no lock: whoever comes next makes another one."""
+    """A lock file that is removed between open and lock does not count: the next engine would create another one."""
 
     class Removed(OsDisk):
         removed = False
@@ -218,7 +218,7 @@ def test_a_lock_is_on_the_file_that_has_the_name(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_of_the_file_that_has_the_name(tmp_path: Path) -> None:
-    """A lock file that another process replaces between opening and locking is opened once more."""
+    """A lock file that another process replaces between open and lock is opened again."""
 
     class ReplacingDisk(OsDisk):
         replaced = 0
@@ -237,3 +237,28 @@ def test_a_lock_is_of_the_file_that_has_the_name(tmp_path: Path) -> None:
     assert not FileLock(OsDisk(), directory, "lock").try_acquire()
     lock.release()
     os.close(directory)
+
+
+async def test_a_directory_with_segments_of_another_size_is_read_and_not_adopted(tmp_path: Path) -> None:
+    """After a change of the capacity the blocks can still be read, as those of another owner."""
+    async with opened(tmp_path, room_for(64)) as rig:
+        values = await rig.put_new(8)
+        name = rig.session.owner.name
+    async with opened(tmp_path, room_for(256)) as rig:
+        assert rig.session.owner.name != name
+        await rig.has_all(values)
+        await rig.put_new(8)
+        await rig.has_all(values)
+
+
+async def test_the_directory_that_was_used_last_is_adopted(tmp_path: Path) -> None:
+    """Of several ended owners, the one whose directory was changed last is adopted."""
+    async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
+        names = [one.session.owner.name, two.session.owner.name]
+    for name in names:
+        for path in tmp_path.rglob("*"):
+            os.utime(path, (1000, 1000))
+        journal = next((tmp_path / NAMESPACE.hex / name).glob("journal.*"))
+        os.utime(journal, (2000, 2000))
+        async with opened(tmp_path, room_for(64)) as rig:
+            assert rig.session.owner.name == name

@@ -1,4 +1,4 @@
-"""Memory that is lent to the backend: all of it comes back right, and none is touched after a call has ended."""
+"""Buffers lent to the backend: every byte is returned correctly, and no buffer is touched after a call has ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
 async def test_a_cancelled_store_waits_for_what_has_started(tmp_path: Path, engine: str) -> None:
-    """The call returns only when the disk has let go, as its memory is somebody else's then."""
+    """The call returns only when the disk has finished with the buffers, as their owner may reuse them."""
     disk = FaultyDisk()
     async with opened(tmp_path, room_for(64), disk=disk, engine=engine) as rig:
         await rig.put_new(1)
@@ -41,7 +41,7 @@ async def test_a_cancelled_store_waits_for_what_has_started(tmp_path: Path, engi
 
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
 async def test_a_cancelled_load_touches_no_buffer_afterwards(tmp_path: Path, engine: str) -> None:
-    """Buffers that are reused right after a cancelled load are not written to by it."""
+    """Buffers that are reused right after a cancelled load are not overwritten by it."""
     rng = random.Random(seed := fresh_seed())
     async with opened(tmp_path, room_for(64), engine=engine) as rig:
         keys = list(await rig.put_new(24))
@@ -61,7 +61,7 @@ async def test_a_cancelled_load_touches_no_buffer_afterwards(tmp_path: Path, eng
 
 @pytest.mark.parametrize("op", ["none", "pwritev", "preadv", "open"])
 async def test_no_view_of_a_buffer_survives_the_call(tmp_path: Path, op: str) -> None:
-    """When a call has returned, its buffers can be unmapped at once, also when it failed."""
+    """When a call has returned or failed, its buffers can be unmapped at once."""
     disk = FaultyDisk()
     async with opened(tmp_path, room_for(64), disk=disk) as rig:
         (key,) = await rig.put_new(1)
@@ -83,7 +83,7 @@ async def test_no_view_of_a_buffer_survives_the_call(tmp_path: Path, op: str) ->
 
 
 async def test_any_length_and_place_comes_back(tmp_path: Path) -> None:
-    """Records of any length, in memory that direct I/O takes and in memory that it does not, come back the same."""
+    """Records of any length come back unchanged, from memory suitable for direct I/O and from other memory."""
     rng = random.Random(seed := fresh_seed())
     async with opened(tmp_path, room_for(64)) as rig:
         for kind in ("mmap", "bytearray", "numpy", "odd"):

@@ -1,4 +1,4 @@
-"""Eight engines on filesystems that are too small: the capacity and the reserve hold, and stores go on by evicting."""
+"""Eight engines on filesystems that are too small: capacity and reserve hold, and stores continue by evicting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.torture, pytest.mark.root, pytest.mark.timeout(120)]
 
 SECONDS = 6
 BOOKKEEPING = 8 << 20
-"""Journals of eight owners, which are not counted: a snapshot takes the place of one that is longer than a MiB."""
+"""Journals of eight owners, which do not count against the capacity: a snapshot replaces each longer than a MiB."""
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def few_inodes(tmp_path: Path) -> Iterator[Path]:
 
 
 def run_eight(root: Path, capacity: int | str, **options: Any) -> dict[str, Any]:
-    """Run eight writers for a while; they go on storing, and nothing they read is wrong."""
+    """Run eight writers for a while; they keep storing, and none reads a wrong byte."""
     seed = fresh_seed()
     config = {"backend": "file", "path": str(root), "capacity": capacity, "reserve": 0, **options}
     at_least = {"started": 8, "samples": 20, "stored": 20, "hits": 1}
@@ -47,20 +47,20 @@ def run_eight(root: Path, capacity: int | str, **options: Any) -> dict[str, Any]
 
 
 def test_capacity_holds_under_8_writers_on_a_small_ext4(small_ext4: Path) -> None:
-    """On a disk of 64 MiB, the segments of eight processes with a capacity of 16 MiB never take more than that."""
+    """On a 64 MiB disk, the segments of eight processes with a capacity of 16 MiB never exceed it."""
     report = run_eight(small_ext4 / "kv", 16 << 20)
     assert 0 < report["peak_bytes"] <= 16 << 20, report
 
 
 def test_a_capacity_beyond_the_disk_fills_no_disk(small_ext4: Path) -> None:
-    """With a capacity larger than the disk, the reserve keeps its space free and stores go on by evicting."""
+    """With a capacity larger than the disk, the reserve stays free and stores continue by evicting."""
     run_eight(small_ext4 / "kv", "128MiB", reserve="16MiB")
     filesystem = os.statvfs(small_ext4)
     assert filesystem.f_bavail * filesystem.f_frsize >= (16 << 20) - BOOKKEEPING
 
 
 def test_capacity_holds_under_8_writers_with_few_inodes(few_inodes: Path) -> None:
-    """Where inodes run out long before bytes, stores go on by evicting, and nothing fails but single stores."""
+    """If inodes run out long before bytes, stores continue by evicting, and only single stores fail."""
     report = run_eight(few_inodes / "kv", 24 << 20)
     assert 0 < report["peak_bytes"] <= 24 << 20, report
     assert os.statvfs(few_inodes).f_ffree < 8

@@ -1,4 +1,4 @@
-"""The disk backend keeps the contract of backends in each of its forms."""
+"""Each form of the disk backend keeps the contract of backends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TestDrives(DiskSuite):
 
 
 class TestHoldings(HoldingsTests):
-    """Directories of engines, read from outside."""
+    """Directories of engines, read by another process."""
 
     @pytest.fixture(autouse=True)
     def _directory(self, tmp_path: Path) -> None:

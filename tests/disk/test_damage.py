@@ -1,4 +1,4 @@
-"""Bytes that change on the drive, and lives that end in every way: a read gives the block's bytes or a miss."""
+"""Damage on the drive and random lifecycles: a read returns the block's bytes or a miss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def flip_in_header(slot: bytearray, rng: random.Random) -> None:
 
 
 def flip_in_descriptor(slot: bytearray, rng: random.Random) -> None:
-    """Flip a bit of what names the block: magic, owner, slot, length, namespace, key."""
+    """Flip a bit of the descriptor: magic, owner, slot, length, namespace or key."""
     bit = rng.randrange(256 * 8, 400 * 8)
     slot[bit // 8] ^= 1 << bit % 8
 
@@ -39,7 +39,7 @@ def flip_in_payload(slot: bytearray, rng: random.Random) -> None:
 
 
 def zero_a_page(slot: bytearray, rng: random.Random) -> None:
-    """Make a page of the slot zero, as a lost write does."""
+    """Zero a page of the slot, as a lost write does."""
     page = rng.randrange(len(slot) // 4096)
     slot[page * 4096 : (page + 1) * 4096] = bytes(4096)
 
@@ -76,7 +76,7 @@ def edit(root: Path, key: BlockKey, slot_bytes: int, change: Callable[[bytearray
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 def test_damaged_slots(tmp_path: Path, engine: str) -> None:
-    """100 damages of all kinds: the damaged block is not loaded, the others come back right, and it is stored again."""
+    """100 damages of all kinds: the damaged block is not loaded, the others are right, and it can be stored again."""
     rng = random.Random(seed := fresh_seed())
     config = {"backend": "file", "path": str(tmp_path), "capacity": "16MiB", "reserve": 0, "engine": engine}
     client = Client({**config, "negative_ttl": "1ms", "load_timeout": 60, "store_timeout": 60})
@@ -88,12 +88,12 @@ def test_damaged_slots(tmp_path: Path, engine: str) -> None:
             result = client.load(range(8))
             where = (seed, round_, damage.__name__)
             assert client.wrong(range(8), result) == [], where
-            # What the engine itself does not need of a slot's page may be damaged without harm.
+            # Parts of a slot's page that the engine does not use may be damaged without harm.
             bad = [n for n, outcome in enumerate(result.outcomes) if outcome is not Outcome.OK]
             assert bad == [3] or (damage is flip_in_descriptor and not bad), where
             again = client.store([3])
             while bad and again.outcomes[0] is not Outcome.OK:
-                # The load was answered before the damaged block was set aside.
+                # The load was reported before the damaged block was quarantined.
                 again = client.store([3])
             if not bad:
                 client.tier.remove([key_of(3)])
@@ -104,7 +104,7 @@ def test_damaged_slots(tmp_path: Path, engine: str) -> None:
 
 
 async def test_a_segment_that_was_cut_off(tmp_path: Path) -> None:
-    """Blocks behind the end of a truncated segment are not delivered, those before it are, and stores go on."""
+    """Blocks beyond the end of a truncated segment are not delivered, earlier ones are, and stores continue."""
     async with opened(tmp_path, room_for(128)) as rig:
         values = await rig.put_new(8)
         (path,) = tmp_path.rglob("*.seg")
@@ -114,7 +114,7 @@ async def test_a_segment_that_was_cut_off(tmp_path: Path) -> None:
         good = 0
         for target, outcome, payload in zip(targets, outcomes, values.values(), strict=True):
             if outcome is Outcome.OK:
-                # A record that is too short is found out by whoever checks it, which is the tier.
+                # A record that is too short is detected by its verifier, the tier.
                 try:
                     assert rig.maker.content(target) == payload
                 except AssertionError as error:
@@ -126,7 +126,7 @@ async def test_a_segment_that_was_cut_off(tmp_path: Path) -> None:
 
 
 async def test_a_read_of_nothing_is_a_miss(tmp_path: Path) -> None:
-    """The page of an earlier read is not taken for that of a read behind the end of its segment."""
+    """A read beyond the end of its segment does not return the page of an earlier read."""
     async with opened(tmp_path, room_for(128)) as rig:
         values = await rig.put_new(1)
         await rig.has_all(values)
@@ -136,7 +136,7 @@ async def test_a_read_of_nothing_is_a_miss(tmp_path: Path) -> None:
 
 
 async def test_random_lives(tmp_path: Path) -> None:
-    """Through crashes, ends, evictions, removals and snapshots, a read gives the block's bytes or a miss."""
+    """Through crashes, restarts, evictions, removals and snapshots, a read returns the block's bytes or a miss."""
     rng = random.Random(seed := fresh_seed())
     values: dict[BlockKey, bytes] = {}
     removed: set[BlockKey] = set()
@@ -173,7 +173,7 @@ async def _prove(rig: Rig, values: dict[BlockKey, bytes], removed: set[BlockKey]
 
 
 async def test_the_most_used_stay(tmp_path: Path) -> None:
-    """Blocks that are loaded or touched stay, those that were not used for longest go, and all that go are told."""
+    """Loaded or touched blocks stay, the least recently used are evicted, and each eviction is reported."""
     async with opened(tmp_path, room_for(32)) as rig:
         loaded, touched = await rig.put_new(2), await rig.put_new(2)
         stored = 4
@@ -189,7 +189,7 @@ async def test_the_most_used_stay(tmp_path: Path) -> None:
 
 
 async def test_a_batch_larger_than_the_capacity(tmp_path: Path) -> None:
-    """What fits of it is stored, the rest is NO_SPACE; its own blocks don't push each other out."""
+    """As much of the batch as fits is stored and the rest is NO_SPACE; its own blocks do not evict each other."""
     async with opened(tmp_path, room_for(16)) as rig:
         values = rig.new(40)
         outcomes = await rig.put(values)

@@ -1,4 +1,4 @@
-"""Directories that vanish and disks that die: misses and named failures, and an engine that ends."""
+"""Deleted directories and dead disks: misses and named failures, and an engine that closes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 @pytest.mark.parametrize("what", ["root", "namespace"])
 async def test_a_directory_is_removed_under_an_engine(tmp_path: Path, what: str) -> None:
-    """Nothing wrong is read, nothing is made anew in its place, nothing hangs, and the next start stores and loads."""
+    """No wrong block is read, no directory is recreated, no call hangs, and the next start stores and loads."""
     root = tmp_path / "kv"
     async with opened(root, room_for(64)) as rig:
         values = await rig.put_new(4)
@@ -35,7 +35,7 @@ async def test_a_directory_is_removed_under_an_engine(tmp_path: Path, what: str)
 
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
 async def test_every_call_fails_for_a_while(tmp_path: Path, engine: str) -> None:
-    """While nothing works, stores and loads say so with the system's words; when it does, so do they."""
+    """While every call fails, stores and loads report the system's error; afterwards both work again."""
     disk = FaultyDisk()
     async with opened(tmp_path, room_for(64), disk=disk, engine=engine) as rig:
         values = await rig.put_new(4)
@@ -50,13 +50,13 @@ async def test_every_call_fails_for_a_while(tmp_path: Path, engine: str) -> None
         disk.heal()
         await rig.backend.probe()
         for payload, back in zip(values.values(), await rig.get(list(values)), strict=True):
-            # Where no segment can be made blocks are evicted.
+            # If no segment can be created, blocks are evicted.
             assert back in (None, payload)
         await rig.has_all(await rig.put_new(4))
 
 
 async def test_close_while_everything_fails(tmp_path: Path) -> None:
-    """A backend on a dead disk closes without an exception, and leaves no descriptor."""
+    """A backend on a dead disk closes without an exception and leaves no open descriptor."""
     disk = FaultyDisk()
     async with opened(tmp_path, room_for(64), disk=disk) as rig:
         await rig.put_new(4)
@@ -68,7 +68,7 @@ async def test_close_while_everything_fails(tmp_path: Path) -> None:
 async def test_close_does_not_wait_for_a_frozen_disk(
     tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that never comes back does not keep the engine from ending."""
+    """A call that never returns does not prevent the engine from closing."""
     monkeypatch.setattr("kvstore.backends.disk.backend._CLOSE_TIMEOUT_S", 0.1)
     disk = FaultyDisk()
     gate = threading.Event()
@@ -88,7 +88,7 @@ async def test_close_does_not_wait_for_a_frozen_disk(
 
 
 async def test_a_quarantine_on_a_dead_disk_forgets_the_block_all_the_same(tmp_path: Path) -> None:
-    """Quarantine and removal on a disk that takes nothing raise nothing, and the block is not found here again."""
+    """Quarantine and removal on a disk that fails every write raise no error, and the block is not found again."""
     disk = FaultyDisk()
     async with opened(tmp_path, room_for(64), disk=disk) as rig:
         values = list(await rig.put_new(4))

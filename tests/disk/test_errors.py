@@ -1,4 +1,4 @@
-"""The disk fails, stalls or is held by others: nothing wrong is read, nothing lost for good, and the loop goes on."""
+"""The disk fails, stalls or is locked by others: no wrong block, no lasting loss, and no blocked loop."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 SAMPLES = 40
-"""Calls of a life that are made to fail, by kind of fault."""
+"""Number of calls made to fail in a lifecycle, by kind of fault."""
 
 
 async def proved(rig: Rig, values: dict[BlockKey, bytes]) -> int:
-    """Insist that whatever is found is right; return how much that is."""
+    """Check that every block found is right; return the number of blocks found."""
     got = await rig.get(list(values))
     for payload, back in zip(values.values(), got, strict=True):
         assert back in (None, payload)
@@ -46,7 +46,7 @@ async def proved(rig: Rig, values: dict[BlockKey, bytes]) -> int:
 
 
 async def life(root: Path, disk: FaultyDisk, engine: str) -> tuple[dict[BlockKey, bytes], set[BlockKey]]:
-    """Do a bit of everything; return what was put, and what of it was removed and said to be."""
+    """Exercise all operations; return the blocks put, and those reported as removed."""
     values: dict[BlockKey, bytes] = {}
     removed: set[BlockKey] = set()
     async with opened(root, room_for(16), disk=disk, engine=engine, seed=7) as rig:
@@ -68,12 +68,12 @@ async def life(root: Path, disk: FaultyDisk, engine: str) -> tuple[dict[BlockKey
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.timeout(600)
 async def test_one_call_fails(tmp_path: Path, fault: str, engine: str) -> None:
-    """Whichever call fails: errors are named, nothing wrong is read, and the next life stores and loads."""
+    """For each single failing call, errors are named, no wrong block is read, and the next engine stores and loads."""
     quiet = FaultyDisk()
     await life(tmp_path / "quiet", quiet, engine)
     total = quiet.count()
     assert total > 100
-    # Other ones for each kind of fault.
+    # Different calls for each kind of fault.
     first = 1 + [*FAULTS].index(fault)
     for nth in range(first, total, max(1, total // SAMPLES)):
         root = tmp_path / f"root-{nth}"
@@ -90,7 +90,7 @@ async def test_one_call_fails(tmp_path: Path, fault: str, engine: str) -> None:
             await proved(rig, values)
             fresh = rig.new(4)
             async with asyncio.timeout(20):
-                # An unlock that failed may hold the directory of the last life a moment longer.
+                # A failed unlock may keep the previous engine's directory locked a moment longer.
                 while set(await rig.put(fresh)) - {Outcome.OK, Outcome.EXISTS}:
                     await asyncio.sleep(0.01)
             await rig.has_all(fresh)
@@ -101,7 +101,7 @@ async def test_one_call_fails(tmp_path: Path, fault: str, engine: str) -> None:
 
 
 async def test_descriptors_are_all_closed(tmp_path: Path) -> None:
-    """After a close nothing is open any more, however much was opened meanwhile."""
+    """No descriptor is open after a close, however many were opened before."""
     disk = FaultyDisk()
     await life(tmp_path / "a", disk, "io_uring")
     root, capacity = tmp_path / "a", room_for(16)
@@ -113,7 +113,7 @@ async def test_descriptors_are_all_closed(tmp_path: Path) -> None:
 
 
 async def test_the_ledger_held_by_a_stopped_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While another process shares out room and does not go on, stores evict or are refused, and the loop goes on."""
+    """While a stopped process holds the ledger's lock, stores evict or are refused, and the loop keeps running."""
     monkeypatch.setattr(space_module, "_TRANSIENT_S", 0.2)
     async with opened(tmp_path, room_for(64)) as rig:
         values = await rig.put_new(4)
@@ -131,14 +131,14 @@ async def test_the_ledger_held_by_a_stopped_process(tmp_path: Path, monkeypatch:
 
 
 async def test_an_engine_that_waits_for_the_ledger_evicts_nothing(tmp_path: Path) -> None:
-    """While another engine makes a segment, a store that needs one waits for its turn, as there is room."""
+    """While another engine creates a segment, a store that needs one waits for the lock instead of evicting."""
     async with opened(tmp_path, room_for(64)) as rig:
         values = await rig.put_new(4)
         with (tmp_path / ".kvstore" / "ledger.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             storing = asyncio.create_task(rig.put_new(8))
             await eventually_async(lambda: rig.session.space._failing_since > 0, what="the store waits")
-            # As long as a large segment takes to allocate on a busy drive.
+            # As long as the allocation of a large segment takes on a busy drive.
             done, _ = await asyncio.wait({storing}, timeout=0.5)
             assert not done
         values |= await storing
@@ -148,7 +148,7 @@ async def test_an_engine_that_waits_for_the_ledger_evicts_nothing(tmp_path: Path
 
 @pytest.mark.parametrize("op", ["pwritev", "preadv", "fallocate", "open", "fdatasync", "statvfs"])
 async def test_the_loop_goes_on_while_the_disk_stalls(tmp_path: Path, op: str) -> None:
-    """Whatever the disk holds up, it holds up no more than those who asked for it: the loop turns, lookups answer."""
+    """A stalled disk call delays only its callers: the loop keeps running and lookups are answered."""
     disk = FaultyDisk()
     async with opened(tmp_path, room_for(64), disk=disk, durability="data", engine="threads") as rig:
         values = await rig.put_new(4)
@@ -170,7 +170,7 @@ async def test_the_loop_goes_on_while_the_disk_stalls(tmp_path: Path, op: str) -
 
 
 async def test_a_cancelled_put_leaves_no_slot_behind(tmp_path: Path) -> None:
-    """However often puts are cancelled, every slot is free or holds a block."""
+    """However often puts are cancelled, every slot is either free or holds a block."""
     async with opened(tmp_path, room_for(16)) as rig:
         for turns in range(90):
             call = asyncio.create_task(rig.put(rig.new(3)))
@@ -193,7 +193,7 @@ async def test_a_cancelled_put_leaves_no_slot_behind(tmp_path: Path) -> None:
 
 
 async def test_a_load_cancelled_while_its_segment_is_opened_leaves_no_descriptor(tmp_path: Path) -> None:
-    """The file that was opened for it is closed with the others."""
+    """The file that was opened for the load is closed with the others."""
     disk, gate = FaultyDisk(), threading.Event()
     async with opened(tmp_path, "64MiB", disk=disk) as rig:
         values = await rig.put_new(1)
@@ -213,7 +213,7 @@ async def test_a_load_cancelled_while_its_segment_is_opened_leaves_no_descriptor
 
 
 async def test_a_removal_wins_over_a_store_that_was_asked_for_before(tmp_path: Path) -> None:
-    """A block that is being stored when it is removed is not there afterwards."""
+    """A block that is removed while it is being stored is absent afterwards."""
     async with opened(tmp_path, "64MiB") as rig:
         values = rig.new(8)
         store = asyncio.create_task(rig.put(values))
@@ -225,7 +225,7 @@ async def test_a_removal_wins_over_a_store_that_was_asked_for_before(tmp_path: P
 
 
 async def test_few_descriptors(tmp_path: Path) -> None:
-    """More segments than may be open at once are no problem."""
+    """An engine works with more segments than may be open at once."""
     async with opened(tmp_path, room_for(16)) as rig:
         rig.session.segments._open_max = 2
         values = await rig.put_new(16)
@@ -235,7 +235,7 @@ async def test_few_descriptors(tmp_path: Path) -> None:
 
 
 async def test_a_short_write_is_never_published(tmp_path: Path) -> None:
-    """A record of which the disk takes only a part, again and again, is an error and not a block."""
+    """A record that the disk repeatedly writes in part is an error and never a block."""
     disk = FaultyDisk()
     async with opened(tmp_path, "64MiB", disk=disk) as rig:
         await rig.put_new(1)
@@ -250,7 +250,7 @@ async def test_a_short_write_is_never_published(tmp_path: Path) -> None:
 
 
 class NothingWritten(OsDisk):
-    """A disk that takes nothing of what is longer than a page, and says so without an error."""
+    """A disk that reports zero bytes written, without an error, for every write longer than a page."""
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         """See :meth:`OsDisk.pwritev`."""
@@ -260,7 +260,7 @@ class NothingWritten(OsDisk):
 
 
 async def test_what_was_not_written_whole_is_not_stored(tmp_path: Path) -> None:
-    """A write that ends early without an error makes no block."""
+    """A write that ends early without an error stores no block."""
     async with opened(tmp_path, "64MiB", disk=NothingWritten(), engine="threads") as rig:
         values = rig.new(3)
         assert await rig.put(values) == [Outcome.IO_ERROR] * 3
@@ -269,7 +269,7 @@ async def test_what_was_not_written_whole_is_not_stored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
 async def test_a_read_that_fails_loses_no_block(tmp_path: Path, engine: str) -> None:
-    """What the disk does not give this time is a failure and no absence: the next time it is there."""
+    """A failed read is a failure and not a miss: the block is there on the next read."""
     disk = FaultyDisk()
     async with opened(tmp_path, "64MiB", engine=engine) as one:
         values = await one.put_new(2)
@@ -287,7 +287,7 @@ async def test_a_read_that_fails_loses_no_block(tmp_path: Path, engine: str) -> 
 
 @pytest.mark.parametrize("written", [0, 4096, 8192])
 async def test_a_write_that_ends_early_is_not_stored(tmp_path: Path, written: int) -> None:
-    """A record of which the disk takes only a part, without an error, is not published, and can be stored again."""
+    """A record written in part without an error is not published, and can be stored again."""
 
     class Ending(OsDisk):
         fails = False
@@ -310,7 +310,7 @@ async def test_a_write_that_ends_early_is_not_stored(tmp_path: Path, written: in
 
 
 async def test_a_stalled_write_keeps_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that closes over a write in the kernel leaves its files open: no other engine adopts its directory."""
+    """An engine that closes during a pending write leaves its files open: no other engine adopts its directory."""
     monkeypatch.setattr(backend_module, "_CLOSE_TIMEOUT_S", 0.1)
     stalls, thawed = threading.Event(), threading.Event()
 
@@ -344,11 +344,11 @@ async def test_a_stalled_write_keeps_the_lock(tmp_path: Path, monkeypatch: pytes
     ("key", "payload_bytes"), [(b"", 1), (b"k" * 65, 1), (b"key", PAYLOAD + 1), (b"key", PAYLOAD + 4096)]
 )
 async def test_a_record_that_fits_no_slot_is_refused(tmp_path: Path, key: bytes, payload_bytes: int) -> None:
-    """It is not written, least of all over the block in the next slot."""
+    """The record is not written, least of all over the block in the next slot."""
     async with opened(tmp_path, room_for(16)) as rig:
         values = await rig.put_new(2)
         too_long = RecordWrite(key, [memoryview(bytearray(256)), memoryview(bytearray(payload_bytes))])
-        # The free slot lies before that of the other block.
+        # The free slot precedes the slot of the other block.
         (first, _) = values
         await rig.backend.delete([first])
         assert await rig.backend.put([too_long]) == [Outcome.REFUSED]

@@ -1,4 +1,4 @@
-"""Files and slots that somebody reads or writes: they stay open, and whose they were, until that has ended."""
+"""Files and slots in use by a read or write: they stay open, and keep their block, until the call has ended."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.diskio.faulty_disk import FaultyDisk
 
 
 class UseDisk(OsDisk):
-    """A disk that notes which files are in use, and holds the next read of a slot if it is told to.
+    """A disk that records the files in use, and can hold the next read of a slot.
 
     Attributes:
-        wrong: Files that were closed while they were in use.
-        held: Reads that are held.
-        go_on: Lets them go on.
+        wrong: Files that were closed while in use.
+        held: Reads currently held.
+        go_on: Releases the held reads.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class UseDisk(OsDisk):
         self._lock = threading.Lock()
 
     def hold_next(self) -> None:
-        """Hold the next read until it may go on."""
+        """Hold the next read until released."""
         self._hold_next = True
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -62,7 +62,7 @@ class UseDisk(OsDisk):
         with self._using(subjects):
             if op == "preadv" and self._takes_hold():
                 while not self.go_on.is_set():
-                    # As the kernel, which is not called back.
+                    # Like the kernel, which does not cancel a call.
                     with contextlib.suppress(asyncio.CancelledError):
                         await asyncio.sleep(0.001)
             return await super().awaited_syscalls(op, subjects, function)
@@ -96,7 +96,7 @@ ENGINES = pytest.mark.parametrize("engine", ["io_uring", "threads"])
 
 @ENGINES
 async def test_a_segment_that_is_read_stays_open(tmp_path: Path, engine: str) -> None:
-    """However many others are opened meanwhile, and though only a few may be open at once."""
+    """A segment being read stays open while many others are opened, even above the limit of open files."""
     disk = UseDisk()
     async with opened(tmp_path, room_for(16), disk=disk, engine=engine) as rig:
         values = await rig.put_new(16)
@@ -115,7 +115,7 @@ async def test_a_segment_that_is_read_stays_open(tmp_path: Path, engine: str) ->
 
 @ENGINES
 async def test_a_segment_that_is_given_up_while_another_engine_reads_it(tmp_path: Path, engine: str) -> None:
-    """The reader's file stays open until it has read, and what it has read is a miss."""
+    """The reader's file stays open until the read has ended, and the read is a miss."""
     disk = UseDisk()
     async with opened(tmp_path, room_for(16)) as one, opened(tmp_path, room_for(16), disk=disk, engine=engine) as two:
         values = await one.put_new(1)
@@ -134,7 +134,7 @@ async def test_a_segment_that_is_given_up_while_another_engine_reads_it(tmp_path
 async def test_close_leaves_files_open_that_the_kernel_still_reads(
     tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A number that is free again may be another file's before the read has ended."""
+    """A descriptor number freed before the read has ended could be reused for another file."""
     monkeypatch.setattr("kvstore.backends.disk.backend._CLOSE_TIMEOUT_S", 0.1)
     disk = UseDisk()
     async with opened(tmp_path, room_for(16), disk=disk, engine=engine) as rig:
@@ -151,7 +151,7 @@ async def test_close_leaves_files_open_that_the_kernel_still_reads(
 
 @ENGINES
 async def test_a_block_that_is_removed_while_it_is_read(tmp_path: Path, engine: str) -> None:
-    """Its slot is another block's only when the read has ended, which brings the block's own bytes or none."""
+    """The slot is reused only after the read has ended; the read returns the block's own bytes or a miss."""
     disk = UseDisk()
     async with opened(tmp_path, room_for(16), disk=disk, engine=engine) as rig:
         values = await rig.put_new(16)
@@ -174,7 +174,7 @@ async def test_a_block_that_is_removed_while_it_is_read(tmp_path: Path, engine: 
 
 @ENGINES
 async def test_a_block_that_is_read_is_not_evicted(tmp_path: Path, engine: str) -> None:
-    """Whatever comes in meanwhile: what a slow read brings is the block, and the slot is whose it was."""
+    """Whatever is stored meanwhile, a slow read returns its block, and the slot keeps that block."""
     disk = UseDisk()
     async with opened(tmp_path, room_for(16), disk=disk, engine=engine) as rig:
         values = await rig.put_new(16)
@@ -190,7 +190,7 @@ async def test_a_block_that_is_read_is_not_evicted(tmp_path: Path, engine: str) 
 
 
 async def test_files_that_are_opened_twice_at_once_are_closed_twice(tmp_path: Path) -> None:
-    """Loads that need the same segment at the same time leave one file open, and none at the end."""
+    """Concurrent loads that need the same segment leave one file open, and none at the end."""
     disk = FaultyDisk()
     async with opened(tmp_path, room_for(16)) as one:
         values = await one.put_new(4)
@@ -203,7 +203,7 @@ async def test_files_that_are_opened_twice_at_once_are_closed_twice(tmp_path: Pa
 
 @contextlib.contextmanager
 def file_size_limit(size_bytes: int) -> Iterator[None]:
-    """Let no file be written beyond a length: the write that crosses it is short, those behind it fail."""
+    """Limit the length of files: a write across the limit is short, and later ones fail."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
@@ -216,7 +216,7 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 
 @ENGINES
 async def test_what_the_kernel_writes_in_part_is_no_block(tmp_path: Path, engine: str) -> None:
-    """A short write, as at a limit or on a full disk, is not taken for a whole one: its record fails, others don't."""
+    """A short write, as at a limit or on a full disk, fails its own record and no other."""
     capacity = room_for(16 * 64)
     async with opened(tmp_path, capacity, engine=engine) as rig:
         values = await rig.put_new(1)

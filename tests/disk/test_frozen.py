@@ -1,4 +1,4 @@
-"""A filesystem that is frozen: nothing that engines wait for waits for it, and when it thaws all goes on."""
+"""A frozen filesystem: no engine blocks on it, and all work resumes after the thaw."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOT = 16384
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "storing"])
 async def test_close(tmp_path: Path, engine: str, busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing neither waits for a snapshot nor for a store; what was stored is found when the disk is back."""
+    """Closing waits for neither a snapshot nor a store; stored blocks are found when the disk is back."""
     monkeypatch.setattr("kvstore.backends.disk.backend._CLOSE_TIMEOUT_S", 0.2)
     with ext4(tmp_path) as point:
         async with opened(point / "kv", room_for(64), engine=engine) as rig:
@@ -43,7 +43,7 @@ async def test_close(tmp_path: Path, engine: str, busy: bool, monkeypatch: pytes
 
 
 class Memory:
-    """Slots that another process can map, and a tier over them."""
+    """Slots that another process can map, with a tier over them."""
 
     def __init__(self, config: dict[str, object]) -> None:
         fd = os.memfd_create("kvstore-test")
@@ -75,7 +75,7 @@ class Memory:
 
 @pytest.mark.parametrize("host", ["thread", "process"])
 def test_jobs_and_other_tiers(tmp_path: Path, host: str) -> None:
-    """Stores are reported as failed, the other tier of the process serves on, and after the thaw stores go on."""
+    """Stores are reported as failed, the other tier of the process keeps serving, and stores succeed after the thaw."""
     with ext4(tmp_path) as point:
         config = {"backend": "file", "path": str(point / "kv"), "capacity": "16MiB", "reserve": 0, "io": host}
         disk = Memory({**config, "store_timeout": "0.3s", "load_timeout": "0.3s", "breaker_failures": 1000})
@@ -83,7 +83,7 @@ def test_jobs_and_other_tiers(tmp_path: Path, host: str) -> None:
         keys = [b"key %d" % number for number in range(8)]
         stored = False
         while not stored:
-            # A busy machine may take longer than the time-out.
+            # A busy machine may exceed the timeout.
             disk.store(keys)
             stored = disk.result().success
         other.store(keys[:2])
@@ -104,11 +104,11 @@ def test_jobs_and_other_tiers(tmp_path: Path, host: str) -> None:
         other.tier.close()
 
 
-# A child that could not be killed meanwhile is nobody's any more.
+# A child that could not be killed during the freeze is left without an owner.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("host", ["thread", "process"])
 def test_a_tier_closes(tmp_path: Path, host: str) -> None:
-    """An engine ends although its disk does not answer."""
+    """An engine closes although its disk does not respond."""
     with ext4(tmp_path) as point:
         config = {"backend": "file", "path": str(point / "kv"), "capacity": "16MiB", "reserve": 0, "io": host}
         disk = Memory(config)

@@ -1,4 +1,4 @@
-"""A filesystem that somebody else fills to its last block: engines live on, and give it room."""
+"""A filesystem that others fill to its last block: engines survive and free room."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ asyncio.run(main(Path(sys.argv[1])))
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
 def test_a_reader_on_a_full_disk_lives(tmp_path: Path, kind: str) -> None:
-    """To note that a block was read needs no room, or does without; it is no reason to be killed for (SIGBUS)."""
+    """Recording a read on a full disk needs no room or is skipped; it never kills the engine (SIGBUS)."""
     context = (
         ext4(tmp_path) if kind == "ext4" else mounted(tmp_path / "mnt", "-t", "tmpfs", "-o", "size=64m", "kvstore-test")
     )
@@ -53,7 +53,7 @@ def test_a_reader_on_a_full_disk_lives(tmp_path: Path, kind: str) -> None:
 
 
 async def test_room_is_given_back_to_a_full_disk(tmp_path: Path) -> None:
-    """An engine gives up segments until the reserve is free again, also if there is no block left for its journal."""
+    """An engine removes segments until the reserve is free again, even without a free block for its journal."""
     with ext4(tmp_path) as point:
         async with opened(point / "kv", "24MiB", reserve="8MiB") as rig:
             for _ in range(100):
@@ -72,7 +72,7 @@ async def test_room_is_given_back_to_a_full_disk(tmp_path: Path) -> None:
 
 
 async def test_stores_end_and_loads_go_on_when_the_disk_is_full(tmp_path: Path) -> None:
-    """Without a reserve nothing is given up: what is there is found, and stores go on when there is room."""
+    """Without a reserve no segment is removed: stored blocks are found, and stores succeed once there is room."""
     with ext4(tmp_path) as point:
         async with opened(point / "kv", room_for(1024)) as rig:
             values = await rig.put_new(100)

@@ -1,4 +1,4 @@
-"""A filesystem in user space, mounted twice: what one machine of two sees of the other, but for the network."""
+"""A filesystem in user space, mounted twice: like a network filesystem on two machines, without the network."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ pytestmark = [
 ]
 
 SIZES_CACHED_S = 1.1
-"""FUSE caches the size of a file for a second: until then a read of a file that has grown may come back short."""
+"""FUSE caches the size of a file for a second; until then, a read of a file that has grown may be short."""
 
 
 @contextmanager
 def bound(source: Path, point: Path) -> Iterator[Path]:
-    """Mount a directory once more, with locks that count for all mounts."""
+    """Mount a directory a second time, with locks shared by all mounts."""
     point.mkdir()
     subprocess.run(["bindfs", "--multithreaded", "--enable-lock-forwarding", str(source), str(point)], check=True)
     try:
@@ -36,7 +36,7 @@ def bound(source: Path, point: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 async def test_two_mounts(tmp_path: Path, engine: str) -> None:
-    """Engines on both see each other's blocks though nobody wakes them, take no lock twice, and read nothing wrong."""
+    """Engines on both mounts see each other's blocks without wake-ups, hold no lock twice, and read no wrong block."""
     source = tmp_path / "source"
     source.mkdir()
     with bound(source, tmp_path / "a") as a, bound(source, tmp_path / "b") as b:

@@ -1,4 +1,4 @@
-"""Files that are whole and somebody else's, or from another time: nothing in them counts, and none is delivered."""
+"""Intact files of another owner or an earlier time: their records do not count, and none of them is delivered."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from kvstore.diskio import OsDisk
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome
+from tests.disk.filled_root import FRAME, filled, home, journal, proved
 from tests.disk.rig import GEOMETRY, NAMESPACE, OTHER_NAMESPACE, PAYLOAD, clone, opened, room_for
-from tests.disk.test_recovery import FRAME, filled, home, journal, proved
 from tests.diskio.faulty_disk import FaultyDisk
 
 LENGTH_AT = 256 + 24
-"""Where in a slot's page the descriptor has the length of the record."""
+"""Offset of the record's length in a slot's page."""
 
 
 async def test_a_damaged_head_of_a_journal(tmp_path: Path) -> None:
-    """Each bit of it counts: a journal whose head is damaged says nothing, and the slots tell all."""
+    """Each bit of the header counts: a journal with a damaged one is ignored, and all blocks are found in slots."""
     rng = random.Random(seed := fresh_seed())
     values = await filled(tmp_path / "a", 6)
     for bit in rng.sample(range(JOURNAL_HEADER_BYTES * 8), 40):
@@ -58,11 +58,11 @@ async def test_a_damaged_head_of_a_journal(tmp_path: Path) -> None:
 
 
 async def test_a_damaged_frame(tmp_path: Path) -> None:
-    """Each bit of a frame counts: one that is damaged ends its journal, and the slots tell the rest."""
+    """Each bit of a frame counts: a damaged frame ends its journal, and the other blocks are found in the slots."""
     rng = random.Random(seed := fresh_seed())
     values = await filled(tmp_path / "a", 6)
     size = journal(tmp_path / "a").stat().st_size
-    # What a record has of the key and of where it is; the rest of its 88 bytes is padding.
+    # The fields of a record that name the key and its place; the rest of its 88 bytes is padding.
     places = [at for at in range(size - 4 * FRAME, size) if (at - size) % FRAME in (*range(20), *range(24, 36), 48, 60)]
     for at in rng.sample(places, 16):
         copy = clone(tmp_path / "a", tmp_path / f"b{at}")
@@ -75,7 +75,7 @@ async def test_a_damaged_frame(tmp_path: Path) -> None:
 
 
 async def test_frames_of_an_older_journal(tmp_path: Path) -> None:
-    """Frames of an owner's last journal behind those of its present one, with numbers that fit, count for nothing."""
+    """Frames of an owner's previous journal after those of its current one are ignored, even with matching numbers."""
     async with opened(tmp_path / "a", "64MiB") as rig:
         values: dict[BlockKey, bytes] = {}
         for _ in range(8):
@@ -95,7 +95,7 @@ async def test_frames_of_an_older_journal(tmp_path: Path) -> None:
 
 
 def frames_of(content: bytes) -> list[bytes]:
-    """Return the frames of a journal."""
+    """Split a journal into its frames."""
     frames, at = [], JOURNAL_HEADER_BYTES
     while at < len(content):
         length = FRAME_BYTES + int.from_bytes(content[at + 4 : at + 8], "little") * RECORD.itemsize
@@ -105,7 +105,7 @@ def frames_of(content: bytes) -> list[bytes]:
 
 
 async def test_frames_that_changed_places_bring_nothing_back(tmp_path: Path) -> None:
-    """The frame that removes a block is not read before the one that adds it."""
+    """A frame that removes a block is never read before the frame that adds it."""
     async with opened(tmp_path / "a", "64MiB") as rig:
         await rig.put_new(1)
         (key,) = await rig.put_new(1)
@@ -125,7 +125,7 @@ async def test_frames_that_changed_places_bring_nothing_back(tmp_path: Path) -> 
 
 
 async def test_another_owners_journal(tmp_path: Path) -> None:
-    """A whole journal of another owner, in the place of an owner's own, says nothing of its slots."""
+    """An intact journal of another owner, in place of an owner's own, is ignored for its slots."""
     values, strange = await filled(tmp_path / "a", 6), await filled(tmp_path / "b", 9)
     shutil.copy(journal(tmp_path / "b"), journal(tmp_path / "a"))
     async with opened(tmp_path / "a", "64MiB") as rig:
@@ -134,7 +134,7 @@ async def test_another_owners_journal(tmp_path: Path) -> None:
 
 
 async def test_a_journal_of_a_later_format(tmp_path: Path) -> None:
-    """It says nothing, as its records may mean something else; the slots tell all."""
+    """The journal is ignored, as its records may have another meaning; all blocks are found in the slots."""
     values = await filled(tmp_path / "a", 6)
     content = bytearray(journal(tmp_path / "a").read_bytes())
     struct.pack_into("<I", content, 8, FORMAT + 1)
@@ -151,7 +151,7 @@ async def test_a_journal_of_a_later_format(tmp_path: Path) -> None:
     [(0, 4, 1), (4096, 4, 1), (12288 + 512, 4, 1), (12288, 0, 1), (12288, 4, 0), (1 << 30, 1 << 11, 1)],
 )
 def test_a_geometry_out_of_range_is_none(geometry: tuple[int, int, int]) -> None:
-    """Where the checksum of a journal's head holds, sizes that no owner has are refused all the same."""
+    """Sizes out of range are refused even if the checksum of the journal's header is right."""
     good = Geometry(12288, 4, 1)
     assert decode_journal_header(encode_journal_header(1, 5, good, bytes(32)), 1, 5, bytes(32)) == good
     bad = encode_journal_header(1, 5, Geometry(*geometry), bytes(32))
@@ -159,7 +159,7 @@ def test_a_geometry_out_of_range_is_none(geometry: tuple[int, int, int]) -> None
 
 
 async def test_a_segment_of_another_length(tmp_path: Path) -> None:
-    """A segment that was cut off while no engine had it is forgotten at the next start, with its blocks."""
+    """A segment that was truncated while it had no owner is forgotten at the next start, with its blocks."""
     values = await filled(tmp_path / "a", 3)
     (segment,) = (tmp_path / "a").rglob("*.seg")
     os.truncate(segment, 4096 + PAYLOAD)
@@ -169,7 +169,7 @@ async def test_a_segment_of_another_length(tmp_path: Path) -> None:
 
 
 async def test_a_link_in_the_place_of_an_owners_directory(tmp_path: Path) -> None:
-    """It is not followed, wherever it leads."""
+    """The link is not followed, whatever its target."""
     values = await filled(tmp_path / "a", 3)
     owner = home(tmp_path / "a")
     shutil.move(owner, tmp_path / "elsewhere")
@@ -180,7 +180,7 @@ async def test_a_link_in_the_place_of_an_owners_directory(tmp_path: Path) -> Non
 
 
 async def test_slots_of_another_namespace(tmp_path: Path) -> None:
-    """A segment of another model with blocks of the same keys, in the place of ours, is not delivered."""
+    """A segment of another model with blocks of the same keys, in place of ours, is not delivered."""
     payloads: dict[BlockKey, bytes] = {}
     for namespace in (NAMESPACE, OTHER_NAMESPACE):
         async with opened(tmp_path / namespace.hex[:4], "64MiB", namespace=namespace) as rig:
@@ -196,7 +196,7 @@ async def test_slots_of_another_namespace(tmp_path: Path) -> None:
 
 
 async def test_a_directory_that_was_copied_to_another_namespace(tmp_path: Path) -> None:
-    """Its blocks are not known there, though owner and slots are the same."""
+    """Its blocks are unknown there, although owner and slots are the same."""
     values = await filled(tmp_path / "a", 6)
     root = tmp_path / "a"
     shutil.copytree(home(root), root / OTHER_NAMESPACE.hex / home(root).name)
@@ -209,7 +209,7 @@ async def test_a_directory_that_was_copied_to_another_namespace(tmp_path: Path) 
 
 
 async def test_a_length_that_is_not_the_records(tmp_path: Path) -> None:
-    """A slot's page with a length that is not the record's is damaged: neither another engine nor a scan takes it."""
+    """A slot's page with a length other than the record's is damaged: another engine and a scan both refuse it."""
     values = await filled(tmp_path / "a", 8)
     (segment,) = (tmp_path / "a").rglob("*.seg")
     content = bytearray(segment.read_bytes())
@@ -221,7 +221,7 @@ async def test_a_length_that_is_not_the_records(tmp_path: Path) -> None:
     async with opened(scanned, "64MiB") as rig:
         await rig.session.recovered.wait()
         assert await rig.scanned() == set()
-    # Held by an engine that knows the lengths from its journal, and read by one that does not.
+    # The owner knows the lengths from its journal; the reader does not.
     async with opened(tmp_path / "a", "64MiB") as one, opened(tmp_path / "a", "64MiB") as two:
         assert await one.backend.exists(list(values)) == [True] * 8
         assert await two.backend.exists(list(values)) == [True] * 8
@@ -229,7 +229,7 @@ async def test_a_length_that_is_not_the_records(tmp_path: Path) -> None:
 
 
 async def test_a_scan_takes_no_length_beyond_a_slot(tmp_path: Path) -> None:
-    """A whole page whose record would reach into the next slot names no block."""
+    """An intact page whose record would reach into the next slot names no block."""
     values = await filled(tmp_path / "a", 3)
     (segment,) = (tmp_path / "a").rglob("*.seg")
     page = memoryview(bytearray(segment.read_bytes()[: 4096 + PAYLOAD]))
@@ -245,7 +245,7 @@ async def test_a_scan_takes_no_length_beyond_a_slot(tmp_path: Path) -> None:
 
 
 async def test_a_description_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
-    """A sparse file in the place of namespace.json takes no memory and keeps no engine from starting."""
+    """A sparse file in place of namespace.json takes no memory and does not prevent a start."""
     values = await filled(tmp_path / "a", 3)
     os.truncate(tmp_path / "a" / NAMESPACE.hex / "namespace.json", 1 << 40)
     async with opened(tmp_path / "a", "64MiB") as rig:
@@ -254,7 +254,7 @@ async def test_a_description_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["journal", "index", "segment", "lock"])
 async def test_files_of_another_user(tmp_path: Path, name: str) -> None:
-    """Nothing that another user owns is read or written, wherever it lies."""
+    """Files of another user are neither read nor written, wherever they are."""
     values = await filled(tmp_path / "a", 5)
     root = tmp_path / "a"
     path = {
@@ -274,7 +274,7 @@ async def test_files_of_another_user(tmp_path: Path, name: str) -> None:
 
 
 async def test_another_engines_block_that_is_longer_than_its_target(tmp_path: Path) -> None:
-    """It is refused, and nothing is written beside the target."""
+    """The record is refused, and no byte is written outside the target."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(2)
         await eventually_async(lambda: len(two.arrived) == 2, what="the other engine is told")
@@ -288,7 +288,7 @@ async def test_another_engines_block_that_is_longer_than_its_target(tmp_path: Pa
 
 
 async def test_an_owner_that_is_gone_is_forgotten(tmp_path: Path) -> None:
-    """A dead owner whose directory was removed is followed no more, and its files are closed."""
+    """A dead owner whose directory was removed is no longer followed, and its files are closed."""
     disk = FaultyDisk()
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64), disk=disk) as two:
         values = await one.put_new(2)
@@ -309,7 +309,7 @@ async def test_an_owner_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     ids=["key", "path", "far path"],
 )
 def test_a_record_out_of_range_ends_a_journal(row: Row) -> None:
-    """Where the checksum of a frame holds, a record that no owner writes ends the journal, as damage does."""
+    """A record out of range ends the journal like damage, even if the checksum of its frame is right."""
     records = bytearray(records_of([row]))
     if row[0] == Kind.ADD:
         np.frombuffer(records, RECORD)["key_length"] = KEY_BYTES_MAX + 1
@@ -319,7 +319,7 @@ def test_a_record_out_of_range_ends_a_journal(row: Row) -> None:
 
 
 async def test_a_forged_segment_takes_no_memory(tmp_path: Path) -> None:
-    """A whole frame that makes a segment of the highest number has no room in an index, unless files prove it."""
+    """An intact frame that creates a segment of the highest number takes no room in the index unless files prove it."""
     values = await filled(tmp_path / "a", 6)
     path = journal(tmp_path / "a")
     highest = 0xFFFFFFFF
@@ -341,7 +341,7 @@ async def test_a_forged_segment_takes_no_memory(tmp_path: Path) -> None:
 async def test_a_segment_beyond_the_first_million_slots_is_proved_by_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where slots have to be proved, those of segments that are there count, and those of deleted ones don't."""
+    """When slots have to be proved, slots of existing segments count and those of deleted segments do not."""
     monkeypatch.setattr(journal_module, "_SLOTS_UNPROVEN_MAX", 1)
     async with opened(tmp_path / "a", room_for(64)) as rig:
         values = await rig.put_new(64)
@@ -354,7 +354,7 @@ async def test_a_segment_beyond_the_first_million_slots_is_proved_by_its_file(
 
 
 def test_a_fifo_is_no_file(tmp_path: Path) -> None:
-    """Whatever may be opened like a file and is none is refused."""
+    """Any path that can be opened but is not a regular file is refused."""
     os.mkfifo(tmp_path / "index")
     here = os.open(tmp_path, os.O_RDONLY)
     with pytest.raises(PermissionError, match="not a regular file"):

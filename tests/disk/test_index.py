@@ -1,4 +1,4 @@
-"""The index alone: pinned slots stay whose they are, and what is chosen for eviction is what was used longest ago."""
+"""The index alone: pinned slots keep their block, and the least recently used blocks are evicted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.backends.disk.table import NOWHERE
 
 
 def filled(count: int) -> tuple[Index, list[int]]:
-    """Return an index of one segment with so many blocks, and their slots."""
+    """Return an index of one segment with ``count`` blocks, and their slots."""
     index = Index(Columns(count), 0)
     index.open_segment(0, 0)
     slots = index.take(count)
@@ -21,7 +21,7 @@ def filled(count: int) -> tuple[Index, list[int]]:
 
 
 def test_a_slot_that_is_read_is_given_to_nobody() -> None:
-    """A block that is removed while two read it leaves its slot to others when the last of them has done."""
+    """The slot of a block removed during two reads becomes free when the last read has ended."""
     index, (slot,) = filled(1)
     index.pin((slot,))
     index.pin((slot,))
@@ -35,7 +35,7 @@ def test_a_slot_that_is_read_is_given_to_nobody() -> None:
 
 
 def test_a_slot_that_is_read_is_not_evicted() -> None:
-    """Pinned blocks are passed over; slots of evicted ones are given to nobody until the journal has told."""
+    """Pinned blocks are not evicted; slots of evicted blocks become free once the journal has recorded the eviction."""
     index, slots = filled(8)
     index.pin(slots[:1])
     rows = index.evict(8)
@@ -46,7 +46,7 @@ def test_a_slot_that_is_read_is_not_evicted() -> None:
 
 
 def test_the_least_recently_used_leave_first() -> None:
-    """Blocks leave in the order of their last use, new ones last."""
+    """Blocks are evicted in the order of their last use, new ones last."""
     index, slots = filled(20)
     index.touch(slots[:10])
     assert [slot for _, slot, *_ in index.evict(4)] == slots[10:14]
@@ -58,7 +58,7 @@ def test_the_least_recently_used_leave_first() -> None:
 
 
 def test_what_was_next_to_leave_and_was_used_since_is_not_next() -> None:
-    """Also once ages have been halved, when its new age has the number that its former one had."""
+    """A candidate for eviction that was used since is kept, even if halving the ages restored its former age value."""
     index, slots = filled(64)
 
     others = itertools.cycle(slots[3:])
@@ -82,7 +82,7 @@ def test_what_was_next_to_leave_and_was_used_since_is_not_next() -> None:
 
 
 def test_ages_go_on_for_ever() -> None:
-    """However often other blocks are used, those that were not leave first."""
+    """However often other blocks are used, unused ones are evicted first."""
     index, slots = filled(8)
     for _ in range(1000):
         index.touch(slots[:7])
@@ -91,7 +91,7 @@ def test_ages_go_on_for_ever() -> None:
 
 
 def test_a_segment_that_is_read_is_not_given_up() -> None:
-    """The segment used longest ago is chosen, but never one with a slot that a read or a store uses."""
+    """The least recently used segment is chosen, but never one with a slot in use by a read or a store."""
     index = Index(Columns(4), 0)
     for segment in range(2):
         index.open_segment(segment, 0)
@@ -107,7 +107,7 @@ def test_a_segment_that_is_read_is_not_given_up() -> None:
 
 
 def test_a_key_with_the_digest_of_another_is_absent() -> None:
-    """Two keys with one digest are a miss, never a mix-up."""
+    """Two keys with the same digest give a miss, never the other key's block."""
     index = Index(Columns(4), 0)
     index.open_segment(0, 0)
     (slot,) = index.take(1)

@@ -1,4 +1,4 @@
-"""The I/O process is killed under load: every job is reported, and no byte is ever wrong."""
+"""The I/O process is killed under load: every job is reported, and every byte is right."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.torture.blocks import key_of, payload_of
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(300)]
 
 KILLS = int(os.environ.get("KVSTORE_IO_KILLS", "5"))
-"""Kills of the I/O process; 100 take two minutes and are for a machine that has them."""
+"""Number of kills of the I/O process; 100 take two minutes."""
 
 
 class Load:
-    """A tier in a process of its own with some jobs under way at all times."""
+    """A tier with an I/O process and jobs always in flight."""
 
     slot_bytes = 16384
     blocks = 8
@@ -48,13 +48,13 @@ class Load:
 
     @property
     def pid(self) -> int | None:
-        """The I/O process, if there is one."""
+        """Return the process id of the I/O process, if there is one."""
         channel = self.tier._channel
         assert isinstance(channel, ProcessChannel)
         return channel.pid
 
     def step(self, submit: bool = True) -> None:
-        """Start what can be started, look at what has ended."""
+        """Submit jobs and check finished ones."""
         while submit and self.free:
             lane = self.free.pop()
             numbers = self.rng.sample(range(300), self.blocks)
@@ -85,7 +85,7 @@ class Load:
 
 
 def test_kills_of_the_io_process(tmp_path: Path) -> None:
-    """Whenever the I/O process is killed, all jobs are reported, no byte is wrong, and a new one serves soon."""
+    """After each kill of the I/O process, all jobs are reported, no byte is wrong, and a new process soon serves."""
     seed = fresh_seed()
     load = Load(tmp_path, random.Random(seed))
     pauses = []
@@ -97,7 +97,7 @@ def test_kills_of_the_io_process(tmp_path: Path) -> None:
         assert victim is not None, (seed, kill)
         os.kill(victim, signal.SIGKILL)
         started, before = time.monotonic(), load.succeeded
-        # Results that were on their way when it was killed don't count: a new process has to be at work.
+        # Results that were sent before the kill don't count: a new process has to be at work.
         while load.pid in (None, victim) or load.succeeded == before:
             load.step()
             if load.pid in (None, victim):
@@ -105,7 +105,7 @@ def test_kills_of_the_io_process(tmp_path: Path) -> None:
             assert time.monotonic() < started + 60, (seed, kill, "no service within a minute")
         pauses.append(time.monotonic() - started)
     deadline = time.monotonic() + 60
-    # On a slow machine no load may have met a block that was stored, so far.
+    # On a slow machine, no load may have found a stored block yet.
     while not load.loaded:
         load.step()
         assert time.monotonic() < deadline, (seed, "nothing can be loaded")

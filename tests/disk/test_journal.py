@@ -1,28 +1,32 @@
-"""The journal as its writer and its followers see it: they stay in step whatever the disk fails at."""
+"""The journal seen by its writer and its followers: both agree whichever write fails."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shutil
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.backends.disk import followers as followers_module
+from kvstore.backends.disk import journal as journal_module
 from kvstore.backends.disk.journal import JournalReader, create_journal
 from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, Geometry, Kind, digest_of, journal_name
 from kvstore.backends.disk.table import DigestTable
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
+from tests.disk.filled_root import filled, home, journal
 from tests.disk.rig import SLOT, Rig, clone, opened, room_for
-from tests.disk.test_recovery import filled, home, journal
 
 
 class UnsyncedDisk(OsDisk):
-    """A disk that takes writes, and fails to bring those of some files to the device while ``fails`` is set."""
+    """A disk that accepts writes, and fails to sync some files while ``fails`` is set."""
 
     fails = False
 
@@ -37,13 +41,13 @@ class UnsyncedDisk(OsDisk):
 
 
 async def knows(rig: Rig, values: dict[BlockKey, bytes]) -> bool:
-    """Return whether an engine knows all of these blocks."""
+    """Return whether an engine finds all of these blocks."""
     return all(await rig.backend.exists(list(values)))
 
 
 @pytest.mark.parametrize("failures", [1, 3])
 async def test_a_frame_that_is_not_synced_keeps_followers_in_step(tmp_path: Path, failures: int) -> None:
-    """Followers may have read a frame whose fdatasync failed: its blocks leave again, and later ones arrive."""
+    """Followers may have read a frame whose fdatasync failed: its blocks are withdrawn, and later frames arrive."""
     disk = UnsyncedDisk()
     async with opened(tmp_path, "64MiB", disk=disk, durability="data") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(2)
@@ -69,8 +73,60 @@ async def test_a_frame_that_is_not_synced_keeps_followers_in_step(tmp_path: Path
         assert await heir.scanned() == set(values) - set(gone)
 
 
+async def test_a_frame_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting records share a frame up to its limit; the others go into further frames, in order."""
+    monkeypatch.setattr(journal_module, "_FRAME_ROWS_MAX", 4)
+    async with opened(tmp_path, "64MiB") as rig:
+        written, before = rig.session.journal, rig.session.journal.frames
+        applied: list[int] = []
+        rows = [(Kind.REMOVE, 0, 0, 0, b"")]
+        counts = [2, 2, 3, 3, 9]
+        appends = [written.append(count * rows, partial(applied.append, i)) for i, count in enumerate(counts)]
+        await asyncio.gather(*appends)
+        assert written.frames - before == 4
+        assert applied == [0, 1, 2, 3, 4]
+
+
+class UnwritableAfterwards(UnsyncedDisk):
+    """A disk that refuses every write of a journal after a failed sync."""
+
+    refuses = False
+
+    def fdatasync(self, fd: int) -> None:
+        """See :meth:`OsDisk.fdatasync`."""
+        try:
+            super().fdatasync(fd)
+        except OSError:
+            self.refuses = True
+            raise
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        """See :meth:`OsDisk.pwritev`."""
+        if self.refuses and Path(os.readlink(f"/proc/self/fd/{fd}")).match("journal.*"):
+            raise OSError(errno.EIO, "not written")
+        return super().pwritev(fd, buffers, offset)
+
+
+async def test_a_frame_that_could_not_be_taken_back_is_taken_back_later(tmp_path: Path) -> None:
+    """Followers have read the frame, and its revoking frame fails as well: the next successful frame revokes it."""
+    disk = UnwritableAfterwards()
+    options = {"durability": "data", "engine": "threads"}
+    async with opened(tmp_path, "64MiB", disk=disk, **options) as one, opened(tmp_path, "64MiB") as two:
+        await one.put_new(1)
+        await two.session.followers.refresh()
+        failed = one.new(3)
+        disk.fails = True
+        assert await one.put(failed) == [Outcome.IO_ERROR] * 3
+        await two.session.followers.refresh()
+        assert await knows(two, failed)
+        disk.fails = disk.refuses = False
+        await one.put_new(1)
+        await two.session.followers.refresh()
+        assert not any(await two.backend.exists(list(failed)))
+
+
 async def test_a_switch_that_is_not_synced_is_made(tmp_path: Path) -> None:
-    """Followers go on in the next journal once they have read of it, and so does its writer."""
+    """Followers switch to the next journal once they have read of it, and so does its writer."""
     disk = UnsyncedDisk()
     async with opened(tmp_path, "64MiB", disk=disk, durability="data") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(2)
@@ -99,7 +155,7 @@ async def test_records_that_are_not_synced_are_not_stored(tmp_path: Path) -> Non
 
 
 def test_one_owner_has_one_geometry(tmp_path: Path) -> None:
-    """A journal whose slots have another length does not go on from one that was read."""
+    """A journal with another slot length is not accepted as the continuation of an earlier one."""
     here = os.open(tmp_path, os.O_RDONLY)
     disk, owner, digest = OsDisk(), 5, bytes(32)
     for number, slots in ((1, 4), (2, 8), (3, 4)):
@@ -112,7 +168,7 @@ def test_one_owner_has_one_geometry(tmp_path: Path) -> None:
 
 
 async def test_a_restart_keeps_the_order_of_eviction(tmp_path: Path) -> None:
-    """A snapshot has the ages of blocks: those used last before a restart leave last after it."""
+    """A snapshot keeps the ages of blocks: blocks used last before a restart are evicted last after it."""
     async with opened(tmp_path, room_for(64)) as rig:
         values: dict[BlockKey, bytes] = {}
         for _ in range(15):
@@ -128,12 +184,12 @@ async def test_a_restart_keeps_the_order_of_eviction(tmp_path: Path) -> None:
 
 
 async def test_a_block_found_twice_is_one_block(tmp_path: Path) -> None:
-    """Two intact copies of a block in slots that a scan looks at are one block, and the other slot is free."""
+    """Two intact copies of a block found by a scan count as one block, and the other slot is free."""
     async with opened(tmp_path / "live", room_for(16)) as rig:
         values = await rig.put_new(1)
         (key,) = values
         index = rig.session.index
-        # It leaves by eviction, which leaves its slot as it is, and is stored again elsewhere.
+        # Eviction leaves the slot's bytes unchanged; the block is then stored again elsewhere.
         first = index.slot(key)
         await rig.session.journal.append(index.evict(1))
         assert await rig.put(values) == [Outcome.OK]
@@ -155,7 +211,7 @@ async def test_a_block_found_twice_is_one_block(tmp_path: Path) -> None:
 
 
 async def test_blocks_in_deleted_segments_are_reported_lost(tmp_path: Path) -> None:
-    """An engine notices that a segment was deleted under it, and stores into it no more."""
+    """An engine notices that one of its segments was deleted, and no longer stores into it."""
     async with opened(tmp_path, room_for(64)) as rig:
         values = await rig.put_new(8)
         for path in tmp_path.rglob("*.seg"):
@@ -169,7 +225,7 @@ async def test_blocks_in_deleted_segments_are_reported_lost(tmp_path: Path) -> N
 
 
 async def test_an_owner_of_many_blocks_is_taken_in_by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop goes on while the blocks of an owner enter the table, and while they leave it."""
+    """The loop keeps running while the blocks of an owner enter the table, and while they leave it."""
     monkeypatch.setattr(followers_module, "_TURN_SLOTS", 256)
     monkeypatch.setattr(followers_module, "_TURN_ROWS", 256)
     longest = dict.fromkeys(("added", "searched"), 0)
@@ -209,7 +265,7 @@ async def test_an_owner_of_many_blocks_is_taken_in_by_turns(tmp_path: Path, monk
 
 
 async def test_a_sparse_journal_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A journal of a terabyte of zeros behind its frames costs a bounded read, and none of its blocks."""
+    """A journal with a terabyte of zeros after its frames costs a bounded read and loses no block."""
     values = await filled(tmp_path / "a", 5)
     os.truncate(journal(tmp_path / "a"), 1 << 40)
     async with opened(tmp_path / "a", "64MiB") as rig:
@@ -220,7 +276,7 @@ async def test_a_sparse_journal_is_not_read_into_memory(tmp_path: Path, monkeypa
 
 
 async def test_a_file_in_the_place_of_a_root_of_an_owner(tmp_path: Path) -> None:
-    """A user's own file under the name of a segment is removed only inside an owner's directory, never taken over."""
+    """A user's own file with the name of a segment is removed only inside an owner's directory, and never adopted."""
     values = await filled(tmp_path / "a", 5)
     (segment,) = home(tmp_path / "a").glob("*.seg")
     image = tmp_path / "a" / "000000.seg"
@@ -234,7 +290,7 @@ async def test_a_file_in_the_place_of_a_root_of_an_owner(tmp_path: Path) -> None
 
 
 async def test_followers_see_no_block_twice_after_a_reload(tmp_path: Path) -> None:
-    """An owner whose journal broke off is read anew, and its blocks are found under its new number only."""
+    """An owner whose journal broke off is reloaded, and its blocks are found under its new number only."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(6)
         await eventually_async(lambda: len(two.arrived) == 6, what="the other engine is told")

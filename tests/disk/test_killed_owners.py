@@ -1,4 +1,4 @@
-"""Engines that are killed beside others, and directories that several want at once."""
+"""Engines that are killed while others run, and directories that several engines try to adopt at once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.project.tree import ROOT
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(3600)]
 
 KILLS = int(os.environ.get("KVSTORE_OWNER_KILLS", "60"))
-"""Kills of a writer whose slots another engine reads; the issue's 10,000 take about ten minutes."""
+"""Number of kills of a writer whose slots another engine reads; the 10,000 of the issue take about ten minutes."""
 
 RACES = int(os.environ.get("KVSTORE_OWNER_RACES", "8"))
 
 
 def run(**plan: Any) -> dict[str, Any]:
-    """Run a plan of ``tests.torture.owners`` and return what it reports."""
+    """Run a plan of ``tests.torture.owners`` and return its report."""
     command = [sys.executable, "-m", "tests.torture.owners", json.dumps(plan)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3500, check=False)
     assert done.returncode == 0, done.stderr
@@ -33,7 +33,7 @@ def run(**plan: Any) -> dict[str, Any]:
 
 
 def test_an_owner_is_killed_while_another_engine_reads_its_slots(tmp_path: Path) -> None:
-    """Whenever the owner dies, what others read of its blocks is right, and no torn block is even delivered."""
+    """Whenever the owner is killed, other engines read its blocks correctly, and no torn block is even delivered."""
     seed = fresh_seed()
     found = run(path=str(tmp_path), blocks=32, kills=KILLS, seed=seed)
     print(f"{KILLS} kills: {found}")
@@ -42,12 +42,12 @@ def test_an_owner_is_killed_while_another_engine_reads_its_slots(tmp_path: Path)
     assert found.get("torn", 0) == 0, (seed, found)
     assert found["right"] > 5 * KILLS and found["words"] > KILLS, (seed, found)
     owners = [path for path in tmp_path.glob("*/*") if path.is_dir()]
-    # Those that come take over what the killed have left.
+    # New engines adopt the directories of the killed ones.
     assert len(owners) <= 4, owners
 
 
 def test_adoption_raced_by_four_engines(tmp_path: Path) -> None:
-    """Of engines that start at once each has a directory of its own, and whoever looks finds all that was stored."""
+    """Engines that start at once each have a directory of their own, and each finds all stored blocks."""
     seed = fresh_seed()
     found = run(path=str(tmp_path), blocks=512, races=RACES, seed=seed)
     assert found["engines"] == 4 * RACES, (seed, found)

@@ -1,4 +1,4 @@
-"""Writers in processes of their own that are killed at random: what they leave is right, and is taken over."""
+"""Writer processes that are killed at random: the blocks they leave are right, and their directories are adopted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.torture, pytest.mark.timeout(1000)]
 
 
 def test_kills_of_3_writers_in_one_root(tmp_path: Path) -> None:
-    """After 500 SIGKILLs no wrong block was ever read, few directories are left, and the capacity was kept."""
+    """After 500 SIGKILLs no wrong block was read, few directories are left, and the capacity was kept."""
     seed = fresh_seed()
     root = tmp_path / "kv"
     config = {"backend": "file", "path": str(root), "capacity": "4MiB", "reserve": 0}
@@ -24,7 +24,7 @@ def test_kills_of_3_writers_in_one_root(tmp_path: Path) -> None:
     assert report["errors"] == 0, (seed, report["stderr"], report)
     assert report["stored"] > 1000, (seed, report)
     assert report["hits"] > 1000, (seed, report)
-    # Writers take over what the killed left, rather than making more and more.
+    # Writers adopt the directories of killed ones instead of creating more and more.
     owners = [path for path in root.glob("*/*") if path.is_dir() and path.parent.name != ".kvstore"]
     assert len(owners) <= 8, owners
     assert sum(path.stat().st_size for path in root.rglob("*.seg")) <= 4 << 20

@@ -1,9 +1,11 @@
-"""Notes of the disk backend: kept over crashes, rewritten when most are of blocks that left, never in the way."""
+"""Notes of the disk backend: they survive crashes, are rewritten when most are obsolete, and never block stores."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,19 +19,19 @@ from tests.disk.rig import Rig, opened, room_for
 
 
 def file_of(root: Path) -> Path:
-    """Return the one file of notes."""
+    """Return the only notes file."""
     [path] = root.rglob(NOTES_NAME)
     return path
 
 
 async def note(rig: Rig, keys: Sequence[BlockKey], text: bytes = b"note of ") -> None:
-    """Keep a note of each block, and wait until they are written."""
+    """Add a note for each block, and wait until they are written."""
     rig.backend.note([(key, text + key) for key in keys])
     await rig.session.notes.settle()
 
 
 async def test_notes_of_held_blocks_come_back(tmp_path: Path) -> None:
-    """After a close; not those of blocks that left, or were never there."""
+    """After a close, the notes of held blocks are found; those of evicted or unknown blocks are not."""
     async with opened(tmp_path, room_for(64)) as rig:
         keys = list(await rig.put_new(20))
         await note(rig, [*keys, b"never there"])
@@ -41,7 +43,7 @@ async def test_notes_of_held_blocks_come_back(tmp_path: Path) -> None:
 
 
 async def test_a_close_writes_the_last_notes(tmp_path: Path) -> None:
-    """Notes that were added just before are written, however many."""
+    """Any number of notes added just before a close is written."""
     async with opened(tmp_path, room_for(64)) as rig:
         keys = list(await rig.put_new(20))
         rig.backend.note([(key, 1000 * b"note of " + key) for key in keys])
@@ -50,7 +52,7 @@ async def test_a_close_writes_the_last_notes(tmp_path: Path) -> None:
 
 
 async def test_half_a_frame_is_written_over(tmp_path: Path) -> None:
-    """A kill may leave one; what is written later is found behind the last whole one."""
+    """A partial frame, as left by a kill, is overwritten; later notes follow the last complete frame."""
     async with opened(tmp_path, room_for(64)) as rig:
         keys = list(await rig.put_new(6))
         await note(rig, keys[:2])
@@ -66,7 +68,7 @@ async def test_half_a_frame_is_written_over(tmp_path: Path) -> None:
 
 
 async def test_the_file_does_not_grow_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is rewritten with the notes of the blocks that are there."""
+    """The file is rewritten with the notes of the stored blocks."""
     monkeypatch.setattr(notes_module, "_SLACK_BYTES", 4096)
     async with opened(tmp_path, room_for(32)) as rig:
         for _ in range(40):
@@ -79,8 +81,41 @@ async def test_the_file_does_not_grow_without_bound(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+class SlowNotes(OsDisk):
+    """A disk on which a write of notes ends only when released."""
+
+    def __init__(self) -> None:
+        self.wrote, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        """See :meth:`OsDisk.pwritev`."""
+        written = super().pwritev(fd, buffers, offset)
+        if os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) == NOTES_NAME:
+            self.wrote.set()
+            self.may_end.wait(30)
+        return written
+
+
+async def test_notes_read_while_others_are_written_lose_none(tmp_path: Path) -> None:
+    """The end of the file stays known, so later notes neither overwrite earlier ones nor leave a gap."""
+    async with opened(tmp_path, room_for(64), disk=(disk := SlowNotes())) as rig:
+        keys = list(await rig.put_new(6))
+        await note(rig, keys[:2])
+        disk.wrote.clear()
+        disk.may_end.clear()
+        rig.backend.note([(key, b"note") for key in keys[2:4]])
+        await asyncio.to_thread(disk.wrote.wait, 30)
+        reading = asyncio.create_task(rig.backend.notes())
+        await asyncio.wait({reading}, timeout=0.2)
+        disk.may_end.set()
+        await reading
+        await note(rig, keys[4:])
+        assert (await rig.backend.notes()).keys() == set(keys)
+
+
 class NoNotes(OsDisk):
-    """A disk that writes no notes."""
+    """A disk that fails every write of notes."""
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         """See :meth:`OsDisk.pwritev`."""
@@ -90,7 +125,7 @@ class NoNotes(OsDisk):
 
 
 async def test_a_full_disk_costs_only_the_notes(tmp_path: Path) -> None:
-    """Blocks are stored and read as ever."""
+    """Blocks are stored and read as usual."""
     async with opened(tmp_path, room_for(64), disk=NoNotes()) as rig:
         keys = list(await rig.put_new(4))
         await note(rig, keys)
@@ -104,7 +139,7 @@ async def test_a_full_disk_costs_only_the_notes(tmp_path: Path) -> None:
 
 
 async def test_forged_lengths_take_no_memory(tmp_path: Path) -> None:
-    """A frame that says that it is longer than the file is none."""
+    """A frame whose stated length exceeds the file is ignored."""
     async with opened(tmp_path, room_for(64)) as rig:
         keys = list(await rig.put_new(2))
         await note(rig, keys)

@@ -1,4 +1,4 @@
-"""Opening and closing: what can't be used is refused by name, and whatever happens nothing is left held."""
+"""Opening and closing: unusable paths and options are refused by name, and no file or lock stays held."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.diskio.faulty_disk import FaultyDisk
 
 
 async def refused(path: Path, match: str, capacity: int | str = "64MiB", **options: Any) -> None:
-    """Insist that a directory is refused."""
+    """Check that a directory is refused."""
     with pytest.raises(ConfigError, match=match):
         async with opened(path, capacity, **options):
             pass
 
 
 async def test_the_last_component_is_made_whatever_the_umask(tmp_path: Path) -> None:
-    """A missing directory is made if its parent is there; it and all in it are this user's alone."""
+    """A missing directory is created if its parent exists; only this user has access to it and its content."""
     for mask in (0, 0o022, 0o077):
         before = os.umask(mask)
         try:
@@ -42,7 +42,7 @@ async def test_the_last_component_is_made_whatever_the_umask(tmp_path: Path) -> 
 
 
 async def test_paths_that_can_not_be_used(tmp_path: Path) -> None:
-    """A missing parent, and a file in the place of a directory, are named, and nothing is made."""
+    """A missing parent, and a file in place of a directory, are named in the error, and no file is created."""
     await refused(tmp_path / "no" / "kv", "there is no directory")
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
@@ -51,7 +51,7 @@ async def test_paths_that_can_not_be_used(tmp_path: Path) -> None:
 
 
 async def test_a_path_below_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``~`` is the user's home."""
+    """``~`` is the user's home directory."""
     monkeypatch.setenv("HOME", str(tmp_path))
     async with opened(Path("~/kv"), "64MiB") as rig:
         await rig.put_new(1)
@@ -60,7 +60,7 @@ async def test_a_path_below_the_users_home(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EROFS, errno.EPERM])
 async def test_a_directory_that_can_not_be_written(tmp_path: Path, error: int) -> None:
-    """Missing permissions and read-only mounts are refused with what to do."""
+    """Missing permissions and read-only mounts are refused with a remedy."""
     disk = FaultyDisk()
     disk.fail("mkdir", error, forever=True)
     await refused(tmp_path, "may not use", disk=disk)
@@ -70,7 +70,7 @@ async def test_a_directory_that_can_not_be_written(tmp_path: Path, error: int) -
 async def test_a_sticky_directory_is_fine_and_a_group_gets_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where others can't take directories away, a root may be open to them."""
+    """A world-writable root is accepted if it is sticky; a group-writable one causes a warning."""
     for mode, warned in ((0o1777, 0), (0o770, 1)):
         root = tmp_path / f"root-{mode}"
         root.mkdir()
@@ -82,7 +82,7 @@ async def test_a_sticky_directory_is_fine_and_a_group_gets_a_warning(
 
 
 async def test_capacities_that_can_not_be_used(tmp_path: Path) -> None:
-    """A capacity below one block is refused with both sizes; a share is of the filesystem."""
+    """A capacity below one block is refused with both sizes; a percentage refers to the filesystem."""
     await refused(tmp_path / "a", "one block takes 12288", 12287)
     total = os.statvfs(tmp_path)
     async with opened(tmp_path / "b", "1%") as rig:
@@ -91,7 +91,7 @@ async def test_capacities_that_can_not_be_used(tmp_path: Path) -> None:
 
 
 async def test_direct_on_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where direct I/O does not work ``on`` refuses to start, and ``auto`` goes through the page cache."""
+    """Without direct I/O, ``on`` refuses to start and ``auto`` uses the page cache."""
 
     class NoDirect(FaultyDisk):
         def open_file(self, name: str, flags: int, dir_fd: int) -> int:
@@ -105,7 +105,7 @@ async def test_direct_on_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 async def test_the_namespace_is_described(tmp_path: Path) -> None:
-    """``namespace.json`` says what the directory is for; a damaged one does not matter."""
+    """``namespace.json`` describes the directory; a damaged file is ignored."""
     async with opened(tmp_path, "64MiB") as rig:
         values = await rig.put_new(2)
     path = tmp_path / NAMESPACE.hex / "namespace.json"
@@ -118,7 +118,7 @@ async def test_the_namespace_is_described(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plant", ["link", "fifo", "directory"])
 async def test_what_is_planted_in_the_place_of_a_description_does_not_matter(tmp_path: Path, plant: str) -> None:
-    """It is for people: what is there instead is neither followed nor waited for."""
+    """The description is informational: another object in its place is neither followed nor waited for."""
     async with opened(tmp_path / "kv", "64MiB") as rig:
         values = await rig.put_new(2)
     path = tmp_path / "kv" / NAMESPACE.hex / "namespace.json"
@@ -138,7 +138,7 @@ async def test_what_is_planted_in_the_place_of_a_description_does_not_matter(tmp
 
 @pytest.mark.parametrize("content", ['{"format": 99}', "[]", "garbage", "", "[" * 4096])
 async def test_a_root_of_another_kvstore(tmp_path: Path, content: str) -> None:
-    """A layout of another format, or a damaged one, is refused and left as it is."""
+    """A layout of another format, or a damaged one, is refused and left unchanged."""
     (tmp_path / ".kvstore").mkdir(mode=0o700)
     (tmp_path / ".kvstore" / "disk.json").write_text(content)
     await refused(tmp_path, "is of format")
@@ -146,7 +146,7 @@ async def test_a_root_of_another_kvstore(tmp_path: Path, content: str) -> None:
 
 
 async def test_an_engine_that_starts_while_the_last_one_ends_waits_for_it(tmp_path: Path) -> None:
-    """``lock_timeout`` is for that."""
+    """A starting engine waits up to ``lock_timeout`` for a closing one."""
     async with opened(tmp_path, "64MiB", exclusive=True) as rig:
         values = await rig.put_new(2)
         waiting = asyncio.create_task(_values_of(tmp_path, list(values)))
@@ -160,7 +160,7 @@ async def _values_of(path: Path, keys: list[bytes]) -> list[bytes | None]:
 
 
 async def test_a_cancelled_open_lets_go(tmp_path: Path) -> None:
-    """An engine that gives up waiting for a directory leaves nothing behind."""
+    """An engine whose wait for a directory is cancelled leaves no lock or file behind."""
     disk = FaultyDisk()
     async with opened(tmp_path, "64MiB", exclusive=True):
         for _ in range(3):
@@ -178,7 +178,7 @@ async def _values_of_disk(path: Path, disk: FaultyDisk) -> None:
 
 
 async def test_opening_and_closing_can_be_repeated(tmp_path: Path) -> None:
-    """Closing gives back every descriptor; calls before open and after close are errors, touch and stats are not."""
+    """Closing releases every descriptor; calls before open and after close are errors, except touch and stats."""
     disk = FaultyDisk()
     config = DiskConfig(path=str(tmp_path), capacity=Capacity("64MiB"), reserve=Capacity(0))
     backend = DiskBackend(config, disk=disk)
@@ -196,7 +196,7 @@ async def test_opening_and_closing_can_be_repeated(tmp_path: Path) -> None:
 
 
 async def test_a_disk_that_fails_at_start(tmp_path: Path) -> None:
-    """EIO at start is a BackendUnavailableError that names the directory, with nothing left open."""
+    """EIO at start is a BackendUnavailableError that names the directory, with no file left open."""
     for op in ("open", "mkdir", "fstat", "statvfs", "flock", "scandir"):
         disk = FaultyDisk()
         disk.fail(op, errno.EIO, forever=True)
@@ -207,7 +207,7 @@ async def test_a_disk_that_fails_at_start(tmp_path: Path) -> None:
 
 
 async def test_engines_that_start_together_make_the_directory_together(tmp_path: Path) -> None:
-    """Whoever loses the race to make something uses what the other made."""
+    """An engine that loses the race to create an object uses the existing one."""
     contexts = [opened(tmp_path / "kv", room_for(64)) for _ in range(6)]
     rigs = await asyncio.gather(*(context.__aenter__() for context in contexts))
     for rig in rigs:
@@ -234,13 +234,13 @@ async def test_engines_that_start_together_make_the_directory_together(tmp_path:
     ],
 )
 def test_options_that_can_not_be_used(given: dict[str, Any], match: str) -> None:
-    """Each bad value is one error that names the option; one of an earlier release says what to do instead."""
+    """Each bad value is one error that names the option; for an option of an earlier release the error has a remedy."""
     with pytest.raises(ConfigError, match=match):
         decode_config(DiskConfig, {"path": "/kv", "capacity": "1GiB", **given}, where="file tier")
 
 
 def test_the_registry_knows_both_names() -> None:
-    """``file`` is shared unless it says otherwise, ``nvme`` the same for one engine alone; users' spellings count."""
+    """``file`` is shared by default, ``nvme`` is exclusive by default; both accept the users' spellings."""
     assert BACKENDS.find("file") is DiskBackend
     assert BACKENDS.find("nvme") is NvmeBackend
     options = {"paths": ["/a", "/b"], "max_bytes": "1GiB"}
@@ -250,7 +250,7 @@ def test_the_registry_knows_both_names() -> None:
 
 
 async def test_blocks_too_long_for_a_slot_are_refused_at_start(tmp_path: Path) -> None:
-    """A slot has a bound, which the error names."""
+    """A slot has a maximum length, which the error names."""
     backend = DiskBackend(DiskConfig(path=str(tmp_path), capacity=Capacity("64MiB")))
     with pytest.raises(ConfigError, match="1 GiB at most"):
         await backend.open(NAMESPACE, RecordGeometry(256, 2 << 30))

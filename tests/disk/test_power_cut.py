@@ -1,4 +1,4 @@
-"""The power is cut at any moment: what comes back is right or a miss; with ``durability: data`` all of it is there."""
+"""Power cuts at any moment: blocks are right or a miss; with ``durability: data`` all of them are there."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvstore.backends.disk.layout import FRAME_BYTES, JOURNAL_HEADER_BYTES, RECO
 from kvstore.errors import RecordError
 from kvstore.testing.seeds import fresh_seed
 from kvstore.types import BlockKey, Outcome
+from tests.disk.filled_root import home
 from tests.disk.power import Event, RecordingDisk, after_power_cut
 from tests.disk.rig import Rig, clone, opened, room_for
-from tests.disk.test_recovery import home
 
 CUTS = int(os.environ.get("KVSTORE_POWER_CUTS", "12"))
-"""Power cuts of each test; 1000 take a few minutes."""
+"""Number of power cuts per test; 1000 take a few minutes."""
 
 
 async def lives(
     root: Path, capacity: int, durability: str, rng: random.Random
 ) -> tuple[dict[BlockKey, bytes], list[Event]]:
-    """Store, remove, evict, end and start again; return what was stored, and all that the disk was told."""
+    """Store, remove, evict, close and restart; return the stored blocks, and all changes of the disk."""
     disk = RecordingDisk(root.parent)
     values: dict[BlockKey, bytes] = {}
     for _ in range(3):
@@ -49,7 +49,7 @@ async def lives(
 
 
 async def proved(rig: Rig, values: dict[BlockKey, bytes], where: object) -> set[BlockKey]:
-    """Insist that whatever is found is right; return what is found."""
+    """Check that every block found is right; return the keys found."""
     await rig.scanned()
     targets = [rig.maker.target(key) for key in values]
     outcomes = await rig.backend.get_into([target.read for target in targets])
@@ -60,7 +60,7 @@ async def proved(rig: Rig, values: dict[BlockKey, bytes], where: object) -> set[
         try:
             assert rig.maker.content(target) == values[target.key], where
         except AssertionError as error:
-            # Bytes that were lost are found out by whoever checks a record, which is the tier.
+            # Lost bytes are detected by the record's verifier, the tier.
             if not isinstance(error.__cause__, RecordError):
                 raise
             continue
@@ -69,7 +69,7 @@ async def proved(rig: Rig, values: dict[BlockKey, bytes], where: object) -> set[
 
 
 async def goes_on(root: Path, capacity: int, values: dict[BlockKey, bytes], where: object) -> set[BlockKey]:
-    """Insist that engines go on in a directory after a crash, one of them reading what the other one has."""
+    """Check that engines work in a directory after a crash, and that one reads the other's blocks."""
     async with opened(root, capacity) as rig:
         found = await proved(rig, values, where)
         async with opened(root, capacity) as other:
@@ -85,7 +85,7 @@ async def goes_on(root: Path, capacity: int, values: dict[BlockKey, bytes], wher
 
 @pytest.mark.parametrize("durability", ["none", "data"])
 async def test_power_cuts(tmp_path: Path, durability: str) -> None:
-    """Whatever of the unsynced writes is lost, no block is wrong, and the directory serves on."""
+    """Whichever unsynced writes are lost, no block is wrong, and the directory stays usable."""
     rng = random.Random(seed := fresh_seed())
     capacity = room_for(16)
     values, events = await lives(tmp_path / "kv", capacity, durability, rng)
@@ -99,7 +99,7 @@ async def test_power_cuts(tmp_path: Path, durability: str) -> None:
 
 
 async def test_what_was_reported_survives_a_power_cut(tmp_path: Path) -> None:
-    """With ``durability: data`` each block that was reported as stored is there, unless it was removed or evicted."""
+    """With ``durability: data`` each block reported as stored is there, unless it was removed or evicted."""
     rng = random.Random(seed := fresh_seed())
     capacity = room_for(256)
     values, events = await lives(tmp_path / "kv", capacity, "data", rng)
@@ -119,7 +119,7 @@ async def test_what_was_reported_survives_a_power_cut(tmp_path: Path) -> None:
 
 
 async def test_files_are_synced_before_others_refer_to_them(tmp_path: Path) -> None:
-    """A snapshot gets its name, and a journal is named by the one before it, when they are on the device."""
+    """A snapshot is renamed, and a journal is named by its predecessor, only when it is on the device."""
     disk = RecordingDisk(tmp_path)
     async with opened(tmp_path / "kv", "64MiB", disk=disk, engine="threads") as rig:
         await rig.put_new(3)
@@ -141,12 +141,12 @@ async def test_files_are_synced_before_others_refer_to_them(tmp_path: Path) -> N
 
 
 def created(events: Sequence[Event], until: Event) -> set[int]:
-    """Return the files that were created before an event."""
+    """Return the files created before an event."""
     return {event.file for event in itertools.takewhile(lambda e: e is not until, events) if event.kind == "create"}
 
 
 def frame_ends(content: bytes) -> list[int]:
-    """Return where the frames of a journal end."""
+    """Return the end offsets of a journal's frames."""
     ends = [JOURNAL_HEADER_BYTES]
     while ends[-1] + FRAME_BYTES <= len(content):
         count = int.from_bytes(content[ends[-1] + 4 : ends[-1] + 8], "little")
@@ -156,13 +156,13 @@ def frame_ends(content: bytes) -> list[int]:
 
 
 def cuts_of(ends: Sequence[int]) -> list[int]:
-    """Return each end of a frame, the byte behind it, and a place inside of each."""
+    """Return the end of each frame, the next byte, and an offset inside the frame."""
     places = {at for end in ends for at in (end, end + 1)} | {(one + two) // 2 for one, two in itertools.pairwise(ends)}
     return sorted(at for at in places if at <= ends[-1])
 
 
 async def test_a_journal_cut_at_every_frame(tmp_path: Path) -> None:
-    """At the end of each frame and beside it: slots that are newer than what the journal says are no other block."""
+    """With cuts at and beside the end of each frame, slots newer than the journal are never another block."""
     root, capacity = tmp_path / "a", room_for(16)
     async with opened(root, capacity) as rig:
         values = await rig.put_new(3)

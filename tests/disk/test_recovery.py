@@ -1,4 +1,4 @@
-"""What lies on the disk after a crash, a power cut or a stranger: read as far as it proves itself, and no further."""
+"""Recovery after a crash, a power cut or foreign files: only proven content is used."""
 
 from __future__ import annotations
 
@@ -13,55 +13,19 @@ from typing import Any
 
 import pytest
 
-from kvstore.backends.disk.layout import FRAME_BYTES, JOURNAL_HEADER_BYTES, RECORD, Kind
+from kvstore.backends.disk.layout import FRAME_BYTES, JOURNAL_HEADER_BYTES, Kind
 from kvstore.backends.disk.session import Session
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.disk.rig import NAMESPACE, SLOT, Rig, clone, opened, room_for
+from tests.disk.filled_root import FRAME, filled, home, journal, proved
+from tests.disk.rig import NAMESPACE, SLOT, clone, opened, room_for
 from tests.diskio.faulty_disk import FaultyDisk
-
-FRAME = FRAME_BYTES + RECORD.itemsize
-"""A frame of one record."""
-
-
-def home(root: Path) -> Path:
-    """Return the directory of the only owner."""
-    (found,) = [path for path in (root / NAMESPACE.hex).iterdir() if path.is_dir()]
-    return found
-
-
-def journal(root: Path) -> Path:
-    """Return the journal that is written to."""
-    return max(home(root).glob("journal.*"))
-
-
-async def filled(root: Path, count: int = 20) -> dict[BlockKey, bytes]:
-    """Fill a directory by single puts, so that each has a frame of its own, and leave it as a kill would."""
-    live = root.with_name(root.name + "-live")
-    async with opened(live, "64MiB") as rig:
-        values: dict[BlockKey, bytes] = {}
-        for _ in range(count):
-            values |= await rig.put_new(1)
-        clone(live, root)
-    shutil.rmtree(live)
-    return values
-
-
-async def proved(rig: Rig, values: dict[BlockKey, bytes]) -> int:
-    """Insist that whatever is found is right, that scan and lookups agree with it, and return how much that is."""
-    await rig.session.recovered.wait()
-    got = await rig.get(list(values))
-    for payload, back in zip(values.values(), got, strict=True):
-        assert back in (None, payload)
-    found = {key for key, back in zip(values, got, strict=True) if back is not None}
-    assert await rig.scanned() == found
-    return len(found)
 
 
 def hold_scans(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Let scans of slots wait for the event that is returned."""
+    """Block scans of slots until the returned event is set."""
     goes_on = asyncio.Event()
     read_headers = Session._read_headers
 
@@ -74,7 +38,7 @@ def hold_scans(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 
 
 async def test_a_cut_journal(tmp_path: Path) -> None:
-    """A journal cut at any place: what it still tells is known at once, the rest is found in the slots."""
+    """Of a journal cut at any place, the remaining records are known at once; other blocks are found in the slots."""
     values = await filled(tmp_path / "a")
     size = journal(tmp_path / "a").stat().st_size
     for number, at in enumerate(range(0, size, max(1, size // 37))):
@@ -86,7 +50,7 @@ async def test_a_cut_journal(tmp_path: Path) -> None:
 
 
 async def test_a_cut_journal_loses_nothing_that_lies_in_a_segment_it_tells_of(tmp_path: Path) -> None:
-    """Frames that are torn off are made good from the slots."""
+    """Blocks of torn frames are recovered from the slots."""
     values = await filled(tmp_path / "a")
     os.truncate(journal(tmp_path / "a"), journal(tmp_path / "a").stat().st_size - 5 * FRAME - 3)
     async with opened(tmp_path / "a", "64MiB") as rig:
@@ -95,7 +59,7 @@ async def test_a_cut_journal_loses_nothing_that_lies_in_a_segment_it_tells_of(tm
 
 
 async def test_a_damaged_frame_ends_a_journal(tmp_path: Path) -> None:
-    """Behind a frame that a power cut left unwritten nothing counts, though it is whole; the slots tell the rest."""
+    """Frames behind one that a power cut left unwritten do not count, even if intact; a scan finds their blocks."""
     values = await filled(tmp_path / "a")
     path = journal(tmp_path / "a")
     content = bytearray(path.read_bytes())
@@ -104,7 +68,7 @@ async def test_a_damaged_frame_ends_a_journal(tmp_path: Path) -> None:
     path.write_bytes(content)
     async with opened(tmp_path / "a", "64MiB") as rig:
         assert await proved(rig, values) == 20
-        # What follows is written over what was behind the damage, and is not taken for it at the next start.
+        # New frames overwrite those behind the damage, which the next start must not mistake for new ones.
         values |= await rig.put_new(2)
         copy = clone(tmp_path / "a", tmp_path / "b")
     async with opened(copy, "64MiB") as rig:
@@ -112,13 +76,13 @@ async def test_a_damaged_frame_ends_a_journal(tmp_path: Path) -> None:
 
 
 async def test_nothing_is_left_behind_the_end_of_a_damaged_journal(tmp_path: Path) -> None:
-    """The first start cuts the journal behind the damage: a second one finds it whole, and has nothing to scan."""
+    """The first start truncates the journal at the damage: a second one finds it intact, and does not scan."""
     values = await filled(tmp_path / "a", 60)
     path = journal(tmp_path / "a")
     content = bytearray(path.read_bytes())
     at = JOURNAL_HEADER_BYTES + 50 * FRAME
     content[at : at + FRAME] = bytes(FRAME)
-    # Behind it lies much that is never written over.
+    # The damage is followed by many bytes that are never overwritten.
     path.write_bytes(content + bytes(100 * FRAME))
     async with opened(tmp_path / "a", "64MiB") as rig:
         assert await proved(rig, values) == 60
@@ -129,20 +93,20 @@ async def test_nothing_is_left_behind_the_end_of_a_damaged_journal(tmp_path: Pat
 
 
 async def test_a_scan_finds_an_older_copy_of_a_known_block(tmp_path: Path) -> None:
-    """A block that the journal states, and of which a slot that it lost has a copy, has one slot afterwards."""
+    """A block that the journal states, with another copy in a slot that the journal lost, has one slot afterwards."""
     disk = FaultyDisk()
     async with opened(tmp_path / "a", room_for(16), disk=disk, engine="threads") as rig:
         values = await rig.put_new(1)
         (key,) = values
         first = rig.session.index.slot(key)
-        # It leaves by eviction, which leaves its slot as it is, and is stored again elsewhere, by the next journal.
+        # Eviction leaves the slot's bytes unchanged; the next journal records the block in another slot.
         await rig.session.journal.append(rig.session.index.evict(1))
         disk.fail("rename", errno.EIO)
         await rig.session._write_snapshot()
         assert await rig.put(values) == [Outcome.OK]
         assert rig.session.index.slot(key) != first
         copy = clone(tmp_path / "a", tmp_path / "b")
-    # Of the first journal only the segment is left.
+    # Only the segment's record is left of the first journal.
     os.truncate(min(home(copy).glob("journal.*")), JOURNAL_HEADER_BYTES + FRAME_BYTES + FRAME)
     async with opened(copy, room_for(16)) as rig:
         assert await proved(rig, values) == 1
@@ -152,7 +116,7 @@ async def test_a_scan_finds_an_older_copy_of_a_known_block(tmp_path: Path) -> No
 
 
 async def test_frames_in_another_order(tmp_path: Path) -> None:
-    """Two frames that changed places count for nothing, nor does anything behind them."""
+    """Two swapped frames do not count, nor does any frame behind them."""
     values = await filled(tmp_path / "a")
     path = journal(tmp_path / "a")
     content = bytearray(path.read_bytes())
@@ -164,7 +128,7 @@ async def test_frames_in_another_order(tmp_path: Path) -> None:
 
 
 async def test_data_that_a_power_cut_took(tmp_path: Path) -> None:
-    """A journal that tells of slots whose bytes never got to the drive: they are misses, and can be stored again."""
+    """Slots in the journal whose bytes never reached the drive are misses, and their blocks can be stored again."""
     values = await filled(tmp_path / "a")
     for path in home(tmp_path / "a").glob("*.seg"):
         size = path.stat().st_size
@@ -177,7 +141,7 @@ async def test_data_that_a_power_cut_took(tmp_path: Path) -> None:
 
 
 async def test_an_old_journal_with_newer_slots(tmp_path: Path) -> None:
-    """A journal from before blocks were evicted never makes one block look like another."""
+    """With a journal older than some evictions, no block is mistaken for another."""
     async with opened(tmp_path / "a", room_for(16)) as rig:
         old = await rig.put_new(16)
         before = journal(tmp_path / "a").read_bytes()
@@ -194,7 +158,7 @@ async def test_an_old_journal_with_newer_slots(tmp_path: Path) -> None:
 
 
 async def test_swapped_slots_are_misses(tmp_path: Path) -> None:
-    """Records that lie in each other's slots are not delivered under each other's names."""
+    """Swapped records are not delivered under each other's keys."""
     values = await filled(tmp_path / "a", 4)
     (path,) = [p for p in home(tmp_path / "a").glob("*.seg")]
     content = bytearray(path.read_bytes())
@@ -208,7 +172,7 @@ async def test_swapped_slots_are_misses(tmp_path: Path) -> None:
 
 
 async def test_a_damaged_snapshot_costs_nothing_that_journals_or_slots_tell(tmp_path: Path) -> None:
-    """Each byte of a snapshot counts: if one is wrong, the slots are looked at instead."""
+    """Each byte of a snapshot counts: with a wrong one, the slots are scanned instead."""
     async with opened(tmp_path / "a", "64MiB") as rig:
         values = await rig.put_new(10)
         await rig.session._write_snapshot()
@@ -235,7 +199,7 @@ async def test_without_any_journal(tmp_path: Path) -> None:
 
 
 async def test_a_removed_block_stays_removed(tmp_path: Path) -> None:
-    """Also where the journal is lost and the slots are looked at: what was removed on request was wiped."""
+    """A removed block stays absent even if the journal is lost and slots are scanned: removal wipes the slot."""
     async with opened(tmp_path / "a", "64MiB") as rig:
         values = await rig.put_new(10)
         gone = list(values)[:5]
@@ -248,7 +212,7 @@ async def test_a_removed_block_stays_removed(tmp_path: Path) -> None:
 
 
 async def test_a_removed_block_has_no_older_copy(tmp_path: Path) -> None:
-    """A copy of it in a slot that it was evicted from, and that nobody has written since, is not found either."""
+    """No copy of a removed block is found in a slot that it was evicted from and that was not overwritten since."""
 
     class NoSlots(OsDisk):
         fails = False
@@ -277,14 +241,14 @@ async def test_a_removed_block_has_no_older_copy(tmp_path: Path) -> None:
         await rig.session.recovered.wait()
         assert await rig.scanned() == set(values) - set(evicted)
         assert await rig.backend.exists(evicted) == [False] * len(evicted)
-        # These slots serve on.
+        # These slots stay usable.
         await rig.has_all(await rig.put_new(len(evicted)))
 
 
 async def test_no_segment_is_given_up_while_its_slots_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A segment of which nothing is known yet is not taken for an empty one, and each slot is used once afterwards."""
+    """A segment that was not scanned yet is not considered empty, and each slot is used once afterwards."""
     async with opened(tmp_path / "a", room_for(64)) as rig:
         values: dict[BlockKey, bytes] = {}
         for _ in range(16):
@@ -302,7 +266,7 @@ async def test_no_segment_is_given_up_while_its_slots_are_looked_at(
             await count_uses()
 
         monkeypatch.setattr(one.session.space, "count_uses", counted)
-        # It wants room, of which the other one has more than its share.
+        # The second engine needs room; the first one has more than its share.
         assert set(await two.put(two.new(2))) == {Outcome.NO_SPACE}
         await eventually_async(lambda: list((root / ".kvstore").glob("want.*")), what="it says so")
         before = rounds
@@ -315,7 +279,7 @@ async def test_no_segment_is_given_up_while_its_slots_are_looked_at(
 
 
 async def test_a_quarantined_slot_is_never_used_again(tmp_path: Path) -> None:
-    """A slot whose bytes did not come back is out of use, also after a restart."""
+    """A slot whose bytes could not be verified is out of use, even after a restart."""
     async with opened(tmp_path / "root", room_for(16)) as rig:
         (bad,) = await rig.put_new(1)
         slot = rig.session.index.slot(bad)
@@ -352,7 +316,7 @@ async def test_planted_objects(tmp_path: Path) -> None:
             elif plant == "directory":
                 target.mkdir()
             else:
-                # Names of sockets are short.
+                # Socket paths have a short maximum length.
                 here = os.open(target.parent, os.O_RDONLY)
                 with socket.socket(socket.AF_UNIX) as made:
                     made.bind(f"/proc/self/fd/{here}/{name}")
@@ -366,7 +330,7 @@ async def test_planted_objects(tmp_path: Path) -> None:
 
 
 async def test_a_planted_snapshot_is_not_read_into_memory(tmp_path: Path) -> None:
-    """A sparse file of terabytes in place of the snapshot is not taken for one."""
+    """A sparse file of terabytes in place of the snapshot is refused."""
     values = await filled(tmp_path / "a", 5)
     with (home(tmp_path / "a") / "index").open("wb") as file:
         file.truncate(1 << 40)
@@ -376,7 +340,7 @@ async def test_a_planted_snapshot_is_not_read_into_memory(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("mode", [0o777, 0o757])
 async def test_a_root_that_everybody_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
-    """Blocks hold what users asked: such a directory is not used."""
+    """Blocks contain users' prompts: a world-writable directory is refused."""
     root = tmp_path / "root"
     root.mkdir()
     root.chmod(mode)
@@ -386,14 +350,14 @@ async def test_a_root_that_everybody_may_write_to_is_refused(tmp_path: Path, mod
 
 
 async def test_modes(tmp_path: Path) -> None:
-    """Nobody else may read what is stored."""
+    """No other user may read the stored blocks."""
     await filled(tmp_path / "a", 3)
     for path in (tmp_path / "a").rglob("*"):
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
 async def test_strangers_directories_are_left_alone(tmp_path: Path) -> None:
-    """What looks like a namespace or an owner and is another user's neither counts nor stops anything."""
+    """Another user's directory that resembles a namespace or an owner neither counts nor causes a failure."""
     root = tmp_path / "root"
     owner = "cd" * 8
     for namespace, theirs in (("ab" * 32, "ab" * 32), (NAMESPACE.hex, f"{NAMESPACE.hex}/{owner}")):
@@ -411,7 +375,7 @@ async def test_strangers_directories_are_left_alone(tmp_path: Path) -> None:
 
 
 async def test_a_full_disk_at_start(tmp_path: Path) -> None:
-    """On a full disk an engine says so, or goes on in a directory that is there; with room it stores again."""
+    """On a full disk an engine reports it or continues in an existing directory; with room it stores again."""
     disk = FaultyDisk()
     for op in ("mkdir", "fallocate", "pwritev"):
         disk.fail(op, 28, forever=True)
@@ -427,7 +391,7 @@ async def test_a_full_disk_at_start(tmp_path: Path) -> None:
 
 
 async def test_a_record_in_another_slot_or_another_owners_is_no_block(tmp_path: Path) -> None:
-    """A slot whose page names another slot, or another owner, holds nothing as far as a scan is concerned."""
+    """A scan treats a slot whose page names another slot or owner as empty."""
     values = await filled(tmp_path / "a")
     strange = await filled(tmp_path / "b")
     for root in (tmp_path / "a", tmp_path / "b"):
@@ -435,7 +399,7 @@ async def test_a_record_in_another_slot_or_another_owners_is_no_block(tmp_path: 
     (segment,) = home(tmp_path / "a").glob("*.seg")
     (other,) = home(tmp_path / "b").glob("*.seg")
     content, foreign = bytearray(segment.read_bytes()), other.read_bytes()
-    # The first ten records one slot further; behind them what another owner has in the same slots.
+    # The first ten records one slot further; behind them, another owner's records of the same slots.
     content[SLOT : 11 * SLOT] = content[: 10 * SLOT]
     content[:SLOT] = bytes(SLOT)
     content[11 * SLOT : 20 * SLOT] = foreign[11 * SLOT : 20 * SLOT]
@@ -449,7 +413,7 @@ async def test_a_record_in_another_slot_or_another_owners_is_no_block(tmp_path: 
 async def test_stores_during_a_scan_take_no_slot_that_was_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the slots behind a torn journal are looked at stores go elsewhere; all that lay there is found."""
+    """While the slots behind a torn journal are scanned, stores use other slots; every block in them is found."""
     values = await filled(tmp_path / "a")
     os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES + 5)
     goes_on = hold_scans(monkeypatch)
@@ -465,7 +429,7 @@ async def test_stores_during_a_scan_take_no_slot_that_was_not_looked_at(
 async def test_a_store_during_a_scan_that_finds_the_same_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    """A block stored again while the scan finds it has one slot, whichever of the two comes first."""
+    """A block stored again while the scan finds it has one slot, whichever happens first."""
     values = await filled(tmp_path / "a")
     os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES + 5)
     scan_goes_on, store_goes_on = hold_scans(monkeypatch), asyncio.Event()
@@ -503,7 +467,7 @@ async def test_a_store_during_a_scan_that_finds_the_same_block(
 async def test_an_end_before_all_slots_were_looked_at_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that closes before it knows what lies in its slots writes no snapshot that says that nothing does."""
+    """An engine that closes before its scan has ended writes no snapshot that omits unscanned blocks."""
     values = await filled(tmp_path / "a")
     os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES + 5)
     with monkeypatch.context() as hanging:
@@ -516,7 +480,7 @@ async def test_an_end_before_all_slots_were_looked_at_loses_nothing(
 
 
 async def test_a_gap_between_two_journals(tmp_path: Path) -> None:
-    """Where the end of a journal was lost and the next one is there, the slots tell what was in between."""
+    """If the end of a journal was lost and the next journal exists, the blocks in between are found in the slots."""
     disk = FaultyDisk()
     async with opened(tmp_path / "a", "64MiB", disk=disk, engine="threads") as rig:
         values: dict[BlockKey, bytes] = {}

@@ -1,4 +1,4 @@
-"""Room on the disk: the reserve, the ledger, segments that could not be made, and those that somebody deletes."""
+"""Room on the disk: the reserve, the ledger, segments that could not be created, and deleted segments."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 
 class FullDisk(OsDisk):
-    """A disk on which so many bytes are free, whatever there is really.
+    """A disk that reports a fixed number of free bytes.
 
     Attributes:
-        free: Bytes.
+        free: Free bytes.
     """
 
     free = 1 << 40
@@ -36,7 +36,7 @@ class FullDisk(OsDisk):
 
 
 async def test_the_reserve_stays_free(tmp_path: Path) -> None:
-    """No segment is made that would leave less free than the reserve; with room again, stores go on."""
+    """No segment is created that would leave less free space than the reserve; with room again, stores succeed."""
     disk = FullDisk()
     segment = 4 * SLOT
     async with opened(tmp_path, room_for(64), disk=disk, reserve="1MiB") as rig:
@@ -50,7 +50,7 @@ async def test_the_reserve_stays_free(tmp_path: Path) -> None:
 
 
 async def test_segments_are_given_up_for_the_reserve(tmp_path: Path) -> None:
-    """Where others fill the disk up to the reserve, an engine keeps its segments; beyond it, it gives some up."""
+    """An engine keeps its segments while others fill the disk up to the reserve, and removes some beyond it."""
     disk = FullDisk()
     async with opened(tmp_path, room_for(64), disk=disk, reserve="1MiB") as rig:
         await rig.put_new(64)
@@ -60,14 +60,14 @@ async def test_segments_are_given_up_for_the_reserve(tmp_path: Path) -> None:
         assert segment_bytes(tmp_path) == made
         disk.free -= 1
         await rig.session.space.give_up_excess()
-        # The upkeep of the engine may have given up one more.
+        # The engine's housekeeping may have removed one more.
         assert segment_bytes(tmp_path) < made
         assert len(rig.removed) >= 4
         disk.free = 1 << 40
 
 
 async def test_two_engines_share_out_room_one_after_the_other(tmp_path: Path) -> None:
-    """While one makes the last segment that there is room for, however long that takes, another one makes none."""
+    """While one engine creates the last segment that fits, however long that takes, no other engine creates one."""
     disk = FaultyDisk()
     async with (
         opened(tmp_path, room_for(16), disk=disk, engine="threads") as one,
@@ -87,7 +87,7 @@ async def test_two_engines_share_out_room_one_after_the_other(tmp_path: Path) ->
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 async def test_a_segment_that_could_not_be_made_takes_no_room(tmp_path: Path, error: int) -> None:
-    """What a failed allocation has left is removed at once (some filesystems keep the blocks)."""
+    """The remains of a failed allocation are removed at once (some filesystems keep the blocks)."""
     disk = FaultyDisk()
     async with opened(tmp_path, room_for(16), disk=disk) as rig:
         disk.fail("fallocate", error, after=True)
@@ -96,7 +96,7 @@ async def test_a_segment_that_could_not_be_made_takes_no_room(tmp_path: Path, er
 
 
 async def test_idle_namespaces_go_before_dead_owners_of_ours(tmp_path: Path) -> None:
-    """Also if they were used later: what our own dead have stored is what engines of today ask for."""
+    """Idle namespaces go first even if used later: engines of today still look up the blocks of our own dead owners."""
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
         ours = await one.put_new(12) | await two.put_new(12)
     async with opened(tmp_path, room_for(64), namespace=OTHER_NAMESPACE) as rig:
@@ -114,7 +114,7 @@ async def test_idle_namespaces_go_before_dead_owners_of_ours(tmp_path: Path) -> 
 
 
 async def test_nothing_is_given_up_while_ended_owners_hold_room(tmp_path: Path) -> None:
-    """An engine above its share keeps its blocks as long as a directory of an ended one can be reclaimed."""
+    """An engine above its share keeps its blocks as long as the directory of an ended engine can be reclaimed."""
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
         async with opened(tmp_path, room_for(64)) as ended:
             await ended.put_new(4)
@@ -131,8 +131,28 @@ async def test_nothing_is_given_up_while_ended_owners_hold_room(tmp_path: Path) 
         assert one.session.counts["segments_given_up"] > 0
 
 
+async def test_a_wish_counts_once_and_only_of_a_running_engine(tmp_path: Path) -> None:
+    """An engine above its share removes one segment per request of a running engine, and none for an ended engine."""
+    async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
+        for _ in range(16):
+            await one.put_new(4)
+        root, name, given_up = two.session.roots[0], two.session.owner.name, one.session.counts
+        left = "0" * 16
+        root.want(left, wanted=True)
+        await one.session.space.give_up_excess()
+        assert given_up["segments_given_up"] == 0
+        assert not (tmp_path / ".kvstore" / f"want.{left}").exists()
+        root.want(name, wanted=True)
+        for _ in range(3):
+            await one.session.space.give_up_excess()
+            assert given_up["segments_given_up"] == 1
+        os.utime(tmp_path / ".kvstore" / f"want.{name}", (1000, 1000))
+        await one.session.space.give_up_excess()
+        assert given_up["segments_given_up"] == 2
+
+
 async def test_segments_that_are_deleted_under_an_engine_are_noticed(tmp_path: Path) -> None:
-    """Their room is given back, what is stored from then on is not stored into them, and what they held is a miss."""
+    """Their room is freed, later blocks are not stored in them, and their blocks are misses."""
     async with opened(tmp_path, room_for(64)) as rig:
         values: dict[BlockKey, bytes] = {}
         for _ in range(16):
@@ -167,7 +187,7 @@ def deleted_files(root: Path) -> list[str]:
 
 @pytest.mark.parametrize("count", [12, 16])
 async def test_what_the_journal_does_not_take_is_not_there(tmp_path: Path, count: int) -> None:
-    """Stores fail, evictions too, and no slot is lost by that: when frames are written again, all goes on."""
+    """Stores and evictions fail without losing a slot; when frames can be written again, both succeed."""
     disk = NoFrames()
     async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
         values = await rig.put_new(count)
@@ -189,7 +209,7 @@ async def test_what_the_journal_does_not_take_is_not_there(tmp_path: Path, count
 
 
 async def test_a_journal_that_can_not_be_ended_goes_on(tmp_path: Path) -> None:
-    """Where the step to the next journal fails, the snapshot waits, and nothing that follows is lost."""
+    """If the switch to the next journal fails, the snapshot is postponed, and no later record is lost."""
     disk = NoFrames()
     async with opened(tmp_path / "a", room_for(64), disk=disk, engine="threads") as rig:
         values = await rig.put_new(4)
@@ -207,7 +227,7 @@ async def test_a_journal_that_can_not_be_ended_goes_on(tmp_path: Path) -> None:
 
 
 async def test_a_segment_that_the_journal_does_not_take_leaves_no_file(tmp_path: Path) -> None:
-    """Its room is not counted as used until the next start."""
+    """The segment's file is deleted, so that its room does not count as used until the next start."""
     disk = NoFrames()
     async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
         disk.fails = True
@@ -216,7 +236,7 @@ async def test_a_segment_that_the_journal_does_not_take_leaves_no_file(tmp_path:
 
 
 async def test_a_segment_is_kept_while_a_block_there_is_removed(tmp_path: Path) -> None:
-    """Otherwise the slot of the removed block would become free in a segment that is gone."""
+    """Otherwise the slot of the removed block would become free in a removed segment."""
     async with opened(tmp_path, room_for(16)) as rig:
         values = await rig.put_new(1)
         engine, write = rig.session.engine, rig.session.engine.write
@@ -233,7 +253,7 @@ async def test_a_segment_is_kept_while_a_block_there_is_removed(tmp_path: Path) 
 
 
 async def test_a_segment_is_given_up_although_the_journal_can_not_be_written(tmp_path: Path) -> None:
-    """Its file goes first: on a full disk there is no room for a frame before that."""
+    """Its file is removed first: before that, a full disk has no room for a frame."""
     disk = NoFrames()
     async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
         await rig.put_new(1)
@@ -287,7 +307,7 @@ async def test_slots_that_another_store_takes_first_are_made_up_for(
 
 
 async def test_a_full_filesystem_is_no_failure(tmp_path: Path) -> None:
-    """Where no segment can be allocated for lack of room, stores evict at once."""
+    """If no segment can be allocated for lack of room, stores evict at once."""
     disk = FaultyDisk()
     async with opened(tmp_path, room_for(16), disk=disk) as rig:
         await rig.put_new(4)

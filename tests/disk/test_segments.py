@@ -1,26 +1,30 @@
-"""Open segments: bounded, the ones used last stay open, and one that is gone is closed when its last user is done."""
+"""Open segments: bounded, least recently used closed first; a removed segment is closed after its last use."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvstore.backends.disk import segments as segments_module
 from kvstore.backends.disk.layout import segment_name
 from kvstore.backends.disk.segments import SegmentFiles
 from kvstore.diskio import OsDisk, TransferEngine
 
 SEGMENTS = 20
 LIMIT = 8
-"""Descriptors that a tier keeps open at least, however few the process may have."""
+"""Minimum number of descriptors that a tier keeps open, however few the process may have."""
 
 
 @pytest.fixture
 async def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SegmentFiles]:
-    """Segments of this engine with one slot each, in a process that may have few descriptors."""
+    """Segments of this engine with one slot each, in a process with a low descriptor limit."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (LIMIT, LIMIT))
     for number in range(SEGMENTS):
         path = tmp_path / segment_name(number)
@@ -43,12 +47,12 @@ def descriptors(tmp_path: Path) -> list[int]:
         try:
             names.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
         except FileNotFoundError:
-            continue  # The descriptor by which the directory was read.
+            continue  # The descriptor that the directory was read with.
     return sorted(int(name.stem) for name in names if name.parent == tmp_path and name.suffix == ".seg")
 
 
 async def test_those_used_last_stay_open(segments: SegmentFiles, tmp_path: Path) -> None:
-    """Segments that nothing uses are closed above the limit, the one used longest ago first."""
+    """Above the limit, unused segments are closed, the least recently used first."""
     for number in range(LIMIT):
         async with segments.files_of([number]):
             pass
@@ -60,18 +64,21 @@ async def test_those_used_last_stay_open(segments: SegmentFiles, tmp_path: Path)
 
 
 async def test_those_in_use_stay_open_above_the_limit(segments: SegmentFiles, tmp_path: Path) -> None:
-    """Calls that use more segments than the limit get them all; afterwards the limit holds again."""
+    """Calls that use more segments than the limit get all of them; afterwards the limit holds again."""
     places = list(range(SEGMENTS))
     async with segments.files_of(places) as fds:
         async with segments.files_of(places[:3]):
             pass
+        # Further calls share the files in use.
+        async with segments.files_of(places):
+            assert descriptors(tmp_path) == places
         assert [os.pread(fd, 9, 0) for fd in fds] == [b"%d" % number for number in places]
         assert descriptors(tmp_path) == places
     assert len(descriptors(tmp_path)) == LIMIT
 
 
 async def test_a_segment_that_is_gone_is_closed_by_its_last_user(segments: SegmentFiles, tmp_path: Path) -> None:
-    """Two calls read a segment while it goes: both can, and the second to end closes it."""
+    """When a segment is removed during two reads, both succeed, and the second to end closes it."""
     async with segments.files_of([1, 2, 2]) as fds:
         async with segments.files_of([1]):
             segments.forget(0, 1)
@@ -83,13 +90,55 @@ async def test_a_segment_that_is_gone_is_closed_by_its_last_user(segments: Segme
 
 
 async def test_a_segment_that_is_used_again_afterwards_stays_open(segments: SegmentFiles, tmp_path: Path) -> None:
-    """That a segment was to be closed once says nothing of the file that is opened under its number later."""
+    """A pending close of a segment does not apply to a file opened later under its number."""
     async with segments.files_of([1]):
         segments.forget(0, 1)
     for _ in range(2):
         async with segments.files_of([1]):
             assert descriptors(tmp_path) == [1]
         assert descriptors(tmp_path) == [1]
+
+
+async def test_a_segment_that_goes_while_it_is_opened_is_not_kept(
+    tmp_path: Path, segments: SegmentFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next call opens the file that then has the name."""
+    opening, may_go_on = threading.Event(), threading.Event()
+    open_regular = segments_module.open_regular
+
+    def slow(*args: Any) -> tuple[int, int]:
+        opened = open_regular(*args)
+        opening.set()
+        may_go_on.wait(30)
+        return opened
+
+    monkeypatch.setattr(segments_module, "open_regular", slow)
+
+    async def use() -> bytes:
+        async with segments.files_of([1]) as fds:
+            return os.pread(fds[0], 9, 0)
+
+    early = asyncio.create_task(use())
+    await asyncio.to_thread(opening.wait, 30)
+    path = tmp_path / segment_name(1)
+    path.unlink()
+    path.write_bytes(b"new")
+    path.chmod(0o600)
+    segments.forget(0, 1)
+    may_go_on.set()
+    assert await early == b"1"
+    assert await use() == b"new"
+
+
+async def test_two_calls_that_open_a_segment_at_once_leave_it_open_once(segments: SegmentFiles, tmp_path: Path) -> None:
+    """The file stays open once, even if the first call ends before the second one has opened it."""
+
+    async def use() -> None:
+        async with segments.files_of([1]):
+            pass
+
+    await asyncio.gather(use(), use())
+    assert descriptors(tmp_path) == [1]
 
 
 async def test_an_owner_that_is_gone_has_no_segments(segments: SegmentFiles, tmp_path: Path) -> None:
@@ -102,7 +151,7 @@ async def test_an_owner_that_is_gone_has_no_segments(segments: SegmentFiles, tmp
 
 
 async def test_one_that_cannot_be_opened_spoils_no_other(segments: SegmentFiles, tmp_path: Path) -> None:
-    """A missing file, and one that another user could write through a second name, are errors of their own."""
+    """A missing file, and one that another user could write through a second name, fail alone."""
     (tmp_path / segment_name(6)).unlink()
     os.link(tmp_path / segment_name(7), tmp_path / "second-name")
     async with segments.files_of([6, 7, 8]) as fds:

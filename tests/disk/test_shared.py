@@ -1,4 +1,4 @@
-"""Engines that share a root: each writes alone, everyone reads everything."""
+"""Engines that share a root: each writes only its own directory, all read all blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import errno
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from kvstore.errors import ConfigError, LockedError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
 from tests.disk.rig import NAMESPACE, OTHER_NAMESPACE, NoFrames, clone, opened, room_for, segment_bytes
+from tests.diskio.faulty_disk import FaultyDisk
 
 
 def owners(root: Path) -> set[str]:
@@ -23,7 +26,7 @@ def owners(root: Path) -> set[str]:
 
 
 async def test_another_engines_blocks_are_found_without_asking_the_disk(tmp_path: Path) -> None:
-    """What one engine stores the other one is told of, finds, reads, and does not store again."""
+    """A block stored by one engine is announced to the other one, which finds, reads, and does not store it again."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(20)
         await eventually_async(lambda: len(two.arrived) == 20, what="the other engine is told")
@@ -36,7 +39,7 @@ async def test_another_engines_blocks_are_found_without_asking_the_disk(tmp_path
 
 
 async def test_visible_within_the_target(tmp_path: Path) -> None:
-    """The other engine is woken by the journal, not by its poll: twenty rounds take less than ten polls would."""
+    """The journal wakes the other engine, not its poll: twenty rounds take less time than ten polls."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         started = asyncio.get_running_loop().time()
         for count in range(1, 21):
@@ -46,7 +49,7 @@ async def test_visible_within_the_target(tmp_path: Path) -> None:
 
 
 async def test_blocks_from_before_the_second_engine(tmp_path: Path) -> None:
-    """An engine that starts knows what the others hold, from snapshot and journal."""
+    """A starting engine learns the blocks of the others from snapshot and journal."""
     async with opened(tmp_path, "64MiB") as one:
         values = await one.put_new(10)
         await one.session._write_snapshot()
@@ -57,7 +60,7 @@ async def test_blocks_from_before_the_second_engine(tmp_path: Path) -> None:
 
 
 async def test_a_removed_block_leaves_the_other_engines_too(tmp_path: Path) -> None:
-    """What its owner removes is a miss elsewhere, and is told to have left."""
+    """A block removed by its owner is a miss in other engines, and is reported there as removed."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(4)
         await eventually_async(lambda: len(two.arrived) == 4, what="the other engine is told")
@@ -69,7 +72,7 @@ async def test_a_removed_block_leaves_the_other_engines_too(tmp_path: Path) -> N
 
 
 async def test_a_follower_goes_on_when_the_journal_is_replaced(tmp_path: Path) -> None:
-    """Snapshots replace journals under those who follow them; nothing is missed."""
+    """Snapshots replace journals during following; no record is missed."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         count = 0
         for _ in range(5):
@@ -83,7 +86,7 @@ async def test_a_follower_goes_on_when_the_journal_is_replaced(tmp_path: Path) -
 
 
 async def test_a_cancelled_look_at_a_journal_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records that were read when a load was cancelled are taken in by the next look."""
+    """Records that were read when a load was cancelled are processed by the next read of the journal."""
     monkeypatch.setattr(followers_module, "_TURN_RECORDS", 1)
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         gone = await one.put_new(4)
@@ -103,7 +106,7 @@ async def test_a_cancelled_look_at_a_journal_loses_nothing(tmp_path: Path, monke
 
 
 async def test_a_follower_that_was_away_starts_over(tmp_path: Path) -> None:
-    """Whoever slept through two snapshots reads the owner's files anew."""
+    """A follower that missed two snapshots reads the owner's files from the start."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         async with two.session.followers._lock:
             values = await one.put_new(3)
@@ -115,7 +118,7 @@ async def test_a_follower_that_was_away_starts_over(tmp_path: Path) -> None:
 
 
 async def test_a_follower_that_starts_over_keeps_what_it_knew(tmp_path: Path) -> None:
-    """Blocks that were known before are found, and read, where the owner's files say they are now."""
+    """Blocks known before are found and read at the places that the owner's files now state."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(6)
         await eventually_async(lambda: set(two.arrived) == set(values), what="the other engine is told")
@@ -129,7 +132,7 @@ async def test_a_follower_that_starts_over_keeps_what_it_knew(tmp_path: Path) ->
 
 
 async def test_a_journal_that_nothing_refers_to_is_not_gone_on_with(tmp_path: Path) -> None:
-    """Where an engine ended between making a journal and going on in it, follower and heir meet in one journal."""
+    """After an engine died between creating a journal and switching to it, follower and adopter share one journal."""
     disk = NoFrames()
     async with opened(tmp_path, "64MiB", disk=disk, engine="threads") as one:
         values = await one.put_new(2)
@@ -146,14 +149,14 @@ async def test_a_journal_that_nothing_refers_to_is_not_gone_on_with(tmp_path: Pa
 
 
 async def test_a_slot_reused_under_a_slow_reader_is_a_miss(tmp_path: Path) -> None:
-    """A reader that is late never takes the bytes of the block that has the slot now for those it asked for."""
+    """A late reader never returns the bytes of a slot's new block for the requested one."""
     async with opened(tmp_path, room_for(16)) as one, opened(tmp_path, room_for(16)) as two:
         values = await one.put_new(16)
         await eventually_async(lambda: len(two.arrived) == 16, what="the other engine is told")
         read, engine = two.session.engine.read, two.session.engine
 
         async def slow_read(transfers: object, *args: object) -> None:
-            # All slots are given to other blocks between the decision to read and the read.
+            # All slots are reused between the decision to read and the read.
             if not one.removed:
                 for _ in range(8):
                     await one.put_new(4)
@@ -167,7 +170,7 @@ async def test_a_slot_reused_under_a_slow_reader_is_a_miss(tmp_path: Path) -> No
 
 
 async def test_a_read_before_the_reuse_and_told_after_it_is_a_miss(tmp_path: Path) -> None:
-    """Bytes that were read while the owner evicted the block are not delivered: they may be torn."""
+    """Bytes read while the owner evicted the block are not delivered: they may be torn."""
     async with opened(tmp_path, room_for(16)) as one, opened(tmp_path, room_for(16)) as two:
         values = await one.put_new(16)
         await eventually_async(lambda: len(two.arrived) == 16, what="the other engine is told")
@@ -184,7 +187,7 @@ async def test_a_read_before_the_reuse_and_told_after_it_is_a_miss(tmp_path: Pat
 
 
 async def test_a_reader_looks_at_the_journal_after_each_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That a slot was reused while it was read is found out by looking, not by being told in time."""
+    """A reader detects the reuse of a slot during its read by reading the journal, not by a timely notification."""
     monkeypatch.setattr(followers_module, "_PAUSE_S", 3600.0)
     async with opened(tmp_path, room_for(16)) as one, opened(tmp_path, room_for(16)) as two:
         values = await one.put_new(16)
@@ -203,7 +206,7 @@ async def test_a_reader_looks_at_the_journal_after_each_read(tmp_path: Path, mon
 async def test_a_block_whose_journal_can_not_be_read_is_not_delivered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether its slot was reused meanwhile is not known then."""
+    """Without the journal, a reuse of the slot during the read cannot be excluded."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(3)
         own = await two.put_new(1)
@@ -221,7 +224,7 @@ async def test_a_block_whose_journal_can_not_be_read_is_not_delivered(
 
 
 async def test_readers_keep_blocks_alive(tmp_path: Path) -> None:
-    """What another engine reads again and again is not what its owner evicts first."""
+    """A block that another engine keeps reading is not the first that its owner evicts."""
     async with opened(tmp_path, room_for(32)) as one, opened(tmp_path, room_for(32)) as two:
         hot = await one.put_new(2)
         await eventually_async(lambda: len(two.arrived) == 2, what="the other engine is told")
@@ -235,7 +238,7 @@ async def test_readers_keep_blocks_alive(tmp_path: Path) -> None:
 
 
 async def test_a_dead_owners_directory_is_taken_over(tmp_path: Path) -> None:
-    """A restart goes on in the directory that the last run left, and makes no other."""
+    """A restart continues in the directory of the last run, and creates no other."""
     async with opened(tmp_path, "64MiB") as rig:
         values = await rig.put_new(8)
     before = owners(tmp_path)
@@ -246,7 +249,7 @@ async def test_a_dead_owners_directory_is_taken_over(tmp_path: Path) -> None:
 
 
 async def test_adoption_raced_by_four_engines(tmp_path: Path) -> None:
-    """Of four engines that start at once over two left directories each has one of its own, and all see all blocks."""
+    """Four engines that start at once with two left directories each have one of their own, and all see all blocks."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         values = {**await one.put_new(8), **await two.put_new(8)}
     async with opened(tmp_path, "64MiB") as a, opened(tmp_path, "64MiB") as b:
@@ -265,7 +268,7 @@ async def test_adoption_raced_by_four_engines(tmp_path: Path) -> None:
 
 
 async def test_a_killed_engine_is_taken_over_with_all_it_had_said(tmp_path: Path) -> None:
-    """Whatever was OK before a kill is there after it, without a snapshot ever written."""
+    """Every block reported OK before a kill is there after it, even if no snapshot was ever written."""
     async with opened(tmp_path / "a", "64MiB") as rig:
         values = await rig.put_new(30)
         removed = list(values)[:5]
@@ -278,7 +281,7 @@ async def test_a_killed_engine_is_taken_over_with_all_it_had_said(tmp_path: Path
 
 
 async def test_capacity_of_all_engines_together(tmp_path: Path) -> None:
-    """However many engines store, their segments never take more than the capacity."""
+    """However many engines store, their segments never exceed the capacity."""
     capacity = room_for(64)
     contexts = [opened(tmp_path, capacity) for _ in range(4)]
     rigs = [await context.__aenter__() for context in contexts]
@@ -297,7 +300,7 @@ async def test_capacity_of_all_engines_together(tmp_path: Path) -> None:
 
 
 async def test_an_engine_above_its_share_gives_segments_up(tmp_path: Path) -> None:
-    """An engine that comes to a full root gets room within seconds, from the one that has more than its share."""
+    """An engine that joins a full root gets room within seconds, from the engine above its share."""
     async with opened(tmp_path, room_for(64)) as one:
         for _ in range(16):
             await one.put_new(4)
@@ -316,7 +319,7 @@ async def test_an_engine_above_its_share_gives_segments_up(tmp_path: Path) -> No
 
 
 async def test_a_segment_made_again_is_opened_again(tmp_path: Path) -> None:
-    """Where an owner gives a segment up and makes one of the same number, others read the new file, not the old one."""
+    """If an owner removes a segment and creates one of the same number, others read the new file."""
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
         first = await one.put_new(4)
         await two.session.followers.refresh()
@@ -331,7 +334,7 @@ async def test_a_segment_made_again_is_opened_again(tmp_path: Path) -> None:
 
 
 async def test_idle_namespaces_go_first(tmp_path: Path) -> None:
-    """What nobody uses any more makes room before anybody evicts a block of his own."""
+    """Unused namespaces are removed before any engine evicts its own blocks."""
     async with opened(tmp_path, room_for(64), namespace=OTHER_NAMESPACE) as rig:
         for _ in range(12):
             await rig.put_new(4)
@@ -343,7 +346,7 @@ async def test_idle_namespaces_go_first(tmp_path: Path) -> None:
 
 
 async def test_removed_files_give_their_room_back(tmp_path: Path) -> None:
-    """Segments that somebody deletes by hand are no longer counted, and their blocks are misses."""
+    """Segments deleted by hand no longer count, and their blocks are misses."""
     async with opened(tmp_path, room_for(64)) as rig:
         values = await rig.put_new(60)
     for path in list(tmp_path.rglob("*.seg"))[:8]:
@@ -356,7 +359,7 @@ async def test_removed_files_give_their_room_back(tmp_path: Path) -> None:
 
 
 async def test_exclusive_shares_with_nobody(tmp_path: Path) -> None:
-    """An exclusive engine is refused where another one is, and refuses others."""
+    """An exclusive engine is refused beside another one, and refuses others."""
     async with opened(tmp_path, "64MiB"):
         with pytest.raises(LockedError, match="exclusive"):
             async with opened(tmp_path, "64MiB", exclusive=True):
@@ -370,14 +373,14 @@ async def test_exclusive_shares_with_nobody(tmp_path: Path) -> None:
 
 
 async def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A helper that was forked from an engine does not hold the engine's directory when that is gone."""
+    """A helper forked from an engine does not hold the lock of the engine's directory after the engine's end."""
     reading, writing = os.pipe()
     pid = 0
 
     def locks() -> list[str]:
         found = []
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            # The helper closes them at this moment.
+            # The helper is closing the descriptors at this moment.
             with contextlib.suppress(FileNotFoundError):
                 found.append(os.readlink(fd))
         return [name for name in found if name.endswith("lock")]
@@ -389,7 +392,7 @@ async def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
             if not pid:
                 os.read(reading, 1)
                 os._exit(0)
-            # If the engine is killed, nothing but the last close releases them.
+            # If the engine is killed, only the last close releases the locks.
             await eventually_async(lambda: not locks(), timeout_s=10, what="the helper has no lock open")
         async with opened(tmp_path, "64MiB") as rig:
             assert rig.session.owner.name == name
@@ -402,7 +405,7 @@ async def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 
 async def test_other_slot_sizes_are_read_and_not_taken_over(tmp_path: Path) -> None:
-    """Where the capacity, and so the length of segments, has changed, the old directory is read and not written."""
+    """After a change of capacity, and thus of segment length, the old directory is read and not written."""
     async with opened(tmp_path, "64MiB") as rig:
         values = await rig.put_new(8)
         before = rig.session.geometry
@@ -424,7 +427,7 @@ async def test_stripes_over_drives(tmp_path: Path) -> None:
 
 
 async def test_a_root_of_old_files_is_refused(tmp_path: Path) -> None:
-    """A directory of the file tier is not mixed up with one of this backend."""
+    """A directory of the file tier is refused by this backend."""
     (tmp_path / ".kvstore").mkdir(mode=0o700)
     (tmp_path / ".kvstore" / "layout.json").write_text('{"format": 1}')
     with pytest.raises(ConfigError, match="file tier"):
@@ -433,7 +436,7 @@ async def test_a_root_of_old_files_is_refused(tmp_path: Path) -> None:
 
 
 async def test_an_owner_that_goes_during_a_scan(tmp_path: Path) -> None:
-    """A scan that finds an owner's directory gone yields what the others hold."""
+    """A scan during which an owner's directory is removed yields the blocks of the others."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         values = await two.put_new(3)
         (other,) = two.session.followers.others.values()
@@ -443,7 +446,7 @@ async def test_an_owner_that_goes_during_a_scan(tmp_path: Path) -> None:
 
 
 async def test_a_mark_of_a_slot_that_holds_nothing_is_no_use(tmp_path: Path) -> None:
-    """Slots that others have marked, and that were freed before the owner looked, are given away only once."""
+    """Slots that others have marked, and that were freed before the owner reads the marks, are reused only once."""
     async with opened(tmp_path, room_for(128)) as rig:
         stored: dict[bytes, bytes] = {}
         for _ in range(32):
@@ -459,10 +462,36 @@ async def test_a_mark_of_a_slot_that_holds_nothing_is_no_use(tmp_path: Path) -> 
 
 
 async def test_a_mark_behind_the_end_of_the_marks_makes_them_no_longer(tmp_path: Path) -> None:
-    """Whatever slot another owner's journal names, a reader's mark takes no room on the disk."""
+    """Whichever slot another owner's journal names, a reader's mark takes no room on the disk."""
     async with opened(tmp_path, "64MiB") as rig:
         uses, path = rig.session.owner.uses, next(tmp_path.rglob("uses"))
         before = path.stat().st_size
         assert uses is not None
         uses.mark([before, 1 << 30])
         assert path.stat().st_size == before
+
+
+async def test_an_owner_found_while_the_engine_closes_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory and journal are opened on a thread; the cancelled follower leaves neither open."""
+    found, may_go_on = threading.Event(), threading.Event()
+    load_owner, disk = followers_module.load_owner, FaultyDisk()
+
+    def slow(*args: Any) -> Any:
+        state = load_owner(*args)
+        if args[0] is disk:
+            found.set()
+            may_go_on.wait(30)
+        return state
+
+    async with opened(tmp_path, room_for(64), disk=disk) as first:
+        monkeypatch.setattr(followers_module, "load_owner", slow)
+        async with opened(tmp_path, room_for(64)):
+            await asyncio.to_thread(found.wait, 30)
+            tasks = first.session._tasks
+            closing = asyncio.create_task(first.backend.close())
+            await eventually_async(lambda: tasks[0].cancelling(), what="the follower is cancelled")
+            may_go_on.set()
+            await closing
+    assert disk.open_fds == {}

@@ -1,4 +1,4 @@
-"""Tenants of a disk: whose blocks leave, also after a restart, after a crash and in an I/O process."""
+"""Tenants of a disk: which blocks are evicted, also after a restart, after a crash and in an I/O process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def kept(rig: Rig, values: dict[BlockKey, bytes]) -> int:
 
 @pytest.mark.parametrize("tenants", [TENANTS, None])
 async def test_a_neighbour_does_not_displace_what_is_guaranteed(tmp_path: Path, tenants: Tenants | None) -> None:
-    """Unlike without tenants; nor after a restart, nor in an engine that adopts what a crash has left."""
+    """Guaranteed blocks stay, unlike without tenants; also after a restart and after a crash."""
     guaranteed = 24
     async with opened(tmp_path / "kv", room_for(BLOCKS), tenants=tenants) as rig:
         quiet = await fill(rig, "quiet", 0, guaranteed)
@@ -63,7 +63,7 @@ async def test_a_neighbour_does_not_displace_what_is_guaranteed(tmp_path: Path, 
 
 
 async def test_a_quiet_tenant_takes_its_share_back(tmp_path: Path) -> None:
-    """From a neighbour that had the whole disk."""
+    """The share is reclaimed from a neighbour that used the whole disk."""
     async with opened(tmp_path, room_for(BLOCKS), tenants=TENANTS) as rig:
         noisy = await fill(rig, "noisy", 0, 3 * BLOCKS)
         quiet = await fill(rig, "quiet", 0, 24)
@@ -72,13 +72,13 @@ async def test_a_quiet_tenant_takes_its_share_back(tmp_path: Path) -> None:
 
 
 def add(index: Index, slot: int, key: BlockKey) -> None:
-    """Note a block in a slot that was taken."""
+    """Add a block in a taken slot."""
     index.add([(Kind.ADD, slot, 100, digest_of(key), key)])
     index.unpin((slot,))
 
 
 def test_within_a_share_the_least_recently_used_leave_first() -> None:
-    """And pinned ones are passed over; what is guaranteed leaves for nobody."""
+    """Pinned blocks are passed over, and blocks within the guarantee are never evicted."""
     index = Index(Columns(64), 0, TENANTS)
     index.open_segment(0, 0)
     slots = index.take(64)
@@ -94,7 +94,7 @@ def test_within_a_share_the_least_recently_used_leave_first() -> None:
 
 
 def test_an_index_counts_what_it_holds() -> None:
-    """After any calls, and again in an index over the same columns."""
+    """The counts are right after any calls, and in another index over the same columns."""
     rng = random.Random("shares of a disk")
     columns = Columns(32)
     index = Index(columns, 0, TENANTS)
@@ -131,7 +131,7 @@ def test_an_index_counts_what_it_holds() -> None:
 
 
 def test_an_io_process_knows_the_tenants(tmp_path: Path) -> None:
-    """They reach the process that does the I/O."""
+    """The tenants are passed to the process that does the I/O."""
     slot_bytes, count = 8192, 32
     fd = os.memfd_create("kvstore-test")
     os.ftruncate(fd, count * slot_bytes)

@@ -13,12 +13,12 @@ END = (1 << 64) - 1
 
 
 def digest(rng: random.Random) -> int:
-    """Return a digest; some meet at the beginning and at the end of the table, some are equal."""
+    """Return a digest; some fall at the beginning or the end of the table, some are equal."""
     return rng.choice([rng.randrange(END), rng.randrange(1000), END - rng.randrange(1000), rng.randrange(9) << 60])
 
 
 def test_like_a_dict() -> None:
-    """Whatever is set, removed, added by arrays and grown: the table says what a dict says."""
+    """After sets, removals, additions by array and growth, the table has the same content as a dict."""
     seed = fresh_seed()
     rng = random.Random(seed)
     for _ in range(30):
@@ -45,5 +45,5 @@ def test_like_a_dict() -> None:
 
 
 def test_memory_of_a_block() -> None:
-    """A block that somebody else holds costs 32 bytes where the table was made for as many as there are."""
+    """Another owner's block costs 32 bytes in a table created for the right number of blocks."""
     assert 16 * DigestTable(1_000_000).rows <= 32_100_000

@@ -23,7 +23,7 @@ class DiskTierSuite(TierTests):
         return self.small_config(64 << 20)
 
     def small_config(self, capacity_bytes: int) -> dict[str, Any]:
-        """Return the same with a capacity."""
+        """Return the same configuration with a capacity."""
         path = tempfile.mkdtemp(dir=self.directory)
         return {"backend": "file", "path": path, "capacity": capacity_bytes, "reserve": 0, **self.options}
 

@@ -1,4 +1,4 @@
-"""What is written before what: a slot is another block's only after the journal has said that the old one is gone."""
+"""Write order: a slot is reused only after the journal has recorded the removal of its old block."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvstore.types import BlockKey
 from tests.disk.rig import SLOT, opened, room_for
 
 PATIENCE_S = 0.05
-"""How long a frame waits for a slot that is written too early."""
+"""Time that a frame waits for a premature write of a slot."""
 
 
 class OrderedDisk(OsDisk):
-    """The real disk, which compares each write with what the journal had said by then; for one engine on threads.
+    """The real disk, checking each write against the journal written so far; for one engine on threads.
 
-    A frame waits a moment for a write that does not wait for it.
+    A frame waits a moment for a write that should have waited for the frame.
 
     Attributes:
-        wrong: What came too early.
-        told: Blocks by file and offset of their slots, as far as frames were written.
+        wrong: Writes that came too early.
+        told: Blocks by file and offset of their slots, according to the frames written.
     """
 
     def __init__(self, *, durable: bool) -> None:
@@ -106,7 +106,7 @@ class OrderedDisk(OsDisk):
 
 @pytest.mark.parametrize("durability", ["none", "data"])
 async def test_slots_change_hands_after_the_journal_has_said_so(tmp_path: Path, durability: str) -> None:
-    """Through stores, evictions and removals: first the journal tells that a block left, then its slot is written."""
+    """In stores, evictions and removals, the journal records a removal before the slot is written."""
     disk = OrderedDisk(durable=durability == "data")
     async with opened(tmp_path, room_for(16), disk=disk, engine="threads", durability=durability) as rig:
         values: dict[BlockKey, bytes] = {}

@@ -1,4 +1,4 @@
-"""A disk that fails where a test says: the Nth call, once or for ever."""
+"""A disk that fails on request: the Nth call, once or for ever."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DiskCall:
     Attributes:
         number: Its number among all calls, from 1.
         op: Its kind, such as ``"pwritev"``.
-        name: The name it was about, if its first argument is one.
+        name: The name it refers to, if its first argument is one.
     """
 
     number: int
@@ -37,7 +37,7 @@ class DiskCall:
 
 @dataclass(slots=True, eq=False)
 class DiskFault:
-    """What goes wrong, and when.
+    """An injected failure and its trigger.
 
     Attributes:
         op: Kind of call, or ``"any"``.
@@ -45,9 +45,9 @@ class DiskFault:
         error: Error number to fail with.
         short: Transfer half of what was asked for instead (at least a byte); other calls are left alone.
         stall: Wait for this event before the call is made.
-        after: Make the call, then fail: what was asked for has happened, but the caller is told otherwise.
-        forever: Also every later call.
-        hits: How often it has struck.
+        after: Make the call, then report a failure.
+        forever: Also fail every later call.
+        hits: Number of times that it has struck.
     """
 
     op: str = "any"
@@ -61,7 +61,7 @@ class DiskFault:
     _seen: int = 0
 
     def strikes(self, op: str) -> bool:
-        """Count a call, and tell whether it is one that goes wrong."""
+        """Count a call; return whether the fault applies to it."""
         if self.op not in ("any", op) or (self.short and op not in _TRANSFERS):
             return False
         self._seen += 1
@@ -72,11 +72,11 @@ class DiskFault:
 
 
 class FaultyDisk(OsDisk):
-    """The real disk with faults; everything it is asked is recorded. Thread-safe.
+    """The real disk with faults; records every call. Thread-safe.
 
     Attributes:
         calls: All calls, in the order in which they began.
-        open_fds: Descriptors opened and not closed, by what was opened.
+        open_fds: Descriptors opened and not closed, by the name that was opened.
         stalled: Calls that wait for the event of a fault.
     """
 
@@ -88,7 +88,7 @@ class FaultyDisk(OsDisk):
         self._lock = threading.Lock()
 
     def add(self, fault: DiskFault) -> DiskFault:
-        """Let a fault strike from now on."""
+        """Activate a fault."""
         with self._lock:
             self._faults.append(fault)
         return fault
@@ -98,7 +98,7 @@ class FaultyDisk(OsDisk):
         return self.add(DiskFault(op, nth, error, forever=forever, after=after))
 
     def heal(self) -> None:
-        """Take all faults away."""
+        """Remove all faults."""
         with self._lock:
             self._faults.clear()
 
@@ -129,9 +129,9 @@ class FaultyDisk(OsDisk):
     async def awaited_syscalls(
         self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], Awaitable[list[int]]]
     ) -> list[int]:
-        """Record a batch of calls, and make those that no fault strikes; a short one says less than it did.
+        """Record a batch of calls, and make those without a fault; a short one reports less than it did.
 
-        One that stalls does not end by being cancelled.
+        A stalled call does not end by being cancelled.
         """
         faults = [self._record(op, (subject,)) for subject in subjects]
         for fault in faults:
@@ -148,14 +148,14 @@ class FaultyDisk(OsDisk):
         made: Sequence[int],
         results: Sequence[int],
     ) -> list[int]:
-        """Return what the caller of a batch is told, given what became of the calls that were made."""
+        """Return the results reported for a batch, given the results of the calls that were made."""
         told = [-(fault.error or 0) if fault is not None else 0 for fault in faults]
         for i, result in zip(made, results, strict=True):
             told[i] = self._told(op, subjects[i], result, faults[i])
         return told
 
     def _told(self, op: str, subject: Any, result: int, fault: DiskFault | None) -> int:
-        """Return what the caller of a call in a batch is told."""
+        """Return the result reported for a call in a batch."""
         if result < 0:
             return result
         self._track(op, (subject,), result)
@@ -171,7 +171,7 @@ class FaultyDisk(OsDisk):
         name = args[0] if args and isinstance(args[0], str) else ""
         with self._lock:
             self.calls.append(DiskCall(len(self.calls) + 1, op, name))
-            # All of them count, also those behind one that strikes.
+            # All of them count, including those behind a fault that strikes.
             struck = [fault for fault in self._faults if fault.strikes(op)]
             return struck[0] if struck else None
 
@@ -210,7 +210,7 @@ class FaultyDisk(OsDisk):
 
 
 def _to_be_made(op: str, faults: Sequence[DiskFault | None]) -> list[int]:
-    """Return the places of the calls that are made, whatever their callers are told."""
+    """Return the indexes of the calls that are made, whatever result is reported."""
     return [i for i, fault in enumerate(faults) if not (fault and fault.error and not fault.after and op != "close")]
 
 

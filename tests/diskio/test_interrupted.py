@@ -12,7 +12,7 @@ from tests.diskio.faulty_disk import FaultyDisk
 
 
 def test_a_close_is_never_repeated(tmp_path: Path) -> None:
-    """The descriptor is gone after the first try, whatever close says."""
+    """The descriptor is released by the first try, whatever close returns."""
     disk = FaultyDisk()
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
     disk.fail("close", errno.EINTR)

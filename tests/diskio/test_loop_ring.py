@@ -1,4 +1,4 @@
-"""A ring on the loop: loads first, bounded in flight, refusals tried again, cancellation waits for the kernel."""
+"""A ring on the loop: loads first, bounded in flight, rejected submissions retried, cancellation after the kernel."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.diskio import OsDisk, Priority, Transfer, TransferEngine, loop_ring
+from kvstore.diskio import OsDisk, Transfer, TransferEngine, loop_ring
 from kvstore.diskio.loop_ring import LoopRing
 from kvstore.diskio.ring import IOVEC, SQE, SQE_ASYNC, Op, Ring
+from kvstore.runtime.limits import Precedence
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from tests.diskio.faulty_disk import DiskFault, FaultyDisk
@@ -38,7 +39,7 @@ async def ring() -> AsyncIterator[LoopRing]:
 
 @pytest.fixture
 async def pipe() -> AsyncIterator[tuple[int, int]]:
-    """A pipe: a read from it is in flight for as long as a test wants."""
+    """A pipe: a read from it stays in flight for as long as a test needs."""
     ends = os.pipe()
     yield ends
     for end in ends:
@@ -46,12 +47,12 @@ async def pipe() -> AsyncIterator[tuple[int, int]]:
 
 
 def nops(count: int) -> npt.NDArray[Any]:
-    """Return operations that do nothing."""
+    """Return no-op operations."""
     return np.zeros(count, SQE)
 
 
 def reads_of(fd: int, buffers: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return one read of a pipe into each row of an array, and what describes the rows to the kernel."""
+    """Return one read of a pipe into each row of an array, and the iovecs of the rows."""
     count, length = buffers.shape
     iovecs = np.zeros(count, IOVEC)
     iovecs["base"] = buffers.ctypes.data + length * np.arange(count, dtype=np.uint64)
@@ -63,7 +64,7 @@ def reads_of(fd: int, buffers: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[Any],
 
 
 class Submissions:
-    """Stands between a ring and the kernel: notes what is submitted, and may say no in its place."""
+    """A proxy between ring and kernel: records submissions, and may reject them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int | None]) -> None:
         self.counts: list[int] = []
@@ -81,11 +82,13 @@ class Submissions:
 
 
 async def test_more_operations_than_fit_in_flight(ring: LoopRing) -> None:
-    """Batches of all lengths at once end with a result for each operation, and leave nothing behind."""
+    """Concurrent batches of all lengths end with a result for each operation, and leave no operation behind."""
     seed = fresh_seed()
     rng = random.Random(seed)
     lengths = [rng.choice([1, 2, 100, 255, 256, 257, 2000]) for _ in range(40)]
-    runs = [ring.run(nops(n), [rng.choice([0, 1, 1 << 20])] * n, priority=rng.choice(list(Priority))) for n in lengths]
+    runs = [
+        ring.run(nops(n), [rng.choice([0, 1, 1 << 20])] * n, precedence=rng.choice(list(Precedence))) for n in lengths
+    ]
     found = await asyncio.gather(*runs)
     assert found == [[0] * n for n in lengths], seed
     assert not ring._batches
@@ -94,27 +97,27 @@ async def test_more_operations_than_fit_in_flight(ring: LoopRing) -> None:
 
 
 async def test_each_operation_has_its_own_result(ring: LoopRing) -> None:
-    """What one does wrong is told of that one."""
+    """An error of one operation is reported for that operation."""
     sqes = nops(5)
     sqes["opcode"][[1, 3]], sqes["fd"][[1, 3]] = Op.FSYNC, -1
-    assert await ring.run(sqes, [0] * 5, priority=Priority.LOAD) == [0, -errno.EBADF, 0, -errno.EBADF, 0]
+    assert await ring.run(sqes, [0] * 5, precedence=Precedence.LOAD) == [0, -errno.EBADF, 0, -errno.EBADF, 0]
 
 
 async def test_bytes_in_flight_are_bounded_and_loads_pass_stores(
     ring: LoopRing, pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stores take no more than their share, so that a load that comes later goes at once."""
+    """Stores never exceed their share, so that a later load is submitted at once."""
     watched = Submissions(monkeypatch, lambda count: None)
     buffers = np.zeros((8, 1), np.uint8)
     sqes, iovecs = reads_of(pipe[0], buffers)
     half = loop_ring._IN_FLIGHT_BYTES_FIRST // 2
-    store = asyncio.create_task(ring.run(sqes, [half] * 8, priority=Priority.STORE, keep=iovecs))
+    store = asyncio.create_task(ring.run(sqes, [half] * 8, precedence=Precedence.STORE, keep=iovecs))
     await eventually_async(lambda: ring._in_flight == 2, what="two are submitted, a turn each")
     for _ in range(10):
         await asyncio.sleep(0)
     assert watched.counts == [1, 1], "two of them are all that may be in flight"
     assert ring in loop_ring._at_work
-    assert await ring.run(nops(3), [half] * 3, priority=Priority.LOAD) == [0] * 3
+    assert await ring.run(nops(3), [half] * 3, precedence=Precedence.LOAD) == [0] * 3
     assert not store.done()
     os.write(pipe[1], bytes(range(1, 9)))
     assert await store == [1] * 8
@@ -122,44 +125,44 @@ async def test_bytes_in_flight_are_bounded_and_loads_pass_stores(
 
 
 async def test_one_operation_longer_than_the_share_goes_alone(ring: LoopRing) -> None:
-    """What is longer than all that may be in flight waits for nobody but its like."""
-    size = 3 * loop_ring._IN_FLIGHT_BYTES_MAX[Priority.STORE]
-    assert await ring.run(nops(4), [size] * 4, priority=Priority.STORE) == [0] * 4
+    """An operation longer than the in-flight limit waits only for others of its kind."""
+    size = 3 * loop_ring._IN_FLIGHT_BYTES_MAX[Precedence.STORE]
+    assert await ring.run(nops(4), [size] * 4, precedence=Precedence.STORE) == [0] * 4
 
 
 async def test_what_a_slow_drive_has_in_flight_shrinks(ring: LoopRing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slower operations end, the less is in flight, down to a bound; a drive that is fast gets more again."""
+    """As operations slow down, the limit in flight shrinks to a minimum; a fast drive's limit grows again."""
     monkeypatch.setattr(loop_ring, "_FAST_S", -1.0)
     monkeypatch.setattr(loop_ring, "_SLOW_S", -1.0)
     for _ in range(10):
-        await ring.run(nops(1), [1 << 20], priority=Priority.LOAD)
-    assert ring._bytes_max[Priority.LOAD] == loop_ring._IN_FLIGHT_BYTES_MIN
-    assert ring._bytes_max[Priority.STORE] == loop_ring._IN_FLIGHT_BYTES_FIRST
+        await ring.run(nops(1), [1 << 20], precedence=Precedence.LOAD)
+    assert ring._bytes_max[Precedence.LOAD] == loop_ring._IN_FLIGHT_BYTES_MIN
+    assert ring._bytes_max[Precedence.STORE] == loop_ring._IN_FLIGHT_BYTES_FIRST
     monkeypatch.setattr(loop_ring, "_FAST_S", 3600.0)
     for _ in range(70):
-        await ring.run(nops(1), [1 << 20], priority=Priority.LOAD)
-    assert ring._bytes_max[Priority.LOAD] == loop_ring._IN_FLIGHT_BYTES_MAX[Priority.LOAD]
+        await ring.run(nops(1), [1 << 20], precedence=Precedence.LOAD)
+    assert ring._bytes_max[Precedence.LOAD] == loop_ring._IN_FLIGHT_BYTES_MAX[Precedence.LOAD]
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EBUSY, errno.EINTR])
 async def test_a_busy_kernel_is_asked_again(ring: LoopRing, error: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that takes none of a batch, or a part, gets the rest a little later."""
+    """A kernel that takes none or part of a batch gets the rest a little later."""
     seed = fresh_seed()
     rng = random.Random(seed)
     refusals = iter([-error, -error, 0, 1, -error, 2])
     watched = Submissions(monkeypatch, lambda count: min(count, next(refusals, count)))
     lengths = [rng.randrange(1, 9) for _ in range(6)]
-    runs = [ring.run(nops(n), [1] * n, priority=rng.choice(list(Priority))) for n in lengths]
+    runs = [ring.run(nops(n), [1] * n, precedence=rng.choice(list(Precedence))) for n in lengths]
     assert await asyncio.gather(*runs) == [[0] * n for n in lengths], seed
     assert sum(watched.counts) == sum(lengths), seed
 
 
 async def test_a_kernel_that_refuses_for_good_fails_the_batch(ring: LoopRing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hard error is the result of all that was not taken, and the next batch is tried for itself."""
+    """A hard error is the result of all operations not taken, and the next batch is tried independently."""
     answers = iter([2, -errno.EBADR])
     Submissions(monkeypatch, lambda count: next(answers, None))
     first, second = await asyncio.gather(
-        ring.run(nops(5), [1] * 5, priority=Priority.STORE), ring.run(nops(3), [1] * 3, priority=Priority.STORE)
+        ring.run(nops(5), [1] * 5, precedence=Precedence.STORE), ring.run(nops(3), [1] * 3, precedence=Precedence.STORE)
     )
     assert sorted(first) == [-errno.EBADR] * 3 + [0] * 2
     assert second == [0] * 3
@@ -167,11 +170,11 @@ async def test_a_kernel_that_refuses_for_good_fails_the_batch(ring: LoopRing, mo
 
 
 async def test_a_cancelled_call_ends_when_the_kernel_has_done(ring: LoopRing, pipe: tuple[int, int]) -> None:
-    """However often it is cancelled, it waits for what is in flight; what was not submitted is dropped."""
+    """However often a call is cancelled, it waits for operations in flight; unsubmitted ones are dropped."""
     buffers = np.zeros((6, 1), np.uint8)
     sqes, iovecs = reads_of(pipe[0], buffers)
     size = loop_ring._IN_FLIGHT_BYTES_FIRST // 3
-    task = asyncio.create_task(ring.run(sqes, [size] * 6, priority=Priority.LOAD, keep=iovecs))
+    task = asyncio.create_task(ring.run(sqes, [size] * 6, precedence=Precedence.LOAD, keep=iovecs))
     await eventually_async(lambda: ring._in_flight == 4, what="all that may be in flight is")
     for _ in range(5):
         await asyncio.sleep(0)
@@ -182,11 +185,11 @@ async def test_a_cancelled_call_ends_when_the_kernel_has_done(ring: LoopRing, pi
     assert task.cancelled()
     assert sorted(buffers[:, 0].tolist()) == sorted([0, 0, *b"abcd"]), "four were in flight"
     assert not ring._batches
-    assert await ring.run(nops(2), [1] * 2, priority=Priority.LOAD) == [0, 0]
+    assert await ring.run(nops(2), [1] * 2, precedence=Precedence.LOAD) == [0, 0]
 
 
 async def test_a_turn_submits_no_more_than_its_share(ring: LoopRing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is long is submitted in several turns of the loop, in which others get on."""
+    """A long batch is submitted in several turns of the loop, so that other tasks run in between."""
     watched = Submissions(monkeypatch, lambda count: None)
     turns = 0
 
@@ -197,26 +200,26 @@ async def test_a_turn_submits_no_more_than_its_share(ring: LoopRing, monkeypatch
             await asyncio.sleep(0)
 
     share = loop_ring._SUBMIT_BYTES // 4
-    call = ring.run(nops(16), [share] * 16, priority=Priority.STORE)
+    call = ring.run(nops(16), [share] * 16, precedence=Precedence.STORE)
     assert (await asyncio.gather(call, turn()))[0] == [0] * 16
     assert watched.counts == [4] * 4
     assert turns >= 2
 
 
 async def test_a_batch_of_nothing_ends(ring: LoopRing) -> None:
-    """And keeps nothing that comes later from being done."""
-    assert await ring.run(nops(0), [], priority=Priority.LOAD) == []
-    assert await ring.run(nops(1), [0], priority=Priority.LOAD) == [0]
+    """An empty batch ends, and does not block later ones."""
+    assert await ring.run(nops(0), [], precedence=Precedence.LOAD) == []
+    assert await ring.run(nops(1), [0], precedence=Precedence.LOAD) == [0]
 
 
 async def test_what_is_in_flight_outlives_loop_and_caller(pipe: tuple[int, int]) -> None:
-    """A loop that is closed over operations in the kernel leaves their memory alive until the kernel has done."""
+    """A loop closed during kernel operations leaves their memory alive until the kernel has finished."""
     kept: list[weakref.ref[Any]] = []
     lost, seen = threading.Event(), threading.Event()
 
     def lose_a_loop() -> None:
         loop = asyncio.new_event_loop()
-        # It would say that a pending task was destroyed, which is what this is about.
+        # The handler would report a destroyed pending task, which this test causes on purpose.
         loop.set_exception_handler(lambda *_: None)
         buffers = np.zeros((1, 1), np.uint8)
         kept.append(weakref.ref(buffers))
@@ -224,7 +227,7 @@ async def test_what_is_in_flight_outlives_loop_and_caller(pipe: tuple[int, int])
 
         async def begin() -> None:
             keep = (iovecs, buffers)
-            loop.create_task(LoopRing().run(sqes, [1], priority=Priority.LOAD, keep=keep)).set_name("lost")
+            loop.create_task(LoopRing().run(sqes, [1], precedence=Precedence.LOAD, keep=keep)).set_name("lost")
             await asyncio.sleep(0)
 
         loop.run_until_complete(begin())
@@ -234,7 +237,7 @@ async def test_what_is_in_flight_outlives_loop_and_caller(pipe: tuple[int, int])
         lose_a_loop()
         gc.collect()
         lost.set()
-        # The kernel gives up what a thread has begun when the thread ends.
+        # The kernel cancels a thread's operations when the thread ends.
         seen.wait()
 
     thread = threading.Thread(target=lose_and_stay)
@@ -249,13 +252,13 @@ async def test_what_is_in_flight_outlives_loop_and_caller(pipe: tuple[int, int])
     finally:
         seen.set()
         thread.join()
-    # What a loop that lives would have done.
+    # The part that a live loop would have done.
     ring._ring.close()
     loop_ring._at_work.clear()
 
 
 async def test_random_cancellations_lose_no_operation(ring: LoopRing) -> None:
-    """Calls cancelled at any point neither hang nor take others' results, and all accounts end at nothing."""
+    """Calls cancelled at any point neither hang nor take others' results, and all counters end at zero."""
     seed = fresh_seed()
     rng = random.Random(seed)
     for _ in range(50):
@@ -263,7 +266,7 @@ async def test_random_cancellations_lose_no_operation(ring: LoopRing) -> None:
         for _ in range(12):
             count = rng.randrange(1, 400)
             sizes = [rng.choice([1, 1 << 22])] * count
-            call = ring.run(nops(count), sizes, priority=rng.choice(list(Priority)))
+            call = ring.run(nops(count), sizes, precedence=rng.choice(list(Precedence)))
             tasks.append((count, asyncio.create_task(call)))
         for _, task in rng.sample(tasks, 6):
             for _ in range(rng.randrange(3)):
@@ -277,16 +280,16 @@ async def test_random_cancellations_lose_no_operation(ring: LoopRing) -> None:
 
 
 async def test_a_closed_ring_leaves_no_descriptor() -> None:
-    """Ring and eventfd are given back."""
+    """Ring and eventfd are closed."""
     before = set(os.listdir("/proc/self/fd"))
     ring = LoopRing()
-    await ring.run(nops(3), [0] * 3, priority=Priority.LOAD)
+    await ring.run(nops(3), [0] * 3, precedence=Precedence.LOAD)
     ring.close()
     assert set(os.listdir("/proc/self/fd")) == before
 
 
 async def test_an_engine_whose_disk_is_frozen_says_so(tmp_path: Path) -> None:
-    """Closing gives up after its time and says that something is left; when the disk is back, the call ends."""
+    """Closing times out and reports that operations are left; when the disk is back, the call ends."""
     path = tmp_path / "file"
     path.write_bytes(bytes(4096))
     fd = os.open(path, os.O_RDWR)
@@ -307,7 +310,7 @@ async def test_an_engine_whose_disk_is_frozen_says_so(tmp_path: Path) -> None:
 
 
 async def test_the_rest_of_a_batch_that_faults_struck_is_done(tmp_path: Path) -> None:
-    """Errors at the seam are those of their transfers; the others go through the ring, also if there is none left."""
+    """Injected errors fail only their transfers; the others go through the ring, even if none is left."""
     path = tmp_path / "file"
     path.write_bytes(bytes(8 * 4096))
     fd = os.open(path, os.O_RDWR)
@@ -331,7 +334,7 @@ async def test_the_rest_of_a_batch_that_faults_struck_is_done(tmp_path: Path) ->
 
 
 async def test_an_engine_makes_no_threads_for_its_transfers(tmp_path: Path) -> None:
-    """With a ring, reading and writing take no thread."""
+    """With a ring, reads and writes start no thread."""
     path = tmp_path / "file"
     path.write_bytes(bytes(4096))
     fd = os.open(path, os.O_RDWR)
@@ -347,7 +350,7 @@ async def test_an_engine_makes_no_threads_for_its_transfers(tmp_path: Path) -> N
 
 
 async def test_files_that_cannot_tell_that_they_would_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's own threads do their operations, so that nobody waits while these are submitted."""
+    """The kernel's own threads run their operations, so that submitting them does not block."""
 
     class SlowDisk(OsDisk):
         def tells_waiting(self, fd: int) -> bool:

@@ -1,4 +1,4 @@
-"""Rings and batched transfers: everything arrives, errors belong to their operation, short transfers are completed."""
+"""Rings and batched transfers: all bytes arrive, errors belong to their operation, short transfers are completed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def transfer(fd: int, page: int, *buffers: memoryview) -> Transfer:
 
 
 def test_each_operation_has_its_own_result(ring: Ring) -> None:
-    """Failures are told apart from successes, by what the caller named each operation."""
+    """Failures and successes are distinguished by the caller's identifier of each operation."""
     sqes = np.zeros(6, SQE)
     sqes["opcode"][::3] = Op.FSYNC
     sqes["fd"] = -1
@@ -79,7 +79,7 @@ def test_each_operation_has_its_own_result(ring: Ring) -> None:
 
 
 def test_a_call_that_fails_leaves_nothing_in_the_ring(fd: int, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel refused to take is withdrawn: its memory is somebody else's when the next call submits."""
+    """Operations that the kernel refused are withdrawn: their memory may be reused when the next call submits."""
     slot = pages(1, 1)
     iovecs = np.array([(address_of(slot), PAGE)], IOVEC)
     read = np.zeros(1, SQE)
@@ -93,7 +93,7 @@ def test_a_call_that_fails_leaves_nothing_in_the_ring(fd: int, ring: Ring, monke
 
 
 def test_probe_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that forbids io_uring is told from one that has it."""
+    """A kernel that forbids io_uring is distinguished from one that supports it."""
     assert probe() == ""
 
     def refuse(entries: int) -> None:
@@ -104,7 +104,7 @@ def test_probe_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_random_transfers(fd: int, choice: EngineChoice) -> None:
-    """Batches of transfers of all lengths, neighbours or not, write and read what a plain file would hold."""
+    """Batches of transfers of all lengths, adjacent or not, write and read the same bytes as a plain file."""
     seed = fresh_seed()
     rng = random.Random(seed)
     engine = TransferEngine(OsDisk(), choice, threads=3)
@@ -118,7 +118,7 @@ async def test_random_transfers(fd: int, choice: EngineChoice) -> None:
             writes.append(transfer(fd, page, *buffers))
             page += sum(counts)
         rng.shuffle(writes)
-        # Whoever makes a transfer may know where its buffers lie: of none, of some, or of all of a batch.
+        # The creator of a transfer may supply its buffers' addresses: for none, some or all of a batch.
         for known in rng.sample(writes, rng.choice([0, len(writes) // 2, len(writes)])):
             known.addresses = [address_of(buffer) for buffer in known.buffers]
         await engine.write(writes)
@@ -141,7 +141,7 @@ async def test_errors_belong_to_their_transfer(fd: int, choice: EngineChoice, tm
 
 
 async def test_the_end_of_the_file(fd: int, choice: EngineChoice) -> None:
-    """A read over the end brings what there is and no error; one behind it brings nothing."""
+    """A read across the end returns the available bytes without an error; one beyond the end returns none."""
     engine = TransferEngine(OsDisk(), choice, threads=2)
     reads = [transfer(fd, 62, pages(1), pages(3)), transfer(fd, 80, pages(1)), transfer(fd, 0, pages(1))]
     await engine.read(reads)
@@ -150,7 +150,7 @@ async def test_the_end_of_the_file(fd: int, choice: EngineChoice) -> None:
 
 
 async def test_short_calls_are_completed(fd: int) -> None:
-    """When the kernel moves half of what it is asked for, again and again, the rest follows."""
+    """When the kernel repeatedly moves half of the requested bytes, the rest follows."""
     disk = FaultyDisk()
     engine = TransferEngine(disk, "threads", threads=1)
     for nth in (1, 2, 3):
@@ -167,7 +167,7 @@ async def test_short_calls_are_completed(fd: int) -> None:
 
 
 async def test_short_results_of_a_ring_are_completed(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a ring moves in part, or says to try again, is finished by plain calls; a real error stays one."""
+    """Transfers that a ring moves in part or reports to try again are completed by plain calls; real errors remain."""
     whole = LoopRing.run
 
     async def cut(self: LoopRing, *args: Any, **kwargs: Any) -> list[int]:
@@ -179,7 +179,7 @@ async def test_short_results_of_a_ring_are_completed(fd: int, monkeypatch: pytes
     monkeypatch.setattr(LoopRing, "run", cut)
     content = os.urandom(4 * PAGE)
     os.pwrite(fd, _aligned(content * 8), 0)
-    # Not neighbours, so that each is an operation of its own.
+    # Not adjacent, so that each is an operation of its own.
     reads = [transfer(fd, 8 * i, pages(4)) for i in range(4)]
     await engine.read(reads)
     assert [(r.done_bytes, r.error.errno if r.error else 0) for r in reads] == [
@@ -192,7 +192,7 @@ async def test_short_results_of_a_ring_are_completed(fd: int, monkeypatch: pytes
 async def test_refused_io_uring_is_said_once(
     fd: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where io_uring is forbidden, threads are used and one line says why."""
+    """If io_uring is forbidden, threads are used and one line gives the reason."""
     monkeypatch.setattr("kvstore.diskio.transfers.probe", lambda: "forbidden by a test")
     with caplog.at_level(logging.WARNING):
         engine = TransferEngine(OsDisk(), "auto", threads=2)
@@ -208,7 +208,7 @@ async def test_refused_io_uring_is_said_once(
 async def test_a_loop_that_can_have_no_ring_uses_threads(
     fd: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When a ring can't be had, or can't signal the loop, transfers go by plain calls, and one line says so."""
+    """Without a ring, or without a signal to the loop, transfers use plain calls, and one line reports it."""
     before = len(os.listdir("/proc/self/fd"))
 
     def refuse(*_: Any) -> None:
@@ -227,7 +227,7 @@ async def test_a_loop_that_can_have_no_ring_uses_threads(
 
 
 async def test_a_cancelled_batch_touches_nothing_afterwards(fd: int, choice: EngineChoice) -> None:
-    """When a cancelled read has ended, its buffers are left alone for good."""
+    """Once a cancelled read has ended, its buffers are never touched again."""
     engine = TransferEngine(OsDisk(), choice, threads=2)
     rng = random.Random(5)
     watched = []
@@ -252,7 +252,7 @@ def _aligned(content: bytes) -> memoryview:
 
 
 async def test_short_transfers_resume_at_whole_units(fd: int, choice: EngineChoice) -> None:
-    """A transfer that stops within a unit goes on at its beginning: direct I/O takes no other offset."""
+    """A transfer that stops within a unit resumes at the unit's start: direct I/O takes no other offset."""
     offsets: list[int] = []
 
     class Short(OsDisk):

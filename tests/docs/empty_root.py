@@ -3,14 +3,14 @@
     sudo make test-docs                          # all pages below, each in at most ten minutes
     python -m tests.docs.empty_root README.md    # one page, as root
 
-``debootstrap`` makes a root with Debian's Python and nothing else. vLLM for the CPU is installed there, which the pages
-presuppose. Then the code blocks of each page run in it, read from the page itself: installation, configuration,
-``vllm serve`` and programs. The engine answers prompts, is killed by SIGKILL, starts again with the same command, and
-must take their tokens from the cache and answer the same. Servers of Redis and S3 run outside of the root, under the
-addresses and credentials of the page.
+``debootstrap`` makes a root with Debian's Python and nothing else. vLLM for the CPU, which the pages presuppose, is
+installed there. Then the code blocks of each page run in it, read from the page itself: installation, configuration,
+``vllm serve`` and programs. The engine answers prompts, is killed by SIGKILL and starts again with the same command. It
+must then take the prompts' tokens from the cache and give the same answers. Redis and S3 servers run outside of the
+root, under the addresses and credentials of the page.
 
-The substitutions are few: a small random model for MODEL, a primary tier of 256 MiB for 8 GiB, and arguments that make
-vLLM fit a small machine. pip's cache and settings are those of the machine.
+There are few substitutions: a small random model for MODEL, a primary tier of 256 MiB instead of 8 GiB, and arguments
+that make vLLM fit a small machine. pip's cache and settings are those of the machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PACKAGES = "python3,python3-venv,ca-certificates,libnuma1"
 
 START_LIMIT_S = 600
 PAGE_LIMIT_S = 600
-"""A reader of a page has a restarted engine with cache hits after ten minutes."""
+"""Readers have a restarted engine with cache hits within ten minutes."""
 
 PROMPTS = [[(7 * i + 3 * seed) % 500 + 2 for i in range(700)] for seed in range(2)]
 ENGINE = (
@@ -62,14 +62,14 @@ exec /venv/bin/python -m vllm.entrypoints.openai.api_server --model "$model" "$@
 
 
 class PageError(Exception):
-    """A page does not hold; the text says where."""
+    """A page is wrong; the text names the place."""
 
 
 class EmptyRoot:
     """A Debian in a directory, with this working tree in ``/kvstore`` and vLLM in ``/venv``.
 
     Args:
-        path: Its directory; made by debootstrap if nothing is there.
+        path: Its directory; debootstrap creates the system if the directory is empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,10 +88,10 @@ class EmptyRoot:
     def shell(
         self, script: str, *, cwd: str = "/kvstore", env: Mapping[str, str] | None = None, limit_s: float = 600
     ) -> str:
-        """Run a script of a shell inside, and return its output.
+        """Run a shell script inside, and return its output.
 
         Raises:
-            PageError: It failed; with the end of its output.
+            PageError: The script failed; contains the end of its output.
         """
         done = subprocess.run(
             self._command(script, cwd),
@@ -108,7 +108,7 @@ class EmptyRoot:
         return done.stdout
 
     def start(self, script: str, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start a script of a shell inside, in a session of its own."""
+        """Start a shell script inside, in its own session."""
         with log.open("ab") as output:
             return subprocess.Popen(
                 self._command(script, "/user"),
@@ -121,7 +121,7 @@ class EmptyRoot:
 
     @staticmethod
     def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the environment inside: pip's settings and proxies of the machine, nothing else of it."""
+        """Return the environment inside: the machine's pip settings and proxies, and no other of its variables."""
         kept = {key: value for key, value in os.environ.items() if key.startswith("PIP_") or "proxy" in key.lower()}
         own = {"PATH": "/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/user", "LANG": "C.UTF-8"}
         return {**kept, **own, **(more or {})}
@@ -130,7 +130,7 @@ class EmptyRoot:
         return ["chroot", str(self.path), "/bin/sh", "-ec", f"cd {shlex.quote(cwd)}\n{script}"]
 
     def _mount(self) -> None:
-        """Mount what programs expect, and pip's cache and local indices. The mounts end with this process."""
+        """Mount the usual file systems, pip's cache and local indices. The mounts end with this process."""
         for kind, place in (("proc", "proc"), ("sysfs", "sys"), ("tmpfs", "dev/shm"), ("tmpfs", "tmp")):
             (self.path / place).mkdir(exist_ok=True)
             subprocess.run(["mount", "-t", kind, kind, str(self.path / place)], check=True)
@@ -141,7 +141,7 @@ class EmptyRoot:
         cache.mkdir(parents=True, exist_ok=True)
         shared = {str(cache): "/user/.cache/pip"}
         for found in re.findall(r"(?:file://)?(/[\w./-]+)", settings):
-            # An index is shared by its directory below the root: "simple" links to files beside it.
+            # An index is shared through its directory below the root, because "simple" links to files beside it.
             place = Path("/", *Path(found).parts[1:3]) if "file://" + found in settings else Path(found)
             if place.exists():
                 shared[str(place)] = str(place)
@@ -175,7 +175,7 @@ class EmptyRoot:
                 shutil.copy(ROOT / name, tree / name)
 
     def install_vllm(self) -> None:
-        """Install what the pages presuppose: an environment with vLLM. The versions are those of ``make setup``."""
+        """Install an environment with vLLM, as the pages presuppose. The versions are those of ``make setup``."""
         setup = (ROOT / "scripts/setup_env.sh").read_text()
         torch = _found(r"^TORCH='(.*)'", setup)
         engine = _found(r"^VLLM=\((.*)\)", setup)
@@ -191,19 +191,19 @@ class EmptyRoot:
 
 
 class Engine:
-    """``vllm serve`` in the root: the same command each time that it is started."""
+    """``vllm serve`` in the root, with the same command at each start."""
 
     def __init__(self, root: EmptyRoot, script: str, env: Mapping[str, str], log: Path) -> None:
         self.port = free_port()
         self._root, self._env, self._log = root, env, log
         script = script.replace("vllm serve MODEL", "exec vllm serve /user/model").rstrip()
-        # Its rows are memory of this machine, of which there may be little.
+        # The primary tier uses this machine's memory, which may be small.
         script = re.sub(r'("cpu_bytes_to_use": )\d+', rf"\g<1>{1 << 28}", script)
         self._script = f"{script} {ENGINE} --port {self.port}"
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Start it and wait until it answers; at the end it is killed."""
+        """Start the engine, wait until it answers, and kill it at the end."""
         quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "DO_NOT_TRACK": "1"}
         process = self._root.start(self._script, self._log, {**quiet, **self._env})
         try:
@@ -228,7 +228,7 @@ class Engine:
         return {name: float(value) for name, value in found}
 
     def log_tail(self) -> str:
-        """Return the first errors of its log, and the end."""
+        """Return the first errors of the engine's log, and its end."""
         lines = self._log.read_text(errors="replace").splitlines()
         return "\n".join([*[line for line in lines[:-10] if "Error" in line][:10], *lines[-10:]])
 
@@ -244,7 +244,7 @@ class Engine:
 
 
 def check_restart(root: EmptyRoot, script: str, *, env: Mapping[str, str] | None = None) -> None:
-    """Start an engine, ask it, kill it, start it again, and ask the same.
+    """Start an engine, send prompts, kill it, start it again, and send the same prompts.
 
     Raises:
         PageError: Tokens were computed again, or another text was generated.
@@ -259,7 +259,7 @@ def check_restart(root: EmptyRoot, script: str, *, env: Mapping[str, str] | None
             while (stored := _sum(engine.metrics(), "store_blocks_total", 'outcome="ok"')) < blocks:
                 if time.monotonic() > deadline:
                     raise PageError(f"{stored:g} of {blocks} blocks stored\n{engine.log_tail()}")
-                engine.ask()  # An engine reports after a step.
+                engine.ask()  # An engine reports metrics after a step.
                 time.sleep(0.2)
         with engine.running():
             warm = engine.ask()
@@ -272,7 +272,7 @@ def check_restart(root: EmptyRoot, script: str, *, env: Mapping[str, str] | None
 
 
 def check_families(metrics: Mapping[str, float]) -> None:
-    """Check that an engine that loaded nothing yet has the series of loads, with value 0.
+    """Check that an engine without any loads has the series of loads, with value 0.
 
     Raises:
         PageError: A family is missing.
@@ -348,7 +348,7 @@ def redis(root: EmptyRoot) -> None:
 
 
 def s3(root: EmptyRoot) -> None:
-    """Install the extra; the page's tier for a service of one's own, on SeaweedFS with TLS."""
+    """Install the extra; the page's tier for a self-hosted service, on SeaweedFS with TLS."""
     page = "docs/s3.md"
     root.shell("pip install .")
     root.shell(_inline(page, "pip install 'vllm-kvstore[s3]'"))
@@ -369,7 +369,7 @@ def s3(root: EmptyRoot) -> None:
 
 
 def custom_backend(root: EmptyRoot) -> None:
-    """The page's programs; its entry point, over the backend of examples/custom_backend.py; a restart on that."""
+    """The page's programs; its entry point, with the backend of examples/custom_backend.py; a restart with it."""
     page = "docs/custom-backend.md"
     root.shell("pip install . && pip install -q aiofiles")
     run_python(root, page)
@@ -399,7 +399,7 @@ PAGES: dict[str, Callable[[EmptyRoot], None]] = {
 
 
 def main() -> int:
-    """Command line; the exit status is 1 if a page does not hold."""
+    """Command line; the exit status is 1 if a page is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("pages", nargs="*", help="such as README.md; all of them unless given")
     parser.add_argument("--root", type=Path, help="keep the root in this directory and use it again")
@@ -409,7 +409,7 @@ def main() -> int:
     if os.geteuid() or not shutil.which("debootstrap"):
         parser.error("needs root, and debootstrap: apt-get install debootstrap")
     if INSIDE not in os.environ:
-        # Mounts are seen by this process and its children only, and end with them.
+        # The mounts are visible to this process and its children only, and end with them.
         command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "tests.docs.empty_root"]
         os.execvpe(command[0], [*command, *sys.argv[1:]], os.environ | {INSIDE: "1"})
     with contextlib.ExitStack() as stack:
@@ -446,7 +446,7 @@ def _scratch() -> Iterator[str]:
     try:
         yield path
     finally:
-        # Not through a mount: pip's cache and indices lie below.
+        # Don't remove pip's cache and indices, which are mounted below.
         subprocess.run(["umount", "--recursive", "--lazy", path], check=False, stderr=subprocess.DEVNULL)
         mounts = Path("/proc/mounts").read_text()
         for place in re.findall(rf" ({re.escape(path)}/\S+) ", mounts)[::-1]:
@@ -461,7 +461,7 @@ def _publish_authority(root: EmptyRoot, directory: Path) -> None:
 
 
 def _block(page: str, language: str, text: str) -> CodeBlock:
-    """Return the first block of a page that has a text."""
+    """Return the first block of a page that contains a text."""
     for block in code_blocks():
         if block.page == page and block.language == language and text in block.text:
             return block
@@ -469,7 +469,7 @@ def _block(page: str, language: str, text: str) -> CodeBlock:
 
 
 def _inline(page: str, start: str) -> str:
-    """Return a command that stands in a page's running text, between backquotes."""
+    """Return a command from a page's running text, between backquotes."""
     text = (ROOT / page).read_text()
     for command in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
         if str(command).startswith(start):

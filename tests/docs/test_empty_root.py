@@ -1,4 +1,4 @@
-"""The pages have the blocks and commands that ``make test-docs`` follows in an empty Debian."""
+"""The pages have the blocks and commands that ``make test-docs`` runs in an empty Debian."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.docs import empty_root
 
 
 class Recorder(empty_root.EmptyRoot):
-    """Runs nothing."""
+    """Records scripts without running them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -23,7 +23,7 @@ class Recorder(empty_root.EmptyRoot):
             (path / name).mkdir()
 
     def shell(self, script: str, **_: Any) -> str:
-        """Keep a script."""
+        """Record a script."""
         self.scripts.append(script)
         return ""
 

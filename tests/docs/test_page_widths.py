@@ -1,4 +1,4 @@
-"""The documentation and the HTML report fit into a wide window and into that of a telephone."""
+"""The documentation and the HTML report fit a wide window and a phone's window."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ fetch("/", {method: "POST", body: JSON.stringify(texts)});
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the documentation, and a report of a measurement beside it."""
+    """Build the documentation, and a measurement report beside it."""
     work = tmp_path_factory.mktemp("pages")
     subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(work / "site")],
@@ -90,7 +90,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_page_scrolls_sideways(site: Path) -> None:
-    """At 1,280 and 400 pixels no page is wider than its window, and no table is cut off."""
+    """At 1,280 and 400 pixels no page is wider than its window, and no table is clipped."""
     pages = [f"/{page.relative_to(site)}" for page in sorted(site.rglob("*.html"))]
     assert "/report/report.html" in pages and len(pages) > 20
     (site / "measure.html").write_text(
@@ -98,14 +98,14 @@ def test_no_page_scrolls_sideways(site: Path) -> None:
     )
     measured = _measured(site)
     assert len(measured) == len(pages) * len(WIDTHS)
-    # That the pages were there, with their styles, and as wide as wanted.
+    # The pages were loaded with their styles at the requested width.
     assert all(one["inner"] == one["width"] and one["height"] > 300 for one in measured)
     wrong = [one for one in measured if one["scroll"] > one["width"] or one["clipped"]]
     assert not wrong, "\n".join(map(str, wrong))
 
 
 def test_code_has_colours_and_a_button_to_copy_it(site: Path) -> None:
-    """What the theme is configured for is on the pages."""
+    """The theme's configured features are on the pages."""
     page = (site / "getting-started/index.html").read_text()
     assert '<div class="highlight">' in page
     assert re.search(r'<span class="nt">[^<]*kv_connector', page)
@@ -113,7 +113,7 @@ def test_code_has_colours_and_a_button_to_copy_it(site: Path) -> None:
 
 
 def test_the_python_interface_is_made_from_docstrings(site: Path) -> None:
-    """Every name that the page lists has its entry, with its text."""
+    """Every name listed on the page has an entry with text."""
     page = (site / "api/index.html").read_text()
     listed = []
     for module, members in re.findall(r"^::: (\S+)\n((?: .*\n)*)", (ROOT / "docs/api.md").read_text(), re.MULTILINE):
@@ -124,7 +124,7 @@ def test_the_python_interface_is_made_from_docstrings(site: Path) -> None:
 
 
 def test_a_wide_page_is_found(tmp_path: Path) -> None:
-    """The measurement tells a page that scrolls, and a table that is clipped, from one that does neither."""
+    """The measurement distinguishes scrolling pages and clipped tables from correct ones."""
     table = '<table style="width: 900px"><tr><td>x</td></tr></table>'
     bodies = {
         "fits": "x",
@@ -147,7 +147,7 @@ def test_a_wide_page_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", [0, 240])
 def test_texts_of_a_diagram_stay_in_their_boxes(tmp_path: Path, room: int) -> None:
-    """Also with a wide font where the reader's system has no other; in narrower boxes they would not."""
+    """Texts fit even in a wide font, if the reader's system has no other; in narrower boxes they would not."""
     diagram = (ROOT / "docs/images/architecture.svg").read_text()
     if room:
         diagram = diagram.replace(f'width="{room}"', 'width="150"')
@@ -158,7 +158,7 @@ def test_texts_of_a_diagram_stay_in_their_boxes(tmp_path: Path, room: int) -> No
 
 
 def _measured(directory: Path) -> list[dict[str, object]]:
-    """Open measure.html in the browser, and return what it sends."""
+    """Open measure.html in the browser, and return the measurements that it sends."""
     assert BROWSER is not None
     answers: queue.Queue[bytes] = queue.Queue()
 
@@ -167,7 +167,7 @@ def _measured(directory: Path) -> list[dict[str, object]]:
             """Log nothing."""
 
         def do_POST(self) -> None:
-            """Take the measurements."""
+            """Receive the measurements."""
             answers.put(self.rfile.read(int(self.headers["Content-Length"])))
             self.send_response(204)
             self.end_headers()

@@ -1,4 +1,4 @@
-"""What the tests of peers share."""
+"""Fixtures of the peer tests."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture
 def fake() -> Iterator[FakePeer]:
-    """A peer that does what its ``mischief`` says."""
+    """A peer that misbehaves as a test requests."""
     with FakePeer() as peer:
         yield peer
 
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[Serving]:
-    """A process that serves blocks, to be stopped and killed."""
+    """A process that serves blocks; tests may stop and kill it."""
     with Serving(tmp_path) as process:
         yield process

@@ -1,4 +1,4 @@
-"""Servers of directories, and what writes their entries by hand, as a stranger would."""
+"""Directory servers, and clients that write directory entries by hand, as a foreign program would."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import httpx2
 import redis
 
 from kvstore.namespace import Namespace
-from tests.peer.test_epochs import NAMESPACE
+from tests.peer.holder import NAMESPACE
 from tests.redis.servers import Server, free_ports, plain
 
 KINDS = ("redis", "valkey", "etcd")
@@ -32,7 +32,7 @@ class EtcdServer(Server):
         return f"{'etcds' if self.tls_ca else 'etcd'}://127.0.0.1:{self.port}"
 
     def answers(self) -> bool:
-        """Return whether it has elected itself."""
+        """Return whether the member has elected itself."""
         url = self.url.replace("etcd", "http", 1)
         with contextlib.suppress(httpx2.HTTPError):
             return "true" in httpx2.get(f"{url}/health", timeout=1, verify=context_of(self)).text
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
 
 class Admin(Protocol):
-    """What may do everything on a server."""
+    """A client with all rights on a server."""
 
     def write(self, entries: Iterable[Entry]) -> None:
         """Write entries of a namespace."""
@@ -69,7 +69,7 @@ def server_of(kind: str, directory: Path, *arguments: str) -> Server:
 
 
 def etcd(directory: Path, *arguments: str, tls: bool = False) -> EtcdServer:
-    """Return an etcd, not started; ``tls`` with the certificates of a directory."""
+    """Return an etcd, not started; ``tls`` uses the certificates of a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     port, peer_port = free_ports(2)
     scheme = "https" if tls else "http"
@@ -84,7 +84,7 @@ def etcd(directory: Path, *arguments: str, tls: bool = False) -> EtcdServer:
 
 
 def prefix_of(namespace: Namespace = NAMESPACE) -> bytes:
-    """Return how the keys of a namespace begin."""
+    """Return the prefix of a namespace's keys."""
     return f"kvpeers:{namespace.hex}:".encode()
 
 
@@ -123,13 +123,13 @@ class EtcdAdmin:
         self._client = httpx2.Client(base_url=f"{url}/v3/", verify=context_of(server), timeout=10)
 
     def call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Call the server; fails if it refuses."""
+        """Call the server; raise if it refuses."""
         answer = self._client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
     def write(self, entries: Iterable[Entry]) -> None:
-        """See :meth:`Admin.write`. Their versions are the server's."""
+        """See :meth:`Admin.write`. The server chooses the versions."""
         puts = []
         leases: dict[float, int] = {}
         for one in entries:
@@ -142,7 +142,7 @@ class EtcdAdmin:
                     "lease": leases[one.seconds],
                 }
             )
-        # Never one key twice in a transaction.
+        # A transaction must not contain a key twice.
         for start in range(0, len(puts), 100):
             requests = {put["key"]: {"request_put": put} for put in puts[start : start + 100]}
             self.call("kv/txn", {"success": list(requests.values())})
@@ -156,12 +156,12 @@ class EtcdAdmin:
         self.call("kv/deleterange", {"key": text(key)})
 
     def lease(self, key: bytes) -> int:
-        """Return the lease of a key; 0 if it has none, or isn't there."""
+        """Return the lease of a key; 0 if the key is absent or has none."""
         found = self.call("kv/range", {"key": text(key), "keys_only": True}).get("kvs", [{}])
         return int(found[0].get("lease", 0))
 
     def revision(self) -> int:
-        """Return the number of the last change."""
+        """Return the revision of the last change."""
         return int(self.call("kv/range", {"key": text(b"none")})["header"]["revision"])
 
     def keys(self) -> Sequence[bytes]:
@@ -175,15 +175,15 @@ class EtcdAdmin:
 
 
 def admin_of(server: Server, namespace: Namespace = NAMESPACE) -> RedisAdmin | EtcdAdmin:
-    """Return what may do everything on a server."""
+    """Return a client with all rights on a server."""
     return (EtcdAdmin if isinstance(server, EtcdServer) else RedisAdmin)(server, namespace)
 
 
 def context_of(server: Server) -> ssl.SSLContext | bool:
-    """Return what trusts a server, if it uses TLS."""
+    """Return an SSL context that trusts the server, if it uses TLS."""
     return ssl.create_default_context(cafile=server.tls_ca) if server.tls_ca else False
 
 
 def text(data: bytes) -> str:
-    """Return bytes as the gateway takes them."""
+    """Encode bytes for the gateway."""
     return base64.b64encode(data).decode("ascii")

@@ -1,4 +1,4 @@
-"""A peer that greets well, and then lies, stalls, trickles or breaks off, as a test wants it."""
+"""A peer that completes the greeting, and then sends false data, stalls, trickles or disconnects, as requested."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Answer = Callable[["FakePeer", socket.socket, Op, list[bytes]], None]
 
 
 class FakePeer:
-    """Listens on a port of its own, and answers each question by :attr:`answer`, on a thread for each connection.
+    """Listens on a port of its own and answers each request by :attr:`answer`, on a thread for each connection.
 
-    It has every block: its bytes are a function of the key, as in :class:`kvstore.testing.tier_rig.TierRig`.
+    It holds every block: the bytes are a function of the key, as in :class:`kvstore.testing.tier_rig.TierRig`.
 
     Attributes:
-        answer: Answers one question; :func:`honest` by default.
-        greets: What is done with a new connection instead of the greeting, or None.
+        answer: Answers one request; :func:`honest` by default.
+        greets: Called for a new connection instead of the greeting, or None.
         secret: Shared secret.
-        namespace: Of its blocks.
-        slot_bytes: Their length.
-        questions: What was asked, in order: the kind, and the number of keys.
+        namespace: Namespace of its blocks.
+        slot_bytes: Length of its blocks.
+        questions: Received requests, in order: the kind, and the number of keys.
     """
 
     def __init__(self, namespace: Namespace | None = None, slot_bytes: int = 4096) -> None:
@@ -48,7 +48,7 @@ class FakePeer:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """Return the address it listens on."""
         return f"127.0.0.1:{self.port}"
 
     def payload(self, key: bytes) -> bytes:
@@ -56,7 +56,7 @@ class FakePeer:
         return random.Random(key).randbytes(self.slot_bytes)
 
     def record(self, key: bytes, of: bytes | None = None, namespace: Namespace | None = None) -> bytes:
-        """Return the record of a key; ``of`` another one, whose block it holds."""
+        """Return the record of a key; ``of`` is another key whose block it holds instead."""
         codec = RecordCodec(namespace or self.namespace, header_bytes=HEADER_BYTES)
         header, payload = bytearray(HEADER_BYTES), self.payload(of or key)
         codec.encode_header(memoryview(header), of or key, memoryview(payload))
@@ -86,7 +86,7 @@ class FakePeer:
             threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
-        # A client that has had enough closes; that is the end of it.
+        # A client may close the connection at any time; that ends the loop.
         with sock, contextlib.suppress(OSError, EOFError):
             if self.greets is not None:
                 self.greets(sock)
@@ -103,7 +103,7 @@ class FakePeer:
 
 
 def receive(sock: socket.socket, count: int) -> bytes:
-    """Receive exactly so many bytes."""
+    """Receive exactly ``count`` bytes."""
     data = b""
     while len(data) < count:
         more = sock.recv(count - len(data))
@@ -114,12 +114,12 @@ def receive(sock: socket.socket, count: int) -> bytes:
 
 
 def part(record: bytes) -> bytes:
-    """Return a record as it is sent."""
+    """Return a record in its wire format."""
     return protocol.pack_part(Part.RECORD, len(record)) + record
 
 
 def honest(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
-    """Have and send every block."""
+    """Hold and send every block."""
     if op is Op.LOOKUP:
         sock.sendall(b"\1" * len(keys))
     else:
@@ -127,7 +127,7 @@ def honest(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> No
 
 
 def on_load(act: Callable[[FakePeer, socket.socket, list[bytes]], None]) -> Answer:
-    """Say yes to every lookup, and answer loads by ``act``."""
+    """Report every block as present, and answer loads by ``act``."""
 
     def answer(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
         if op is Op.LOOKUP:

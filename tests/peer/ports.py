@@ -1,4 +1,4 @@
-"""Free ports for peers, below those that the system gives to clients."""
+"""Free ports for peers, below the ephemeral range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _counter = itertools.count(os.getpid() * 61)
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on; each late to come again."""
+    """Return a port without a listener; each is reused as late as possible."""
     while True:
         port = _MIN + next(_counter) % (_MAX - _MIN)
         with socket.socket() as sock:

@@ -1,4 +1,4 @@
-"""A backend that serves records of its own memory and asks itself for them: the contract suites can store to it."""
+"""A backend that loads from its own server, which serves its own memory: the contract suites can store to it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvstore.primary.lending import Loan
 from kvstore.types import BlockKey, Found, Outcome
 
 _MEMORY_BYTES = 1 << 30
-"""Address space for all records of one medium; pages that are not written take no memory."""
+"""Address space for all records of one medium; unwritten pages take no memory."""
 
 
 class Records:
-    """Rows and their headers, as they were put; a source of rows, and what makes their headers."""
+    """Stored rows with their headers: a source of rows, and the encoder of their headers."""
 
     slots = 4096
     backends = ()
@@ -31,47 +31,47 @@ class Records:
         self._used = 0
 
     def keys(self) -> list[BlockKey]:
-        """See ``RowSource``."""
+        """See ``Lender``."""
         return list(self.by_key)
 
     def find(self, key: BlockKey) -> Found:
-        """See ``RowSource``."""
+        """See ``Lender``."""
         return Found.THERE if key in self.by_key else Found.ABSENT
 
     def is_waiting(self, hand_over: bytes) -> bool:
-        """See ``RowSource``."""
+        """See ``Lender``."""
         return False
 
     def lend(self, key: BlockKey) -> Loan | None:
-        """See ``RowSource``."""
+        """See ``Lender``."""
         record = self.by_key.get(key)
         return None if record is None else Loan(0, record[HEADER_BYTES:])
 
     def add(self, key: BlockKey, pieces: Sequence[memoryview]) -> None:
-        """Keep a record; its memory is never used again."""
+        """Keep a record; its memory is never reused."""
         data = b"".join(pieces)
         self.by_key[key] = self.memory[self._used : self._used + len(data)]
         self.by_key[key][:] = data
         self._used += len(data)
 
     def note_sent(self, key: BlockKey) -> None:
-        """See ``RowSource``."""
+        """See ``Lender``."""
 
     def give_back(self, loan: Loan) -> None:
-        """See ``RowSource``."""
+        """See ``Lender``."""
         loan.row.release()
 
     def encode_header(self, out: memoryview, key: BlockKey, payload: memoryview) -> None:
-        """Stand in for the server's ``RecordCodec``: a put of the suites may have a damaged header, or half of one."""
+        """Stand in for the server's ``RecordCodec``: the suites may put a record with a damaged or partial header."""
         out[:] = bytes(self.by_key[key][:HEADER_BYTES]).ljust(HEADER_BYTES, b"\0")
 
 
 _MEDIA: defaultdict[tuple[str, str], Records] = defaultdict(Records)
-"""Records by medium and namespace; a backend that is opened again finds them."""
+"""Records by medium and namespace; a reopened backend finds them."""
 
 
 class ServedConfig(PeerConfig, kw_only=True, frozen=True):
-    """A peer that asks itself; ``medium_name`` has its records."""
+    """A peer that loads from itself; ``medium_name`` names its records."""
 
     medium_name: str
 

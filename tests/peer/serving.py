@@ -1,4 +1,4 @@
-"""A process that serves blocks of a primary tier: ``python -m tests.peer.serving '{"port": …}'``, and who starts it."""
+"""A process that serves blocks of a primary tier (``python -m tests.peer.serving '{"port": …}'``), and its launcher."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, Self
 from kvstore.namespace import Namespace
 from kvstore.primary import PrimaryTier, Region
 from kvstore.primary.lending import Lender
-from kvstore.testing.waiting import eventually
 from kvstore.tiers import open_tier
 from tests.peer.ports import free_port
+from tests.stopping import stop
 
 SLOT_BYTES = 65536
 SLOTS = 64
@@ -24,12 +24,12 @@ FIELDS = {"suite": "peer"}
 
 
 def key_of(number: int) -> bytes:
-    """Return the key of a block that is served, 0 to ``SLOTS`` - 1."""
+    """Return the key of a served block, 0 to ``SLOTS`` - 1."""
     return b"served-%d" % number
 
 
 class Serving:
-    """The process; a context manager. Blocks are a function of their keys, as in ``TierRig``."""
+    """The process, as a context manager. Blocks are a function of their keys, as in ``TierRig``."""
 
     def __init__(self, directory: Path, /, **options: Any) -> None:
         self.port = free_port()
@@ -39,11 +39,11 @@ class Serving:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """Return the address it listens on."""
         return f"127.0.0.1:{self.port}"
 
     def start(self, **options: Any) -> None:
-        """Start it (again), with more options, and wait until it serves."""
+        """Start or restart the process with more options, and wait until it serves."""
         arguments = [sys.executable, "-m", "tests.peer.serving", json.dumps({**self._options, **options})]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -53,15 +53,15 @@ class Serving:
         assert self._process.stdout.readline() == b"ready\n", self._log.read_text()
 
     def stop(self) -> None:
-        """Stop it, and wait until each of its threads has stopped."""
+        """Stop the process, and wait until each of its threads has stopped."""
         stop(self._process.pid)
 
     def go_on(self) -> None:
-        """Let it go on."""
+        """Resume the process."""
         os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it and wait for its end."""
+        """Kill the process and wait for its end."""
         self._process.kill()
         self._process.communicate()
 
@@ -73,17 +73,8 @@ class Serving:
         self.kill()
 
 
-def stop(pid: int) -> None:
-    """Stop a process, and wait until each of its threads has stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    threads = Path(f"/proc/{pid}/task")
-    eventually(
-        lambda: all(") T " in (one / "stat").read_text() for one in threads.iterdir()), what="all threads to stop"
-    )
-
-
 def main() -> None:
-    """Serve until the other end of the standard input is closed."""
+    """Serve until standard input is closed."""
     options = json.loads(sys.argv[1])
     with Region.create(slots=SLOTS, slot_bytes=SLOT_BYTES) as region:
         primary = PrimaryTier(region.view(), SLOT_BYTES)

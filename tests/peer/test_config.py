@@ -1,4 +1,4 @@
-"""Options of the peer tier: what is refused, and with which words."""
+"""Options of the peer tier: refused values and their error messages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SECRET = "a secret of sixteen"
     ],
 )
 def test_what_is_refused(options: dict[str, Any], says: str) -> None:
-    """An option that can't work ends the start with a text that says what to do."""
+    """An unusable option prevents the start with an error that gives a remedy."""
     with pytest.raises(ConfigError, match=says):
         decode_config(PeerConfig, options, where="peer tier")
 
@@ -59,7 +59,7 @@ def test_what_is_refused(options: dict[str, Any], says: str) -> None:
     ],
 )
 def test_what_is_taken(options: dict[str, Any]) -> None:
-    """Listening on loopback needs nothing more; elsewhere it needs a secret, or certificates of clients."""
+    """Listening on loopback needs no more options; elsewhere it needs a secret or client certificates."""
     decode_config(PeerConfig, options, where="peer tier")
 
 
@@ -73,7 +73,7 @@ def test_a_secret_is_never_shown() -> None:
 
 
 def test_which_peers_a_request_may_name() -> None:
-    """Networks cover their addresses, names themselves; without any nothing is covered."""
+    """Networks cover their addresses, names cover themselves; an empty list covers nothing."""
     config = PeerConfig(request_peers=("10.0.0.0/8", "fd00::/8", "engine-7"))
     assert all(config.may_name(host) for host in ("10.1.2.3", "fd00::1", "engine-7"))
     assert not any(config.may_name(host) for host in ("11.0.0.1", "::1", "engine-70", "localhost", ""))
@@ -81,13 +81,13 @@ def test_which_peers_a_request_may_name() -> None:
 
 
 def test_addresses() -> None:
-    """Host and port, also of IPv6."""
+    """Addresses are a host and a port, including IPv6."""
     assert endpoint_of("host:1") == Endpoint("host", 1)
     assert endpoint_of("[fe80::1]:65535") == Endpoint("fe80::1", 65535)
 
 
 def test_listening_needs_a_primary_tier() -> None:
-    """Where there is nothing to serve from, the tier does not open, and says why."""
+    """Without a primary tier to serve from, the tier does not open and gives the reason."""
     memory = memoryview(bytearray(8192))
     with pytest.raises(ConfigError, match="kvstore's own primary tier"):
         open_tier(
@@ -99,5 +99,5 @@ def test_listening_needs_a_primary_tier() -> None:
 
 
 def test_no_stores() -> None:
-    """The tier is one that is only loaded from."""
+    """The tier supports loads only."""
     assert PeerBackend.takes_stores is False

@@ -15,15 +15,15 @@ from tests.peer.ports import free_port
 from tests.peer.served import ServedConfig, ServedPeer
 
 PATIENT = {"timeout": 20, "lookup_timeout": 20, "connect_timeout": 20}
-"""What is not about deadlines must hold on a machine that is busy."""
+"""Checks that do not concern deadlines must pass on a busy machine."""
 
 
 def options(medium_name: str, **more: Any) -> dict[str, Any]:
-    """Return the options of a peer that asks itself."""
+    """Return the options of a peer that loads from itself."""
     port = free_port()
-    # Two names of one place: a peer does not ask what is listed under its own address.
+    # Two names for one place: a peer does not connect to its own listed address.
     named = {"listen": f"127.0.0.1:{port}", "peers": (f"localhost:{port}",), "medium_name": medium_name}
-    # Its own breaker must not outlast those of the suites, which wait for theirs.
+    # Its breaker must not stay open longer than the tier's, which is the only one that the suites wait for.
     return {**named, "breaker_cooldown": "50ms", "breaker_cooldown_max": "100ms", **PATIENT, **more}
 
 
@@ -50,7 +50,7 @@ class TestPeer(BackendTests):
         return True
 
     async def mend_medium(self, backend: Backend) -> None:
-        """Serve again, and wait until the backend has found that out."""
+        """Serve again, and wait until the backend has noticed."""
         assert isinstance(backend, ServedPeer) and backend._server is not None
         await backend._server.open()
         backend.is_broken = False
@@ -65,7 +65,7 @@ class TestPeer(BackendTests):
 # Python's wrap_socket leaves its socket to the garbage collector if the connection is reset while it runs.
 @pytest.mark.filterwarnings("ignore:unclosed <ssl.SSLSocket:ResourceWarning")
 class TestTLS(TestPeer):
-    """TLS, where both sides have certificates."""
+    """TLS with certificates on both sides."""
 
     @pytest.fixture(autouse=True)
     def _certificates(self, certificates: dict[str, Any]) -> None:
@@ -91,6 +91,6 @@ class TestPeerTier(TierTests):
 
 
 class TestNixlTier(TestPeerTier):
-    """A tier over a peer whose memory is read by NIXL."""
+    """A tier over a peer whose memory NIXL reads."""
 
     more: ClassVar[dict[str, Any]] = {"transport": "nixl"}

@@ -1,4 +1,4 @@
-"""The directory: engines find each other's blocks on a real server, and whatever it does costs only itself."""
+"""The directory: engines find each other's blocks through a real server, and its failures affect only itself."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from tests.peer.directory_servers import (
     text,
 )
 from tests.peer.fake_peer import FakePeer
+from tests.peer.holder import NAMESPACE, SLOT_BYTES, Holder
 from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, Serving, key_of
 from tests.peer.serving import SLOT_BYTES as SERVED_BYTES
-from tests.peer.test_epochs import NAMESPACE, SLOT_BYTES, Holder
 from tests.redis.servers import PASSWORD, Server, make_certificates, running, secured
 
 SECRET = "a secret of sixteen"
 KEYS = [b"block-%d" % number for number in range(30)]
 SPARE = b"block-spare"
-"""A block that every engine has and that is not looked for at first: no earlier answer stands for it."""
+"""A block that every engine has and that is first looked up later: no earlier answer applies to it."""
 LEAST_ACL = "~kvpeers:* resetchannels -@all +time +set +getrange +unlink +pexpire +zadd +zrem +zrangebyscore"
 LEAST_ACL += " +zremrangebyscore"
 PAGE = Path(__file__).parents[2] / "docs" / "peer.md"
@@ -56,28 +56,28 @@ PAGE = Path(__file__).parents[2] / "docs" / "peer.md"
 
 @pytest.fixture(params=KINDS)
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    """A server of the test's own."""
+    """A server for one test."""
     with running(server_of(request.param, tmp_path / "server")) as (one,):
         yield one
 
 
 @pytest.fixture(params=["redis", "etcd"])
 def one_of_each(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    """A server of the test's own, where Redis and Valkey make no difference."""
+    """A server for one test, where Redis and Valkey are equivalent."""
     with running(server_of(request.param, tmp_path / "server")) as (one,):
         yield one
 
 
 @pytest.fixture
 def redis_only(tmp_path: Path) -> Iterator[Server]:
-    """A Redis of the test's own."""
+    """A Redis for one test."""
     with running(server_of("redis", tmp_path / "server")) as (one,):
         yield one
 
 
 @pytest.fixture
 def etcd_only(tmp_path: Path) -> Iterator[Server]:
-    """An etcd of the test's own."""
+    """An etcd for one test."""
     with running(server_of("etcd", tmp_path / "server")) as (one,):
         yield one
 
@@ -107,7 +107,7 @@ def payload(key: bytes) -> bytes:
 
 
 def asking(server: Server, slot_bytes: int = SLOT_BYTES, namespace: Namespace = NAMESPACE, **more: Any) -> TierRig:
-    """Return an engine that asks those of the directory."""
+    """Return an engine that loads from the engines of the directory."""
     ttl = {"negative_ttl": "1ms", "positive_ttl": "2s", "lookup_timeout": 10, "load_timeout": 10}
     pauses = {"breaker_cooldown": "20ms", "breaker_cooldown_max": "50ms"}
     config = {"backend": "peer", **options(server), **ttl, **pauses, **more}
@@ -115,7 +115,7 @@ def asking(server: Server, slot_bytes: int = SLOT_BYTES, namespace: Namespace = 
 
 
 def stat(tier: AsyncTier, name: str) -> float:
-    """Return a counter or gauge as it is now."""
+    """Return the current value of a counter or gauge."""
     assert tier.drain(10)
     tier.get_finished()
     stats = tier.stats()
@@ -123,7 +123,7 @@ def stat(tier: AsyncTier, name: str) -> float:
 
 
 def finds(rig: TierRig, keys: list[bytes]) -> Callable[[], bool]:
-    """Return what tells whether an engine finds blocks, asked about all at once as a step does."""
+    """Return a function that checks whether an engine finds blocks, looked up together as in one step."""
 
     def found() -> bool:
         answers = [rig.tier.lookup(key) for key in keys]
@@ -137,7 +137,7 @@ _admins: list[RedisAdmin | EtcdAdmin] = []
 
 
 def admin(server: Server) -> Any:
-    """Return what may do everything on a server."""
+    """Return a client with all rights on a server."""
     _admins.append(admin_of(server))
     return _admins[-1]
 
@@ -158,7 +158,7 @@ def summary_of(keys: list[bytes]) -> bytes:
 
 
 def test_engines_find_each_other(server: Server) -> None:
-    """What one engine has is found and loaded by another without a list, and engines that lack it are not asked."""
+    """An engine finds and loads another one's blocks without a peer list; engines without them are not contacted."""
     others = [b"other-%d" % number for number in range(30)]
     with holder(server, KEYS) as one, holder(server, others) as two, asking(server) as rig:
         eventually(finds(rig, KEYS), what="the blocks of the first engine")
@@ -177,7 +177,7 @@ def test_engines_find_each_other(server: Server) -> None:
 
 
 def test_at_most_two_are_asked(one_of_each: Server) -> None:
-    """Where many engines have a block, a lookup asks two of them."""
+    """If many engines hold a block, a lookup contacts two of them."""
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(holder(one_of_each, KEYS)) for _ in range(6)]
         rig = stack.enter_context(asking(one_of_each, positive_ttl=60))
@@ -198,7 +198,7 @@ def test_other_namespaces_are_not_seen(one_of_each: Server) -> None:
 
 
 def test_a_killed_engine_leaves(server: Server, tmp_path: Path) -> None:
-    """An engine that cannot withdraw is forgotten with its lease; until then it costs what a dead peer costs."""
+    """An engine that cannot withdraw is removed when its lease ends; until then it costs the same as a dead peer."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with (
@@ -218,7 +218,7 @@ def test_a_killed_engine_leaves(server: Server, tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_down_at_start(server: Server) -> None:
-    """Engines start without it, and find each other when it comes."""
+    """Engines start without the directory, and find each other once it is up."""
     server.kill()
     with holder(server, KEYS), asking(server) as rig:
         rig.until(lambda: stat(rig.tier, "directory_failures") >= 2, "rounds that fail")
@@ -231,7 +231,7 @@ def test_a_directory_that_is_down_at_start(server: Server) -> None:
 
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
 def test_a_directory_that_fails(server: Server, fault: str) -> None:
-    """Nothing waits for it; what is known ends with the leases, a listed peer is asked as ever, and all comes back."""
+    """No call waits for it; known entries end with their leases, listed peers still work, and all recovers later."""
     with (
         holder(server, KEYS) as one,
         FakePeer(NAMESPACE, SLOT_BYTES) as fake,
@@ -255,7 +255,7 @@ def test_a_directory_that_fails(server: Server, fault: str) -> None:
 
 
 def test_a_tier_closes_beside_a_stopped_directory(one_of_each: Server) -> None:
-    """Withdrawing takes no longer than a time-out."""
+    """Withdrawing takes no longer than a timeout."""
     with holder(one_of_each, KEYS) as one:
         eventually(admin(one_of_each).keys, what="its entry")
         one_of_each.pause()
@@ -266,7 +266,7 @@ def test_a_tier_closes_beside_a_stopped_directory(one_of_each: Server) -> None:
 
 
 def test_garbage_in_the_directory(server: Server) -> None:
-    """Entries that are none, and summaries that lie or are none, cost their reading; the true ones are used."""
+    """Invalid entries, and false or invalid summaries, cost only the read; valid ones are used."""
     client = admin(server)
     lies = summary_of(KEYS)
     dead = f"127.0.0.1:{free_port()}".encode()
@@ -285,7 +285,7 @@ def test_garbage_in_the_directory(server: Server) -> None:
             *[dead, stranger.address.encode()],
         ]
         client.write(Entry(address, lies, b"%016x" % number) for number, address in enumerate(addresses))
-        # Addresses that are right, with summaries that are not.
+        # Valid addresses with invalid summaries.
         junk = [
             b"",
             b"\0",
@@ -297,7 +297,7 @@ def test_garbage_in_the_directory(server: Server) -> None:
         ]
         client.write(Entry(f"127.0.0.1:{free_port()}".encode(), data) for data in junk)
         with asking(server) as rig:
-            # Each lie costs a lookup at most: peers that fail are passed over.
+            # Each false summary costs one lookup at most: failing peers are skipped.
             eventually(finds(rig, KEYS), what="the blocks of the one engine that has them")
             assert rig.load(KEYS).success
             assert stat(rig.tier, "directory_entries_refused") > 10
@@ -308,7 +308,7 @@ def test_garbage_in_the_directory(server: Server) -> None:
 
 
 def test_garbage_that_only_redis_takes(redis_only: Server) -> None:
-    """A summary of another type, a lease that is too long, and an entry without a version cost their reading."""
+    """A summary of another type, an overlong lease, and an entry without a version cost only the read."""
     client = admin(redis_only)
     of_another_type = f"127.0.0.1:{free_port()}".encode()
     client.write([Entry(of_another_type), Entry(b"127.0.0.1:5001", None, b"no version at all")])
@@ -322,7 +322,7 @@ def test_garbage_that_only_redis_takes(redis_only: Server) -> None:
 
 
 def test_a_summary_that_was_missing_comes_back(redis_only: Server) -> None:
-    """An engine whose summary was missing when it was read, as its lease ended, is read again with the same version."""
+    """An engine whose summary had expired when it was read is read again, although the version is the same."""
     client = admin(redis_only)
     with FakePeer(NAMESPACE, SLOT_BYTES) as fake, asking(redis_only) as rig:
         fake.secret = SECRET.encode()
@@ -336,7 +336,7 @@ def test_a_summary_that_was_missing_comes_back(redis_only: Server) -> None:
 
 
 def test_a_directory_of_another_type(redis_only: Server) -> None:
-    """Where the list of engines is no list, the directory cannot be used, and works again when it is gone."""
+    """If the list of engines has another type, the directory is unusable; it works again once that key is removed."""
     client = admin(redis_only).client
     client.set(prefix_of() + b"engines", b"x")
     with holder(redis_only, KEYS), asking(redis_only) as rig:
@@ -347,18 +347,18 @@ def test_a_directory_of_another_type(redis_only: Server) -> None:
 
 
 def test_an_endless_list_is_not_read(one_of_each: Server, caplog: pytest.LogCaptureFixture) -> None:
-    """A list of more bytes than engines have is given up; nothing of it is kept."""
+    """A list longer than all entries can be is abandoned, and none of it is kept."""
     admin(one_of_each).write(Entry(b"%05d" % number + b"x" * 10_000) for number in range(600))
-    # Its length is the reason, and not its time.
+    # The length must be the reason, not the timeout.
     with asking(one_of_each, **options(one_of_each, connect_timeout=20)) as rig:
-        # redis-py's errors have no text here.
+        # The errors of redis-py have no text here.
         reason = "an answer is too long" if one_of_each.kind == "etcd" else "ConnectionError"
         eventually(lambda: reason in caplog.text, what="a round that fails for that")
         assert rig.lookup(SPARE) is LookupResult.MISS
 
 
 def test_a_thousand_engines(server: Server) -> None:
-    """Among a thousand fakes a real engine is found; what is read at once is bounded, and two are asked at most."""
+    """A real engine is found among a thousand fakes; concurrent reads are bounded, and two peers at most are used."""
     entries = []
     for number in range(1000):
         keys = [b"fake-%d-%d" % (number, block) for block in range(100)]
@@ -371,7 +371,7 @@ def test_a_thousand_engines(server: Server) -> None:
         rig.until(lambda: stat(rig.tier, "directory_summaries_read") >= 1001, "all summaries")
         eventually(finds(rig, KEYS), what="the blocks")
         assert rig.load(KEYS).success
-        # An engine of which nobody has anything asks nobody.
+        # An engine whose blocks no engine holds contacts none.
         opened = stat(rig.tier, "connections_opened") + stat(rig.tier, "connections_failed")
         assert rig.lookup(b"a block that no engine has") is LookupResult.MISS
         assert stat(rig.tier, "connections_opened") + stat(rig.tier, "connections_failed") == opened <= 20
@@ -379,7 +379,7 @@ def test_a_thousand_engines(server: Server) -> None:
 
 
 def test_more_engines_than_are_listed(one_of_each: Server) -> None:
-    """However many entries there are, so many are known."""
+    """However many entries there are, the number of known engines is bounded."""
     entries = (Entry(b"127.0.0.1:%d" % (1024 + number), None, b"%016x" % number, 200) for number in range(3000))
     admin(one_of_each).write(entries)
     with asking(one_of_each) as rig:
@@ -388,7 +388,7 @@ def test_more_engines_than_are_listed(one_of_each: Server) -> None:
 
 
 def test_with_tls_and_the_least_rights(tmp_path: Path) -> None:
-    """What the page tells operators to grant is enough, and nothing is written outside of the prefix."""
+    """The rights in the operators' documentation suffice, and no key outside the prefix is written."""
     assert LEAST_ACL in PAGE.read_text()
     with running(secured(tmp_path, LEAST_ACL)) as (server,):
         more = {"username": "kv", "password": PASSWORD, "tls_ca": str(server.tls_ca), "connect_timeout": 10}
@@ -413,7 +413,7 @@ def test_with_tls_and_the_least_rights(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(directory: dict[str, Any], says: str) -> None:
-    """A directory that can't work ends the start with a text that says what to do, and shows no password."""
+    """An unusable directory prevents the start with an error that gives a remedy and shows no password."""
     with pytest.raises(ConfigError, match=says) as error:
         decode_config(
             PeerConfig, {"listen": "127.0.0.1:5710", "secret": SECRET, "directory": directory}, where="peer tier"
@@ -424,7 +424,7 @@ def test_what_is_refused(directory: dict[str, Any], says: str) -> None:
 def test_an_etcd_that_is_not_compacted(
     etcd_only: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An engine writes a bounded part of the server's history, keeps its lease, and goes on once it is compacted."""
+    """An engine adds a bounded part of the server's history, keeps its lease, and continues after a compaction."""
     monkeypatch.setattr("kvstore.backends.peer.etcd_directory._HISTORY_BYTES_MAX", 2000)
     client = admin(etcd_only)
     with holder(etcd_only, KEYS) as one:
@@ -447,7 +447,7 @@ def test_an_etcd_that_is_not_compacted(
 
 
 def test_an_unchanged_summary_is_not_written_again(etcd_only: Server) -> None:
-    """An engine whose blocks stay the same only renews its lease."""
+    """An engine with unchanged blocks only renews its lease."""
     client = admin(etcd_only)
     with holder(etcd_only, KEYS) as one:
 
@@ -463,7 +463,7 @@ def test_an_unchanged_summary_is_not_written_again(etcd_only: Server) -> None:
 
 
 def test_an_entry_on_etcd_comes_back(etcd_only: Server) -> None:
-    """An entry that somebody removes or overwrites is written again; one without a lease is no entry."""
+    """An entry that is removed or overwritten by others is written again; one without a lease is ignored."""
     client = admin(etcd_only)
     with holder(etcd_only, KEYS) as one, asking(etcd_only) as rig:
         eventually(finds(rig, KEYS), what="the blocks")
@@ -477,7 +477,7 @@ def test_an_entry_on_etcd_comes_back(etcd_only: Server) -> None:
 
 
 def test_etcd_keeps_no_lease_of_a_killed_server(tmp_path: Path) -> None:
-    """A server that comes back without its data is given the entries anew."""
+    """A server that restarts without its data receives the entries again."""
     with (
         running(server_of("etcd", tmp_path / "server")) as (server,),
         holder(server, KEYS) as one,
@@ -494,7 +494,7 @@ def test_etcd_keeps_no_lease_of_a_killed_server(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["http", "redirect", "endless", "silence", "noise"])
 def test_a_server_that_is_no_etcd(fault: str) -> None:
-    """Whatever listens there, a round fails in time and lookups go on."""
+    """Whichever server listens there, a round fails in time and lookups continue."""
     answers = {
         "http": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
         "redirect": b"HTTP/1.1 307 Go\r\nLocation: http://127.0.0.2:1/\r\nContent-Length: 0\r\n\r\n",
@@ -512,7 +512,7 @@ def test_a_server_that_is_no_etcd(fault: str) -> None:
 
 
 class Wrong:
-    """Sends the same to everybody who connects."""
+    """Sends the same bytes to every client."""
 
     def __init__(self, answer: bytes, *, closes: bool) -> None:
         self._answer, self._closes = answer, closes
@@ -546,7 +546,7 @@ class Wrong:
 
 
 def test_etcd_with_tls_a_user_and_the_least_rights(tmp_path: Path) -> None:
-    """A user who may write the prefix is enough; a token that has ended is replaced without a failure."""
+    """A user with write access to the prefix suffices; an expired token is replaced without a failure."""
     make_certificates(tmp_path)
     with running(etcd(tmp_path, "--auth-token", "simple", "--auth-token-ttl", "1", tls=True)) as (server,):
         rights = {"key": text(b"kvpeers:"), "range_end": text(b"kvpeers;"), "permType": "READWRITE"}
@@ -561,7 +561,7 @@ def test_etcd_with_tls_a_user_and_the_least_rights(tmp_path: Path) -> None:
             client.call("auth/enable", {})
         trust = {"tls_ca": str(server.tls_ca), "connect_timeout": 10}
         more = {"username": "kv", "password": PASSWORD, **trust}
-        # So that a token ends between two rounds.
+        # The interval makes a token expire between two rounds.
         slow = options(server, **more, interval="2500ms")
         with holder(server, KEYS, **more), asking(server, **slow) as rig:
             eventually(finds(rig, KEYS), what="the blocks")
@@ -573,7 +573,7 @@ def test_etcd_with_tls_a_user_and_the_least_rights(tmp_path: Path) -> None:
 
 
 def test_a_directory_needs_a_secret() -> None:
-    """Whoever can write to the directory must not be able to name engines that are not of the fleet."""
+    """A writer of the directory must not be able to list engines from outside the fleet."""
     directory = {"url": "redis://a:1", "networks": ["127.0.0.1"]}
     with pytest.raises(ConfigError, match="belong to the fleet"):
         decode_config(PeerConfig, {"directory": directory}, where="peer tier")
@@ -591,7 +591,7 @@ def test_a_directory_needs_a_secret() -> None:
     ],
 )
 async def test_what_etcd_refuses(directory: dict[str, Any], says: str) -> None:
-    """A URL or user that can't work ends the start with a text that says what to do."""
+    """An unusable URL or user prevents the start with an error that gives a remedy."""
     fields = {"secret": SECRET, "directory": {"networks": ["a"], **directory}}
     backend = PeerBackend(decode_config(PeerConfig, fields, where="peer tier"))
     with pytest.raises(ConfigError, match=says):
@@ -600,7 +600,7 @@ async def test_what_etcd_refuses(directory: dict[str, Any], says: str) -> None:
 
 
 async def test_an_unknown_kind_of_server() -> None:
-    """The scheme of the URL says which kind; others are named."""
+    """The scheme of the URL selects the kind of server; an unknown one is named in the error."""
     config = decode_config(
         PeerConfig, {"secret": SECRET, "directory": {"url": "zookeeper://a:1", "networks": ["a"]}}, where="peer tier"
     )

@@ -1,13 +1,14 @@
 """Many requests under each fault of a peer or directory: right bytes or a miss, in time, and no slot lost.
 
-``KVSTORE_FAULT_REQUESTS=1000 pytest -n 0 -s tests/peer/test_fault_requests.py`` makes a thousand of each and prints how
-long the slowest request waited.
+``KVSTORE_FAULT_REQUESTS=1000 pytest -n 0 -s tests/peer/test_fault_requests.py`` makes a thousand of each and prints the
+longest wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
 import random
 import socket
@@ -21,8 +22,11 @@ from typing import Any
 import pytest
 
 from kvstore.backends.peer import protocol
-from kvstore.backends.peer.protocol import Greeting, Op
+from kvstore.backends.peer.nixl import SharedMemory
+from kvstore.backends.peer.protocol import Greeting, Op, Part
 from kvstore.backends.peer.summary import Sample, pack
+from kvstore.codec.record import HEADER_BYTES
+from kvstore.codec.rows import address_of
 from kvstore.namespace import Namespace
 from kvstore.primary import PrimaryTier, Region
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
@@ -32,9 +36,9 @@ from kvstore.tiers import open_tier
 from kvstore.types import BlockKey, Found, LookupResult, RequestContext, Source
 from tests.peer.directory_servers import Entry, admin_of, server_of
 from tests.peer.fake_peer import FakePeer, honest
+from tests.peer.faults import BREAKS, LIES
 from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
-from tests.peer.test_faults import BREAKS, LIES
 from tests.redis.servers import running
 
 pytestmark = pytest.mark.timeout(3600)
@@ -42,26 +46,27 @@ pytestmark = pytest.mark.timeout(3600)
 REQUESTS = int(os.environ.get("KVSTORE_FAULT_REQUESTS", "20"))
 
 DEADLINE_S = 2.1
-"""A request's wait with default timeouts, and a tenth of a second."""
+"""Maximum wait of a request with default timeouts, plus a tenth of a second."""
 
 SLACK_S = 10.0
-"""Added on a busy machine before a request counts as hung."""
+"""Allowance for a busy machine before a request counts as hung."""
 
 SECRET = "a secret of sixteen"
 PRIMARY_SLOTS = 24
 PAUSES = {"breaker_cooldown": "20ms", "breaker_cooldown_max": "200ms"}
-"""Far shorter than the defaults, so that the faulty peer is asked often."""
+"""Far shorter than the defaults, so that the faulty peer is contacted often."""
 
 
 @pytest.fixture(autouse=True)
 def _short_distrust(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask a peer whose records did not verify again soon, not after half a minute."""
+    """Shorten the pause after records that did not verify or memory that could not be read."""
     monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S", 0.02)
     monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S_MAX", 0.2)
+    monkeypatch.setattr("kvstore.backends.peer.client._NIXL_PAUSE_S", 0.02)
 
 
 class Engine:
-    """An engine's manager over a peer tier with default timeouts; its primary tier is small, so slots are reused."""
+    """An engine's manager over a peer tier with default timeouts; a small primary tier makes it reuse slots."""
 
     def __init__(self, *peers: str, **more: Any) -> None:
         self.region = Region.create(slots=PRIMARY_SLOTS, slot_bytes=SLOT_BYTES)
@@ -77,7 +82,7 @@ class Engine:
         self.manager = TieringManager(self.primary, [self.tier], TieringConfig(promotion_share=1.0))
 
     def serve(self, ctx: RequestContext, keys: list[BlockKey]) -> tuple[list[BlockKey], float]:
-        """Do what vLLM does for a request; return the blocks that were loaded, and the seconds until that was known."""
+        """Handle a request as vLLM does; return the loaded blocks, and the seconds until they were known."""
         begun = time.monotonic()
         self.manager.on_new_request(ctx, keys)
         while True:
@@ -94,7 +99,7 @@ class Engine:
         for key, slot in zip(hits, slots, strict=True):
             self.prove(key, slot)
         self.manager.complete_load(hits, ctx)
-        # Slots of loads that failed a moment ago are filled with other blocks at once.
+        # Slots of failed loads are filled with other blocks at once.
         plan = self.manager.prepare_store([key for key in keys if key not in hits], ctx)
         for key, slot in zip(plan.keys, plan.slots, strict=True) if plan else ():
             with self.primary.row(slot) as row:
@@ -111,7 +116,7 @@ class Engine:
             assert bytes(row) == payload(key), f"wrong bytes for {key!r}"
 
     def prove_all(self) -> None:
-        """Compare all blocks in memory, and insist that no slot is pinned, lost or being written."""
+        """Compare all blocks in memory, and check that no slot is pinned, lost or being written."""
 
         def idle() -> bool:
             self.manager.on_step_end()
@@ -136,7 +141,7 @@ def payload(key: BlockKey) -> bytes:
 
 
 def announcing(then: Callable[..., None]) -> Callable[..., None]:
-    """Answer every other lookup that all blocks are coming, and do something else in between."""
+    """Answer every other lookup with "all blocks are coming", and do something else in between."""
     lookups = itertools.count()
 
     def answer(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
@@ -151,7 +156,7 @@ def announcing(then: Callable[..., None]) -> Callable[..., None]:
 
 
 def one_bit(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
-    """Flip one bit somewhere in the answer."""
+    """Flip one random bit of the answer."""
     if op is Op.LOOKUP:
         honest(peer, sock, op, keys)
         return
@@ -162,7 +167,7 @@ def one_bit(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> N
 
 
 def version(number: int) -> Callable[[socket.socket], None]:
-    """Greet with another version of the protocol."""
+    """Greet with another protocol version."""
     greeting = bytearray(protocol.pack_greeting(Greeting(bytes(32), bytes(32))))
     greeting[8] = number
 
@@ -173,7 +178,7 @@ def version(number: int) -> Callable[[socket.socket], None]:
 
 
 def silent(sock: socket.socket) -> None:
-    """Accept and never say anything, as a host that has vanished."""
+    """Accept and never send anything, as a vanished host does."""
     sock.recv(80)
     sock.recv(1)
 
@@ -190,29 +195,142 @@ FAKES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAKES)
-def test_requests_beside_a_peer_that_misbehaves(fault: str, tmp_path: Path) -> None:
-    """A fault of the protocol or of the bytes."""
+@pytest.mark.parametrize(
+    ("fault", "transport"),
+    [
+        *((fault, "tcp") for fault in FAKES),
+        *((fault, "nixl") for fault in ("half-open", "older version", "newer version", "wrong secret")),
+    ],
+)
+def test_requests_beside_a_peer_that_misbehaves(fault: str, transport: str, tmp_path: Path) -> None:
+    """Faults of the protocol or of the bytes."""
     fields = dict(FAKES[fault])
     coming = fields.pop("coming", False)
-    with FakePeer(Namespace(FIELDS), SLOT_BYTES) as fake, Serving(tmp_path) as healthy:
+    with FakePeer(Namespace(FIELDS), SLOT_BYTES) as fake, Serving(tmp_path, transport=transport) as healthy:
         for name, value in fields.items():
             setattr(fake, name, value)
         source = Source(fake.address, b"r") if coming else None
-        # A request that waits for announced blocks is sent on by the pause of those that failed.
-        engine = Engine(healthy.address, fake.address, **({"negative_ttl": "5s"} if coming else {}))
-        run(fault, engine, lambda number, rng: None, source=source)
+        # A request that waits for announced blocks is resumed after the pause of failed blocks.
+        more = {"negative_ttl": "5s"} if coming else {}
+        engine = Engine(healthy.address, fake.address, transport=transport, **more)
+        run(f"{transport}, {fault}", engine, lambda number, rng: None, source=source)
 
 
+class LentRows:
+    """Rows that a fake peer lends by NIXL; lookups and loads are answered correctly.
+
+    Args:
+        spoil: Changes the record of a key before its row is lent.
+        then: Replaces the wait for the rows' return.
+        metadata: Replaces the metadata of the memory.
+    """
+
+    def __init__(
+        self,
+        spoil: Callable[[FakePeer, bytes, bytearray], None] = lambda peer, key, record: None,
+        then: Callable[[FakePeer, socket.socket, memoryview], None] | None = None,
+        metadata: bytes | None = None,
+    ) -> None:
+        self._rows = memoryview(mmap.mmap(-1, 256 * SLOT_BYTES))
+        self._memory = SharedMemory(self._rows)
+        self._spoil, self._then = spoil, then
+        self._metadata = self._memory.metadata if metadata is None else metadata
+        self._used = 0
+
+    def __call__(self, peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
+        """Answer one request."""
+        if op is Op.MEMORY:
+            sock.sendall(protocol.pack_metadata(self._metadata))
+            return
+        if op is not Op.LEND:
+            honest(peer, sock, op, keys)
+            return
+        for key in keys:
+            record = bytearray(peer.record(key))
+            self._spoil(peer, key, record)
+            self._used = (self._used + 1) % 256
+            row = self._rows[self._used * SLOT_BYTES :][: len(record) - HEADER_BYTES]
+            row[:] = record[HEADER_BYTES:]
+            head = protocol.pack_part(Part.LENT, len(record)) + protocol.pack_address(address_of(row))
+            sock.sendall(head + record[:HEADER_BYTES])
+        if self._then is not None:
+            self._then(peer, sock, self._rows)
+        else:
+            sock.recv(1)
+
+
+def bit_of_row(peer: FakePeer, key: bytes, record: bytearray) -> None:
+    """Flip one bit of the header or the row."""
+    record[random.randrange(len(record))] ^= 1 << random.randrange(8)
+
+
+def half(peer: FakePeer, key: bytes, record: bytearray) -> None:
+    """Cut off the second half."""
+    del record[len(record) // 2 :]
+
+
+def doubled(peer: FakePeer, key: bytes, record: bytearray) -> None:
+    """Repeat the first 100 bytes."""
+    record[:] = (record[:100] + record)[: len(record)]
+
+
+def overwrite(peer: FakePeer, sock: socket.socket, rows: memoryview) -> None:
+    """Overwrite the rows before they are returned."""
+    rows[:] = random.randbytes(4096) * (rows.nbytes // 4096)
+    sock.recv(1)
+
+
+def abandon(peer: FakePeer, sock: socket.socket, rows: memoryview) -> None:
+    """Close the connection before the rows are returned, and reuse them."""
+    sock.shutdown(socket.SHUT_RDWR)
+    rows[:] = random.randbytes(4096) * (rows.nbytes // 4096)
+
+
+def hold(peer: FakePeer, sock: socket.socket, rows: memoryview) -> None:
+    """Stop receiving."""
+    peer.released.wait(60)
+    raise EOFError
+
+
+LENDERS: dict[str, Callable[[], LentRows]] = {
+    "honest": LentRows,
+    "one bit": lambda: LentRows(bit_of_row),
+    "shorter": lambda: LentRows(half),
+    "duplicated": lambda: LentRows(doubled),
+    "wrong block": lambda: LentRows(lambda peer, key, record: _replace(record, peer.record(key, of=b"another"))),
+    "wrong namespace": lambda: LentRows(
+        lambda peer, key, record: _replace(record, peer.record(key, namespace=Namespace({"suite": "other"})))
+    ),
+    "overwritten rows": lambda: LentRows(then=overwrite),
+    "closed": lambda: LentRows(then=abandon),
+    "stall": lambda: LentRows(then=hold),
+    "wrong metadata": lambda: LentRows(metadata=b"no metadata at all"),
+}
+
+
+def _replace(record: bytearray, other: bytes) -> None:
+    record[:] = other
+
+
+@pytest.mark.parametrize("fault", LENDERS)
+def test_requests_beside_a_lender_that_misbehaves(fault: str, tmp_path: Path) -> None:
+    """Faults of rows that are read by NIXL."""
+    with FakePeer(Namespace(FIELDS), SLOT_BYTES) as fake, Serving(tmp_path, transport="nixl") as healthy:
+        fake.answer = LENDERS[fault]()
+        engine = Engine(healthy.address, fake.address, transport="nixl")
+        run(f"nixl, {fault}", engine, lambda number, rng: None)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
 @pytest.mark.parametrize("fault", ["killed", "stopped", "restarted"])
-def test_requests_beside_a_peer_that_fails(fault: str, tmp_path: Path) -> None:
-    """A fault of the process."""
+def test_requests_beside_a_peer_that_fails(fault: str, transport: str, tmp_path: Path) -> None:
+    """Faults of the process."""
     with ExitStack() as stack:
         for name in ("healthy", "faulty"):
             (tmp_path / name).mkdir()
-        healthy = stack.enter_context(Serving(tmp_path / "healthy"))
-        faulty = stack.enter_context(Serving(tmp_path / "faulty"))
-        stack.callback(faulty.go_on)  # A stopped process is killed all the same; this ends its wait for that.
+        healthy = stack.enter_context(Serving(tmp_path / "healthy", transport=transport))
+        faulty = stack.enter_context(Serving(tmp_path / "faulty", transport=transport))
+        stack.callback(faulty.go_on)  # Killing also works on a stopped process; resuming it ends the wait for its exit.
         state = {"down": False}
 
         def act(number: int, rng: random.Random) -> None:
@@ -229,7 +347,7 @@ def test_requests_beside_a_peer_that_fails(fault: str, tmp_path: Path) -> None:
                 faulty.start()
             state["down"] = not state["down"]
 
-        run(fault, Engine(healthy.address, faulty.address), act)
+        run(f"{transport}, {fault}", Engine(healthy.address, faulty.address, transport=transport), act)
         if fault == "killed" and state["down"]:
             faulty.start()
 
@@ -237,7 +355,7 @@ def test_requests_beside_a_peer_that_fails(fault: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["redis", "etcd"])
 @pytest.mark.parametrize("fault", ["killed", "stopped", "wrong"])
 def test_requests_beside_a_directory_that_fails(fault: str, kind: str, tmp_path: Path) -> None:
-    """A fault of the server by which the peer is found, or entries that lie or are none."""
+    """Faults of the directory server, or false and invalid entries."""
     with (
         running(server_of(kind, tmp_path / "server")) as (server,),
         FakePeer(Namespace(FIELDS), SLOT_BYTES) as liar,
@@ -293,7 +411,7 @@ def run(
     source: Source | None = None,
     mend: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make the requests, prove all bytes, and print a line; ``mend`` ends the fault, if it must."""
+    """Make the requests, verify all bytes, and print a line; ``mend`` ends the fault, if needed."""
     seed = fresh_seed()
     rng = random.Random(seed)
     seen: Counter[str] = Counter()

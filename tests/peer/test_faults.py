@@ -1,4 +1,4 @@
-"""Peers that lie, stall, trickle, break off and die: no wrong bytes, no hang, and the others go on."""
+"""Peers that send false data, stall, trickle, disconnect and die: no wrong bytes, no hang, others keep working."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from typing import Any
 
 import pytest
 
-from kvstore.backends.base import RecordGeometry
+from kvstore.backends.base import RecordGeometry, RecordRead
 from kvstore.backends.peer import PeerBackend, PeerConfig, protocol
-from kvstore.backends.peer.protocol import Greeting, Op, Part
+from kvstore.backends.peer.protocol import Greeting, Op
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.namespace import Namespace
 from kvstore.testing.tier_rig import TierRig
 from kvstore.types import Found, LookupResult, Outcome, RequestContext, Source
 from tests.peer.fake_peer import Answer, FakePeer, honest, on_load, part, receive
+from tests.peer.faults import (
+    BREAKS,
+    LIES,
+    endless,
+    stall_in_the_middle,
+)
+from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
 
 NAMESPACE = Namespace(FIELDS)
@@ -24,118 +31,14 @@ QUICK = {"lookup_timeout": "1s", "load_timeout": 2, "timeout": "500ms", "connect
 
 
 def rig_of(*addresses: str, slot_bytes: int = 4096, **more: Any) -> TierRig:
-    """Return a rig over a tier that asks peers, with short deadlines."""
+    """Return a rig over a tier with peers and short deadlines."""
     config = {"backend": "peer", "peers": list(addresses), "negative_ttl": "1ms", **QUICK, **more}
     return TierRig(config, namespace=NAMESPACE, slot_bytes=slot_bytes, slots=64)
 
 
-def flipped(place: int) -> Callable[[FakePeer, socket.socket, list[bytes]], None]:
-    """Send records with one flipped bit, counted from the start of the record."""
-
-    def act(peer: FakePeer, sock: socket.socket, keys: list[bytes]) -> None:
-        for key in keys:
-            record = bytearray(peer.record(key))
-            record[place] ^= 0x10
-            sock.sendall(part(bytes(record)))
-
-    return act
-
-
-def wrong_block(peer: FakePeer, sock: socket.socket, keys: list[bytes]) -> None:
-    """Send the intact record of another key."""
-    for key in keys:
-        sock.sendall(part(peer.record(key, of=b"another")))
-
-
-def wrong_namespace(peer: FakePeer, sock: socket.socket, keys: list[bytes]) -> None:
-    """Send the intact record of another namespace."""
-    for key in keys:
-        sock.sendall(part(peer.record(key, namespace=Namespace({"suite": "other"}))))
-
-
-def duplicated(peer: FakePeer, sock: socket.socket, keys: list[bytes]) -> None:
-    """Send the first 100 bytes of each record twice, and what its length says in all."""
-    for key in keys:
-        record = peer.record(key)
-        sock.sendall(part((record[:100] + record)[: len(record)]))
-
-
-def shorter(peer: FakePeer, sock: socket.socket, keys: list[bytes]) -> None:
-    """Send half of each record as if it were all."""
-    for key in keys:
-        record = peer.record(key)
-        sock.sendall(part(record[: len(record) // 2]))
-
-
-LIES = {
-    "payload": on_load(flipped(3000)),
-    "header": on_load(flipped(40)),
-    "wrong block": on_load(wrong_block),
-    "wrong namespace": on_load(wrong_namespace),
-    "duplicated": on_load(duplicated),
-    "shorter": on_load(shorter),
-}
-
-
-def early_close(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
-    """Close instead of an answer."""
-    sock.shutdown(socket.SHUT_RDWR)
-
-
-def cut_off(peer: FakePeer, sock: socket.socket, keys: list[bytes]) -> None:
-    """Close in the middle of the first record."""
-    sock.sendall(part(peer.record(keys[0]))[:1000])
-    sock.shutdown(socket.SHUT_RDWR)
-
-
-def huge_length(peer: FakePeer, sock: socket.socket, keys: list[bytes]) -> None:
-    """Announce four gigabytes, and begin to send them."""
-    sock.sendall(protocol.pack_part(Part.RECORD, 2**32 - 1) + bytes(100_000))
-
-
-def nonsense(peer: FakePeer, sock: socket.socket, keys: list[bytes]) -> None:
-    """Send what is no part of an answer."""
-    sock.sendall(b"\xff" * 4096)
-
-
-def endless(peer: FakePeer, sock: socket.socket, keys: list[bytes]) -> None:
-    """Send the answer, and then more than was asked for."""
-    sock.sendall(b"".join([part(peer.record(key)) for key in keys]) + bytes(100))
-
-
-def stall(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
-    """Answer nothing."""
-    peer.released.wait(60)
-
-
-def stall_in_the_middle(peer: FakePeer, sock: socket.socket, keys: list[bytes]) -> None:
-    """Send half of the first record, and then nothing."""
-    sock.sendall(part(peer.record(keys[0]))[:1000])
-    peer.released.wait(60)
-
-
-def trickle(peer: FakePeer, sock: socket.socket, keys: list[bytes]) -> None:
-    """Send a byte now and then: far too slow for any deadline."""
-    for byte in part(peer.record(keys[0])):
-        sock.sendall(bytes([byte]))
-        if peer.released.wait(0.05):
-            return
-
-
-BREAKS = {
-    "early close": early_close,
-    "cut off": on_load(cut_off),
-    "huge length": on_load(huge_length),
-    "nonsense": on_load(nonsense),
-    "stall": stall,
-    "stall in the middle": on_load(stall_in_the_middle),
-    "trickle": on_load(trickle),
-}
-
-
 @pytest.mark.parametrize("answer", LIES.values(), ids=LIES.keys())
 def test_what_does_not_verify_is_not_loaded(fake: FakePeer, answer: Answer) -> None:
-    """A record that is not the one asked for, or not intact, is CORRUPT, and its peer is left alone from then on."""
+    """A record that is damaged or not the requested one is CORRUPT, and its peer is not contacted for a while."""
     fake.answer = answer
     with rig_of(fake.address) as rig:
         keys = [b"key-%d" % number for number in range(6)]
@@ -149,16 +52,41 @@ def test_what_does_not_verify_is_not_loaded(fake: FakePeer, answer: Answer) -> N
         assert rig.untouched(range(6, 64))
 
 
+async def test_a_record_longer_than_a_block_is_corrupt(fake: FakePeer) -> None:
+    """With one byte too many a block is CORRUPT, and the rest of the answer is not received."""
+
+    def longer(peer: FakePeer, sock: socket.socket, keys: list[bytes]) -> None:
+        for key in keys:
+            sock.sendall(part(peer.record(key) + b"x"))
+
+    fake.answer = on_load(longer)
+    backend = PeerBackend(PeerConfig(peers=(fake.address,)))
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    read = RecordRead(b"key", [memoryview(bytearray(HEADER_BYTES + 4096))])
+    assert await backend.exists([read.key]) == [True]
+    assert await backend.get_into([read]) == [Outcome.CORRUPT]
+    await backend.close()
+
+
+async def test_a_block_that_a_silent_peer_may_have_is_not_absent(fake: FakePeer) -> None:
+    """If one peer lacks a block and another does not answer, the state of the block is unknown."""
+    fake.answer = lambda peer, sock, op, keys: sock.sendall(bytes(len(keys)))
+    backend = PeerBackend(PeerConfig(peers=(fake.address, f"127.0.0.1:{free_port()}")))
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    assert await backend.exists([b"key"]) == [None]
+    await backend.close()
+
+
 @pytest.mark.parametrize("answer", BREAKS.values(), ids=BREAKS.keys())
 def test_what_breaks_off_or_hangs_costs_its_blocks(fake: FakePeer, answer: Answer) -> None:
-    """A load from a peer that breaks off or hangs fails within its deadline, and the slots are not written after it."""
+    """A load from a peer that disconnects or hangs fails by its deadline, and its slots are not written afterwards."""
     with rig_of(fake.address) as rig:
         keys = [b"key-%d" % number for number in range(6)]
         assert [rig.lookup(key) for key in keys] == [LookupResult.HIT] * 6
         fake.answer = answer
         loaded = rig.load(keys)
         assert not any(outcome.ok for outcome in loaded.outcomes)
-        # A broken connection is no reason for distrust; a record longer than a block is.
+        # A broken connection does not disqualify a peer; a record longer than a block does.
         assert (Outcome.CORRUPT in loaded.outcomes) == (answer is BREAKS["huge length"])
         for slot in range(6):
             rig.fill(slot)
@@ -169,7 +97,7 @@ def test_what_breaks_off_or_hangs_costs_its_blocks(fake: FakePeer, answer: Answe
 
 @pytest.mark.parametrize("byte", [b"\3", b"\x07", b"\xff"])
 def test_an_unknown_answer_to_a_lookup_is_a_failure(fake: FakePeer, byte: bytes) -> None:
-    """A byte that no version knows is neither a hit nor an absence: the peer counts as failing."""
+    """An undefined byte is neither a hit nor a miss: the peer counts as failing."""
     fake.answer = lambda peer, sock, op, keys: sock.sendall(byte * len(keys))
     with rig_of(fake.address) as rig:
         assert rig.lookup(b"key") is LookupResult.MISS
@@ -177,7 +105,7 @@ def test_an_unknown_answer_to_a_lookup_is_a_failure(fake: FakePeer, byte: bytes)
 
 
 def test_a_peer_whose_loads_stall_is_left_alone(fake: FakePeer) -> None:
-    """Where lookups are answered and loads are not, two loads are lost, not one per request; then it is used again."""
+    """If lookups are answered and loads are not, two loads are lost, not one per request; later the peer is reused."""
     fake.answer = on_load(stall_in_the_middle)
 
     def loads() -> int:
@@ -199,17 +127,17 @@ def test_a_peer_whose_loads_stall_is_left_alone(fake: FakePeer) -> None:
 
 
 def test_more_than_was_asked_for_closes_the_connection(fake: FakePeer) -> None:
-    """What follows an answer is never taken for the next one."""
+    """Surplus bytes after an answer are never used as the next answer."""
     fake.answer = on_load(endless)
     with rig_of(fake.address) as rig:
         for start in range(0, 30, 3):
             keys = [b"key-%d" % number for number in range(start, start + 3)]
-            loaded = rig.load(keys)  # The rig compares every byte of what is said to be loaded.
+            loaded = rig.load(keys)  # The rig compares every byte that is reported as loaded.
             assert loaded.success or not any(outcome is Outcome.CORRUPT for outcome in loaded.outcomes)
 
 
 async def test_what_nobody_asked_for_closes_an_idle_connection(fake: FakePeer) -> None:
-    """Bytes behind the answer to a lookup are not the answer to the next one: the connection is not used again."""
+    """Bytes after the answer to a lookup are not the answer to the next one: the connection is not reused."""
 
     def more(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
         sock.sendall(b"\1" * len(keys) + b"\0" * 100)
@@ -230,7 +158,7 @@ async def test_what_nobody_asked_for_closes_an_idle_connection(fake: FakePeer) -
 
 
 async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer that was named longest ago is forgotten, with its connections; named again, it is asked again."""
+    """The peer named longest ago is forgotten, with its connections; if named again, it is contacted again."""
     monkeypatch.setattr("kvstore.backends.peer.backend._NAMED_MAX", 2)
     backend = PeerBackend(PeerConfig(request_peers=("127.0.0.0/8",), lookup_timeout=20, connect_timeout=20))
     await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
@@ -251,7 +179,7 @@ async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_single_bytes_make_whole_blocks(fake: FakePeer) -> None:
-    """An answer that comes in pieces of one byte is put together right."""
+    """An answer that arrives in single bytes is assembled correctly."""
 
     def in_bytes(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -278,7 +206,7 @@ GREETINGS = {
 
 @pytest.mark.parametrize("greets", GREETINGS.values(), ids=GREETINGS.keys())
 def test_a_peer_that_greets_badly_is_never_asked(fake: FakePeer, greets: Callable[[socket.socket], None]) -> None:
-    """Whoever listens there: a lookup is a MISS within its deadline, and the statistics say why."""
+    """With any server at the address, a lookup is a MISS by its deadline, and the statistics give the reason."""
     fake.greets = greets
     with rig_of(fake.address) as rig:
         assert rig.lookup(b"key") is LookupResult.MISS
@@ -286,7 +214,7 @@ def test_a_peer_that_greets_badly_is_never_asked(fake: FakePeer, greets: Callabl
 
 
 def test_another_secret_is_told(fake: FakePeer) -> None:
-    """A peer with another secret is named as such, and the secret is not."""
+    """The error reports that a peer has another secret, and does not show the secret."""
     fake.secret = b"one secret of fake peers"
     with rig_of(fake.address, secret="quite another secret") as rig:
         assert rig.lookup(b"key") is LookupResult.MISS
@@ -297,14 +225,14 @@ def test_another_secret_is_told(fake: FakePeer) -> None:
 
 @pytest.mark.parametrize("answer", [*LIES.values(), *BREAKS.values()], ids=[*LIES.keys(), *BREAKS.keys()])
 def test_a_bad_peer_costs_only_itself(fake: FakePeer, serving: Serving, answer: Answer) -> None:
-    """Beside a peer that lies or hangs, another one's blocks are found and loaded, all of them in the end."""
+    """Beside a peer that sends false data or hangs, another peer's blocks are all found and loaded in the end."""
     fake.slot_bytes = SLOT_BYTES
     fake.answer = answer
     with rig_of(fake.address, serving.address, slot_bytes=SLOT_BYTES) as rig:
         keys = [key_of(number) for number in range(8)]
 
         def all_load() -> bool:
-            # A request whose block failed computes it; the next one asks anew.
+            # A request computes a failed block itself; the next request looks it up again.
             hits = [key for key in keys if rig.lookup(key) is LookupResult.HIT]
             return len(hits) == 8 and rig.load(hits).success
 
@@ -312,7 +240,7 @@ def test_a_bad_peer_costs_only_itself(fake: FakePeer, serving: Serving, answer: 
 
 
 def test_a_killed_peer_is_a_miss_and_is_used_again(serving: Serving) -> None:
-    """Killed between lookup and load, a peer costs its blocks; started again, it is found without a restart of ours."""
+    """A peer killed between lookup and load costs its blocks; once restarted, it is found without restarting ours."""
     with rig_of(serving.address, slot_bytes=SLOT_BYTES, breaker_cooldown="50ms", breaker_cooldown_max="100ms") as rig:
         keys = [key_of(number) for number in range(8)]
         assert [rig.lookup(key) for key in keys] == [LookupResult.HIT] * 8
@@ -325,7 +253,7 @@ def test_a_killed_peer_is_a_miss_and_is_used_again(serving: Serving) -> None:
 
 
 def test_a_stopped_peer_costs_its_deadline(serving: Serving) -> None:
-    """Stopped in its tracks, a peer is a miss; it is used again when it goes on."""
+    """A stopped peer is a miss; it is used again once it resumes."""
     with rig_of(serving.address, slot_bytes=SLOT_BYTES, breaker_cooldown="50ms", breaker_cooldown_max="100ms") as rig:
         keys = [key_of(number) for number in range(8)]
         assert [rig.lookup(key) for key in keys] == [LookupResult.HIT] * 8
@@ -341,7 +269,7 @@ def test_a_stopped_peer_costs_its_deadline(serving: Serving) -> None:
 
 
 def test_a_replaced_secret_shuts_out(serving: Serving) -> None:
-    """A peer that is started again with a secret gives nothing to those without it, and all to those that have it."""
+    """A peer restarted with a secret serves no client without it, and every client with it."""
     with rig_of(serving.address, slot_bytes=SLOT_BYTES) as without:
         assert without.lookup(key_of(0)) is LookupResult.HIT
         serving.kill()
@@ -354,7 +282,7 @@ def test_a_replaced_secret_shuts_out(serving: Serving) -> None:
 
 
 def test_another_namespace_has_nothing(serving: Serving, caplog: pytest.LogCaptureFixture) -> None:
-    """An engine of another namespace finds nothing; that is no failure of the peer, and it is logged once."""
+    """An engine of another namespace finds no block; the peer does not count as failing, and this is logged once."""
     config = {"backend": "peer", "peers": [serving.address], "negative_ttl": "1ms", **QUICK}
 
     def foreign(rig: TierRig) -> float:
@@ -376,7 +304,7 @@ def test_another_namespace_has_nothing(serving: Serving, caplog: pytest.LogCaptu
 
 
 def test_a_request_names_a_peer(serving: Serving) -> None:
-    """A peer that only a request names is asked for it; one that it may not name is not."""
+    """A peer that a request names is contacted for it; a peer that the request may not name is not."""
     with rig_of(slot_bytes=SLOT_BYTES, request_peers=["127.0.0.0/8"], negative_ttl=60) as rig:
         assert rig.lookup(key_of(0)) is LookupResult.MISS
         named = RequestContext("request-1", source=Source(serving.address), since=rig.tier._clock())
@@ -389,7 +317,7 @@ def test_a_request_names_a_peer(serving: Serving) -> None:
 
 @pytest.mark.parametrize("host", ["thread", "process"])
 def test_many_blocks_come_whole(serving: Serving, host: str) -> None:
-    """All blocks of a peer, in jobs that run at once, come byte by byte, also in an I/O process."""
+    """All blocks of a peer, loaded by concurrent jobs, arrive intact, also in an I/O process."""
     with rig_of(serving.address, slot_bytes=SLOT_BYTES, io=host, **{**QUICK, "load_timeout": 20}) as rig:
         keys = [key_of(number) for number in range(SLOTS)]
         jobs = {rig.submit_load(keys[i : i + 8], range(i, i + 8)): i for i in range(0, SLOTS, 8)}

@@ -1,4 +1,4 @@
-"""Prefill and decode: one engine fetches blocks while the other computes them, and computes those that never come."""
+"""Prefill and decode: one engine fetches blocks while the other computes them, and computes blocks that never come."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def payload(key: BlockKey) -> bytes:
 
 
 def digest(name: str) -> bytes:
-    """Return what stands for the name of a hand-over."""
+    """Return a digest for the name of a hand-over."""
     return hashlib.sha256(name.encode()).digest()
 
 
@@ -62,13 +62,13 @@ class Side:
         self.manager.on_step_end()
 
     def look(self, ctx: RequestContext) -> list[str]:
-        """Make a step in which a request looks for its blocks."""
+        """Make a step in which a request looks up its blocks."""
         answers = [self.manager.lookup(key, ctx).value for key in KEYS]
         self.manager.on_step_end()
         return answers
 
     def prove(self, keys: list[BlockKey], ctx: RequestContext) -> None:
-        """Compare every byte of blocks that are in memory."""
+        """Compare every byte of the blocks in memory."""
         assert {self.manager.lookup(key, ctx) for key in keys} == {LookupResult.HIT}
         slots = self.manager.prepare_load(keys, ctx)
         assert slots is not None
@@ -79,7 +79,7 @@ class Side:
 
     @property
     def held(self) -> int:
-        """Blocks that are kept from eviction, after a step."""
+        """Return the number of blocks kept from eviction, after a step."""
         self.manager.on_step_end()
         return self.manager.stats().primary.held
 
@@ -92,13 +92,13 @@ class Side:
 
 @pytest.fixture
 def port() -> int:
-    """Where the engine that prefills serves."""
+    """The port on which the prefill engine serves."""
     return free_port()
 
 
 @pytest.fixture
 def prefill(port: int) -> Iterator[Side]:
-    """The engine that prefills."""
+    """The prefill engine."""
     side = Side(serves=True, listen=f"127.0.0.1:{port}")
     yield side
     side.close()
@@ -106,7 +106,7 @@ def prefill(port: int) -> Iterator[Side]:
 
 @pytest.fixture
 def decode() -> Iterator[Side]:
-    """The engine that decodes."""
+    """The decode engine."""
     side = Side(serves=False, request_peers=["127.0.0.0/8"])
     yield side
     side.close()
@@ -114,7 +114,7 @@ def decode() -> Iterator[Side]:
 
 @pytest.fixture
 def fetch(port: int, decode: Side) -> Callable[..., RequestContext]:
-    """Begin a request of the engine that decodes, which names the other one."""
+    """Begin a request of the decode engine that names the prefill engine."""
 
     def begin(name: str = "r", patience_s: float = NEVER_S, source: str = "") -> RequestContext:
         named = Source(source or f"127.0.0.1:{port}", digest(name))
@@ -126,7 +126,7 @@ def fetch(port: int, decode: Side) -> Callable[..., RequestContext]:
 
 
 def handed_over(prefill: Side, name: str = "r") -> RequestContext:
-    """Begin a request of the engine that prefills."""
+    """Begin a request of the prefill engine."""
     ctx = RequestContext(name, hand_over_s=NEVER_S, hand_over=digest(name))
     prefill.manager.on_new_request(ctx, KEYS)
     return ctx
@@ -135,7 +135,7 @@ def handed_over(prefill: Side, name: str = "r") -> RequestContext:
 def test_blocks_arrive_while_others_are_computed(
     prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
 ) -> None:
-    """What is computed is loaded at once, and the request waits for the rest; what was fetched is not kept any more."""
+    """Computed blocks are loaded at once while the request waits for the rest; fetched blocks are no longer pinned."""
     source = handed_over(prefill)
     prefill.compute(KEYS[:2], source)
     ctx = fetch()
@@ -153,11 +153,11 @@ def test_blocks_arrive_while_others_are_computed(
 def test_a_prefill_that_has_not_begun_is_waited_for(
     prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
 ) -> None:
-    """A request that came to the other engine, and whose blocks are not known there yet, is worth waiting for."""
+    """A decode request waits for a request that reached the prefill engine but whose blocks are still unknown there."""
     source = RequestContext("r", hand_over_s=NEVER_S, hand_over=digest("r"))
     prefill.manager.on_new_request(source)
     ctx = fetch()
-    ctx.since -= 30  # The time in which it might not have come there is over.
+    ctx.since -= 30  # The time allowed for its arrival is over.
     for _ in range(50):
         assert decode.look(ctx) == ["retry"] * 6
         time.sleep(0.002)
@@ -169,15 +169,15 @@ def test_a_prefill_that_has_not_begun_is_waited_for(
 def test_a_lost_block_is_not_waited_for_because_another_request_waits(
     prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
 ) -> None:
-    """While the blocks of another hand-over are unknown, a block that is lost is a miss, and not one that may come."""
+    """While the blocks of another hand-over are unknown, a lost block is a miss, not a block that may still come."""
     prefill.manager.on_new_request(RequestContext("other", hand_over_s=NEVER_S, hand_over=digest("other")))
     source = handed_over(prefill)
     prefill.compute(KEYS[:3], source)
     prefill.manager.on_request_finished(source)
     ctx = fetch()
-    ctx.since -= 30  # The time in which the request might not have come there is over.
+    ctx.since -= 30  # The time allowed for the request's arrival is over.
     eventually(lambda: decode.look(ctx) == ["hit"] * 3 + ["miss"] * 3, what="the misses")
-    # The request that does wait there is waited for, though others have asked for the same blocks before.
+    # The pending request is still waited for, although the same blocks were looked up before.
     other = fetch("other")
     other.since -= 30
     for _ in range(50):
@@ -190,7 +190,7 @@ def test_a_lost_block_is_not_waited_for_because_another_request_waits(
 def test_a_hand_over_without_a_name_is_waited_for_a_second(
     prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
 ) -> None:
-    """Where the routers give no name, nothing is waited for on account of blocks that are not known yet."""
+    """Without a name from the routers, a request does not wait for unknown blocks."""
     prefill.manager.on_new_request(RequestContext("r", hand_over_s=NEVER_S))
     ctx = fetch()
     ctx.source = Source(ctx.source.address)
@@ -201,7 +201,7 @@ def test_a_hand_over_without_a_name_is_waited_for_a_second(
 def test_what_is_not_computed_there_is_computed_here(
     prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
 ) -> None:
-    """Where the prefill ends without some blocks, they are misses, and what came stands."""
+    """If the prefill ends without some blocks, they are misses, and the blocks that arrived remain valid."""
     source = handed_over(prefill)
     prefill.compute(KEYS[:3], source)
     ctx = fetch()
@@ -214,7 +214,7 @@ def test_what_is_not_computed_there_is_computed_here(
 def test_an_engine_that_never_hears_of_the_request(
     prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
 ) -> None:
-    """A source that computes nothing for the request costs a second, and one that is not there less."""
+    """A source that never receives the request costs a second, and an unreachable one less."""
     ctx = fetch()
     begun = time.monotonic()
     eventually(lambda: decode.look(ctx) == ["miss"] * 6, what="the misses")
@@ -224,7 +224,7 @@ def test_an_engine_that_never_hears_of_the_request(
 
 
 def test_patience_ends(prefill: Side, decode: Side, fetch: Callable[..., RequestContext]) -> None:
-    """A prefill that hangs is waited for only so long."""
+    """The wait for a hanging prefill is bounded."""
     handed_over(prefill)
     ctx = fetch(patience_s=0.3)
     eventually(lambda: decode.look(ctx) == ["miss"] * 6, what="the misses")
@@ -233,7 +233,7 @@ def test_patience_ends(prefill: Side, decode: Side, fetch: Callable[..., Request
 def test_others_do_not_wait_for_a_prefill(
     prefill: Side, decode: Side, fetch: Callable[..., RequestContext], port: int
 ) -> None:
-    """A request that names the engine as a mere source computes what is not there at once."""
+    """A request that names the engine only as a source computes missing blocks at once."""
     source = handed_over(prefill)
     prefill.compute(KEYS[:3], source)
     ctx = fetch(patience_s=0.0)
@@ -243,7 +243,7 @@ def test_others_do_not_wait_for_a_prefill(
 def test_blocks_are_kept_for_each_engine_that_is_to_fetch_them(
     prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
 ) -> None:
-    """Blocks of two requests that are handed over are kept until both have been fetched, and no eviction takes them."""
+    """Held blocks of two hand-overs (up to a quarter of the slots) are not evicted until both have been fetched."""
     one, two = handed_over(prefill, "one"), handed_over(prefill, "two")
     prefill.compute(KEYS, one)
     prefill.compute(KEYS, two)
@@ -251,7 +251,7 @@ def test_blocks_are_kept_for_each_engine_that_is_to_fetch_them(
         prefill.manager.on_request_finished(request)
     ctx = fetch()
     eventually(lambda: decode.look(ctx) == ["hit"] * 6, what="the blocks")
-    # Both would have to be fetched: the second fetch is due.
+    # Both fetches are needed: the second is still outstanding.
     assert prefill.held == prefill.manager.stats().primary.slots // 4
     crowd = RequestContext("crowd")
     prefill.manager.on_new_request(crowd)

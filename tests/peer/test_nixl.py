@@ -1,4 +1,4 @@
-"""Blocks read from a peer's memory by NIXL: the right bytes, TCP where it fails, and nothing written late."""
+"""Blocks that NIXL reads from a peer's memory: the right bytes, a fallback to TCP, and no late write."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from kvstore.primary.lending import Lender
 from kvstore.testing.tier_rig import TierRig
 from tests.peer.fake_peer import FakePeer, honest
 from tests.peer.ports import free_port
-from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of, stop
+from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
+from tests.stopping import stop
 
 KEYS = [key_of(number) for number in range(SLOTS)]
 ROW_BYTES = 1 << 20
@@ -51,13 +52,13 @@ def rig_of(*addresses: str, **more: Any) -> TierRig:
 
 
 def counter(rig: TierRig, name: str) -> int:
-    """Return a count of the backend, by its own books."""
+    """Return a count from the backend's own statistics."""
     return rig.tier.stats().backend_counters[name]
 
 
 @pytest.mark.parametrize("io", ["thread", "process"])
 def test_blocks_are_read_by_nixl(tmp_path: Any, io: str) -> None:
-    """All blocks of a peer arrive by NIXL, verified, also after the peer was killed and started again."""
+    """All blocks of a peer arrive by NIXL and verify, also after the peer was killed and restarted."""
     with Serving(tmp_path, transport="nixl", serve_share=1.0) as serving, rig_of(serving.address, io=io) as rig:
         for _ in range(2):
             assert rig.load(KEYS).successful_keys == tuple(KEYS)
@@ -70,7 +71,7 @@ def test_blocks_are_read_by_nixl(tmp_path: Any, io: str) -> None:
 
 
 def test_a_peer_without_nixl(tmp_path: Any) -> None:
-    """Its blocks are sent."""
+    """The blocks of a peer without NIXL are sent over TCP."""
     with Serving(tmp_path) as serving, rig_of(serving.address) as rig:
         assert rig.load(KEYS).success
         rig.until(lambda: counter(rig, "connections_opened"), "statistics")
@@ -80,7 +81,7 @@ def test_a_peer_without_nixl(tmp_path: Any) -> None:
 def lending(
     metadata: bytes, length: int | None = None, address: int = 4096
 ) -> Callable[[FakePeer, socket.socket, Op, list[bytes]], None]:
-    """Answer honestly, but lend rows that are all at one address of a memory with this metadata."""
+    """Answer correctly, but lend rows at one address of a memory with this metadata."""
 
     def answer(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
         if op is Op.MEMORY:
@@ -99,13 +100,13 @@ def lending(
 
 @pytest.fixture
 def liar() -> Iterator[FakePeer]:
-    """A peer with blocks as long as ours."""
+    """A peer with blocks of our length."""
     with FakePeer(Namespace(FIELDS), SLOT_BYTES) as peer:
         yield peer
 
 
 def test_metadata_that_is_none(liar: FakePeer) -> None:
-    """What NIXL can't read costs a warning; the blocks come over the same connection, and NIXL is left alone."""
+    """Metadata that NIXL cannot read costs a warning; the blocks use the same connection, and NIXL is used no more."""
     liar.answer = lending(b"no metadata at all")
     with rig_of(liar.address) as rig:
         for _ in range(2):
@@ -116,7 +117,7 @@ def test_metadata_that_is_none(liar: FakePeer) -> None:
 
 
 def test_an_address_outside_of_the_memory(liar: FakePeer) -> None:
-    """NIXL refuses to read it; the blocks are sent."""
+    """NIXL refuses to read the address; the blocks are sent over TCP."""
     with remote_memory() as remote:
         liar.answer = lending(remote.metadata)
         with rig_of(liar.address) as rig:
@@ -138,7 +139,7 @@ def test_an_address_outside_of_the_memory(liar: FakePeer) -> None:
     ids=["no row", "longer than a block", "stray bytes", "lent without being asked", "endless metadata"],
 )
 def test_frames_that_lie(liar: FakePeer, answer: Any) -> None:
-    """They end the connection and the load, and nothing of them is a hit."""
+    """False frames end the connection and the load, and give no hit."""
     liar.answer = answer
     with rig_of(liar.address) as rig:
         assert not rig.load(KEYS[:8]).successful_keys
@@ -147,7 +148,7 @@ def test_frames_that_lie(liar: FakePeer, answer: Any) -> None:
 
 
 def test_wrong_bytes_are_not_believed(liar: FakePeer) -> None:
-    """Rows whose bytes are not those of their headers are misses."""
+    """Rows whose bytes do not match their headers are misses."""
     with remote_memory() as remote:
         liar.answer = lending(remote.metadata, address=remote.address)
         with rig_of(liar.address) as rig:
@@ -156,7 +157,7 @@ def test_wrong_bytes_are_not_believed(liar: FakePeer) -> None:
 
 
 def test_a_memory_that_does_not_answer(liar: FakePeer) -> None:
-    """After half of the time the blocks are sent, and no slot is written late."""
+    """After half of the time the blocks are sent over TCP, and no slot is written late."""
     with remote_memory() as remote:
         liar.answer = lending(remote.metadata, address=remote.address)
         stop(remote.process.pid)
@@ -167,7 +168,7 @@ def test_a_memory_that_does_not_answer(liar: FakePeer) -> None:
 
 
 async def test_a_close_in_the_middle_of_a_read(liar: FakePeer) -> None:
-    """It does not wait for the read, and leaves its memory alone."""
+    """A close does not wait for the read, and leaves its memory in place."""
     with remote_memory() as remote:
         liar.answer = lending(remote.metadata, address=remote.address)
         backend = PeerBackend(PeerConfig(peers=(liar.address,), transport="nixl", **PATIENT))
@@ -215,7 +216,7 @@ sys.stdin.read()
 
 @contextmanager
 def remote_memory() -> Iterator[RemoteMemory]:
-    """Start the process; it ends with the block."""
+    """Start the process; end it when the context ends."""
     remote = RemoteMemory()
     try:
         yield remote
@@ -225,7 +226,7 @@ def remote_memory() -> Iterator[RemoteMemory]:
 
 
 async def test_a_read_that_does_not_end() -> None:
-    """It fails in time; its targets stay untouched for ever, and its buffers are used again once it has ended."""
+    """The read fails in time; its targets are never written, and its buffers are reused once it has ended."""
     with remote_memory() as remote:
         reader = NixlReader(ROW_BYTES)
         targets = [bytearray(b"\xff" * ROW_BYTES) for _ in range(4)]
@@ -258,8 +259,22 @@ async def test_a_read_that_does_not_end() -> None:
         assert reader._agent is None
 
 
+def test_a_read_does_not_begin_after_its_time() -> None:
+    """A read that waited too long for a thread fails before NIXL touches a buffer."""
+
+    async def made() -> NixlReader:
+        return NixlReader(ROW_BYTES)
+
+    reader = asyncio.run(made())
+    with pytest.raises(NixlError, match="too late to begin"):
+        reader._read(b"metadata", [], time.monotonic() - 1)
+    assert not reader._peers
+    reader.stop()
+    reader.close()
+
+
 async def test_a_peer_that_is_killed() -> None:
-    """A read of it fails, and the next one begins with a new connection."""
+    """A read from the peer fails, and the next one starts with a new connection."""
     with remote_memory() as remote:
         reader = NixlReader(ROW_BYTES)
         row = RemoteRow(remote.address, [memoryview(bytearray(ROW_BYTES))])
@@ -277,7 +292,7 @@ async def test_a_peer_that_is_killed() -> None:
 
 
 async def test_a_state_that_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transfer that ends otherwise is a failure."""
+    """A transfer that ends in any other state is a failure."""
     with remote_memory() as remote:
         reader = NixlReader(ROW_BYTES)
         monkeypatch.setattr(reader._agent, "transfer", lambda _: "ERR")
@@ -288,7 +303,7 @@ async def test_a_state_that_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_idle_agent_sleeps() -> None:
-    """Its thread waits for work; NIXL's own default keeps a core busy."""
+    """The agent's thread waits for work; with NIXL's default it would keep a core busy."""
     shared = SharedMemory(memoryview(bytearray(4096)))
     begun, cpu_s = time.monotonic(), time.process_time()
     time.sleep(1)
@@ -297,7 +312,7 @@ def test_an_idle_agent_sleeps() -> None:
 
 
 async def test_memory_that_is_no_longer_shared() -> None:
-    """After a close nobody can read it."""
+    """After a close the memory cannot be read."""
     backend = PeerBackend(PeerConfig(listen=f"127.0.0.1:{free_port()}", transport="nixl"))
     primary = PrimaryTier(memoryview(bytearray(4096)), 4096)
     backend.set_lender(Lender(primary))
@@ -316,7 +331,7 @@ async def test_memory_that_is_no_longer_shared() -> None:
 
 
 async def test_buffers_that_are_all_taken() -> None:
-    """Reads that find no buffer fail in time, and so do those that wait for a thread; a close leaves it all behind."""
+    """Reads without a free buffer or thread fail in time, and a close does not wait for them."""
     with remote_memory() as remote:
         reader = NixlReader(ROW_BYTES)
         row = RemoteRow(remote.address, [memoryview(bytearray(ROW_BYTES))])
@@ -335,7 +350,7 @@ async def test_buffers_that_are_all_taken() -> None:
 
 
 def test_rows_are_those_of_the_memory() -> None:
-    """Rows within it have an address; all else has none."""
+    """Rows within the memory have an address; others have none."""
     memory = np.zeros(4 * 4096, np.uint8)
     shared = SharedMemory(memoryview(memory))
     view = memoryview(memory)
@@ -344,10 +359,14 @@ def test_rows_are_those_of_the_memory() -> None:
     assert shared.address_of(memoryview(bytes(4096))) is None
     assert shared.address_of(view[:0]) is None
     shared.close()
+    half = SharedMemory(view[:8192])
+    assert half.address_of(view[4096:8192]) is not None
+    assert half.address_of(view[4096:12288]) is None
+    half.close()
 
 
 def test_what_is_configured_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TLS does not go with it, and where it is not installed the error says what to do."""
+    """TLS is refused with NIXL, and without NIXL installed the error gives a remedy."""
     with pytest.raises(ConfigError, match="does not encrypt"):
         PeerConfig(peers=("127.0.0.1:5710",), transport="nixl", tls=True)
     with pytest.raises(ConfigError, match="transport"):

@@ -1,4 +1,4 @@
-"""The frames of the peer protocol: golden bytes, the page that describes them, and what is no frame."""
+"""The frames of the peer protocol: golden bytes, their documentation, and invalid frames."""
 
 from __future__ import annotations
 
@@ -64,25 +64,25 @@ SHA256 = {
     "v2-returned.bin": "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d",
     "v2-welcome.bin": "77e410fa611aab46bbdd5ff5b86d72dec267d6926410a1cd4c635f4c8fa7d3d6",
 }
-"""Digests of all golden files ever made, so that none is quietly replaced."""
+"""Digests of all golden files ever made, so that a replacement is detected."""
 
 ROW = re.compile(r"^\| (\d+) \| (\d+) \| \w+ \| `(\w+)` \|", re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", sorted(SHA256))
 def test_golden_files_never_change(name: str) -> None:
-    """Every file is the one that was made with its version."""
+    """Every file is the one made with its version."""
     assert hashlib.sha256((GOLDEN / name).read_bytes()).hexdigest() == SHA256[name]
 
 
 @pytest.mark.parametrize("name", FRAMES)
 def test_frames_are_the_golden_ones(name: str) -> None:
-    """Today's code makes the bytes that this version always made; another byte is another version."""
+    """Current code produces the same bytes that this version always produced; other bytes need another version."""
     assert FRAMES[name] == (GOLDEN / f"v{protocol.VERSION}-{name}.bin").read_bytes()
 
 
 def test_golden_frames_are_read() -> None:
-    """What went into the golden frames comes out of them, and both proofs are checked."""
+    """The golden frames decode to their original content, and both proofs are checked."""
     hello = (GOLDEN / "v2-hello.bin").read_bytes()
     assert protocol.read_greeting(hello) == Greeting(CLIENT_NONCE, NAMESPACE)
     welcome = protocol.read_greeting((GOLDEN / "v2-welcome.bin").read_bytes())
@@ -113,7 +113,7 @@ def test_golden_frames_are_read() -> None:
 
 
 def test_earlier_versions_are_refused() -> None:
-    """The greetings of version 1 are read as such, and nothing more of it."""
+    """The greetings of version 1 are recognised, and no other frame of it is."""
     for name in ("hello", "welcome", "foreign"):
         with pytest.raises(PeerProtocolError, match=r"it speaks version 1 .*, expected 2"):
             protocol.read_greeting((GOLDEN / f"v1-{name}.bin").read_bytes())
@@ -145,7 +145,7 @@ def test_the_page_covers_the_frames() -> None:
     ids=["other magic", "other version", "unknown flag"],
 )
 def test_what_is_no_greeting(data: bytes) -> None:
-    """A start that this release does not know is refused by both sides."""
+    """An unknown greeting is refused by both sides."""
     with pytest.raises(PeerProtocolError):
         protocol.read_greeting(data)
 
@@ -155,14 +155,14 @@ def test_what_is_no_greeting(data: bytes) -> None:
     [(0, 0, 1, 2), (6, 0, 1, 2), (1, 1, 1, 2), (1, 0, 0, 0), (1, 0, 4097, 9000), (2, 0, 2, 3), (2, 0, 2, 131)],
 )
 def test_what_is_no_question(op: int, reserved: int, count: int, body_bytes: int) -> None:
-    """An unknown kind, no key or too many, or a length that so many keys can't have is refused before it comes."""
+    """An unknown kind, an invalid number of keys, or an impossible length is refused before the body is received."""
     data = protocol._QUESTION.pack(op, reserved, count, body_bytes)
     with pytest.raises(PeerProtocolError):
         protocol.read_question(data)
 
 
 def test_bodies_that_are_not_their_keys() -> None:
-    """Any change of a body's structure is refused; only another byte of a key is another key."""
+    """Any change of a body's structure is refused; a change within a key gives another key."""
     body = protocol.pack_question(Op.LOAD, KEYS)[protocol.QUESTION_BYTES :]
     for broken in (body[:-1], body + b"\0", b"\0" + body[1:], b"\x41" + body[1:], b"\xff" * len(body), b""):
         with pytest.raises(PeerProtocolError):
@@ -186,7 +186,7 @@ def test_what_is_no_part(data: bytes) -> None:
 
 
 def test_metadata_is_bounded() -> None:
-    """A length above the limit is refused before anything of it is received."""
+    """A length above the limit is refused before any of the metadata is received."""
     most = protocol.METADATA_MAX
     assert protocol.read_length(most.to_bytes(4, "little")) == most
     with pytest.raises(PeerProtocolError, match="65537 bytes of metadata"):

@@ -1,4 +1,4 @@
-"""The server against clients that lie, stall, flood and leave: no row stays lent, and the others are served."""
+"""The server with clients that send false data, stall, flood and leave: no row stays lent, and others are served."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECRET = "a secret of sixteen"
 
 
 class Served:
-    """A primary tier of eight blocks, and a backend that serves it."""
+    """A primary tier of eight blocks with a backend that serves it."""
 
     def __init__(self, **more: Any) -> None:
         self.port = free_port()
@@ -46,17 +46,17 @@ class Served:
 
     @property
     def lent(self) -> int:
-        """Rows that are on loan."""
+        """Return the number of lent rows."""
         return sum(self.primary.loans._lent.values())
 
     async def open(self) -> None:
-        """Serve."""
+        """Start serving."""
         await self.backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, SLOT_BYTES))
 
 
 @asynccontextmanager
 async def serving(**more: Any) -> AsyncIterator[Served]:
-    """Serve; at the end no row is lent."""
+    """Serve; check at the end that no row is lent."""
     served = Served(**more)
     await served.open()
     try:
@@ -68,7 +68,7 @@ async def serving(**more: Any) -> AsyncIterator[Served]:
 
 
 class Client:
-    """A raw connection."""
+    """A raw connection to the server."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -81,7 +81,7 @@ class Client:
         self.writer.write(protocol.client_proof(secret.encode(), hello, welcome.nonce))
 
     async def load(self, key: bytes, namespace: Namespace = NAMESPACE) -> bytes | None:
-        """Load one block and prove it; None if it is absent."""
+        """Load one block and verify it; None if it is absent."""
         self.writer.write(protocol.pack_question(Op.LOAD, [key]))
         part, length = protocol.read_part(await self.reader.readexactly(protocol.PART_BYTES))
         if part is Part.ABSENT:
@@ -93,12 +93,12 @@ class Client:
         return bytes(record[HEADER_BYTES:])
 
     async def lookup(self, keys: list[bytes]) -> bytes:
-        """Ask which blocks are there."""
+        """Ask the server which blocks it holds."""
         self.writer.write(protocol.pack_question(Op.LOOKUP, keys))
         return await self.reader.readexactly(len(keys))
 
     async def is_closed(self) -> bool:
-        """Wait for the end of the connection; False if something comes instead."""
+        """Wait for the end of the connection; False if data arrives instead."""
         with suppress(ConnectionError):
             async with asyncio.timeout(20):
                 return await self.reader.read(1) == b""
@@ -107,7 +107,7 @@ class Client:
 
 @asynccontextmanager
 async def client_of(served: Served) -> AsyncIterator[Client]:
-    """Connect."""
+    """Connect to the server."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1 << 16)
     try:
         yield Client(reader, writer)
@@ -118,7 +118,7 @@ async def client_of(served: Served) -> AsyncIterator[Client]:
 
 
 async def test_blocks_are_served() -> None:
-    """Whoever has the secret is told which blocks are there, and gets them."""
+    """A client with the secret can look up and load blocks."""
     async with serving() as served, client_of(served) as client:
         await client.greet()
         assert await client.lookup([served.keys[0], b"unknown", served.keys[7]]) == b"\1\0\1"
@@ -131,7 +131,7 @@ async def test_blocks_are_served() -> None:
 
 
 async def test_a_wrong_secret_gets_nothing() -> None:
-    """A client with another secret, or none, is not answered and counted as refused."""
+    """A client with another secret, or none, gets no answer and counts as refused."""
     async with serving() as served:
         for secret in ("another secret of", ""):
             async with client_of(served) as client:
@@ -143,7 +143,7 @@ async def test_a_wrong_secret_gets_nothing() -> None:
 
 
 async def test_a_proof_can_not_be_sent_back() -> None:
-    """The server's own proof does not open it, nor does one that was heard before."""
+    """Neither the server's own proof nor an earlier client's proof is accepted."""
     async with serving() as served:
         hello = protocol.pack_greeting(Greeting(bytes(32), NAMESPACE.digest))
         heard = b""
@@ -158,7 +158,7 @@ async def test_a_proof_can_not_be_sent_back() -> None:
 
 
 async def test_another_namespace_gets_nothing() -> None:
-    """A client of another namespace is told that no block is there."""
+    """For a client of another namespace, every block is absent."""
     async with serving() as served, client_of(served) as client:
         await client.greet(namespace=Namespace({"suite": "other"}))
         assert await client.lookup(served.keys) == bytes(8)
@@ -167,7 +167,7 @@ async def test_another_namespace_gets_nothing() -> None:
 
 @pytest.mark.parametrize("version", [1, 3])
 async def test_another_version_is_answered_with_ours(version: int) -> None:
-    """A client of an earlier or later version is told ours before the connection ends."""
+    """A client of an earlier or later version receives our version before the connection ends."""
     async with serving() as served, client_of(served) as client:
         hello = bytearray(protocol.pack_greeting(Greeting(bytes(32), NAMESPACE.digest)))
         hello[8] = version
@@ -189,7 +189,7 @@ async def test_another_version_is_answered_with_ours(version: int) -> None:
     ids=["half a question", "unknown", "no body", "huge", "broken keys", "two at once"],
 )
 async def test_what_is_no_question_ends_the_connection(data: bytes) -> None:
-    """Whatever comes in place of a question, the connection ends or answers it, and others are served."""
+    """For any bytes in place of a request, the server answers or closes the connection, and serves other clients."""
     async with serving(serve_connections=4) as served:
         async with client_of(served) as client:
             await client.greet()
@@ -204,7 +204,7 @@ async def test_what_is_no_question_ends_the_connection(data: bytes) -> None:
 
 
 async def test_questions_may_come_before_the_answers() -> None:
-    """Questions that are sent while earlier ones are answered are answered in their order."""
+    """Pipelined requests are answered in order."""
     async with serving(timeout=20) as served, client_of(served) as client:
         await client.greet()
         for number in range(8):
@@ -218,7 +218,7 @@ async def test_questions_may_come_before_the_answers() -> None:
 
 
 async def test_a_silent_client_is_not_kept() -> None:
-    """Who connects and says nothing is sent away, and takes no place from others."""
+    """A client that connects and sends nothing is disconnected, and takes no place from others."""
     async with serving(serve_connections=2) as served, client_of(served) as silent, client_of(served) as other:
         assert await silent.is_closed()
         assert await other.is_closed()
@@ -228,7 +228,7 @@ async def test_a_silent_client_is_not_kept() -> None:
 
 
 async def test_a_question_without_its_keys_ends_in_time() -> None:
-    """A client that announces keys and sends none is not waited for as for an idle one."""
+    """A client that announces keys and sends none has a shorter timeout than an idle one."""
     async with serving() as served, client_of(served) as client:
         await client.greet()
         assert await client.lookup(served.keys) == b"\1" * 8
@@ -237,10 +237,10 @@ async def test_a_question_without_its_keys_ends_in_time() -> None:
 
 
 async def test_strangers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of connections that have not proved themselves only so many are kept, however many places there are."""
+    """The number of unauthenticated connections is bounded, however many places there are."""
     monkeypatch.setattr("kvstore.backends.peer.server._GREETINGS_MAX", 2)
     async with serving(connect_timeout=20) as served, client_of(served), client_of(served) as second:
-        # The second greets, so it is no stranger any more when the first of the others comes.
+        # The second client authenticates before the first of the others connects.
         await second.greet()
         assert await second.lookup(served.keys) == b"\1" * 8
         async with client_of(served) as third, client_of(served) as fourth:
@@ -251,7 +251,7 @@ async def test_strangers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_connections_are_bounded() -> None:
-    """One connection more than there may be is closed at once, and counted."""
+    """A connection above the limit is closed at once, and counted."""
     async with serving(serve_connections=1) as served, client_of(served) as first:
         await first.greet()
         assert await first.lookup(served.keys) == b"\1" * 8
@@ -262,7 +262,7 @@ async def test_connections_are_bounded() -> None:
 
 
 async def test_a_client_that_does_not_read_holds_one_row_for_a_while() -> None:
-    """Of a client that asks for everything and reads nothing, one row is lent; after the timeout none is."""
+    """A client that requests every block and reads nothing holds one row, and none after the timeout."""
     async with serving() as served, client_of(served) as client:
         await client.greet()
         client.writer.write(protocol.pack_question(Op.LOAD, served.keys * 8))
@@ -277,7 +277,7 @@ async def test_a_client_that_does_not_read_holds_one_row_for_a_while() -> None:
 
 
 async def test_rows_lent_are_a_share_of_the_tier() -> None:
-    """More clients that do not read than rows may be lent: the rest waits, and no more rows are out than the share."""
+    """With more non-reading clients than lendable rows, the others wait, and lent rows stay within the share."""
     async with serving(serve_share=0.25, timeout=2) as served:
         async with client_of(served) as one, client_of(served) as two, client_of(served) as three:
             for client in (one, two, three):
@@ -291,7 +291,7 @@ async def test_rows_lent_are_a_share_of_the_tier() -> None:
 
 
 async def test_a_block_that_is_evicted_while_it_is_sent() -> None:
-    """The row of a block that leaves while it is sent stays as it is to the end, and its slot is free after it."""
+    """The row of a block evicted while being sent stays unchanged to the end, and its slot is free afterwards."""
     async with serving(timeout=20) as served, client_of(served) as client:
         await client.greet()
         client.writer.write(protocol.pack_question(Op.LOAD, [served.keys[0]] * 64))
@@ -316,7 +316,7 @@ async def test_a_block_that_is_evicted_while_it_is_sent() -> None:
 
 
 async def test_a_closed_lender_has_nothing() -> None:
-    """While the namespace of the rows changes nothing is served of them."""
+    """While the namespace of the rows changes, none of them is served."""
     async with serving() as served, client_of(served) as client:
         await client.greet()
         served.lender.is_open = False
@@ -325,7 +325,7 @@ async def test_a_closed_lender_has_nothing() -> None:
 
 
 async def test_a_port_that_is_taken() -> None:
-    """A port that another process has is named in the error."""
+    """A port in use by another process is named in the error."""
     async with serving() as served:
         other = Served()
         other.backend = PeerBackend(PeerConfig(listen=f"127.0.0.1:{served.port}"))
@@ -342,11 +342,11 @@ async def _until(predicate: Any) -> None:
 
 
 NIXL_ROWS = {"transport": "nixl", "serve_share": 0.5}
-"""Four rows may be lent."""
+"""The share allows four lent rows."""
 
 
 async def lend(client: Client, keys: list[bytes]) -> list[tuple[Part, bytes]]:
-    """Ask for rows; return for each block the part, and its header or record."""
+    """Request rows; return for each block the part, and its header or record."""
     client.writer.write(protocol.pack_question(Op.LEND, keys))
     answers = []
     for _ in keys:
@@ -357,7 +357,7 @@ async def lend(client: Client, keys: list[bytes]) -> list[tuple[Part, bytes]]:
 
 
 async def test_rows_are_lent_until_they_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most as many as the share; the rest is sent. A lent row outlives its block, and is free after the return."""
+    """At most the share is lent; the rest is sent. A lent row outlives its block, and is free after the return."""
     async with serving(**NIXL_ROWS) as served, client_of(served) as client:
         sent: list[bytes] = []
         monkeypatch.setattr(served.lender, "note_sent", sent.append)
@@ -389,7 +389,7 @@ async def test_rows_are_lent_until_they_are_returned(monkeypatch: pytest.MonkeyP
 
 
 async def test_rows_that_are_not_returned() -> None:
-    """The connection is closed after the time that sending would have taken, or at another byte; no row stays lent."""
+    """The connection is closed after the time that sending would take, or at an invalid byte; no row stays lent."""
     async with serving(**NIXL_ROWS, bytes_per_second_min=100 << 20) as served:
         async with client_of(served) as client:
             await client.greet()
@@ -406,7 +406,7 @@ async def test_rows_that_are_not_returned() -> None:
 
 
 async def test_memory_is_described_to_who_may_read_it() -> None:
-    """Not to a client of another namespace, nor by a transport that is not known, nor without NIXL."""
+    """The memory is described only to clients of the namespace, for a known transport, and with NIXL."""
 
     async def metadata(client: Client, name: bytes = protocol.NIXL) -> bytes:
         client.writer.write(protocol.pack_question(Op.MEMORY, [name]))

@@ -1,4 +1,4 @@
-"""Blocks on an engine's disk are served to peers, within bounds, and whatever the disk does."""
+"""Blocks on an engine's disk are served to peers, within limits, whatever the state of the disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def payload(key: bytes) -> bytes:
 
 
 class Engine:
-    """Half of its blocks are in memory, and all of them on disk."""
+    """An engine with half of its blocks in memory, and all of them on disk."""
 
     def __init__(self, directory: Path, **disk: Any) -> None:
         self.region = Region.create(slots=SLOTS, slot_bytes=SLOT_BYTES)
@@ -76,13 +76,13 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def rig_of(engine: Engine) -> TierRig:
-    """Return a rig over a tier that asks the engine."""
+    """Return a rig over a tier that loads from the engine."""
     options = {"backend": "peer", "peers": [engine.address], "lookup_timeout": 10, "load_timeout": 20, "timeout": 10}
     return TierRig(options, namespace=NAMESPACE, slot_bytes=SLOT_BYTES, slots=SLOTS)
 
 
 def test_blocks_in_memory_and_on_disk_come_in_one_load(engine: Engine) -> None:
-    """A load finds each block where it is; every byte is compared, and the disk is read for what memory lacks only."""
+    """A load finds each block in memory or on disk; all bytes are compared; only missing blocks are read from disk."""
     with rig_of(engine) as rig:
         assert [rig.lookup(key) for key in KEYS] == [LookupResult.HIT] * SLOTS
         keys = [*KEYS, b"nobody has it"][-SLOTS:]
@@ -95,7 +95,7 @@ def test_blocks_in_memory_and_on_disk_come_in_one_load(engine: Engine) -> None:
 
 
 def test_a_damaged_block_is_absent_and_its_engine_is_trusted(engine: Engine, tmp_path: Path) -> None:
-    """What rots on the disk is not sent, so that the peer goes on asking for the rest."""
+    """A block damaged on the disk is not sent, so that the peer keeps requesting the others."""
     damaged = 0
     for path in tmp_path.rglob("*"):
         if path.is_file() and (content := path.read_bytes()).count(payload(KEYS[1])[:64]):
@@ -111,7 +111,7 @@ def test_a_damaged_block_is_absent_and_its_engine_is_trusted(engine: Engine, tmp
 
 
 def test_a_disk_that_is_gone_leaves_memory(engine: Engine) -> None:
-    """With its disk tier closed an engine goes on serving its memory."""
+    """An engine with a closed disk tier still serves its memory."""
     engine.disk.close()
     with rig_of(engine) as rig:
         assert [rig.lookup(key) for key in KEYS[:4]] == [LookupResult.HIT, LookupResult.MISS] * 2
@@ -128,7 +128,7 @@ def test_a_disk_that_is_gone_leaves_memory(engine: Engine) -> None:
     ],
 )
 def test_a_disk_whose_records_would_not_load_is_not_offered(tmp_path: Path, disk: dict[str, Any]) -> None:
-    """Only memory is served where the disk's records are encoded, in another process, or under other names."""
+    """If the disk's records are encoded, in another process, or under other names, only memory is served."""
     engine = Engine(tmp_path, **disk)
     try:
         with rig_of(engine) as rig:
@@ -138,7 +138,7 @@ def test_a_disk_whose_records_would_not_load_is_not_offered(tmp_path: Path, disk
 
 
 class Hanging(MemoryBackend):
-    """A disk that has everything, and hangs until it is let go."""
+    """A disk that holds every block, and hangs until released."""
 
     def __init__(self) -> None:
         super().__init__(TierConfig())
@@ -146,7 +146,7 @@ class Hanging(MemoryBackend):
         self.targets: list[memoryview] = []
 
     async def exists(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Have all but the keys of a failing disk."""
+        """Report all blocks but those of a failing disk as present."""
         if keys[0] == b"failing":
             raise BackendUnavailableError("failing", backend="memory")
         if keys[0] == b"hanging":
@@ -154,7 +154,7 @@ class Hanging(MemoryBackend):
         return [True] * len(keys)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Write to the buffers very late."""
+        """Write to the buffers only after the release."""
         self.targets += [buffer for read in reads for buffer in read.buffers]
         await self.released.wait()
         codec = RecordCodec(NAMESPACE, header_bytes=HEADER_BYTES)
@@ -167,7 +167,7 @@ class Hanging(MemoryBackend):
 
 
 async def test_a_hanging_disk_keeps_its_buffers_and_nothing_else() -> None:
-    """Reads of a disk that hangs end in time, their buffers go to nobody before it has let go of them, then they do."""
+    """Reads of a hung disk end in time; their buffers are reused only after the disk has finished with them."""
     disk = Hanging()
     backends: list[Backend] = [disk]
     stored = StoredRecords(backends, TierConfig(), NAMESPACE, SLOT_BYTES)

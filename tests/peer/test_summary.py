@@ -1,4 +1,4 @@
-"""Summaries and the index of them: golden bytes, what is found, and what is no summary."""
+"""Summaries and their index: golden bytes, search results, and invalid summaries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "peer.md"
 
 
 def keys_of(name: str, count: int) -> list[bytes]:
-    """Return so many keys, as long as vLLM's."""
+    """Return ``count`` keys of vLLM's length."""
     return [hashlib.sha256(f"{name}-{number}".encode()).digest() + bytes(4) for number in range(count)]
 
 
@@ -42,7 +42,7 @@ def sampled(keys: list[bytes]) -> Section:
 
 
 def test_the_golden_summary() -> None:
-    """The same blocks make the bytes that version 1 always made, and they are read."""
+    """The same blocks give the bytes that version 1 always gave, and these decode correctly."""
     data = pack([sampled(keys_of("memory", 5000)), sampled(keys_of("storage", 3))])
     assert hashlib.sha256(GOLDEN.read_bytes()).hexdigest() == GOLDEN_SHA256
     assert data == GOLDEN.read_bytes()
@@ -63,7 +63,7 @@ def test_the_page_covers_a_summary() -> None:
 
 
 def test_engines_with_the_same_prefix_are_found() -> None:
-    """Of a thousand full engines, the two that hold a prefix are found by it, and by most long parts of it."""
+    """Of a thousand full engines, the two that hold a prefix are found by it, and by most of its long parts."""
     rng = np.random.default_rng(1)
     prefix = keys_of("prefix", 250)
     summaries = [[full_section(rng, 100_000)] for _ in range(1000)]
@@ -78,7 +78,7 @@ def test_engines_with_the_same_prefix_are_found() -> None:
 
 
 def test_prefixes_that_no_engine_has_are_rarely_asked_for() -> None:
-    """Of 1,000 prefixes of 250 blocks, at most 30 seem to be in one of a thousand engines of 100,000 blocks."""
+    """Of 1,000 prefixes of 250 blocks, at most 30 match one of a thousand engines of 100,000 blocks by chance."""
     rng = np.random.default_rng(2)
     index = Index.of([[full_section(rng, 100_000)] for _ in range(1000)])
     wrong = sum(bool(index.best(keys_of(f"absent-{number}", 250), 2)) for number in range(1000))
@@ -86,11 +86,11 @@ def test_prefixes_that_no_engine_has_are_rarely_asked_for() -> None:
 
 
 def test_the_second_engine_has_what_the_first_lacks() -> None:
-    """One engine has most blocks, a second nearly as many of the same, and a third the others: the third is chosen."""
+    """One engine has most blocks, a second nearly as many of the same, a third the rest: the third is second choice."""
     one, two = keys_of("one", 200), keys_of("two", 40)
     index = Index.of([[sampled(one)], [sampled(one[:150])], [sampled(two)], [sampled(keys_of("none", 10))]])
     assert index.best(one + two, 2) == [0, 2]
-    # What the first has all of: the second is a reserve.
+    # The first engine holds all of these: the second is a reserve.
     assert index.best(one, 2) == [0, 1]
     assert index.best(keys_of("three", 300), 2) == []
     assert Index.of([]).best(one, 2) == []
@@ -105,21 +105,21 @@ def test_memory_and_storage_count() -> None:
 
 
 def test_engines_that_are_alike_share_the_work() -> None:
-    """Of many engines with the same blocks, not always the same ones are chosen."""
+    """Of many engines with the same blocks, the choice varies."""
     keys = keys_of("all", 50)
     index = Index.of([[sampled(keys)] for _ in range(10)])
     assert len({engine for _ in range(200) for engine in index.best(keys, 2)}) == 10
 
 
 def test_a_search_is_bounded() -> None:
-    """Where everybody has everything, a search looks at some of it only, from the start of the keys."""
+    """If every engine holds every block, a search looks at a bounded part, from the first key on."""
     keys = keys_of("all", 4096)
     index = Index.of([[sampled(keys)] for _ in range(100)])
     assert len(index.best(keys, 2)) == 2
 
 
 def test_a_sample_is_that_of_all_keys() -> None:
-    """In whatever pieces keys come: the smallest hashes are kept, each once, and the threshold says down to which."""
+    """However keys are split, the smallest hashes are kept, each once, and the threshold bounds the kept ones."""
     keys = keys_of("some", 20_000)
     hashes = sorted(int(one) for one in summary._hashes(keys))
     section = sampled([*keys, *keys[:100]])
@@ -129,7 +129,7 @@ def test_a_sample_is_that_of_all_keys() -> None:
 
 
 def test_what_is_no_summary() -> None:
-    """Whatever is changed, cut or made up: it is refused, or was made with a checksum, and has no more than it may."""
+    """A changed, cut or invented summary is refused, or has a valid checksum and a bounded size."""
     rng = random.Random(3)
     good = pack([sampled(keys_of("memory", 300)), sampled(keys_of("storage", 3))])
     for bad in (b"", good[:-1], good + b"\0", bytes(len(good)), rng.randbytes(2 * SUMMARY_BYTES_MAX)):
@@ -150,7 +150,7 @@ def test_what_is_no_summary() -> None:
     for sections in forged:
         with pytest.raises(SummaryError):
             unpack(pack(sections))
-    # With the right checksum, but cut in its digests, or with bytes behind them.
+    # A valid checksum, but truncated digests or surplus bytes.
     for body in (good[summary._HEAD.size : -4], good[summary._HEAD.size :] + b"\0"):
         head = (*summary._HEAD.unpack_from(good)[:-1], xxhash.xxh3_64_intdigest(body))
         with pytest.raises(SummaryError):
@@ -158,7 +158,7 @@ def test_what_is_no_summary() -> None:
 
 
 def full_section(rng: np.random.Generator, blocks: int, keys: list[bytes] | tuple[()] = ()) -> Section:
-    """Return the sample of an engine with so many blocks, most of them made up."""
+    """Return the sample of an engine with ``blocks`` blocks, most of them random."""
     hashes = np.sort(rng.integers(0, 2**64, blocks, np.uint64))[: 2 * SAMPLE_MAX]
     hashes = np.unique(np.concatenate((hashes, summary._hashes(keys))))[:SAMPLE_MAX]
     return Section(int(hashes[-1]) >> 32, np.unique(hashes.astype(np.uint32)))

@@ -1,4 +1,4 @@
-"""Requests while peers are killed, stopped, started again and lie: no wrong bytes, no hang, all well in the end."""
+"""Requests while peers are killed, stopped, restarted and send false data: no wrong bytes, no hang, full recovery."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
 from kvstore.testing.tier_rig import TierRig
 from kvstore.types import LookupResult, Outcome, RequestContext
 from tests.peer.fake_peer import FakePeer, honest
+from tests.peer.faults import BREAKS, LIES
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
-from tests.peer.test_faults import BREAKS, LIES
 
 REQUESTS = int(os.environ.get("KVSTORE_WALK_REQUESTS", "150"))
-"""Requests of the walk; a thousand take some minutes."""
+"""Number of requests; a thousand take some minutes."""
 
 LOOKUP_S, LOAD_S = 0.5, 1.0
 SLACK_S = 10.0
-"""What a busy machine may add to a deadline before a request counts as hung."""
+"""Allowance for a busy machine before a request counts as hung."""
 
 
 def test_a_walk(tmp_path: Path) -> None:
-    """Every request is answered by its deadlines, with the right bytes or none; in the end every block is found."""
+    """Every request ends by its deadlines, with the right bytes or none; in the end every block is found."""
     seed = fresh_seed()
     try:
         _walk(tmp_path, random.Random(seed))
@@ -64,12 +64,12 @@ def _walk(directory: Path, rng: random.Random) -> None:
 
 
 def _request(rig: TierRig, number: int, rng: random.Random) -> list[str]:
-    """Do what an engine does for a request; return what became of its blocks."""
+    """Handle a request as an engine does; return the results of its blocks."""
     ctx = RequestContext(f"request-{number}")
     keys = [key_of(block) for block in rng.sample(range(SLOTS), rng.randrange(1, 8))]
     begun = time.monotonic()
     hits = [key for key in keys if rig.lookup(key, ctx) is LookupResult.HIT]
-    # The rig compares every byte of what is said to be loaded.
+    # The rig compares every byte that is reported as loaded.
     outcomes = rig.load(hits, ctx).outcomes if hits else ()
     assert time.monotonic() - begun < len(keys) * LOOKUP_S + LOAD_S + SLACK_S, "a request hung"
     for slot in range(len(hits)):

@@ -1,4 +1,4 @@
-"""Huge pages are taken where the kernel gives them, and nothing else changes: no byte, and not what an error leaves."""
+"""Huge pages are used if the kernel provides them; bytes and error cleanup stay the same."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from kvstore.primary.huge_pages import HUGE_PAGE_BYTES, advise_huge_pages, map_f
 
 COLLAPSE = 25
 ODD_BYTES = 3 * HUGE_PAGE_BYTES + 5 * PAGE_BYTES
-"""Three huge pages and a rest that is none."""
+"""Three huge pages and a remainder."""
 
 
 class Interrupted(Exception):
-    """Raised by a signal handler in the middle of something."""
+    """Raised by a signal handler in the middle of an operation."""
 
 
 class ScriptedMapping(mmap.mmap):
-    """A real mapping whose advice of one kind goes through a script first."""
+    """A real mapping that runs a script before one kind of advice."""
 
     script: Callable[[int], None]
     advice = COLLAPSE
     made: ClassVar[list[ScriptedMapping]]
 
     def __new__(cls, *args: Any, **options: Any) -> ScriptedMapping:
-        """Map, and remember it."""
+        """Create the mapping, and record it."""
         mapping = super().__new__(cls, *args, **options)
         cls.made.append(mapping)
         return mapping
 
     def madvise(self, advice: int, start: int = 0, length: int | None = None) -> None:
-        """Run the script, which may raise what a kernel would, and ask the kernel."""
+        """Run the script, which may raise the error of a kernel, and then call the kernel."""
         if advice == type(self).advice:
             type(self).script(start)
         super().madvise(advice, start, len(self) - start if length is None else length)
@@ -53,7 +53,7 @@ class ScriptedMapping(mmap.mmap):
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedMapping]:
-    """Make each mapping of a region one that runs ``script``; steps are one huge page long."""
+    """Replace a region's mappings by mappings that run ``script``; steps are one huge page long."""
 
     class Mapping(ScriptedMapping):
         made: ClassVar[list[ScriptedMapping]] = []
@@ -65,7 +65,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedMapping]:
 
 @pytest.fixture
 def reserved(monkeypatch: pytest.MonkeyPatch) -> list[mmap.mmap]:
-    """Gather what is put in the way of mappings."""
+    """Collect the mappings created as placeholders."""
     real: Callable[..., mmap.mmap] = huge_pages._between
     made: list[mmap.mmap] = []
 
@@ -79,7 +79,7 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[mmap.mmap]:
 
 @contextlib.contextmanager
 def memory_file(size: int) -> Iterator[tuple[int, mmap.mmap]]:
-    """Give an empty file in memory, and a mapping of it."""
+    """Yield an empty file in memory, and a mapping of it."""
     fd = os.memfd_create("kvstore-huge")
     try:
         os.ftruncate(fd, size)
@@ -90,14 +90,14 @@ def memory_file(size: int) -> Iterator[tuple[int, mmap.mmap]]:
 
 
 def address_of(mapping: mmap.mmap | memoryview) -> int:
-    """Return where a mapping is."""
+    """Return the address of a mapping."""
     return int(np.frombuffer(mapping, np.uint8).ctypes.data)
 
 
 def huge_bytes_of(memory: mmap.mmap | memoryview) -> int:
-    """Return how much of a mapping the kernel has mapped in huge pages."""
+    """Return the number of a mapping's bytes that the kernel has mapped in huge pages."""
     address = address_of(memory)
-    # A huge page that is there may be mapped at the next access only (madvise(2), MADV_COLLAPSE).
+    # An existing huge page may be mapped only at the next access (madvise(2), MADV_COLLAPSE).
     assert len(bytes(np.frombuffer(memory, np.uint8)[::PAGE_BYTES])) == -(-len(memory) // PAGE_BYTES)
     smaps = Path("/proc/self/smaps").read_text()
     entry = re.search(rf"^0*{address:x}-.*?^VmFlags:", smaps, re.MULTILINE | re.DOTALL)
@@ -107,12 +107,12 @@ def huge_bytes_of(memory: mmap.mmap | memoryview) -> int:
 
 
 def taken_bytes(fd: int) -> int:
-    """Return the memory that a file in memory has taken."""
+    """Return the number of bytes allocated for a file in memory."""
     return os.fstat(fd).st_blocks * 512
 
 
 def traces_of(name: str) -> list[str]:
-    """Return open descriptors and mappings of this process that bear a name."""
+    """Return this process's open descriptors and mappings with a name."""
     fds = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -122,7 +122,7 @@ def traces_of(name: str) -> list[str]:
 
 
 def check_whole(region: Region) -> None:
-    """See that all memory of a new region is taken, is zeros, and can be written to its last byte."""
+    """Check that all memory of a new region is allocated, zero, and writable to its last byte."""
     assert taken_bytes(region.fd) >= region.size_bytes
     rows = region.rows()
     assert not rows.any()
@@ -133,7 +133,7 @@ def check_whole(region: Region) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
 def test_what_is_in_memory_stays(share: float) -> None:
-    """Memory that is full, sparse or empty has the same bytes after huge pages were taken, in every mapping of it."""
+    """Full, sparse or empty memory keeps its bytes after huge pages are taken, in every mapping of it."""
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     with memory_file(ODD_BYTES) as (fd, mapping), mmap.mmap(fd, ODD_BYTES) as other:
@@ -151,7 +151,7 @@ def test_what_is_in_memory_stays(share: float) -> None:
 
 
 def test_what_is_reported_is_there() -> None:
-    """The kernel itself says that at least the bytes that were reported are mapped in huge pages."""
+    """The kernel reports at least as many bytes in huge pages as we do."""
     with memory_file(ODD_BYTES) as (fd, mapping):
         taken = take_huge_pages(mapping, fd)
         assert taken % HUGE_PAGE_BYTES == 0
@@ -159,7 +159,7 @@ def test_what_is_reported_is_there() -> None:
 
 
 def test_a_populated_region_says_what_it_took(caplog: pytest.LogCaptureFixture) -> None:
-    """The log names the region's length and no more huge pages than the kernel knows of; attaching changes nothing."""
+    """The log gives the region's length and no more huge pages than the kernel reports; attaching changes nothing."""
     with (
         caplog.at_level(logging.INFO, "kvstore.primary.region"),
         Region.create(ODD_BYTES // PAGE_BYTES, PAGE_BYTES, populate=True) as region,
@@ -177,7 +177,7 @@ def test_a_populated_region_says_what_it_took(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("pages", [1, 511, 512, 513, 1025])
 def test_any_length_is_populated(pages: int) -> None:
-    """A region shorter than a huge page, of exactly one, or with a rest, is taken as a whole."""
+    """A region shorter than a huge page, of exactly one, or with a remainder is fully populated."""
     with Region.create(pages, PAGE_BYTES, populate=True) as region:
         check_whole(region)
 
@@ -190,7 +190,7 @@ def test_any_length_is_populated(pages: int) -> None:
 def test_a_decline_leaves_small_pages(
     scripted: type[ScriptedMapping], caplog: pytest.LogCaptureFixture, code: int, goes_on: bool, step: int
 ) -> None:
-    """Whatever the kernel declines with, at whichever step, the region is whole; only EAGAIN is no reason to stop."""
+    """Whatever error the kernel returns at any step, the region is complete; only EAGAIN does not end the attempts."""
     asked: list[int] = []
 
     def decline(start: int) -> None:
@@ -214,7 +214,7 @@ def test_a_decline_leaves_small_pages(
 
 
 def test_each_huge_page_has_something_in_it_when_asked_for(scripted: type[ScriptedMapping]) -> None:
-    """Some memory of each huge page is there before the kernel is asked: it makes nothing huge out of nothing."""
+    """Each huge page has some memory before the collapse call, because the kernel does not collapse empty ranges."""
     there: list[int] = []
     fds: list[int] = []
 
@@ -240,7 +240,7 @@ def test_each_huge_page_has_something_in_it_when_asked_for(scripted: type[Script
 
 @pytest.mark.parametrize("advice", [mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP])
 def test_advice_that_is_refused_is_no_error(scripted: type[ScriptedMapping], advice: int) -> None:
-    """A kernel built without huge pages refuses the advice, and all works as before."""
+    """A kernel built without huge pages refuses the advice, and the mapping works as before."""
     refused: list[int] = []
 
     def refuse(start: int) -> None:
@@ -255,7 +255,7 @@ def test_advice_that_is_refused_is_no_error(scripted: type[ScriptedMapping], adv
 
 
 def test_advice_takes_no_memory() -> None:
-    """Advising a mapping that nobody has touched leaves it empty, and its bytes are zeros."""
+    """Advising an untouched mapping leaves it empty, and its bytes are zeros."""
     with memory_file(ODD_BYTES) as (fd, mapping):
         advise_huge_pages(mapping)
         assert taken_bytes(fd) == 0
@@ -265,7 +265,7 @@ def test_advice_takes_no_memory() -> None:
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM, errno.EIO])
 @pytest.mark.parametrize("after", [0, 2, 4])
 def test_no_memory_left_is_told_and_nothing_stays(monkeypatch: pytest.MonkeyPatch, code: int, after: int) -> None:
-    """Where memory ends, at any step, the error says so; neither descriptor nor memory stays, while it is held."""
+    """Running out of memory at any step is an error that leaves no descriptor or memory, even while it is held."""
     real, calls, name = os.posix_fallocate, [0], f"kvstore-huge-{code}-{after}"
 
     def allocate(fd: int, offset: int, length: int) -> None:
@@ -283,7 +283,7 @@ def test_no_memory_left_is_told_and_nothing_stays(monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_is_asked_for_in_short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call takes so much memory that a signal of a profiler would find it each time, and together they take all."""
+    """No call allocates so much that a profiler's signal would always interrupt it, and together they allocate all."""
     real, asked = os.posix_fallocate, []
 
     def allocate(fd: int, offset: int, length: int) -> None:
@@ -312,7 +312,7 @@ def test_a_signal_between_steps(scripted: type[ScriptedMapping], step: int, rais
         asked.append(start)
         if len(asked) == step + 1:
             signal.raise_signal(signal.SIGUSR1)
-        # So that each step is reached on any kernel; the real asking is in the other tests.
+        # Simulated, so that each step is reached on any kernel; other tests make the real calls.
         raise OSError(errno.EAGAIN, "as if a page were in use")
 
     scripted.script = send
@@ -333,7 +333,7 @@ def test_a_signal_between_steps(scripted: type[ScriptedMapping], step: int, rais
 
 
 def test_mappings_are_put_at_good_addresses(reserved: list[mmap.mmap]) -> None:
-    """In an address space full of holes, mappings of any length are aligned and usable, and nothing is left over."""
+    """In a fragmented address space, mappings of any length are aligned and usable, and nothing is left over."""
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -361,7 +361,7 @@ def test_mappings_are_put_at_good_addresses(reserved: list[mmap.mmap]) -> None:
 
 
 def test_a_short_mapping_stays_where_it_is() -> None:
-    """What is shorter than a huge page is mapped once, wherever that is."""
+    """A mapping shorter than a huge page is created once, at any address."""
     made: list[mmap.mmap] = []
 
     def make() -> mmap.mmap:
@@ -373,7 +373,7 @@ def test_a_short_mapping_stays_where_it_is() -> None:
 
 
 def test_what_just_holds_a_huge_page_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the length of one huge page on, a bad address is not kept."""
+    """From the length of one huge page on, an unaligned address is not kept."""
     for size, tries in ((HUGE_PAGE_BYTES - 1, 1), (HUGE_PAGE_BYTES, 2), (HUGE_PAGE_BYTES + 1, 2)):
         made: list[mmap.mmap] = []
 
@@ -390,7 +390,7 @@ def test_what_just_holds_a_huge_page_is_moved(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_step_is_of_whole_huge_pages() -> None:
-    """And long enough that its calls cost nothing, whatever the length of a huge page."""
+    """The length is also large enough for negligible call overhead, whatever the size of a huge page."""
     assert huge_pages._STEP_BYTES % HUGE_PAGE_BYTES == 0
     assert huge_pages._STEP_BYTES >= 64 << 20
 
@@ -399,7 +399,7 @@ def test_a_step_is_of_whole_huge_pages() -> None:
 def test_without_a_good_address_any_will_do(
     monkeypatch: pytest.MonkeyPatch, reserved: list[mmap.mmap], fails_at: int | None
 ) -> None:
-    """Where no place is good, or the address space has a limit, there is one working mapping and nothing else."""
+    """If no aligned address exists, or the address space is limited, there is one working mapping and nothing else."""
     monkeypatch.setattr(huge_pages, "_address_of", lambda _: PAGE_BYTES)
     made: list[mmap.mmap] = []
     calls = [0]
@@ -425,7 +425,7 @@ def test_without_a_good_address_any_will_do(
 def test_interrupted_while_looking_for_a_place(
     monkeypatch: pytest.MonkeyPatch, reserved: list[mmap.mmap], at: int, error: type[BaseException]
 ) -> None:
-    """Whatever ends the search, it comes out, and all mappings of the search are closed by then."""
+    """Any exception that ends the search is raised, after all mappings of the search have been closed."""
     monkeypatch.setattr(huge_pages, "_address_of", lambda _: PAGE_BYTES)
     made: list[mmap.mmap] = []
 

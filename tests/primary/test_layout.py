@@ -1,4 +1,4 @@
-"""The canonical layout: every rank's copies tile the page, and they are those that the arrays themselves say."""
+"""The canonical layout: the ranks' copies tile the page, and match those derived from the arrays."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def layers_strategy() -> st.SearchStrategy[LayerLayout]:
 
 
 def named(layers: list[LayerLayout]) -> tuple[LayerLayout, ...]:
-    """The same layers with names of their own."""
+    """Return the same layers with unique names."""
     return tuple(LayerLayout(f"l{i}", one.kind, one.kv_heads, one.parts) for i, one in enumerate(layers))
 
 
 def tiles(intervals: list[tuple[int, int]], size: int) -> bool:
-    """Whether (begin, length) intervals cover ``size`` bytes, each byte once."""
+    """Return whether (begin, length) intervals cover ``size`` bytes, each byte once."""
     at = 0
     for begin, length in sorted(intervals):
         if begin != at or length < 1:
@@ -61,7 +61,7 @@ def tiles(intervals: list[tuple[int, int]], size: int) -> bool:
 @settings(deadline=None)
 @given(layer=layers_strategy(), tp_size=st.sampled_from(TP_SIZES))
 def test_runs_tile_both_pages(layer: LayerLayout, tp_size: int) -> None:
-    """A rank's runs cover its page exactly, and whoever has the turn, the writers cover the canonical page exactly."""
+    """A rank's runs cover its page exactly, and in any turn the writers cover the canonical page exactly."""
     plans = [layer.plan(tp_size, rank) for rank in range(tp_size)]
     for plan in plans:
         fragments = [f for run in plan.runs for f in run.fragments()]
@@ -83,13 +83,13 @@ def test_runs_tile_both_pages(layer: LayerLayout, tp_size: int) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("tp_size", TP_SIZES)
 def test_runs_are_what_the_arrays_say(tp_size: int, heads: int, order: str, split: bool) -> None:
-    """The page of a rank, cut out of a page of all heads by numpy's own indexing, is what its runs copy."""
+    """A rank's runs copy exactly its page, cut out of a page of all heads by numpy's own indexing."""
     tokens, key, value = 3, 4, 4
     layer = attention_layer("l", kv_heads=heads, key_bytes=key, block_tokens=tokens, order=order, split=split)
     values = np.arange(tokens * heads * (key + value), dtype=np.uint16).reshape(tokens, heads, key + value)
 
     def page(first: int, count: int) -> np.ndarray:
-        """The page of some heads: axes token, head, byte put into the order of the page."""
+        """The page of some heads: axes token, head and byte in the page's order."""
         mine = values[:, first : first + count]
         halves = [mine[..., :key], mine[..., key:]] if split else [mine]
         return np.concatenate([(h if order == "nhd" else h.transpose(1, 0, 2)).ravel() for h in halves])
@@ -97,7 +97,7 @@ def test_runs_are_what_the_arrays_say(tp_size: int, heads: int, order: str, spli
     canonical = page(0, heads)
     local_heads = max(1, heads // tp_size)
     for rank in range(tp_size):
-        # Heads are dealt in order; with more ranks than heads, neighbouring ranks have the same one.
+        # Heads are assigned in order; with more ranks than heads, neighbouring ranks have the same one.
         expected = page(rank * heads // tp_size, local_heads)
         found = np.zeros_like(expected)
         for run in layer.plan(tp_size, rank).runs:
@@ -107,7 +107,7 @@ def test_runs_are_what_the_arrays_say(tp_size: int, heads: int, order: str, spli
 
 
 def test_one_rank_copies_one_run() -> None:
-    """Under size 1 a page is copied whole, and with heads outermost a rank's part is one run."""
+    """With size 1 a page is copied as a whole, and with heads outermost a rank's part is one run."""
     for order, split in itertools.product(ORDERS, SPLITS):
         layer = attention_layer("l", kv_heads=8, key_bytes=2, block_tokens=4, order=order, split=split)
         assert len(layer.plan(1, 0).runs) == 1
@@ -126,7 +126,7 @@ def test_replicated_heads_take_turns() -> None:
 
 
 def test_latent_attention_is_kept_once() -> None:
-    """The slot of an MLA model is as long under eight ranks as under one, and every rank loads all of it."""
+    """An MLA model's slot has the same length for eight ranks as for one, and every rank loads all of it."""
     layout = KVLayout((GroupLayout((latent_layer("l", token_bytes=1152, block_tokens=16),), 16),))
     assert layout.payload_bytes(0, 8) == layout.payload_bytes(0, 1) == 16 * 1152
     for rank in range(8):
@@ -157,7 +157,7 @@ def test_blocks_of_a_slot_do_not_overlap(groups: list[list[LayerLayout]], blocks
 
 
 def test_pipeline_stages_have_their_layers_where_the_whole_has_them() -> None:
-    """A rank with some of the layers copies them to the places that they have in the slot of all."""
+    """A rank with some of the layers copies them to the same places as in a slot of all layers."""
     layers = named([attention_layer("l", kv_heads=4, key_bytes=2, block_tokens=4) for _ in range(4)])
     layout = KVLayout((GroupLayout(layers, 4),), blocks_per_slot=2)
     whole = layout.plan(2, 1).groups[0]
@@ -167,7 +167,7 @@ def test_pipeline_stages_have_their_layers_where_the_whole_has_them() -> None:
 @settings(deadline=None)
 @given(prefix=st.integers(0, 60), tokens=st.integers(1, 8), window=st.integers(1, 40))
 def test_a_window_needs_the_blocks_that_the_next_token_sees(prefix: int, tokens: int, window: int) -> None:
-    """The blocks needed after a prefix are those with a position that the next token attends to, and no other."""
+    """The blocks needed after a prefix are exactly those with a position that the next token attends to."""
     layer = attention_layer("l", kv_heads=1, key_bytes=1, block_tokens=tokens)
     seen = {at // tokens for at in range(prefix) if at > prefix - window}
     assert set(GroupLayout((layer,), tokens, window).needed(prefix)) == seen
@@ -175,7 +175,7 @@ def test_a_window_needs_the_blocks_that_the_next_token_sees(prefix: int, tokens:
 
 
 def test_fields_tell_layouts_apart() -> None:
-    """Layouts of different bytes have different namespaces; a portable one has the same under every size."""
+    """Layouts of different bytes have different namespaces; a portable one has the same one for every size."""
     kinds = [
         attention_layer("l", kv_heads=2, key_bytes=4, block_tokens=2, order=order, split=split)
         for order, split in itertools.product(ORDERS, SPLITS)
@@ -191,7 +191,7 @@ def test_fields_tell_layouts_apart() -> None:
 
 @pytest.mark.parametrize(("heads", "tp_size"), [(8, 3), (6, 4), (4, 6), (2, 0)])
 def test_heads_that_do_not_divide_are_refused(heads: int, tp_size: int) -> None:
-    """Uneven splits are refused with both numbers in the text; an opaque layer takes any number of ranks."""
+    """The error for an uneven split has both numbers; an opaque layer supports any number of ranks."""
     layer = attention_layer("layer.7", kv_heads=heads, key_bytes=2, block_tokens=4)
     with pytest.raises(ConfigError, match=r"layer\.7"):
         layer.plan(tp_size, 0)
@@ -199,7 +199,7 @@ def test_heads_that_do_not_divide_are_refused(heads: int, tp_size: int) -> None:
 
 
 def test_shapes_that_mean_nothing_are_refused() -> None:
-    """Empty parts, no groups, equal names and ranks beyond the size are errors at start."""
+    """Empty parts, no groups, duplicate names and ranks beyond the size are errors at startup."""
     layer = attention_layer("l", kv_heads=2, key_bytes=2, block_tokens=4)
     for make in (
         lambda: attention_layer("l", kv_heads=0, key_bytes=2, block_tokens=4),

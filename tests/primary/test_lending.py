@@ -1,4 +1,4 @@
-"""Lending: what another thread reads of the primary tier stays as it is, whatever the scheduler does meanwhile."""
+"""Lending: rows that another thread reads stay unchanged, whatever the scheduler does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fill(tier: PrimaryTier, *numbers: int) -> list[int] | None:
 
 
 def reclaim(tier: PrimaryTier) -> list[int]:
-    """Do what the manager does once per step."""
+    """Run the manager's work of one step."""
     ended = tier.loans.take_ended()
     for slot in ended:
         tier.reclaim(slot)
@@ -49,7 +49,7 @@ def reclaim(tier: PrimaryTier) -> list[int]:
 
 
 def test_lenders_share_the_storage_they_were_given(tier: PrimaryTier) -> None:
-    """Storage that opens later is known to each lender that was given the list; without one there is none."""
+    """Each lender with the shared list sees storage opened later; a lender without the list has none."""
     storage: list[object] = []
     lenders = [Lender(tier, storage) for _ in range(2)]
     storage.append("opened later")
@@ -58,7 +58,7 @@ def test_lenders_share_the_storage_they_were_given(tier: PrimaryTier) -> None:
 
 
 def test_only_whole_blocks_are_lent(tier: PrimaryTier) -> None:
-    """A block that is not there, or is being written, is not lent; one that is whole is, as its bytes are."""
+    """Only complete blocks are lent, with the right bytes; absent blocks and those being written are not."""
     lender = Lender(tier)
     (key,) = keys_of(7)
     assert lender.lend(key) is None and lender.find(key) is Found.ABSENT
@@ -74,13 +74,13 @@ def test_only_whole_blocks_are_lent(tier: PrimaryTier) -> None:
 
 
 def test_an_evicted_block_keeps_its_row_while_it_is_lent(tier: PrimaryTier) -> None:
-    """Everything may be evicted, and is; the row that is lent is nobody's until the loan has ended."""
+    """All blocks are evicted; the lent row is not reused until the loan has ended."""
     fill(tier, 1, 2, 3, 4)
     lender = Lender(tier)
     loans = [lender.lend(key) for key in (*keys_of(1), *keys_of(1))]
     assert loans[0] is not None and loans[1] is not None
     assert fill(tier, 11, 12, 13) is not None
-    assert fill(tier, 14) is not None  # One of the new ones went.
+    assert fill(tier, 14) is not None  # One of the new blocks was evicted.
     assert tier.lookup(keys_of(1)[0]) is None
     assert tier.state_of(loans[0].slot) is SlotState.ABANDONED
     assert bytes(loans[0].row) == b"\1" * SLOT_BYTES
@@ -93,7 +93,7 @@ def test_an_evicted_block_keeps_its_row_while_it_is_lent(tier: PrimaryTier) -> N
 
 
 def test_there_is_no_room_while_all_rows_are_lent(tier: PrimaryTier) -> None:
-    """With every row lent an allocation fails; it is made when one is given back."""
+    """With every row lent an allocation fails; it succeeds once one row is returned."""
     fill(tier, 1, 2, 3, 4)
     lender = Lender(tier)
     loans = [loan for key in keys_of(1, 2, 3, 4) if (loan := lender.lend(key)) is not None]
@@ -105,7 +105,7 @@ def test_there_is_no_room_while_all_rows_are_lent(tier: PrimaryTier) -> None:
 
 
 def test_a_reset_leaves_lent_rows_alone(tier: PrimaryTier) -> None:
-    """A reset drops every block; lent rows are out of use until they are given back, also over two resets."""
+    """A reset drops every block; lent rows are out of use until they are returned, even over two resets."""
     fill(tier, 1, 2, 3, 4)
     lender = Lender(tier)
     first, second = lender.lend(keys_of(1)[0]), lender.lend(keys_of(2)[0])
@@ -124,7 +124,7 @@ def test_a_reset_leaves_lent_rows_alone(tier: PrimaryTier) -> None:
 
 
 def test_nothing_is_lent_while_it_is_closed(tier: PrimaryTier) -> None:
-    """A closed lender has nothing, and keeps no note of what it did not lend."""
+    """A closed lender lends nothing, and records no refused loans."""
     fill(tier, 1)
     lender = Lender(tier)
     tier.hand_overs.begin("request", b"name")
@@ -139,7 +139,7 @@ def test_nothing_is_lent_while_it_is_closed(tier: PrimaryTier) -> None:
 
 
 class _Interrupted(dict[int, int]):
-    """The loans of a tier, where something happens right before a loan is noted, and right after."""
+    """The loans of a tier, with callbacks immediately before and after a loan is recorded."""
 
     before: Callable[[], object]
     after: Callable[[], object]
@@ -153,7 +153,7 @@ class _Interrupted(dict[int, int]):
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("again", [False, True], ids=["gone", "stored anew"])
 def test_a_block_that_leaves_while_it_is_being_lent(tier: PrimaryTier, moment: str, again: bool) -> None:
-    """Between the look at the index and the note of the loan anything may happen: the row is right, or none."""
+    """Whatever happens between the index lookup and the record of the loan, the row is right, or none is lent."""
 
     def evict() -> None:
         tier.loans._lent.before = tier.loans._lent.after = lambda: None  # type: ignore[attr-defined]
@@ -178,7 +178,7 @@ def test_a_block_that_leaves_while_it_is_being_lent(tier: PrimaryTier, moment: s
 
 
 def test_another_thread_never_sees_a_row_change() -> None:
-    """A thread borrows and reads while this one evicts and writes: each row is its block from end to end."""
+    """A thread borrows and reads while this one evicts and writes: each row is entirely its own block."""
     tier = PrimaryTier(memoryview(bytearray(8 * 4096)), 4096)
     lender = Lender(tier)
     ended = threading.Event()

@@ -1,4 +1,4 @@
-"""The region: shared memory that other processes can map, and that leaves nothing behind."""
+"""The region: shared memory that other processes can map, and that leaves no files behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shared_files() -> set[str]:
 
 
 def run_python(code: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> str:
-    """Run a program in another process and return what it prints."""
+    """Run a program in another process and return its output."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -87,7 +87,7 @@ def test_another_process_sees_the_same_bytes(by: str) -> None:
 
 
 def test_a_file_of_somebody_else_can_be_attached(tmp_path: Path) -> None:
-    """A shared file with a name, as vLLM makes it, is mapped like a region, and stays its owner's."""
+    """A named shared file, such as vLLM's, is mapped like a region, and still belongs to its owner."""
     file = tmp_path / "region.mmap"
     file.write_bytes(bytes(4 * PAGE_BYTES))
     with Region.attach(file, 2 * PAGE_BYTES) as region:
@@ -120,7 +120,7 @@ def test_nothing_is_left_behind_by_a_kill() -> None:
 
 
 def test_memory_outlives_its_maker_while_attached() -> None:
-    """Who has attached keeps the bytes when the maker closes."""
+    """An attached process keeps the bytes after the creator has closed."""
     maker = Region.create(2, PAGE_BYTES)
     other = Region.attach(maker.path, PAGE_BYTES)
     maker.view()[0] = 4
@@ -130,7 +130,7 @@ def test_memory_outlives_its_maker_while_attached() -> None:
 
 
 def test_nobody_can_cut_it_short() -> None:
-    """The length of a region is sealed: cutting it would kill all others with a bus error."""
+    """The length of a region is sealed, because truncation would kill all other users with a bus error."""
     with Region.create(2, PAGE_BYTES) as region:
         for size in (PAGE_BYTES, 3 * PAGE_BYTES):
             with pytest.raises(PermissionError):
@@ -138,7 +138,7 @@ def test_nobody_can_cut_it_short() -> None:
 
 
 def test_close_releases_views_first_and_is_idempotent() -> None:
-    """Views handed out are released by close, a second close does nothing, and use after it is an error."""
+    """Close releases all views, a second close does nothing, and later use is an error."""
     region = Region.create(2, PAGE_BYTES)
     fd, views = region.fd, [region.view() for _ in range(3)]
     views[1].release()
@@ -157,7 +157,7 @@ def test_close_releases_views_first_and_is_idempotent() -> None:
 
 
 def test_close_with_users_left_warns_and_keeps_their_memory(caplog: pytest.LogCaptureFixture) -> None:
-    """An array that somebody still has stays valid, with one warning, and its memory goes with it."""
+    """An array in use stays valid, with one warning, and its memory is freed with it."""
     region = Region.create(2, PAGE_BYTES)
     rows = region.rows()
     rows[1] = 8
@@ -173,7 +173,7 @@ def test_close_with_users_left_warns_and_keeps_their_memory(caplog: pytest.LogCa
 
 
 def test_a_closed_region_keeps_no_memory() -> None:
-    """What was in use at the close goes with its last user, although the region is still known."""
+    """Memory in use at the close is freed with its last user, although the region object still exists."""
     region = Region.create(2, PAGE_BYTES, name="kvstore-test-kept")
     rows = np.frombuffer(region.view(), np.uint8)
     region.close()
@@ -185,7 +185,7 @@ def test_a_closed_region_keeps_no_memory() -> None:
 
 
 def test_views_given_back_are_forgotten() -> None:
-    """A region does not gather the views of the past."""
+    """A region keeps no references to released views."""
     with Region.create(1, PAGE_BYTES) as region:
         for _ in range(100):
             region.view().release()
@@ -193,7 +193,7 @@ def test_views_given_back_are_forgotten() -> None:
 
 
 def test_wrapped_memory_is_used_as_it_is() -> None:
-    """Memory of somebody else, in any shape, is used without a copy and given back by close."""
+    """Foreign memory of any shape is used without a copy and released by close."""
     mapping = mmap.mmap(-1, 4 * PAGE_BYTES)
     array = np.frombuffer(mapping, np.float32).reshape(4, -1)
     region = Region.wrap(memoryview(array), PAGE_BYTES)
@@ -207,7 +207,7 @@ def test_wrapped_memory_is_used_as_it_is() -> None:
 
 
 def test_memory_of_somebody_else_may_have_slots_of_any_length(tmp_path: Path) -> None:
-    """Only what is made here is a multiple of a page: a file may have slots of an odd length."""
+    """Only memory created here has page-sized slots: a file may have slots of an odd length."""
     file = tmp_path / "odd"
     file.write_bytes(b"abc" * 5)
     with Region.attach(file, 3) as region:
@@ -216,7 +216,7 @@ def test_memory_of_somebody_else_may_have_slots_of_any_length(tmp_path: Path) ->
 
 
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """Sizes are checked before anything is made, and the text says what would do."""
+    """Sizes are checked before anything is created, and the error states a valid size."""
     file = tmp_path / "short"
     file.write_bytes(bytes(PAGE_BYTES + 1))
     available = 2**60
@@ -240,10 +240,10 @@ def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(ConfigError, match=match):
             make()
-        # What earlier tests left to the collector may go meanwhile.
+        # Garbage of earlier tests may be collected meanwhile.
         assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_rounding_up() -> None:
-    """The next multiple, and a multiple itself."""
+    """Rounding gives the next multiple, and keeps a multiple."""
     assert [rounded_up(n, 8) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]

@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import permutations
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def _fill(tier: PrimaryTier, *numbers: int) -> list[int]:
 
 
 def _spare(tier: PrimaryTier, key: bytes, reason: str) -> Callable[[], object]:
-    """Give a block a reason to stay; return what ends it."""
+    """Give a block a reason to stay; return a function that ends it."""
     if reason == "pinned":
         tier.pin([key])
         return lambda: tier.unpin([key])
@@ -63,7 +64,7 @@ def test_a_block_is_written_then_ready(tier: PrimaryTier) -> None:
 
 
 def test_slots_are_rows_of_the_memory() -> None:
-    """Slot i is row i, whatever shape the memory came in."""
+    """Slot i is row i, whatever the shape of the memory."""
     memory = bytearray(4 * SLOT_BYTES)
     with memoryview(memory).cast("B", (4, SLOT_BYTES)) as shaped:
         tier = PrimaryTier(shaped, SLOT_BYTES)
@@ -73,20 +74,54 @@ def test_slots_are_rows_of_the_memory() -> None:
     assert memory[2 * SLOT_BYTES : 3 * SLOT_BYTES] == b"x" * SLOT_BYTES and memory.count(b"x") == SLOT_BYTES
 
 
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_large_tier_evicts_a_few_blocks_at_a_time(policy: str) -> None:
+    """An allocation that must evict evicts a few more blocks, no spared ones; the next allocations evict none."""
+    slots, piece = 1024, 8
+    tier = PrimaryTier(memoryview(bytearray(slots)), 1, policy=policy)
+    _fill(tier, *range(slots))
+    spared = keys_of(*range(slots - piece - 2, slots - piece + 1))
+    for key, reason in zip(spared, ("pinned", "held", "dirty"), strict=True):
+        _spare(tier, key, reason)
+
+    assert tier.allocate(keys_of(-1)) is not None
+    evicted = tier.take_evicted()
+    assert len(set(evicted)) == piece == tier.stats().evicted and tier.free_slots == piece - 1
+    assert not set(evicted) & set(spared) and not any(key in tier for key in evicted)
+    assert tier.allocate(keys_of(*range(-piece, -1))) is not None
+    assert not tier.take_evicted() and tier.free_slots == 0
+    tier.close()
+
+
+@pytest.mark.parametrize("evictable", [0, 1, 7, 8])
+def test_a_large_tier_evicts_what_is_needed_if_few_blocks_may_go(evictable: int) -> None:
+    """If a few more can't be evicted, the allocation evicts as many as needed, or none."""
+    slots, piece = 1024, 8
+    tier = PrimaryTier(memoryview(bytearray(slots)), 1)
+    _fill(tier, *range(slots))
+    tier.pin(keys_of(*range(evictable, slots)))
+    assert (tier.allocate(keys_of(-1, -2)) is None) is (evictable < 2)
+    expected = 0 if evictable < 2 else 2 if evictable < piece else piece
+    evicted = tier.take_evicted()
+    assert len(evicted) == expected == tier.stats().evicted and tier.free_slots == max(0, expected - 2)
+    assert set(evicted) <= set(keys_of(*range(evictable)))
+    tier.close()
+
+
 def test_all_slots_or_none(tier: PrimaryTier) -> None:
-    """An allocation that can't have all of its slots evicts nothing."""
+    """An allocation that can't get all of its slots evicts nothing."""
     _fill(tier, 1, 2, 3, 4)
     tier.pin(keys_of(1))
     assert tier.allocate(keys_of(11, 12, 13, 14)) is None
-    assert tier.stats().ready == 4 and not tier.has_evicted
+    assert tier.stats().ready == 4 and not tier.evicted
     assert tier.allocate(keys_of(11, 12, 13)) is not None
     assert sorted(tier.take_evicted()) == keys_of(2, 3, 4) and tier.take_evicted() == []
 
 
 def test_pinned_held_and_dirty_blocks_are_spared(tier: PrimaryTier) -> None:
-    """What is pinned, held or dirty stays, and goes once it is let go of in every respect."""
+    """Pinned, held and dirty blocks stay until all of these reasons have ended."""
     _fill(tier, 1, 2, 3, 4)
-    tier.pin(keys_of(1), 2)
+    tier.pin(keys_of(1, 1))
     tier.hold(keys_of(1)[0])
     tier.mark_dirty(keys_of(1, 2))
     assert tier.allocate(keys_of(11, 12, 13)) is None
@@ -102,7 +137,7 @@ def test_pinned_held_and_dirty_blocks_are_spared(tier: PrimaryTier) -> None:
 
 @pytest.mark.parametrize("reason", ["pinned", "held", "dirty"])
 def test_each_reason_alone_spares_a_block(tier: PrimaryTier, reason: str) -> None:
-    """A block with one reason to stay is evicted neither for one slot nor for all."""
+    """Any single reason prevents eviction, for an allocation of one slot and for one of all slots."""
     _fill(tier, 1, 2, 3, 4)
     if reason == "pinned":
         tier.pin(keys_of(2))
@@ -116,7 +151,7 @@ def test_each_reason_alone_spares_a_block(tier: PrimaryTier, reason: str) -> Non
 
 
 def test_what_is_let_go_is_first_in_line_unless_used() -> None:
-    """A block whose turn came while it was pinned goes next; a use in between gives it a new place."""
+    """A block whose turn came while it was pinned is evicted next; a use in between gives it a new place."""
     tier = PrimaryTier(memoryview(bytearray(4 * SLOT_BYTES)), SLOT_BYTES)
     for number in (1, 2, 3, 4):
         _fill(tier, number)
@@ -131,7 +166,7 @@ def test_what_is_let_go_is_first_in_line_unless_used() -> None:
 
 
 def test_the_end_of_a_prefix_goes_first() -> None:
-    """Of blocks committed or touched together the last is evicted first."""
+    """Of blocks committed or touched together, the last is evicted first."""
     tier = PrimaryTier(memoryview(bytearray(4 * SLOT_BYTES)), SLOT_BYTES)
     _fill(tier, 1, 2, 3, 4)
     _fill(tier, 5)
@@ -142,7 +177,7 @@ def test_the_end_of_a_prefix_goes_first() -> None:
 
 
 def test_pieces_of_a_prefix_are_put_in_order() -> None:
-    """A prefix that was stored piece by piece is evicted from its end after it was put in order."""
+    """A prefix stored in pieces is evicted from its end once it has been put in order."""
     tier = PrimaryTier(memoryview(bytearray(4 * SLOT_BYTES)), SLOT_BYTES)
     _fill(tier, 1, 2)
     _fill(tier, 3, 4)
@@ -152,7 +187,7 @@ def test_pieces_of_a_prefix_are_put_in_order() -> None:
 
 
 def test_abandoned_slots_come_back_when_the_last_has_let_go(tier: PrimaryTier) -> None:
-    """A slot that somebody may still touch belongs to nobody until all of those have ended."""
+    """A slot with pending users is not reused until all of them have ended."""
     slots = tier.allocate(keys_of(1))
     assert slots is not None
     tier.abandon(keys_of(1)[0])
@@ -170,7 +205,7 @@ def test_abandoned_slots_come_back_when_the_last_has_let_go(tier: PrimaryTier) -
 
 
 def test_spare_slots(tier: PrimaryTier) -> None:
-    """A spare slot belongs to nobody; a block that moves into one leaves its former slot to its I/O."""
+    """A spare slot has no block; when a block moves into it, the block's former slot is left to its pending I/O."""
     _fill(tier, 1)
     (old,) = tier.allocate(keys_of(2)) or ()
     spares = tier.allocate_spare(2) or ()
@@ -194,7 +229,7 @@ def test_spare_slots_evict(tier: PrimaryTier) -> None:
     _fill(tier, 1)
     _fill(tier, 2, 3, 4)
     tier.pin(keys_of(2, 3))
-    assert tier.allocate_spare(3) is None and not tier.has_evicted and tier.stats().ready == 4
+    assert tier.allocate_spare(3) is None and not tier.evicted and tier.stats().ready == 4
     (spare,) = tier.allocate_spare(1) or ()
     assert tier.take_evicted() == keys_of(1)
     assert tier.clear() == keys_of(2, 3, 4)
@@ -204,7 +239,7 @@ def test_spare_slots_evict(tier: PrimaryTier) -> None:
 
 
 def test_clear_tells_what_could_be_read(tier: PrimaryTier) -> None:
-    """Clearing drops everything whatever its state, and names the blocks that were ready."""
+    """Clearing drops all blocks in any state, and returns those that were ready."""
     _fill(tier, 1, 2)
     tier.allocate(keys_of(3))
     tier.pin(keys_of(1))
@@ -216,7 +251,7 @@ def test_clear_tells_what_could_be_read(tier: PrimaryTier) -> None:
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["promised", "promised-and-pinned"])
 def test_clear_ends_promises(tier: PrimaryTier, pinned: bool) -> None:
-    """A promise of before is none to whoever has the slot or the key afterwards."""
+    """A promise made before a clear does not apply to a later block in the same slot or with the same key."""
     _fill(tier, 1, 2)
     tier.promise(keys_of(1)[0])
     if pinned:
@@ -232,7 +267,7 @@ def test_clear_ends_promises(tier: PrimaryTier, pinned: bool) -> None:
 
 
 def test_clear_ends_promises_of_blocks_that_do_not_come_again(tier: PrimaryTier) -> None:
-    """Eviction after a reset does not look for a block that was promised before it."""
+    """After a clear, eviction does not look for a block that was promised before."""
     _fill(tier, 1)
     tier.promise(keys_of(1)[0])
     tier.clear()
@@ -243,7 +278,7 @@ def test_clear_ends_promises_of_blocks_that_do_not_come_again(tier: PrimaryTier)
 
 
 def test_looking_ahead_makes_dirty_blocks_wanted(tier: PrimaryTier) -> None:
-    """The coldest blocks are asked for before their slots are needed; clean ones among them are first in line."""
+    """Looking ahead marks the coldest dirty blocks as wanted; once copied, they are evicted first."""
     _fill(tier, 1, 2, 3, 4)
     tier.mark_dirty(keys_of(3, 4))
     tier.prepare_eviction(2)
@@ -256,7 +291,7 @@ def test_looking_ahead_makes_dirty_blocks_wanted(tier: PrimaryTier) -> None:
 
 @pytest.mark.parametrize("reason", ["pinned", "held", "dirty"])
 def test_a_removed_block_leaves_nothing_to_its_successor(tier: PrimaryTier, reason: str) -> None:
-    """A block that was spared, passed over by an eviction and removed may be stored again, and then evicted."""
+    """A block that was spared, skipped by an eviction and removed may be stored again, and then evicted."""
     _fill(tier, 1, 2, 3, 4)
     (key,) = keys_of(2)
     _spare(tier, key, reason)
@@ -276,7 +311,7 @@ def test_a_removed_block_leaves_nothing_to_its_successor(tier: PrimaryTier, reas
 
 @pytest.mark.parametrize("reasons", list(permutations(["pinned", "held", "dirty"], 2)), ids="-".join)
 def test_the_end_of_one_of_two_reasons_is_not_the_end_of_the_other(tier: PrimaryTier, reasons: tuple[str, str]) -> None:
-    """A block that an eviction has passed over stays until both reasons have ended, in whichever order."""
+    """A block skipped by an eviction stays until both reasons have ended, in either order."""
     _fill(tier, 1, 2, 3, 4)
     (key,) = keys_of(2)
     ends = [_spare(tier, key, reason) for reason in reasons]
@@ -290,7 +325,7 @@ def test_the_end_of_one_of_two_reasons_is_not_the_end_of_the_other(tier: Primary
 
 @pytest.mark.parametrize("reason", ["pinned", "held", "dirty"])
 def test_a_block_first_in_line_stays_if_there_is_a_reason_again(tier: PrimaryTier, reason: str) -> None:
-    """It was due for eviction already: if dirty, it is to be copied next."""
+    """The block was due for eviction; a dirty one is copied next."""
     _fill(tier, 1, 2, 3, 4)
     (key,) = keys_of(2)
     tier.hold(key)
@@ -305,17 +340,17 @@ def test_a_block_first_in_line_stays_if_there_is_a_reason_again(tier: PrimaryTie
 
 
 def test_nothing_is_evicted_while_slots_are_free(tier: PrimaryTier) -> None:
-    """An allocation takes the last free slot and leaves the blocks where they are."""
+    """An allocation uses the last free slot and evicts no block."""
     _fill(tier, 1, 2, 3)
     _fill(tier, 4)
-    assert not tier.has_evicted and tier.stats().ready == 4
+    assert not tier.evicted and tier.stats().ready == 4
     tier.prepare_eviction(0)
     _fill(tier, 5)
     assert len(tier.take_evicted()) == 1
 
 
 def test_memory_of_any_format_is_bytes_and_given_back() -> None:
-    """A flat array of numbers is used byte by byte; after close its owner may resize it."""
+    """A flat array of numbers is used as bytes; after close its owner may resize it."""
     memory = array("q", bytes(4 * SLOT_BYTES))
     tier = PrimaryTier(memoryview(memory), SLOT_BYTES)
     assert tier.slots == 4
@@ -330,13 +365,13 @@ def test_memory_of_any_format_is_bytes_and_given_back() -> None:
 
 @pytest.mark.parametrize(("memory", "slots"), [(0, None), (SLOT_BYTES - 1, None), (SLOT_BYTES, 2), (SLOT_BYTES, 0)])
 def test_memory_that_does_not_do_is_refused(memory: int, slots: int | None) -> None:
-    """Too little memory for the slots wanted, or for any, is an error that says how many would fit."""
+    """Too little memory for the requested slots, or for any, is an error that states how many would fit."""
     with pytest.raises(ConfigError, match="room for"):
         PrimaryTier(memoryview(bytearray(memory)), SLOT_BYTES, slots=slots)
 
 
 def test_pinned_blocks_do_not_slow_eviction_down() -> None:
-    """Eviction looks at a pinned block once: beside ten thousand of them it does not take longer again and again."""
+    """Eviction inspects a pinned block once, so ten thousand pinned blocks do not slow down every eviction."""
     slots, pinned = 20_000, 10_000
     tier = PrimaryTier(memoryview(bytearray(slots)), 1)
     old = [b"old-%d" % number for number in range(pinned)]
@@ -344,12 +379,14 @@ def test_pinned_blocks_do_not_slow_eviction_down() -> None:
     tier.commit(old, pins=1)
     looked_at = 0
 
-    def count(key: bytes) -> bool:
-        nonlocal looked_at
-        looked_at += 1
-        return tier.pin_count(tier.slot_of(key) or 0) > 0
+    class Pins(list[int]):
+        def __getitem__(self, slot: Any) -> Any:
+            nonlocal looked_at
+            looked_at += 1
+            return super().__getitem__(slot)
 
-    tier._order._is_pinned = count
+    tier._order._pins = tier.pins = Pins(tier.pins)
+    looked_at = 0
     started = time.monotonic()
     for number in range(3 * pinned):
         key = b"new-%d" % number
@@ -361,7 +398,7 @@ def test_pinned_blocks_do_not_slow_eviction_down() -> None:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_whatever_happens_the_least_important_are_evicted(policy: str, seed: int) -> None:
-    """In a random walk no spared block is evicted, and none while another of lower priority may be."""
+    """In a random walk no spared block is evicted, and no block while one of lower priority could be."""
     rng = random.Random(seed)
     tier = PrimaryTier(memoryview(bytearray(12 * SLOT_BYTES)), SLOT_BYTES, policy=policy)
     priorities: dict[bytes, int] = {}
@@ -406,7 +443,7 @@ def test_whatever_happens_the_least_important_are_evicted(policy: str, seed: int
 
 
 def test_the_end_of_what_is_demoted_goes_first() -> None:
-    """Demoted blocks go before all others, the last of them first, those demoted earlier before."""
+    """Demoted blocks are evicted before all others: earlier demotions first, and within one the last block first."""
     tier = PrimaryTier(memoryview(bytearray(4 * SLOT_BYTES)), SLOT_BYTES)
     _fill(tier, 1, 2, 3, 4)
     tier.demote(keys_of(1, 2))

@@ -1,4 +1,4 @@
-"""Modules of scripts/, which is no package: its programs are run by their paths."""
+"""Import of programs in scripts/, which is not a package: they are normally run by path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.project.tree import ROOT
 
 
 def load_script(name: str) -> Any:
-    """Import a module of scripts/, which may import others of them."""
+    """Import a module of scripts/, which may import other modules there."""
     folder = str(ROOT / "scripts")
     if folder not in sys.path:
         sys.path.append(folder)

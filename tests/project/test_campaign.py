@@ -1,4 +1,4 @@
-"""The campaign has a program and a row of its page for each goal, and the tests that its programs run exist."""
+"""The campaign has a program and a row in its page for each goal, and the tests that its programs run exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAMS = sorted((ROOT / "tests" / "campaign").glob("r[0-9][0-9]_*.py"))
 
 
 def test_every_goal_has_a_program_and_a_row() -> None:
-    """R1 to R28, each once."""
+    """Each of R1 to R28 has one program and one row."""
     goals = [f"R{int(path.stem[1:3])}" for path in PROGRAMS]
     rows = re.findall(r"^\| (R\d+) \|", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE)
     assert goals == rows == [f"R{number}" for number in range(1, 29)]
@@ -26,7 +26,7 @@ def test_every_goal_has_a_program_and_a_row() -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_the_tests_of_a_program_exist(program: Path) -> None:
-    """Each path of a test file in a program is a file, and each name behind it one of its tests."""
+    """Each test file path in a program exists, and each name after it is one of the file's tests."""
     for node in ast.walk(ast.parse(program.read_text())):
         if not (isinstance(node, ast.Constant) and re.fullmatch(r"tests/\S+\.py(::\S+)?", str(node.value))):
             continue
@@ -36,13 +36,13 @@ def test_the_tests_of_a_program_exist(program: Path) -> None:
 
 
 def test_mutants_are_made_of_modules_that_have_tests() -> None:
-    """Each module that mutation testing names is there, and so are the tests that must notice a change in it."""
+    """Each module listed for mutation testing exists, and so do the tests that must detect its mutants."""
     tests = {path for paths in mutants.modules().values() for path in paths}
     assert tests and not [path for path in tests if not (ROOT / path).exists()]
 
 
 def test_an_unfinished_program_ends_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes too long has failed; its log has the output so far, and no process of it goes on."""
+    """A program that takes too long has failed; its log has the output so far, and none of its processes survives."""
     program = tmp_path / "r01_endless.py"
     child = "import time; time.sleep(600)"
     program.write_text(
@@ -55,12 +55,12 @@ def test_an_unfinished_program_ends_with_its_children(tmp_path: Path, monkeypatc
     assert verdict == "FAIL" and figure.startswith("not finished after")
     found = re.search(r"child (\d+)", (tmp_path / "log").read_text())
     assert found is not None
-    # As init may not have collected it yet.
+    # Init may not have reaped it yet.
     status = Path(f"/proc/{found[1]}/stat")
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_fuzz_target_takes_its_first_seed(name: str) -> None:
-    """A target whose parser was renamed or changed its meaning fails here, not in the next campaign."""
+    """A target whose parser was renamed or changed fails here, not only in the next campaign."""
     TARGETS[name].run(TARGETS[name].seeds()[0])

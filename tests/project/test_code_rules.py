@@ -1,4 +1,4 @@
-"""Rules of CONVENTIONS.md that ruff and mypy do not check, held against the syntax tree of every module."""
+"""Rules of CONVENTIONS.md that ruff and mypy do not check, applied to the syntax tree of every module."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.pop
 FORBIDDEN_ARGUMENTS = {"shell", "allow_pickle"}
 BASE_PACKAGES = {"kvstore", "msgspec", "xxhash", "numpy"}
 ENGINE_PACKAGES = {"vllm", "torch"}
-"""Held to their places by an import contract (pyproject.toml)."""
+"""An import contract (pyproject.toml) restricts them to their modules."""
 
 SUITE_PACKAGES = {"pytest", "hypothesis"}
-"""Only the shipped suites may need them."""
+"""Only the shipped test suites may need them."""
 
 
 def test_nothing_runs_data_as_code() -> None:
-    """No module can be made to run bytes that it read: no pickle, marshal, eval, exec, yaml.load or shell."""
+    """No module can run bytes that it read: no pickle, marshal, eval, exec, yaml.load or shell."""
     _expect_none(lambda module: _dangers(parsed(module)))
 
 
@@ -35,7 +35,7 @@ def test_nothing_runs_data_as_code() -> None:
     ["import pickle", "from marshal import loads", "eval('1')", "os.system('ls')", "run('ls', shell=True)"],
 )
 def test_the_gate_sees_what_it_forbids(code: str) -> None:
-    """The check above does find what it looks for."""
+    """The check above detects forbidden code."""
     assert list(_dangers(ast.parse(code)))
 
 
@@ -50,17 +50,17 @@ def test_public_names_are_documented() -> None:
 
 
 def test_first_party_imports_stand_at_the_top() -> None:
-    """No function imports a module of kvstore: such an import would hide from the import contracts."""
+    """No function imports a module of kvstore, because the import contracts would not see such an import."""
     _expect_none(_hidden_imports)
 
 
 def test_broad_handlers_give_a_reason() -> None:
-    """A handler that swallows ``Exception``, ``BaseException`` or everything has a comment at its line or around it."""
+    """A handler that swallows ``Exception``, ``BaseException`` or everything has a comment on or around its line."""
     _expect_none(_unexplained_handlers)
 
 
 def test_every_test_says_what_holds() -> None:
-    """Every test, also a method of a class, has a docstring (ruff asks for it only of functions here)."""
+    """Every test, including methods of a class, has a docstring (ruff requires them only for functions here)."""
     bare = [
         f"{name_of(path)}:{node.lineno} {node.name}"
         for path in [*(ROOT / "tests").rglob("test_*.py"), *(PACKAGE / "testing").rglob("*.py")]
@@ -72,8 +72,19 @@ def test_every_test_says_what_holds() -> None:
     assert not bare, "\n".join(bare)
 
 
+def test_test_modules_do_not_import_each_other() -> None:
+    """Shared parts of tests have their own module, so that a test module can be read and removed alone."""
+    found = [
+        f"{name_of(path)}:{node.lineno} {node.module}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom) and ".test_" in f".{node.module}"
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_each_optional_package_has_one_door() -> None:
-    """A package that a user may not have is imported by one module only."""
+    """Each optional package is imported by one module only."""
     doors: dict[str, set[str]] = defaultdict(set)
     known = BASE_PACKAGES | ENGINE_PACKAGES | set(sys.stdlib_module_names)
     for module in modules():

@@ -1,4 +1,4 @@
-"""The examples for containers: what an engine, Prometheus and Kubernetes would refuse is found here."""
+"""The examples for containers: errors that an engine, Prometheus or Kubernetes would report are found here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ YAML = sorted(DEPLOY.rglob("*.yaml"))
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a document."""
+    """Yield all strings in a document."""
     if isinstance(value, str):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -51,7 +51,7 @@ def test_json_is_valid(path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "transfer"), _transfers())
 def test_every_engine_is_configured_rightly(name: str, transfer: dict[str, Any]) -> None:
-    """The tiers are such as kvstore takes."""
+    """All tiers are valid for kvstore."""
     assert transfer["kv_connector"] == "OffloadingConnector"
     for tier in transfer["kv_connector_extra_config"]["secondary_tiers"]:
         options = {key: value for key, value in tier.items() if key != "type"}
@@ -59,13 +59,13 @@ def test_every_engine_is_configured_rightly(name: str, transfer: dict[str, Any])
 
 
 def test_there_is_a_configuration_in_each_example() -> None:
-    """So that the check above checks something."""
+    """Each example has a configuration; otherwise the check above would check nothing."""
     names = {name for name, _ in _transfers()}
     assert names == {"deploy/compose.yaml", "deploy/kubernetes/vllm.yaml", "deploy/helm/production-stack.yaml"}
 
 
 def test_memory_has_room_for_the_primary_tier() -> None:
-    """/dev/shm is larger than the primary tier that lies in it."""
+    """/dev/shm is larger than its primary tier."""
     sizes = {"deploy/compose.yaml": 10 << 30, "deploy/kubernetes/vllm.yaml": 36 << 30}
     sizes["deploy/helm/production-stack.yaml"] = 36 << 30
     for name, transfer in _transfers():
@@ -74,7 +74,7 @@ def test_memory_has_room_for_the_primary_tier() -> None:
 
 
 def test_the_seccomp_profile_allows_io_uring() -> None:
-    """It denies system calls by name, each once, and io_uring's are not among them."""
+    """It denies system calls by name, each once, but not those of io_uring."""
     profile = json.loads((DEPLOY / "kubernetes/seccomp-io-uring.json").read_text())
     assert profile["defaultAction"] == "SCMP_ACT_ALLOW"
     denied = [name for rule in profile["syscalls"] for name in rule["names"]]
@@ -84,14 +84,14 @@ def test_the_seccomp_profile_allows_io_uring() -> None:
 
 
 def test_the_chart_mounts_memory() -> None:
-    """The chart of the production stack mounts /dev/shm only where a tensor parallel size is set."""
+    """The chart of the production stack mounts /dev/shm only if a tensor parallel size is set."""
     values = yaml.safe_load((DEPLOY / "helm/production-stack.yaml").read_text())
     for model in values["servingEngineSpec"]["modelSpec"]:
         assert model["shmSize"] and model["vllmConfig"]["tensorParallelSize"]
 
 
 def test_the_commands_in_the_image_have_a_tier() -> None:
-    """The default of ``--tier`` in the Dockerfile is one that kvstore takes, on the image's volume."""
+    """The default of ``--tier`` in the Dockerfile is valid, and on the image's volume."""
     text = (DEPLOY / "Dockerfile").read_text()
     match = re.search(r"KVSTORE_TIER='(.*)'", text)
     assert match is not None

@@ -1,4 +1,4 @@
-"""What ``import kvstore`` costs and loads."""
+"""The cost of ``import kvstore``, and the modules that it loads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOR_BACKENDS = {
     *("backends", "backends.base", "backends.simple", "config", "errors", "namespace", "quantity"),
     *("runtime", "runtime.limits", "secret", "types"),
 }
-"""Modules of kvstore that ``import kvstore`` may load: what a backend is written against."""
+"""Modules of kvstore that ``import kvstore`` may load: the interface of backends."""
 
 LIST_OURS = """
 import json, sys
@@ -38,20 +38,20 @@ def _run(code: str) -> str:
 
 
 def test_import_loads_little_of_kvstore() -> None:
-    """Importing kvstore loads what a backend is written against; the machinery comes when it is first used."""
+    """Importing kvstore loads only the interface of backends; the implementation is loaded at its first use."""
     loaded = {name.removeprefix("kvstore.") for name in json.loads(_run(LIST_OURS))}
     assert loaded <= FOR_BACKENDS, sorted(loaded - FOR_BACKENDS)
 
 
 def test_import_loads_only_the_base_packages() -> None:
-    """Importing kvstore loads nothing but the base packages and the standard library: no vllm, torch, boto or redis."""
+    """Importing kvstore loads only the base packages and the standard library: no vllm, torch, boto or redis."""
     loaded = set(json.loads(_run(LIST_THEM)))
     assert "kvstore" in loaded
     assert loaded - {"kvstore"} - set(sys.stdlib_module_names) == set()
 
 
 def test_every_public_name_is_there() -> None:
-    """Names that are loaded at their first use are listed, can be had, and are no others'."""
+    """Names loaded at their first use are listed and accessible, and no others."""
     code = """
 import kvstore
 assert set(kvstore.__all__) <= set(dir(kvstore))
@@ -63,7 +63,7 @@ assert not hasattr(kvstore, "no_such_name")
 
 
 def test_another_package_of_this_name_is_told(tmp_path: Path) -> None:
-    """Where the package that the index knows as kvstore lies beside ours, importing says so and what to do."""
+    """If the index's package named kvstore is installed beside ours, importing raises an error with a solution."""
     (tmp_path / "kvstore").symlink_to(ROOT / "kvstore")
     (tmp_path / "kvstore.py").touch()
     env = os.environ | {"PYTHONPATH": str(tmp_path)}

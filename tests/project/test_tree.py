@@ -1,4 +1,4 @@
-"""The tree is fit to be given away: nothing local in it, and a project file that tells the truth."""
+"""The tree can be published: it has no local paths or tools, and its project file is correct."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import kvstore
 from tests.project.tree import PACKAGE, ROOT, name_of, tracked_texts
 
-# Put together here, so that this file does not hold what it looks for.
+# Assembled here, so that this file does not contain the texts that it searches for.
 LOCAL = re.compile(
     "|".join(
         [
@@ -35,7 +35,7 @@ def _project() -> dict[str, object]:
 
 
 def test_nothing_local_is_named() -> None:
-    """No file names a directory of one machine, a package registry, or a tool that its reader can't have."""
+    """No file mentions a directory of one machine, a package registry, or a tool that readers don't have."""
     found = [
         f"{name_of(path)}:{number}: {line.strip()[:100]}"
         for path in tracked_texts()
@@ -46,7 +46,7 @@ def test_nothing_local_is_named() -> None:
 
 
 def test_only_our_distribution_is_installed() -> None:
-    """No text advises to install ``kvstore`` from a package index: there it is another project."""
+    """No text recommends installing ``kvstore`` from a package index, where the name belongs to another project."""
     advice = re.compile(r"pip3? install[^`\n;&|]*(?<![\w/-])kvstore(?:\[[\w,]+\])?['\"]?(?=[\s`.]|$)", re.MULTILINE)
     assert advice.search("pip install -U 'kvstore[redis]'") and advice.search("`pip install kvstore`")
     assert not advice.search("pip install 'vllm-kvstore[redis]'") and not advice.search("pip uninstall kvstore")
@@ -62,7 +62,7 @@ def test_version_stands_once() -> None:
 
 
 def test_entry_points_lead_somewhere() -> None:
-    """What vLLM is told to load exists."""
+    """The objects that vLLM is told to load exist."""
     groups = _project()["entry-points"]
     assert isinstance(groups, dict)
     for target in groups["vllm.general_plugins"].values():
@@ -72,11 +72,11 @@ def test_entry_points_lead_somewhere() -> None:
 
 
 def test_package_is_typed() -> None:
-    """Type checkers of users see kvstore's types."""
+    """Type checkers use kvstore's types."""
     assert (PACKAGE / "py.typed").is_file()
 
 
 def test_changelog_has_this_version_or_says_unreleased() -> None:
-    """The changelog has a place for what is in the tree."""
+    """The changelog has a section for the current tree."""
     text = (ROOT / "CHANGELOG.md").read_text()
     assert "## [Unreleased]" in text or f"## [{kvstore.__version__}]" in text

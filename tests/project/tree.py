@@ -1,4 +1,4 @@
-"""The tree as these tests see it: files under version control, modules, pages and their code blocks."""
+"""The tree as seen by these tests: files under version control, modules, pages and their code blocks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 import subprocess
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ class CodeBlock:
     language: str
     text: str
     skipped: bool
-    """Whether the page says, in a comment before the block, that it is not run."""
+    """Whether a comment before the block marks it as not run."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -40,18 +41,35 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
 
+@functools.cache
+def members_of_classes() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Return methods and attributes, and base classes, of each class of the package by its name."""
+    members: dict[str, set[str]] = defaultdict(set)
+    bases: dict[str, set[str]] = defaultdict(set)
+    for node in [node for module in modules() for node in ast.walk(parsed(module)) if isinstance(node, ast.ClassDef)]:
+        for part in ast.walk(node):
+            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                members[node.name].add(part.name)
+            elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                members[node.name].add(part.target.id)
+            elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self":
+                members[node.name].add(part.attr)
+        bases[node.name] |= {base.id for base in node.bases if isinstance(base, ast.Name)}
+    return members, bases
+
+
 def name_of(path: Path) -> str:
     """Return a file's path within the repository."""
     return path.relative_to(ROOT).as_posix()
 
 
 def pages() -> list[Path]:
-    """Return everything that is written for people to read."""
+    """Return all documentation pages."""
     return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("bench/*.md"))]
 
 
 def tracked_texts() -> list[Path]:
-    """Return the text files under version control (all files, where there is no git)."""
+    """Return the text files under version control (all files, if there is no git)."""
     try:
         listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         paths = [ROOT / line for line in listing.splitlines()]
@@ -87,7 +105,7 @@ def _blocks_of(page: Path) -> list[CodeBlock]:
 
 @functools.cache
 def texts_of_the_code() -> str:
-    """Return all text in the package's code, one a line, with ``…`` for every value that is put into it."""
+    """Return all strings in the package's code, one per line, with ``…`` for every inserted value."""
     texts = [_text_of(node) for module in modules() for node in ast.walk(parsed(module)) if isinstance(node, ast.expr)]
     return "\n".join(text for text in texts if text)
 
@@ -99,5 +117,5 @@ def _text_of(node: ast.expr) -> str:
         text = node.value
     else:
         return ""
-    # A quoted value is quoted by repr() as a rule, which the text of the code does not show.
+    # Quoted values are usually quoted by repr(), which is not visible in the code's strings.
     return re.sub(r"'…'|\"…\"|%[srd]|%\.\d+f", "…", text)

@@ -1,14 +1,16 @@
-"""Backends for tests, each over a part of a server that nobody else uses."""
+"""Backends for tests, each under a prefix of its own."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import random
 from typing import Any
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.namespace import Namespace
+from kvstore.testing.records import RecordMaker
 from tests.redis.servers import Server
 
 _numbers = itertools.count()
@@ -17,11 +19,11 @@ _opened: list[RedisBackend] = []
 NAMESPACE = Namespace({"suite": "redis"})
 
 PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 30}
-"""What is not about deadlines must hold however slow the machine is."""
+"""Checks that do not concern deadlines must pass on any slow machine."""
 
 
 def fresh_prefix() -> str:
-    """Return a prefix that no other test has."""
+    """Return a unique prefix."""
     return f"kv:{os.getpid()}-{next(_numbers)}:"
 
 
@@ -46,12 +48,17 @@ async def opened(server: Server, payload_bytes: int = 4096, **more: Any) -> Redi
 
 
 def close_in_any_case(backend: RedisBackend) -> RedisBackend:
-    """Note a backend that has to be closed also if the test that opened it fails."""
+    """Register a backend to be closed even if its test fails."""
     _opened.append(backend)
     return backend
 
 
 async def close_all() -> None:
-    """Close what a test has opened and, as it failed, not closed: it would fail the next one by its open sockets."""
+    """Close backends that a failed test left open: their sockets would fail the next test."""
     while _opened:
         await _opened.pop().close()
+
+
+def maker() -> RecordMaker:
+    """Return a maker of records."""
+    return RecordMaker(NAMESPACE, RecordGeometry(256, 4096), random.Random(7))

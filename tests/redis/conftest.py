@@ -1,4 +1,4 @@
-"""Servers that the tests of Redis share: one of each kind, started when the first test asks for it."""
+"""Shared servers of the Redis tests: one of each kind, started by the first test that uses it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ cluster = cluster_fixture("session")
 
 @pytest.fixture(autouse=True)
 async def nothing_stays_open() -> AsyncIterator[None]:
-    """Close what a test that fails leaves open."""
+    """Close connections that a failed test leaves open."""
     yield
     await close_all()
 
 
 @pytest.fixture(scope="session")
 def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Redis with TLS, and a user that may do what docs/redis.md lists and nothing else."""
+    """Redis with TLS, and a user with exactly the rights listed in docs/redis.md."""
     with running(secured(tmp_path_factory.mktemp("tls"))) as (server,):
         yield server
 
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
-    """A Redis of the test's own, to be stopped, filled and killed."""
+    """A Redis for one test, which may stop, fill and kill it."""
     with running(plain("redis", tmp_path)) as (server,):
         yield server

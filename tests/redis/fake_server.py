@@ -1,4 +1,4 @@
-"""A server that says what it is told to: answers, lies, silence, and wire faults around a real one."""
+"""Scripted servers: false answers, silence, and network faults in front of a real server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELLO = b"*6\r\n$6\r\nserver\r\n$5\r\nredis\r\n$7\r\nversion\r\n$5\r\n7.0.0\r\n$
 
 @dataclass
 class FakeServer:
-    """What a fake server saw."""
+    """Observations of a fake server."""
 
     port: int = 0
     hello: bytes = HELLO
@@ -27,13 +27,13 @@ class FakeServer:
     connections: int = 0
     open_connections: int = 0
     busy_connections: int = 0
-    """Connections on which the script was asked for anything."""
+    """Number of connections that sent a command to the script."""
     on_hello: Callable[[asyncio.StreamWriter], None] = lambda writer: None
-    """Called when HELLO was answered."""
+    """Called when HELLO has been answered."""
 
     @property
     def url(self) -> str:
-        """Return where it listens."""
+        """Return the address it listens on."""
         return f"redis://127.0.0.1:{self.port}"
 
 
@@ -41,7 +41,7 @@ class FakeServer:
 async def fake_server(
     script: Script, hello: bytes = HELLO, info: bytes | None = b"-NOPERM no\r\n"
 ) -> AsyncIterator[FakeServer]:
-    """Run a server that answers HELLO, and INFO if there is an answer, and leaves the rest to the script."""
+    """Run a server that answers HELLO, and INFO if there is an answer; the script handles all other commands."""
     state = FakeServer(hello=hello)
     tasks: set[asyncio.Task[None]] = set()
     writers: list[asyncio.StreamWriter] = []
@@ -54,7 +54,7 @@ async def fake_server(
         assert task is not None
         tasks.add(task)
         is_busy = False
-        # Cancelled at the end of the test, which asyncio's streams would report as an error.
+        # The task is cancelled at the end of the test, which asyncio's streams would report as an error.
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while True:
                 command = await read_command(reader)
@@ -82,15 +82,15 @@ async def fake_server(
 async def end_server(
     server: asyncio.Server, tasks: set[asyncio.Task[None]], writers: list[asyncio.StreamWriter]
 ) -> None:
-    """Stop a server and close all its connections, also those that it accepted a moment ago."""
+    """Stop a server and close all its connections, including those just accepted."""
     server.close()
-    # From accept() it is four turns of the loop until a connection has its task; nothing is accepted any more.
+    # A connection has its task four turns of the loop after accept(); no more are accepted.
     for _ in range(10):
         await asyncio.sleep(0)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    # A task that was cancelled before it began has closed nothing.
+    # A task cancelled before it began has not closed its writer.
     for writer in writers:
         writer.transport.abort()
     await asyncio.sleep(0)
@@ -107,7 +107,7 @@ async def read_command(reader: asyncio.StreamReader) -> list[bytes]:
 
 
 def answering(data: bytes) -> Script:
-    """Return a script that answers every command alike."""
+    """Return a script that gives the same answer to every command."""
 
     async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         writer.write(data)
@@ -116,7 +116,7 @@ def answering(data: bytes) -> Script:
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection by RST."""
+    """Close a connection with a RST."""
     sock: socket.socket = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
@@ -124,7 +124,7 @@ def reset(writer: asyncio.StreamWriter) -> None:
 
 @dataclass
 class Weather:
-    """What a proxy does to the bytes that pass through: chances per piece of data."""
+    """Faults that a proxy injects: probabilities per piece of data."""
 
     rng: random.Random
     cut: float = 0.0
@@ -137,7 +137,7 @@ class Weather:
 
 @asynccontextmanager
 async def stormy(port: int, weather: Weather) -> AsyncIterator[str]:
-    """Run a proxy before a real server; yield its url."""
+    """Run a proxy in front of a real server; yield its URL."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, other: asyncio.StreamWriter) -> None:

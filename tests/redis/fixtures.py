@@ -1,4 +1,4 @@
-"""Fixtures of servers, for as long as whoever makes them likes: a session, or a module."""
+"""Fixtures of servers, with the scope that the caller chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Scope = Literal["session", "module"]
 
 
 def server_fixture(kind: str, scope: Scope) -> Any:
-    """Return a fixture: a server (``redis`` as Debian has it, or ``valkey`` 9) without password."""
+    """Return a fixture of a server without password (``redis`` of Debian, or ``valkey`` 9)."""
 
     @pytest.fixture(scope=scope)
     def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -24,7 +24,7 @@ def server_fixture(kind: str, scope: Scope) -> Any:
 
 
 def cluster_fixture(scope: Scope) -> Any:
-    """Return a fixture: a cluster of three masters."""
+    """Return a fixture of a cluster of three masters."""
 
     @pytest.fixture(scope=scope)
     def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Server]]:

@@ -1,4 +1,4 @@
-"""A mix of operations whose every answer is checked against a model."""
+"""A mix of operations whose answers are all checked against a model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ PAYLOAD_BYTES = 4096
 WORKERS = 8
 FAILED_PAUSE_S = 0.002
 CALL_LIMIT_S = 15.0
-"""No call may take longer, whatever happens to the server; a backend without deadlines above it has its own."""
+"""Maximum duration of any call, whatever happens to the server; a backend without deadlines has its own."""
 
 
 class Mix:
-    """Workers with keys of their own put, get, ask and delete in batches.
+    """Workers with their own keys put, get, look up and delete in batches.
 
-    A key's payload follows from the key, so that bytes of another block, or half a block, are found out. In calm
-    weather the model is exact; when calls have failed, a block may be there or not, and has to be right if it is.
+    A key's payload is a function of the key, so that another block's bytes or a partial block are detected. Without
+    faults the model is exact; after failed calls, a block may be present or absent, and must be right if present.
 
     Args:
         backend: Open, with slots of ``PAYLOAD_BYTES``.
-        seed: Of everything that is random.
+        seed: Seed of all random choices.
         calm: Whether any failure or lost block is an error.
     """
 
@@ -43,7 +43,7 @@ class Mix:
         self.counts: Counter[str] = Counter()
 
     async def run(self, operations: int) -> None:
-        """Do so many operations, counted by block; raise ``AssertionError`` at the first wrong answer."""
+        """Do ``operations`` operations, counted by block; raise ``AssertionError`` at the first wrong answer."""
         goal = self.operations + operations
         async with asyncio.TaskGroup() as group:
             for number in range(WORKERS):
@@ -59,7 +59,7 @@ class _Worker:
         self.maker = RecordMaker(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES), rng)
         self.codec = RecordCodec(NAMESPACE, header_bytes=256)
         self.keys = [rng.randbytes(32) for _ in range(60)]
-        # True: there; False: not there; None: a call failed, so nobody knows.
+        # True: present; False: absent; None: unknown, as a call failed.
         self.there: dict[BlockKey, bool | None] = dict.fromkeys(self.keys, False)
         self.targets = [self.maker.target(self.keys[0]) for _ in range(12)]
 
@@ -77,8 +77,8 @@ class _Worker:
             except BackendError as error:
                 self.failed(keys, f"{verb.__name__}: {error}")
             if self.mix.counts["failed"] != failed_before:
-                # Calls to a node that is down fail without ever waiting: whoever makes them in a loop leaves no time to
-                # find it again.
+                # Calls to a failed node return without waiting: a loop of them leaves no time to reconnect to
+                # it.
                 await asyncio.sleep(FAILED_PAUSE_S)
 
     def failed(self, keys: Sequence[BlockKey], why: str) -> None:
@@ -122,7 +122,7 @@ class _Worker:
                 self.failed([key], f"get: {outcome!r} {self.mix.backend.last_error}")
 
     def is_damaged(self, target: Target) -> bool:
-        """Whether a network that flips bits made of a record what a tier finds out and counts as a miss."""
+        """Return whether a network that flips bits damaged a record, which a tier detects and counts as a miss."""
         if not self.mix.flips:
             return False
         try:
@@ -142,7 +142,7 @@ class _Worker:
         for key, there in zip(keys, gone, strict=True):
             known = self.there[key]
             assert not self.mix.calm or known is None or bool(there) == known, f"{self.mix}: delete says {there}"
-            # In a storm a node that is down is left out, and still has the block when it is back.
+            # Under faults, a failed node is skipped, and still holds the block when it recovers.
             self.there[key] = False if self.mix.calm or there else None
 
 
@@ -150,7 +150,7 @@ _payloads: dict[BlockKey, bytes] = {}
 
 
 def payload_of(key: BlockKey) -> bytes:
-    """Return the payload that belongs to a key."""
+    """Return the payload of a key."""
     if key not in _payloads:
         if len(_payloads) > 4096:
             _payloads.clear()

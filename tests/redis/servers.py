@@ -22,22 +22,24 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from tests.stopping import stop
+
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 
 LEAST_ACL = "~kv:* resetchannels -@all +hello +get +set +exists +unlink +expire +info +asking +readonly +cluster|slots"
-"""What docs/redis.md tells operators to grant; a test compares the two."""
+"""Rights that docs/redis.md lists for operators; a test compares the two."""
 
 PASSWORD = "s3cret-canary"
 
 
 PORT_MIN, PORT_MAX = 10_200, 20_000
-"""Ports of servers. Those above by ten thousand, which some servers take, too, are not among them, and all of them lie
-below the ports that the system gives to clients."""
+"""Ports of servers. The ports 10,000 above them, which some servers also use, are not in this range; all of them are
+below the ephemeral range."""
 
 
 class CannotStartError(Exception):
-    """A server did not come up; the text has its log."""
+    """A server did not start; the text contains its log."""
 
 
 @dataclass
@@ -56,11 +58,11 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Return where it listens, without credentials."""
+        """Return its URL, without credentials."""
         return f"{'rediss' if self.tls_ca else 'redis'}://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start the server and wait until it answers."""
         log = (self.directory / "server.log").open("ab")
         with log:
             self.process = subprocess.Popen(
@@ -75,7 +77,7 @@ class Server:
             time.sleep(0.01)
 
     def answers(self) -> bool:
-        """Return whether it answers PING, be it with an error (such as NOAUTH, but not LOADING)."""
+        """Return whether it answers PING, even with an error (such as NOAUTH, but not LOADING)."""
         if self.tls_ca is not None:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
                 return True
@@ -86,35 +88,36 @@ class Server:
         return False
 
     def pause(self) -> None:
-        """Stop it in its tracks (SIGSTOP): connections stay, nothing is answered."""
-        self._signal(signal.SIGSTOP)
+        """Stop the server (SIGSTOP): connections stay open and get no answers."""
+        stop(self._running.pid)
 
     def resume(self) -> None:
-        """Let it go on."""
-        self._signal(signal.SIGCONT)
+        """Resume the server."""
+        self._running.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it and wait for its end."""
+        """Kill the server and wait for its end."""
         process, self.process = self.process, None
         if process is not None:
             process.kill()
             process.wait(STOP_TIMEOUT_S)
         if self.unix_path:
-            # Who is killed leaves it behind.
+            # A killed server leaves the socket file behind.
             Path(self.unix_path).unlink(missing_ok=True)
 
     def clients(self) -> int:
-        """Return how many connections it has, our own question not counted."""
+        """Return the number of its connections, excluding our own."""
         return cli(self, "CLIENT", "LIST").count("name=kvstore")
 
-    def _signal(self, number: int) -> None:
+    @property
+    def _running(self) -> subprocess.Popen[bytes]:
         if self.process is None:
             raise RuntimeError("the server does not run")
-        os.kill(self.process.pid, number)
+        return self.process
 
 
 def binary(kind: str) -> str:
-    """Return the program of a kind of server: ``"redis"``, ``"valkey"`` or ``"etcd"``.
+    """Return the executable of a kind of server: ``"redis"``, ``"valkey"`` or ``"etcd"``.
 
     Raises:
         CannotStartError: It is not installed.
@@ -133,7 +136,7 @@ def binary(kind: str) -> str:
 
 
 def cli(server: Server, *command: str) -> str:
-    """Run a command on a server by redis-cli, and return what it prints."""
+    """Run a command on a server by redis-cli, and return its output."""
     options = ["-h", "127.0.0.1", "-p", str(server.port), "--no-auth-warning"]
     if server.tls_ca is not None:
         options += ["--tls", "--cacert", str(server.tls_ca)]
@@ -144,10 +147,10 @@ def cli(server: Server, *command: str) -> str:
 
 
 def _own_ports() -> Iterator[int]:
-    """Yield ports without end, each as late as can be again.
+    """Yield ports without end, reusing each as late as possible.
 
-    Workers that run tests at once have parts of the range of their own: a port is free, too, while the server that it
-    is for has not been started yet, or is started again. Other processes begin somewhere.
+    Parallel test workers use disjoint parts of the range: a port also looks free before its server has started, and
+    during a restart. The first port depends on the process id.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
@@ -160,14 +163,14 @@ _ports = _own_ports()
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on, below the ephemeral range, so that no client takes them meanwhile."""
+    """Return ports without a listener, below the ephemeral range, so that no client takes them meanwhile."""
     found: list[int] = []
     while len(found) < count:
-        # Never one twice: it may be for a server that has not been started yet.
+        # Never the same port twice: its server may not have started yet.
         port = next(_ports)
         with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", port))
-            # A cluster talks on the port above by ten thousand, too.
+            # A cluster also listens on the port 10,000 above.
             second.bind(("127.0.0.1", port + 10000))
             found.append(port)
     return found
@@ -175,7 +178,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def running(*servers: Server) -> Iterator[Sequence[Server]]:
-    """Run servers, and kill them at the end whatever happens."""
+    """Run servers, and always kill them at the end."""
     try:
         for server in servers:
             server.start()
@@ -189,14 +192,14 @@ def plain(kind: str, directory: Path, *, memory: str = "512mb", policy: str = "a
     """Return a server without password, not started."""
     directory.mkdir(parents=True, exist_ok=True)
     (port,) = free_ports(1)
-    # Short: the path of a unix socket has at most some hundred characters.
+    # Short, as the path of a unix socket has at most about a hundred characters.
     path = f"/tmp/kvstore-{os.getpid()}-{port}.sock"
     arguments = [*_base(port, directory), "--maxmemory", memory, "--maxmemory-policy", policy, "--unixsocket", path]
     return Server(kind, port, directory, arguments, unix_path=path)
 
 
 def secured(directory: Path, acl: str = LEAST_ACL, *, memory: str = "512mb") -> Server:
-    """Return a Redis with TLS only and one user of least rights beside an administrator, not started."""
+    """Return a Redis with TLS only, an administrator and a user of least rights, not started."""
     directory.mkdir(parents=True, exist_ok=True)
     (port,) = free_ports(1)
     make_certificates(directory)
@@ -204,7 +207,7 @@ def secured(directory: Path, acl: str = LEAST_ACL, *, memory: str = "512mb") -> 
     (directory / "users.acl").write_text(users)
     arguments = [
         *_base(0, directory),
-        # On a second address, too, for which its certificate is not.
+        # It also listens on a second address, which its certificate does not cover.
         *["--bind", "127.0.0.1", "127.0.0.2"],
         *["--tls-port", str(port), "--tls-auth-clients", "no", "--aclfile", str(directory / "users.acl")],
         *["--tls-cert-file", str(directory / "server.crt"), "--tls-key-file", str(directory / "server.key")],
@@ -214,7 +217,7 @@ def secured(directory: Path, acl: str = LEAST_ACL, *, memory: str = "512mb") -> 
 
 
 def cluster_nodes(directory: Path, count: int = 3, kind: str = "redis") -> list[Server]:
-    """Return the masters of a cluster, not started; :func:`join_cluster` makes them one."""
+    """Return the masters of a cluster, not started; :func:`join_cluster` connects them."""
     servers = []
     for port in free_ports(count):
         home = directory / str(port)
@@ -229,7 +232,7 @@ def cluster_nodes(directory: Path, count: int = 3, kind: str = "redis") -> list[
 
 
 def join_cluster(servers: Sequence[Server]) -> None:
-    """Make started servers a cluster, and wait until all of them know it."""
+    """Join started servers to a cluster, and wait until every node has the map."""
     addresses = [f"127.0.0.1:{server.port}" for server in servers]
     command = ["redis-cli", "--cluster", "create", *addresses, "--cluster-replicas", "0", "--cluster-yes"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -263,7 +266,7 @@ def sentinels(master: Server, directory: Path, count: int = 3, name: str = "kv-m
 
 
 def make_certificates(directory: Path, hosts: Sequence[str] = ()) -> None:
-    """Write ``ca.crt``, and ``server.crt`` with ``server.key`` for 127.0.0.1, localhost and these hosts."""
+    """Write ``ca.crt``, and ``server.crt`` with ``server.key`` for 127.0.0.1, localhost and ``hosts``."""
     now = datetime.datetime.now(datetime.UTC)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvstore test authority")])
@@ -302,3 +305,17 @@ def make_certificates(directory: Path, hosts: Sequence[str] = ()) -> None:
 
 def _base(port: int, directory: Path) -> list[str]:
     return ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", "", "--appendonly", "no"]
+
+
+def until_watched(watchers: Sequence[Server]) -> None:
+    """Wait until the Sentinels have discovered each other and the replica."""
+    # Sentinels query replicas every ten seconds.
+    deadline = time.monotonic() + 120
+    # The master has a replica, and each Sentinel has discovered the others.
+    while not all(
+        "num-slaves\n1\n" in (text := cli(server, "SENTINEL", "MASTER", "kv-master"))
+        and "num-other-sentinels\n2\n" in text
+        for server in watchers
+    ):
+        assert time.monotonic() < deadline, "the Sentinels found no replica"
+        time.sleep(0.1)

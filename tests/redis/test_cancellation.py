@@ -21,7 +21,7 @@ from tests.redis.clients import NAMESPACE, opened
 from tests.redis.servers import Server
 
 CANCELLED = int(os.environ.get("KVSTORE_TEST_CANCELLED", "100000"))
-"""Calls that are cancelled while they run."""
+"""Number of calls cancelled while running."""
 
 PAYLOAD_BYTES = 2048
 WORKERS = 16
@@ -38,7 +38,7 @@ class Storm:
         self.cancelled = self.completed = self.misses = 0
 
     async def run(self, wanted: int) -> None:
-        """Go on until so many calls were cancelled in their midst."""
+        """Continue until ``wanted`` running calls were cancelled."""
         self.backend = await opened(self.server, PAYLOAD_BYTES)
         puts = [self.maker.write(key, payload) for key, payload in self.values.items()]
         assert set(await self.backend.put(puts)) == {Outcome.OK}
@@ -47,7 +47,7 @@ class Storm:
                 group.create_task(self.caller(wanted))
 
     async def caller(self, wanted: int) -> None:
-        """Read blocks, now and then ask for them, and cancel most calls somewhere."""
+        """Read blocks, sometimes look them up, and cancel most calls at a random point."""
         keys = list(self.values)
         targets = [self.maker.target(key, PAYLOAD_BYTES) for key in keys[:3]]
         while self.cancelled < wanted:
@@ -61,7 +61,7 @@ class Storm:
                 if asks
                 else self.backend.get_into([target.read for target in targets])
             )
-            # Zero to a few turns of the loop: not begun, queued, sent, part of an answer, all but done.
+            # Zero to a few turns of the loop: not started, queued, sent, partly answered, almost complete.
             for _ in range(self.rng.choice((0, 1, 1, 2, 2, 3, 4, 6, 9))):
                 await asyncio.sleep(0)
             call.cancel()
@@ -72,7 +72,7 @@ class Storm:
                 await self.untouched_from_now_on(targets)
                 continue
             except BackendError as error:
-                # As a get may, after its connection was closed for others too often; never an absence.
+                # A get may fail like this after its connection was closed for others too often; it is never a miss.
                 assert asks, error
                 self.misses += 1
                 continue
@@ -89,7 +89,7 @@ class Storm:
                     self.misses += 1
 
     async def untouched_from_now_on(self, targets: list[Target]) -> None:
-        """The buffers are ours again: fill them, let others run, and see that nobody wrote."""
+        """After the call, fill the buffers, let other tasks run, and check that no byte was written."""
         for target in targets:
             target.fill()
         for _ in range(self.rng.randrange(3)):
@@ -99,7 +99,7 @@ class Storm:
 
 @pytest.mark.timeout(300)
 async def test_cancelled_at_random_points(redis_server: Server) -> None:
-    """A hundred thousand cancelled calls: none wrong, nothing leaked, and the backend works on."""
+    """100,000 cancelled calls: no wrong answer, no leak, and the backend still works."""
     seed = fresh_seed()
     storm = Storm(redis_server, seed)
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
@@ -127,14 +127,14 @@ async def test_cancelled_at_random_points(redis_server: Server) -> None:
 
 
 async def test_cancelled_puts(redis_server: Server) -> None:
-    """A cancelled put has published the whole record or nothing, and never reads its buffers afterwards."""
+    """A cancelled put has published the whole record or none, and never reads its buffers afterwards."""
     seed = fresh_seed()
     rng = random.Random(seed)
     size = 1 << 20
     maker = RecordMaker(NAMESPACE, RecordGeometry(256, size), rng)
     backend = await opened(redis_server, size)
     stored = tried = 0
-    # Three hundred, and more with more time each, until some were stored and some were not.
+    # Three hundred, then more with longer delays, until some were stored and some were not.
     while tried < 300 or (not 0 < stored < tried and tried < 3000):
         tried += 1
         key, payload = maker.key(), maker.payload()
@@ -145,7 +145,7 @@ async def test_cancelled_puts(redis_server: Server) -> None:
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         for buffer in write.buffers:
-            # If anything of this were sent, the record would be there and damaged.
+            # If any of these bytes were sent, the stored record would be damaged.
             buffer[:] = bytes([rng.randrange(256)]) * buffer.nbytes
         target = maker.target(key)
         (outcome,) = await backend.get_into([target.read])
@@ -153,7 +153,7 @@ async def test_cancelled_puts(redis_server: Server) -> None:
         if outcome is Outcome.OK:
             stored += 1
             assert maker.content(target) == payload, f"seed {seed}: half of a record was published"
-            # Others use the server, too, which evicts when it is full.
+            # Other tests also use the server, which evicts when full.
             await backend.delete([key])
     assert 0 < stored < tried, f"seed {seed}: {stored} of {tried} stored: cancellation was always too early or too late"
     await backend.close()

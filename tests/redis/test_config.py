@@ -1,4 +1,4 @@
-"""Configurations: what is refused and how, and that no secret is shown; TLS that can't be trusted."""
+"""Configurations: refused values and their errors, no secret in any text, and untrusted TLS."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from kvstore.testing.records import RecordMaker
 from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.redis.clients import NAMESPACE, backend_on, opened, options_for
+from tests.redis.clients import NAMESPACE, backend_on, maker, opened, options_for
 from tests.redis.servers import LEAST_ACL, PASSWORD, Server, cli, free_ports, make_certificates, plain, running, secured
-from tests.redis.test_hostile import maker
 
 GEOMETRY = RecordGeometry(256, 4096)
 
@@ -58,7 +57,7 @@ def decoded(**options: Any) -> RedisConfig:
     ],
 )
 def test_refused(options: dict[str, Any], named: str) -> None:
-    """A bad value is refused with its name, and without any secret."""
+    """A bad value is refused with the option's name, and without any secret."""
     with pytest.raises(ConfigError) as caught:
         decoded(**options)
     assert named in str(caught.value)
@@ -69,7 +68,7 @@ def test_refused(options: dict[str, Any], named: str) -> None:
     "url", ["redis://kv:p%40ss@host:1/3", "rediss://kv:p%40ss@host", "unix://kv:p%40ss@/tmp/s?db=2"]
 )
 def test_credentials_leave_the_url(url: str) -> None:
-    """Name and password of a URL become fields, and nothing shows the password."""
+    """Name and password of a URL become fields, and no text shows the password."""
     config = decoded(url=url)
     assert config.username == "kv" and config.password is not None and config.password.reveal() == "p@ss"
     shown = f"{config!r} {encode_config(config)} {config.url}"
@@ -77,7 +76,7 @@ def test_credentials_leave_the_url(url: str) -> None:
 
 
 async def test_another_machine_needs_tls() -> None:
-    """A connection to another machine without TLS is refused, before anything is sent, unless it is wanted."""
+    """A connection to another machine without TLS is refused, before any byte is sent, unless explicitly allowed."""
     for url in ("redis://192.0.2.1:6379", "redis://cache.example:6379"):
         with pytest.raises(ConfigError, match="insecure"):
             await RedisBackend(RedisConfig(url=url)).open(NAMESPACE, GEOMETRY)
@@ -97,14 +96,14 @@ async def test_another_machine_needs_tls() -> None:
     ],
 )
 async def test_no_password_goes_readable_to_another_machine(options: dict[str, Any]) -> None:
-    """Whatever is asked first, be it a server, a cluster or a Sentinel: nothing is sent before TLS was looked at."""
+    """For a server, a cluster and a Sentinel alike, no byte is sent before TLS is checked."""
     received = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         received.append(await reader.read(1))
         writer.transport.abort()
 
-    # 127.1 is this machine, but is not known for it: as any name, it may be another one.
+    # 127.1 is this machine, but is not recognised as such: like any name, it may be another machine.
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     options = {"url": f"redis://127.1:{port}", **options}
@@ -121,9 +120,9 @@ async def test_no_password_goes_readable_to_another_machine(options: dict[str, A
 
 
 async def test_nobody_listens() -> None:
-    """A server that is not there is one clear error at once."""
+    """An absent server gives one clear error at once."""
     (port,) = free_ports(1)
-    # Long before the time to connect is over.
+    # Long before the connect timeout.
     async with asyncio.timeout(30):
         with pytest.raises(BackendError, match="Is the server up"):
             await RedisBackend(RedisConfig(url=f"redis://127.0.0.1:{port}", connect_timeout=60)).open(
@@ -134,7 +133,7 @@ async def test_nobody_listens() -> None:
 
 
 async def test_who_listens_but_never_answers() -> None:
-    """A listener that says nothing costs the time to connect."""
+    """A silent listener costs the connect timeout."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         config = RedisConfig(url=f"redis://127.0.0.1:{silent.getsockname()[1]}", connect_timeout=0.2)
         async with asyncio.timeout(30):
@@ -143,7 +142,7 @@ async def test_who_listens_but_never_answers() -> None:
 
 
 async def test_credentials(tls_server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    """A wrong password, or none, is refused with advice; the password is nowhere to be seen, at DEBUG neither."""
+    """A wrong or missing password is refused with advice; no text shows the password, even at DEBUG."""
     caplog.set_level(logging.DEBUG)
     for options in ({"password": "wrong-canary"}, {"username": "nobody", "password": "wrong-canary"}):
         with pytest.raises(BackendError, match="WRONGPASS"):
@@ -159,7 +158,7 @@ async def test_credentials(tls_server: Server, caplog: pytest.LogCaptureFixture)
 
 
 async def test_forbidden_prefix(tls_server: Server) -> None:
-    """Keys outside of what the ACL grants are refused as such."""
+    """Keys outside the ACL's prefix are refused with that reason."""
     backend = backend_on(tls_server, prefix="other:")
     await backend.open(NAMESPACE, GEOMETRY)
     with pytest.raises(BackendError, match="NOPERM"):
@@ -168,7 +167,7 @@ async def test_forbidden_prefix(tls_server: Server) -> None:
 
 
 async def test_untrusted_certificates(tls_server: Server, tmp_path: Path) -> None:
-    """A server of an unknown authority, of another name, or without TLS at all, is refused; it does not hang."""
+    """A server of an unknown authority, of another name, or without TLS, is refused without hanging."""
     make_certificates(tmp_path)
     async with asyncio.timeout(60):
         with pytest.raises(BackendError, match="not trusted"):
@@ -182,13 +181,13 @@ async def test_untrusted_certificates(tls_server: Server, tmp_path: Path) -> Non
 
 
 async def test_tls_to_a_plain_server(redis_server: Server, tls_server: Server) -> None:
-    """A server that does not speak TLS is told from one that is down."""
+    """The error distinguishes a server without TLS from one that is down."""
     with pytest.raises(BackendError, match=r"TLS|no connection"):
         await opened(tls_server, url=redis_server.url.replace("redis://", "rediss://"), connect_timeout=2)
 
 
 async def test_database(redis_server: Server) -> None:
-    """Blocks go into the database that the url names."""
+    """Blocks go into the database of the URL."""
     backend = await opened(redis_server, url=f"{redis_server.url}/3")
     before = cli(redis_server, "-n", "3", "DBSIZE")
     await backend.put([maker().write(b"k" * 32, b"x")])
@@ -197,7 +196,7 @@ async def test_database(redis_server: Server) -> None:
 
 
 async def test_only_modest_commands(tmp_path: Path) -> None:
-    """Whatever we do, the server is never asked for KEYS, SCAN, FLUSHALL, CONFIG or anything of that kind."""
+    """The server never receives KEYS, SCAN, FLUSHALL, CONFIG or any similar command."""
     with running(plain("redis", tmp_path)) as (server,):
         backend = await opened(server, 8192, ttl=600)
         records = RecordMaker(NAMESPACE, RecordGeometry(256, 8192), random.Random(1))
@@ -217,7 +216,7 @@ async def test_only_modest_commands(tmp_path: Path) -> None:
 
 
 async def test_ttl_is_renewed_by_use(redis_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block has a time to live, which a use renews once a quarter of it has passed, not on every use."""
+    """A block's time to live is renewed by use once a quarter of it has passed, not on every use."""
     now = 1000.0
     monkeypatch.setattr("kvstore.backends.redis.backend.time", SimpleNamespace(monotonic=lambda: now))
     backend = await opened(redis_server, 65536, ttl=600)
@@ -225,7 +224,7 @@ async def test_ttl_is_renewed_by_use(redis_server: Server, monkeypatch: pytest.M
     await backend.put([maker().write(key, b"x")])
     name = f"{backend.config.prefix}{NAMESPACE.hex[:32]}:{key.hex()}"
     assert 500_000 < int(cli(redis_server, "PTTL", name)) <= 600_000
-    # As if so much had passed on the server.
+    # As if that much time had passed on the server.
     cli(redis_server, "PEXPIRE", name, "400000")
     for later, renewals in ((149, 0), (2, 1), (149, 1), (2, 2)):
         now += later
@@ -238,7 +237,7 @@ async def test_ttl_is_renewed_by_use(redis_server: Server, monkeypatch: pytest.M
 
 
 async def test_reading_alone_renews_nothing(redis_server: Server) -> None:
-    """A record that was read has its time to live renewed when it was found good; and no more than so many wait."""
+    """A read renews a record's time to live only after verification, and the number of waiting renewals is bounded."""
     backend = await opened(redis_server, 4096, ttl=600)
     reader = await opened(redis_server, 4096, ttl=600, prefix=backend.config.prefix)
     key = b"r" * 32
@@ -265,7 +264,7 @@ def test_only_a_block_that_was_verified_is_renewed(redis_server: Server) -> None
     cli(redis_server, "SETRANGE", f"{start}:{bad.hex()}", "300", "damage")
     for key in (good, bad):
         cli(redis_server, "PEXPIRE", f"{start}:{key.hex()}", "400000")
-    # Of a block that was stored before its time nobody here knows how old it is: that is a renewal at once.
+    # The age of a block stored earlier is unknown here: its use renews it at once.
     with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=2) as rig:
         result = rig.load([good, bad])
         assert [outcome.ok for outcome in result.outcomes] == [True, False]
@@ -275,7 +274,7 @@ def test_only_a_block_that_was_verified_is_renewed(redis_server: Server) -> None
 
 
 async def test_acl_of_the_docs(tmp_path: Path, valkey_server: Server) -> None:
-    """The ACL lines of docs/redis.md do, on Redis and on Valkey, where nothing else is tried either."""
+    """The ACL lines of docs/redis.md suffice on Redis and on Valkey, where no other command is tried."""
     text = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
     lines = [line for line in text.splitlines() if line.startswith("user kv on ")]
     rights = [line.split(" ", 4)[4] for line in lines]
@@ -292,12 +291,12 @@ async def test_acl_of_the_docs(tmp_path: Path, valkey_server: Server) -> None:
                 assert list(await backend.put([maker().write(b"k" * 32, b"x")])) == [Outcome.OK]
                 assert list(await backend.exists([b"k" * 32, b"l" * 32])) == [True, False]
                 assert list(await backend.get_into([maker().target(b"k" * 32).read])) == [Outcome.OK]
-                # Of a block that is not ours nobody knows how old it is: that is a renewal at once.
+                # The age of another engine's block is unknown: its use renews it at once.
                 backend.touch([b"l" * 32])
                 await eventually_async(lambda backend=backend: backend._renewing is None, what="renewals sent")
                 assert list(await backend.delete([b"k" * 32])) == [True]
                 await backend.close()
-        # Asking for the server's settings is the one thing that may be forbidden, and is tried.
+        # Only reading the server's settings may be forbidden, and is tried.
         denied = cli(valkey_server, "ACL", "LOG")
         assert denied.count("username") == denied.count("\ninfo\n") <= 1 - number, denied
         cli(valkey_server, "ACL", "DELUSER", user)

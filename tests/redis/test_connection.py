@@ -1,4 +1,4 @@
-"""One connection by itself, on a loopback socket: its turns of the loop, its deadlines, and its end."""
+"""One connection on a loopback socket: its turns of the loop, its deadlines, and its end."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ VALUE_BYTES = 1 << 20
 
 @dataclass
 class Ends:
-    """A connection, and the server's end of it.
+    """A connection and the server's side of it.
 
     Attributes:
-        closed: The error of each time that it closed.
+        closed: The error of each close.
     """
 
     connection: Connection
@@ -38,7 +38,7 @@ class Ends:
 
 @asynccontextmanager
 async def connected(**options: Any) -> AsyncIterator[Ends]:
-    """Lend a connection whose server's end the test holds."""
+    """Yield a connection whose server side the test controls."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
         server, _ = listener.accept()
@@ -58,27 +58,27 @@ async def connected(**options: Any) -> AsyncIterator[Ends]:
 
 
 def get_of(size: int) -> Request:
-    """Return a GET of a value, in a batch of its own."""
+    """Return a GET of one value, in a batch of its own."""
     request = Request([encode_command(b"GET", b"k")], Target([memoryview(bytearray(size))]), size)
     Pending([request])
     return request
 
 
 class Endless:
-    """Stands for a stream on which bytes of a value are always there."""
+    """A stream on which bytes of a value are always available."""
 
     is_encrypted = False
     received = 0
 
     def receive(self, buffers: Sequence[memoryview]) -> int:
-        """Fill all buffers but the last byte of the value, so that it never ends."""
+        """Fill all buffers except the last byte of the value, so that it never ends."""
         count = min(buffers[0].nbytes, 65536)
         self.received += count
         return count
 
 
 async def test_a_flood_leaves_the_loop_to_others() -> None:
-    """One wake-up receives about two megabytes at most, and one part of the rest of a value when it began."""
+    """One wake-up receives at most about two megabytes, and one part of the rest of a value that was pending before."""
     async with connected() as ends:
         connection = ends.connection
         connection.submit([get_of(64 << 20)])
@@ -88,7 +88,7 @@ async def test_a_flood_leaves_the_loop_to_others() -> None:
         stream, connection._stream = connection._stream, Endless()  # type: ignore[assignment]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(duplex, "_RECEIVES_MAX", 1 << 20)
-            # Buffers are never filled, as with a socket that has more than fits: the count of bytes has to end it.
+            # Buffers are never filled, as with a socket that holds more than fits: the byte limit has to end it.
             patch.setattr(connection._stream, "is_encrypted", True)
             connection._on_readable()
         received, connection._stream = connection._stream.received, stream  # type: ignore[attr-defined]
@@ -96,19 +96,19 @@ async def test_a_flood_leaves_the_loop_to_others() -> None:
 
 
 class Scripted:
-    """Stands for a stream whose receives are told one by one; it sends and closes as the real one."""
+    """A stream with scripted receives; it sends and closes like the real one."""
 
     def __init__(self, stream: Stream, *receives: Callable[[Sequence[memoryview]], int], tls: bool = False) -> None:
         self.send, self.close, self.is_encrypted = stream.send, stream.close, tls
         self._receives = iter(receives)
 
     def receive(self, buffers: Sequence[memoryview]) -> int:
-        """Do what was told."""
+        """Make the next scripted receive."""
         return next(self._receives)(buffers)
 
 
 async def test_a_reset_that_came_with_bytes_is_found() -> None:
-    """A loop may report a reset once, together with bytes: the connection looks again, long before its deadline."""
+    """A loop may report a reset once, together with data: the connection receives again, long before its deadline."""
 
     def reset(buffers: Sequence[memoryview]) -> int:
         raise ConnectionResetError(errno.ECONNRESET, "reset")
@@ -125,7 +125,7 @@ async def test_a_reset_that_came_with_bytes_is_found() -> None:
 
 
 async def test_tls_that_has_to_write_first_is_read_on() -> None:
-    """OpenSSL may have taken the bytes, and have to write before it gives them: nothing else wakes the connection."""
+    """OpenSSL may hold received bytes and have to write before delivering them: no other event wakes the connection."""
     taken = bytearray(16)
 
     def take(buffers: Sequence[memoryview]) -> int:
@@ -150,7 +150,7 @@ async def test_tls_that_has_to_write_first_is_read_on() -> None:
 
 @pytest.mark.parametrize("is_busy", [False, True])
 async def test_an_unfinished_exchange_is_reset(is_busy: bool) -> None:
-    """Closing with an answer outstanding resets the connection, so that the server stops sending; an idle one ends."""
+    """A close with an outstanding answer resets the connection, so that the server stops sending; otherwise it ends."""
     async with connected() as ends:
         if is_busy:
             ends.connection.submit([get_of(VALUE_BYTES)])
@@ -163,7 +163,7 @@ async def test_an_unfinished_exchange_is_reset(is_busy: bool) -> None:
 
 
 async def test_an_answer_has_the_time_that_its_value_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline of an answer is ``timeout`` and the value's bytes at ``bytes_per_second_min``."""
+    """The deadline of an answer is ``timeout`` plus the time of the value's bytes at ``bytes_per_second_min``."""
     async with connected(timeout=1, bytes_per_second_min=VALUE_BYTES) as ends:
         connection = ends.connection
         request = get_of(2 * VALUE_BYTES)
@@ -177,7 +177,7 @@ async def test_an_answer_has_the_time_that_its_value_needs(monkeypatch: pytest.M
 
 
 async def test_values_that_travel_together_are_bounded_one_by_one() -> None:
-    """Several values in one submission: each answer counts as early or not by the end of its own command."""
+    """Several values in one submission: each answer is early or not by the end of its own command."""
     async with connected() as ends:
         connection = ends.connection
         sets = [Request([b"x" * 100, memoryview(bytes(VALUE_BYTES))], str, VALUE_BYTES) for _ in range(2)]
@@ -197,7 +197,7 @@ async def test_values_that_travel_together_are_bounded_one_by_one() -> None:
     ids=["EXISTS", "SET", "GET"],
 )
 async def test_an_answer_of_another_kind_ends_the_connection(want: Want, reply: bytes) -> None:
-    """It may be the answer to another command, and so may all behind it: none of them is believed."""
+    """The answer may belong to another command, as may all later ones: none of them is accepted."""
     async with connected() as ends:
         requests = [Request([encode_command(b"ANY", b"k")], each) for each in (want, int)]
         pending = Pending(requests)
@@ -211,7 +211,7 @@ async def test_an_answer_of_another_kind_ends_the_connection(want: Want, reply: 
 
 
 async def test_answers_fill_their_targets() -> None:
-    """Two values in one answer lie in the targets of their requests, in order."""
+    """Two values in one answer go into the targets of their requests, in order."""
     async with connected() as ends:
         targets = [bytearray(5000) for _ in range(2)]
         gets = [Request([encode_command(b"GET", b"k")], Target([memoryview(one)]), 5000) for one in targets]
@@ -224,7 +224,7 @@ async def test_answers_fill_their_targets() -> None:
 
 
 class _At:
-    """A loop at a given time."""
+    """A loop at a fixed time."""
 
     def __init__(self, now: float, loop: asyncio.AbstractEventLoop) -> None:
         self._now = now

@@ -1,4 +1,4 @@
-"""The contract suites of backends and tiers, on every kind of server."""
+"""The contract suites of backends and tiers, on all kinds of servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TestRedis(BackendTests):
         self.server = redis_server
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a backend over an empty part of the server."""
+        """Return the options of a backend under an unused prefix."""
         return options_for(self.server, **self.more)
 
     async def make_backend(self) -> Backend:
@@ -50,18 +50,18 @@ class TestUnixSocket(TestRedis):
     """Redis over a unix socket."""
 
     def options(self) -> dict[str, Any]:
-        """Return the same with the socket's path."""
+        """Return the same options with the socket's path."""
         return {**super().options(), "url": f"unix://{self.server.unix_path}"}
 
 
 class InParts(RedisBackend):
-    """A backend that cuts early."""
+    """A backend with a small part size."""
 
     part_bytes: ClassVar[int] = 16384
 
 
 class TestParts(TestRedis):
-    """Blocks that lie on the server in parts, of 16 KiB here."""
+    """Blocks stored in parts, of 16 KiB here."""
 
     async def make_backend(self) -> Backend:
         """Return a backend under a prefix of its own."""
@@ -98,7 +98,7 @@ class TestTLS(TestRedis):
 
 
 class TestCluster(TestRedis):
-    """Three masters; that they are a cluster is found out."""
+    """Three masters; the backend detects the cluster."""
 
     @pytest.fixture(autouse=True)
     def _server(self, cluster: Sequence[Server]) -> None:
@@ -106,9 +106,9 @@ class TestCluster(TestRedis):
 
 
 class TestOutage(TestRedis):
-    """A server of its own, which the suite may stop in its tracks."""
+    """A server of its own, which the suite may stop."""
 
-    # The one check that stops it waits for so long, a few times; the others run with it, too.
+    # The one check that stops the server waits for these timeouts a few times; the other checks use them too.
     more: ClassVar[dict[str, Any]] = {"timeout": 3, "connect_timeout": 3}
 
     @pytest.fixture(autouse=True)
@@ -116,12 +116,12 @@ class TestOutage(TestRedis):
         self.server = own_server
 
     async def break_medium(self, backend: Backend) -> bool:
-        """Stop the server in its tracks."""
+        """Stop the server (SIGSTOP)."""
         self.server.pause()
         return True
 
     async def mend_medium(self, backend: Backend) -> None:
-        """Let it go on, and wait until the backend has found that out."""
+        """Resume the server, and wait until the backend has noticed."""
         self.server.resume()
         await _until_back(backend)
 
@@ -132,7 +132,7 @@ async def _until_back(backend: Backend) -> None:
             try:
                 return await backend.probe()
             except Exception:
-                # Whatever it says while it is down: it has to come back.
+                # Any error is accepted while the server is down; it has to recover.
                 await asyncio.sleep(0.02)
 
 
@@ -146,7 +146,7 @@ class TestRedisTier(TierTests):
         self.server = redis_server
 
     def make_config(self) -> dict[str, Any]:
-        """Return the configuration of a tier over an empty part of the server."""
+        """Return the configuration of a tier under an unused prefix."""
         return {"backend": "redis", **options_for(self.server)}
 
 
@@ -159,7 +159,7 @@ class TestValkeyTier(TestRedisTier):
 
 
 class TestTLSTier(TestRedisTier):
-    """A tier over TLS, whose user has the rights of an engine: it may not list."""
+    """A tier over TLS, whose user has the rights of an engine and may not list."""
 
     forgets = False
 
@@ -177,7 +177,7 @@ class TestClusterTier(TestRedisTier):
 
 
 class TestHoldings(HoldingsTests):
-    """Values of one part, by SCAN."""
+    """Values of one part, listed by SCAN."""
 
     more: ClassVar[dict[str, Any]] = {}
     server: Server

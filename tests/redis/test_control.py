@@ -1,4 +1,4 @@
-"""The control plane's connections, which are redis-py's."""
+"""The control plane's connections, made with redis-py."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvstore.backends.redis.control import _ANSWER_BYTES_MAX, _BoundedReader, en
 from kvstore.backends.redis.failures import NodeDownError
 from kvstore.backends.redis.node import Node
 from kvstore.backends.stream import Endpoint
+from kvstore.testing.seeds import fresh_seed
 from tests.redis.fake_server import answering, fake_server
 from tests.redis.servers import plain, running
-from tests.redis.test_operations import fresh_seed
 
 
 async def test_a_cancelled_question_closes_its_connection(tmp_path: Path) -> None:
-    """Cancelled at any moment, also while it says goodbye, a question leaves no open connection behind."""
+    """A query cancelled at any moment, even during the disconnect, leaves no open connection behind."""
     seed = fresh_seed()
     rng = random.Random(seed)
     with running(server := plain("redis", tmp_path / "server")):
@@ -34,17 +34,17 @@ async def test_a_cancelled_question_closes_its_connection(tmp_path: Path) -> Non
         for turns in [*range(80), *(rng.randrange(80) for _ in range(120))]:
             asking = asyncio.create_task(shards(endpoint, config))
             for _ in range(turns):
-                # Turns of the loop, so that each step of the conversation is met; now and then time passes, too.
+                # Turns of the loop, so that each step of the exchange is hit; sometimes real time passes.
                 await asyncio.sleep(0 if rng.randrange(8) else 0.0003)
             asking.cancel()
             with contextlib.suppress(asyncio.CancelledError, NodeDownError):
                 await asking
-        # A connection that was left open would warn now, and warnings are errors.
+        # A connection left open would warn now, and warnings are errors.
         gc.collect()
 
 
 async def test_what_redis_py_reads_has_an_end() -> None:
-    """However its parser reads, the answers of a conversation are bounded, and what is too long is not read."""
+    """Whichever way its parser reads, answers are bounded in size, and longer ones are not read."""
     stream = asyncio.StreamReader()
     reader = _BoundedReader(stream)
     stream.feed_data(b"x" * 100)
@@ -58,7 +58,7 @@ async def test_what_redis_py_reads_has_an_end() -> None:
 
 
 async def test_a_connection_that_closes_as_it_logs_in_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is lost between its last answer and its first use is a failure, and not counted on."""
+    """A connection lost between login and first use is a failure, and does not count as connected."""
 
     class Closing(Connection):
         def __init__(self, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""A server that answers before it has the value: not a byte of a buffer is sent after the call has returned."""
+"""A server that answers before it has the value: no byte of a buffer is sent after the call has returned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GEOMETRY = RecordGeometry(256, SIZE)
 
 @dataclass
 class Hasty:
-    """What a server that answers early has seen."""
+    """Observations of a server that answers early."""
 
     received: bytearray = field(default_factory=bytearray)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -33,7 +33,7 @@ class Hasty:
 
 @asynccontextmanager
 async def hasty_server(path: Path, answer: bytes) -> AsyncIterator[Hasty]:
-    """Run a server that answers a SET when it knows how long the value is, and reads that much later."""
+    """Run a server that answers a SET as soon as it has the value's length, and reads on much later."""
     state = Hasty()
     tasks: set[asyncio.Task[None]] = set()
     writers: list[asyncio.StreamWriter] = []
@@ -54,7 +54,7 @@ async def hasty_server(path: Path, answer: bytes) -> AsyncIterator[Hasty]:
                         await receive(reader)
                     parts.append((await reader.readexactly(length + 2))[:-2])
                 writer.write(HELLO if parts[0] == b"HELLO" else b"-NOPERM no\r\n")
-        # Only now: what the client does with its end is what is looked at.
+        # Not earlier: the test examines the client's handling of its own end.
         writer.transport.abort()
 
     async def receive(reader: asyncio.StreamReader) -> None:
@@ -65,7 +65,7 @@ async def hasty_server(path: Path, answer: bytes) -> AsyncIterator[Hasty]:
             state.dropped += 1
         raise asyncio.IncompleteReadError(b"", None)
 
-    # Small buffers on both sides, so that most of a value waits with the client.
+    # Small buffers on both sides, so that most of a value stays with the client.
     server = await asyncio.start_unix_server(serve, str(path), limit=65536)
     try:
         yield state
@@ -84,7 +84,7 @@ async def hasty_server(path: Path, answer: bytes) -> AsyncIterator[Hasty]:
     ],
 )
 async def test_nothing_is_sent_after_the_answer(tmp_path: Path, answer: bytes, outcome: Outcome) -> None:
-    """A store that is answered early has failed, and what is in its slot afterwards never leaves the machine."""
+    """A store that is answered early has failed, and later content of its slot is never sent."""
     failures = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failures.append(context))
     async with hasty_server(tmp_path / "s", answer) as server:
@@ -95,7 +95,7 @@ async def test_nothing_is_sent_after_the_answer(tmp_path: Path, answer: bytes, o
         payload = memoryview(slot)
         assert list(await backend.put([RecordWrite(b"k" * 32, [header, payload])])) == [outcome]
         slot[:] = b"B" * SIZE
-        # As the tier does, so that whoever still uses it is found out.
+        # As the tier does, so that any remaining view is detected.
         payload.release()
         server.go_on.set()
         await eventually_async(lambda: server.dropped, what="the connection dropped")
@@ -106,7 +106,7 @@ async def test_nothing_is_sent_after_the_answer(tmp_path: Path, answer: bytes, o
 
 
 async def test_a_buffer_that_is_released_too_early_ends_the_connection(tmp_path: Path) -> None:
-    """A caller that takes a buffer away under a running call fails itself; nothing is raised into the loop."""
+    """A caller that releases a buffer during its call fails itself; the loop sees no exception."""
     failures = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failures.append(context))
     async with hasty_server(tmp_path / "s", b"") as server:

@@ -22,7 +22,7 @@ from tests.redis.clients import NAMESPACE, close_in_any_case
 from tests.redis.fake_server import FakeServer, Weather, answering, fake_server, reset, stormy
 
 PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "prefix": "kv:"}
-"""A lie is found out by itself: no deadline has to pass."""
+"""False data is detected at once: no deadline has to pass."""
 GEOMETRY = RecordGeometry(256, 65536)
 
 Script = Callable[[list[bytes], asyncio.StreamWriter], Any]
@@ -36,7 +36,7 @@ async def connected(server: FakeServer, **more: Any) -> RedisBackend:
 
 
 def maker() -> RecordMaker:
-    """Return a maker of records."""
+    """Return a maker of records as long as the backend expects."""
     return RecordMaker(NAMESPACE, GEOMETRY, random.Random(7))
 
 
@@ -58,7 +58,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 async def test_lies_to_get(lie: str) -> None:
-    """Whatever comes for a value: the block fails or is a miss, the guards hold, and the connection is gone."""
+    """For any bytes in place of a value, the block fails or is a miss, the guards hold, and the connection closes."""
     async with fake_server(answering(LIES[lie])) as server:
         backend = await connected(server, connections=1)
         target = maker().target(b"k" * 32)
@@ -73,7 +73,7 @@ async def test_lies_to_get(lie: str) -> None:
 
 @pytest.mark.parametrize("lie", ["integer for a value", "array for a value", "garbage", "endless line", "http"])
 async def test_lies_to_put(lie: str) -> None:
-    """A put that is answered with nonsense has failed."""
+    """A put with an invalid answer has failed."""
     async with fake_server(answering(LIES[lie])) as server:
         backend = await connected(server)
         (outcome,) = await backend.put([maker().write(b"k" * 32, b"payload")])
@@ -84,7 +84,7 @@ async def test_lies_to_put(lie: str) -> None:
 
 @pytest.mark.parametrize("lie", ["text for a value", "garbage", "bomb of arrays", "huge value"])
 async def test_lies_to_exists(lie: str) -> None:
-    """A question that is answered with nonsense raises one clear error; it is not an absence."""
+    """A lookup with an invalid answer raises one clear error and is not a miss."""
     async with fake_server(answering(LIES[lie])) as server:
         backend = await connected(server)
         with pytest.raises(BackendUnavailableError, match=r"^\[redis\] "):
@@ -94,17 +94,17 @@ async def test_lies_to_exists(lie: str) -> None:
 
 @pytest.mark.parametrize("hello", [b"*1000000\r\n", b"$100\r\n", b"garbage\r\n", b"+" + b"x" * 70_000, b""])
 async def test_lies_to_hello(hello: bytes) -> None:
-    """A server that can't even say hello is refused when the tier opens, in the time to connect."""
+    """A server with an invalid HELLO answer is refused at open, within the connect timeout."""
     async with fake_server(answering(b""), hello=hello) as server:
         started = time.monotonic()
         with pytest.raises(BackendError):
             await connected(server, connect_timeout=0.5, timeout=300)
-        # The rest is the machine's.
+        # The rest is allowance for a busy machine.
         assert time.monotonic() - started < 30
 
 
 async def test_endless_value_costs_no_memory() -> None:
-    """A value that goes on for ever is cut off by its declared length; one without end costs only a deadline."""
+    """An endless value is cut off at its declared length; one without a length costs only a deadline."""
 
     async def endless(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         writer.write(b"$60000\r\n")
@@ -124,7 +124,7 @@ async def test_endless_value_costs_no_memory() -> None:
 
 
 async def test_trickle_costs_a_deadline() -> None:
-    """A byte now and then does not keep a call alive for ever."""
+    """A trickle of bytes does not keep a call alive."""
 
     async def trickle(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         writer.write(b"$60000\r\n")
@@ -134,7 +134,7 @@ async def test_trickle_costs_a_deadline() -> None:
             await asyncio.sleep(0.01)
 
     async with fake_server(trickle) as server:
-        # A byte every 10 ms: without the deadline it were ten minutes.
+        # A byte every 10 ms: without the deadline it would take ten minutes.
         backend = await connected(server, timeout=0.2)
         started = time.monotonic()
         (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
@@ -144,7 +144,7 @@ async def test_trickle_costs_a_deadline() -> None:
 
 
 async def test_questions_that_were_asked_together_have_one_deadline() -> None:
-    """A server that answers a thousand questions one by one, each in time, costs the time of one answer."""
+    """A server that answers a thousand queries one by one, each in time, costs the time of one answer."""
 
     async def trickle(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         writer.write(b":0\r\n")
@@ -159,7 +159,7 @@ async def test_questions_that_were_asked_together_have_one_deadline() -> None:
 
 
 async def test_early_close_is_tried_once_more() -> None:
-    """A connection that ends before the answer is replaced; a server that always does it costs few tries."""
+    """A connection closed before the answer is replaced; a server that always does this gets few attempts."""
 
     async def hang_up(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         if len(server.commands) % 2:
@@ -176,7 +176,7 @@ async def test_early_close_is_tried_once_more() -> None:
 
 
 async def test_retries_are_a_tenth_of_the_load() -> None:
-    """Under total failure a server sees at most a tenth more commands than were asked, after an allowance."""
+    """Under total failure a server receives at most a tenth more commands than the callers sent, after an allowance."""
 
     async def hang_up(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         writer.close()
@@ -209,7 +209,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("error", ERRORS)
 async def test_errors_become_outcomes(error: bytes) -> None:
-    """Each error of a server is an outcome of its kind for puts and gets, raised for questions, in bounded tries."""
+    """Each server error maps to an outcome for puts and gets, is raised for lookups, and takes bounded attempts."""
     async with fake_server(answering(error)) as server:
         backend = await connected(server)
         (put,) = await backend.put([maker().write(b"k" * 32, b"x")])
@@ -223,7 +223,7 @@ async def test_errors_become_outcomes(error: bytes) -> None:
 
 
 async def test_a_busy_slot_is_asked_again() -> None:
-    """TRYAGAIN is the answer while a slot moves to another node; a moment later the command succeeds."""
+    """TRYAGAIN is the answer while a slot moves to another node; a retry a moment later succeeds."""
 
     async def busy_once(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         writer.write(b":1\r\n" if len(server.commands) > 1 else b"-TRYAGAIN Multiple keys request\r\n")
@@ -237,7 +237,7 @@ async def test_a_busy_slot_is_asked_again() -> None:
 
 
 async def test_errors_never_quote_the_server() -> None:
-    """Servers echo arguments in errors; none of that, and no password, gets into ours."""
+    """Servers echo arguments in errors; our errors contain none of that, and no password."""
     echo = b"-ERR unknown command 'HELLO', with args beginning with: '3' 'AUTH' 'default' 'canary-secret'\r\n"
     async with fake_server(answering(echo), hello=echo) as server:
         with pytest.raises(BackendError) as caught:
@@ -249,7 +249,7 @@ async def test_errors_never_quote_the_server() -> None:
 
 
 async def test_a_redirect_leads_to_no_stranger() -> None:
-    """A server that is no cluster can't send us elsewhere."""
+    """A server that is not a cluster cannot redirect us."""
     async with fake_server(answering(b"$-1\r\n")) as other:
         async with fake_server(answering(b"-MOVED 1 127.0.0.1:%d\r\n" % other.port)) as server:
             backend = await connected(server)
@@ -261,7 +261,7 @@ async def test_a_redirect_leads_to_no_stranger() -> None:
 
 @pytest.mark.parametrize("turns", range(8))
 async def test_these_servers_close_what_they_accepted_last(turns: int) -> None:
-    """A connection that is made as a server or a proxy of these tests ends is closed, however far it has come."""
+    """A connection made while a server or proxy of these tests ends is closed, whatever its state."""
     loop = asyncio.get_running_loop()
     with socket.socket() as direct, socket.socket() as by_proxy:
         for sock in (direct, by_proxy):

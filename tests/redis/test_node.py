@@ -1,4 +1,4 @@
-"""One node among others: what it may be burdened with, how it is left and found again, and what is left of it."""
+"""One node among others: its load limits, its failure and recovery, and its cleanup."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
-from kvstore.backends.redis.failures import NodeDownError
+from kvstore.backends.redis.failures import NodeDownError, SkippedError
 from kvstore.backends.redis.topology import slot_of
 from kvstore.errors import BackendError
 from kvstore.testing.records import RecordMaker
+from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
 from tests.redis.clients import NAMESPACE, close_in_any_case, opened
 from tests.redis.fake_server import HELLO, FakeServer, fake_server, reset
 from tests.redis.mix import PAYLOAD_BYTES, Mix
 from tests.redis.servers import Server, cluster_nodes, join_cluster, plain, running
-from tests.redis.test_operations import fresh_seed, in_thread
 
 SIZE = 65536
 GEOMETRY = RecordGeometry(256, SIZE)
@@ -47,11 +47,11 @@ async def on(server: FakeServer, **more: Any) -> RedisBackend:
 
 @asynccontextmanager
 async def silent(**more: Any) -> AsyncIterator[tuple[FakeServer, asyncio.Event, RedisBackend]]:
-    """Run a server that answers nothing until an event is set, and then that it has nothing."""
+    """Run a server that answers nothing until an event is set, and then answers every command with a miss."""
     go_on = asyncio.Event()
 
     async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
-        # Read on while answers are held back, so that all that was sent is seen.
+        # Keep reading while answers are held back, to record everything that was sent.
         async def answer() -> None:
             await go_on.wait()
             writer.write(b"$-1\r\n")
@@ -74,12 +74,12 @@ async def silent(**more: Any) -> AsyncIterator[tuple[FakeServer, asyncio.Event, 
     [
         ({"connections": 2, "pipeline_depth": 3}, 6),
         ({"connections": 3, "pipeline_depth": 100, "connection_inflight": 2 * (SIZE + 256)}, 6),
-        # A value longer than the limit goes alone.
+        # A value longer than the limit is sent alone.
         ({"connections": 2, "pipeline_depth": 100, "connection_inflight": 1}, 2),
     ],
 )
 async def test_what_is_under_way_is_bounded(options: dict[str, Any], under_way: int) -> None:
-    """No more commands, and no more bytes, are under way than was said; the rest waits its turn and is answered too."""
+    """Commands and bytes in flight stay within the limits; the rest waits and is answered too."""
     async with silent(**options) as (server, go_on, backend):
         reads = [maker().target(bytes([i]) * 32).read for i in range(40)]
         call = asyncio.ensure_future(backend.get_into(reads))
@@ -94,7 +94,7 @@ async def test_what_is_under_way_is_bounded(options: dict[str, Any], under_way: 
 
 
 async def test_too_many_requests_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where too many requests wait, more of them fail at once; those that wait are none the worse."""
+    """When too many requests wait, further ones fail at once; the waiting ones are unaffected."""
     monkeypatch.setattr("kvstore.backends.redis.node._QUEUE_MAX", 10)
     async with silent(connections=1, pipeline_depth=1) as (server, go_on, backend):
         read_ = [maker().target(bytes([i]) * 32).read for i in range(10)]
@@ -108,7 +108,7 @@ async def test_too_many_requests_fail_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_after_a_late_answer_no_idle_connection_is_trusted() -> None:
-    """A server that hangs costs one deadline, however many connections there are to it."""
+    """A hung server costs one deadline, however many connections there are."""
     async with silent(connections=3, timeout=0.5) as (_, go_on, backend):
         go_on.set()
 
@@ -126,18 +126,22 @@ async def test_after_a_late_answer_no_idle_connection_is_trusted() -> None:
 
 
 async def test_a_question_about_the_server_ends_whatever_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A question of the operator's tools has a deadline of its own, also if it never gets to a connection."""
-    async with silent(timeout=0.2, connect_timeout=0.2) as (_, _, backend):
+    """A query of the operator's tools has a deadline of its own, even in the queue, and is not sent after it."""
+    async with silent(timeout=0.2, connect_timeout=0.2) as (server, go_on, backend):
         assert backend._topology is not None
         (node,) = backend._topology.nodes
         monkeypatch.setattr(node, "_roomiest", lambda size_bytes: None)
         async with asyncio.timeout(60):
             with pytest.raises(BackendError, match="no answer within"):
                 await node.ask(b"SCAN", b"0")
+        monkeypatch.undo()
+        go_on.set()
+        assert list(await backend.get_into([maker().target(b"k" * 32).read])) == [Outcome.MISS]
+        assert [command[0] for command in server.commands] == [b"GET"]
 
 
 async def test_a_request_is_not_moved_for_ever() -> None:
-    """One whose connection is closed by the cancellation of others again and again ends at last, as a failure."""
+    """A request whose connection is repeatedly closed by others' cancellations ends as a failure."""
     async with silent(connections=1) as (server, _, backend):
         patient = asyncio.ensure_future(backend.get_into([maker().target(b"p" * 32).read]))
         await eventually_async(lambda: server.commands, what="the request sent")
@@ -156,7 +160,7 @@ async def test_a_request_is_not_moved_for_ever() -> None:
 
 @pytest.mark.parametrize("hello", [HELLO, b"-ERR max number of clients reached\r\n"])
 async def test_a_server_that_drops_us_is_left_alone(hello: bytes) -> None:
-    """A server that drops us is tried again at growing intervals, not in a loop; meanwhile calls fail at once."""
+    """A server that drops connections is retried at growing intervals; meanwhile calls fail at once."""
 
     async def drop(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         writer.close()
@@ -171,8 +175,8 @@ async def test_a_server_that_drops_us_is_left_alone(hello: bytes) -> None:
             (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
             assert outcome is Outcome.IO_ERROR
             await asyncio.sleep(0.002)
-        # Pauses of 50 ms and more, doubled each time up to 3 s, at least half of which passes: six within 1.6 s, eight
-        # within 4.7 s, then one each 1.5 s; and one call's own tries.
+        # Pauses of 50 ms and more, doubled up to 3 s, of which at least half passes: six within 1.6 s, eight
+        # within 4.7 s, then one per 1.5 s; plus one call's own attempts.
         assert server.connections - before <= 9 + (time.monotonic() - started) / 1.5
         await backend.close()
 
@@ -181,7 +185,7 @@ Slots = list[tuple[int, int]]
 
 
 def cluster_script(slots: Callable[[], Slots], others: Callable[[list[bytes]], bytes]) -> Any:
-    """Return a script of a server that serves slots of a cluster, as it says itself."""
+    """Return a script of a server that reports the slots of a cluster."""
 
     async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         if command[0] != b"CLUSTER":
@@ -195,7 +199,7 @@ def cluster_script(slots: Callable[[], Slots], others: Callable[[list[bytes]], b
 
 
 async def test_a_slot_that_nobody_served_is_found() -> None:
-    """Nothing is said of a slot that nobody serves; when a node takes it, we find out without being told."""
+    """The state of a slot without a node is unknown; when a node takes the slot, we find it without a notification."""
     slots: Slots = [(0, 99)]
     async with fake_server(cluster_script(lambda: slots, lambda command: b":1\r\n")) as server:
         backend = await on(server, mode="cluster")
@@ -216,7 +220,7 @@ async def test_a_slot_that_nobody_served_is_found() -> None:
 
 @pytest.mark.parametrize("host", [b"\x00nowhere", b".nowhere", b"nowhere.invalid"])
 async def test_a_redirect_to_an_impossible_name(host: bytes) -> None:
-    """A redirect to a name that no socket takes is a failure in time, not a call that hangs."""
+    """A redirect to an unusable host name fails in time."""
     script = cluster_script(lambda: [(0, 16383)], lambda command: b"-ASK 1 %b:7000\r\n" % host)
     async with fake_server(script) as server:
         backend = await on(server, mode="cluster", insecure=True, connect_timeout=1)
@@ -227,7 +231,7 @@ async def test_a_redirect_to_an_impossible_name(host: bytes) -> None:
 
 
 async def test_a_redirect_to_another_machine_without_tls(caplog: pytest.LogCaptureFixture) -> None:
-    """A cluster that names other machines gets nothing sent there without TLS; and the reason is logged, once asked."""
+    """A cluster that names other machines receives no data there without TLS; the reason is logged on first use."""
     script = cluster_script(lambda: [(0, 16383)], lambda command: b"-MOVED 1 192.0.2.7:7000\r\n")
     async with fake_server(script) as server:
         backend = await on(server, mode="cluster")
@@ -239,7 +243,7 @@ async def test_a_redirect_to_another_machine_without_tls(caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("kind", ["INFO", "CLUSTER"])
 async def test_endless_answers_to_the_control_plane(kind: str) -> None:
-    """A server that never ends what it says of itself costs the time to connect; it does not hold up the start."""
+    """A server that never ends its control answers costs the connect timeout and does not delay the start further."""
 
     async def endless(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         writer.write(b"$1000000000000\r\n" if command[0] == b"INFO" else b"*100000000\r\n")
@@ -260,7 +264,7 @@ async def test_endless_answers_to_the_control_plane(kind: str) -> None:
 
 @pytest.mark.parametrize("sentinel", [False, True])
 async def test_the_control_plane_never_quotes_the_server(sentinel: bool) -> None:
-    """What a server or a Sentinel echoes of our password is in no error of the control plane, nor in its causes."""
+    """Passwords echoed by a server or Sentinel appear neither in errors of the control plane nor in their causes."""
 
     async def echo(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         shown = b" ".join(command)
@@ -281,12 +285,12 @@ async def test_the_control_plane_never_quotes_the_server(sentinel: bool) -> None
 
 
 async def test_nothing_goes_on_after_close() -> None:
-    """A backend that is closed amid calls leaves no task, and no connection, behind."""
+    """A backend closed during calls leaves no task and no connection behind."""
 
     async def slow(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         if command[0] == b"CLUSTER":
             await answers(command, writer)
-        # No answer to anything else: calls are under way when the backend is closed.
+        # Other commands get no answer: calls are in flight when the backend is closed.
 
     answers = cluster_script(lambda: [(0, 16383)], lambda command: b"")
     async with fake_server(slow) as server:
@@ -300,8 +304,45 @@ async def test_nothing_goes_on_after_close() -> None:
         await eventually_async(lambda: server.open_connections == 0, what="all connections closed")
 
 
+async def test_delete_beside_a_failing_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks on a node known to be down count as absent for delete; a failed delete is raised."""
+    async with silent() as (_, _, backend):
+        keys, answers = [b"a" * 16, b"b" * 16, b"c" * 16], [1, SkippedError("one node is down"), 0]
+
+        async def run(commands: Sequence[object]) -> list[Any]:
+            return answers
+
+        monkeypatch.setattr(backend._exchange, "run", run)
+        assert list(await backend.delete(keys)) == [True, False, False]
+        answers[1] = NodeDownError("no connection")
+        with pytest.raises(NodeDownError):
+            await backend.delete(keys)
+        assert "no connection" in backend.last_error
+
+
+async def test_touch_after_close_begins_nothing() -> None:
+    """A late report of uses starts no work on a closed backend."""
+    async with silent() as (_, _, backend):
+        await backend.close()
+        backend.touch([b"k" * 16])
+        assert backend._renewing is None
+
+
+async def test_close_waits_for_a_call_between_two_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that pauses before its next attempt has ended, without a hit, when close returns."""
+    monkeypatch.setattr("kvstore.backends.redis.exchange._LATER_PAUSE_S", 0.3)
+    script = cluster_script(lambda: [(0, 16383)], lambda command: b"-TRYAGAIN several keys\r\n")
+    async with fake_server(script) as server:
+        backend = await on(server, mode="cluster")
+        call = asyncio.ensure_future(backend.get_into([maker().target(b"k" * 32).read]))
+        await eventually_async(lambda: backend.stats().counters["retries"], what="the pause")
+        await backend.close()
+        assert call.done()
+        assert Outcome.OK not in await call
+
+
 async def test_nodes_that_were_left_are_closed() -> None:
-    """A node that serves nothing any more is left; closing the backend right then leaves none of its connections."""
+    """A node that serves no slots any more is dropped; a close right then leaves none of its connections."""
     script = cluster_script(lambda: [(0, 16383)], lambda command: b":1\r\n")
     async with fake_server(script) as server:
         backend = await on(server, mode="cluster")
@@ -313,10 +354,10 @@ async def test_nodes_that_were_left_are_closed() -> None:
 
 
 async def test_one_stopped_node_of_a_cluster(tmp_path: Path) -> None:
-    """A node stopped by SIGSTOP costs its calls a deadline, once; the blocks of the others are there all the time."""
+    """A node stopped by SIGSTOP costs its calls one deadline; blocks of other nodes stay available all the time."""
     servers = cluster_nodes(tmp_path)
     with running(*servers):
-        await in_thread(join_cluster, servers)
+        await asyncio.to_thread(join_cluster, servers)
         backend = await opened(servers[0], PAYLOAD_BYTES, timeout=3, connect_timeout=3)
         records = RecordMaker(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES), random.Random(2))
         values = {records.key(): records.payload() for _ in range(60)}
@@ -327,7 +368,7 @@ async def test_one_stopped_node_of_a_cluster(tmp_path: Path) -> None:
         try:
             outcomes = await _read(backend, records, values)
             assert all(outcomes[key] is (Outcome.TIMEOUT if key in stopped else Outcome.OK) for key in values), outcomes
-            # Known to be down: not asked any more, and so not waited for.
+            # The node is known to be down: it gets no commands, so there is no wait.
             for _ in range(3):
                 outcomes = await _read(backend, records, values)
                 assert all(outcomes[k] is (Outcome.MISS if k in stopped else Outcome.OK) for k in values), outcomes
@@ -365,7 +406,7 @@ async def _read(backend: RedisBackend, records: RecordMaker, values: dict[BlockK
 
 @pytest.mark.parametrize("redirect", [b"-MOVED 1 127.0.0.1:%d\r\n", b"-ASK 1 127.0.0.1:%d\r\n"])
 async def test_redirects_in_a_circle_end(redirect: bytes) -> None:
-    """A cluster that sends us round in circles costs a few commands, and the block has failed."""
+    """Circular redirects cost a few commands, and the block fails."""
     script = cluster_script(lambda: [(0, 16383)], lambda command: redirect % server.port)
     async with fake_server(script) as server:
         backend = await on(server, mode="cluster")
@@ -378,7 +419,7 @@ async def test_redirects_in_a_circle_end(redirect: bytes) -> None:
 
 
 async def test_a_thousand_questions_are_one_round_trip() -> None:
-    """All questions of a batch are with the server before it has answered any, on one connection."""
+    """All lookups of a batch are sent before the first answer, on one connection."""
     async with silent() as (server, _, backend):
         call = asyncio.ensure_future(backend.exists([number.to_bytes(32, "big") for number in range(1000)]))
         await eventually_async(lambda: len(server.commands) == 1000, what="all questions asked")
@@ -402,7 +443,7 @@ async def test_a_thousand_questions_are_one_round_trip() -> None:
 async def test_a_server_that_will_hurt_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, memory: str, policy: str, ttl: int, told: str
 ) -> None:
-    """At the start the log has the server's version, and a warning if its settings will hurt; no other."""
+    """At the start the log has the server's version, and a warning only for harmful settings."""
     caplog.set_level(logging.INFO, "kvstore")
     with running(plain("valkey" if ttl else "redis", tmp_path, memory=memory, policy=policy)) as (server,):
         backend = await opened(server, ttl=ttl)
@@ -415,7 +456,7 @@ async def test_a_server_that_will_hurt_is_named(
 
 
 async def test_a_pause_that_is_over_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a node was reached again, requests don't wait for the end of a pause that began while it was not."""
+    """Once a node is reachable again, requests do not wait for the end of an earlier pause."""
     monkeypatch.setattr("kvstore.backends.redis.node._PAUSE_S_MIN", 1000)
     monkeypatch.setattr("kvstore.backends.redis.node._PAUSE_S_MAX", 1000)
 
@@ -438,7 +479,7 @@ async def test_a_pause_that_is_over_holds_nobody_up(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("connections", [1, 4])
 @pytest.mark.parametrize("end", ["closed", "reset"])
 async def test_a_server_that_is_back_is_used_at_once(connections: int, end: str) -> None:
-    """Connections that break as they are let in are not counted on: what waits is answered soon after, by another."""
+    """Connections that break right after login do not count as connected: another one soon serves waiting requests."""
     trouble = 0
 
     async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
@@ -463,7 +504,7 @@ async def test_a_server_that_is_back_is_used_at_once(connections: int, end: str)
                 connection.close()
 
             async def asked() -> bool:
-                # At most what waits in the background before the next try; far from any deadline.
+                # At most the pause before the next background attempt; far from any deadline.
                 try:
                     async with asyncio.timeout(10):
                         return list(await backend.exists([b"k" * 32])) == [False]

@@ -1,11 +1,11 @@
-"""Twenty thousand mixed operations on every kind of server, each answer checked; with masters that die meanwhile."""
+"""Twenty thousand mixed operations on every kind of server, with every answer checked, and masters being killed."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +22,24 @@ from kvstore.types import Outcome
 from tests.redis.clients import NAMESPACE, fresh_prefix, opened
 from tests.redis.fake_server import Weather, stormy
 from tests.redis.mix import PAYLOAD_BYTES, Mix
-from tests.redis.servers import Server, cli, cluster_nodes, join_cluster, plain, replica_of, running, sentinels
+from tests.redis.servers import (
+    Server,
+    cli,
+    cluster_nodes,
+    join_cluster,
+    plain,
+    replica_of,
+    running,
+    sentinels,
+    until_watched,
+)
 
 OPERATIONS = 20_000
 
 QUICK: dict[str, Any] = {"timeout": 3, "connect_timeout": 3}
-"""For servers that stop: each time one is found out a deadline passes, and one that runs must not miss it."""
+"""For servers that are stopped: each detection takes a deadline, which a running server must not miss."""
 
 pytestmark = pytest.mark.timeout(600)
-
-
-async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
-    """Start or stop a server while the loop goes on."""
-    return await asyncio.get_running_loop().run_in_executor(None, work, *args)
 
 
 async def settled(backend: RedisBackend, within_s: float = 120.0) -> float:
@@ -54,7 +59,7 @@ async def settled(backend: RedisBackend, within_s: float = 120.0) -> float:
 
 @asynccontextmanager
 async def under_load(mix: Mix) -> AsyncIterator[None]:
-    """Let the mix go on inside the ``with``, for as long as that takes."""
+    """Run the mix during the context."""
     ended = asyncio.Event()
 
     async def work() -> None:
@@ -68,14 +73,14 @@ async def under_load(mix: Mix) -> AsyncIterator[None]:
 
 
 async def until_noticed(mix: Mix) -> None:
-    """Wait until operations have failed, or were not even tried, since a server is gone."""
+    """Wait until operations have failed, or were rejected at once, because a server is gone."""
     await eventually_async(
         lambda: mix.counts["failed"] + mix.counts["put SHED"], timeout_s=60, what=f"failures after a server died: {mix}"
     )
 
 
 async def calm(server: Server, **more: Any) -> None:
-    """Run the mix on a server that nothing happens to."""
+    """Run the mix on an undisturbed server."""
     backend = await opened(server, PAYLOAD_BYTES, **more)
     mix = Mix(backend, fresh_seed(), calm=True)
     await mix.run(OPERATIONS)
@@ -84,22 +89,22 @@ async def calm(server: Server, **more: Any) -> None:
 
 
 async def test_redis(redis_server: Server) -> None:
-    """Redis of Debian: exact, none lost."""
+    """Redis of Debian: exact results, no lost block."""
     await calm(redis_server)
 
 
 async def test_valkey(valkey_server: Server) -> None:
-    """Valkey 9: exact, none lost."""
+    """Valkey 9: exact results, no lost block."""
     await calm(valkey_server)
 
 
 async def test_unix_socket(redis_server: Server) -> None:
-    """A unix socket: exact, none lost."""
+    """A unix socket: exact results, no lost block."""
     await calm(redis_server, url=f"unix://{redis_server.unix_path}")
 
 
 async def test_tls_with_acl(tls_server: Server) -> None:
-    """TLS and a user of least rights: exact, none lost, nothing forbidden was tried."""
+    """TLS and a user of least rights: exact results, no lost block, no forbidden command."""
     admin = replace(tls_server, username="admin", process=None)
     cli(admin, "ACL", "LOG", "RESET")
     await calm(tls_server)
@@ -108,19 +113,19 @@ async def test_tls_with_acl(tls_server: Server) -> None:
 
 
 async def test_cluster_whose_master_dies(tmp_path: Path) -> None:
-    """Three masters, one killed under load and started again: none wrong, none hung, and all is well afterwards."""
+    """Three masters, one killed under load and restarted: no wrong byte, no hang, and full recovery."""
     servers = cluster_nodes(tmp_path)
     with running(*servers):
-        await in_thread(join_cluster, servers)
+        await asyncio.to_thread(join_cluster, servers)
         backend = await opened(servers[0], PAYLOAD_BYTES, **QUICK)
         assert backend.stats().gauges["nodes"] == 3
         mix = Mix(backend, fresh_seed(), calm=True)
         await mix.run(4000)
         mix.calm = False
         async with under_load(mix):
-            await in_thread(servers[1].kill)
+            await asyncio.to_thread(servers[1].kill)
             await until_noticed(mix)
-            await in_thread(servers[1].start)
+            await asyncio.to_thread(servers[1].start)
         await mix.run(OPERATIONS - 8000)
         assert mix.counts["get OK"] > 1000, str(mix)
         took_s = await settled(backend)
@@ -132,12 +137,12 @@ async def test_cluster_whose_master_dies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["redis", "valkey"])
 async def test_sentinel_fail_over(tmp_path: Path, kind: str) -> None:
-    """The master dies under load, Sentinel names its replica, and we follow: none wrong, none hung."""
+    """The master is killed under load, Sentinel promotes its replica, and we follow: no wrong byte, no hang."""
     master = plain(kind, tmp_path / "master")
     replica = replica_of(master, tmp_path / "replica")
     watchers = sentinels(master, tmp_path)
     with running(master, replica, *watchers):
-        await in_thread(until_watched, watchers)
+        await asyncio.to_thread(until_watched, watchers)
         config = RedisConfig(
             url="redis://", prefix=fresh_prefix(), sentinel_master="kv-master",
             sentinels=tuple(f"127.0.0.1:{server.port}" for server in watchers), **QUICK,
@@ -148,38 +153,24 @@ async def test_sentinel_fail_over(tmp_path: Path, kind: str) -> None:
         await mix.run(6000)
         mix.calm = False
         async with under_load(mix):
-            await in_thread(master.kill)
+            await asyncio.to_thread(master.kill)
             await until_noticed(mix)
         await mix.run(OPERATIONS - 10_000)
         took_s = await settled(backend)
         mix.calm = True
-        await mix.run(OPERATIONS - 10_000)  # What fails while nobody is master does so at once: not counted.
+        await mix.run(OPERATIONS - 10_000)  # Operations without a master fail at once: they are not counted.
         print(mix, f"back after {took_s:.1f} s")
         await backend.close()
 
 
-def until_watched(watchers: Sequence[Server]) -> None:
-    """Wait until the Sentinels know each other and the replica."""
-    # They ask for replicas every ten seconds.
-    deadline = time.monotonic() + 120
-    # The master has a replica, and each Sentinel knows of the others.
-    while not all(
-        "num-slaves\n1\n" in (text := cli(server, "SENTINEL", "MASTER", "kv-master"))
-        and "num-other-sentinels\n2\n" in text
-        for server in watchers
-    ):
-        assert time.monotonic() < deadline, "the Sentinels found no replica"
-        time.sleep(0.1)
-
-
 async def _in_storm(server: Server, url: str, weather: Weather, kind: str, timeout_s: float) -> Mix:
-    """Run the mix through a bad network until enough was seen, or for so long that it will not be."""
+    """Run the mix through a bad network until enough faults were seen, or a time limit."""
     backend = None
     while backend is None:
-        # The network is as bad when we log in.
+        # The network is equally bad during login.
         try:
             backend = await opened(server, PAYLOAD_BYTES, url=url, timeout=timeout_s, connect_timeout=max(1, timeout_s))
-        except Exception:  # Whatever the network made of the first attempt.
+        except Exception:  # Any network error of the first attempt.
             continue
     mix = Mix(backend, fresh_seed(), calm=False)
     mix.flips = kind == "flip"
@@ -193,24 +184,24 @@ async def _in_storm(server: Server, url: str, weather: Weather, kind: str, timeo
 
 
 def _is_seen(mix: Mix, weather: Weather, kind: str) -> bool:
-    """Whether something went wrong, and something well.
+    """Return whether both failures and successes were seen.
 
-    A stall is rare, as each costs a deadline; and a node that is down fails thousands of operations at once, until it
-    is tried again.
+    Stalls are rare, as each costs a deadline; and a failed node fails thousands of operations at once until the
+    next attempt.
     """
     return bool(weather.injected or kind == "delay") and mix.counts["get OK"] > 50
 
 
 @pytest.mark.parametrize("kind", ["cut", "reset", "flip", "stall", "delay"])
 async def test_bad_network(redis_server: Server, kind: str) -> None:
-    """Connections cut, reset, stalled, delayed, bits flipped: none wrong, none hung."""
+    """Connections cut, reset, stalled, delayed, bits flipped: no wrong byte, no hang."""
     weather = Weather(random.Random(fresh_seed()))
     if kind == "delay":
         weather.delay_s = 0.004
     else:
         setattr(weather, kind, 0.02 if kind != "stall" else 0.002)
     async with stormy(redis_server.port, weather) as url:
-        # A machine that is too slow for the first deadline has more time.
+        # A machine too slow for the first deadline gets more time.
         for timeout_s in (0.3, 1.0, 3.0):
             mix = await _in_storm(redis_server, url, weather, kind, timeout_s)
             if _is_seen(mix, weather, kind):
@@ -224,7 +215,7 @@ async def test_bad_network(redis_server: Server, kind: str) -> None:
 
 
 async def test_stopped_server_costs_a_deadline(own_server: Server) -> None:
-    """A server stopped by SIGSTOP costs a call its deadline at most, then nothing; it is used again when it goes on."""
+    """A server stopped by SIGSTOP costs one call its deadline at most, and later calls nothing, until it resumes."""
     backend = await opened(own_server, PAYLOAD_BYTES, **QUICK)
     mix = Mix(backend, fresh_seed(), calm=True)
     await mix.run(1000)
@@ -237,7 +228,7 @@ async def test_stopped_server_costs_a_deadline(own_server: Server) -> None:
             (outcome,) = await backend.get_into([target.read])
             durations.append(time.monotonic() - started)
             assert outcome in (Outcome.TIMEOUT, Outcome.IO_ERROR)
-        # What comes on top of a deadline is the machine's load.
+        # The time above the deadline is an allowance for a busy machine.
         assert max(durations) < QUICK["timeout"] + 20, durations
         assert min(durations) < QUICK["timeout"] / 2, f"a node that is known to be down is not asked: {durations}"
     finally:
@@ -252,22 +243,22 @@ def _target(mix: Mix) -> Any:
 
 
 async def test_killed_and_started_again(own_server: Server) -> None:
-    """A server that dies and comes back empty: failures while it is away, misses afterwards, then all as before."""
+    """A server killed and restarted empty: failures while it is down, then misses, then normal operation."""
     backend = await opened(own_server, PAYLOAD_BYTES, **QUICK)
     mix = Mix(backend, fresh_seed(), calm=True)
     await mix.run(1000)
     mix.calm = False
     async with under_load(mix):
-        await in_thread(own_server.kill)
+        await asyncio.to_thread(own_server.kill)
         await until_noticed(mix)
-        await in_thread(own_server.start)
+        await asyncio.to_thread(own_server.start)
     await settled(backend)
     await backend.close()
 
 
 @pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru", "volatile-lru"])
 async def test_full_server(tmp_path: Path, policy: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A full server refuses or evicts: NO_SPACE or misses, never a failure of the tier; and we say so at the start."""
+    """A full server refuses or evicts: NO_SPACE or misses, never a failure; the start warns of noeviction."""
     with running(plain("redis", tmp_path, memory="8mb", policy=policy)) as (server,):
         backend = await opened(server, 65536)
         assert ("noeviction" in caplog.text) == (policy == "noeviction")

@@ -1,4 +1,4 @@
-"""Long blocks in parts: whole or a miss, whatever became of a part; never of two writes at once."""
+"""Long blocks in parts: complete or a miss, whatever happens to a part; never parts of two writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.redis.servers import Server, cli
 
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 200, 250, 300])
 def test_round_trip_of_all_lengths(size: int) -> None:
-    """A record of any length comes back from its parts, into room for more."""
+    """A record of any length is restored from its parts, into a longer buffer."""
     record = random.Random(size).randbytes(size)
     values = [b"".join(value) for value in in_parts([memoryview(record)[:40], memoryview(record)[40:]], 100)]
     assert len(values) == part_count(size, 100)
@@ -29,7 +29,7 @@ def test_round_trip_of_all_lengths(size: int) -> None:
 
 
 def test_damage_is_a_miss() -> None:
-    """A part that is missing, short, of another write or in another's place makes a miss that clears up."""
+    """A part that is missing, short, of another write or in the wrong place makes a miss and is removed."""
     record = random.Random(1).randbytes(250)
     values, others = ([b"".join(v) for v in in_parts([memoryview(record)], 100)] for _ in range(2))
     cases = [
@@ -52,7 +52,7 @@ def test_damage_is_a_miss() -> None:
 
 
 def test_a_record_longer_than_its_room_is_corrupt() -> None:
-    """A first part that claims more parts than were asked for ends in an outcome, not in an exception."""
+    """A first part that claims more parts than were requested gives an outcome, not an exception."""
     values = [b"".join(value) for value in in_parts([memoryview(bytes(250))], 100)]
     read = PartsRead([memoryview(bytearray(200))], 100)
     assert read.decide(_fill(read, values)[:2]).outcome is Outcome.CORRUPT
@@ -71,7 +71,7 @@ def _fill(read: PartsRead, values: list[bytes | None]) -> list[Reply]:
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 async def test_a_lost_part_is_a_miss_and_the_rest_goes(redis_server: Server, lost: int) -> None:
-    """On a real server: a part that was evicted makes the block a miss, its other parts are removed, a put mends it."""
+    """On a real server, an evicted part makes the block a miss, its other parts are removed, and a put restores it."""
     size = 2 * PART_BYTES + 12345
     backend = await opened(redis_server, size)
     maker = RecordMaker(NAMESPACE, RecordGeometry(256, size), random.Random(lost))

@@ -1,4 +1,4 @@
-"""The reader of RESP: whatever comes, in whatever pieces, it gives the same replies or one clear error."""
+"""The RESP reader: for any bytes, in any pieces, the same replies or one clear error."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ scalars = st.one_of(
     st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=40),
     st.builds(ErrorReply, st.sampled_from(["ERR", "MOVED", "OOM"]), st.text("abc ", min_size=1, max_size=40)),
 )
-# A third of them as long as their targets, which is what blocks are.
+# A third of them are as long as their targets, as blocks are.
 values = st.one_of(st.binary(max_size=3000), st.integers(0, 255).map(lambda byte: bytes([byte]) * 3000))
 replies = st.recursive(scalars, lambda inner: st.lists(inner, max_size=5), max_leaves=20)
 
 
 def encoded(reply: Reply, rng: random.Random) -> bytes:
-    """Return a reply as a server may send it, in any of the forms that mean the same."""
+    """Return a reply in any of its equivalent encodings."""
     if reply is None:
         return rng.choice([b"$-1\r\n", b"*-1\r\n"])
     if isinstance(reply, int):
@@ -54,7 +54,7 @@ def encoded(reply: Reply, rng: random.Random) -> bytes:
 
 
 def feed(reader: ReplyReader, data: bytes, cuts: list[int]) -> list[Reply]:
-    """Hand bytes to a reader in pieces, as a socket would; return the replies."""
+    """Feed bytes to a reader in pieces, as a socket would; return the replies."""
     found: list[Reply] = []
     position = 0
     for end in [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]:
@@ -72,7 +72,7 @@ def feed(reader: ReplyReader, data: bytes, cuts: list[int]) -> list[Reply]:
 @settings(max_examples=400, deadline=None)
 @given(st.lists(replies, max_size=6), st.lists(st.integers(0, 10**6), max_size=12), st.randoms(use_true_random=False))
 def test_any_split_gives_the_same_replies(wanted: list[Reply], cuts: list[int], rng: random.Random) -> None:
-    """Replies of all types come out as they went in, wherever the stream is cut."""
+    """Replies of all types are decoded correctly, wherever the stream is cut."""
     reader = ReplyReader()
     for _ in wanted:
         reader.expect()
@@ -88,7 +88,7 @@ def test_any_split_gives_the_same_replies(wanted: list[Reply], cuts: list[int], 
 @example([b"a" * 3000, None, b"b" * 3000, b"c" * 2999, b"d" * 3000, b"e" * 10], [], 2)
 @example([None, b"b" * 3000, b"c" * 3000], [4, 9, 2000], 1)
 def test_values_go_into_their_targets(wanted: list[bytes | int | None], cuts: list[int], pieces: int) -> None:
-    """Each value lies in its own target, whatever is pipelined around it, and nothing is written behind the target."""
+    """Each value goes into its own target, whatever is pipelined around it, and no byte is written behind it."""
     reader, memory, data = ReplyReader(), [], b""
     for value in wanted:
         room = bytearray(b"\xc7" * 4000)
@@ -125,7 +125,7 @@ def test_values_go_into_their_targets(wanted: list[bytes | int | None], cuts: li
     st.randoms(use_true_random=False),
 )
 def test_runs_of_short_replies(wanted: list[Reply], cuts: list[int], more: bytes, rng: random.Random) -> None:
-    """Short replies, which are taken by the run, are those that were sent; one that nobody asked for is refused."""
+    """Short replies, parsed in runs, are decoded correctly; an unexpected one is refused."""
     reader = ReplyReader()
     reader.expect([None] * len(wanted))
     assert feed(reader, b"".join(encoded(reply, rng) for reply in wanted), cuts) == wanted
@@ -140,7 +140,7 @@ def test_runs_of_short_replies(wanted: list[Reply], cuts: list[int], more: bytes
 @example(b":1_0\r\n", [], False)
 @example(b"%1\r\n|1\r\n+a\r\n+b\r\n", [3], False)
 def test_garbage_is_an_error_or_a_reply(data: bytes, cuts: list[int], has_target: bool) -> None:
-    """Any bytes either make replies or raise ``ProtocolError``; no other exception, and nothing behind the target."""
+    """Any bytes give replies or ``ProtocolError``; no other exception, and no write beyond the target."""
     room = bytearray(b"\xc7" * 64)
     reader = ReplyReader()
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_garbage_is_an_error_or_a_reply(data: bytes, cuts: list[int], has_target
 @settings(max_examples=400, deadline=None)
 @given(st.lists(replies, min_size=1, max_size=4), st.data())
 def test_damaged_streams(wanted: list[Reply], data: st.DataObject) -> None:
-    """A valid stream with a few bytes changed makes replies or raises ``ProtocolError``."""
+    """A valid stream with a few changed bytes gives replies or ``ProtocolError``."""
     stream = bytearray(b"".join(encoded(reply, random.Random(1)) for reply in wanted))
     for _ in range(data.draw(st.integers(1, 3))):
         stream[data.draw(st.integers(0, len(stream) - 1))] = data.draw(st.integers(0, 255))
@@ -184,7 +184,7 @@ def test_damaged_streams(wanted: list[Reply], data: st.DataObject) -> None:
     ],
 )
 def test_refused(data: bytes) -> None:
-    """What is too long, too deep, malformed or not asked for is refused."""
+    """Replies that are too long, too deep, malformed or unexpected are refused."""
     reader = ReplyReader()
     reader.expect()
     with pytest.raises(ProtocolError):
@@ -192,7 +192,7 @@ def test_refused(data: bytes) -> None:
 
 
 def test_value_longer_than_target() -> None:
-    """A value that does not fit is refused by its length, before a byte of it is written; replies before it count."""
+    """A value that does not fit is refused by its length, before any byte is written; earlier replies count."""
     room = bytearray(10)
     reader = ReplyReader()
     reader.expect([None, Target([memoryview(room)])])
@@ -205,7 +205,7 @@ def test_value_longer_than_target() -> None:
 @pytest.mark.parametrize("data", [b">1\r\n+x\r\n", b"|1\r\n+ttl\r\n:3\r\n:7\r\n", b":1\r\n", b"+OK\r\n", b"*0\r\n"])
 @pytest.mark.parametrize("expected", [0, 1])
 def test_what_nobody_asked_for_is_refused(data: bytes, expected: int) -> None:
-    """Pushes, attributes and answers too many end the connection at once: no server keeps us busy with them."""
+    """Pushes, attributes and surplus answers end the connection at once: no server can keep us busy with them."""
     reader = ReplyReader()
     reader.expect([None] * expected)
     with pytest.raises(ProtocolError):
@@ -213,7 +213,7 @@ def test_what_nobody_asked_for_is_refused(data: bytes, expected: int) -> None:
 
 
 def test_a_long_value_is_not_copied() -> None:
-    """Only the little that arrives with a value's length is copied: then the target itself is handed out."""
+    """Only the bytes that arrive with a value's length are copied; the rest goes directly into the target."""
     room = bytearray(1 << 20)
     reader = ReplyReader()
     reader.expect([Target([memoryview(room)])])
@@ -225,7 +225,7 @@ def test_a_long_value_is_not_copied() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """A reader of thousands of replies keeps its one piece of memory."""
+    """A reader of thousands of replies keeps using one buffer."""
     reader = ReplyReader()
     for _ in range(50_000):
         reader.expect()

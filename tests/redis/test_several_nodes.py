@@ -1,4 +1,4 @@
-"""Several nodes, of which some have trouble or lie: the others are none the worse for it, and nothing runs away."""
+"""Several nodes, some of them failing or sending false data: other nodes are unaffected, and all costs are bounded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLOTS = 16384
 
 @dataclass
 class FakeNode:
-    """A node that keeps values, and whose answers a test may replace."""
+    """A node that stores values, and whose answers a test may replace."""
 
     server: FakeServer = field(default_factory=FakeServer)
     values: dict[bytes, bytes] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class FakeNode:
         writer.write(self._answer(command) if answer is None else answer)
 
     def count(self, name: bytes) -> int:
-        """Return how many commands of a name came."""
+        """Return the number of commands with a name."""
         return sum(command[0] == name for command in self.server.commands)
 
     def _answer(self, command: list[bytes]) -> bytes:
@@ -63,13 +63,13 @@ class FakeNode:
 
 
 def bulk(text: str) -> bytes:
-    """Return a string as a server sends it."""
+    """Return a string in its wire format."""
     return b"$%d\r\n%b\r\n" % (len(text), text.encode())
 
 
 @asynccontextmanager
 async def nodes_of_a_cluster(masters: int, replicas: int = 0) -> AsyncIterator[list[FakeNode]]:
-    """Run nodes that share the slots evenly; the replicas are of the first master, which then has all of them."""
+    """Run nodes that share the slots evenly; replicas belong to the first master, which then has all slots."""
     nodes = [FakeNode() for _ in range(masters + replicas)]
 
     def map_of_slots() -> bytes:
@@ -99,7 +99,7 @@ async def nodes_of_a_cluster(masters: int, replicas: int = 0) -> AsyncIterator[l
 
 
 class Small(RedisBackend):
-    """Records in short parts."""
+    """A backend that stores records in short parts."""
 
     part_bytes = 1024
 
@@ -118,7 +118,7 @@ def maker() -> RecordMaker:
 
 
 def keys_by_node(backend: RedisBackend, count: int) -> tuple[list[BlockKey], list[BlockKey]]:
-    """Return so many keys of each of two nodes."""
+    """Return ``count`` keys of each of two nodes."""
     found: tuple[list[BlockKey], list[BlockKey]] = ([], [])
     number = 0
     while min(map(len, found)) < count:
@@ -132,7 +132,7 @@ def keys_by_node(backend: RedisBackend, count: int) -> tuple[list[BlockKey], lis
     "error", [b"-LOADING the dataset\r\n", b"-NOPERM no\r\n", b"-MASTERDOWN x\r\n", b"-ERR no\r\n"]
 )
 async def test_a_node_that_refuses_costs_only_what_lies_there(error: bytes) -> None:
-    """Blocks of the other node exist, are read and stored; of those nothing is said; and it is taken back."""
+    """Blocks of the other node are found, read and stored; the failing node's are unknown; later it is used again."""
     async with nodes_of_a_cluster(2) as (well, ill):
         backend = await on(well)
         on_well, on_ill = keys_by_node(backend, 20)
@@ -157,7 +157,7 @@ async def test_a_node_that_refuses_costs_only_what_lies_there(error: bytes) -> N
 
 
 async def test_a_node_that_refuses_is_left_alone() -> None:
-    """After a few errors it is asked by one command now and then, and its blocks are misses and shed."""
+    """After a few errors the node gets one command now and then; its blocks are misses, and stores to it are SHED."""
     async with nodes_of_a_cluster(2) as (well, ill):
         backend = await on(well)
         _, on_ill = keys_by_node(backend, 20)
@@ -174,7 +174,7 @@ async def test_a_node_that_refuses_is_left_alone() -> None:
 
 
 async def test_a_trial_that_is_cancelled_does_not_shut_a_node_out() -> None:
-    """The command that tries a node again may be cancelled before its answer; another one tries it soon after."""
+    """The trial command may be cancelled before its answer; another trial follows soon."""
     async with nodes_of_a_cluster(2) as (well, ill):
         backend = await on(well, timeout=2, connect_timeout=2)
         _, on_ill = keys_by_node(backend, 8)
@@ -210,7 +210,7 @@ async def test_a_trial_that_is_cancelled_does_not_shut_a_node_out() -> None:
 
 
 async def test_all_nodes_in_trouble_is_an_error() -> None:
-    """Where no node is in order, nothing is known of any key: that is no absence."""
+    """If all nodes fail, every key is unknown, which is not a miss."""
     async with nodes_of_a_cluster(2) as nodes:
         backend = await on(nodes[0])
         on_first, on_second = keys_by_node(backend, 4)
@@ -245,7 +245,7 @@ async def test_redirects_that_lead_to_the_block_are_not_counted() -> None:
 
 
 async def test_a_slot_that_has_moved_is_asked_for_in_its_new_place() -> None:
-    """Once told that a slot has moved, we ask its new node at once, also before the map was asked for again."""
+    """After MOVED, the new node gets the commands of that slot at once, even before the map is refreshed."""
     async with nodes_of_a_cluster(2) as (old, new):
         backend = await on(old)
         assert backend._topology is not None
@@ -260,7 +260,7 @@ async def test_a_slot_that_has_moved_is_asked_for_in_its_new_place() -> None:
 
 
 async def test_asking_goes_before_what_follows_an_ask() -> None:
-    """A node that takes a slot in answers for it only behind ASKING, on the same connection, whatever the command."""
+    """A node that imports a slot answers for it only after ASKING, on the same connection, for every command."""
     async with nodes_of_a_cluster(2) as (old, new):
         backend = await on(old, connections=1)
         keys = keys_by_node(backend, 12)[0]
@@ -280,7 +280,7 @@ async def test_asking_goes_before_what_follows_an_ask() -> None:
             assert set(await backend.put([records.write(key, b"payload") for key in some])) == {Outcome.OK}
             assert set(await backend.get_into([records.target(key).read for key in some])) == {Outcome.OK}
             assert set(await backend.delete(some)) == {True}
-            # One try each: none was sent without its ASKING, as one of several that share a send might be.
+            # One attempt each: every command was sent with its ASKING, even when several share a send.
             for name in (b"EXISTS", b"SET", b"GET", b"UNLINK"):
                 assert new.count(name) == len(some)
             new.server.commands.clear()
@@ -288,7 +288,7 @@ async def test_asking_goes_before_what_follows_an_ask() -> None:
 
 
 async def test_a_closed_backend_follows_no_redirect() -> None:
-    """A redirect that is read as the backend closes makes no node, and so no connection that nobody would close."""
+    """A redirect read during the close creates no node, and so no connection that would stay open."""
     async with nodes_of_a_cluster(2) as (old, new):
         backend = await on(old)
         nodes = backend._topology
@@ -302,7 +302,7 @@ async def test_a_closed_backend_follows_no_redirect() -> None:
 
 
 async def test_the_first_part_is_written_last() -> None:
-    """The part that makes a block visible is sent when all others are there, and the first writer wins it."""
+    """The part that makes a block visible is sent after all others, and its first writer wins."""
     async with nodes_of_a_cluster(1) as (node,):
         backend = await on(node, Small)
         records = RecordMaker(NAMESPACE, GEOMETRY, random.Random(3))
@@ -315,7 +315,7 @@ async def test_the_first_part_is_written_last() -> None:
 
 
 async def test_parts_of_a_block_that_could_not_be_stored_are_removed() -> None:
-    """A part that is refused makes the store fail, and the parts that were stored before it leave the server."""
+    """A refused part makes the store fail, and the parts already stored are removed from the server."""
     async with nodes_of_a_cluster(1) as (node,):
         backend = await on(node, Small)
         records = RecordMaker(NAMESPACE, GEOMETRY, random.Random(3))
@@ -336,7 +336,7 @@ async def test_parts_of_a_block_that_could_not_be_stored_are_removed() -> None:
 
 
 async def test_redirects_are_a_tenth_of_the_load() -> None:
-    """Nodes that send us to each other see a tenth more commands than were asked for, after an allowance."""
+    """Nodes that redirect to each other receive at most a tenth more commands than requested, after an allowance."""
     async with nodes_of_a_cluster(2) as nodes:
         ports = [node.server.port for node in nodes]
         nodes[0].instead = lambda command: b"-MOVED 1 127.0.0.1:%d\r\n" % ports[1]
@@ -350,7 +350,7 @@ async def test_redirects_are_a_tenth_of_the_load() -> None:
 
 
 async def test_tries_after_lost_connections_are_a_tenth_of_the_load() -> None:
-    """Also of a server that answers once before it drops each connection, and so is never taken to be down."""
+    """Retries are bounded too if a server answers once before each loss, and so never counts as down."""
     answered = set()
 
     async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
@@ -373,7 +373,7 @@ async def test_tries_after_lost_connections_are_a_tenth_of_the_load() -> None:
 
 
 async def test_a_map_of_too_many_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More nodes than a cluster can have are not believed: none is made, and none is asked."""
+    """A map with more nodes than a cluster can have is rejected: no node is created or contacted."""
     monkeypatch.setattr(topology, "_NODES_MAX", 3)
     async with nodes_of_a_cluster(4) as nodes:
         with pytest.raises(BackendError, match="4 nodes"):
@@ -386,7 +386,7 @@ async def test_a_map_of_too_many_nodes_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_redirects_make_no_more_nodes_than_a_cluster_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redirects to ever new places are not followed without end."""
+    """Redirects to ever new addresses are not followed without end."""
     monkeypatch.setattr(topology, "_NODES_MAX", 5)
     ports = iter(range(2, 2000))
     async with nodes_of_a_cluster(1) as (node,):
@@ -399,7 +399,7 @@ async def test_redirects_make_no_more_nodes_than_a_cluster_has(monkeypatch: pyte
 
 
 async def test_a_replica_that_lags_takes_nothing_away() -> None:
-    """Parts that don't fit together on a replica are read from the master, and only what is torn there is removed."""
+    """Inconsistent parts on a replica are read from the master, and only parts torn there are removed."""
     async with nodes_of_a_cluster(1, replicas=1) as (master, replica):
         writer = await on(master, Small)
         records = RecordMaker(NAMESPACE, GEOMETRY, random.Random(3))
@@ -410,14 +410,14 @@ async def test_a_replica_that_lags_takes_nothing_away() -> None:
         first = next(name for name in master.values if name.endswith(b":0"))
         del master.values[first]
         assert list(await writer.put([records.write(key, payload)])) == [Outcome.OK]
-        # The replica has the new first part, and lags by the others.
+        # The replica has the new first part but not yet the others.
         replica.values = {**old, first: master.values[first]}
         reader = await on(master, Small, read_from="replica")
         target = records.target(key)
         assert list(await reader.get_into([target.read])) == [Outcome.OK]
         assert records.content(target) == payload
         assert master.values.keys() == old.keys() and replica.count(b"GET") >= 2
-        # On the master, too, it is torn now.
+        # Now the value on the master is torn as well.
         master.values[next(name for name in old if name.endswith(b":1"))] = old[
             next(name for name in old if name.endswith(b":1"))
         ]
@@ -428,7 +428,7 @@ async def test_a_replica_that_lags_takes_nothing_away() -> None:
 
 
 async def test_a_flood_that_nobody_asked_for_ends_the_connection() -> None:
-    """Pushes without end on an idle connection are no news: it is closed, and costs nothing more."""
+    """Endless pushes on an idle connection have no effect but to close it."""
 
     async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         writer.write(b":0\r\n")
@@ -448,7 +448,7 @@ async def test_a_flood_that_nobody_asked_for_ends_the_connection() -> None:
 
 @pytest.mark.parametrize("sentinel", [False, True])
 async def test_an_endless_value_for_the_control_plane_costs_no_memory(sentinel: bool) -> None:
-    """A string without end, where the map of a cluster or a Sentinel's answer is expected, is not kept in memory."""
+    """An endless string in place of a cluster map or a Sentinel's answer is not kept in memory."""
     sent = 0
 
     async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Who is asked for what: slots, maps of a cluster, redirects, slots on the move, replicas."""
+"""Routing: slots, cluster maps, redirects, moving slots, replicas."""
 
 from __future__ import annotations
 
@@ -18,16 +18,26 @@ from kvstore.backends.redis.failures import RedisError
 from kvstore.backends.redis.topology import slot_of
 from kvstore.backends.stream import Endpoint
 from kvstore.testing.records import RecordMaker
+from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
 from tests.redis.clients import NAMESPACE, opened
 from tests.redis.mix import PAYLOAD_BYTES, Mix
-from tests.redis.servers import Server, cli, cluster_nodes, join_cluster, plain, replica_of, running, sentinels
-from tests.redis.test_operations import fresh_seed, in_thread, until_watched
+from tests.redis.servers import (
+    Server,
+    cli,
+    cluster_nodes,
+    join_cluster,
+    plain,
+    replica_of,
+    running,
+    sentinels,
+    until_watched,
+)
 
 
 def test_slots_are_those_of_the_specification() -> None:
-    """Our slots are those that redis-py computes, and the specification's example."""
+    """Our slots equal those of redis-py and of the specification's example."""
     assert slot_of(b"123456789") == 0x31C3
     rng = random.Random(5)
     for _ in range(2000):
@@ -36,13 +46,13 @@ def test_slots_are_those_of_the_specification() -> None:
 
 
 def test_maps_of_a_cluster() -> None:
-    """A map is read, with nodes that have no name; what is no map is refused."""
+    """A map is parsed, including nodes without a name; an invalid map is refused."""
     asked = Endpoint("10.0.0.1", 7000)
     (shard,) = read_shards([[0, 16383, [b"", 7000, b"id"], [b"10.0.0.2", 7001, b"id"]]], asked)
     assert shard.master == asked and shard.replicas == (Endpoint("10.0.0.2", 7001),)
     lies: list[Any] = [None, 5, [[0]], [[0, 99999, [b"h", 1]]], [[5, 4, [b"h", 1]]], [[0, 1, [b"h", 0]]]]
     lies += [[[0, 1, []]], [[0, 1]], [[0, 1, [b"\xff", 1]]]]
-    # A table of slots that is filled again and again keeps the loop for seconds.
+    # Filling a table of slots again and again would block the loop for seconds.
     lies += [[[0, 16383, [b"h", 1]]] * 2, [[0, 9000, [b"h", 1]], [9000, 16383, [b"h", 1]]]]
     for lie in lies:
         with pytest.raises(RedisError):
@@ -50,10 +60,10 @@ def test_maps_of_a_cluster() -> None:
 
 
 async def test_slots_on_the_move(tmp_path: Path) -> None:
-    """While slots move from node to node under load, ASK and MOVED are followed: exact, none lost."""
+    """While slots move between nodes under load, ASK and MOVED are followed: exact results, no lost block."""
     servers = cluster_nodes(tmp_path, kind="valkey")
     with running(*servers):
-        await in_thread(join_cluster, servers)
+        await asyncio.to_thread(join_cluster, servers)
         backend = await opened(servers[0], PAYLOAD_BYTES)
         mix = Mix(backend, fresh_seed(), calm=True)
         await mix.run(4000)
@@ -64,9 +74,9 @@ async def test_slots_on_the_move(tmp_path: Path) -> None:
         values = {key: maker.payload() for key in itertools.islice(keys, 60)}
         assert set(await backend.put([maker.write(key, value) for key, value in values.items()])) == {Outcome.OK}
         load = asyncio.create_task(mix.run(16_000))
-        await in_thread(_move_slots, servers, slots)
+        await asyncio.to_thread(_move_slots, servers, slots)
         await load
-        # The load may have had no key in those slots, or have ended before the first of them had moved.
+        # The load may have had no key in those slots, or may have ended before the first of them moved.
         await _all_found(backend, maker, values)
         counters = backend.stats().counters
         assert counters["redirects"] > 0, counters
@@ -87,12 +97,12 @@ def _move_slots(servers: Sequence[Server], slots: Sequence[int]) -> None:
 
 
 async def test_replica_reads(tmp_path: Path) -> None:
-    """Reads go to the replica; what it does not have yet is asked of the master, once; a dead replica costs nothing."""
+    """Reads go to the replica; blocks missing there are read from the master, once; a dead replica costs nothing."""
     master = plain("redis", tmp_path / "master")
     replica = replica_of(master, tmp_path / "replica")
     watchers = sentinels(master, tmp_path)
     with running(master, replica, *watchers):
-        await in_thread(until_watched, watchers)
+        await asyncio.to_thread(until_watched, watchers)
         backend = await opened(
             master,
             PAYLOAD_BYTES,
@@ -106,8 +116,8 @@ async def test_replica_reads(tmp_path: Path) -> None:
         mix = Mix(backend, fresh_seed(), calm=False)
         await mix.run(1000)
         maker = RecordMaker(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES), random.Random(1))
-        # A replica that follows nobody never gets these.
-        await in_thread(cli, replica, "REPLICAOF", "NO", "ONE")
+        # A replica detached from its master never gets these.
+        await asyncio.to_thread(cli, replica, "REPLICAOF", "NO", "ONE")
         values = {maker.key(): maker.payload() for _ in range(20)}
         assert set(await backend.put([maker.write(key, value) for key, value in values.items()])) == {Outcome.OK}
         before = _gets(replica), _gets(master)
@@ -118,7 +128,7 @@ async def test_replica_reads(tmp_path: Path) -> None:
         assert set(await backend.exists([bytes([i]) * 32 for i in range(9)])) == {False}
         assert set(await backend.exists(list(values))) == {True}
         assert set(await backend.exists([bytes([i]) * 32 for i in range(9)])) == {False}
-        await in_thread(replica.kill)
+        await asyncio.to_thread(replica.kill)
         await _all_found(backend, maker, values)
         await backend.close()
         await eventually_async(lambda: master.clients() == 0, what="all connections closed")

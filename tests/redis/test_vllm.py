@@ -1,4 +1,4 @@
-"""A real vLLM over Redis: killed and started again, and two engines that share what either computed."""
+"""A real vLLM over Redis: killed and restarted, and two engines that share computed blocks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 def test_restart_and_sharing(tmp_path: Path, redis_server: Server) -> None:
-    """After SIGKILL the prompts come from Redis; then two engines use what either has computed."""
+    """After SIGKILL the prompts' blocks are loaded from Redis; then two engines use each other's blocks."""
     tier = {"type": "redis", **options_for(redis_server), "negative_ttl": "1ms"}
     check_restart_and_sharing(tmp_path, tier)

@@ -6,7 +6,7 @@ from kvstore.runtime.breaker import Breaker, BreakerState
 
 
 def test_only_consecutive_failures_open_it() -> None:
-    """A success in between starts the count again."""
+    """A success in between resets the count."""
     breaker = Breaker(3, 1, 30)
     for outcome in (False, False, True, False, False):
         if outcome:
@@ -30,7 +30,7 @@ def test_one_trial_passes_after_the_pause() -> None:
 
 
 def test_a_trial_that_never_reports_is_followed_by_another() -> None:
-    """Whoever was let through may have been cancelled: the next trial does not wait for it for ever."""
+    """A cancelled trial does not block the next one for ever."""
     breaker = Breaker(1, 1, 30, trial_s=5)
     breaker.record_failure(0)
     assert breaker.admit_trial(1)
@@ -54,7 +54,7 @@ def test_pauses_double_up_to_their_limit_and_start_anew_after_a_success() -> Non
 
 
 def test_stragglers_do_not_prolong_the_pause() -> None:
-    """Failures that arrive while it is open change nothing."""
+    """Failures that arrive while it is open have no effect."""
     breaker = Breaker(1, 1, 30)
     breaker.record_failure(0)
     assert not breaker.record_failure(0.9)

@@ -1,4 +1,4 @@
-"""The connection with a child process: what it takes to begin, to look after it, and to end it."""
+"""The connection to a child process: start, supervision and end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from kvstore import Namespace
 from kvstore.errors import BackendUnavailableError
-from kvstore.runtime.child_connection import ChildConnection, ProcessSpec, SharedBacking
+from kvstore.runtime.process import ChildConnection, ProcessSpec, SharedBacking
 from kvstore.runtime.wire import Ping, Stop, pack
 
 SLOT = 8192
@@ -34,7 +34,7 @@ def spec() -> Iterator[ProcessSpec]:
 
 @pytest.fixture
 def connection(spec: ProcessSpec) -> Iterator[ChildConnection]:
-    """A child whose I/O side is open."""
+    """A connection to a child whose I/O side is open."""
     connection = ChildConnection(spec)
     try:
         connection.await_open(60, threading.Event())
@@ -44,7 +44,7 @@ def connection(spec: ProcessSpec) -> Iterator[ChildConnection]:
 
 
 def test_a_child_that_is_told_to_stop_closes_and_ends_by_itself(connection: ChildConnection) -> None:
-    """Nobody has to kill it, and its end is the end of what it says."""
+    """The child ends without a kill, and the socket with it."""
     connection.write(bytearray(pack([Stop()])))
     while connection.read() is not None:
         assert connection.wait(60)
@@ -53,7 +53,7 @@ def test_a_child_that_is_told_to_stop_closes_and_ends_by_itself(connection: Chil
 
 
 def test_a_child_that_does_not_listen_is_killed(connection: ChildConnection) -> None:
-    """One that stands still is gone when somebody ends it, and it is said that it did not end by itself."""
+    """A stopped child is gone after end(), which reports that it was killed."""
     os.kill(connection.pid, signal.SIGSTOP)
     assert not connection.gone
     assert not connection.end(for_ever=True)
@@ -61,7 +61,7 @@ def test_a_child_that_does_not_listen_is_killed(connection: ChildConnection) -> 
 
 
 def test_a_child_that_nobody_wants_any_more_is_not_waited_for(spec: ProcessSpec) -> None:
-    """Who closes while a child is still opening is told so, and the child is gone."""
+    """A close during the start raises an error, and the child is gone."""
     stopping = threading.Event()
     stopping.set()
     connection = ChildConnection(spec)
@@ -73,9 +73,9 @@ def test_a_child_that_nobody_wants_any_more_is_not_waited_for(spec: ProcessSpec)
 def test_a_quiet_child_is_asked_once_and_only_looks_count(
     connection: ChildConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After two seconds it is to be asked, after ten more of looks it is stuck, and an answer ends that."""
+    """After two quiet seconds a ping is due; after ten more observed seconds the child is stuck, unless it answers."""
     clock = [connection._heard_at]
-    monkeypatch.setattr("kvstore.runtime.child_connection.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("kvstore.runtime.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def signs(steps: list[float]) -> list[str]:
         found = []
@@ -85,7 +85,7 @@ def test_a_quiet_child_is_asked_once_and_only_looks_count(
         return found
 
     assert signs([1.9, 0.2, 1, 1]) == ["well", "ask", "well", "well"]
-    # Away for hours, which counts as two seconds.
+    # An absence of hours counts as two seconds.
     assert signs([10_000, 5, 1.5, 1.5]) == ["well"] * 4
     connection.write(bytearray(pack([Ping()])))
     assert connection.wait(60)
@@ -96,7 +96,7 @@ def test_a_quiet_child_is_asked_once_and_only_looks_count(
 def test_no_descriptor_is_left_by_a_child_that_could_not_begin(
     spec: ProcessSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is no socket, no page or no process to be had, what was made before it is closed again."""
+    """If a socket, page or process cannot be created, all earlier descriptors are closed."""
 
     def broken(*_: object, **__: object) -> None:
         raise OSError("no more")
@@ -104,7 +104,7 @@ def test_no_descriptor_is_left_by_a_child_that_could_not_begin(
     before = len(os.listdir("/proc/self/fd"))
     for name in ("socket.socketpair", "subprocess.Popen"):
         with monkeypatch.context() as poor:
-            poor.setattr(f"kvstore.runtime.child_connection.{name}", broken)
+            poor.setattr(f"kvstore.runtime.process.{name}", broken)
             with pytest.raises(OSError, match="no more"):
                 ChildConnection(spec)
     with monkeypatch.context() as poor:

@@ -1,4 +1,4 @@
-"""The thread host: order, one wake-up per batch, errors, an end that leaves no thread."""
+"""The thread host: order, one wake-up per batch, errors, and an end that leaves no thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.runtime.messages import Channel, Drain, Drained, FromIO, JobDone, J
 
 
 class Echo:
-    """An I/O side that answers each Drain, and counts how often it was called."""
+    """An I/O side that answers each Drain, and counts its calls."""
 
     def __init__(self, post: Callable[[FromIO], None], open_error: Exception | None = None) -> None:
         self.post = post
@@ -26,7 +26,7 @@ class Echo:
         self.close_error: Exception | None = None
 
     async def open(self) -> None:
-        """Note the thread, or fail."""
+        """Record the thread, or fail."""
         self.thread = threading.current_thread()
         if self.open_error:
             raise self.open_error
@@ -39,7 +39,7 @@ class Echo:
                 self.post(Drained(message.drain_id))
 
     async def close(self) -> None:
-        """Wait at the gate, if there is one."""
+        """Wait at the gate, if any."""
         if self.close_gate is not None:
             await self.close_gate.wait()
         if self.close_error is not None:
@@ -59,7 +59,7 @@ def collect(channel: Channel, count: int) -> list[FromIO]:
 
 
 def test_messages_arrive_in_order_on_the_loop_thread() -> None:
-    """What is sent in many batches comes back in the order of sending, from the host's own thread."""
+    """Messages sent in many batches are answered in order, on the host's own thread."""
     sides: list[Echo] = []
     host = ThreadHost()
     channel = host.attach(lambda post: sides.append(Echo(post)) or sides[0])  # type: ignore[func-returns-value]
@@ -74,7 +74,7 @@ def test_messages_arrive_in_order_on_the_loop_thread() -> None:
 
 
 def test_a_batch_costs_one_delivery() -> None:
-    """Everything sent while the loop has not looked yet is delivered in one call."""
+    """All messages sent before the loop's next turn are delivered in one call."""
     sides: list[Echo] = []
     host = ThreadHost()
     channel = host.attach(lambda post: sides.append(Echo(post)) or sides[0])  # type: ignore[func-returns-value]
@@ -90,7 +90,7 @@ def test_a_batch_costs_one_delivery() -> None:
 
 
 def test_an_error_of_open_reaches_the_caller() -> None:
-    """What the I/O side raises in open is raised in the thread that opens it."""
+    """An exception of the I/O side's open is raised in the opening thread."""
     host = ThreadHost()
     channel = host.attach(lambda post: Echo(post, ConfigError("no such directory")))
     with pytest.raises(ConfigError, match="no such directory"):
@@ -99,7 +99,7 @@ def test_an_error_of_open_reaches_the_caller() -> None:
 
 
 def test_send_after_close_is_refused() -> None:
-    """A closed channel says that it is closed."""
+    """A send on a closed channel raises an error."""
     channel = ThreadHost().attach(Echo)
     channel.open(30)
     channel.close(30)
@@ -108,7 +108,7 @@ def test_send_after_close_is_refused() -> None:
 
 
 def test_a_side_that_can_not_be_closed_does_not_end_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
-    """What a backend or a codec of somebody else's raises there is a warning, and the loop goes on for others."""
+    """An exception of a third-party backend or codec is logged as a warning, and the loop keeps serving others."""
     host = ThreadHost()
     sides: list[Echo] = []
     channel, other = host.attach(lambda post: sides.append(Echo(post)) or sides[-1]), host.attach(Echo)
@@ -121,7 +121,7 @@ def test_a_side_that_can_not_be_closed_does_not_end_the_scheduler(caplog: pytest
 
 
 def test_close_gives_up_at_its_deadline() -> None:
-    """A side that does not end in time makes close return False instead of waiting for ever."""
+    """If a side does not end in time, close returns False instead of waiting for ever."""
     sides: list[Echo] = []
     host = ThreadHost()
     channel = host.attach(lambda post: sides.append(Echo(post)) or sides[0])  # type: ignore[func-returns-value]
@@ -131,7 +131,7 @@ def test_close_gives_up_at_its_deadline() -> None:
 
 
 def test_the_shared_host_lives_as_long_as_its_users() -> None:
-    """Tiers of one process share a loop thread; the last one to leave ends it, the next one starts a new one."""
+    """Tiers of one process share a loop thread; the last one to close ends it, and the next one starts a new one."""
     sides: list[Echo] = []
 
     def attach() -> Channel:
@@ -152,7 +152,7 @@ def test_the_shared_host_lives_as_long_as_its_users() -> None:
 
 
 def test_a_side_that_can_not_be_made_leaves_no_host() -> None:
-    """An error of the factory is raised, and does not count as a user."""
+    """An error of the factory is raised, and the failed side does not count as a user."""
 
     def refuse(post: Callable[[FromIO], None]) -> Echo:
         raise ConfigError("no")
@@ -166,7 +166,7 @@ def test_a_side_that_can_not_be_made_leaves_no_host() -> None:
 
 
 def test_tiers_come_and_go_on_many_threads() -> None:
-    """No tier is put on a loop that its last user is just ending."""
+    """No tier is attached to a loop that its last user is ending."""
     failures: list[BaseException] = []
 
     def come_and_go() -> None:
@@ -187,7 +187,7 @@ def test_tiers_come_and_go_on_many_threads() -> None:
 
 
 def test_messages_survive_a_process_boundary() -> None:
-    """Every message encodes to bytes and back unchanged, so that a process host can carry it."""
+    """Every message survives encoding and decoding unchanged, so that a process host can send it."""
     to_io = [SubmitJob(1, JobKind.LOAD, (b"\0k",), (3,), 1.5), Touch((b"a", b"b")), Drain(7)]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(to_io), type=list[ToIO]) == to_io
     from_io = [JobDone(1, b"\0\2", 10, 0.5, {"payload": 1}, ""), Drained(7)]

@@ -1,4 +1,4 @@
-"""Limiter, BufferPool, Workers: nothing is lost or handed out twice, whatever is cancelled when."""
+"""Limiter, BufferPool, Workers: no grant or buffer is lost or handed out twice, whatever is cancelled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.runtime.workers import Workers
 
 
 async def test_loads_pass_waiting_stores() -> None:
-    """A load that comes later is served before a store that waits."""
+    """A later load is served before a waiting store."""
     limiter = Limiter(1)
     order: list[str] = []
 
@@ -35,8 +35,22 @@ async def test_loads_pass_waiting_stores() -> None:
     assert order == ["load", "store"]
 
 
+async def test_a_small_request_does_not_pass_a_large_one_that_waits() -> None:
+    """Otherwise a series of small loads would block a large load for ever."""
+    limiter = Limiter(3)
+    async with limiter.hold(1):
+        large = asyncio.create_task(limiter.enter(3))
+        await asyncio.sleep(0)
+        small = asyncio.create_task(limiter.enter(1))
+        await asyncio.sleep(0)
+        assert limiter.in_use == 1 and not large.done() and not small.done()
+    assert await large == 3
+    limiter.leave(3)
+    assert await small == 1
+
+
 async def test_a_request_for_more_than_there_is_waits_for_all_of_it() -> None:
-    """An amount beyond the total is served alone instead of never."""
+    """A request above the total is served alone."""
     limiter = Limiter(3)
     async with limiter.hold(100):
         assert limiter.in_use == 3
@@ -46,7 +60,7 @@ async def test_a_request_for_more_than_there_is_waits_for_all_of_it() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from(Precedence), st.integers(0, 5)), max_size=25))
 def test_random_cancellations_lose_nothing(plan: list[tuple[int, Precedence, int]]) -> None:
-    """Users that come, wait and are cancelled at random leave the limiter as it was, and never exceed it."""
+    """Users that arrive, wait and are cancelled at random restore the limiter's state, and never exceed it."""
 
     async def scenario() -> None:
         limiter = Limiter(4)
@@ -71,7 +85,12 @@ def test_random_cancellations_lose_nothing(plan: list[tuple[int, Precedence, int
                 await asyncio.sleep(0)
             if cancel_after % 2:
                 task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        turns = 1000
+        while turns and not all(task.done() for task in tasks):
+            turns -= 1
+            await asyncio.sleep(0)
+        assert turns, "a user waits for ever"
+        assert not [task for task in tasks if not task.cancelled() and task.exception()]
         assert held == 0
         assert limiter.in_use == 0
 
@@ -79,7 +98,7 @@ def test_random_cancellations_lose_nothing(plan: list[tuple[int, Precedence, int
 
 
 async def test_pool_buffers_are_distinct_and_come_back() -> None:
-    """A lease hands out different buffers and returns all of them."""
+    """A lease provides different buffers and returns all of them."""
     pool = BufferPool(4096, 4)
     async with pool.lease(3) as buffers:
         for i, buffer in enumerate(buffers):
@@ -100,7 +119,7 @@ async def test_pool_refuses_what_it_can_never_give() -> None:
 
 
 async def test_cancelled_work_is_awaited_before_the_cancellation_is_raised() -> None:
-    """A cancelled call into a worker thread returns only when the thread has let go, also when cancelled twice."""
+    """A cancelled call into a worker thread returns only when the thread has finished, even when cancelled twice."""
     workers = Workers(1, "test")
     started, release, ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -109,7 +128,7 @@ async def test_cancelled_work_is_awaited_before_the_cancellation_is_raised() -> 
         release.wait(60)
         ended.set()
 
-    task = asyncio.create_task(workers.run(work))
+    task = asyncio.create_task(workers.call(work))
     await asyncio.to_thread(started.wait, 60)
     for _ in range(2):
         task.cancel()
@@ -119,24 +138,24 @@ async def test_cancelled_work_is_awaited_before_the_cancellation_is_raised() -> 
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended.is_set()
-    workers.close()
+    assert await workers.close()
 
 
 async def test_work_that_has_not_begun_is_dropped_when_cancelled() -> None:
-    """Cancelling a call that still waits for its thread ends at once and the work never runs."""
+    """Cancelling a call that still waits for its thread returns at once, and the work never runs."""
     workers = Workers(1, "test")
     release = threading.Event()
     ran: list[int] = []
-    blocker = asyncio.create_task(workers.run(lambda: release.wait(60)))
+    blocker = asyncio.create_task(workers.call(lambda: release.wait(60)))
     await asyncio.sleep(0)
-    queued = asyncio.create_task(workers.run(lambda: ran.append(1)))
+    queued = asyncio.create_task(workers.call(lambda: ran.append(1)))
     await asyncio.sleep(0)
     queued.cancel()
     with pytest.raises(asyncio.CancelledError):
         await queued
     release.set()
     await blocker
-    workers.close()
+    assert await workers.close()
     assert ran == []
 
 
@@ -149,13 +168,13 @@ async def test_work_that_has_not_begun_is_dropped_when_cancelled() -> None:
     ],
 )
 def test_what_can_not_work_is_refused_clearly(make: object, message: str) -> None:
-    """Read-only memory, uneven slots and a limit of nothing are ConfigErrors that say so."""
+    """Read-only memory, uneven slots and a limit of zero are ConfigErrors that give the reason."""
     with pytest.raises(ConfigError, match=message):
         make()  # type: ignore[operator]
 
 
 def test_slots_outside_the_primary_tier_are_refused() -> None:
-    """A slot number beyond the end, or below zero, never gives a view."""
+    """A slot number beyond the end, or below zero, gives no view."""
     slots = SlotBuffers(memoryview(bytearray(8)), 4)
     for slot in (-1, 2):
         with pytest.raises(IndexError):
@@ -166,7 +185,7 @@ def test_slots_outside_the_primary_tier_are_refused() -> None:
 
 
 async def test_a_limit_can_be_changed_while_it_is_in_use() -> None:
-    """A lower one is waited for, and what asks for more than it is served alone; a higher one lets waiters in."""
+    """New grants wait for a lower limit, larger requests are served alone, and a higher limit admits waiters."""
     limiter = Limiter(4)
     assert await limiter.enter(4) == 4
     waiting = [asyncio.create_task(limiter.enter(3)), asyncio.create_task(limiter.enter(1))]
@@ -184,7 +203,7 @@ async def test_a_limit_can_be_changed_while_it_is_in_use() -> None:
 
 
 def test_a_budget_allows_a_share_of_tries() -> None:
-    """After its first allowance is spent, tries beyond the first are that share of the requests."""
+    """After the initial allowance, retries are bounded by that share of the requests."""
     budget = RetryBudget(3, 0.25)
     budget.earn(1000)
     assert [budget.spend() for _ in range(4)] == [True, True, True, False]
@@ -196,7 +215,7 @@ def test_a_budget_allows_a_share_of_tries() -> None:
 
 
 async def test_whoever_closes_waits_for_the_last_call() -> None:
-    """The wait ends when no call runs any more, also of calls that failed."""
+    """The wait ends when no call runs any more, including failed calls."""
     calls = CallsUnderWay()
     await calls.ended()
     waiting = None

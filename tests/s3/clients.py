@@ -1,4 +1,4 @@
-"""Backends and clients for tests, each over a part of a bucket that nobody else uses."""
+"""Backends and clients for tests, each under a prefix of its own."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _numbers = itertools.count()
 
 CLIENTS: Final = ("direct", "aioboto3")
 PATIENT: Final[dict[str, Any]] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 30}
-"""What is not about deadlines must hold however slow the machine is."""
+"""Checks that do not concern deadlines must pass on any slow machine."""
 
 _opened: list[ObjectClient | S3Backend] = []
 NAMESPACE: Final = Namespace({"suite": "s3"})
 
 
 def fresh_prefix() -> str:
-    """Return a prefix that no other test has."""
+    """Return a unique prefix."""
     return f"kv-{os.getpid()}-{next(_numbers)}/"
 
 
@@ -46,7 +46,7 @@ def options_for(server: S3Server | FaultServer, **more: Any) -> dict[str, Any]:
 
 
 def config_for(server: S3Server | FaultServer, **more: Any) -> S3Config:
-    """Return the same as a configuration."""
+    """Return the same options as a configuration."""
     options = options_for(server, **more)
     if options.get("tls_ca"):
         options["tls_ca"] = Path(options["tls_ca"])
@@ -70,6 +70,6 @@ async def opened(server: S3Server | FaultServer, payload_bytes: int = 4096, **mo
 
 
 async def close_all() -> None:
-    """Close what a test has opened and, as it failed, not closed: it would fail the next one by its open sockets."""
+    """Close clients that a failed test left open: their sockets would fail the next test."""
     while _opened:
         await _opened.pop().close()

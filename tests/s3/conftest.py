@@ -1,4 +1,4 @@
-"""Servers that the tests of S3 share: one of each kind, started when the first test asks for it."""
+"""Shared servers of the S3 tests: one of each kind, started by the first test that uses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.s3.servers import S3Server, moto, over_tls, running, weed
 
 @pytest.fixture(scope="session", autouse=True)
 def no_credentials_from_outside() -> Iterator[None]:
-    """Keep every client from asking the machine's metadata service, and from reading somebody's profile."""
+    """Keep clients from querying the machine's metadata service and from reading a user's profile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         patch.setenv("AWS_CONFIG_FILE", "/dev/null")
@@ -28,16 +28,16 @@ def no_credentials_from_outside() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 async def nothing_stays_open() -> AsyncIterator[None]:
-    """Close what a test that fails leaves open."""
+    """Close connections that a failed test leaves open."""
     yield
     await close_all()
-    # Here, as the next test is not to blame for what this one leaves.
+    # Collect here, so that leftovers of this test do not fail the next one.
     gc.collect()
 
 
 @pytest.fixture(scope="session")
 def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """The server of moto: quick to start, and believes whatever it is told."""
+    """The server of moto: quick to start, and accepts any credentials and checksums."""
     with running(moto(tmp_path_factory.mktemp("moto"))) as server:
         yield server
 
@@ -51,7 +51,7 @@ def weed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def weed_tls(weed_server: S3Server) -> S3Server:
-    """The same SeaweedFS by https, with an authority of its own."""
+    """The same SeaweedFS over https, with its own certificate authority."""
     return over_tls(weed_server)
 
 
@@ -64,7 +64,7 @@ def fault_server_process() -> Iterator[FaultServer]:
 
 @pytest.fixture
 def faults(fault_server_process: FaultServer) -> Iterator[FaultServer]:
-    """A server that misbehaves as it is told to; empty, in order, and with its counters at zero."""
+    """A server with injected faults; at first empty, without faults, and with its counters at zero."""
     fault_server_process.plan(None)
     fault_server_process.keep_puts(True)
     fault_server_process.clear()

@@ -1,7 +1,7 @@
-"""A server that speaks S3 from memory, in a process of its own, and misbehaves as it is told to.
+"""A server that speaks S3 from memory, in a process of its own, with injected faults.
 
-Without faults it is what benches call the null server: it answers at once, checks no signature, and can throw away
-what is put. :class:`FaultServer` starts it, tells it what to do and reads its counters; the program is this module.
+Without faults it is the null server of the benchmarks: it answers at once, checks no signature, and can discard
+stored data. :class:`FaultServer` starts it, controls it and reads its counters; the program is this module.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _INBOX_BYTES = 256 * 1024
 
 
 class Fault(enum.StrEnum):
-    """What can go wrong. Where an answer has no body, a fault of the body falls on its head or does nothing."""
+    """Kinds of faults. If an answer has no body, a fault of the body affects its head or has no effect."""
 
     REFUSED = "refused"
-    """Nobody listens any more, and connections are closed; whatever ``every`` says."""
+    """The server stops listening and closes its connections; ``every`` does not apply."""
     RESET_BEFORE = "reset_before"
     """The connection is reset once the request has been read."""
     RESET_AFTER = "reset_after"
@@ -45,21 +45,21 @@ class Fault(enum.StrEnum):
     CUT = "cut"
     """The connection is closed after ``after_bytes`` of the body."""
     TRICKLE = "trickle"
-    """After the head, the body comes by one byte a second."""
+    """After the head, the body is sent at one byte a second."""
     BLACK_HOLE = "black_hole"
-    """No answer, ever; the connection stays."""
+    """No answer; the connection stays open."""
     DECLARES_MORE = "declares_more"
-    """Content-Length is 16 more than what comes; the connection stays."""
+    """Content-Length is 16 more than the body; the connection stays open."""
     DECLARES_LESS = "declares_less"
-    """Content-Length is 16 less than what comes: the rest stands where the next answer should."""
+    """Content-Length is 16 less than the body: the rest precedes the next answer."""
     SHORT_OBJECT = "short_object"
-    """The last 16 bytes of the object are missing, in an answer that is in order."""
+    """The last 16 bytes of the object are missing, in an otherwise valid answer."""
     LONG_OBJECT = "long_object"
-    """16 bytes too many, in an answer that is in order."""
+    """16 surplus bytes, in an otherwise valid answer."""
     FLIPPED = "flipped"
     """One bit of the body is wrong."""
     DUPLICATED = "duplicated"
-    """The body comes twice, and is declared once."""
+    """The body is sent twice, and its length declared once."""
     INTERNAL = "internal"
     """500."""
     SLOW_DOWN = "slow_down"
@@ -71,21 +71,21 @@ class Fault(enum.StrEnum):
     PRECONDITION = "precondition"
     """412."""
     KEY_DISABLED = "key_disabled"
-    """400, as for an object whose encryption key is switched off."""
+    """400, as for an object whose encryption key is disabled."""
     BAD_RANGE = "bad_range"
     """416."""
     OTHER_RANGE = "other_range"
-    """206, with the part of the object that begins a byte later."""
+    """206, with a range that starts one byte later."""
     XML_ERROR = "xml_error"
     """200, with an error as its body."""
     REDIRECT = "redirect"
-    """307 to another host, which counts who comes there."""
+    """307 to another host, which counts its connections."""
     GARBAGE = "garbage"
-    """What comes is no HTTP."""
+    """The answer is not HTTP."""
     HTML_PAGE = "html_page"
-    """200, with the page of a proxy."""
+    """200, with a proxy's HTML page."""
     ENDLESS = "endless"
-    """500, with a body that does not end."""
+    """500, with an endless body."""
     LATE = "late"
     """A right answer after ``delay_s``."""
 
@@ -103,14 +103,14 @@ _STATUS = {
 
 
 class FaultServer:
-    """The server's process, as a test sees it. Its methods block for a moment, and may be called from any thread.
+    """The server's process, as seen by a test. Its methods block briefly, and may be called from any thread.
 
     Attributes:
-        url: Where it listens; the same for all its life.
-        bucket: The one bucket it has.
-        access_key: Any would do.
-        secret_key: Any would do.
-        region: Any would do.
+        url: Its address; constant.
+        bucket: Its only bucket.
+        access_key: Any value works.
+        secret_key: Any value works.
+        region: Any value works.
     """
 
     bucket = BUCKET
@@ -124,7 +124,7 @@ class FaultServer:
         self.url = ""
 
     def start(self) -> None:
-        """Start it and wait until it listens."""
+        """Start the server and wait until it listens."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.s3.fault_server", "--bucket", self.bucket],
             stdin=subprocess.PIPE,
@@ -143,7 +143,7 @@ class FaultServer:
         self.trap = ports["trap"]
 
     def stop(self) -> None:
-        """End it. Idempotent."""
+        """Stop the server. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -160,13 +160,13 @@ class FaultServer:
         delay_s: float = 0.1,
         contains: str = "",
     ) -> None:
-        """Let requests fail from now on.
+        """Inject a fault into requests from now on.
 
         Args:
             fault: A :class:`Fault`; None for none.
-            every: One request in so many.
-            methods: Only these, such as ``("GET",)``; else all.
-            count: Only so many times; else for ever.
+            every: Fail every Nth request.
+            methods: Only these methods, such as ``("GET",)``; otherwise all.
+            count: Maximum number of faults; otherwise unlimited.
             after_bytes: See ``CUT``.
             delay_s: See ``LATE``.
             contains: Only requests with this in their path or query.
@@ -186,29 +186,29 @@ class FaultServer:
         )
 
     def keep_puts(self, keep: bool) -> None:
-        """Say whether what is put stays, or is read and thrown away."""
+        """Set whether stored data is kept, or read and discarded."""
         self._ask("keep", {"keep": keep})
 
     def clear(self) -> None:
-        """Remove all objects, and let counters begin at zero."""
+        """Remove all objects and reset the counters."""
         self._ask("clear", {})
 
     def age(self, prefix: str, age_s: float) -> None:
-        """Make the objects under a prefix so much older."""
+        """Make the objects under a prefix older by ``age_s``."""
         self._ask("age", {"prefix": prefix, "age_s": age_s})
 
     def counts(self) -> dict[str, int]:
         """Return counters since the last :meth:`clear`.
 
-        ``attempts`` are requests that arrived whole, ``GET``, ``PUT`` and so on those of one method; ``fault_<name>``
-        what was done wrong; ``trapped`` the connections to the host that redirects point to; ``open_connections`` and
-        ``objects`` what there is now.
+        ``attempts`` are requests received completely, ``GET``, ``PUT`` and so on those of one method; ``fault_<name>``
+        injected faults; ``trapped`` the connections to the redirect target; ``open_connections`` and
+        ``objects`` the current numbers.
         """
         return self._ask("counts", {})
 
     @property
     def attempts(self) -> int:
-        """Requests that arrived whole, since the last :meth:`clear`."""
+        """Requests received completely since the last :meth:`clear`."""
         return self.counts().get("attempts", 0)
 
     def _ask(self, what: str, arguments: dict[str, Any]) -> dict[str, int]:
@@ -225,7 +225,7 @@ class FaultServer:
 
 @contextlib.contextmanager
 def fault_server() -> Iterator[FaultServer]:
-    """Run a server of faults in a process of its own."""
+    """Run a fault server in a process of its own."""
     server = FaultServer()
     try:
         server.start()
@@ -236,7 +236,7 @@ def fault_server() -> Iterator[FaultServer]:
 
 @dataclass(slots=True)
 class Plan:
-    """What to do wrong, and how often."""
+    """A fault and its frequency."""
 
     fault: Fault | None = None
     every: int = 1
@@ -248,7 +248,7 @@ class Plan:
     seen: int = 0
 
     def next(self, method: str, target: str) -> Fault | None:
-        """Return the fault for a request that came in."""
+        """Return the fault for a received request."""
         if self.fault is None or (self.methods and method not in self.methods) or self.contains not in target:
             return None
         self.seen += 1
@@ -258,7 +258,7 @@ class Plan:
 
 
 class _World:
-    """What all connections share."""
+    """State shared by all connections."""
 
     def __init__(self, bucket: str) -> None:
         self.store = MemoryStore(bucket)
@@ -270,7 +270,7 @@ class _World:
 
 
 class _Connection(asyncio.BufferedProtocol):
-    """One connection: reads requests, straight into the buffers that stay, and answers in order."""
+    """One connection: reads request bodies directly into their final buffers, and answers in order."""
 
     def __init__(self, world: _World) -> None:
         self._world = world
@@ -284,7 +284,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Transports of uvloop are no subclass of asyncio's.
+        # Transports of uvloop are not subclasses of asyncio's.
         self.transport: Any = transport
         self._world.counts["connections"] += 1
         self._world.connections.add(self)
@@ -350,7 +350,7 @@ class _Connection(asyncio.BufferedProtocol):
             return
         length = int(headers.get("content-length", 0))
         if method == "PUT" and not self._world.store.keep_puts:
-            # Where it is thrown away, all connections may write over each other: no memory to be made ready.
+            # Discarded bodies of all connections may overwrite each other: no memory has to be initialised.
             self._body = self._world.scratch.setdefault(length, bytearray()) or bytearray(length)
             self._world.scratch[length] = self._body
         else:
@@ -431,11 +431,11 @@ class _Connection(asyncio.BufferedProtocol):
         self._read_on()
 
     def _distort(self, fault: Fault, answer: Answer, method: str) -> None:
-        """Send an answer that is wrong in its bytes, its length or its end."""
+        """Send an answer with wrong bytes, a wrong length or a wrong end."""
         transport, body = self.transport, memoryview(bytes(answer.body))
         head = _head_of(answer, method)
         if not len(body):
-            # So that the head itself is what is broken.
+            # This breaks the head itself.
             cut = len(head) // 2
             head, body = head[:cut], memoryview(head[cut:])
         if fault is Fault.RESET_AFTER:
@@ -493,7 +493,7 @@ def _head_of(answer: Answer, method: str) -> bytes:
 
 
 def _decode_chunks(data: bytearray) -> tuple[bytearray, int | None]:
-    """Decode chunks (HTTP's, or those of aws-chunked); return the bytes, and where the last chunk's trailers end."""
+    """Decode chunks (of HTTP or aws-chunked); return the bytes, and the end of the last chunk's trailers."""
     decoded, at = bytearray(), 0
     while True:
         end = data.find(b"\r\n", at)
@@ -564,13 +564,13 @@ async def _serve(bucket: str) -> None:
         writer.close()
 
     port = await listen()
-    # Another address of this machine, so another host than the one that was asked.
+    # Another address of this machine, and so another host than the requested one.
     trap = await asyncio.start_server(trapped, "127.0.0.2", 0)
     world.trap_url = f"http://127.0.0.2:{trap.sockets[0].getsockname()[1]}"
     controls = await asyncio.start_server(control, "127.0.0.1", 0)
     ports = {"port": port, "control": controls.sockets[0].getsockname()[1], "trap": world.trap_url}
     print(json.dumps(ports), flush=True)
-    # Whoever started it holds the other end, and is gone when this ends.
+    # The parent holds the other end of the pipe; the end of the input means that the parent has ended.
     await loop.run_in_executor(None, sys.stdin.read)
 
 

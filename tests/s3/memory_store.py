@@ -1,4 +1,4 @@
-"""Objects in memory, and as much of S3's protocol as object tiers speak: requests in, answers out, no I/O."""
+"""Objects in memory, with the part of S3's protocol that object tiers use: requests to answers, without I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape, unescape
 
 PAGE_MAX = 1000
-"""Objects in one page of a listing, as everywhere."""
+"""Objects per page of a listing, as in every service."""
 
 _KEY = re.compile(r"<Key>(.*?)</Key>", re.DOTALL)
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
@@ -22,13 +22,13 @@ _PART = re.compile(r"<Part>.*?<PartNumber>(\d+)</PartNumber>.*?</Part>", re.DOTA
 
 @dataclass(slots=True)
 class Answer:
-    """What a request is answered with."""
+    """An answer to a request."""
 
     status: int
     body: bytes | bytearray | memoryview = b""
     headers: dict[str, str] = field(default_factory=dict)
     length: int = -1
-    """Content-Length where it is not the body's (HEAD)."""
+    """Content-Length if it differs from the body's (HEAD)."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class StoredObject:
 
 
 def failure(status: int, code: str, **headers: str) -> Answer:
-    """Return an error as S3 words it."""
+    """Return an error in S3's format."""
     text = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Message>m</Message></Error>"
     return Answer(status, text.encode(), {"Content-Type": "application/xml", **headers})
 
@@ -50,7 +50,7 @@ class MemoryStore:
     """One bucket.
 
     Args:
-        bucket: Its name; there is no other.
+        bucket: The name of the only bucket.
     """
 
     def __init__(self, bucket: str) -> None:
@@ -64,7 +64,7 @@ class MemoryStore:
     def answer(
         self, method: str, target: str, headers: Mapping[str, str], body: bytes | bytearray | memoryview
     ) -> Answer:
-        """Do what a request asks for; its headers' names are in lower case."""
+        """Handle a request; header names are in lower case."""
         path, _, query = target.partition("?")
         bucket, _, key = unquote(path).lstrip("/").partition("/")
         if bucket != self.bucket:
@@ -171,7 +171,7 @@ class MemoryStore:
     def _multipart(
         self, method: str, key: str, query: Mapping[str, list[str]], body: bytes | bytearray | memoryview
     ) -> Answer:
-        """Writes in parts: no tier of ours makes them, but plain clients may."""
+        """Handle multipart uploads: none of our tiers makes them, but plain clients may."""
         xml = {"Content-Type": "application/xml"}
         if method == "POST" and "uploads" in query:
             upload = f"upload{next(self._versions)}"

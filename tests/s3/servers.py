@@ -23,21 +23,21 @@ from tests.redis.servers import CannotStartError, free_ports, make_certificates
 START_TIMEOUT_S = 90.0
 BUCKET = "kvstore-tests"
 READ_ONLY = ("AKIAREADONLY00000000", "read-only-secret-canary")
-"""Credentials that SeaweedFS knows, and that may only read and list."""
+"""Credentials of SeaweedFS with the rights to read and list only."""
 
 
 @dataclass
 class S3Server:
-    """A server process and how to reach it.
+    """A server process and its connection details.
 
     Attributes:
-        url: Where it listens.
-        bucket: A bucket that is there.
-        access_key: Credentials that may do everything.
+        url: Its address.
+        bucket: An existing bucket.
+        access_key: Credentials with all rights.
         secret_key: Their secret.
-        tls_ca: File of the authority to trust, where it speaks TLS.
-        region: Any will do.
-        litter: Files outside of its directory that it leaves behind when it is killed.
+        tls_ca: File of the certificate authority to trust, if it uses TLS.
+        region: Any value works.
+        stale: Files outside its directory that remain after a kill.
     """
 
     kind: str
@@ -49,11 +49,11 @@ class S3Server:
     access_key: str = "AKIATESTSERVER000000"
     secret_key: str = field(default="test-server-secret-canary", repr=False)
     region: str = "us-east-1"
-    litter: Sequence[Path] = ()
+    stale: Sequence[Path] = ()
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self) -> None:
-        """Start it, wait until it answers, and make the bucket."""
+        """Start the server, wait until it answers, and create the bucket."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -68,16 +68,16 @@ class S3Server:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """Kill it and wait for its end."""
+        """Kill the server and wait for its end."""
         process, self.process = self.process, None
         if process is not None:
             process.kill()
             process.wait(30)
-        for path in self.litter:
+        for path in self.stale:
             path.unlink(missing_ok=True)
 
     def admin(self) -> Any:
-        """Return a synchronous client of boto3, to look at what lies there from outside."""
+        """Return a synchronous client of boto3, to inspect the objects independently."""
         config = Config(
             connect_timeout=20, read_timeout=20, retries={"total_max_attempts": 1}, s3={"addressing_style": "path"}
         )
@@ -99,7 +99,7 @@ class S3Server:
             return [found["Key"] for page in pages for found in page.get("Contents", ())]
 
     def _ready(self) -> bool:
-        """Make the bucket, which needs all parts of a server: it answers before it can write."""
+        """Create the bucket, which needs all parts of a server: it answers before it can write."""
         with contextlib.closing(self.admin()) as client, contextlib.suppress(BotoCoreError, ClientError):
             with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
                 client.create_bucket(Bucket=self.bucket)
@@ -118,7 +118,7 @@ def moto(directory: Path) -> S3Server:
 
 
 def weed(directory: Path, *, volumes: int = 8) -> S3Server:
-    """Return SeaweedFS with http and https, not started, with so many GiB; :func:`over_tls` is its other face.
+    """Return SeaweedFS with http and https and ``volumes`` GiB, not started; see :func:`over_tls` for https.
 
     Raises:
         CannotStartError: It is not installed.
@@ -132,7 +132,7 @@ def weed(directory: Path, *, volumes: int = 8) -> S3Server:
     server = S3Server("weed", f"http://127.0.0.1:{http}", directory, [])
     parts = {"master": master, "volume": volume, "filer": filer, "s3": http}
     inner = [f"{name}-grpc-{port + 10_000}" for name, port in parts.items()]
-    server.litter = [Path(f"/tmp/seaweedfs-{name}.sock") for name in (*inner, f"filer-{filer}")]
+    server.stale = [Path(f"/tmp/seaweedfs-{name}.sock") for name in (*inner, f"filer-{filer}")]
     identities = [
         (server.access_key, server.secret_key, ["Admin", "Read", "Write", "List"]),
         (*READ_ONLY, [f"Read:{BUCKET}", f"List:{BUCKET}"]),
@@ -144,7 +144,7 @@ def weed(directory: Path, *, volumes: int = 8) -> S3Server:
     (directory / "s3.json").write_text(json.dumps({"identities": listed}))
     server.arguments = [
         *[found, "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"],
-        # By default it tells a public host about itself.
+        # By default it sends telemetry to a public host.
         "-master.telemetry=false",
         *[f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"],
         *[
@@ -162,15 +162,15 @@ def weed(directory: Path, *, volumes: int = 8) -> S3Server:
 
 
 def over_tls(server: S3Server) -> S3Server:
-    """Return the https face of a SeaweedFS that runs."""
+    """Return the https endpoint of a running SeaweedFS."""
     port = next(argument.partition("=")[2] for argument in server.arguments if argument.startswith("-s3.port.https="))
     url, tls_ca = f"https://127.0.0.1:{port}", server.directory / "ca.crt"
-    return replace(server, url=url, tls_ca=tls_ca, litter=(), process=None)
+    return replace(server, url=url, tls_ca=tls_ca, stale=(), process=None)
 
 
 @contextlib.contextmanager
 def running(server: S3Server) -> Iterator[S3Server]:
-    """Run a server, and kill it at the end whatever happens."""
+    """Run a server, and always kill it at the end."""
     try:
         server.start()
         yield server

@@ -1,4 +1,4 @@
-"""``kvstore-bench`` tells what a measurement cost at the service."""
+"""``kvstore-bench`` reports the cost of a measurement at the service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.s3.fault_server import FaultServer
 
 
 def test_a_run_over_s3_tells_requests_bytes_and_dollars(faults: FaultServer) -> None:
-    """The table has as many requests as the service saw, the bytes that moved, and their price; so has the JSON."""
+    """The table and the JSON have the number of requests that the service received, the bytes moved, and the price."""
     options = options_for(faults, prices={"put_1000": 10.0}, timeout=20, lookup_timeout=20)
     tier = json.dumps({"type": "s3", **options})
     arguments = ["bench", "run", "--tier", tier, "--ops", "20", "--block-size", "64KiB", "--working-set", "2MiB"]
@@ -24,7 +24,7 @@ def test_a_run_over_s3_tells_requests_bytes_and_dollars(faults: FaultServer) -> 
     report = report_of(done)
     costs = {row["what"]: row for row in report["costs"]}
     seen = faults.counts()
-    # What is removed afterwards comes on top.
+    # The removal afterwards adds to this.
     assert costs["put"]["requests"] == seen["PUT"] >= 32
     assert 32 <= costs["get"]["requests"] <= seen["GET"]
     assert costs["put"]["dollars"] == pytest.approx(seen["PUT"] / 100)
@@ -36,5 +36,5 @@ def test_a_run_over_s3_tells_requests_bytes_and_dollars(faults: FaultServer) -> 
 
 
 def test_a_tier_that_costs_nothing_has_no_table() -> None:
-    """Without prices there are no rows."""
+    """Without prices the table has no rows."""
     assert cost_rows("kvstore-file", 4096, TierStats("file")) == []

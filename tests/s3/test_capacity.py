@@ -1,4 +1,4 @@
-"""A byte budget for a prefix: one engine at a time evicts, what is coldest leaves, and all engines hear of it."""
+"""A byte budget for a prefix: one engine at a time evicts, the coldest objects go, and all engines learn of it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ import asyncio
 import random
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
-from kvstore.backends.s3 import S3Backend
 from kvstore.backends.s3.client import ObjectInfo
-from kvstore.backends.s3.keeper import EvictionPlan, Keeper, Lease, OldNotes, Victim
+from kvstore.backends.s3.keeper import EvictionPlan, Lease, OldNotes, Victim
 from kvstore.backends.s3.names import KeeperNames, ObjectNames, read_name
 from kvstore.backends.s3.notes import Uses, all_uses, name_digest, read_uses
 from kvstore.types import Outcome, RemovalCause
 from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened, opened_client
 from tests.s3.fault_server import Fault, FaultServer
+from tests.s3.keepers import PATIENT, SLOW, heard_by, keeper_of, wait_for
+from tests.s3.packed import blocks_of, reads_of, writes_of
 from tests.s3.servers import S3Server
-from tests.s3.test_packing import blocks_of, reads_of, writes_of
-
-PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 20}
-SLOW: dict[str, Any] = {"keeper_interval": 3600}
-"""Rounds are begun by the test, not by time."""
 
 
 def infos(count: int, size: int = 100) -> list[ObjectInfo]:
@@ -33,27 +28,13 @@ def infos(count: int, size: int = 100) -> list[ObjectInfo]:
 
 
 def show(plan: EvictionPlan, objects: Iterable[ObjectInfo], prefix: str = "kv/") -> None:
-    """Let a plan see objects as a list of a prefix has them."""
+    """Show objects to a plan, as a listing of a prefix would."""
     for info in objects:
         plan.see(info, read_name(info.key.removeprefix(prefix)))
 
 
-def keeper_of(backend: S3Backend) -> Keeper:
-    """Return what keeps the capacity of a backend."""
-    keeper = backend._keeper
-    assert keeper is not None
-    return keeper
-
-
-def heard_by(backend: S3Backend) -> list[tuple[frozenset[bytes], RemovalCause]]:
-    """Return the list that removals of a backend will be added to."""
-    found: list[tuple[frozenset[bytes], RemovalCause]] = []
-    backend.set_removal_listener(lambda keys, cause: found.append((frozenset(keys), cause)))
-    return found
-
-
 def test_nothing_leaves_below_the_capacity() -> None:
-    """At its capacity a prefix keeps all; above it, the oldest leave until a tenth is free."""
+    """At its capacity a prefix keeps all objects; above it, the oldest are evicted until a tenth is free."""
     for count, gone in ((100, 0), (101, 11)):
         plan = EvictionPlan(100 * 100, {})
         show(plan, random.Random(1).sample(infos(count), count))
@@ -63,7 +44,7 @@ def test_nothing_leaves_below_the_capacity() -> None:
 
 @pytest.mark.parametrize(("before_s", "goes"), [(600.0, False), (7200.0, True)])
 def test_a_note_outlives_the_skew_of_clocks(before_s: float, goes: bool) -> None:
-    """A note from shortly before the first pack may be about that pack, by the clock of another engine: it stays."""
+    """A note written shortly before the first pack may refer to that pack, as clocks of engines differ: it stays."""
     names, now = ObjectNames("kv/", NAMESPACE), 1.7e9
     note = names.packs_since(now - before_s) + "0" * 16 + "r"
     pack = names.packs_since(now) + "0" * 16 + "p"
@@ -73,26 +54,56 @@ def test_a_note_outlives_the_skew_of_clocks(before_s: float, goes: bool) -> None
     assert notes.names() == ([note] if goes else [])
 
 
+def old_notes(now: float, *objects: tuple[float, str, float]) -> list[str]:
+    """Return the notes to delete, given objects (seconds before ``now`` in the name, last letter, time of writing)."""
+    names, notes = ObjectNames("kv/", NAMESPACE), OldNotes(written_before=now)
+    for before_s, letter, modified_at in objects:
+        name = names.packs_since(now - before_s) + "0" * 16 + letter
+        notes.see(ObjectInfo(name, 10, modified_at=modified_at), read_name(name.removeprefix("kv/")))
+    return notes.names()
+
+
+def test_notes_of_unknown_or_young_age_stay() -> None:
+    """Only a note that is known to be old is deleted."""
+    now = 1.7e9
+    assert len(old_notes(now, (9e4, "r", now - 9e4))) == 1
+    assert old_notes(now, (9e4, "r", 0.0), (8e4, "r", now + 1)) == []
+
+
+def test_the_first_pack_decides_which_notes_go() -> None:
+    """Later packs do not make notes between them and the first pack obsolete."""
+    now = 1.7e9
+    pack, note = (9e4, "p", now - 9e4), (8e4, "r", now - 8e4)
+    assert old_notes(now, pack, note, (10.0, "p", now - 10)) == []
+
+
+def test_old_notes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round remembers a limited number of notes; the next one continues."""
+    monkeypatch.setattr("kvstore.backends.s3.keeper._NOTES_MAX", 2)
+    now = 1.7e9
+    assert len(old_notes(now, *[(9e4 - i, "r", now - 9e4) for i in range(5)])) == 2
+
+
 def test_what_was_used_stays() -> None:
-    """A use counts as a write: what was used lately leaves after what was not."""
+    """A use counts as a write: recently used objects are evicted after unused ones."""
     objects = infos(20)
     used = {name_digest(info.key): 5000 for info in objects[:10]}
     plan = EvictionPlan(1000, used)
     show(plan, objects)
-    # Of those that were used at the same time, the one whose name comes first.
+    # Of objects used at the same time, the one with the first name.
     first = min(info.key for info in objects[:10])
     assert [victim.name for victim in plan.victims()] == [*(info.key for info in objects[10:]), first]
 
 
 def test_a_plan_is_bounded_and_still_names_the_coldest() -> None:
-    """However many objects there are, it remembers so many, and they are the coldest."""
+    """However many objects there are, the plan remembers a bounded number, and they are the coldest."""
     plan = EvictionPlan(1, {}, victims_max=7)
     show(plan, random.Random(2).sample(infos(500), 500))
     assert [victim.name for victim in plan.victims()] == [info.key for info in infos(7)]
 
 
 def test_what_engines_tell_each_other_is_no_victim() -> None:
-    """Leases, notes and snapshots stay; blocks and packs leave."""
+    """Leases, notes and snapshots stay; blocks and packs are evicted."""
     packs, block = ObjectNames("kv/", NAMESPACE), ObjectNames("kv/", NAMESPACE).block(b"key")
     pack = packs.new_pack()
     plan = EvictionPlan(1, {})
@@ -103,13 +114,13 @@ def test_what_engines_tell_each_other_is_no_victim() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "kv/"])
 def test_what_is_not_ours_is_no_victim(prefix: str) -> None:
-    """What others keep in the bucket stays, however old and large; so do the blocks of a tier with a longer prefix."""
+    """Foreign objects in the bucket stay, however old and large, as do the blocks of a tier with a longer prefix."""
     nested = [
         ObjectNames(f"{prefix}abc/", NAMESPACE).block(b"key"),
         ObjectNames(f"{prefix}team/", NAMESPACE).new_pack(),
     ]
     foreign = ["photo.jpg", "models/weights.bin", "000/readme", f"000/{NAMESPACE.hex}/notes.txt", "_packs/x/00p"]
-    # Digits in front that are not those of the key, and half a byte too many.
+    # Leading digits that do not match the key, and half a byte too many.
     ours = ObjectNames("", NAMESPACE).block(b"key")
     foreign += [f"{int(ours[:3], 16) ^ 1:03x}{ours[3:]}", f"{ours}0"]
     plan = EvictionPlan(1, {}, expire_before=1000.0)
@@ -120,7 +131,7 @@ def test_what_is_not_ours_is_no_victim(prefix: str) -> None:
 
 
 def test_uses_come_back_as_they_were() -> None:
-    """What one engine writes another reads; damage, foreign bytes and times to come are nothing."""
+    """Uses written by one engine are read by another; damage, foreign bytes and future times are ignored."""
     moment = 1000.0
     uses = Uses(lambda: moment)
     uses.note(["a", "b"])
@@ -139,7 +150,7 @@ def test_uses_come_back_as_they_were() -> None:
 
 
 def test_what_is_too_old_expires() -> None:
-    """What was neither written nor used since the moment leaves as expired, however much room there is."""
+    """Objects neither written nor used since the given time are removed as expired, however much room there is."""
     objects = infos(10)
     used = {name_digest(objects[2].key): 5000}
     for capacity in (0, 10**9):
@@ -154,7 +165,7 @@ def test_what_is_too_old_expires() -> None:
 
 
 def test_what_nobody_knows_the_age_of_leaves_last() -> None:
-    """Where the service tells no time nothing expires; for space such objects leave when no others are left."""
+    """Objects of unknown age never expire; for room they are evicted only after all others."""
     keys = ObjectNames("kv/", NAMESPACE)
     unknown = [ObjectInfo(name, 100, "", 0.0) for name in sorted(keys.block(b"unknown%d" % n) for n in range(10))]
     for capacity, gone in ((0, []), (10**9, []), (1500, infos(7)), (500, [*infos(10), *unknown[:6]])):
@@ -167,7 +178,7 @@ def test_what_nobody_knows_the_age_of_leaves_last() -> None:
 
 
 async def test_the_uses_told_last_are_heard(faults: FaultServer) -> None:
-    """Whatever the names: where there are more than are remembered, those of engines that are gone are not."""
+    """Above the limit, the uses last written are kept, whatever their names; those of ended engines are not."""
     more = {**SLOW, **PATIENT, "prefix": fresh_prefix()}
     client, config = await opened_client(faults, **more), config_for(faults, **more)
     for number in range(6):
@@ -183,8 +194,8 @@ async def test_the_uses_told_last_are_heard(faults: FaultServer) -> None:
 
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_one_holds_the_lease(faults: FaultServer, weed_server: S3Server, client: str) -> None:
-    """Of several that ask at once one gets it, keeps it while it renews, and loses it when it does not."""
-    # Not moto's server, where two writes at once may both meet their condition.
+    """Of concurrent candidates one gets the lease, keeps it while it renews it, and loses it otherwise."""
+    # moto's server is excluded: there, two concurrent writes may both meet their condition.
     for server in (faults, weed_server):
         clock = [0.0]
         connection = await opened_client(server, client=client, timeout=20)
@@ -208,7 +219,7 @@ async def test_one_holds_the_lease(faults: FaultServer, weed_server: S3Server, c
 
 
 async def test_an_unheard_renewal_is_found_again(faults: FaultServer) -> None:
-    """A renewal that succeeded, and of which only the answer was lost, does not cost the lease."""
+    """A renewal that succeeded, but whose answer was lost, does not cost the lease."""
     connection = await opened_client(faults, tries=1)
     lease = Lease(connection, "kv/lease", 10.0, 20.0)
     assert await lease.hold()
@@ -225,7 +236,7 @@ async def test_an_unheard_renewal_is_found_again(faults: FaultServer) -> None:
 async def test_the_coldest_leave_and_all_hear_of_it(
     weed_server: S3Server, rng: random.Random, client: str, packed: bool
 ) -> None:
-    """Above its capacity, what nobody used leaves; what another engine used stays; both engines hear what left."""
+    """Above its capacity, unused objects are evicted; those that another engine used stay; both engines learn of it."""
     more = {**PATIENT, **SLOW, "prefix": fresh_prefix(), "client": client, "capacity": 50_000}
     if packed:
         more |= {"pack_below": 1 << 20, "pack_blocks": 5, "pack_refresh": 0}
@@ -235,13 +246,13 @@ async def test_the_coldest_leave_and_all_hear_of_it(
     keys = list(blocks)
     for start in range(0, 40, 5):
         await one.put(writes_of({key: blocks[key] for key in keys[start : start + 5]}))
-    # The first five are the oldest, and used by the other engine in a later second than anything was written.
+    # The first five are the oldest, and the other engine uses them in a later second than any write.
     written_at = time.time()
     await wait_for(lambda: int(time.time()) > int(written_at))
     assert set(await two.get_into(reads_of(keys[:5]))) == {Outcome.OK}
     await keeper_of(two).round()
     await keeper_of(one).round()
-    assert [keeper_of(one).is_elected, keeper_of(two).is_elected] == [False, True]
+    assert [keeper_of(one)._lease.is_held, keeper_of(two)._lease.is_held] == [False, True]
     evicted = frozenset().union(*(gone for gone, _ in heard[1]))
     assert evicted
     assert not evicted & set(keys[:5])
@@ -249,8 +260,8 @@ async def test_the_coldest_leave_and_all_hear_of_it(
     assert {cause for _, cause in heard[0]} == {RemovalCause.EVICTED}
     left = {key: data for key, data in blocks.items() if key not in evicted}
     used = sum(len(data) for data in left.values())
-    # A tenth is made free, and at most one object more: of five blocks where they are packed, else of one. What lies
-    # there besides, heads of packs and what engines tell each other, is less than two thousand bytes.
+    # A tenth is freed, plus one object at most: of five blocks if packed, otherwise of one. The other objects
+    # there, heads of packs and messages between engines, take less than two thousand bytes.
     largest = 5 * 4000 if packed else 4000
     assert 43_000 - largest < used <= 45_000
     third = await opened(weed_server, **more)
@@ -258,7 +269,7 @@ async def test_the_coldest_leave_and_all_hear_of_it(
         assert await engine.exists(keys) == [key in left for key in keys]
     assert two.stats().counters["evicted_bytes"] > 0
     assert two.stats().used_bytes <= 50_000
-    # Nothing more leaves while it is below its capacity, and nothing is told twice.
+    # Below its capacity no further object is evicted, and no eviction is reported twice.
     for engine in (two, one):
         await keeper_of(engine).round()
     assert heard[0] == heard[1]
@@ -268,7 +279,7 @@ async def test_the_coldest_leave_and_all_hear_of_it(
 
 
 async def test_a_keeper_survives_failures(faults: FaultServer, rng: random.Random) -> None:
-    """Rounds that fail are counted, and the next one evicts."""
+    """Failed rounds are counted, and the next one evicts."""
     more = {**PATIENT, "prefix": fresh_prefix(), "capacity": 5000, "tries": 1, "keeper_interval": 1}
     backend = await opened(faults, **more)
     faults.plan(Fault.INTERNAL)
@@ -277,14 +288,14 @@ async def test_a_keeper_survives_failures(faults: FaultServer, rng: random.Rando
     await backend.put(writes_of(blocks_of(rng, 10, 2000)))
     await wait_for(lambda: backend.stats().counters["evicted_objects"] >= 5)
     await backend.close()
-    # Nothing goes on after that.
+    # No task continues after the close.
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_an_error_of_the_program_ends_one_round(
     faults: FaultServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What nobody expected, such as of who is told of removals, is logged, and the rounds go on."""
+    """An unexpected error, such as one of a removal listener, is logged, and the rounds continue."""
     backend = await opened(faults, **PATIENT, capacity=1 << 30, keeper_interval=1)
     keeper = keeper_of(backend)
     hear, failed = keeper._take_in_removals, []
@@ -300,10 +311,3 @@ async def test_an_error_of_the_program_ends_one_round(
     assert keeper.counters["keeper_failures"] == 1
     assert "canary" in caplog.text
     await backend.close()
-
-
-async def wait_for(condition: Any) -> None:
-    """Wait on the loop until something is so, a minute at most."""
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.02)

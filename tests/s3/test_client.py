@@ -1,4 +1,4 @@
-"""Retries, their budget, and what runs at once; with a client that fails as it is told."""
+"""Retries, their budget, and concurrency, with a client whose failures are scripted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.testing.waiting import eventually_async
 
 
 class Script(ObjectClient):
-    """A client whose calls fail with the causes given, one after the other, and succeed when there are none left."""
+    """A client whose calls fail with the given causes, one after the other, and then succeed."""
 
     def __init__(
         self, causes: Sequence[Cause] = (), *, always: Cause | None = None, takes_s: float = 0.0, **options: object
@@ -34,7 +34,7 @@ class Script(ObjectClient):
         self.etag = "etag"
 
     async def act(self, timeout_s: float, name: str = "") -> None:
-        """Do what was told, within the time, as every client promises."""
+        """Make the next scripted result, within the time, as every client must."""
         self.attempts += 1
         self.timeouts.append(timeout_s)
         self.order.append(name)
@@ -79,7 +79,7 @@ class Script(ObjectClient):
 
 
 async def test_what_may_pass_is_tried_again() -> None:
-    """A request that was unlucky twice succeeds at the third attempt, and each failure is counted by its cause."""
+    """A request that fails twice succeeds at the third attempt, and each failure is counted by its cause."""
     client = Script([Cause.RESET, Cause.SERVER_ERROR])
     assert await client.head("k", timeout_s=30) is None
     assert client.attempts == 3
@@ -89,7 +89,7 @@ async def test_what_may_pass_is_tried_again() -> None:
 
 @pytest.mark.parametrize("cause", list(Cause))
 async def test_which_failures_are_final(cause: Cause) -> None:
-    """A failure that would only come again is raised at once; the others after the third attempt."""
+    """A permanent failure is raised at once, others after the third attempt."""
     client = Script(always=cause)
     with pytest.raises(S3Error) as caught:
         await client.get_into("k", [memoryview(bytearray(8))], timeout_s=30)
@@ -98,7 +98,7 @@ async def test_which_failures_are_final(cause: Cause) -> None:
 
 
 async def test_an_outage_is_not_made_worse() -> None:
-    """When everything fails, a thousand requests are at most 1,100 attempts."""
+    """If every request fails, a thousand requests make at most 1,100 attempts."""
     client = Script(always=Cause.SERVER_ERROR)
     calls = [client.head("k", timeout_s=30) for _ in range(1000)]
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -108,7 +108,7 @@ async def test_an_outage_is_not_made_worse() -> None:
 
 
 def test_pauses() -> None:
-    """A pause is anything up to its bound, which doubles, up to a second."""
+    """A pause is random up to a bound, which doubles up to a second."""
     rng = random.Random(1)
     for tries, bound_s in ((1, 0.1), (2, 0.2), (3, 0.4), (9, 1.0)):
         pauses = [backoff_s(tries, rng=rng.random) for _ in range(500)]
@@ -118,7 +118,7 @@ def test_pauses() -> None:
 
 @pytest.mark.parametrize("names", [["kv/a", "other/b"], ["a"], ["kw/"]])
 async def test_objects_outside_of_the_prefix_are_no_answer(names: list[str]) -> None:
-    """A service that ignores the prefix fails: the housekeeper would take another tier's objects for its own."""
+    """A service that ignores the prefix fails: the housekeeper would treat another tier's objects as its own."""
     client = Script()
     client.listed_names = names
     with pytest.raises(S3Error, match="outside") as caught:
@@ -129,7 +129,7 @@ async def test_objects_outside_of_the_prefix_are_no_answer(names: list[str]) -> 
 
 
 async def test_a_list_that_begins_again_is_no_answer() -> None:
-    """A service that ignores the start of a page would be listed for ever."""
+    """A service that ignores the start of a page would give an endless list."""
     client = Script()
     client.listed_names = ["kv/b", "kv/c"]
     for after in ("kv/b", "kv/bb"):
@@ -140,7 +140,7 @@ async def test_a_list_that_begins_again_is_no_answer() -> None:
 
 
 async def test_an_object_without_an_etag_is_no_object() -> None:
-    """The page of a proxy is a failure of the service, not a damaged object that had better be deleted."""
+    """A proxy's page is a failure of the service, not a damaged object to delete."""
     client = Script()
     client.etag = ""
     with pytest.raises(S3Error, match="ETag") as caught:
@@ -149,7 +149,7 @@ async def test_an_object_without_an_etag_is_no_object() -> None:
 
 
 async def test_the_whole_call_has_a_deadline() -> None:
-    """A service that never answers costs the time that was given, however many attempts fit into it."""
+    """A service that never answers costs the given time, however many attempts fit into it."""
     client = Script(takes_s=3600)
     with pytest.raises(S3Error) as caught:
         await client.head("k", timeout_s=0.05)
@@ -159,7 +159,7 @@ async def test_the_whole_call_has_a_deadline() -> None:
 
 
 async def test_no_turn_in_time() -> None:
-    """Who waits for a turn longer than its call may take gives up, says why, and leaves the turn to the next."""
+    """A call that waits too long for a request slot fails with that reason, and leaves the slot to the next call."""
     client = Script(takes_s=3600, concurrency=1, timeout=300)
     first = asyncio.create_task(client.head("first", timeout_s=3600))
     await eventually_async(lambda: client.running == 1)
@@ -178,7 +178,7 @@ async def test_no_turn_in_time() -> None:
 
 
 async def test_no_attempt_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop that comes back late from a pause sends nothing any more."""
+    """After a pause that ends past the deadline, no request is sent."""
     client = Script([Cause.RESET])
 
     def backoff(tries: int) -> float:
@@ -192,7 +192,7 @@ async def test_no_attempt_after_the_deadline(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_an_attempt_has_its_share_of_time() -> None:
-    """One attempt may take the configured time, and more for the bytes of a large object."""
+    """One attempt may take the configured time, plus time for the bytes of a large object."""
     client = Script(timeout="2s", bytes_per_second_min="1MiB")
     await client.head("k", timeout_s=30)
     await client.put("k", [bytes(3 << 20)], timeout_s=30)
@@ -200,14 +200,14 @@ async def test_an_attempt_has_its_share_of_time() -> None:
 
 
 async def test_so_many_at_once() -> None:
-    """No more requests run at once than configured, and all get their turn."""
+    """The number of concurrent requests stays within the configured limit, and all of them run."""
     client = Script(takes_s=0.001, concurrency=7)
     await asyncio.gather(*(client.head(str(number), timeout_s=60) for number in range(100)))
     assert (client.attempts, client.most, client.limiter.in_use) == (100, 7, 0)
 
 
 async def test_reads_go_first() -> None:
-    """Of those that wait, reads have their turn before writes."""
+    """Among waiting requests, reads run before writes."""
     client = Script(takes_s=0.001, concurrency=1)
     calls = [client.put(f"w{n}", [b"x"], timeout_s=60) for n in range(4)]
     calls += [client.head(f"r{n}", timeout_s=60) for n in range(4)]  # type: ignore[misc]
@@ -216,7 +216,7 @@ async def test_reads_go_first() -> None:
 
 
 async def test_slow_down() -> None:
-    """A service that asks to slow down gets half as much at once, and more again as it answers."""
+    """After SlowDown the concurrency limit is halved, and it grows again with successful answers."""
     client = Script([Cause.SLOW_DOWN], concurrency=64)
     await client.head("k", timeout_s=30)
     assert client.limiter.total == 32
@@ -226,7 +226,7 @@ async def test_slow_down() -> None:
 
 
 async def test_one_order_to_slow_down_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers of the same moment halve what may run once, later ones again, and one request may always run."""
+    """Concurrent SlowDown answers halve the limit once, later ones again, and at least one request may always run."""
     client = Script(always=Cause.SLOW_DOWN, concurrency=64, tries=1)
     calls = [client.head("k", timeout_s=30) for _ in range(50)]
     await asyncio.gather(*calls, return_exceptions=True)
@@ -239,7 +239,7 @@ async def test_one_order_to_slow_down_counts_once(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_cancelled_waiters_hold_nothing(rng: random.Random) -> None:
-    """However many calls are cancelled, waiting or running, the gate is empty and open afterwards."""
+    """However many calls are cancelled, waiting or running, the limiter is empty and open afterwards."""
     client = Script(takes_s=0.002, concurrency=3)
     for _ in range(30):
         tasks = [asyncio.ensure_future(client.head("k", timeout_s=60)) for _ in range(12)]

@@ -1,4 +1,4 @@
-"""Configurations: what is refused and how it is told, which client is chosen, what requests look like."""
+"""Configurations: refused values and their errors, the choice of the client, and the requests."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def decoded(**options: Any) -> S3Config:
     ],
 )
 def test_refusals(options: dict[str, Any], text: str) -> None:
-    """A value that can't be used is refused with what was expected, and without a secret."""
+    """An unusable value is refused with the expected form, and without a secret."""
     with pytest.raises(ConfigError, match=text) as caught:
         decoded(**options)
     assert "canary" not in str(caught.value)
 
 
 def test_what_is_accepted() -> None:
-    """Prefixes get their slash, names of other tools are understood, and what is shown has no secret."""
+    """Prefixes get their slash, option names of other tools are accepted, and no text shows a secret."""
     assert decoded(prefix="team/kv").prefix == "team/kv/"
     assert decoded(prefix="").prefix == ""
     assert decoded(endpoint_url="http://127.0.0.1:9000").endpoint == "http://127.0.0.1:9000"
@@ -91,7 +91,7 @@ def test_client_of_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its package a client says what to install."""
+    """Without its package, a client's error names the package to install."""
     for module in ("boto", "credentials"):
         monkeypatch.delitem(sys.modules, f"kvstore.backends.s3.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "aioboto3", None)
@@ -112,7 +112,7 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 async def test_addresses(options: dict[str, Any], host: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bucket and key stand where style and service want them."""
+    """Bucket and key are placed as style and service require."""
     head = await sent_head(monkeypatch, **KEYS, **options)
     assert head.startswith(f"HEAD {path} HTTP/1.1\r\n")
     assert f"\r\nhost: {host}\r\n" in head
@@ -141,7 +141,7 @@ async def test_addresses(options: dict[str, Any], host: str, path: str, monkeypa
     ],
 )
 async def test_headers(options: dict[str, Any], method: str, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is configured stands in the requests that it concerns, and is signed."""
+    """Configured headers are in the requests that they concern, and are signed."""
     head = await sent_head(monkeypatch, method, **KEYS, **options)
     for line in lines:
         assert line in head
@@ -157,7 +157,7 @@ async def test_anonymous(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def sent_head(monkeypatch: pytest.MonkeyPatch, method: str = "HEAD", **options: Any) -> str:
-    """Return the head of the request that a client would send."""
+    """Return the head of a request."""
     heads: list[str] = []
 
     class Noted(Exception):
@@ -181,7 +181,7 @@ async def sent_head(monkeypatch: pytest.MonkeyPatch, method: str = "HEAD", **opt
 
 
 def test_names() -> None:
-    """Names begin with bits of a hash, say namespace and key, and different blocks have different names."""
+    """Names begin with bits of a hash, contain namespace and key, and differ for different blocks."""
     namespace = Namespace({"a": 1})
     names = ObjectNames("kv/", namespace)
     digits, middle, key = names.block(b"\x00\xff").removeprefix("kv/").split("/")

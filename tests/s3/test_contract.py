@@ -1,4 +1,4 @@
-"""The contract suites of backends and tiers: both clients, on moto's server, on SeaweedFS, and by https."""
+"""The contract suites of backends and tiers: both clients, on moto's server, on SeaweedFS, and over https."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tests.s3.servers import S3Server
 
 
 class S3Suite(BackendTests):
-    """What the suites below share."""
+    """Shared parts of the suites below."""
 
     __test__ = False
     scans: ClassVar[bool] = False
     cancel_rounds: ClassVar[int] = 16
     more: ClassVar[dict[str, Any]] = {"client": "direct"}
-    # A call of aioboto3 takes milliseconds of Python, and moto's server as long for its answer.
+    # A call of aioboto3 takes milliseconds of Python, and moto's server takes as long to answer.
     time_limit_s: float = 120.0
-    # The suite must pass however slow the machine is; deadlines are tested elsewhere.
+    # The suite must pass on any slow machine; deadlines are tested elsewhere.
     patient: ClassVar[dict[str, Any]] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30}
     server: S3Server | FaultServer
 
@@ -72,7 +72,7 @@ class TestWeedAioboto3(TestWeed):
 
 
 class TestWeedTLS(TestWeed):
-    """SeaweedFS by https, with checksums on writes."""
+    """SeaweedFS over https, with checksums on writes."""
 
     more: ClassVar[dict[str, Any]] = {"client": "direct", "checksums": "when_supported"}
 
@@ -82,13 +82,13 @@ class TestWeedTLS(TestWeed):
 
 
 class TestWeedTLSAioboto3(TestWeedTLS):
-    """SeaweedFS by https, aioboto3."""
+    """SeaweedFS over https, aioboto3."""
 
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3", "checksums": "when_supported"}
 
 
 class TestRefused(S3Suite):
-    """A service that refuses one object, as where its KMS key is switched off."""
+    """A service that refuses one object, as if its KMS key were disabled."""
 
     __test__ = True
     faults: FaultServer
@@ -99,23 +99,23 @@ class TestRefused(S3Suite):
         self.server = self.faults = faults
 
     async def break_key(self, backend: Backend, key: BlockKey) -> bool:
-        """Let the service refuse whatever is asked of one object."""
+        """Make the service refuse all requests for one object."""
         await asyncio.to_thread(self.faults.plan, self.fault, contains=key.hex())
         return True
 
     async def mend_medium(self, backend: Backend) -> None:
-        """Let it answer again."""
+        """Make the service answer again."""
         await asyncio.to_thread(self.faults.plan, None)
 
 
 class TestForbidden(TestRefused):
-    """A service that forbids one object, as where it belongs to somebody else."""
+    """A service that forbids one object, as if another account owned it."""
 
     fault: ClassVar[Fault] = Fault.FORBIDDEN
 
 
 class TestUnconditional(S3Suite):
-    """A service of which is said that it has no conditional writes."""
+    """A service configured as having no conditional writes."""
 
     __test__ = True
     more: ClassVar[dict[str, Any]] = {"client": "direct", "conditional_put": "no"}
@@ -126,7 +126,7 @@ class TestUnconditional(S3Suite):
 
 
 class TestOutage(S3Suite):
-    """A service that fails, and comes back."""
+    """A service that fails, and recovers."""
 
     __test__ = True
     faults: FaultServer
@@ -136,12 +136,12 @@ class TestOutage(S3Suite):
         self.server = self.faults = faults
 
     async def break_medium(self, backend: Backend) -> bool:
-        """Let the service break every connection."""
+        """Make the service break every connection."""
         await asyncio.to_thread(self.faults.plan, Fault.RESET_BEFORE)
         return True
 
     async def mend_medium(self, backend: Backend) -> None:
-        """Let it answer again."""
+        """Make the service answer again."""
         await asyncio.to_thread(self.faults.plan, None)
 
 
@@ -163,7 +163,7 @@ class TestMotoTier(TierTests):
         self.server = moto_server
 
     def make_config(self) -> dict[str, Any]:
-        """Return the configuration of a tier over an empty part of the bucket."""
+        """Return the configuration of a tier under an unused prefix."""
         return {"backend": "s3", **options_for(self.server, **S3Suite.patient, client=self.client)}
 
 
@@ -182,7 +182,7 @@ class TestWeedTier(TestMotoTier):
 
 
 class TestWeedTierTLS(TestMotoTier):
-    """A tier over SeaweedFS by https."""
+    """A tier over SeaweedFS with https."""
 
     @pytest.fixture(autouse=True)
     def _server(self, weed_tls: S3Server) -> None:

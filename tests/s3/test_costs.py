@@ -1,4 +1,4 @@
-"""What it costs, and the rules by which a service deletes what is old."""
+"""Costs of requests, and the lifecycle rules by which a service deletes old objects."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvstore.config import decode_config
 from kvstore.errors import ConfigError
 from tests.s3.clients import CLIENTS, config_for, opened
 from tests.s3.fault_server import Fault, FaultServer
+from tests.s3.packed import blocks_of, reads_of, writes_of
 from tests.s3.servers import S3Server
-from tests.s3.test_packing import blocks_of, reads_of, writes_of
 
 
 def test_costs_are_those_of_the_price_list() -> None:
-    """A million PUTs, GETs, HEADs and LISTs, and bytes that are paid for, cost what the list says."""
+    """A million PUTs, GETs, HEADs and LISTs, and charged bytes, cost what the price list says."""
     kinds = ("put", "get", "head", "list", "delete")
     traffic = Traffic(Counter(dict.fromkeys(kinds, 10**6)), 5 * 10**9, 7 * 10**9)
     prices = Prices(sent_gb=0.01, received_gb=0.02)
@@ -42,7 +42,7 @@ def test_costs_are_those_of_the_price_list() -> None:
 
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_every_request_is_counted(faults: FaultServer, rng: random.Random, client: str) -> None:
-    """The table counts as many requests as the service saw, failed ones and retries among them."""
+    """The table counts as many requests as the service received, including failures and retries."""
     faults.clear()
     prices = Prices(put_1000=1000.0, get_1000=1.0, list_1000=100.0)
     backend = await opened(faults, client=client, prices=prices, timeout=20, lookup_timeout=20)
@@ -74,7 +74,7 @@ async def test_packing_cuts_the_cost_by_its_factor(faults: FaultServer, rng: ran
 
 
 def test_prices_are_checked(faults: FaultServer) -> None:
-    """Prices come from a configuration as numbers, and none is below zero."""
+    """Prices come from a configuration as numbers, and none is negative."""
     options: dict[str, Any] = {"bucket": "kv-cache", "prices": {"put_1000": 0.01}}
     assert decode_config(S3Config, options, where="s3 tier").prices.put_1000 == 0.01
     for wrong in (-1, "free"):
@@ -83,7 +83,7 @@ def test_prices_are_checked(faults: FaultServer) -> None:
 
 
 def test_rules_follow_the_configuration() -> None:
-    """Without a ttl nothing that is in use expires; with one, after so many whole days."""
+    """Without a ttl no object in use expires; with one, objects expire after that many whole days."""
     plain = lifecycle_rules(S3Config(bucket="kv-cache"), prefix_is_ours=True)["Rules"]
     assert [rule["ID"] for rule in plain] == ["kvstore:kv/:notes", "kvstore:kv/:versions"]
     assert all(rule["Filter"]["Prefix"].startswith("kv/_") for rule in plain if "Days" in rule.get("Expiration", {}))
@@ -94,7 +94,7 @@ def test_rules_follow_the_configuration() -> None:
 
 
 async def test_services_take_the_rules(moto_server: S3Server, weed_server: S3Server) -> None:
-    """A service takes the rules beside those it has, gives them back, and made twice they are the same."""
+    """A service accepts the rules beside existing ones and returns them; adding them twice changes nothing."""
     config = config_for(moto_server, ttl="3d")
     foreign = {"ID": "logs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 9}}
     both = merged_rules([foreign], config, prefix_is_ours=True)

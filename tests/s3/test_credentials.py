@@ -1,4 +1,4 @@
-"""Credentials that are renewed: once for all who wait, and not against a request's clock."""
+"""Renewal of credentials: once for all waiting requests, and within each request's own deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.testing.waiting import eventually_async
 
 
 class Role(RefreshableCredentials):  # type: ignore[misc] # botocore has no types.
-    """Temporary credentials whose renewal takes until it is let go; ``left_s`` is how long the last ones are good."""
+    """Temporary credentials whose renewal lasts until released; ``left_s`` is their remaining lifetime."""
 
     def __init__(self) -> None:
         self.left_s = 0.0
@@ -40,7 +40,7 @@ class Role(RefreshableCredentials):  # type: ignore[misc] # botocore has no type
 
 
 async def test_one_renewal_for_all_who_wait() -> None:
-    """Whoever has no time left gives up waiting; the renewal goes on, for those who ask later, and is the only one."""
+    """A request without time left stops waiting; the only renewal continues for later requests."""
     role = Role()
     credentials = CurrentCredentials(role)
     for _ in range(3):
@@ -57,7 +57,7 @@ async def test_one_renewal_for_all_who_wait() -> None:
 
 
 async def test_credentials_that_are_still_good_are_used_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While they are good for ten minutes more they are used, and new ones asked for now and then; then all wait."""
+    """Credentials valid for ten more minutes are used while new ones are requested now and then; then callers wait."""
     monkeypatch.setattr("kvstore.backends.s3.credentials._RENEWAL_PAUSE_S", 3600.0)
     role = Role()
     role.let_go.set()
@@ -84,7 +84,7 @@ async def test_credentials_that_are_still_good_are_used_meanwhile(monkeypatch: p
 
 
 async def test_a_renewal_that_fails_is_tried_again() -> None:
-    """Whatever a provider raises is a lack of credentials, for this request; the next one asks again."""
+    """Any exception of a provider means missing credentials for this request; the next request tries again."""
     role = Role()
     role.let_go.set()
     role.failure = ZeroDivisionError("secret things")
@@ -99,7 +99,7 @@ async def test_a_renewal_that_fails_is_tried_again() -> None:
 
 
 async def test_fixed_credentials_are_asked_for_once() -> None:
-    """What does not expire is read once, and then at hand without waiting."""
+    """Credentials that do not expire are read once, and then returned without waiting."""
     asked = []
 
     class Fixed:
@@ -114,7 +114,7 @@ async def test_fixed_credentials_are_asked_for_once() -> None:
 
 
 async def test_close_ends_a_renewal() -> None:
-    """Nothing goes on after close, and closing before anybody asked is no error."""
+    """No renewal continues after close, and closing before the first use is allowed."""
     role = Role()
     credentials = CurrentCredentials(role)
     await credentials.close()

@@ -1,4 +1,4 @@
-"""A service that misbehaves in every way we know: never wrong bytes, never a job that hangs, each cause by its name."""
+"""A service with every fault we know: no wrong bytes, no hanging job, and each cause under its name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ BLOCKS_PER_JOB: Final = 16
 REQUESTS: Final = 1024
 DEADLINE_S: Final = 30.0
 SLOW_S: Final = 1.0
-"""Time for one attempt where a fault makes requests wait for it."""
+"""Time for one attempt if a fault makes requests wait for it."""
 SLACK_S: Final = 20.0
-"""A job ends at its deadline; what comes on top is the machine's load, and a hanging job would take for ever."""
+"""A job ends at its deadline; the rest is allowance for a busy machine, while a hanging job would never end."""
 
 NEVER_WRITTEN: Final = (
     *(Fault.REFUSED, Fault.RESET_BEFORE, Fault.RESET_AFTER, Fault.BLACK_HOLE, Fault.INTERNAL, Fault.SLOW_DOWN),
@@ -58,20 +58,20 @@ CAUSES: Final = {
     Fault.REDIRECT: {"failed_redirect"},
     Fault.GARBAGE: {"failed_protocol"},
 }
-"""Under which counters a fault appears."""
+"""Counters of each fault."""
 
 AIOBOTO3_CAUSES: Final = {
-    # aiohttp refuses an answer together with what follows it, unless that comes later.
+    # aiohttp refuses an answer together with the surplus bytes, unless these arrive later.
     Fault.DECLARES_LESS: {"failed_protocol", "fault_length"},
     Fault.DUPLICATED: {"failed_protocol", "requests_get"},
     # Its calls take so long that jobs may end before attempts do.
     Fault.TRICKLE: {"failed_timeout", "given_up"},
     Fault.BLACK_HOLE: {"failed_timeout", "given_up"},
 }
-"""The same where aioboto3 differs."""
+"""Differences for aioboto3."""
 
 READ_AGAIN: Final = (Fault.DECLARES_LESS, Fault.SHORT_OBJECT, Fault.FLIPPED)
-"""Faults that damage a record: it is read once more before it is deleted."""
+"""Faults that damage a record: the record is read once more before it is deleted."""
 
 
 def options(faults: FaultServer, client: str, **more: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def keys(rng: random.Random) -> list[BlockKey]:
 
 
 def load_all(rig: TierRig, keys: list[BlockKey]) -> Counter[str]:
-    """Load all blocks by jobs of some, prove what is said to be there, and count the outcomes."""
+    """Load all blocks by several jobs, verify the loaded ones, and count the outcomes."""
     jobs = []
     for start in range(0, SLOTS, BLOCKS_PER_JOB):
         slots = range(start, start + BLOCKS_PER_JOB)
@@ -104,7 +104,7 @@ def load_all(rig: TierRig, keys: list[BlockKey]) -> Counter[str]:
 
 
 def counters(rig: TierRig, *more: str) -> Counter[str]:
-    """Return the failures that a tier counts, by cause."""
+    """Return the counted failures of a tier, by cause."""
     rig.until(lambda: rig.tier.stats().backend_counters, "statistics")
     stats = rig.tier.stats()
     own = ("failed_", "connections_dirty", "requests_get", "given_up", *more)
@@ -122,14 +122,14 @@ def client(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.parametrize("fault", CAUSES)
 def test_thousand_requests(faults: FaultServer, client: str, fault: Fault, keys: list[BlockKey]) -> None:
-    """A thousand requests into each fault: no wrong byte, no job that hangs, its own counter, no storm of retries."""
+    """A thousand requests with each fault: no wrong byte, no hanging job, the fault's own counter, few retries."""
     config = options(faults, client, **({"timeout": SLOW_S, "load_timeout": 3 * SLOW_S} if fault in SLOW else {}))
     with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=SLOTS, timeout_s=60) as rig:
         rig.until(lambda: rig.store(keys).success, "blocks to be stored")
         outcomes: Counter[str] = Counter()
         attempts = 0
         for _ in range(REQUESTS // SLOTS):
-            # What was found damaged has been deleted.
+            # Blocks found damaged have been deleted.
             faults.plan(fault, methods=("GET",))
             before = faults.counts().get("GET", 0)
             outcomes += load_all(rig, keys)
@@ -153,7 +153,7 @@ def test_thousand_requests(faults: FaultServer, client: str, fault: Fault, keys:
             assert outcomes["OK"] == REQUESTS or client == "aioboto3", outcomes
         else:
             assert not outcomes["OK"], outcomes
-        # What was not taken for damaged is there still; where deadlines are short, a busy machine may miss one.
+        # Blocks not considered damaged are still there; with short deadlines, a busy machine may miss one.
         left: list[Counter[str]] = []
         rig.until(lambda: left.append(load_all(rig, keys)) or set(left[-1]) <= {"OK", "MISS"}, f"blocks: {left}")
         print(f"{fault} {client}: {dict(outcomes)}, {attempts} attempts, {dict(counters(rig))}")
@@ -161,7 +161,7 @@ def test_thousand_requests(faults: FaultServer, client: str, fault: Fault, keys:
 
 @pytest.mark.parametrize("fault", SLOW)
 def test_jobs_end_at_their_deadline(faults: FaultServer, client: str, fault: Fault, keys: list[BlockKey]) -> None:
-    """Where attempts may take longer than jobs, jobs end all the same, all of them, and nothing is written late."""
+    """Jobs end by their deadline even if attempts may take longer, and no slot is written late."""
     config = options(faults, client, timeout=60, load_timeout=0.5)
     with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=SLOTS, timeout_s=60) as rig:
         rig.until(lambda: rig.store(keys).success, "blocks to be stored")
@@ -171,7 +171,7 @@ def test_jobs_end_at_their_deadline(faults: FaultServer, client: str, fault: Fau
         for slot in range(SLOTS):
             rig.fill(slot)
         faults.plan(None)
-        # Given up by the job's deadline, or by the request's own, which is the same.
+        # Abandoned by the job's deadline or by the request's own, which is the same.
         rig.until(lambda: counters(rig, "given_up").total() >= SLOTS, "counts of what was given up")
         assert rig.untouched(range(SLOTS))
         print(f"{fault} {client}: the last of {SLOTS} requests was given up {late_s * 1000:.0f} ms after its deadline")
@@ -179,7 +179,7 @@ def test_jobs_end_at_their_deadline(faults: FaultServer, client: str, fault: Fau
 
 @pytest.mark.parametrize("fault", [Fault.INTERNAL, Fault.BLACK_HOLE, Fault.REFUSED])
 def test_breaker(faults: FaultServer, client: str, fault: Fault, keys: list[BlockKey]) -> None:
-    """A service that fails is left alone soon, costs nothing meanwhile, and is used again soon after it is back."""
+    """A failing service is soon no longer used, costs nothing meanwhile, and is used again soon after its recovery."""
     times = {"timeout": 0.3, "load_timeout": 0.6, "lookup_timeout": 0.5}
     config = options(faults, client, breaker_failures=5, **times)
     with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=SLOTS, timeout_s=60) as rig:
@@ -197,7 +197,7 @@ def test_breaker(faults: FaultServer, client: str, fault: Fault, keys: list[Bloc
         before, began = faults.attempts, time.monotonic()
         for number in range(1000):
             assert rig.finish(rig.submit_load([keys[number % 8]])).success is False
-        # Nothing but probes, of three tries at most, after a second, two more, four more and so on.
+        # Only probes, of three attempts at most, after a second, two more, four more and so on.
         probes = 2 + math.log2(1 + time.monotonic() - began)
         assert faults.attempts - before <= 3 * probes
         faults.plan(None)

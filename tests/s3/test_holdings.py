@@ -1,4 +1,4 @@
-"""The commands that look after a medium, against buckets with blocks of engines, packs, and objects of others."""
+"""The maintenance commands, on buckets with blocks of engines, packs, and foreign objects."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ _PATIENT: dict[str, Any] = {
     **{"timeout": 60, "connect_timeout": 60, "lookup_timeout": 90},
     **{"load_timeout": 90, "store_timeout": 90},
 }
-"""Deadlines are tested elsewhere: these hold however slow the machine is, also for a thousand blocks at once."""
+"""Deadlines are tested elsewhere: these hold on any slow machine, even for a thousand blocks at once."""
 _PACKED: dict[str, Any] = {"pack_below": "1MiB", "pack_blocks": 5, "pack_refresh": 0}
 
 
 class Tier:
-    """A tier under a prefix of its own, with what was stored there."""
+    """A tier under a prefix of its own, with its stored blocks."""
 
     def __init__(self, server: S3Server | FaultServer, rng: random.Random, **more: Any) -> None:
         self.options = options_for(server, **{**_PATIENT, **more})
@@ -87,7 +87,7 @@ class Tier:
         self.stored.setdefault(namespace, {}).update(blocks)
 
     def loaded(self, namespace: Namespace) -> list[bytes]:
-        """Return the keys that an engine finds, having compared their bytes."""
+        """Return the keys that an engine finds, after comparing their bytes."""
         maker, stored = self._maker(namespace), self.stored[namespace]
         targets = [maker.target(key) for key in stored]
         outcomes = self.with_backend(namespace, lambda backend: backend.get_into([target.read for target in targets]))
@@ -98,7 +98,7 @@ class Tier:
     def with_backend(
         self, namespace: Namespace, work: Callable[[S3Backend], Coroutine[Any, Any, _T]], **more: Any
     ) -> _T:
-        """Do something with a backend as an engine has it."""
+        """Run work with a backend as an engine has it."""
 
         async def run() -> _T:
             backend = S3Backend(self.argument.with_options(**more).config)  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ class Tier:
         return asyncio.run(run())
 
     def ask(self, work: Callable[[ObjectClient], Coroutine[Any, Any, _T]]) -> _T:
-        """Do something with the bucket itself."""
+        """Run work on the bucket itself."""
 
         async def run() -> _T:
             client = make_client(self.config)
@@ -124,7 +124,7 @@ class Tier:
         return asyncio.run(run())
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names under the prefix, without it."""
+        """Return the names under the prefix, without the prefix."""
 
         async def listed(client: ObjectClient) -> list[str]:
             return [info.key.removeprefix(self.prefix) async for info in client.listed(self.prefix + folder)]
@@ -157,7 +157,7 @@ class Tier:
         return ObjectNames("", namespace).block(key)
 
     def run(self, command: str, *arguments: str, text: str = "") -> Any:
-        """Run a command on the tier; it must end in JSON."""
+        """Run a command on the tier; check that its output ends in JSON."""
         return run_here(command, "--tier", text or self.text, *arguments, "--json")
 
     def _maker(self, namespace: Namespace) -> RecordMaker:
@@ -165,12 +165,12 @@ class Tier:
 
 
 def _foreign(namespace: Namespace) -> dict[str, bytes]:
-    """Return what others might keep under the prefix, some of it with names that look like ours."""
+    """Return foreign objects under the prefix, some of them with names similar to ours."""
     packs = ObjectNames("", namespace).packs
     return {
         "photo.jpg": b"a photo",
         "000/readme": b"text",
-        # The three digits do not belong to this key, and no file ending is ours.
+        # The three digits do not match this key, and none of our names has a file extension.
         f"000/{namespace.hex}/{'00' * 32}": b"no block of ours",
         f"000/{namespace.hex}/notes.txt": b"text",
         f"{packs}readme": b"text",
@@ -185,7 +185,7 @@ def _foreign(namespace: Namespace) -> dict[str, bytes]:
 
 @pytest.fixture(params=["moto", "weed packed aioboto3"])
 def tier(request: pytest.FixtureRequest, rng: random.Random) -> Tier:
-    """A tier with two namespaces, beside objects of others: on two servers, as single objects and in packs."""
+    """A tier with two namespaces, beside foreign objects: on two servers, as single objects and in packs."""
     kind, *more = request.param.split()
     server: S3Server = request.getfixturevalue(f"{kind}_server")
     options = {"client": "aioboto3" if "aioboto3" in more else "direct"}
@@ -197,7 +197,7 @@ def tier(request: pytest.FixtureRequest, rng: random.Random) -> Tier:
 
 
 def test_scrub_takes_damaged_blocks_out_of_the_way(tier: Tier) -> None:
-    """A dry run reports them, a real one deletes them for every engine; others stay, of whomever."""
+    """A dry run reports damaged blocks, a real run deletes them for every engine; all other objects stay."""
     clean = report_of(done := tier.run("scrub"))
     assert (done.returncode, clean["blocks"], clean["rows"], clean["unread"]) == (0, 2 * _BLOCKS, [], [])
     assert clean["size_bytes"] == 2 * _BLOCKS * _RECORD_BYTES
@@ -219,13 +219,13 @@ def test_scrub_takes_damaged_blocks_out_of_the_way(tier: Tier) -> None:
     assert tier.loaded(_LLAMA) == [key for key in stored if key != damaged]
     assert tier.loaded(_QWEN) == list(tier.stored[_QWEN])
     assert set(_foreign(_LLAMA)) <= set(tier.names())
-    # An engine stores it anew.
+    # An engine stores the block again.
     tier.put(_LLAMA, {damaged: stored[damaged]})
     assert set(tier.loaded(_LLAMA)) == set(stored)
 
 
 def test_gc_removes_namespaces_and_nothing_of_others(tier: Tier) -> None:
-    """What is unused for long goes whole unless it is kept; engines hear of it; a dry run only says so."""
+    """A namespace unused for long is removed unless it is kept; engines learn of it; a dry run only reports it."""
     before = tier.names()
     assert report_of(tier.run("gc"))["rows"] == []
     time_apart = ["--unused-for", "1ms"]
@@ -234,7 +234,7 @@ def test_gc_removes_namespaces_and_nothing_of_others(tier: Tier) -> None:
     assert all(row["blocks"] == _BLOCKS for row in dry["rows"])
     assert tier.names() == before
     report = report_of(done := tier.run("gc", *time_apart, "--keep", _QWEN.hex[:12]))
-    assert (done.returncode, report["removed"]) == (0, {"litter": 0, "namespaces": 1, "blocks": _BLOCKS})
+    assert (done.returncode, report["removed"]) == (0, {"stale": 0, "namespaces": 1, "blocks": _BLOCKS})
     assert tier.loaded(_QWEN) == list(tier.stored[_QWEN])
     assert tier.loaded(_LLAMA) == []
     gone = [name for name in before if _LLAMA.hex in name and name not in _foreign(_LLAMA)]
@@ -247,7 +247,7 @@ def test_gc_removes_namespaces_and_nothing_of_others(tier: Tier) -> None:
 
 
 def test_blocks_go_through_an_archive(tier: Tier, weed_server: S3Server, rng: random.Random, tmp_path: Path) -> None:
-    """Exported from a bucket, imported into a directory, and back into another bucket, they are what they were."""
+    """Blocks exported from a bucket, imported into a directory, and back into another bucket, are unchanged."""
     archives = [str(tmp_path / name) for name in ("bucket.tar", "files.tar")]
     before = tier.names()
     report = report_of(done := tier.run("export", archives[0]))
@@ -269,7 +269,7 @@ def test_blocks_go_through_an_archive(tier: Tier, weed_server: S3Server, rng: ra
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_gc_expires_what_nobody_used(faults: FaultServer, rng: random.Random, packed: bool) -> None:
-    """Blocks older than --expire, or than the tier's ttl, go, unless an engine tells that it used them."""
+    """Blocks older than --expire or the tier's ttl are removed, unless an engine reports a use."""
     tier = Tier(faults, rng, **(_PACKED if packed else {}))
     old = tier.fill(_LLAMA, 5)
     before = tier.names()
@@ -289,13 +289,13 @@ def test_gc_expires_what_nobody_used(faults: FaultServer, rng: random.Random, pa
         assert done.returncode == 0
         (row,) = report["rows"]
         assert (row["what"], row["name"], row["blocks"], row["why"]) == ("blocks", _LLAMA.hex, 5, "unused for 4d")
-    assert report["removed"] == {"litter": 0, "namespaces": 0, "blocks": 5}
+    assert report["removed"] == {"stale": 0, "namespaces": 0, "blocks": 5}
     assert tier.loaded(_LLAMA) == [*used, *young]
     assert old
 
 
 def test_some_blocks_of_a_pack_are_removed_by_a_note(faults: FaultServer, rng: random.Random) -> None:
-    """The others of the pack stay, for engines that knew it and for those to come; with the last the pack goes."""
+    """Other blocks of the pack stay, for current and later engines; the pack is removed with its last block."""
     tier = Tier(faults, rng, **_PACKED)
     keys = tier.fill(_LLAMA, 5)
     with Medium(tier.argument) as holdings:
@@ -315,7 +315,7 @@ def test_some_blocks_of_a_pack_are_removed_by_a_note(faults: FaultServer, rng: r
 
 
 def test_what_is_intact_when_it_is_read_again_stays(faults: FaultServer, rng: random.Random) -> None:
-    """One bad answer deletes nothing: neither a block, alone or in a pack, nor a pack for its head."""
+    """One bad answer deletes nothing: neither a block, alone or in a pack, nor a pack because of its head."""
     for more in ({}, _PACKED):
         tier = Tier(faults, rng, **more)
         keys = tier.fill(_LLAMA, 5)
@@ -326,7 +326,7 @@ def test_what_is_intact_when_it_is_read_again_stays(faults: FaultServer, rng: ra
             assert tier.names() == before
             if more:
                 (name,) = before
-                # In its entries: with another namespace at its start it would be somebody else's.
+                # In its entries: a changed namespace at its start would make it foreign.
                 tier.flip(name, 70)
                 (hidden,) = holdings.records(namespace)
                 tier.flip(name, 70)
@@ -335,7 +335,7 @@ def test_what_is_intact_when_it_is_read_again_stays(faults: FaultServer, rng: ra
 
 
 def test_an_object_replaced_since_it_was_found_stays(faults: FaultServer, rng: random.Random) -> None:
-    """Only the version that was found damaged is deleted; a new one that is damaged, too, takes a new look."""
+    """Only the version found damaged is deleted; a newer damaged version is verified by the next scrub."""
     tier = Tier(faults, rng)
     keys = tier.fill(_LLAMA, 2)
     with Medium(tier.argument) as holdings:
@@ -349,28 +349,28 @@ def test_an_object_replaced_since_it_was_found_stays(faults: FaultServer, rng: r
 
 
 def test_what_nobody_knows_the_age_of_stays(faults: FaultServer, rng: random.Random) -> None:
-    """A service that tells no time tells no age: nothing goes by it, be it a block, a pack or a namespace."""
+    """Without times from the service, no block, pack or namespace expires."""
     tier = Tier(faults, rng)
     keys = tier.fill(_LLAMA)
-    # To the epoch, or some moments before it.
+    # To the epoch, or shortly before.
     faults.age(tier.prefix, float(int(time.time())))
     (row,) = report_of(tier.run("inspect"))["rows"]
     assert (row["oldest_s"], row["newest_s"], row["unused_s"]) == (None, None, None)
     for arguments in (["--expire", "1d"], ["--unused-for", "1d"]):
         assert report_of(tier.run("gc", *arguments))["rows"] == []
-    # One that is old does not make the others old.
+    # An old namespace does not make the others old.
     tier.fill(_LLAMA, 1)
     faults.age(f"{tier.prefix}{tier.name_of(_LLAMA, list(tier.stored[_LLAMA])[-1])}", 40 * _DAY_S)
     assert report_of(tier.run("gc"))["rows"] == []
     assert set(keys) < set(tier.loaded(_LLAMA))
 
 
-def test_litter_is_taken_so_much_at_once(
+def test_stale_objects_are_listed_in_bounded_numbers(
     faults: FaultServer, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rest is left to the next run, which is said."""
+    """The others are left to the next run, and the report says so."""
     for module in ("cli.holdings.care", "backends.s3.holdings"):
-        monkeypatch.setattr(f"kvstore.{module}.LITTER_MAX", 2)
+        monkeypatch.setattr(f"kvstore.{module}.STALE_MAX", 2)
     tier = Tier(faults, rng, **_PACKED)
     names, made = ObjectNames("", _LLAMA), PackFormat(_LLAMA)
     gone = names.new_pack()[len(names.packs) :]
@@ -379,12 +379,12 @@ def test_litter_is_taken_so_much_at_once(
     faults.age(tier.prefix, 31 * _DAY_S)
     for swept, more in ((2, True), (2, True), (1, False)):
         report = report_of(tier.run("gc", "--unused-for", "0"))
-        assert (report["removed"]["litter"], report["more"]) == (swept, more)
+        assert (report["removed"]["stale"], report["more"]) == (swept, more)
     assert tier.names() == []
 
 
 def test_a_command_waits_longer_than_a_lookup(faults: FaultServer, rng: random.Random) -> None:
-    """Lists and heads of packs may take longer than an engine would wait for the answer to a lookup."""
+    """Lists and heads of packs may take longer than an engine's lookup timeout."""
     tier = Tier(faults, rng, **_PACKED)
     tier.fill(_LLAMA, 5)
     text = json.dumps({"type": "s3", **tier.options, "lookup_timeout": "50ms", "tries": 1})
@@ -399,7 +399,7 @@ def tier_keys(blocks: Iterable[BlockInfo]) -> set[bytes]:
 
 
 def test_gc_sweeps_what_is_of_no_use(faults: FaultServer, rng: random.Random) -> None:
-    """Packs of which nothing is left, notes of packs that are gone, and what engines told long ago; nothing else."""
+    """Empty packs, notes of deleted packs, and expired housekeeping objects are removed; nothing else is."""
     tier = Tier(faults, rng, **_PACKED)
     kept = tier.fill(_LLAMA, 10)
     names, made = ObjectNames("", _LLAMA), PackFormat(_LLAMA)
@@ -435,20 +435,20 @@ def test_gc_sweeps_what_is_of_no_use(faults: FaultServer, rng: random.Random) ->
     assert {row["name"] for row in dry["rows"]} == {*useless, orphan, damaged}
     assert tier.names() == before
     report = report_of(done := tier.run("gc", "--unused-for", "0"))
-    assert (done.returncode, report["removed"]) == (0, {"litter": len(useless) + 2, "namespaces": 0, "blocks": 0})
+    assert (done.returncode, report["removed"]) == (0, {"stale": len(useless) + 2, "namespaces": 0, "blocks": 0})
     assert tier.names() == sorted(set(before) - set(useless) - {orphan, damaged})
-    # The pack that its note spoke of is gone now, so the next run takes the note.
+    # The pack of the note is gone now, so the next run removes the note.
     report = report_of(tier.run("gc", "--unused-for", "0"))
     assert {row["name"] for row in report["rows"]} == {next(iter(notes))}
     assert tier.loaded(_LLAMA) == kept
 
 
 def test_a_pack_with_a_damaged_head_is_reported(faults: FaultServer, rng: random.Random) -> None:
-    """Its digits stand for its blocks, which nobody can tell; a dry scrub leaves it, a real one deletes it."""
+    """Its name stands for its unknown blocks; a dry scrub leaves it, a real one deletes it."""
     tier = Tier(faults, rng, **_PACKED)
     keys = tier.fill(_LLAMA, 5), tier.fill(_LLAMA, 5)
     first, second = (name for name in tier.names("_packs/") if name.endswith("p"))
-    # In its entries: with another namespace at its start it would be somebody else's.
+    # In its entries: a changed namespace at its start would make it foreign.
     tier.flip(first, 70)
     assert report_of(tier.run("inspect"))["rows"][0]["blocks"] == 5
     for dry in (True, False):
@@ -461,7 +461,7 @@ def test_a_pack_with_a_damaged_head_is_reported(faults: FaultServer, rng: random
 
 
 def test_what_can_not_be_read_is_named_and_passed_over(faults: FaultServer, rng: random.Random, tmp_path: Path) -> None:
-    """One object that the service refuses costs the others nothing: it is named, and the status is 1."""
+    """One object that the service refuses does not affect the others: it is named, and the status is 1."""
     tier = Tier(faults, rng, tries=1)
     keys = tier.fill(_LLAMA)
     refused = keys[5]
@@ -488,7 +488,7 @@ def test_what_can_not_be_read_is_named_and_passed_over(faults: FaultServer, rng:
 
 
 def test_what_is_not_taken_is_named(faults: FaultServer, rng: random.Random, tmp_path: Path) -> None:
-    """A block that the service refuses costs an import no other one: it is counted and named, and the status is 1."""
+    """A block that the service refuses does not affect an import's other blocks: it is counted and named, status 1."""
     tier, there = Tier(faults, rng), Tier(faults, rng, tries=1)
     keys = tier.fill(_LLAMA)
     there.stored = tier.stored
@@ -508,7 +508,7 @@ def test_what_is_not_taken_is_named(faults: FaultServer, rng: random.Random, tmp
 def test_an_import_takes_no_part_in_elections(
     faults: FaultServer, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever holds the lease is waited for when it is gone, so that a command never asks for it."""
+    """A command never takes the lease, as engines would have to wait for a dead holder's lease to end."""
     started: list[Keeper] = []
     monkeypatch.setattr(Keeper, "start", lambda keeper: started.append(keeper))
     tier = Tier(faults, rng, capacity="1GiB", ttl="1d", snapshot=True)
@@ -549,7 +549,7 @@ def test_ctrl_c_ends_a_scrub_soon(faults: FaultServer, rng: random.Random) -> No
 def test_a_pack_that_can_not_be_read_hides_no_other(
     faults: FaultServer, rng: random.Random, tmp_path: Path, fault: Fault
 ) -> None:
-    """Its blocks are not known, so it is named itself; who only counts blocks fails."""
+    """Its blocks are unknown, so the pack itself is named; a command that only counts blocks fails."""
     tier = Tier(faults, rng, tries=1, **_PACKED)
     keys = tier.fill(_LLAMA, 10)
     first, _ = (name for name in tier.names("_packs/") if name.endswith("p"))
@@ -567,7 +567,7 @@ def test_a_pack_that_can_not_be_read_hides_no_other(
 
 
 def test_a_note_that_can_not_be_read_is_no_empty_one(faults: FaultServer, rng: random.Random) -> None:
-    """Without it nobody knows what is gone, so that every command says so, and changes nothing."""
+    """Without the note the removed blocks are unknown, so every command reports it and changes nothing."""
     tier = Tier(faults, rng, tries=1, **_PACKED)
     keys = tier.fill(_LLAMA, 5)
     with Medium(tier.argument) as holdings:
@@ -586,7 +586,7 @@ def test_a_note_that_can_not_be_read_is_no_empty_one(faults: FaultServer, rng: r
 
 
 def test_a_service_that_fails_is_not_asked_for_every_block(faults: FaultServer, rng: random.Random) -> None:
-    """When no block can be read any more, the command ends with status 1, and has not asked for all of them."""
+    """If no block can be read, the command ends with status 1, without requesting all blocks."""
     tier = Tier(faults, rng, tries=1)
     tier.fill(_LLAMA, 200, 64)
     faults.plan(Fault.INTERNAL, methods=("GET",), contains=_LLAMA.hex)
@@ -595,7 +595,7 @@ def test_a_service_that_fails_is_not_asked_for_every_block(faults: FaultServer, 
     assert (done.returncode, report["blocks"], len(report["unread"])) == (1, 0, 15)
     assert "500" in report["error"]
     assert "500" in done.stderr
-    # What was under way with the sixteenth failure, and no more.
+    # The requests in flight at the sixteenth failure, and no more.
     assert 16 <= faults.counts()["fault_internal"] - before <= 32
     faults.plan(Fault.REFUSED)
     try:
@@ -608,10 +608,10 @@ def test_a_service_that_fails_is_not_asked_for_every_block(faults: FaultServer, 
 
 
 def test_a_scrub_that_ends_early_tells_what_it_found(faults: FaultServer, rng: random.Random) -> None:
-    """Damage found before the service failed is reported and taken out of the way, and the status is that of damage."""
+    """Damage found before the service failed is reported and deleted, and the status is that of damage."""
     tier = Tier(faults, rng, tries=1)
     tier.fill(_LLAMA, 40, 64)
-    # What was used last comes first.
+    # The namespace used last comes first.
     faults.age(tier.prefix, _DAY_S)
     damaged, *others = tier.fill(_QWEN, 5)
     tier.flip(tier.name_of(_QWEN, damaged), 300)
@@ -627,7 +627,7 @@ def test_a_scrub_that_ends_early_tells_what_it_found(faults: FaultServer, rng: r
 
 
 def test_damage_that_can_not_be_set_aside_is_told(faults: FaultServer, rng: random.Random) -> None:
-    """A service that does not delete costs nothing of what was found."""
+    """If the service does not delete, all findings are still reported."""
     tier = Tier(faults, rng, tries=1)
     damaged, *_ = tier.fill(_LLAMA, 5)
     tier.flip(tier.name_of(_LLAMA, damaged), 300)
@@ -639,7 +639,7 @@ def test_damage_that_can_not_be_set_aside_is_told(faults: FaultServer, rng: rand
 
 
 def test_more_blocks_than_a_page(faults: FaultServer, rng: random.Random) -> None:
-    """Lists go on page after page, past what others keep between ours, for blocks and for packs."""
+    """Lists continue page after page, past foreign objects between ours, for blocks and for packs."""
     more = 1100
     tier = Tier(faults, rng)
     tier.fill(_LLAMA, more, 64)
@@ -651,17 +651,17 @@ def test_more_blocks_than_a_page(faults: FaultServer, rng: random.Random) -> Non
     report = report_of(done := tier.run("scrub"))
     assert (done.returncode, report["blocks"], report["rows"]) == (0, 2 * more, [])
     report = report_of(tier.run("gc", "--unused-for", "1ms"))
-    assert report["removed"] == {"litter": 0, "namespaces": 1, "blocks": 2 * more}
+    assert report["removed"] == {"stale": 0, "namespaces": 1, "blocks": 2 * more}
     left = tier.names()
     assert [name for name in left if not name.startswith(("_foreign/", "_keeper/removed/"))] == []
     assert sum(name.startswith("_foreign/") for name in left) == 1010
-    # Each tells of a thousand, however the objects lie among others.
+    # Each names a thousand objects, however they are mixed with others.
     assert sum(name.startswith("_keeper/removed/") for name in left) == 3
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_tier_may_have_the_whole_bucket(faults: FaultServer, rng: random.Random, client: str) -> None:
-    """Without a prefix our names are told from those of others, too."""
+    """Without a prefix, our names are also distinguished from foreign ones."""
     tier, packed = (Tier(faults, rng, prefix="", client=client, **more) for more in ({}, _PACKED))
     foreign = {**_foreign(_LLAMA), "zebra": b"x", "0": b"x", "_": b"x"}
     tier.write(foreign)
@@ -671,12 +671,12 @@ def test_a_tier_may_have_the_whole_bucket(faults: FaultServer, rng: random.Rando
     assert tier.run("scrub").returncode == 0
     assert [tier.loaded(_LLAMA), packed.loaded(_LLAMA)] == keys
     report = report_of(tier.run("gc", "--unused-for", "1ms"))
-    assert report["removed"] == {"litter": 0, "namespaces": 1, "blocks": 2 * _BLOCKS}
+    assert report["removed"] == {"stale": 0, "namespaces": 1, "blocks": 2 * _BLOCKS}
     assert sorted(name for name in tier.names() if not name.startswith("_keeper/removed/")) == sorted(foreign)
 
 
 def test_a_block_that_was_replaced_since_it_was_read_stays(weed_server: S3Server, rng: random.Random) -> None:
-    """Between the verdict and the deletion another writer may put a good block there."""
+    """Between verification and deletion another writer may replace the block with a good one."""
     tier = Tier(weed_server, rng)
     key, other = tier.fill(_LLAMA, 2)
     name = tier.name_of(_LLAMA, key)
@@ -693,7 +693,7 @@ def test_a_block_that_was_replaced_since_it_was_read_stays(weed_server: S3Server
 
 
 def test_who_may_only_read_looks_and_changes_nothing(weed_server: S3Server, rng: random.Random) -> None:
-    """Credentials without the right to write inspect, scrub and export; what needs more is a clear error."""
+    """Read-only credentials can inspect, scrub and export; commands that need more give a clear error."""
     tier = Tier(weed_server, rng)
     keys = tier.fill(_LLAMA)
     access, secret = READ_ONLY
@@ -709,7 +709,7 @@ def test_who_may_only_read_looks_and_changes_nothing(weed_server: S3Server, rng:
 
 
 def test_a_bucket_that_is_not_there_is_a_clear_error(weed_server: S3Server, rng: random.Random) -> None:
-    """Nothing is looked for in it, and nothing is made."""
+    """A missing bucket is neither searched nor created."""
     tier = Tier(weed_server, rng)
     text = json.dumps({"type": "s3", **tier.options, "bucket": "no-such-bucket-of-ours"})
     for command in ("inspect", "scrub", "gc"):
@@ -720,7 +720,7 @@ def test_a_bucket_that_is_not_there_is_a_clear_error(weed_server: S3Server, rng:
 
 
 def test_what_is_read_at_once_is_bounded(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most so many blocks, and so many bytes unless one alone has more; each is yielded once, in order."""
+    """Reads at once are bounded in blocks and, except for one large block, in bytes; each is yielded once, in order."""
     sizes = [rng.choice([1, 1000, 1 << 20, 30 << 20, 100 << 20]) for _ in range(300)]
     read: list[list[int]] = []
 
@@ -743,7 +743,7 @@ def test_what_is_read_at_once_is_bounded(rng: random.Random, monkeypatch: pytest
 
 
 def test_a_walk_that_is_left_early_closes_well(weed_server: S3Server, rng: random.Random) -> None:
-    """Who takes one block and goes leaves nothing running; closing twice is closing once."""
+    """A caller that stops after one block leaves no task running; a second close has no effect."""
     tier = Tier(weed_server, rng)
     tier.fill(_LLAMA)
     holdings = Medium(tier.argument)

@@ -1,4 +1,4 @@
-"""Answers as they come in: in pieces of any length, whole, broken, or too long."""
+"""HTTP answers: in pieces of any length, complete, broken, or too long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BODY = bytes(range(256)) * 20
 
 
 def feed(reader: Answer, data: bytes, most: int = 1 << 20, *, end: bool = False) -> Answer | None:
-    """Let a reader take in bytes, at most so many at once, until it has its answer; then the end of the stream."""
+    """Feed bytes to a reader, ``most`` at a time, until it has its answer; then the end of the stream."""
     rest = memoryview(data)
     while rest and not reader.whole:
         taken = 0
@@ -48,7 +48,7 @@ def joined(targets: Sequence[memoryview], count: int) -> bytes:
 
 
 def test_body_into_buffers(rng: random.Random) -> None:
-    """However the bytes are cut, the body lands in the buffers, and nothing is written behind it."""
+    """However the bytes are split, the body goes into the buffers, and no byte is written behind them."""
     for _ in range(200):
         size = rng.choice((1, 5, 2040, 2048, 4000, len(BODY)))
         targets = buffers(rng.choice((0, 1, 256)), rng.randrange(1, 3000), len(BODY))
@@ -63,7 +63,7 @@ def test_body_into_buffers(rng: random.Random) -> None:
 
 
 def test_longer_than_buffers() -> None:
-    """An object that does not fit is refused by its length, before a byte of it is taken."""
+    """An object that does not fit is refused by its length, before any byte of it is read."""
     targets = buffers(100, 100)
     with pytest.raises(S3Error) as caught:
         feed(Answer(targets), head(Content_Length=201) + bytes([1]) * 201)
@@ -92,20 +92,20 @@ def test_longer_than_buffers() -> None:
         (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20000, Cause.PROTOCOL),
         (head(404) + b"x" * (5 << 20), Cause.PROTOCOL),
         (head(404, Transfer_Encoding="chunked") + b"+2\r\nhe\r\n0\r\n\r\n", Cause.PROTOCOL),
-        # A negative length would lead back to where it was read, for ever.
+        # A negative length would lead back to its own position, for ever.
         (head(404, Transfer_Encoding="chunked") + b"-6\r\nhello\r\n0\r\n\r\n", Cause.PROTOCOL),
         (head(404, Transfer_Encoding="chunked") + b"f" * 17 + b"\r\nhello\r\n0\r\n\r\n", Cause.PROTOCOL),
     ],
 )
 def test_broken_answers(data: bytes, cause: Cause) -> None:
-    """What is no whole answer is a failure of its own cause."""
+    """Each kind of invalid answer is a failure with its own cause."""
     with pytest.raises(S3Error) as caught:
         feed(Answer(buffers(256, 4096)), data, end=True)
     assert caught.value.cause is cause
 
 
 def test_texts() -> None:
-    """The body of a failure is kept, whether its length is told, or it comes in chunks, or ends with the stream."""
+    """The body of a failure is kept, whether its length is declared, it is chunked, or it ends with the stream."""
     for data, reusable in (
         (head(404, Content_Length=5) + b"hello", True),
         (head(404, Transfer_Encoding="chunked") + b"2;x=y\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n", True),
@@ -122,7 +122,7 @@ def test_texts() -> None:
 
 
 def test_without_body() -> None:
-    """An answer to HEAD has a length and no body; one that goes before is skipped."""
+    """An answer to HEAD has a length and no body; an interim answer is skipped."""
     reader = Answer(bodiless=True)
     answer = feed(reader, b"HTTP/1.1 100 Continue\r\n\r\n" + head(200, Content_Length=77))
     assert answer is not None
@@ -130,14 +130,14 @@ def test_without_body() -> None:
 
 
 def test_a_body_of_an_answer_without_one_is_surplus() -> None:
-    """Bytes behind the head of an answer to HEAD belong to no answer: what follows them can't be trusted."""
+    """Bytes after the head of an answer to HEAD belong to no answer: later bytes cannot be trusted."""
     answer = Answer(bodiless=True)
     feed(answer, head(Content_Length=5) + b"hello")
     assert answer.whole and answer.surplus and answer.body == b""
 
 
 def test_surplus_bytes() -> None:
-    """Bytes behind the body make the connection one that is not used again."""
+    """Surplus bytes after the body prevent reuse of the connection."""
     targets = buffers(100)
     answer = feed(Answer(targets), head(Content_Length=5) + b"hellohello")
     assert answer is not None
@@ -146,7 +146,7 @@ def test_surplus_bytes() -> None:
 
 
 def test_any_bytes(rng: random.Random) -> None:
-    """Whatever comes, damaged or random, the reader answers or fails with a cause, and takes no more than it may."""
+    """For any damaged or random bytes, the reader answers or fails with a cause, and keeps within its limits."""
     whole = head(Content_Length=300, ETag="x") + BODY[:300]
     for _ in range(3000):
         data = bytearray(whole)
@@ -162,7 +162,7 @@ def test_any_bytes(rng: random.Random) -> None:
 
 
 def test_interim_answers_are_few() -> None:
-    """A server that goes on announcing its answer is refused, however it cuts that; a few are skipped."""
+    """A server that keeps sending interim answers is refused, however these are split; a few are skipped."""
     interim = b"HTTP/1.1 100 Continue\r\n\r\n"
     for most in (1, 1 << 20):
         answer = feed(Answer(buffers(10)), interim * 8 + head(200, Content_Length=5) + b"hello", most)
@@ -175,14 +175,14 @@ def test_interim_answers_are_few() -> None:
 
 
 def test_a_text_in_tiny_chunks_is_refused() -> None:
-    """Chunks of one byte cost a call each: soon they are taken for what they are, and not read on."""
+    """Chunks of one byte cost a call each: such a body is soon refused."""
     reader = Answer()
     whole = head(404, Transfer_Encoding="chunked") + b"1\r\nA\r\n" * 100_000
     with pytest.raises(S3Error) as caught:
         feed(reader, whole)
     assert caught.value.cause is Cause.PROTOCOL
     assert len(reader.body) < 32 * 1024
-    # A list as services send it is no such text.
+    # A list as services send it is accepted.
     chunks = b"".join(b"%x\r\n" % 1024 + b"x" * 1024 + b"\r\n" for _ in range(4000))
     answer = feed(Answer(), head(200, Transfer_Encoding="chunked") + chunks + b"0\r\n\r\n")
     assert answer is not None
@@ -190,7 +190,7 @@ def test_a_text_in_tiny_chunks_is_refused() -> None:
 
 
 def test_an_answer_of_two_lengths_is_refused() -> None:
-    """Where a proxy and we could disagree on where an answer ends, it has no end that we believe."""
+    """If a proxy and we could disagree on the end of an answer, the answer is refused."""
     for lines in (b"Content-Length: 5\r\nContent-Length: 6", b"Content-Length: 5\r\nTransfer-Encoding: chunked"):
         with pytest.raises(S3Error) as caught:
             feed(Answer(buffers(10)), b"HTTP/1.1 200 OK\r\n" + lines + b"\r\n\r\nhello", end=True)
@@ -198,7 +198,7 @@ def test_an_answer_of_two_lengths_is_refused() -> None:
 
 
 def test_trailers_are_no_headers() -> None:
-    """What comes behind the last chunk does not change what the head says."""
+    """Trailers after the last chunk do not change the headers."""
     data = head(404, Transfer_Encoding="chunked", ETag="right") + b"0\r\netag: wrong\r\n\r\n"
     answer = feed(Answer(), data)
     assert answer is not None
@@ -206,7 +206,7 @@ def test_trailers_are_no_headers() -> None:
 
 
 def test_an_interim_answer_has_no_say() -> None:
-    """Headers of an answer that goes before are not those of the answer proper."""
+    """Headers of an interim answer do not apply to the final answer."""
     early = b"HTTP/1.1 103 Early Hints\r\netag: wrong\r\n\r\n"
     answer = feed(Answer(bodiless=True), early + head(200, Content_Length=5))
     assert answer is not None
@@ -214,7 +214,7 @@ def test_an_interim_answer_has_no_say() -> None:
 
 
 def test_the_beginning_of_another_answer_is_surplus() -> None:
-    """Bytes that could become an answer that nobody asked for cost the connection, as any others."""
+    """Bytes that could start an unrequested answer cost the connection like any others."""
     for whole in (head(404, Content_Length=5) + b"hello", head(404, Content_Length=0)):
         answer = feed(Answer(), whole + b"HTTP/1.1 200 OK\r\n")
         assert answer is not None

@@ -1,4 +1,4 @@
-"""What the elected engine does in a round, beside evicting: leases, sweeps, times to live, snapshots of others."""
+"""Rounds of the elected engine besides eviction: leases, sweeps, times to live, snapshots for others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from kvstore import AsyncTier, RequestContext, TransferJob, open_tier
-from kvstore.backends.s3 import S3Backend
 from kvstore.backends.s3.client import ObjectInfo
 from kvstore.backends.s3.names import ObjectNames, read_name
 from kvstore.backends.s3.notes import name_digest, read_uses
@@ -21,47 +20,18 @@ from kvstore.backends.s3.packs import PackFormat
 from kvstore.backends.s3.presence import SnapshotMaker
 from kvstore.primary import Region
 from kvstore.types import JobResult, LookupResult, Outcome, RemovalCause
-from tests.s3.clients import NAMESPACE, fresh_prefix, opened, options_for
+from tests.s3.clients import NAMESPACE, options_for
 from tests.s3.fault_server import Fault, FaultServer
-from tests.s3.test_capacity import PATIENT, SLOW, heard_by, keeper_of, wait_for
-from tests.s3.test_packing import PACKED, blocks_of, reads_of, writes_of
+from tests.s3.keepers import PATIENT, SLOW, engines, heard_by, keeper_of, names_under, put_empty, wait_for
+from tests.s3.packed import PACKED, blocks_of, reads_of, writes_of
 
 _DAY_S = 86400.0
-
-
-@contextlib.asynccontextmanager
-async def engines(server: Any, count: int, **more: Any) -> AsyncIterator[list[S3Backend]]:
-    """Open some backends over the same part of a bucket, whose rounds are begun by the test; close them in any case."""
-    options = {**PATIENT, **SLOW, "store_timeout": 60, "prefix": fresh_prefix(), **more}
-    async with contextlib.AsyncExitStack() as stack:
-        found = []
-        for _ in range(count):
-            found.append(await opened(server, **options))
-            stack.push_async_callback(found[-1].close)
-        yield found
-
-
-async def names_under(backend: S3Backend, folder: str) -> list[str]:
-    """Return the names of all objects under a part of the prefix, without the prefix."""
-    prefix, found = backend.config.prefix, list[str]()
-    page = await backend._ready().list_page(prefix + folder, timeout_s=30)
-    found += [info.key for info in page.objects]
-    while page.more:
-        page = await backend._ready().list_page(prefix + folder, start_after=found[-1], timeout_s=30)
-        found += [info.key for info in page.objects]
-    return [name.removeprefix(prefix) for name in found]
-
-
-async def put_empty(backend: S3Backend, names: Iterable[str], body: bytes = b"x") -> None:
-    """Write objects of which only the names matter."""
-    for name in names:
-        await backend._ready().put(backend.config.prefix + name, [body], timeout_s=30)
 
 
 async def test_who_lost_the_lease_publishes_no_snapshot(
     faults: FaultServer, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine whose list took so long that another one took over leaves that one's newer snapshot alone."""
+    """An engine whose listing outlasts its lease does not overwrite the new holder's newer snapshot."""
     async with engines(faults, 4, snapshot=True) as (slow, quick, writer, reader):
         await writer.put(writes_of(blocks_of(rng, 5)))
         await keeper_of(slow).round()
@@ -72,12 +42,12 @@ async def test_who_lost_the_lease_publishes_no_snapshot(
             async for info in listed(prefix, **more):
                 yield info
             if prefix == slow.config.prefix:
-                # It has seen all there was. Now its lease runs out, in the eyes of the other.
+                # The listing is complete. Now its lease expires, from the other engine's view.
                 assert not await lease.hold()
                 monkeypatch.setattr(lease, "_clock", lambda: time.monotonic() + 3 * slow.config.keeper_interval)
                 await writer.put(writes_of(late))
                 await keeper_of(quick).round()
-                assert keeper_of(quick).is_elected
+                assert keeper_of(quick)._lease.is_held
 
         monkeypatch.setattr(slow._ready(), "listed", listed_slowly)
         await keeper_of(slow).round()
@@ -95,7 +65,7 @@ async def test_an_engine_that_loses_the_lease_stops_deleting(
     monkeypatch.setattr("kvstore.backends.s3.keeper.DELETES_MAX", 1)
     async with engines(faults, 1, capacity=10_000) as (engine,):
         await engine.put(writes_of(blocks_of(rng, 6)))
-        # Elected for the round and for its first batch; then another engine has it.
+        # Elected for the round and for its first batch; then another engine holds the lease.
         answers = iter([True, True, False])
 
         async def hold() -> bool:
@@ -107,39 +77,39 @@ async def test_an_engine_that_loses_the_lease_stops_deleting(
 
 
 async def test_who_closes_gives_the_lease_back(faults: FaultServer, rng: random.Random) -> None:
-    """The next engine keeps house in its next round, and need not wait for a sign of life that will not come."""
+    """The next engine takes over in its next round, without waiting for the lease to expire."""
     async with engines(faults, 3, capacity=1 << 30) as (first, second, third):
         for engine in (first, second):
             await keeper_of(engine).round()
-        assert [keeper_of(engine).is_elected for engine in (first, second)] == [True, False]
+        assert [keeper_of(engine)._lease.is_held for engine in (first, second)] == [True, False]
         await second.close()
         await keeper_of(third).round()
-        # Who did not hold it gave nothing back.
-        assert [keeper_of(engine).is_elected for engine in (first, third)] == [True, False]
+        # An engine that did not hold the lease released nothing.
+        assert [keeper_of(engine)._lease.is_held for engine in (first, third)] == [True, False]
         await first.close()
         await keeper_of(third).round()
-        assert [keeper_of(engine).is_elected for engine in (first, third)] == [False, True]
-    # All of them have gone by now; one that comes later needs no round to see how the lease lies.
+        assert [keeper_of(engine)._lease.is_held for engine in (first, third)] == [False, True]
+    # All of them have closed; a later engine needs no round to observe the lease.
     async with engines(faults, 1, capacity=1 << 30, prefix=third.config.prefix) as (late,):
         await keeper_of(late).round()
-        assert keeper_of(late).is_elected
+        assert keeper_of(late)._lease.is_held
 
 
 @pytest.mark.parametrize("fault", [Fault.BLACK_HOLE, Fault.INTERNAL, Fault.FORBIDDEN])
 async def test_a_service_that_fails_keeps_nobody_from_closing(faults: FaultServer, fault: Fault) -> None:
-    """What holds the lease closes all the same, soon and without a failure; nothing goes on after it."""
+    """The holder of the lease closes in time and without a failure; no task continues afterwards."""
     async with engines(faults, 1, capacity=1 << 30) as (engine,):
         await keeper_of(engine).round()
         faults.plan(fault)
         async with asyncio.timeout(engine.config.timeout):
             await engine.close()
         faults.plan(None)
-        assert not keeper_of(engine).is_elected
+        assert not keeper_of(engine)._lease.is_held
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_own_blocks_are_found_until_a_snapshot_has_them(faults: FaultServer, rng: random.Random) -> None:
-    """A block that this engine wrote while a list ran is found, however many snapshots it reads until the next list."""
+    """A block written during a listing is found, however many snapshots its engine reads until the next listing."""
     async with engines(faults, 1, snapshot=True) as (engine,):
         snapshot, client = engine._snapshot, engine._ready()
         assert snapshot is not None
@@ -156,7 +126,7 @@ async def test_own_blocks_are_found_until_a_snapshot_has_them(faults: FaultServe
             return True
 
         await (await seen()).publish(client, always)
-        # The next list is under way when the engine writes, and then reads the snapshot of the list before.
+        # The next listing is running when the engine writes, and then reads the snapshot of the previous one.
         second = await seen()
         own = blocks_of(rng, 5)
         await engine.put(writes_of(own))
@@ -169,7 +139,7 @@ async def test_own_blocks_are_found_until_a_snapshot_has_them(faults: FaultServe
 
 
 async def test_a_sweep_reaches_every_page(faults: FaultServer) -> None:
-    """What engines told long ago is deleted, also behind a thousand names that are still of use."""
+    """Expired housekeeping objects are deleted, even behind a thousand names still in use."""
     async with engines(faults, 1, capacity=1 << 30) as (engine,):
         young = [f"_keeper/uses/{number:016x}" for number in range(1000)]
         old = [f"_keeper/uses/f{number:015x}" for number in range(30)]
@@ -186,18 +156,18 @@ async def test_a_sweep_reaches_every_page(faults: FaultServer) -> None:
 
 
 def stamped(names: ObjectNames, age_s: float, kind: str) -> str:
-    """Return the name of a pack (p) or note (r) that was made so long ago."""
+    """Return the name of a pack (p) or note (r) of an age."""
     return names.packs_since(time.time() - age_s) + os.urandom(8).hex() + kind
 
 
 async def test_notes_of_packs_go_when_no_pack_is_as_old(faults: FaultServer, rng: random.Random) -> None:
-    """A note that blocks are gone is kept as long as there may be a pack that it speaks of, and a day in any case."""
+    """A note of removed blocks is kept as long as its pack may exist, and for at least a day."""
     async with engines(faults, 1, **PACKED, capacity=1 << 30) as (engine,):
         prefix = engine.config.prefix
         names, made = ObjectNames(prefix, NAMESPACE), PackFormat(NAMESPACE)
         head, _ = made.pack_head([(b"kept", 3), (b"gone", 3)])
         pack, note = (stamped(names, age_s, kind) for age_s, kind in ((3 * _DAY_S, "p"), (2 * _DAY_S, "r")))
-        # Nothing is left of what this one speaks of; and this one is too young to tell.
+        # No pack of the first note is left; the second note is too young.
         older, young = stamped(names, 4 * _DAY_S, "r"), stamped(names, 3 * _DAY_S, "r").replace(names.packs, "")
         body = made.gone_note([(pack.removeprefix(names.packs), b"gone")])
         client = engine._ready()
@@ -223,7 +193,7 @@ async def test_notes_of_packs_go_when_no_pack_is_as_old(faults: FaultServer, rng
 
 
 async def test_uses_that_could_not_be_told_are_told_again(faults: FaultServer, rng: random.Random) -> None:
-    """When the service does not take what an engine used, the next round tells it, though nothing was used since."""
+    """If the service fails to store an engine's uses, the next round writes them, even without new uses."""
     async with engines(faults, 1, capacity=1 << 30, tries=1) as (engine,):
         blocks = blocks_of(rng, 3)
         await engine.put(writes_of(blocks))
@@ -242,7 +212,7 @@ async def test_uses_that_could_not_be_told_are_told_again(faults: FaultServer, r
 
 
 def lookup(tier: AsyncTier, keys: Iterable[bytes]) -> list[LookupResult]:
-    """Ask a tier once for each key, as a scheduler does in one step."""
+    """Look up each key once, as a scheduler does in one step."""
     answers = [tier.lookup(key, RequestContext("r")) for key in keys]
     tier.flush()
     tier.get_finished()
@@ -251,7 +221,7 @@ def lookup(tier: AsyncTier, keys: Iterable[bytes]) -> list[LookupResult]:
 
 @pytest.mark.parametrize("packed", [False, True])
 async def test_what_is_too_old_is_a_miss_for_all(faults: FaultServer, rng: random.Random, packed: bool) -> None:
-    """What nobody used for the time to live leaves, and engines that believed in it miss it within their own one."""
+    """Blocks unused for the time to live are removed; engines with a cached hit miss them after ``positive_ttl``."""
     more = {"ttl": 3600, **(PACKED if packed else {})}
     async with engines(faults, 2, **more) as (elected, user):
         heard = heard_by(elected)
@@ -268,7 +238,7 @@ async def test_what_is_too_old_is_a_miss_for_all(faults: FaultServer, rng: rando
                 await wait_for(lambda: lookup(other, [*old, *used]) == hits)
                 await keeper_of(elected).round()
                 assert heard == []
-                # A use, told by another engine, counts as a write.
+                # A use reported by another engine counts as a write.
                 assert set(await user.get_into(reads_of(used))) == {Outcome.OK}
                 await keeper_of(user).round()
                 faults.age(elected.config.prefix, 700.0)
@@ -276,7 +246,7 @@ async def test_what_is_too_old_is_a_miss_for_all(faults: FaultServer, rng: rando
                 await keeper_of(elected).round()
                 assert heard == [(frozenset(old), RemovalCause.EXPIRED)]
                 if packed:
-                    # It knows where they lie and asks nobody; who has loaded one in vain knows better.
+                    # It knows the blocks' places and sends no lookup; after a failed load it marks them as gone.
                     other.submit_load(TransferJob(1, list(old), range(3)))
                     other.flush()
                     results: list[JobResult] = []
@@ -289,7 +259,7 @@ async def test_what_is_too_old_is_a_miss_for_all(faults: FaultServer, rng: rando
         counters = elected.stats().counters
         assert counters["expired_objects"] == (1 if packed else 3)
         assert counters["evicted_objects"] == 0
-        # The engine that used the others hears of it in its next round.
+        # The engine that used the others is notified in its next round.
         removed = heard_by(user)
         await keeper_of(user).round()
         assert removed == [(frozenset(old), RemovalCause.EXPIRED)]

@@ -1,4 +1,4 @@
-"""``kvstore s3-lifecycle`` prints rules that a service takes."""
+"""``kvstore s3-lifecycle`` prints rules that a service accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIER = "s3://kv-cache/kv?ttl=30d"
 
 
 def printed(capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any]:
-    """Return what the command prints."""
+    """Return the command's output."""
     lifecycle_command(TIER, prefix_is_ours=True, **options)
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -29,7 +29,7 @@ def test_rules_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rules_of_others_stay(capsys: pytest.CaptureFixture[str], tmp_path: Path, moto_server: S3Server) -> None:
-    """Merged with what a bucket has, others' rules stay and ours are there once; the service takes the outcome."""
+    """Merged with a bucket's rules, others' rules stay and ours are there once; the service accepts the result."""
     foreign = {"ID": "logs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 9}}
     file = tmp_path / "rules.json"
     file.write_text(
@@ -46,7 +46,7 @@ def test_rules_of_others_stay(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 def test_a_bucket_without_rules_prints_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """An empty file, which is what a bucket without rules gives, counts as no rules."""
+    """An empty file, as a bucket without rules gives, counts as no rules."""
     (tmp_path / "none").write_text("")
     assert printed(capsys, merge=tmp_path / "none") == printed(capsys)
 
@@ -55,7 +55,7 @@ def test_a_bucket_without_rules_prints_nothing(capsys: pytest.CaptureFixture[str
     ("text", "expected"), [("{", "is not valid JSON"), ("[]", "has no 'Rules'"), ('{"Rules": [1]}', "has no 'Rules'")]
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, expected: str) -> None:
-    """What is no list of rules is refused, so that no rule is lost."""
+    """A file that is not a list of rules is refused, so that no rule is lost."""
     (tmp_path / "rules").write_text(text)
     with pytest.raises(ConfigError, match=expected):
         lifecycle_command(TIER, tmp_path / "rules")
@@ -70,7 +70,7 @@ def test_other_tiers_are_refused() -> None:
 
 
 def test_what_others_keep_under_a_prefix_does_not_expire(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unless somebody states that nothing else lies under the prefix, rules concern our notes only, or are refused."""
+    """Without a statement that the prefix is ours alone, rules cover our notes only, or are refused."""
     lifecycle_command("s3://kv-cache/kv")
     rules = json.loads(capsys.readouterr().out)["Rules"]
     assert [rule["Filter"]["Prefix"] for rule in rules] == ["kv/_keeper/removed/"]
@@ -80,13 +80,13 @@ def test_what_others_keep_under_a_prefix_does_not_expire(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_tier_without_a_prefix_has_no_rules(ours: bool) -> None:
-    """Rules for the whole bucket are refused, whatever is stated."""
+    """Rules for the whole bucket are refused, whatever the statement."""
     with pytest.raises(ConfigError, match="no prefix"):
         lifecycle_command('{"type": "s3", "bucket": "kv-cache", "prefix": "", "ttl": "30d"}', prefix_is_ours=ours)
 
 
 def test_a_tier_within_the_prefix_is_seen(tmp_path: Path) -> None:
-    """Where the bucket has rules of another tier under this prefix, it is not ours alone."""
+    """If the bucket has rules of another tier under this prefix, the prefix is not ours alone."""
     inner = lifecycle_rules(S3Config(bucket="kv-cache", prefix="kv/team/"), prefix_is_ours=False)
     (tmp_path / "rules").write_text(json.dumps(inner))
     with pytest.raises(ConfigError, match="another tier under 'kv/'"):

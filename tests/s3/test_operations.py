@@ -1,4 +1,4 @@
-"""What a service refuses, and what it is asked: credentials, rights, checksums, conditions, a start without it."""
+"""Refusals and requests of a service: credentials, rights, checksums, conditions, and a start without the service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 
 from kvstore.backends.s3 import S3Backend, direct
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_response
-from kvstore.errors import BackendError, ConfigError
+from kvstore.errors import BackendClosedError, BackendError, ConfigError
 from kvstore.testing.records import RecordMaker
 from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.waiting import eventually_async
@@ -39,7 +39,7 @@ def client(request: pytest.FixtureRequest) -> str:
 
 
 async def refusal(server: S3Server | FaultServer, **more: Any) -> S3Error:
-    """Return the failure with which a backend does not open."""
+    """Return the failure of a backend's open."""
     with pytest.raises(BackendError) as caught:
         await opened(server, **more)
     assert isinstance(caught.value, S3Error)
@@ -47,26 +47,26 @@ async def refusal(server: S3Server | FaultServer, **more: Any) -> S3Error:
 
 
 async def test_wrong_secret(weed_server: S3Server, client: str) -> None:
-    """A wrong secret is told as that, at the start."""
+    """A wrong secret is reported as such, at the start."""
     error = await refusal(weed_server, client=client, secret_access_key="wrong-canary")
     assert error.cause is Cause.CREDENTIALS
     assert "wrong-canary" not in str(error)
 
 
 async def test_unknown_key(weed_server: S3Server, client: str) -> None:
-    """An access key that the service does not know is told as wrong credentials."""
+    """An unknown access key is reported as wrong credentials."""
     assert (await refusal(weed_server, client=client, access_key_id="AKIANOBODY0000000000")).cause is Cause.CREDENTIALS
 
 
 async def test_no_such_bucket(weed_server: S3Server, client: str) -> None:
-    """A bucket that is not there is told as that, and not as a miss."""
+    """A missing bucket is reported as such, and not as a miss."""
     error = await refusal(weed_server, client=client, bucket="kvstore-not-there")
     assert error.cause is Cause.NO_BUCKET
     assert "Create the bucket" in str(error)
 
 
 async def test_clock_skew(weed_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that is off by an hour is told as that."""
+    """A clock that is off by an hour is reported as such."""
     now = time.time()
     monkeypatch.setattr("kvstore.backends.s3.sigv4.time.time", lambda: now - 3600)
     error = await refusal(weed_server, client="direct")
@@ -75,17 +75,17 @@ async def test_clock_skew(weed_server: S3Server, monkeypatch: pytest.MonkeyPatch
 
 
 async def test_certificate_of_a_stranger(weed_tls: S3Server, client: str) -> None:
-    """Without its authority a service is not talked to."""
+    """Without the service's certificate authority, no request is sent."""
     assert (await refusal(weed_tls, client=client, tls_ca=None)).cause is Cause.TLS
 
 
 async def test_nobody_listens(client: str, weed_server: S3Server) -> None:
-    """An endpoint where nobody listens is told as that."""
+    """An endpoint without a listener is reported as such."""
     assert (await refusal(weed_server, client=client, endpoint="http://127.0.0.1:9")).cause is Cause.REFUSED
 
 
 async def test_name_that_means_nothing(client: str, weed_server: S3Server) -> None:
-    """A host that has no address is told as that."""
+    """A host without an address is reported as such."""
     error = await refusal(
         weed_server, client=client, endpoint="https://nowhere.invalid", connect_timeout=20, timeout=20
     )
@@ -93,7 +93,7 @@ async def test_name_that_means_nothing(client: str, weed_server: S3Server) -> No
 
 
 async def test_read_only(weed_server: S3Server, client: str, rng: random.Random) -> None:
-    """With the right to read only, blocks are loaded and stores are refused."""
+    """With read-only rights, blocks are loaded and stores are refused."""
     prefix = "kv-shared-read-only/"
     access, secret = READ_ONLY
     writer = await opened(weed_server, client=client, prefix=prefix)
@@ -112,7 +112,7 @@ async def test_read_only(weed_server: S3Server, client: str, rng: random.Random)
 
 
 async def test_wrong_checksum(weed_server: S3Server, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
-    """A write whose checksum does not fit its bytes is refused by the service, counted, and not there."""
+    """A write with a wrong checksum is refused by the service, counted, and not stored."""
     backend = await opened(weed_server, client="direct", checksums="when_supported")
     maker = RecordMaker(NAMESPACE, backend.geometry, rng)
     key = maker.key()
@@ -127,7 +127,7 @@ async def test_wrong_checksum(weed_server: S3Server, monkeypatch: pytest.MonkeyP
 
 
 async def test_customer_key(weed_tls: S3Server, client: str, rng: random.Random) -> None:
-    """A block under a key of ours comes back with it, and without it is refused."""
+    """A block stored under our key is returned with it, and refused without it."""
     key = base64.b64encode(rng.randbytes(32)).decode()
     ours = await opened(weed_tls, client=client, prefix="kv-customer-key/", sse_customer_key=key)
     others = await opened(weed_tls, client=client, prefix="kv-customer-key/")
@@ -145,7 +145,7 @@ async def test_customer_key(weed_tls: S3Server, client: str, rng: random.Random)
 
 
 async def test_conditions(weed_server: S3Server, client: str) -> None:
-    """A write under a condition that does not hold changes nothing and is no failure."""
+    """A write under a false condition changes nothing and is not a failure."""
     objects = await opened_client(weed_server, client=client)
     etag = await objects.put("cond/a", [b"one"], timeout_s=20, if_absent=True)
     assert etag
@@ -160,7 +160,7 @@ async def test_conditions(weed_server: S3Server, client: str) -> None:
 
 
 async def test_ranges_and_pages(weed_server: S3Server, client: str) -> None:
-    """A range is read from where it is asked for, also where it ends early; names come in order, page by page."""
+    """A range is read from its start, even if the object ends within it; names are listed in order, page by page."""
     objects = await opened_client(weed_server, client=client)
     names = [f"pages/{number:03}" for number in range(25)]
     for name in names:
@@ -189,7 +189,7 @@ async def test_ranges_and_pages(weed_server: S3Server, client: str) -> None:
 async def test_service_without_conditions(
     faults: FaultServer, monkeypatch: pytest.MonkeyPatch, rng: random.Random, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the service does not know conditional writes, the first writer still wins, and that is said once."""
+    """Without conditional writes, the first writer still wins, and one warning reports it."""
     put = direct.DirectClient.put
 
     async def put_without_conditions(
@@ -214,7 +214,7 @@ async def test_service_without_conditions(
 
 
 def test_start_without_the_service(faults: FaultServer, client: str, rng: random.Random) -> None:
-    """An engine that does not need the tier starts without the service, and has it when it comes."""
+    """An engine that does not require the tier starts without the service, and uses it once it is up."""
     options = {"backend": "s3", **options_for(faults, client=client, timeout=0.5, connect_timeout=0.5)}
     keys = [rng.randbytes(32) for _ in range(4)]
     faults.plan(Fault.REFUSED)
@@ -230,7 +230,7 @@ def test_start_without_the_service(faults: FaultServer, client: str, rng: random
 
 
 def test_a_block_that_was_taken_away(faults: FaultServer, client: str, rng: random.Random) -> None:
-    """A load that finds nothing says MISS, and the next lookup knows; another engine's write is seen after the TTL."""
+    """A load of a deleted block is a MISS, as is the next lookup; another engine's write is seen after the TTL."""
     options = {"backend": "s3", **options_for(faults, client=client), "negative_ttl": "1ms"}
     keys = [rng.randbytes(32) for _ in range(2)]
     rigs = [TierRig(options, namespace=NAMESPACE, slot_bytes=4096, slots=4, timeout_s=40) for _ in range(2)]
@@ -244,7 +244,7 @@ def test_a_block_that_was_taken_away(faults: FaultServer, client: str, rng: rand
 
 
 async def test_through_a_proxy(faults: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the environment names a proxy, requests go to it, in a tunnel where they are https."""
+    """If the environment names a proxy, requests go through it, in a tunnel for https."""
     asked: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -266,7 +266,7 @@ async def test_through_a_proxy(faults: FaultServer, monkeypatch: pytest.MonkeyPa
 
 
 async def test_entities_of_a_service_are_not_expanded(faults: FaultServer, client: str) -> None:
-    """A list or an answer to a deletion that defines entities is refused before it is read."""
+    """A list or an answer to a deletion with entity definitions is refused before it is parsed."""
     entities = b"".join(b'<!ENTITY e%d "%s">' % (i + 1, b"&e%d;" % i * 50) for i in range(6))
     text = b'<?xml version="1.0"?><!DOCTYPE x [<!ENTITY e0 "lol">' + entities + b"]>"
     bodies = {"GET": text + b"<ListBucketResult><Name>&e6;</Name></ListBucketResult>"}
@@ -294,7 +294,7 @@ async def test_entities_of_a_service_are_not_expanded(faults: FaultServer, clien
 
 
 async def test_credentials_are_renewed(faults: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporary credentials that are about to expire are asked for again, and no request waits for a restart."""
+    """Temporary credentials near their expiry are renewed, without a restart."""
     calls = tmp_path / "calls"
     expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 300))
     answer = {"Version": 1, "AccessKeyId": "AKIATEMPORARY0000000", "SecretAccessKey": "s", "SessionToken": "t"}
@@ -309,7 +309,7 @@ async def test_credentials_are_renewed(faults: FaultServer, tmp_path: Path, monk
     before = os.path.getsize(calls)
     for number in range(3):
         await objects.put(f"renewed/{number}", [b"x"], timeout_s=20)
-    # Within five minutes of their end they are renewed before every use.
+    # Within five minutes of their end, credentials are renewed before every use.
     assert os.path.getsize(calls) >= before + 3
     await objects.close()
 
@@ -317,7 +317,7 @@ async def test_credentials_are_renewed(faults: FaultServer, tmp_path: Path, monk
 async def test_credentials_that_are_expired_already(
     faults: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a provider raises, a request fails for want of credentials, as any other failure of the service."""
+    """After any exception of a provider, a request fails for lack of credentials, like any other service failure."""
     answer = {"Version": 1, "AccessKeyId": "AKIATEMPORARY0000000", "SecretAccessKey": "s", "SessionToken": "t"}
     text = json.dumps(answer | {"Expiration": "2020-01-01T00:00:00Z"})
     program = tmp_path / "credentials.py"
@@ -332,14 +332,14 @@ async def test_credentials_that_are_expired_already(
 
 
 async def test_no_such_profile(faults: FaultServer, client: str) -> None:
-    """A profile that is not there is an error of the configuration."""
+    """A missing profile is an error of the configuration."""
     options = {"access_key_id": "", "secret_access_key": None, "profile": "nobody"}
     with pytest.raises(ConfigError, match="no profile 'nobody'"):
         await opened(faults, client=client, **options)
 
 
 async def test_without_credentials(faults: FaultServer, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no credentials are found, that is said; anonymous requests need none."""
+    """Missing credentials are reported; anonymous requests need none."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     nobody = {"access_key_id": "", "secret_access_key": None, "client": client}
@@ -349,7 +349,7 @@ async def test_without_credentials(faults: FaultServer, client: str, monkeypatch
 
 
 async def test_a_service_that_does_not_go_on(faults: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list that begins anew where it should go on is a failure: it would never end."""
+    """A list that restarts instead of continuing is a failure: it would never end."""
     objects = await opened_client(faults, client="direct", tries=1)
     names = [f"again/{number}" for number in range(3)]
     for name in names:
@@ -384,7 +384,7 @@ async def test_a_service_that_does_not_go_on(faults: FaultServer, monkeypatch: p
     ],
 )
 def test_causes(status: int, code: str, cause: Cause) -> None:
-    """Status and code of an answer tell the cause; of its text nothing but the code is shown."""
+    """Status and code of an answer determine the cause; only the code of its text is shown."""
     error = error_of_response(status, f"<Error><Code>{code}</Code><Message>canary</Message></Error>")
     assert error.cause is cause
     assert "canary" not in str(error)
@@ -392,7 +392,7 @@ def test_causes(status: int, code: str, cause: Cause) -> None:
 
 
 async def test_many_cancelled(faults: FaultServer, rng: random.Random) -> None:
-    """After hundreds of cancelled calls no more connections are open than may be, and the next call works."""
+    """After a hundred cancelled calls, open connections stay within the limit, and the next call works."""
     backend = await opened(faults, client="direct", concurrency=8)
     assert isinstance(backend, S3Backend)
     maker = RecordMaker(NAMESPACE, backend.geometry, rng)
@@ -408,7 +408,7 @@ async def test_many_cancelled(faults: FaultServer, rng: random.Random) -> None:
     faults.plan(None)
     target = maker.target(keys[0])
     assert await backend.get_into([target.read]) == [Outcome.OK]
-    # The server hears of those that were closed a little later.
+    # The server notices closed connections a little later.
     await eventually_async(lambda: faults.counts()["open_connections"] <= 8, what="no more connections than may be")
     assert backend.stats().gauges["requests_running"] == 0
     await backend.close()
@@ -417,7 +417,7 @@ async def test_many_cancelled(faults: FaultServer, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("call", ["get", "list", "delete", "probe"])
 async def test_an_answer_without_end_is_not_kept(faults: FaultServer, client: str, call: str) -> None:
-    """A service that goes on and on is left after some megabytes."""
+    """An endless answer is abandoned after some megabytes."""
     objects = await opened_client(faults, client=client, tries=1)
     faults.plan(Fault.ENDLESS)
     calls = {
@@ -429,12 +429,12 @@ async def test_an_answer_without_end_is_not_kept(faults: FaultServer, client: st
     with pytest.raises(S3Error) as caught:
         await calls[call]()
     assert caught.value.cause is Cause.PROTOCOL
-    # What is on its way in the kernel comes on top of what is kept.
+    # Bytes in kernel buffers add to the kept ones.
     assert faults.counts()["endless_bytes"] < 24 << 20
 
 
 async def test_no_redirect_is_followed(faults: FaultServer, client: str) -> None:
-    """Whatever is asked for, another host gets no request, so neither the key of SSE-C nor the session's token."""
+    """For every operation, another host gets no request, and so neither the key of SSE-C nor the session's token."""
     key = base64.b64encode(bytes(32)).decode()
     objects = await opened_client(faults, client=client, tries=1, sse_customer_key=key, session_token="token")
     faults.plan(Fault.REDIRECT)
@@ -453,7 +453,7 @@ async def test_no_redirect_is_followed(faults: FaultServer, client: str) -> None
 
 
 def test_a_page_of_a_proxy_deletes_nothing(faults: FaultServer, client: str, rng: random.Random) -> None:
-    """A page that comes as a success in place of objects is a failure, and the objects stay where they are."""
+    """A proxy's page with a success status in place of objects is a failure, and the objects stay."""
     config = {"backend": "s3", **options_for(faults, client=client)}
     with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=8, timeout_s=60) as rig:
         keys = [rng.randbytes(32) for _ in range(8)]
@@ -468,7 +468,7 @@ def test_a_page_of_a_proxy_deletes_nothing(faults: FaultServer, client: str, rng
 
 
 async def test_a_condition_that_nobody_set_is_no_success(faults: FaultServer, client: str, rng: random.Random) -> None:
-    """412 for a write without a condition is a failure: the block is not there."""
+    """412 for a write without a condition is a failure: the block is not stored."""
     backend = await opened(faults, client=client, conditional_put="no")
     maker = RecordMaker(NAMESPACE, backend.geometry, rng)
     faults.plan(Fault.PRECONDITION, methods=("PUT",))
@@ -477,7 +477,7 @@ async def test_a_condition_that_nobody_set_is_no_success(faults: FaultServer, cl
 
 
 async def test_an_answer_that_is_given_up_is_closed(faults: FaultServer, client: str) -> None:
-    """Neither a text nor an object that comes too slowly leaves its connection to the garbage collector."""
+    """Neither a text nor an object that arrives too slowly leaves its connection to the garbage collector."""
     opened_one = await opened_client(faults, client=client)
     name = f"{opened_one._config.prefix}a"
     await opened_one.put(name, [b"x" * 100], timeout_s=30)
@@ -492,14 +492,14 @@ async def test_an_answer_that_is_given_up_is_closed(faults: FaultServer, client:
                 await call()
             assert failure.value.cause is Cause.TIMEOUT
         del failure
-        # Until now the loop would keep what holds on to such a connection.
+        # Before this, the loop would keep references to such a connection.
         await opened_one.close()
         gc.collect()
     assert [str(each.message) for each in caught] == []
 
 
 async def test_a_quarantine_waits_for_a_put_of_the_same_block(faults: FaultServer, rng: random.Random) -> None:
-    """A put under way could find the object that is about to go, and report it as there after it has gone."""
+    """A concurrent put could find the object before its deletion, and report it as present afterwards."""
     backend = await opened(faults)
     maker = RecordMaker(NAMESPACE, backend.geometry, rng)
     key = maker.key()
@@ -512,3 +512,18 @@ async def test_a_quarantine_waits_for_a_put_of_the_same_block(faults: FaultServe
     await quarantine
     assert await backend.exists([key]) == [False]
     await backend.close()
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_nothing_is_sent_after_close(faults: FaultServer, client: str) -> None:
+    """A closed backend sends no probe, and its client no request; its statistics stay."""
+    backend = await opened(faults, client=client)
+    sender = backend._ready()
+    await backend.close()
+    before = backend.stats().counters
+    assert before["requests_get"] > 0
+    with pytest.raises(BackendClosedError):
+        await backend.probe()
+    assert backend.stats().counters == before
+    with pytest.raises(BackendClosedError):
+        await sender.head("kv/x")

@@ -1,4 +1,4 @@
-"""Packs: one PUT for many blocks, found by every engine, and gone for every engine."""
+"""Packs: one PUT for many blocks, found by every engine, and removed for every engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvstore.backends.base import Backend, RecordRead, RecordWrite
+from kvstore.backends.base import Backend, RecordRead
 from kvstore.backends.s3 import S3Backend
 from kvstore.backends.s3.names import ObjectNames
 from kvstore.backends.s3.packing import PackIndex
@@ -20,14 +20,14 @@ from kvstore.testing import BackendTests, TierTests
 from kvstore.types import Outcome, RemovalCause
 from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened, options_for
 from tests.s3.fault_server import Fault, FaultServer
+from tests.s3.packed import PACKED, blocks_of, reads_of, writes_of
 from tests.s3.servers import S3Server
 
-PACKED: dict[str, Any] = {"pack_below": 1 << 20, "pack_refresh": 0}
 PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 20}
 
 
 class PackedSuite(BackendTests):
-    """What the suites below share."""
+    """Shared parts of the suites below."""
 
     __test__ = False
     scans: ClassVar[bool] = False
@@ -86,29 +86,14 @@ class TestTierPacked(TierTests):
         return {"backend": "s3", **options_for(self.server, **PACKED | PATIENT)}
 
 
-def blocks_of(rng: random.Random, count: int, size: int = 3000) -> dict[bytes, bytes]:
-    """Return keys with records of various lengths."""
-    return {rng.randbytes(32): rng.randbytes(rng.randrange(size // 2, size)) for _ in range(count)}
-
-
-def writes_of(blocks: dict[bytes, bytes]) -> list[RecordWrite]:
-    """Return the writes of blocks, each in two buffers."""
-    return [RecordWrite(key, (memoryview(data)[:256], memoryview(data)[256:])) for key, data in blocks.items()]
-
-
-def reads_of(keys: Any, size: int = 4096) -> list[RecordRead]:
-    """Return reads into buffers of their own."""
-    return [RecordRead(key, (memoryview(bytearray(256)), memoryview(bytearray(size)))) for key in keys]
-
-
 def bytes_of(read: RecordRead) -> bytes:
-    """Return what a read got."""
+    """Return the bytes of a read."""
     return b"".join(read.buffers)[: read.filled_bytes]
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_a_pack_costs_one_put_and_one_get(faults: FaultServer, rng: random.Random, client: str) -> None:
-    """64 blocks of a job take two PUTs, and are read by another engine with two GETs beside those of two heads."""
+    """64 blocks of a job take two PUTs; another engine reads them with two GETs, plus two for the heads."""
     more = {**PACKED, **PATIENT, "client": client, "prefix": fresh_prefix(), "pack_blocks": 32}
     backend, other = await opened(faults, **more), await opened(faults, **more)
     blocks = blocks_of(rng, 64)
@@ -123,7 +108,7 @@ async def test_a_pack_costs_one_put_and_one_get(faults: FaultServer, rng: random
     reads = reads_of(blocks)
     assert set(await other.get_into(reads)) == {Outcome.OK}
     assert [bytes_of(read) for read in reads] == list(blocks.values())
-    # A block that is known needs no list.
+    # A known block needs no list.
     assert faults.counts()["GET"] - before["GET"] == 2
     counters = other.stats().counters
     assert (counters["packs_read"], counters["pack_ranges_read"]) == (2, 2)
@@ -134,7 +119,7 @@ async def test_a_pack_costs_one_put_and_one_get(faults: FaultServer, rng: random
 
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_another_part_of_a_pack_is_no_damage(faults: FaultServer, rng: random.Random, client: str) -> None:
-    """A service that answers with another range than the one asked for fails the read; no block seems damaged."""
+    """A service that answers with another range than requested fails the read; no block seems damaged."""
     backend = await opened(faults, **{**PACKED, **PATIENT, "prefix": fresh_prefix(), "tries": 1, "client": client})
     blocks = blocks_of(rng, 4)
     assert set(await backend.put(writes_of(blocks))) == {Outcome.OK}
@@ -148,7 +133,7 @@ async def test_another_part_of_a_pack_is_no_damage(faults: FaultServer, rng: ran
 
 @pytest.mark.parametrize("fault", [Fault.KEY_DISABLED, Fault.BAD_RANGE])
 async def test_a_pack_that_is_refused_costs_no_other(faults: FaultServer, rng: random.Random, fault: Fault) -> None:
-    """An engine does without what the service does not give it, and does not ask for it again and again."""
+    """An engine works without packs that the service refuses, and does not request them again and again."""
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix(), "tries": 1}
     writer = await opened(faults, **more)
     parts = [blocks_of(rng, 4), blocks_of(rng, 4)]
@@ -167,7 +152,7 @@ async def test_a_pack_that_is_refused_costs_no_other(faults: FaultServer, rng: r
 
 
 async def test_two_engines_and_a_restart(weed_server: S3Server, rng: random.Random) -> None:
-    """What one engine wrote another reads, whichever blocks it wants; and so does one that starts later."""
+    """Blocks of one engine are read by another, in any selection, and by one that starts later."""
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
     engines = [await opened(weed_server, **more) for _ in range(2)]
     parts = [blocks_of(rng, 40), blocks_of(rng, 40)]
@@ -186,7 +171,7 @@ async def test_two_engines_and_a_restart(weed_server: S3Server, rng: random.Rand
 
 
 async def test_removals_reach_everybody(weed_server: S3Server, rng: random.Random) -> None:
-    """A removed block is gone for engines that knew it and for those to come; a pack goes with its last block."""
+    """A removed block is gone for current and later engines; a pack is removed with its last block."""
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
     one, two = await opened(weed_server, **more), await opened(weed_server, **more)
     blocks = blocks_of(rng, 8)
@@ -195,7 +180,7 @@ async def test_removals_reach_everybody(weed_server: S3Server, rng: random.Rando
     assert await two.exists(keys) == [True] * 8
     assert await two.delete([*keys[:3], b"nobody has this"]) == [True] * 3 + [False]
     three = await opened(weed_server, **more)
-    # An engine hears of it when it looks for something that it does not know.
+    # An engine notices when it looks up an unknown block.
     assert await one.exists([*keys, b"nobody has this"]) == [False] * 3 + [True] * 5 + [False]
     assert await three.exists(keys) == [False] * 3 + [True] * 5
     again = {key: blocks[key] for key in keys[:1]}
@@ -211,7 +196,7 @@ async def test_removals_reach_everybody(weed_server: S3Server, rng: random.Rando
 
 
 async def test_a_put_beside_a_removal_stays(faults: FaultServer, rng: random.Random) -> None:
-    """A block that is stored while it is being removed is stored anew, and is there for everybody afterwards."""
+    """A block stored during its removal is stored again, and is there for every engine afterwards."""
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
     backend = await opened(faults, **more)
     blocks = blocks_of(rng, 4)
@@ -235,7 +220,7 @@ async def test_a_put_beside_a_removal_stays(faults: FaultServer, rng: random.Ran
 async def test_a_put_that_is_cancelled_leaves_the_one_it_waits_for_alone(
     faults: FaultServer, rng: random.Random
 ) -> None:
-    """Of three jobs with the same blocks one writes; when one that waits is cancelled, the other two end as ever."""
+    """Of three jobs with the same blocks one writes; if a waiting one is cancelled, the other two are unaffected."""
     backend = await opened(faults, **PACKED | PATIENT | {"prefix": fresh_prefix(), "pack_refresh": 60})
     blocks = blocks_of(rng, 4)
     faults.plan(Fault.LATE, methods=("PUT",), count=1, delay_s=3.0)
@@ -257,14 +242,14 @@ async def test_a_put_that_is_cancelled_leaves_the_one_it_waits_for_alone(
 async def test_own_packs_are_not_listed_over_and_over(
     faults: FaultServer, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine lists what is new since the last pack, also if it wrote all of them itself: one page, not all."""
+    """An engine lists only names since the last pack, even if it wrote all packs itself: one page, not all."""
     more = {**PACKED, "prefix": fresh_prefix(), "pack_blocks": 1, "store_timeout": 60}
     async with contextlib.AsyncExitStack() as stack:
         writer, reader = await opened(faults, **more), await opened(faults, **more)
         for engine in (writer, reader):
             stack.push_async_callback(engine.close)
         began = time.time()
-        # Names are made by this clock: a thousand packs, an hour later one more, and then a look.
+        # Names use this clock: a thousand packs, an hour later one more, and then a lookup.
         for at_s, count in ((began - 7200, 1050), (began - 3600, 1)):
             monkeypatch.setattr("kvstore.backends.s3.names.time", _Clock(at_s))
             assert set(await writer.put(writes_of(blocks_of(rng, count, 64)))) == {Outcome.OK}
@@ -276,7 +261,7 @@ async def test_own_packs_are_not_listed_over_and_over(
 
 
 class _Clock:
-    """A clock that stands still."""
+    """A stopped clock."""
 
     def __init__(self, at_s: float) -> None:
         self._at_s = at_s
@@ -287,7 +272,7 @@ class _Clock:
 
 
 async def test_a_clock_that_is_ahead_hides_nothing(faults: FaultServer, rng: random.Random) -> None:
-    """A pack of an engine whose clock is ten minutes ahead is found, and so is what others write after it."""
+    """A pack of an engine whose clock is ten minutes ahead is found, as are later packs of others."""
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
     writer, reader = await opened(faults, **more), await opened(faults, **more)
     names = ObjectNames(more["prefix"], NAMESPACE)
@@ -302,7 +287,7 @@ async def test_a_clock_that_is_ahead_hides_nothing(faults: FaultServer, rng: ran
 
 
 async def test_a_pack_that_somebody_deleted_is_a_miss(weed_server: S3Server, rng: random.Random) -> None:
-    """Blocks of a pack that is gone are misses, are told as lost, and can be stored again."""
+    """Blocks of a deleted pack are misses, are reported as lost, and can be stored again."""
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
     backend = await opened(weed_server, **more)
     lost: list[tuple[list[bytes], RemovalCause]] = []
@@ -321,7 +306,7 @@ async def test_a_pack_that_somebody_deleted_is_a_miss(weed_server: S3Server, rng
 
 
 async def test_what_is_no_pack_is_passed_over(faults: FaultServer, rng: random.Random) -> None:
-    """Foreign, damaged and cut objects among the packs cost no block but their own, and are read once."""
+    """Foreign, damaged and truncated objects among the packs affect only their own blocks, and are read once."""
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
     writer, reader = await opened(faults, **more), await opened(faults, **more)
     client = writer._ready()
@@ -344,7 +329,7 @@ async def test_what_is_no_pack_is_passed_over(faults: FaultServer, rng: random.R
 
 
 async def test_failures_are_no_absence(faults: FaultServer, rng: random.Random) -> None:
-    """While packs can't be listed a lookup fails; a failed GET fails its blocks only; then all is as before."""
+    """While packs cannot be listed, lookups fail; a failed GET fails only its blocks; both recover."""
     more = {**PACKED, "prefix": fresh_prefix(), "tries": 1, "timeout": 5}
     writer, reader = await opened(faults, **more), await opened(faults, **more)
     blocks = blocks_of(rng, 4)
@@ -395,7 +380,7 @@ GOLDEN_NOTE = (
 
 
 def test_every_damaged_byte_of_a_head_is_seen() -> None:
-    """A head in which any one bit is wrong is refused, or asks for more bytes than there are."""
+    """A head with any wrong bit is refused, or claims more bytes than there are."""
     made = PackFormat(NAMESPACE)
     head, _ = made.pack_head([(b"k" * 32, 1000), (b"l" * 64, 5)])
     for place in range(len(head)):
@@ -406,13 +391,13 @@ def test_every_damaged_byte_of_a_head_is_seen() -> None:
                 found = made.read_pack(damaged)
             except Unreadable:
                 continue
-            # Reserved fields are under the checksum, too; only the length may be wrong, and be too much.
+            # Reserved fields are covered by the checksum; only the length may be wrong, and too large.
             assert isinstance(found, int), (place, bit)
             assert found > len(head), (place, bit)
 
 
 def test_names_are_in_the_order_of_time() -> None:
-    """Names sort by when they were made, tell it, and what is not a name tells nothing."""
+    """Names sort by their creation time and contain it; a name of another form gives no time."""
     names = ObjectNames("kv/", NAMESPACE)
     made = [names.new_pack() for _ in range(3)]
     first = names.read(made[0])
@@ -428,7 +413,7 @@ def test_names_are_in_the_order_of_time() -> None:
 
 
 def test_the_index_is_bounded_and_forgets_the_oldest() -> None:
-    """Beyond its bound, whole packs are forgotten, the first first; counts stay right."""
+    """Above the limit, whole packs are forgotten, the oldest first; counts stay right."""
     made = PackFormat(NAMESPACE)
     index = PackIndex(blocks_max=10)
     for number in range(8):
@@ -444,7 +429,7 @@ def test_the_index_is_bounded_and_forgets_the_oldest() -> None:
 
 @pytest.mark.parametrize("order", ["pack first", "note first"])
 def test_a_note_counts_whenever_it_comes(order: str) -> None:
-    """A note of removals also counts for a pack that is seen after it, and not for a later pack of the same block."""
+    """A removal note also applies to a pack seen after the note, and not to a later pack of the same block."""
     entries = PackFormat(NAMESPACE).pack_head([(b"a", 1), (b"b", 1)])[1]
     index = PackIndex()
     steps = [lambda: index.add("1p", entries), lambda: index.remove([("1p", b"a")])]
@@ -458,7 +443,7 @@ def test_a_note_counts_whenever_it_comes(order: str) -> None:
 
 
 def test_a_block_in_two_packs_is_there_until_both_are_gone() -> None:
-    """Of the packs of a block the last counts, then the one before it; nothing is remembered of packs that are gone."""
+    """Of a block's packs the last one counts, then the one before it; deleted packs leave no trace."""
     packs = {name: PackFormat(NAMESPACE).pack_head([(b"a", size)])[1] for name, size in (("1p", 1), ("2p", 2))}
     for order in (("1p", "2p"), ("2p", "1p")):
         for leave in ("forget", "remove"):
@@ -475,7 +460,7 @@ def test_a_block_in_two_packs_is_there_until_both_are_gone() -> None:
             assert (place.pack, place.size_bytes, index.packs_of(b"a")) == ("1p", 1, ["1p"])
             assert index.forget("1p") == [b"a"]
             assert (b"a" in index, index.packs_of(b"a"), len(index)) == (False, [], 0)
-            # Of the pack that loses, nothing is left behind in the one that won.
+            # The losing pack leaves no trace in the winning one.
             index = PackIndex()
             for name in order:
                 index.add(name, packs[name])
@@ -486,7 +471,7 @@ def test_a_block_in_two_packs_is_there_until_both_are_gone() -> None:
 
 
 def test_emptied_packs_are_remembered_up_to_a_bound() -> None:
-    """A pack of which all blocks were removed is not read again when it is listed once more; but not for ever."""
+    """A pack whose blocks were all removed is not read again when listed again; the number of such packs is bounded."""
     index = PackIndex(emptied_max=10)
     for number in range(100):
         index.add(f"{number:03}p", PackFormat(NAMESPACE).pack_head([(b"%03d" % number, 1)])[1])
@@ -497,12 +482,12 @@ def test_emptied_packs_are_remembered_up_to_a_bound() -> None:
 
 
 async def test_a_block_in_two_packs_outlives_one(faults: FaultServer, rng: random.Random) -> None:
-    """Two engines that wrote a block at the same time left it in two packs: when one goes, the other serves."""
+    """Two engines that wrote a block concurrently left it in two packs: if one pack goes, the other serves."""
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
     async with contextlib.AsyncExitStack() as stack:
         writers = []
         for _ in range(2):
-            # Neither looks for what is new before it writes.
+            # Neither lists new packs before it writes.
             writers.append(await opened(faults, **{**more, "pack_refresh": 3600}))
             stack.push_async_callback(writers[-1].close)
             await writers[-1].exists([b"nothing"])
@@ -532,14 +517,14 @@ def test_options_are_checked(faults: FaultServer) -> None:
 
 
 async def test_a_damaged_copy_leaves_the_other_one(faults: FaultServer, rng: random.Random) -> None:
-    """Of a block in two packs, of which the one that is read is damaged, that one goes and the other is read next."""
+    """If the copy in use of a block in two packs is damaged, that copy is removed and the other is read next."""
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
     first = await opened(faults, **more)
     blocks = blocks_of(rng, 3)
     assert await first.put(writes_of(blocks)) == [Outcome.OK] * 3
     bad = next(iter(blocks))
     good_pack = first._packs.index.place(bad).pack  # type: ignore[union-attr]
-    # Later in the order of names, so that it is the one that counts.
+    # Later in name order, so that it is the one in use.
     names, size = ObjectNames(more["prefix"], NAMESPACE), len(blocks[bad])
     head, _ = PackFormat(NAMESPACE).pack_head([(bad, size)])
     bad_pack = f"{names.packs}{'0fffffffffff'}{rng.randbytes(8).hex()}p"
@@ -554,6 +539,6 @@ async def test_a_damaged_copy_leaves_the_other_one(faults: FaultServer, rng: ran
     third = await opened(faults, **more)
     assert await third.exists(list(blocks)) == [True] * 3
     assert third._packs.index.packs_of(bad) == [good_pack]  # type: ignore[union-attr]
-    # To delete it is another matter.
+    # A delete removes both copies.
     await third.delete([bad])
     assert await third.exists(list(blocks)) == [False, True, True]

@@ -1,4 +1,4 @@
-"""Removals: objects go a thousand at once, and engines are told by notes."""
+"""Removals: objects are deleted a thousand at a time, and notes inform other engines."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kvstore.backends.s3.names import KeeperNames
 from kvstore.backends.s3.notes import outdated, read_note, remove
 from kvstore.types import RemovalCause
 from tests.s3.fault_server import Fault, FaultServer
-from tests.s3.test_keeper import engines, names_under, put_empty
+from tests.s3.keepers import engines, names_under, put_empty
 
 
 async def test_each_request_has_a_note_of_its_own(faults: FaultServer) -> None:
-    """However many objects leave, each is named by one note with the cause, and whoever asked hears of it first."""
+    """Each removed object is in one note with the cause, and the calling engine is notified first."""
     async with engines(faults, 1) as (engine,):
         client, prefix = engine._ready(), engine.config.prefix
         there = ["a", "b"]
         await put_empty(engine, [*there, "stays"])
-        # The last of the first request, and the only one of the second; the rest is not there, which is no failure.
+        # The last name of the first request, and the only one of the second; missing objects are not a failure.
         names = [f"{prefix}absent{number}" for number in range(DELETES_MAX - 1)] + [prefix + name for name in there]
         told: dict[str, list[str]] = {}
         await remove(
@@ -38,7 +38,7 @@ async def test_each_request_has_a_note_of_its_own(faults: FaultServer) -> None:
 
 
 async def test_who_can_not_tell_others_knows_itself(faults: FaultServer) -> None:
-    """When a note is refused, its objects are gone and whoever asked knows; those behind them are there still."""
+    """If a note is refused, its objects are gone and the caller is notified; later objects are still there."""
     async with engines(faults, 1, tries=1) as (engine,):
         prefix = engine.config.prefix
         await put_empty(engine, ["first", "late"])
@@ -55,7 +55,7 @@ async def test_who_can_not_tell_others_knows_itself(faults: FaultServer) -> None
 
 
 async def test_only_what_engines_name_is_outdated(faults: FaultServer) -> None:
-    """Objects that somebody else put into the folders of engines stay, however old they are."""
+    """Foreign objects in the engines' folders stay, however old they are."""
     async with engines(faults, 1) as (engine,):
         ours = [f"removed/{'0' * 28}", f"uses/{'a' * 16}", f"presence/{'b' * 64}"]
         foreign = ["removed/photos/1.jpg", "uses/data.parquet", f"presence/{'b' * 64}.bak", f"uses/{'A' * 16}"]

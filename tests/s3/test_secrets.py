@@ -48,7 +48,7 @@ class Everything(logging.Handler):
 
 @pytest.fixture
 def everything() -> Any:
-    """Hear all loggers, those of botocore and aiohttp among them, at their lowest level."""
+    """Capture all loggers at their lowest level, including those of botocore and aiohttp."""
     handler, root, botocore = Everything(), logging.getLogger(), logging.getLogger("botocore")
     levels = root.level, botocore.level
     root.addHandler(handler)
@@ -60,12 +60,12 @@ def everything() -> Any:
 
 
 async def fail_often(faults: FaultServer, client: str, rng: random.Random) -> tuple[list[str], int]:
-    """Let requests fail in all ways; return what can be seen of it, and how many failed."""
+    """Make requests fail in all ways; return all visible texts, and the number of failures."""
     seen: list[str] = []
     failed = 0
     backend = None
     while backend is None:
-        # Deadlines are short for the faults that never answer; a busy machine may miss them, too.
+        # Deadlines are short for the faults that never answer; a busy machine may miss other deadlines too.
         with contextlib.suppress(S3Error):
             backend = await opened(faults, client=client, **SECRETS, timeout=0.2, load_timeout=0.4, store_timeout=0.4)
     maker = RecordMaker(NAMESPACE, backend.geometry, rng)
@@ -94,9 +94,9 @@ async def fail_often(faults: FaultServer, client: str, rng: random.Random) -> tu
 async def test_no_secret_is_seen(
     faults: FaultServer, weed_server: S3Server, weed_tls: S3Server, everything: list[str], rng: random.Random
 ) -> None:
-    """Over two hundred failures of all kinds show no secret, whichever client sent the requests.
+    """Over two hundred failures of all kinds show no secret, with either client.
 
-    With aioboto3 botocore's own loggers are at INFO, as the warning of the next test asks for.
+    With aioboto3, botocore's own loggers are at INFO, as the warning of the next test demands.
     """
     seen: list[str] = []
     failed = 0
@@ -130,7 +130,7 @@ async def test_no_secret_is_seen(
 
 
 async def test_loggers_that_show_secrets_are_warned_of(faults: FaultServer, everything: list[str]) -> None:
-    """Where botocore would log secrets, aioboto3's client says so, and leaves the loggers as they are."""
+    """If botocore would log secrets, aioboto3's client warns, and leaves the loggers unchanged."""
     for level, warned in ((logging.NOTSET, True), (logging.INFO, False)):
         logging.getLogger("botocore").setLevel(level)
         everything.clear()

@@ -1,4 +1,4 @@
-"""The servers that S3 is tested with do what tests of S3 count on."""
+"""The servers used by the S3 tests behave as those tests assume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.s3.servers import READ_ONLY, S3Server
 
 BODY = bytes(range(256)) * 64
 NEVER = {Fault.BLACK_HOLE, Fault.TRICKLE, Fault.DECLARES_MORE}
-"""Faults after which nothing more comes."""
+"""Faults after which no more bytes are sent."""
 
 
 def request(
@@ -34,7 +34,7 @@ def request(
 
 @pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.ENDLESS])
 def test_every_fault_is_one(faults: FaultServer, fault: Fault) -> None:
-    """A GET under a fault does not get the object at once, and gets it when the fault is over."""
+    """A GET under a fault does not return the object at once, and returns it after the fault."""
     assert request(faults, "PUT", "a", BODY)[0] == 200
     faults.plan(fault, delay_s=0.2)
     began = time.monotonic()
@@ -44,7 +44,7 @@ def test_every_fault_is_one(faults: FaultServer, fault: Fault) -> None:
         assert not isinstance(error, TimeoutError) or fault in NEVER
     else:
         late = time.monotonic() - began >= 0.2
-        # What is sent twice is seen only by who reads on.
+        # A second copy is seen only by a client that reads on.
         assert status != 200 or body != BODY or late or fault is Fault.DUPLICATED
         assert fault not in NEVER
     if fault is not Fault.REFUSED:
@@ -65,7 +65,7 @@ def test_faults_come_as_often_as_asked(faults: FaultServer) -> None:
 
 
 def test_redirects_point_to_a_trap(faults: FaultServer) -> None:
-    """Who follows a redirect is counted."""
+    """A client that follows a redirect is counted."""
     faults.plan(Fault.REDIRECT)
     assert request(faults, "GET", "a")[0] == 307
     assert faults.counts().get("trapped", 0) == 0
@@ -78,7 +78,7 @@ def test_redirects_point_to_a_trap(faults: FaultServer) -> None:
 
 
 def test_memory_speaks_s3(faults: FaultServer) -> None:
-    """Ranges, conditions, pages and DeleteObjects of the server in memory are those of S3, as boto3 sees them."""
+    """Ranges, conditions, pages and DeleteObjects of the memory server are those of S3, as boto3 sees them."""
     with contextlib.closing(admin_of(faults)) as client:
         names = [f"k/{number:04}" for number in range(1003)]
         for name in names:
@@ -102,14 +102,14 @@ def test_memory_speaks_s3(faults: FaultServer) -> None:
 
 
 def test_null_server_throws_away(faults: FaultServer) -> None:
-    """Told to keep nothing, it reads what is put and stays empty."""
+    """Configured to keep nothing, the server reads stored data and stays empty."""
     faults.keep_puts(False)
     assert request(faults, "PUT", "a", BODY * 100)[0] == 200
     assert faults.counts()["objects"] == 0
 
 
 def test_weed_checks_what_moto_believes(moto_server: S3Server, weed_server: S3Server, weed_tls: S3Server) -> None:
-    """SeaweedFS refuses wrong secrets, wrong checksums and forbidden writes; this is why it is here beside moto."""
+    """SeaweedFS refuses wrong secrets, wrong checksums and forbidden writes; hence it is used beside moto."""
     put: dict[str, Any] = {"Bucket": weed_server.bucket, "Key": "servers/a", "Body": b"x"}
     for server in (moto_server, weed_server, weed_tls):
         with contextlib.closing(server.admin()) as client:
@@ -127,7 +127,7 @@ def test_weed_checks_what_moto_believes(moto_server: S3Server, weed_server: S3Se
 
 
 def admin_of(server: FaultServer | S3Server, key: str = "", secret: str = "") -> Any:
-    """Return boto3's client for a server, with other credentials if some are given."""
+    """Return boto3's client for a server, optionally with other credentials."""
     known = S3Server("", server.url, __file__, [], server.tls_ca, server.bucket)  # type: ignore[arg-type]
     known.access_key, known.secret_key = key or server.access_key, secret or server.secret_key
     return known.admin()

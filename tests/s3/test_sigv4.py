@@ -1,4 +1,4 @@
-"""Signatures: those of AWS's own examples' kind, as botocore computes them."""
+"""Signatures equal to those of botocore and of AWS's examples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def as_botocore(
 
 
 def test_as_botocore_signs(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
-    """For requests of all kinds our signature is the one that botocore computes."""
+    """For requests of all kinds our signature equals botocore's."""
     signer = Signer("eu-central-1")
     for number in range(50):
         token = rng.choice((None, "token/+="))
@@ -54,7 +54,7 @@ def test_as_botocore_signs(monkeypatch: pytest.MonkeyPatch, rng: random.Random) 
 
 
 def test_signature_of_the_documentation() -> None:
-    """The signing key of AWS's documentation gives the signature that stands there."""
+    """The signing key of AWS's documentation gives the documented signature."""
     # "GET Bucket Lifecycle" of the page named in sigv4.py hashes an empty body; with UNSIGNED-PAYLOAD this is ours.
     credentials = Credentials("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
     headers = {"host": "examplebucket.s3.amazonaws.com"}
@@ -66,7 +66,7 @@ def test_signature_of_the_documentation() -> None:
 
 
 def test_key_is_made_anew() -> None:
-    """Another day and another secret give another signature; the same second the same one."""
+    """Another day or another secret gives another signature; the same second gives the same one."""
 
     def signature(signer: Signer, secret: str, now: float) -> str:
         headers = {"host": "h"}
@@ -82,5 +82,5 @@ def test_key_is_made_anew() -> None:
 
 
 def test_nothing_is_shown() -> None:
-    """Credentials show neither key nor secret nor token."""
+    """The texts of credentials show neither key nor secret nor token."""
     assert "canary" not in repr(Credentials("canary1", "canary2", "canary3"))

@@ -1,4 +1,4 @@
-"""Snapshots of presence: a cold engine asks for what may be there, and for nothing else."""
+"""Snapshots of presence: a cold engine sends requests only for blocks that may be there."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvstore.namespace import Namespace
 from kvstore.types import Outcome
 from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened
 from tests.s3.fault_server import Fault, FaultServer
+from tests.s3.keepers import keeper_of, wait_for
+from tests.s3.packed import blocks_of, reads_of, writes_of
 from tests.s3.servers import S3Server
-from tests.s3.test_capacity import keeper_of, wait_for
-from tests.s3.test_packing import blocks_of, reads_of, writes_of
 
 OPTIONS: dict[str, Any] = {
     "timeout": 20,
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def test_a_filter_never_denies_what_is_in_it(rng: random.Random) -> None:
-    """Of a hundred thousand names all are in it, also after a round trip; of as many others about one in a hundred."""
+    """All names in the filter are found, after a round trip too; of other names, less than 2 % are."""
     names = [rng.randbytes(32).hex() for _ in range(100_000)]
     made = BloomFilter.of_digests([name_digest(name) for name in names])
     assert made is not None
@@ -45,7 +45,7 @@ def test_a_filter_never_denies_what_is_in_it(rng: random.Random) -> None:
 
 
 def test_an_empty_filter_denies_all() -> None:
-    """A namespace without blocks has a filter, too."""
+    """A namespace without blocks also has a filter."""
     made = BloomFilter.of_digests([])
     assert made is not None
     assert "a" not in made
@@ -54,7 +54,7 @@ def test_an_empty_filter_denies_all() -> None:
 def test_nothing_is_ruled_out_once_own_writes_are_not_all_remembered(
     faults: FaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A write that found the memory of own writes full may be there: the service is asked."""
+    """A write made while the memory of own writes was full may exist: the service is queried."""
     monkeypatch.setattr("kvstore.backends.s3.presence._WRITTEN_MAX", 2)
     config = config_for(faults)
     snapshot = PresenceSnapshot(make_client(config), config, NAMESPACE)
@@ -68,7 +68,7 @@ def test_nothing_is_ruled_out_once_own_writes_are_not_all_remembered(
 
 
 def test_damaged_snapshots_are_no_snapshots(rng: random.Random) -> None:
-    """A snapshot with a wrong bit, of another namespace, or cut, is none."""
+    """A snapshot with a wrong bit, of another namespace, or truncated, is refused."""
     made = BloomFilter.of_digests([name_digest(str(number)) for number in range(100)])
     assert made is not None
     data = made.encode(NAMESPACE)
@@ -98,7 +98,7 @@ GOLDEN_BITS = [214, 1604, 2994, 3615, 5005, 6395, 7785]
 
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_a_cold_engine_asks_for_little(faults: FaultServer, rng: random.Random, client: str) -> None:
-    """With a snapshot, a thousand blocks that are not there cost some HEADs; those that are there are found."""
+    """With a snapshot, a thousand absent blocks cost some HEADs; present ones are found."""
     more = {**OPTIONS, "prefix": fresh_prefix(), "client": client}
     writer = await opened(faults, **more)
     blocks = blocks_of(rng, 300, 600)
@@ -114,7 +114,7 @@ async def test_a_cold_engine_asks_for_little(faults: FaultServer, rng: random.Ra
     assert cold.stats().counters["heads_spared"] == 1000 - asked
     assert await cold.exists(list(blocks)) == [True] * 300
     assert set(await cold.get_into(reads_of(blocks, 1024))) == {Outcome.OK}
-    # What it writes itself it finds, whatever snapshots say; and so do others with the next one.
+    # An engine finds its own writes, whatever snapshots say; others find them with the next snapshot.
     own = blocks_of(rng, 20, 600)
     await cold.put(writes_of(own))
     assert await cold.exists(list(own)) == [True] * 20
@@ -129,7 +129,7 @@ async def test_a_cold_engine_asks_for_little(faults: FaultServer, rng: random.Ra
 
 
 async def test_a_snapshot_that_nobody_renews_is_not_believed(weed_server: S3Server, rng: random.Random) -> None:
-    """When the engine that makes them is gone, blocks are asked for again after three rounds."""
+    """After the end of the engine that writes snapshots, blocks are queried again after three rounds."""
     more = {**OPTIONS, "prefix": fresh_prefix()}
     writer, reader = await opened(weed_server, **more), await opened(weed_server, **more)
     await writer.put(writes_of(blocks_of(rng, 5)))
@@ -146,7 +146,7 @@ async def test_a_snapshot_that_nobody_renews_is_not_believed(weed_server: S3Serv
 
 
 async def test_who_may_not_write_still_reads_snapshots(faults: FaultServer, rng: random.Random) -> None:
-    """An engine whose housekeeping fails takes in new snapshots all the same, and asks again when there are none."""
+    """An engine whose housekeeping fails still reads new snapshots, and queries the service when there are none."""
     more = {**OPTIONS, "prefix": fresh_prefix(), "tries": 1}
     writer, reader = await opened(faults, **more), await opened(faults, **more)
     known, late, last = (blocks_of(rng, 5) for _ in range(3))
@@ -170,7 +170,7 @@ async def test_who_may_not_write_still_reads_snapshots(faults: FaultServer, rng:
 
 
 async def test_without_a_snapshot_blocks_are_asked_for(faults: FaultServer, rng: random.Random) -> None:
-    """No snapshot, one that can't be had, and one that is damaged: every block is asked for."""
+    """Without a snapshot, or with an unreadable or damaged one, every block is queried."""
     more = {**OPTIONS, "prefix": fresh_prefix(), "tries": 1}
     writer = await opened(faults, **more)
     blocks = blocks_of(rng, 5)

@@ -1,4 +1,4 @@
-"""Documents of a service: what is read of them, and what is refused before it costs memory or time."""
+"""XML documents of a service: extracted fields, and refusals before a document costs memory or time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OBJECT = "<Contents><Key>{}</Key><Size>{}</Size><ETag>&quot;e&quot;</ETag><Owner
 
 
 def test_a_page_is_read() -> None:
-    """Objects come in order with their lengths, whatever prefix or encoding the document has."""
+    """Objects are returned in order with their lengths, for any namespace prefix or encoding of the document."""
     parts = "<IsTruncated>true</IsTruncated>" + OBJECT.format("a", 1) + OBJECT.format("\u00fc&amp;", 22)
     prefixed = LIST.replace("<", "<s3:").replace("<s3:/", "</s3:").replace("ListBucketResult>{", "ListBucketResult>{")
     prefixed = prefixed.replace("<s3:ListBucketResult>", "<s3:ListBucketResult xmlns:s3='urn:x'>", 1)
@@ -34,7 +34,7 @@ def test_a_page_is_read() -> None:
     "declaration", ["<!DOCTYPE ListBucketResult>", '<!DOCTYPE x [<!ENTITY a "b">]>', '<!DOCTYPE x SYSTEM "file:///x">']
 )
 def test_types_and_entities_are_refused(declaration: str, encoding: str) -> None:
-    """A declaration of types is refused in whatever encoding it comes: no entity is ever expanded."""
+    """A DTD is refused in every encoding: no entity is ever expanded."""
     text = f"<?xml version='1.0' encoding='{encoding[:6]}'?>{declaration}" + LIST.format(OBJECT.format("a", 1))
     with pytest.raises(S3Error, match=r"declares types|is no XML") as caught:
         read_list(text.encode(encoding))
@@ -44,7 +44,7 @@ def test_types_and_entities_are_refused(declaration: str, encoding: str) -> None
 
 
 def test_a_document_of_tiny_elements_is_refused() -> None:
-    """As many elements as fit into the longest text cost neither much memory nor much time."""
+    """A document with as many elements as the longest text holds is refused, at little cost in memory."""
     body = b"<ListBucketResult>" + b"<a/>" * (TEXT_BYTES_MAX // 4) + b"</ListBucketResult>"
 
     tracemalloc.start()
@@ -65,7 +65,7 @@ def test_what_is_no_answer_to_a_delete_is_no_success(body: bytes) -> None:
 
 
 def test_a_failed_delete_is_told_by_its_code() -> None:
-    """One object that may not be deleted fails the request as that error alone would."""
+    """One object that may not be deleted fails the request with that object's error."""
     with pytest.raises(S3Error) as caught:
         read_deleted(b"<DeleteResult><Error><Key>k</Key><Code>AccessDenied</Code></Error></DeleteResult>")
     assert caught.value.cause is Cause.FORBIDDEN
@@ -74,7 +74,7 @@ def test_a_failed_delete_is_told_by_its_code() -> None:
 
 
 def test_only_the_children_of_parts_count() -> None:
-    """What lies deeper, or outside of an object's own part, is not taken for a field of it."""
+    """Nested elements, or elements outside an object's own part, are not taken for its fields."""
     body = b"<ListBucketResult><Key>x</Key><Contents><Owner><Key>no</Key></Owner><Key>k</Key><Size>1</Size></Contents>"
     page = read_list(body + b"<Size>9</Size></ListBucketResult>")
     assert [(info.key, info.size_bytes) for info in page.objects] == [("k", 1)]

@@ -1,4 +1,4 @@
-"""A real vLLM over S3: killed and started again, and two engines that share what either computed."""
+"""A real vLLM over S3: killed and restarted, and two engines that share computed blocks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 def test_restart_and_sharing(tmp_path: Path, weed_server: S3Server) -> None:
-    """After SIGKILL the prompts come from S3; then two engines use what either has computed."""
+    """After SIGKILL the prompts' blocks are loaded from S3; then two engines use each other's blocks."""
     tier = {"type": "s3", **options_for(weed_server), "negative_ttl": "1ms"}
     check_restart_and_sharing(tmp_path, tier)

@@ -1,4 +1,4 @@
-"""Connections to a service: which may be used again, and what a close ends."""
+"""Connections to a service: their reuse, and the effects of a close."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def served(
     theirs: ssl.SSLContext | None = None,
     ours: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Wire]:
-    """Lend a wire to a server; at the end all connections are closed, whatever a test found."""
+    """Yield a client of a server; close all connections at the end, whatever the result."""
     tasks: list[asyncio.Task[None]] = []
 
     async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -61,7 +61,7 @@ async def served(
 async def test_a_connection_that_idled_too_long_is_not_used_again(
     idle_s_max: float, connections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A service is about to close such a connection, so that the next request would fail."""
+    """A service is about to close such a connection, and the next request would fail."""
     monkeypatch.setattr(wire_module, "_IDLE_S_MAX", idle_s_max)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -79,7 +79,7 @@ async def test_a_connection_that_idled_too_long_is_not_used_again(
 
 @pytest.mark.parametrize("encrypted", [False, True])
 async def test_an_answer_too_many_is_nobodys(tmp_path: Path, encrypted: bool) -> None:
-    """An answer that came together with the one before is not taken for the next one, with TLS as without."""
+    """A surplus answer, received together with the previous one, is not used as the next one, with or without TLS."""
     theirs = ours = None
     if encrypted:
         make_certificates(tmp_path)
@@ -89,11 +89,11 @@ async def test_an_answer_too_many_is_nobodys(tmp_path: Path, encrypted: bool) ->
     asked = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Ends when the client hangs up, in whatever way.
+        # Ends when the client disconnects, in any way.
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while await reader.readuntil(b"\r\n\r\n"):
                 asked.append(1)
-                # In one piece, so that it is one record of TLS.
+                # In one piece, so that it is a single TLS record.
                 writer.write(FOUND + ABSENT if len(asked) == 1 else FOUND)
 
     async with served(serve, theirs=theirs, ours=ours) as wire:
@@ -107,7 +107,7 @@ async def test_an_answer_too_many_is_nobodys(tmp_path: Path, encrypted: bool) ->
 
 
 async def test_bytes_behind_an_answer_cost_the_connection() -> None:
-    """A connection on which another answer has begun in the same piece as the last one is not used again."""
+    """A connection is not reused if the bytes of its last answer already include the start of another one."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
@@ -124,7 +124,7 @@ async def test_bytes_behind_an_answer_cost_the_connection() -> None:
 
 @pytest.mark.parametrize("status", [404, 200])
 async def test_an_answer_before_the_body_was_sent_ends_the_connection(status: int) -> None:
-    """An early refusal is taken, an early success is none; the rest of the body is never sent from its slot."""
+    """An early refusal is accepted, an early success is not; the rest of the body is never sent from its slot."""
     read_on, counts = asyncio.Event(), list[int]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -139,7 +139,7 @@ async def test_an_answer_before_the_body_was_sent_ends_the_connection(status: in
         counts.append(count)
 
     async with served(serve) as wire:
-        # More than the buffers of both sockets take.
+        # More than the buffers of both sockets hold.
         slot = memoryview(bytearray(64 << 20))
         answer = Answer()
         if status == 404:
@@ -162,7 +162,7 @@ async def test_an_answer_before_the_body_was_sent_ends_the_connection(status: in
 async def test_a_connection_that_the_service_is_about_to_close_is_not_kept(
     header: bytes, kept: int, bodiless: bool
 ) -> None:
-    """An announced close may come while the next request is sent, which would fail it."""
+    """An announced close may arrive while the next request is sent, and would fail it."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -176,7 +176,7 @@ async def test_a_connection_that_the_service_is_about_to_close_is_not_kept(
 
 
 async def test_a_close_while_connecting_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is connecting when the client is closed sends nothing any more, and leaves no connection."""
+    """A request that is connecting when the client closes sends nothing, and leaves no connection."""
     heard: list[bytes] = []
     ended = asyncio.Event()
 
@@ -214,7 +214,7 @@ async def test_a_close_while_connecting_ends_the_request(monkeypatch: pytest.Mon
 
 
 async def test_nothing_comes_after_the_deadline() -> None:
-    """An answer that is cut off by the deadline costs the connection, and the rest of it goes nowhere."""
+    """An answer cut off by the deadline costs the connection, and its remaining bytes are not written."""
     half = FOUND[: len(FOUND) - len(BODY) // 2]
     go_on, ended = asyncio.Event(), asyncio.Event()
 
@@ -233,7 +233,7 @@ async def test_nothing_comes_after_the_deadline() -> None:
             await wire.request([REQUEST], Answer([target]), timeout_s=1)
         assert caught.value.cause is Cause.TIMEOUT
         assert not wire._idle and not wire._busy
-        # Raises if anything still looks at it.
+        # Raises if any view of the memory is left.
         memory += b"."
         go_on.set()
         async with asyncio.timeout(20):
@@ -242,7 +242,7 @@ async def test_nothing_comes_after_the_deadline() -> None:
 
 
 async def test_looking_again_disturbs_no_later_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The look that follows an answer in pieces meets later answers on the same connection, and harms none."""
+    """The recheck after a fragmented answer overlaps later answers on the connection, and affects none of them."""
     monkeypatch.setattr(duplex, "_RECHECK_S", 0.001)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

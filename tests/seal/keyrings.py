@@ -1,4 +1,4 @@
-"""Keyrings of the tests: documents in files, and headers as seals see them."""
+"""Keyrings of the tests: documents in files, and headers in the form that seals use."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def secret(number: int) -> str:
 
 
 def document(*key_ids: int, current: int | None = None, **more: Any) -> dict[str, Any]:
-    """Return a keyring with keys of these ids, the last of them current."""
+    """Return a keyring with keys of these ids, the last one current."""
     keys = {str(key_id): secret(key_id) for key_id in key_ids}
     return {"current": key_ids[-1] if current is None else current, "keys": keys, **more}
 
 
 def write(path: Path, content: Mapping[str, Any]) -> Path:
-    """Write a keyring as one should: whole or not at all."""
+    """Write a keyring atomically, as recommended."""
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(content))
     fresh.chmod(0o600)
@@ -46,13 +46,13 @@ def make_seal(
     refresh: float = 0.001,
     **options: Any,
 ) -> AeadSeal | MacSeal:
-    """Return a seal over the keyring in a file, which it reads again at nearly each use."""
+    """Return a seal over the keyring in a file, which it rereads at nearly each use."""
     given = {"keys": {"file": str(path), "refresh": refresh}, **options}
     return kind(decode_config(SealOptions, given, where="codec"), CodecContext(namespace))
 
 
 def header(key_id: int, *, namespace: Namespace = NAMESPACE, writer: bytes = WRITER, more: int = 0) -> bytes:
-    """Return what seals see of a header: 248 bytes, of which some matter to them and all are bound."""
+    """Return the part of a header that a seal binds: 248 bytes, of which the seal reads only some."""
     found = bytearray(248)
     found[32:64] = namespace.digest
     found[96:112] = writer
@@ -62,5 +62,5 @@ def header(key_id: int, *, namespace: Namespace = NAMESPACE, writer: bytes = WRI
 
 
 def soon(predicate: Callable[[], object], what: str) -> None:
-    """Wait until something is true; long, as readings are on threads, and programs start slowly on busy machines."""
+    """Wait until something is true; the limit is long: reads use threads, and programs start slowly under load."""
     eventually(predicate, 60, what)

@@ -1,6 +1,6 @@
-"""Forgeries: who can write to the medium, and knows the format, but has no key, gets no record believed.
+"""Forgeries: a writer to the medium who knows the format but has no key cannot make a record that is accepted.
 
-The forger makes every checksum right again after each change, so that only the seal stands against him.
+The forger corrects every checksum after each change, so that only the seal can detect the forgery.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.codec.checksum import header_checksum, payload_checksum
-from kvstore.codec.decoder import StoredBlock
-from kvstore.codec.encoder import Encoder
+from kvstore.codec.coding import Encoder
 from kvstore.codec.record import HEADER_BYTES, RecordCodec, RecordFault
 from kvstore.errors import RecordError
 from kvstore.namespace import Namespace
@@ -33,31 +32,31 @@ KEYS = [b"key %02d" % number * 4 for number in range(8)]
 
 @dataclass
 class Record:
-    """A record as it lies on the medium."""
+    """A record on the medium."""
 
     key: bytes
     header: bytearray
     payload: bytes
 
     def copy(self) -> Record:
-        """Return one that may be forged."""
+        """Return a copy to forge."""
         return Record(self.key, bytearray(self.header), self.payload)
 
     def seem_intact(self) -> Record:
-        """Set both checksums to what the record is now."""
+        """Correct both checksums for the record's current bytes."""
         self.header[128:144] = payload_checksum(memoryview(self.payload))
         self.header[248:256] = struct.pack("<Q", header_checksum(bytes(self.header[:248])))
         return self
 
 
 class Medium:
-    """Records of two namespaces, two key ids and several writers, sealed by a tier's own means.
+    """Records of two namespaces, two key ids and several writers, sealed by a tier's own code.
 
     Args:
-        path: Where the keyring goes.
+        path: Path of the keyring.
         codec: ``"aead"`` or ``"mac"``.
         encoded: Whether there are codecs before the seal.
-        accept_unsealed: Whether the reader is to believe unsealed records.
+        accept_unsealed: Whether the reader accepts unsealed records.
     """
 
     def __init__(self, path: Path, codec: str, *, encoded: bool, accept_unsealed: bool = False) -> None:
@@ -84,15 +83,15 @@ class Medium:
 
         headers, targets, spares = buffers(HEADER_BYTES), buffers(BLOCK_BYTES), buffers(BLOCK_BYTES)
         blocks = [memoryview(self.block(key)) for key in keys]
-        made = encoder.encode(keys, headers, blocks, targets, spares, encode=True)
-        payloads = [bytes(payload) for payload in made.payloads if payload is not None]
+        made, _ = encoder.encode(keys, headers, blocks, targets, spares, encode=True)
+        payloads = [bytes(payload) for payload in made if payload is not None]
         return [Record(*parts) for parts in zip(keys, map(bytearray, headers), payloads, strict=True)]
 
     def read(self, record: Record) -> bytes:
-        """Return the block that a record is believed to hold.
+        """Return the block of an accepted record.
 
         Raises:
-            RecordError: It is not believed.
+            RecordError: The record is refused.
         """
         slot = memoryview(bytearray(BLOCK_BYTES))
         room = min(len(record.payload), BLOCK_BYTES)
@@ -102,7 +101,7 @@ class Medium:
         found = self.reader.check(record.key, header, slot, HEADER_BYTES + len(record.payload), refusal)
         if found.codec_chain:
             rows = [memoryview(bytearray(BLOCK_BYTES))], [memoryview(bytearray(BLOCK_BYTES))]
-            (error,) = self.codecs.decoder.decode([StoredBlock(found, slot)], *rows)
+            (error,) = self.codecs.decoder.decode([found], [slot], *rows)
             if error is not None:
                 raise error
         return bytes(slot)
@@ -122,28 +121,28 @@ def swapped_payload(medium: Medium) -> Record:
 
 
 def swapped_seal(medium: Medium) -> Record:
-    """Another record's MAC field, and its payload, under this header."""
+    """Another record's MAC field and payload under this header."""
     one, two = medium.two()
     one.payload, one.header[144:176], one.header[16:32] = two.payload, two.header[144:176], two.header[16:32]
     return one
 
 
 def other_key(medium: Medium) -> Record:
-    """A whole record passed off as another key's."""
+    """An intact record under another key."""
     one, two = medium.two()
     two.header[64:96], two.key = one.header[64:96], one.key
     return two
 
 
 def other_namespace(medium: Medium) -> Record:
-    """A record of the other namespace, with ours in its header."""
+    """A record of the other namespace, with our namespace in its header."""
     foreign = medium.rng.choice(medium.records[1]).copy()
     foreign.header[32:64] = SPACES[0].digest
     return foreign
 
 
 def other_key_id(medium: Medium) -> Record:
-    """A record that names the other key of the keyring, or one that nobody has."""
+    """A record that names the other key of the keyring, or an unknown one."""
     one, _ = medium.two()
     given = struct.unpack_from("<I", one.header, 124)[0]
     struct.pack_into("<I", one.header, 124, medium.rng.choice([3 - given, 3, 0xFFFFFFFF]))
@@ -151,7 +150,7 @@ def other_key_id(medium: Medium) -> Record:
 
 
 def other_writer(medium: Medium) -> Record:
-    """A record with the writer of another one, or none."""
+    """A record with another record's writer, or none."""
     one, two = medium.two()
     one.header[96:112] = two.header[96:112] if two.header[96:112] != one.header[96:112] else bytes(16)
     return one
@@ -160,7 +159,7 @@ def other_writer(medium: Medium) -> Record:
 def flipped_header(medium: Medium) -> Record:
     """One to three bits of the header flipped."""
     one, _ = medium.two()
-    # Not the checksums, which are made right again.
+    # The checksums are excluded, as they are corrected afterwards.
     places = [place for place in range(248) if not 128 <= place < 144]
     for place in medium.rng.sample(places, medium.rng.randint(1, 3)):
         one.header[place] ^= 1 << medium.rng.randrange(8)
@@ -178,7 +177,7 @@ def flipped_payload(medium: Medium) -> Record:
 
 
 def cut_payload(medium: Medium) -> Record:
-    """A payload that was shortened, and a header that says so."""
+    """A shortened payload with the matching length in the header."""
     one, _ = medium.two()
     one.payload = one.payload[: -medium.rng.randint(1, 64)]
     struct.pack_into("<Q", one.header, 24, len(one.payload))
@@ -186,7 +185,7 @@ def cut_payload(medium: Medium) -> Record:
 
 
 def made_up(medium: Medium) -> Record:
-    """A payload and a MAC field of the forger's own."""
+    """A payload and a MAC field made up by the forger."""
     one, _ = medium.two()
     one.payload = medium.rng.randbytes(len(one.payload))
     one.header[144:172] = medium.rng.randbytes(28)
@@ -204,7 +203,7 @@ def stripped(medium: Medium) -> Record:
 
 
 def half_stripped(medium: Medium) -> Record:
-    """A record whose key id, or whose seal's place in the chain, is gone."""
+    """A record without its key id, or without the seal in its chain."""
     one, _ = medium.two()
     chain = bytearray(one.header[120:124])
     if medium.rng.random() < 0.5:
@@ -216,7 +215,7 @@ def half_stripped(medium: Medium) -> Record:
 
 
 def other_seal(medium: Medium) -> Record:
-    """A record of the one seal passed off as one of the other."""
+    """A record of one seal presented as one of the other."""
     one, _ = medium.two()
     place = 120 + len(bytes(one.header[120:124]).rstrip(b"\0")) - 1
     one.header[place] ^= 64 ^ 65
@@ -232,7 +231,7 @@ FORGERS: list[Callable[[Medium], Record]] = [
 @pytest.mark.parametrize("encoded", [False, True], ids=["plain", "encoded"])
 @pytest.mark.parametrize("codec", ["aead", "mac"])
 def test_no_forgery_is_believed(tmp_path: Path, codec: str, encoded: bool) -> None:
-    """Of 5,000 forgeries of thirteen kinds none is believed, and those that only a seal finds are found by it."""
+    """None of 5,000 forgeries of thirteen kinds is accepted, and those that only a seal can find are found by it."""
     medium = Medium(tmp_path / "keys", codec, encoded=encoded)
     for record in medium.records[0]:
         assert medium.read(record.copy()) == medium.block(record.key)
@@ -247,7 +246,7 @@ def test_no_forgery_is_believed(tmp_path: Path, codec: str, encoded: bool) -> No
             continue
         pytest.fail(f"forgery {number} ({forger.__name__}) was believed; seed {SEED}")
     assert sum(sum(counter.values()) for counter in causes.values()) == FORGERIES
-    # Were they refused for another reason, nothing would be said of the seal.
+    # If they were refused for another reason, the test would not cover the seal.
     for name in ("swapped_payload", "swapped_seal", "other_key", "other_namespace", "flipped_payload", "made_up"):
         assert set(causes[name]) == {RecordFault.SEAL.value}, (name, causes[name])
     assert set(causes["other_key_id"]) == {RecordFault.SEAL.value, RecordFault.CODEC.value}
@@ -256,7 +255,7 @@ def test_no_forgery_is_believed(tmp_path: Path, codec: str, encoded: bool) -> No
 
 
 def test_without_a_seal_they_are_believed(tmp_path: Path) -> None:
-    """The same forger has his way with a reader that accepts unsealed records: it is the seal that stops him."""
+    """A reader that accepts unsealed records accepts the same forgeries: only the seal stops the forger."""
     medium = Medium(tmp_path / "keys", "aead", encoded=False, accept_unsealed=True)
     forged = stripped(medium).seem_intact()
     assert medium.read(forged) == forged.payload

@@ -1,7 +1,7 @@
-"""Golden files: records that were sealed once are opened for ever, so no part of how keys are derived can change.
+"""Golden files: records sealed once can be opened for ever, so no part of the key derivation can change.
 
 After a new seal (which needs a new wire id): add a case, run ``python -m tests.seal.test_golden`` for its file, and add
-its digest. Files that exist never change: nonces are random, so they can't be made again.
+its digest. Existing files never change: nonces are random, so they cannot be regenerated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Case:
         name: Name of its file.
         before: Codecs before the seal.
         seal: Name of its seal.
-        chain: Number that its header has.
+        chain: Chain number in its header.
         sha256: Digest of the file.
     """
 
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Return the path of the file."""
         return HERE / f"{self.name}.bin"
 
 
@@ -66,31 +66,31 @@ CASES = [
 
 
 def block() -> bytes:
-    """Return the block of all of them, which codecs make shorter."""
+    """Return the block of all golden records, which codecs shorten."""
     return bytes(i % 16 if i % 2 else 63 for i in range(SLOT))
 
 
 def coding(seal: str, keyring: Path, *before: str) -> Coding:
-    """Return what writes and reads with a seal."""
+    """Return a coding with a seal."""
     step: dict[str, Any] = {seal: {"keys": {"file": str(keyring)}, "keyed_names": True}}
     return Coding([*before, step], namespace=NAMESPACE)
 
 
 def make_keyring(path: Path) -> Path:
-    """Write the keyring of all of them."""
+    """Write the keyring of all golden records."""
     return write(path, document(3, KEY_ID, salts={"acme": secret(9)}, names=secret(8)))
 
 
 @pytest.fixture
 def keyring(tmp_path: Path) -> Iterator[Path]:
-    """The keyring of all of them, in a file."""
+    """The keyring of all golden records, in a file."""
     yield make_keyring(tmp_path / "keys")
 
 
 @pytest.mark.parametrize("reader", ["aead", "mac"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_golden_records_are_opened(case: Case, reader: str, keyring: Path) -> None:
-    """The record of each seal gives its block, to a tier with either seal over the same keyring."""
+    """The record of each seal gives its block in a tier with either seal over the same keyring."""
     data = case.path.read_bytes()
     assert hashlib.sha256(data).hexdigest() == case.sha256, "golden files never change"
     header = decode_header(data)
@@ -100,13 +100,13 @@ def test_golden_records_are_opened(case: Case, reader: str, keyring: Path) -> No
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_golden_records_lie_there_as_their_seals_say(case: Case) -> None:
-    """What is encrypted shows nothing of its block, and what is only authenticated is the block."""
+    """An encrypted record shows no part of its block, and an authenticated one contains the block."""
     payload = case.path.read_bytes()[HEADER_BYTES:]
     assert (payload == block()) == (case.seal == "mac")
 
 
 def test_the_keyed_name_of_a_key_never_changes(keyring: Path) -> None:
-    """Engines of all releases find each other's blocks by it."""
+    """Engines of all releases find each other's blocks by this name."""
     seal = coding("aead", keyring).codecs.chain.seal
     assert seal is not None and seal.names is not None
     name = seal.names.name_of(b"a key of 24 bytes, thus.")
@@ -115,7 +115,7 @@ def test_the_keyed_name_of_a_key_never_changes(keyring: Path) -> None:
 
 
 def test_every_golden_file_is_known() -> None:
-    """No file lies there that no test reads."""
+    """Every golden file has a test."""
     assert {path.name for path in HERE.iterdir()} == {case.path.name for case in CASES}
 
 

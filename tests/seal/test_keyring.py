@@ -1,4 +1,4 @@
-"""Keyring: where it comes from, what it refuses, how it changes while it is used, and that it shows nothing."""
+"""The keyring: its sources, its refusals, changes while in use, and no keys in any text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.seal.keyrings import document, secret, soon, write
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -31,7 +31,7 @@ class Clock:
 
 
 def test_hkdf_is_that_of_the_rfc() -> None:
-    """RFC 5869, test cases 1 and 3, of which we make the first 32 bytes."""
+    """RFC 5869, test cases 1 and 3: the first 32 bytes."""
     secret_bytes = b"\x0b" * 22
     first = hkdf_sha256(secret_bytes, bytes(range(13)), bytes(range(0xF0, 0xFA)))
     assert first.hex() == "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf"
@@ -41,7 +41,7 @@ def test_hkdf_is_that_of_the_rfc() -> None:
 
 
 def test_the_three_sources_give_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file, an environment variable and a command's output are read alike."""
+    """A file, an environment variable and a command's output are read in the same way."""
     path = write(tmp_path / "keys", document(1, 7, salts={"acme": secret(9)}, names=secret(8)))
     monkeypatch.setenv("KV_KEYRING", path.read_text())
     program = "import sys; print(open(sys.argv[1]).read())"
@@ -57,7 +57,7 @@ def test_the_three_sources_give_the_same_keys(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_new_document_is_a_keyring(tmp_path: Path) -> None:
-    """What new_document makes can be used as it is, and is another one each time."""
+    """The result of new_document is usable unchanged, and differs each time."""
     assert new_document() != new_document()
     (tmp_path / "keys").write_text(new_document(("acme",)))
     keys = Keyring(KeySource(file=tmp_path / "keys")).keys
@@ -80,22 +80,22 @@ def test_a_new_document_is_a_keyring(tmp_path: Path) -> None:
     ],
 )
 def test_a_source_that_can_not_be_used_is_refused(given: dict[str, Any], says: str) -> None:
-    """A source is one of three and readable; the error names it, and no argument of a command."""
+    """A source is exactly one of three and readable; the error names it, but no argument of a command."""
     with pytest.raises(ConfigError, match=says) as caught:
         Keyring(decode_config(KeySource, given, where="keyring"))
     assert "hunter2" not in str(caught.value)
 
 
 def test_a_command_that_hangs_is_ended_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script whose child hangs does not hold up the start of an engine: the child, too, is ended in time."""
+    """A script with a hanging child does not delay the start of an engine: the child is killed in time too."""
     monkeypatch.setattr("kvstore.codec.keyring._COMMAND_TIMEOUT_S", 0.5)
     with pytest.raises(ConfigError, match="ended with status -9"):
-        # Without the pipe's other copy being closed the reading would last for as long as the child.
+        # The read would last as long as the child if the other end of the pipe stayed open.
         Keyring(KeySource(command=("sh", "-c", "sleep 1000 & wait")))
 
 
 def test_a_command_is_bounded_by_its_own_end_and_not_by_what_it_leaves_behind(tmp_path: Path) -> None:
-    """What it printed is read when it has ended, though a daemon that it started holds its output open."""
+    """The output is read when the command has ended, even if a daemon that it started keeps the output open."""
     pid_file = tmp_path / "pid"
     path = write(tmp_path / "keys", document(1))
     script = f"setsid sh -c 'echo $$ > {pid_file}; exec sleep 1000' & while ! [ -s {pid_file} ]; do :; done; cat {path}"
@@ -108,7 +108,7 @@ def test_a_command_is_bounded_by_its_own_end_and_not_by_what_it_leaves_behind(tm
 
 
 def test_a_command_that_closes_its_output_and_goes_on_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time is over at the limit, whatever it does with its output."""
+    """The command is killed at its time limit, even if its output is closed."""
     monkeypatch.setattr(keyring, "_COMMAND_TIMEOUT_S", 0.5)
     with pytest.raises(ConfigError, match="ended with status -9"):
         Keyring(KeySource(command=("sh", "-c", "exec >&-; sleep 1000")))
@@ -118,7 +118,7 @@ def test_a_command_that_closes_its_output_and_goes_on_is_ended(monkeypatch: pyte
 def test_a_keyring_that_others_may_use_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
 ) -> None:
-    """One that the world may read, or others may change, is warned of once and used all the same."""
+    """A keyring readable by all, or writable by others, causes one warning and is used all the same."""
     path = write(tmp_path / "keys", document(1))
     path.chmod(mode)
     ring = Keyring(KeySource(file=path))
@@ -149,13 +149,13 @@ def test_a_keyring_that_others_may_use_is_warned_of(
     ids=range(13),
 )
 def test_a_key_in_the_place_of_its_source_is_not_shown(kind: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever writes a key where its path, program or variable belongs finds no six characters of it in the error."""
+    """A key in place of its path, program or variable: the error contains no six consecutive characters of the key."""
     monkeypatch.delenv(key.replace("\0", ""), raising=False)
     given = {kind: [key] if kind == "command" else key}
     with pytest.raises(ConfigError) as caught:
         Keyring(decode_config(KeySource, given, where="keyring"))
     error: BaseException | None = caught.value
-    # What is a directory of this machine is no secret.
+    # The name of a directory of this machine is not secret.
     hidden = key.removeprefix("/tmp/")
     while error is not None:
         found = [hidden[i : i + 6] for i in range(len(hidden) - 5) if hidden[i : i + 6] in str(error)]
@@ -164,7 +164,7 @@ def test_a_key_in_the_place_of_its_source_is_not_shown(kind: str, key: str, monk
 
 
 def test_a_source_that_is_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A keyring that is missing in a directory that is there, a program and a variable are named by their errors."""
+    """An error names a missing keyring in an existing directory, a program, and a variable."""
     monkeypatch.setenv("odd", "no keyring")
     for given, name in (
         ({"file": str(tmp_path / "kvstore_keys")}, "kvstore_keys"),
@@ -206,7 +206,7 @@ GOOD = document(1)
     ],
 )
 def test_a_bad_document_is_refused_and_never_shown(tmp_path: Path, text: str) -> None:
-    """Whatever is wrong with a document, the error says where it is and quotes nothing of it."""
+    """For any invalid document, the error gives the place and quotes none of its content."""
     (tmp_path / "keys").write_text(text)
     with pytest.raises(ConfigError) as caught:
         Keyring(KeySource(file=tmp_path / "keys"))
@@ -218,7 +218,7 @@ def test_a_bad_document_is_refused_and_never_shown(tmp_path: Path, text: str) ->
 
 
 def test_nothing_printed_holds_a_key(tmp_path: Path) -> None:
-    """The repr of a keyring, of its keys and of its source give no key away, in no spelling."""
+    """The repr of a keyring, of its keys and of its source contains no key in any encoding."""
     path = write(tmp_path / "keys", document(1, salts={"t": secret(2)}, names=secret(3)))
     ring = Keyring(KeySource(file=path))
     shown = f"{ring!r} {ring.keys!r} {ring.keys} {KeySource(file=path)!r}"
@@ -228,7 +228,7 @@ def test_nothing_printed_holds_a_key(tmp_path: Path) -> None:
 
 
 def test_a_change_is_seen_after_the_period(tmp_path: Path) -> None:
-    """A new document is taken after ``refresh`` and not before, in the background, and replaces all keys."""
+    """A new document is used after ``refresh`` and not before, is read in the background, and replaces all keys."""
     clock = Clock()
     path = write(tmp_path / "keys", document(1))
     ring = Keyring(KeySource(file=path, refresh=30), clock)
@@ -236,13 +236,13 @@ def test_a_change_is_seen_after_the_period(tmp_path: Path) -> None:
     clock.now += 29
     assert ring.keys.current == 1
     clock.now += 1
-    assert ring.keys.current == 1  # Nobody waits for the reading, which this use starts.
+    assert ring.keys.current == 1  # This use starts the read and does not wait for it.
     soon(lambda: ring.keys.current == 2, what="the new key")
     assert set(ring.keys.masters) == {2}
 
 
 def test_unknown_ids_ask_again_but_not_without_end(tmp_path: Path) -> None:
-    """A record of an unknown key starts a reading; a thousand such records within a second start none more."""
+    """A record of an unknown key starts a read; a thousand such records within a second start no further one."""
     clock = Clock()
     counted = tmp_path / "count"
     path = write(tmp_path / "keys", document(1))
@@ -257,13 +257,13 @@ def test_unknown_ids_ask_again_but_not_without_end(tmp_path: Path) -> None:
     soon(lambda: 2 in ring.keys.masters, what="the new key")
     for _ in range(1000):
         ring.note_unknown()
-    # A reading that began would be known at once, and only later to the command.
+    # A new read would show here at once, but in the count only later.
     assert not ring._reading
     assert counted.read_text() == "xx"
 
 
 def test_a_reading_that_fails_keeps_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A keyring that is gone or half written is warned of once a minute, and the keys stay."""
+    """A missing or incomplete keyring causes one warning per minute, and the keys stay."""
     clock = Clock()
     path = write(tmp_path / "keys", document(1))
     ring = Keyring(KeySource(file=path, refresh=1), clock)
@@ -276,7 +276,7 @@ def test_a_reading_that_fails_keeps_the_keys(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_a_missing_key_is_told_once_until_keys_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is missing is said once for each key id, however long it lasts, and again when keys have come or gone."""
+    """A missing key causes one warning per key id, however long it is missing, and another after any change of keys."""
     clock = Clock()
     path = write(tmp_path / "keys", document(1))
     ring = Keyring(KeySource(file=path, refresh=1), clock)
@@ -303,7 +303,7 @@ def test_a_missing_key_is_told_once_until_keys_change(tmp_path: Path, caplog: py
 
 
 def test_warnings_are_few(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The same problem with the same key is told once a minute, and a forger's key ids don't fill the log."""
+    """The same problem with the same key is logged once a minute, and a forger's key ids do not fill the log."""
     clock = Clock()
     ring = Keyring(KeySource(file=write(tmp_path / "keys", document(1))), clock)
     with caplog.at_level(logging.WARNING):

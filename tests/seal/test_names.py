@@ -1,4 +1,4 @@
-"""Keyed names: equal for equal keys, and telling nothing without the secret."""
+"""Keyed names: equal for equal keys, and without information to readers who lack the secret."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = KeyedNames(b"s" * 32)
 
 @given(st.binary(min_size=1, max_size=KEY_BYTES_MAX - 16))
 def test_a_name_leads_back_to_its_key(key: bytes) -> None:
-    """Names can be used wherever keys can, and a scan of a medium gives the keys again."""
+    """Names can be used wherever keys can, and a scan of a medium gives the original keys."""
     name = NAMES.name_of(key)
     assert len(name) == len(key) + 16
     assert NAMES.name_of(key) == name
@@ -24,17 +24,17 @@ def test_a_name_leads_back_to_its_key(key: bytes) -> None:
 
 @given(st.binary(max_size=80))
 def test_what_is_no_name_has_no_key(name: bytes) -> None:
-    """Names of others on the medium are told from ours."""
+    """Foreign names on the medium are distinguished from ours."""
     assert NAMES.key_of(name) is None
 
 
 def test_the_name_of_an_empty_key_has_none() -> None:
-    """No block has an empty key, so no name leads to one."""
+    """No block has an empty key, so no name gives one."""
     assert NAMES.key_of(NAMES.name_of(b"")) is None
 
 
 def test_what_is_too_long_for_a_name_is_no_error() -> None:
-    """It gets a name that can be asked for and that tells nothing of it; no block has it."""
+    """Such a key gets a name that can be looked up and does not reveal the key; no block has it."""
     for size in (KEY_BYTES_MAX - 15, KEY_BYTES_MAX, 129, 1000):
         name = NAMES.name_of(b"k" * size)
         assert 0 < len(name) <= KEY_BYTES_MAX and b"kk" not in name
@@ -42,7 +42,7 @@ def test_what_is_too_long_for_a_name_is_no_error() -> None:
 
 
 def test_another_secret_gives_other_names() -> None:
-    """Without the secret the name of a key can't be told, also where keys differ in one bit only."""
+    """Without the secret a key's name cannot be predicted, even for keys that differ in one bit only."""
     rng = random.Random(7)
     other = KeyedNames(b"t" * 32)
     for _ in range(200):
@@ -51,13 +51,13 @@ def test_another_secret_gives_other_names() -> None:
         far = key[:-1] + bytes([key[-1] ^ 0x80])
         names = [NAMES.name_of(key), NAMES.name_of(near), NAMES.name_of(far), other.name_of(key)]
         assert other.key_of(names[0]) is None
-        # Of 52 random bytes, about one in five pairs has an equal byte at some place; eight equal ones are a pattern.
+        # Of 52 random bytes, about one in five pairs has an equal byte at one place; eight equal ones are a pattern.
         for i, one in enumerate(names):
             assert all(sum(a == b for a, b in zip(one, two, strict=True)) < 8 for two in names[i + 1 :])
 
 
 def test_names_stay_as_they_are() -> None:
-    """The names of one release are those of the next, or everything stored is lost."""
+    """Names are the same in every release; otherwise all stored blocks would be lost."""
     assert (
         NAMES.name_of(bytes(range(36))).hex()
         == "f16d1a9f8d0a1cf95878a05321bdb07ef9139c27bd82e1dbe1372d13bffb13d3afd988b8e09fefb48ebe24f2e90d6d6d91171b59"

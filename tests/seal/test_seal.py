@@ -1,4 +1,4 @@
-"""Seals by themselves: what they bind, which keys they open, and what they say when they have none."""
+"""Seals alone: the data they bind, the keys they accept, and their errors without a key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.codec.decoder import Decoder
+from kvstore.codec.coding import Decoder
 from kvstore.codec.record import RecordCodec, RecordFault, decode_header
 from kvstore.codec.seal import AeadSeal, MacSeal
 from kvstore.errors import ConfigError, RecordError
@@ -43,7 +43,7 @@ def opened(
 def refused(
     seal: AeadSeal | MacSeal, wire_id: int, associated: bytes, mac: bytes, stored: bytes, key_id: int = 1
 ) -> str:
-    """Return the cause for which a record is refused."""
+    """Return the fault for which a record is refused."""
     with pytest.raises(RecordError) as caught:
         opened(seal, wire_id, associated, mac, stored, key_id)
     return caught.value.cause
@@ -52,7 +52,7 @@ def refused(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_sealed_opens(tmp_path: Path, kind: Kind, size: int) -> None:
-    """Each length comes back as it was, from either seal over the same keyring; aead hides it and mac does not."""
+    """Each length is restored by either seal over the same keyring; aead hides the payload and mac does not."""
     path = write(tmp_path / "keys", document(1))
     plain = bytes(range(256)) * (size // 256 + 1)
     plain = plain[:size]
@@ -65,7 +65,7 @@ def test_what_is_sealed_opens(tmp_path: Path, kind: Kind, size: int) -> None:
 
 
 def test_it_works_in_place(tmp_path: Path) -> None:
-    """Sealing and opening may write where they read, so that no second buffer is needed."""
+    """Sealing and opening may write to their source, so that no second buffer is needed."""
     seal = make_seal(write(tmp_path / "keys", document(1)))
     plain = bytes(range(256)) * 300
     buffer = memoryview(bytearray(plain))
@@ -76,21 +76,21 @@ def test_it_works_in_place(tmp_path: Path) -> None:
 
 
 def test_keys_of_both_uses_are_cached_apart(tmp_path: Path) -> None:
-    """A seal opens records of both kinds by one writer, in either order, and takes neither key for the other."""
+    """A seal opens records of both kinds by one writer, in either order, without confusing the two keys."""
     path = write(tmp_path / "keys", document(1))
-    # Read once, as each reading empties the cache.
+    # The keyring is read once, as each read empties the cache.
     aead, mac = (make_seal(path, kind, refresh=3600) for kind in KINDS)
     records = [
         (kind.wire_ids[0], *sealed(seal, header(1), b"x" * 100)) for kind, seal in ((AeadSeal, aead), (MacSeal, mac))
     ]
     for wire_id, field, stored in (*records, *reversed(records)):
         assert opened(aead, wire_id, header(1), field, stored) == b"x" * 100
-    assert len(aead._derived._cached) == 2
+    assert len(aead._keyring.keys._derived) == 2
 
 
 @pytest.mark.parametrize(("missing", "is_refused"), [(0, False), (1, True)])
 def test_a_sealed_payload_shorter_than_its_block_is_refused(tmp_path: Path, missing: int, is_refused: bool) -> None:
-    """Without a codec a payload is its block: opened in a slot, a shorter one leaves another's bytes there."""
+    """Without a codec a payload is its block: opened in a slot, a shorter one leaves another block's bytes there."""
     buffer, payload = memoryview(bytearray(256)), memoryview(bytes(1000))
     RecordCodec(NAMESPACE, header_bytes=256).encode_header(buffer, b"key", payload)
     plain = decode_header(buffer)
@@ -103,7 +103,7 @@ def test_a_sealed_payload_shorter_than_its_block_is_refused(tmp_path: Path, miss
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_blocks_are_sealed_differently(tmp_path: Path, kind: Kind) -> None:
-    """Two records of the same block share neither nonce nor tag, and of aead no payload."""
+    """Two records of the same block share neither nonce nor tag, nor, with aead, the payload."""
     seal = make_seal(write(tmp_path / "keys", document(1)), kind)
     first, second = sealed(seal, header(1), bytes(64)), sealed(seal, header(1), bytes(64))
     assert first[0][:12] != second[0][:12] and first[0][12:28] != second[0][12:28]
@@ -112,7 +112,7 @@ def test_equal_blocks_are_sealed_differently(tmp_path: Path, kind: Kind) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_writers_namespaces_salts_and_uses_have_keys_of_their_own(tmp_path: Path, kind: Kind) -> None:
-    """A tag is worth nothing under another writer, namespace, salt, or as the other seal's."""
+    """A tag is invalid under another writer, namespace or salt, and for the other seal."""
     path = write(tmp_path / "keys", document(1, salts={"a": secret(10), "b": secret(11)}))
     ours = Namespace({"user_namespace": "a"})
     seal = make_seal(path, kind, namespace=ours)
@@ -123,7 +123,7 @@ def test_writers_namespaces_salts_and_uses_have_keys_of_their_own(tmp_path: Path
     assert refused(seal, other_wire_id, header(1, namespace=ours), mac, stored) == RecordFault.SEAL
     assert refused(seal, seal.wire_id, header(1, namespace=ours, writer=bytes(16)), mac, stored) == RecordFault.SEAL
     assert refused(seal, seal.wire_id, header(1, namespace=theirs), mac, stored) == RecordFault.SEAL
-    # Another one with the same master key, who even has our namespace's digest in his header.
+    # Another one with the same master key, and even our namespace's digest in its header.
     other = make_seal(path, kind, namespace=theirs)
     assert refused(other, seal.wire_id, header(1, namespace=ours), mac, stored) == RecordFault.SEAL
 
@@ -132,7 +132,7 @@ def test_writers_namespaces_salts_and_uses_have_keys_of_their_own(tmp_path: Path
 def test_a_wrong_key_and_a_missing_key_are_misses_with_a_warning(
     tmp_path: Path, kind: Kind, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The cause tells one from the other, and each is warned of once, with the key's id and without a key."""
+    """The fault distinguishes the two, and each causes one warning with the key's id and without a key."""
     mine = write(tmp_path / "mine", document(1, 77))
     mac, stored = sealed(make_seal(mine, kind), header(77), b"block", 77)
     wrong = document(1, 77)
@@ -150,7 +150,7 @@ def test_a_wrong_key_and_a_missing_key_are_misses_with_a_warning(
 
 
 def test_the_key_that_is_written_with_follows_the_keyring(tmp_path: Path) -> None:
-    """After a rotation new records name the new key, and those of the old one open while it is kept."""
+    """After a rotation new records name the new key; records of the old key can be opened while it is kept."""
     path = write(tmp_path / "keys", document(1))
     seal = make_seal(path)
     assert seal.key_id == 1
@@ -167,7 +167,7 @@ def test_the_key_that_is_written_with_follows_the_keyring(tmp_path: Path) -> Non
 
 
 def test_a_reader_learns_a_new_key_from_the_first_record(tmp_path: Path) -> None:
-    """A record of a key that was added after the last reading is a miss once, and soon opens, long before refresh."""
+    """A record of a key added after the last read is a miss once, and can soon be opened, long before refresh."""
     path = write(tmp_path / "keys", document(1))
     reader = make_seal(path, refresh=3600)
     write(path, document(1, 2))
@@ -184,7 +184,7 @@ def test_a_reader_learns_a_new_key_from_the_first_record(tmp_path: Path) -> None
 
 
 def test_dropping_one_salt_leaves_the_others(tmp_path: Path) -> None:
-    """Without its salt a namespace's records don't open and none are sealed; those of the others do and are."""
+    """Without its salt a namespace's records cannot be opened or sealed; those of other namespaces can."""
     path = write(tmp_path / "keys", document(1, salts={"a": secret(10), "b": secret(11)}))
     spaces = {name: Namespace({"user_namespace": name}) for name in "ab"}
     seals = {name: make_seal(path, namespace=space) for name, space in spaces.items()}
@@ -203,14 +203,14 @@ def test_dropping_one_salt_leaves_the_others(tmp_path: Path) -> None:
         sealed(seals["a"], header(1, namespace=spaces["a"]), b"more")
     assert opened(seals["b"], 64, header(1, namespace=spaces["b"]), *records["b"]) == b"b"
     assert seals["b"].key_id == 1
-    # Nor does a new secret under the old name help.
+    # A new secret under the old name does not help either.
     write(path, document(1, salts={"a": secret(12), "b": secret(11)}))
     again = make_seal(path, namespace=spaces["a"])
     assert refused(again, 64, header(1, namespace=spaces["a"]), *records["a"]) == RecordFault.SEAL
 
 
 def test_keyed_names_need_their_secret_and_keep_it_through_rotations(tmp_path: Path) -> None:
-    """Names don't change with keys, differ between namespaces, and without a secret for them the tier does not open."""
+    """Names do not change with keys, differ between namespaces, and need a secret for the tier to open."""
     path = write(tmp_path / "keys", document(1, names=secret(20)))
     key = bytes(range(36))
     first = make_seal(path, keyed_names=True).names
@@ -225,7 +225,7 @@ def test_keyed_names_need_their_secret_and_keep_it_through_rotations(tmp_path: P
 
 
 def test_threads_may_share_a_seal_while_its_keys_change(tmp_path: Path) -> None:
-    """Many threads seal and open under rotations: what was sealed opens as it was, or its key was dropped."""
+    """Many threads seal and open during rotations: each record is opened correctly, or its key was dropped."""
     path = write(tmp_path / "keys", document(1, 2))
     seal = make_seal(path)
     problems: list[str] = []
@@ -239,7 +239,7 @@ def test_threads_may_share_a_seal_while_its_keys_change(tmp_path: Path) -> None:
             plain = b"%d %d" % (number, turn)
             try:
                 key_id = seal.key_id
-                # More writers than keys are kept for.
+                # More writers than the cache of derived keys holds.
                 associated = header(key_id, writer=(turn % 1500).to_bytes(16))
                 mac, stored = sealed(seal, associated, plain, key_id)
                 if opened(seal, 64, associated, mac, stored, key_id) != plain:
@@ -262,7 +262,7 @@ def test_threads_may_share_a_seal_while_its_keys_change(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert not problems, problems[:3]
-    assert len(seal._derived._cached) <= 1024
+    assert len(seal._keyring.keys._derived) <= 1024
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_threads_may_share_a_seal_while_its_keys_change(tmp_path: Path) -> None:
     ids=range(6),
 )
 def test_a_key_in_the_wrong_place_is_not_shown(codec: Any) -> None:
-    """Who writes a key, or the keyring, where its place should be named, does not find it in an error or a log."""
+    """A key, or the keyring, in place of its location appears in no error or log."""
     with pytest.raises(ConfigError, match="not shown") as caught:
         TierCodecs(codec, NAMESPACE)
     assert secret(7)[:8] not in str(caught.value)
@@ -286,7 +286,7 @@ def test_a_key_in_the_wrong_place_is_not_shown(codec: Any) -> None:
 
 @pytest.mark.parametrize("order", [["mac", "zstd"], ["aead", "mac"], ["zstd", "mac", "aead"]], ids=str)
 def test_a_seal_is_one_and_the_last_step(tmp_path: Path, order: list[str]) -> None:
-    """What follows a seal would change bytes that it vouches for."""
+    """A step after a seal would change authenticated bytes."""
     keys = {"file": str(write(tmp_path / "keys", document(1)))}
     codec = [{name: {"keys": keys}} if name in ("aead", "mac") else name for name in order]
     with pytest.raises(ConfigError, match="at most one of 'aead' and 'mac', as its last step"):

@@ -1,4 +1,4 @@
-"""Sealed tiers: keys that are wrong, gone or changed while jobs run, erased namespaces, names that say nothing."""
+"""Sealed tiers: wrong, missing or changing keys during jobs, erased namespaces, and names without information."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _shelves = (f"seal-{number}" for number in itertools.count())
 
 
 def rig(config: dict[str, Any], *, namespace: str = "", slots: int = 32) -> TierRig:
-    """Open a tier; its namespace is the tier's own option, as users give it."""
+    """Open a tier; the namespace is set by the tier's option, as users set it."""
     return TierRig(
         {"load_timeout": 30, "lookup_timeout": 30, **config, **({"namespace": namespace} if namespace else {})},
         namespace=Namespace({"suite": "sealed tier"}),
@@ -35,23 +35,23 @@ def rig(config: dict[str, Any], *, namespace: str = "", slots: int = 32) -> Tier
 
 
 def sealed(path: Path, kind: str = "aead", *, shelf: str = "", refresh: float = 0.01, **options: Any) -> dict[str, Any]:
-    """Return the configuration of a sealed tier over a shelf in memory, or a new one."""
+    """Return the configuration of a sealed tier over a given or new shelf in memory."""
     keys = {"file": str(path), "refresh": refresh}
     return {"backend": "memory", "shelf": shelf or next(_shelves), "codec": [{kind: {"keys": keys, **options}}]}
 
 
 def some_keys(count: int, salt: int = 0) -> list[BlockKey]:
-    """Return keys as vLLM makes them."""
+    """Return keys in vLLM's form."""
     return [hashlib.sha256(b"%d %d" % (salt, number)).digest() + b"\0\0\0\1" for number in range(count)]
 
 
 def outcomes(rig: TierRig, keys: list[BlockKey]) -> set[Outcome]:
-    """Load blocks; return what became of them."""
+    """Load blocks; return their outcomes."""
     return set(rig.load(keys).outcomes)
 
 
 class TestSealedTier(TierTests):
-    """A tier with seal and keyed names keeps the contract of tiers, recovery, removal and events included."""
+    """A tier with seal and keyed names keeps the contract of tiers, including recovery, removal and events."""
 
     @pytest.fixture(autouse=True)
     def _keyring(self, tmp_path: Path) -> None:
@@ -62,13 +62,13 @@ class TestSealedTier(TierTests):
         return sealed(self.path, keyed_names=True)
 
     def small_config(self, capacity_bytes: int) -> dict[str, Any]:
-        """Return the same with a capacity."""
+        """Return the same configuration with a capacity."""
         return {**self.make_config(), "capacity": capacity_bytes}
 
 
 @pytest.mark.parametrize("kind", ["aead", "mac"])
 def test_a_missing_key_is_a_miss_and_one_warning(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Blocks of a key that is not in the keyring miss, the tier stays in use, and the blocks stay where they are."""
+    """Blocks of a key missing from the keyring are misses, the tier stays in use, and the blocks are not removed."""
     keys = some_keys(8)
     full = write(tmp_path / "full", document(1, 41))
     config = sealed(full, kind)
@@ -84,7 +84,7 @@ def test_a_missing_key_is_a_miss_and_one_warning(tmp_path: Path, kind: str, capl
             assert outcomes(reader, keys) == {Outcome.CORRUPT}
             stats = reader.tier.stats()
             assert stats.faults == {fault: 8} and stats.load_breaker == "closed"
-            # Writing goes on, under another key than the missing one, or under the wrong one.
+            # Stores continue, under another key than the missing one, or under the wrong one.
             assert reader.store(some_keys(2, salt=1)).success
         told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert len(told) == 1 and "41" in told[0], told
@@ -93,7 +93,7 @@ def test_a_missing_key_is_a_miss_and_one_warning(tmp_path: Path, kind: str, capl
 
 
 def test_a_tier_without_keys_misses_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Sealed blocks are misses for a tier that has no seal, and the warning names their key."""
+    """Sealed blocks are misses for a tier without a seal, and the warning names their key."""
     keys = some_keys(4)
     config = sealed(write(tmp_path / "keys", document(41)))
     with rig(config) as writer:
@@ -106,9 +106,9 @@ def test_a_tier_without_keys_misses_and_says_so(tmp_path: Path, caplog: pytest.L
 
 @pytest.mark.parametrize("io", ["thread", "process"])
 def test_keys_rotate_while_jobs_run(tmp_path: Path, io: str) -> None:
-    """Through eight rotations of a running tier every block stored loads, as long as its key is in the keyring."""
+    """During eight rotations of a running tier every stored block can be loaded while its key is in the keyring."""
     path = write(tmp_path / "keys", document(1))
-    # Two tiers of two engines over one directory: what one of them writes by a new key the other reads.
+    # Two tiers of two engines over one directory: one reads the other's records of new keys.
     where = {"backend": "file", "path": str(tmp_path / "tier"), "capacity": "64MiB", "reserve": 0}
     config = {**where, "codec": sealed(path)["codec"]}
     rng = random.Random(SEED)
@@ -116,7 +116,7 @@ def test_keys_rotate_while_jobs_run(tmp_path: Path, io: str) -> None:
         assert isinstance(first.tier._channel, ProcessChannel) == (io == "process")
         stored: list[BlockKey] = []
         for turn in range(1, 9):
-            # Old keys stay.
+            # Old keys are kept.
             write(path, document(*range(1, turn + 1)))
             for part in range(4):
                 keys = some_keys(8, salt=10 * turn + part)
@@ -126,7 +126,7 @@ def test_keys_rotate_while_jobs_run(tmp_path: Path, io: str) -> None:
                 loading = writer.submit_load(again, slots=range(8, 8 + len(again)))
                 assert writer.finish(storing).success, f"seed {SEED}"
                 writer.prove(writer.finish(loading), again, range(8, 8 + len(again)))
-                # What the other stored a moment ago, or by a key that this one has not read yet, is a miss, once.
+                # A block just stored by the other tier, or with a key not read yet, is a miss once.
                 known = {Outcome.OK, Outcome.MISS, Outcome.CORRUPT}
                 assert set(writer.results[loading].outcomes) <= known, f"seed {SEED}"
                 stored += keys
@@ -136,7 +136,7 @@ def test_keys_rotate_while_jobs_run(tmp_path: Path, io: str) -> None:
         salts = itertools.count(1000)
 
         def is_noticed() -> bool:
-            """Keys are read in the background: the next block at the latest that is stored after that has a new one."""
+            """Keys are read in the background: a block stored after that uses the new key."""
             assert first.store(some_keys(1, salt=next(salts))).success
             return len(_key_ids(tmp_path / "tier")) >= 2
 
@@ -144,7 +144,7 @@ def test_keys_rotate_while_jobs_run(tmp_path: Path, io: str) -> None:
 
 
 def _key_ids(root: Path) -> set[int]:
-    """Return the ids that the headers of all records in a disk tier's segments name."""
+    """Return the key ids in the headers of all records in a disk tier's segments."""
     found = set()
     for segment in root.rglob("*.seg"):
         data = segment.read_bytes()
@@ -154,7 +154,7 @@ def _key_ids(root: Path) -> set[int]:
 
 
 def test_erasing_one_namespace_erases_no_other(tmp_path: Path) -> None:
-    """When a namespace's salt is dropped, running tiers lose its blocks and store no more; the other's stay."""
+    """When a namespace's salt is dropped, running tiers lose its blocks and store no more; others keep theirs."""
     path = write(tmp_path / "keys", document(1, salts={"a": secret(10), "b": secret(11)}))
     config = sealed(path)
     keys = some_keys(8)
@@ -168,7 +168,7 @@ def test_erasing_one_namespace_erases_no_other(tmp_path: Path) -> None:
         assert mine.tier.stats().store_breaker == "closed"
         assert outcomes(theirs, keys) == {Outcome.OK}
         assert theirs.store(more).success
-    # Not even with a new secret for the same namespace.
+    # Even with a new secret for the same namespace.
     write(path, document(1, salts={"a": secret(12), "b": secret(11)}))
     with rig(config, namespace="a") as mine:
         assert outcomes(mine, keys) == {Outcome.CORRUPT}
@@ -177,7 +177,7 @@ def test_erasing_one_namespace_erases_no_other(tmp_path: Path) -> None:
 
 
 def test_the_medium_says_nothing(tmp_path: Path) -> None:
-    """With aead and keyed names no key, no digest of one, no part of a block and no secret is on the medium."""
+    """With aead and keyed names the medium contains no key, no digest of one, no part of a block and no secret."""
     path = write(tmp_path / "keys", document(1, names=secret(9)))
     root = tmp_path / "tier"
     config = {**sealed(path, keyed_names=True), "backend": "file", "path": str(root), "capacity": "64MiB", "reserve": 0}
@@ -195,7 +195,7 @@ def test_the_medium_says_nothing(tmp_path: Path) -> None:
             assert part not in content
     for number in (1, 9):
         assert bytes([number]) * 16 not in content
-    # And all of it is found again, by key, after a restart.
+    # All blocks are found again by key after a restart.
     with rig(config).recovered() as reader:
         assert all(reader.tier.lookup(key) is LookupResult.HIT for key in keys)
         assert outcomes(reader, keys) == {Outcome.OK}
@@ -225,7 +225,7 @@ def test_events_name_keys_not_names(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_none_loses_no_job(tmp_path: Path) -> None:
-    """What is too long for a key does no harm to the messages that are sent with it."""
+    """A key that is too long does not affect the messages that are sent with it."""
     keys = some_keys(2)
     with rig(sealed(write(tmp_path / "keys", document(1, names=secret(9))), keyed_names=True)) as tier:
         tier.store(keys)
@@ -234,7 +234,7 @@ def test_a_key_that_is_none_loses_no_job(tmp_path: Path) -> None:
 
 
 def test_other_names_find_nothing(tmp_path: Path) -> None:
-    """Who has the keys but another secret of names, or none, neither finds nor recognises a block."""
+    """A tier with the keys but another secret of names, or none, neither finds nor recognises a block."""
     keys = some_keys(4)
     config = sealed(write(tmp_path / "keys", document(1, names=secret(9))), keyed_names=True)
     with rig(config) as writer:
@@ -250,7 +250,7 @@ def test_other_names_find_nothing(tmp_path: Path) -> None:
 
 
 def test_a_change_to_seals_can_keep_what_is_there(tmp_path: Path) -> None:
-    """Unsealed blocks are misses by default, and are read where the configuration accepts them for a time."""
+    """Unsealed blocks are misses by default, and are read if the configuration accepts them for a time."""
     path = write(tmp_path / "keys", document(1))
     shelf = next(_shelves)
     keys = some_keys(4)

@@ -1,4 +1,4 @@
-"""A small engine over a TieringManager: stores and loads blocks whose content tells their key."""
+"""A small engine over a TieringManager: stores and loads blocks whose content identifies their key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def keys_of(*numbers: int) -> list[BlockKey]:
 
 
 class Clock:
-    """Time that the test moves."""
+    """A clock controlled by the test."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -32,7 +32,7 @@ class Clock:
 
 
 class Engine:
-    """A manager, its primary tier, its fake tiers, and the calls of an engine in short form."""
+    """A manager, its primary tier, its fake tiers, and short forms of an engine's calls."""
 
     def __init__(
         self, slots: int = 8, tiers: Sequence[str] = ("disk",), *, capacity: int | None = None, **options: Any
@@ -41,7 +41,7 @@ class Engine:
         self.clock = Clock()
         self.primary = PrimaryTier(memoryview(bytearray(slots * ROW_BYTES)), ROW_BYTES, policy=policy)
         self.tiers = [FakeTier(name, self.primary, capacity) for name in tiers]
-        # The whole tier by default, so that a test that is not about shares need not reckon with them.
+        # The whole tier by default, so that tests of other properties can ignore shares.
         options = {"store_share": 1.0, "promotion_share": 1.0, "prefetch": False, "events": True} | options
         self.manager = TieringManager(
             self.primary, self.tiers, TieringConfig(**options), clock=self.clock, reports=reports
@@ -56,7 +56,7 @@ class Engine:
     def request(
         self, keys: Sequence[BlockKey] = (), *, prompt_tokens: int | None = None, **params: Any
     ) -> RequestContext:
-        """Begin a request."""
+        """Start a request."""
         self._requests += 1
         ctx = RequestContext(f"request-{self._requests}", params)
         self.manager.on_new_request(ctx, keys, prompt_tokens=prompt_tokens)
@@ -77,13 +77,13 @@ class Engine:
         return plan
 
     def step(self) -> None:
-        """End a step; the tiers do their work, and report it in the next one."""
+        """End a step; the tiers run their jobs, and report them in the next one."""
         self.manager.on_step_end()
         for tier in self.tiers:
             tier.run()
 
     def settle(self) -> None:
-        """Go on until no I/O is under way."""
+        """Step until no I/O is running."""
         for _ in range(100):
             self.step()
             if not self.manager.has_pending_work:
@@ -91,19 +91,19 @@ class Engine:
         raise AssertionError(f"still busy: {self.manager.stats()}")
 
     def settle_steps(self, count: int) -> None:
-        """Let some steps go by."""
+        """Run some steps."""
         for _ in range(count):
             self.step()
 
     def store_and_forget(self, keys: Sequence[BlockKey], **params: Any) -> None:
-        """Store blocks on behalf of a request of their own, down to the tiers."""
+        """Store blocks down to the tiers in a separate request."""
         ctx = self.request(keys, **params)
         self.store(keys, ctx)
         self.manager.on_request_finished(ctx)
         self.settle()
 
     def evict_all(self) -> None:
-        """Push every block out of the primary tier, in the next step; nothing may be pinned or dirty."""
+        """Evict every block from the primary tier, in the next step; none may be pinned or dirty."""
         self.manager.on_step_end()
         ctx = self.request(tiers=[])
         plan = self.manager.prepare_store([b"crowd-%d" % number for number in range(self.primary.slots)], ctx)
@@ -116,11 +116,11 @@ class Engine:
         return [key_of(number) for number in range(200) if key_of(number) in self.primary]
 
     def look(self, keys: Sequence[BlockKey], ctx: RequestContext) -> list[str]:
-        """Look up blocks, by name of the answer."""
+        """Look up blocks; return the names of the answers."""
         return [self.manager.lookup(key, ctx).value for key in keys]
 
     def load(self, keys: Sequence[BlockKey], ctx: RequestContext) -> list[bytes]:
-        """Look up until nothing is pending, then read; every block must be there."""
+        """Look up until no answer is pending, then read; every block must be present."""
         for _ in range(100):
             answers = {self.manager.lookup(key, ctx) for key in keys}
             if answers == {LookupResult.HIT}:

@@ -1,4 +1,4 @@
-"""A tier in a dict, whose every job waits until the test lets it go on."""
+"""A tier in a dict, whose jobs wait until the test runs them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROW_BYTES = 16
 
 
 def payload(key: BlockKey) -> bytes:
-    """Return the content that belongs to a key."""
+    """Return the content of a key."""
     return (key * ROW_BYTES)[:ROW_BYTES]
 
 
@@ -32,12 +32,12 @@ class FakeTier(SecondaryTierManager):
     """Holds blocks in a dict; copies bytes when a job is run, as a medium would, not when it is submitted.
 
     Attributes:
-        blocks: What it holds.
+        blocks: Stored blocks.
         open: Jobs submitted and not run, as (is_load, job).
-        done: Jobs run and not fetched.
-        unknown: Keys that it answers RETRY for.
-        forgets: What it answers when it is to forget blocks.
-        begins_epochs: Whether it can; it keeps its blocks all the same, as a tier does that is told to.
+        done: Jobs run and not yet returned.
+        unknown: Keys whose lookup returns RETRY.
+        forgets: Return value of ``forget``.
+        begins_epochs: Return value of ``begin_epoch``; the blocks stay in any case, as with ``reset`` "keep".
         raising: Names of methods that raise.
         calls: Names of the methods called, in order, with their first argument.
         bytes_stored: Payload bytes written so far.
@@ -81,18 +81,18 @@ class FakeTier(SecondaryTierManager):
         return ran
 
     def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
-        """Answer from the dict."""
+        """Look up the dict."""
         self._note("lookup", key)
         if key in self.unknown:
             return LookupResult.RETRY
         return LookupResult.HIT if key in self.blocks else LookupResult.MISS
 
     def submit_store(self, job: TransferJob) -> None:
-        """Queue it; a tier that raises may still have taken the job, as this one has."""
+        """Queue the job, even if this call raises, as a real tier may do."""
         self._submit("submit_store", False, job)
 
     def submit_load(self, job: TransferJob) -> None:
-        """Queue it."""
+        """Queue the job."""
         self._submit("submit_load", True, job)
 
     def flush(self) -> None:
@@ -100,7 +100,7 @@ class FakeTier(SecondaryTierManager):
         self._note("flush", None)
 
     def get_finished(self) -> Sequence[JobResult]:
-        """Return what was run."""
+        """Return the jobs that were run."""
         self._note("get_finished", None)
         done, self.done = self.done, []
         for is_load, job, result in done:
@@ -108,7 +108,7 @@ class FakeTier(SecondaryTierManager):
         return [result for _, _, result in done]
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Move to the young end."""
+        """Make the keys the most recent."""
         self._note("touch", tuple(keys))
         for key in keys:
             if key in self.blocks:
@@ -122,23 +122,23 @@ class FakeTier(SecondaryTierManager):
                 self.events.append(TierEvent((key,), cause))
 
     def forget(self, prefix: bytes) -> bool | None:
-        """Forget at once, as far as the test lets it."""
+        """Drop the blocks immediately if ``forgets`` is true."""
         self._note("forget", prefix)
         if self.forgets:
             self.remove([key for key in self.blocks if key.startswith(prefix)])
         return self.forgets
 
     def begin_epoch(self) -> bool:
-        """Note it, and keep everything."""
+        """Record the call, and keep all blocks."""
         self._note("begin_epoch", None)
         return self.begins_epochs
 
     def on_request_finished(self, ctx: RequestContext) -> None:
-        """Note it."""
+        """Record the call."""
         self._note("on_request_finished", ctx.request_id)
 
     def take_events(self) -> Sequence[TierEvent]:
-        """Return and forget the events."""
+        """Return and clear the events."""
         self._note("take_events", None)
         events, self.events = self.events, []
         return events
@@ -149,14 +149,14 @@ class FakeTier(SecondaryTierManager):
         return TierStats(self.name, blocks=len(self.blocks))
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Run everything, unless it is stuck."""
+        """Run all jobs, unless the tier is stuck."""
         self._note("drain", None)
         if self.drains:
             self.run()
         return self.drains
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Note it."""
+        """Record the call."""
         self._note("close", None)
 
     def submitted(self, is_load: bool) -> list[BlockKey]:
@@ -177,7 +177,7 @@ class FakeTier(SecondaryTierManager):
         row = self.primary.row(slot)
         if key in failing or (is_load and key not in self.blocks):
             if is_load:
-                row[:] = b"\xee" * ROW_BYTES  # What a read that failed half-way may leave.
+                row[:] = b"\xee" * ROW_BYTES  # A failed read may leave such bytes.
             return False
         if is_load:
             row[:] = self.blocks[key]

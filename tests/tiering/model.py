@@ -1,4 +1,4 @@
-"""The rules of a TieringManager over plain dicts, and a driver that holds the manager against them step by step."""
+"""The rules of a TieringManager over plain dicts, and a driver that compares the manager with them at each step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Copy:
 
 
 class Reports:
-    """Ended loads and stores, by lane, as the side that copies reports them."""
+    """Ended loads and stores, by lane, as reported by the copying side."""
 
     lanes = 2
 
@@ -59,14 +59,14 @@ class Reports:
         self.counts = [[0, 0] for _ in range(self.lanes)]
 
     def ended(self, lane: int, loads: int, stores: int) -> bool:
-        """Tell whether as many have ended."""
+        """Return whether exactly this many copies have ended."""
         assert self.counts[lane][0] <= loads and self.counts[lane][1] <= stores
         return self.counts[lane] == [loads, stores]
 
 
 @dataclass(eq=False)
 class Request:
-    """What the model knows of a request."""
+    """The model's state of a request."""
 
     ctx: RequestContext
     policy: OffloadPolicy
@@ -80,16 +80,16 @@ class Request:
 
 
 class Model:
-    """A manager under test, beside it what must be true of it.
+    """A manager under test, and the model of its state.
 
     Attributes:
         cpu: State of each block that has a slot: "writing" (by an engine), "loading" (from a tier) or "ready".
         ended: Requests that ended before their copies.
-        hedges: Loads that hedge another, with its id; the manager waits for their reports only because of the slots.
-        left_behind: Copies that a reset voided and that have not ended, with what each load has to read.
+        hedges: Loads that hedge another, with its id; the manager needs their reports only to free the slots.
+        left_behind: Unfinished copies voided by a reset, with the bytes that each load has to read.
         promised: Hits of this step.
-        ends: When the lifetime of a block ends.
-        gone: Blocks that expired or were removed, and were not stored since.
+        ends: Time at which the lifetime of a block ends.
+        gone: Blocks that expired or were removed, and have not been stored since.
     """
 
     def __init__(self, *, eviction: str = "lru", prefetch: bool = False, counts: bool = True) -> None:
@@ -123,9 +123,9 @@ class Model:
         self.sent: dict[str, list[BlockKey]] = {}
         self.dirty_before: set[BlockKey] = set()
         self.left: list[tuple[Sequence[BlockKey], RemovalCause]] = []
-        """Blocks that left the primary tier since the last look, in order; events leave out those that came back."""
+        """Blocks that left the primary tier since the last check, in order; events omit those stored again."""
         self.told: set[BlockKey] = set()
-        """Blocks of the primary tier, as events state them."""
+        """Blocks of the primary tier, according to events."""
         assert self.manager._hedges is not None and self.manager._gate is not None
         self.manager._hedges._blocks_max = SLOTS // 3
         self.manager._gate.p95_s = lambda tier, blocks: 0.0  # type: ignore[method-assign]
@@ -141,14 +141,14 @@ class Model:
             tier.on_submit, tier.on_report = self._submitted, self._reported
 
     def begin(self, number: int, policy: int, family: int, blocks: int, *, again: bool = False) -> None:
-        """A request with a prefix of a family of prompts begins; copies of one of the same id may be under way.
+        """Start a request with a prefix of a family of prompts; copies of a request with the same id may be running.
 
         Args:
             number: Its id.
             policy: Its policy, by number.
             family: Its family of prompts, by number.
-            blocks: Decides how many blocks it has.
-            again: Whether one of the same id that has not ended is left to the manager.
+            blocks: Selects the number of blocks.
+            again: Whether an unfinished request with the same id is left to the manager.
         """
         if not again:
             self.end(number)
@@ -163,7 +163,7 @@ class Model:
         self._adopt_prefetched(request)
 
     def look(self, number: int, load: bool) -> None:
-        """The scheduler looks a request's prefix up, and perhaps loads what is ready of it."""
+        """The scheduler looks up a request's prefix, and may load its ready blocks."""
         request = self.requests.get(number)
         if request is None:
             return
@@ -188,13 +188,13 @@ class Model:
             self._extend(hits, request)
 
     def loaded(self, number: int) -> None:
-        """The engine has read what it was loading."""
+        """The engine has finished reading a load."""
         request = self._found(number)
         if request is not None and request.reads is not None:
             self._report(request.reads)
             read, request.reads = request.reads, None
             self.manager.complete_load(list(read.slots), request.ctx)
-            # Blocks with "cpu": false leave with their last reader.
+            # Blocks with "cpu": false leave after their last reader.
             self._apply_events()
 
     def offer(self, number: int, start: int) -> None:
@@ -224,7 +224,7 @@ class Model:
             request.plan = Copy(False, self.manager.copy_lane, dict(zip(plan.keys, plan.slots, strict=True)))
 
     def stored(self, number: int, success: bool) -> None:
-        """The engine has copied what it was storing, or failed."""
+        """The engine has copied a store, or failed."""
         request = self._found(number)
         if request is None or request.plan is None:
             return
@@ -261,7 +261,7 @@ class Model:
                 self.ended[number] = request
 
     def late(self, index: int) -> None:
-        """A copy from before a reset is made after all, and ends."""
+        """A copy from before a reset is made late, and ends."""
         if not self.left_behind:
             return
         copy, before = self.left_behind.pop(index % len(self.left_behind))
@@ -275,7 +275,7 @@ class Model:
             self.manager.on_copies_ended()
 
     def step(self, scheduled: int | None = None) -> None:
-        """A step ends, in which perhaps a request began to compute."""
+        """A step ends, in which a request may have started computing."""
         self._poll_first()
         request = None if scheduled is None else self.requests.get(scheduled)
         if request is not None:
@@ -294,14 +294,14 @@ class Model:
                 self._prefetched(key, next(self.by_ctx[job.ctx] for job in loads if key in job.keys))
 
     def work(self, tier: int, count: int, failing: int, index: int) -> None:
-        """A tier does some of its jobs."""
+        """A tier runs some of its jobs."""
         bad = [key for number, key in enumerate(KEYS) if failing % 4 == 0 and (number + failing // 4) % 3 == 0]
         chosen = self.tiers[tier % len(self.tiers)]
         chosen.run(1 + count % 3, failing=bad, index=index % 3)
         assert all(content == payload(key) for key, content in chosen.blocks.items()), f"wrong bytes in {chosen.name}"
 
     def upset(self, tier: int, what: int, block: int) -> None:
-        """A tier loses a block, does not know one, raises, or is well again."""
+        """A tier loses a block, answers RETRY for one, raises, or recovers."""
         chosen = self.tiers[tier % len(self.tiers)]
         key = KEYS[block % len(KEYS)]
         methods = ["lookup", "submit_load", "submit_store", "get_finished", "flush", "touch"]
@@ -317,18 +317,18 @@ class Model:
                 chosen.unknown.clear()
 
     def pass_time(self, tenths: int) -> None:
-        """Time goes by."""
+        """Advance the clock."""
         self.engine.clock.now += tenths / 10
 
     def drop(self, block: int) -> None:
-        """Somebody removes a block."""
+        """Remove a block."""
         key = KEYS[block % len(KEYS)]
         self.manager.remove([key])
         self.ends.pop(key, None)
         self.gone.add(key)
 
     def reset(self, stuck: bool) -> None:
-        """Everything is reset; a tier that is stuck still has its jobs afterwards."""
+        """Reset everything; a stuck tier keeps its jobs."""
         self.tiers[0].drains = not stuck
         self._poll_first()
         ended = self.manager.reset(0.0)
@@ -348,7 +348,7 @@ class Model:
         self.ended.clear()
 
     def quiesce(self) -> None:
-        """Everything comes to an end, and nothing is left over."""
+        """Let everything end, and check that no state is left."""
         while self.left_behind:
             self.late(0)
             self.check()
@@ -373,7 +373,7 @@ class Model:
         assert not self.jobs and len(self.reported) == len(set(self.reported))
 
     def check(self) -> None:
-        """What holds after every step."""
+        """Check the properties that hold after every step."""
         self._apply_events()
         stats = self.manager.stats()
         primary = stats.primary
@@ -414,7 +414,7 @@ class Model:
         self.dirty_before = set(self.primary.marks.dirty)
 
     def _expected(self, key: BlockKey, request: Request) -> str:
-        """The rule of lookup, written out; what it starts is noted."""
+        """Apply the rule of lookup, and record the loads that it starts."""
         if not request.policy.load or self._forbidden(key):
             return "miss"
         if key in self.cpu:
@@ -482,7 +482,7 @@ class Model:
         return self.requests.get(number) or self.ended.get(number)
 
     def _let_go(self, request: Request) -> None:
-        """A request ended, or another took its id: what was not submitted for it yet is given up."""
+        """After a request ended, or its id was reused, its unsubmitted loads are dropped."""
         request.finished = True
         request.claims.clear()
         for key in [key for key, owner in self.loads.items() if owner is request and not self._in_a_job(key)]:
@@ -511,7 +511,7 @@ class Model:
                     self.ends[key] = max(self.ends[key], self.engine.clock() + request.policy.ttl_s)
 
     def _poll_first(self) -> None:
-        """Let the manager take in what tiers have finished, so that the rules see the same as it does."""
+        """Let the manager process finished jobs, so that the model sees the same state."""
         if not self.manager._polled:
             self.manager._poll()
             self._apply_events()
@@ -534,7 +534,7 @@ class Model:
         return any(key in job.keys for job_id, job in jobs if job_id not in self.void)
 
     def _load_of(self, key: BlockKey) -> int | None:
-        """Return the load of a block that the manager counts on, other than one submitted just now."""
+        """Return the load of a block that the manager relies on, other than one submitted just now."""
         loads = [job_id for job_id, (_, is_load, job) in self.jobs.items() if is_load and key in job.keys]
         return next((job_id for job_id in loads[:-1] if job_id not in self.void), None)
 
@@ -565,13 +565,13 @@ class Model:
         if not is_load:
             self.sent.setdefault(tier.name, []).extend(job.keys)
         elif "submit_load" in tier.raising:
-            # The manager gives it up, and waits for its report only because of the slots.
+            # The manager abandons the load, and needs its report only to free the slots.
             self.void.add(job.job_id)
             for key in job.keys:
                 if self.loads.pop(key, None) is not None:
                     del self.cpu[key]
                 else:
-                    # Prefetched in this step, perhaps one of its eviction: then it is known as READY still.
+                    # Prefetched in this step, perhaps one of its eviction: the block still counts as READY then.
                     self.by_ctx[job.ctx].wait_until = None
                 self.by_ctx[job.ctx].failed.add((key, tier.name))
 
@@ -596,7 +596,7 @@ class Model:
                 request.failed.add((key, tier.name))
 
     def _apply_events(self, *, void: bool = False) -> None:
-        """Take in which blocks left the primary tier, each of which must have been free to go."""
+        """Apply removals from the primary tier; each block must have been evictable."""
         self._apply_overdue()
         for event in self.manager.take_events():
             if event.tier == "cpu":
@@ -615,7 +615,7 @@ class Model:
                     assert key not in self.primary.marks.held and key not in self.dirty_before, f"{key!r} was spared"
 
     def _apply_overdue(self) -> None:
-        """Take in which loads the manager has given up, each of which must have taken too long."""
+        """Apply the loads that the manager has abandoned; each must be overdue."""
         for open_job in self.manager._jobs:
             job = open_job.transfer
             if open_job.abandoned and job.job_id not in self.void:
@@ -625,3 +625,37 @@ class Model:
                 for key in job.keys:
                     del self.loads[key], self.cpu[key]
                     self.by_ctx[job.ctx].failed.add((key, tier.name))
+
+
+def perform(model: Model, what: int, a: int, b: int, c: int, d: int) -> None:
+    """Do one step; more numbers stand for frequent steps."""
+    request = a % 5
+    match what % 32:
+        case 0 | 1 | 2 | 3:
+            model.begin(request, b, c, d, again=d >= 192)
+        case 4 | 5 | 6 | 7 | 8:
+            model.look(request, load=False)
+        case 9 | 10 | 11:
+            model.loaded(request)
+            model.look(request, load=b % 4 > 0)
+        case 12 | 13 | 14 | 15:
+            model.offer(request, b % 3)
+        case 16 | 17 | 18 | 19:
+            model.stored(request, success=b % 5 > 0)
+        case 20:
+            model.end(request)
+        case 21 | 22 | 23 | 24:
+            model.step(b % 5 if c % 4 == 0 else None)
+        case 25 | 26 | 27 | 28:
+            model.work(a, b, c, d)
+        case 29:
+            model.upset(a, b, c)
+        case 30:
+            model.pass_time(a % 16)
+        case _:
+            if b % 8 == 0:
+                model.reset(stuck=c % 2 == 0)
+            elif b % 8 < 4:
+                model.late(c)
+            else:
+                model.drop(c)

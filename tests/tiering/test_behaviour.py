@@ -1,4 +1,4 @@
-"""What a manager of tiers does, one behaviour a test (the list is that of the multi-tier framework's own tests)."""
+"""Behaviour of the tier manager, one property per test (the list follows the multi-tier framework's own tests)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.tiering.fake_tier import payload
 
 
 def test_store_and_lookup_in_a_tier() -> None:
-    """A stored block is in the tier, and is found there when the primary tier has lost it."""
+    """A stored block is in the tier, and is found there after the primary tier has evicted it."""
     engine = Engine()
     engine.store_and_forget(keys_of(1, 2))
     assert engine.tier.blocks == {key: payload(key) for key in keys_of(1, 2)}
@@ -18,7 +18,7 @@ def test_store_and_lookup_in_a_tier() -> None:
 
 
 def test_blocks_in_flight_say_ask_again() -> None:
-    """A block that is being stored or promoted is HIT_PENDING for every request until it is whole."""
+    """A block being stored or promoted is HIT_PENDING for every request until it is complete."""
     engine = Engine()
     one, two = engine.request(), engine.request()
     engine.fill(engine.manager.prepare_store(keys_of(1), one))
@@ -34,7 +34,7 @@ def test_blocks_in_flight_say_ask_again() -> None:
 
 
 def test_eviction_inside_a_tier() -> None:
-    """What a tier evicts is a miss there, and an event; what the primary tier has is not affected."""
+    """A block evicted by a tier is a miss there, and reported as an event; the primary tier is not affected."""
     engine = Engine(capacity=2)
     engine.store_and_forget(keys_of(1, 2, 3))
     assert engine.look(keys_of(1, 2, 3), engine.request()) == ["hit"] * 3
@@ -45,7 +45,7 @@ def test_eviction_inside_a_tier() -> None:
 
 
 def test_a_tier_takes_its_time() -> None:
-    """Nothing waits for a tier: steps go by, and the block is ready in the step after the tier reported it."""
+    """No step waits for a tier: the block is ready in the step after the tier reported it."""
     engine = Engine()
     engine.store_and_forget(keys_of(1))
     engine.evict_all()
@@ -71,7 +71,7 @@ def test_a_promotion_makes_the_start_of_its_prefix_recent() -> None:
 
 
 def test_store_to_primary() -> None:
-    """Blocks are offered, copied and confirmed; what is there already is not copied again; an abort leaves nothing."""
+    """Blocks are offered, copied and confirmed; present blocks are not copied again; an abort leaves no block."""
     engine = Engine()
     ctx = engine.request()
     plan = engine.store(keys_of(1, 2), ctx)
@@ -92,7 +92,7 @@ def test_cascade_to_all_tiers() -> None:
 
 
 def test_protection_while_a_cascade_reads() -> None:
-    """A block that a tier still reads is not evicted; once the last tier has it, it may be."""
+    """A block that a tier still reads is not evicted until the last tier has stored it."""
     engine = Engine(slots=2, tiers=["disk", "far"])
     engine.store(keys_of(1, 2))
     ctx = engine.request()
@@ -106,7 +106,7 @@ def test_protection_while_a_cascade_reads() -> None:
 
 
 def test_lookup_from_primary() -> None:
-    """A block in the primary tier is a hit without any tier being asked."""
+    """A block in the primary tier is a hit without a lookup in any tier."""
     engine = Engine()
     engine.store(keys_of(1))
     engine.tier.calls.clear()
@@ -115,7 +115,7 @@ def test_lookup_from_primary() -> None:
 
 
 def test_promotion() -> None:
-    """A block that only a tier has is brought back byte for byte; the blocks of a step go in one job."""
+    """A block that only a tier has is promoted byte for byte; the blocks of a step share one job."""
     engine = Engine()
     engine.store_and_forget(keys_of(1, 2, 3))
     engine.evict_all()
@@ -128,7 +128,7 @@ def test_promotion() -> None:
 
 
 def test_partial_lookup() -> None:
-    """Of a prefix that is there in part, the part is promoted, and the first missing block is a miss."""
+    """The present part of a prefix is promoted, and the first missing block is a miss."""
     engine = Engine()
     engine.store_and_forget(keys_of(1, 2))
     engine.evict_all()
@@ -138,7 +138,7 @@ def test_partial_lookup() -> None:
 
 
 def test_eviction_in_primary() -> None:
-    """A full primary tier drops what was not used for longest, and says so."""
+    """A full primary tier evicts the least recently used block, and reports it."""
     engine = Engine(slots=3)
     for number in (1, 2, 3):
         engine.store_and_forget(keys_of(number))
@@ -152,7 +152,7 @@ def test_eviction_in_primary() -> None:
 
 
 def test_a_request_ends_once() -> None:
-    """A second report of its end is no second use of its blocks, though a copy of it still runs."""
+    """A second report of a request's end does not count as a second use, even if one of its copies is running."""
     engine = Engine(slots=3)
     ctx = engine.request(keys_of(1, 3))
     engine.store(keys_of(1), ctx)
@@ -181,7 +181,7 @@ def test_touch_reaches_all_tiers() -> None:
 
 
 def test_a_failed_store_does_not_cascade() -> None:
-    """Blocks whose copy into the primary tier failed go nowhere, and their slots are free."""
+    """Blocks whose copy into the primary tier failed are not stored in any tier, and their slots are free."""
     engine = Engine()
     ctx = engine.request()
     plan = engine.manager.prepare_store(keys_of(1, 2), ctx)
@@ -193,7 +193,7 @@ def test_a_failed_store_does_not_cascade() -> None:
 
 
 def test_tiers_evict_independently() -> None:
-    """What one tier dropped is taken from the next that has it."""
+    """A block that one tier evicted is loaded from the next tier that has it."""
     engine = Engine(tiers=["disk", "far"], capacity=None)
     engine.tiers[0].capacity = 1
     engine.store_and_forget(keys_of(1, 2))
@@ -206,7 +206,7 @@ def test_tiers_evict_independently() -> None:
 
 
 def test_finished_jobs_are_processed_before_a_store_is_prepared() -> None:
-    """A store finds the room that a job which has just ended gives back, also in a step that polled before."""
+    """A store may use slots freed by a job that has just ended, even in a step that polled before."""
     engine = Engine(slots=2)
     engine.store(keys_of(1, 2))
     ctx = engine.request()
@@ -229,7 +229,7 @@ def test_no_secondary_tiers_at_all() -> None:
 
 
 def test_a_misspelt_restriction_reaches_no_tier() -> None:
-    """A request that names a tier that does not exist stores to none; the primary tier still has its blocks."""
+    """A request that names an unknown tier stores to none; the primary tier still has its blocks."""
     engine = Engine(tiers=["near", "far"])
     for number, params in enumerate(({"tiers": ["nosuch"]}, {"tires": ["near"]}, {"min_uses": "two"})):
         engine.store_and_forget(keys_of(number), **params)
@@ -239,7 +239,7 @@ def test_a_misspelt_restriction_reaches_no_tier() -> None:
 
 
 def test_the_engine_restricts_loads_whatever_the_request_says() -> None:
-    """Tiers that the engine does not let a request load from are not asked, also where its own policy names them."""
+    """If the engine excludes tiers for a request, they are not used, even if the request's policy names them."""
     engine = Engine(tiers=["near", "far"])
     for tier in engine.tiers:
         tier.blocks[key_of(1)] = payload(key_of(1))

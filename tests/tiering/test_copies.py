@@ -1,4 +1,4 @@
-"""Copies of the engine that outlive a reset: nobody gets a slot that one of them may still touch."""
+"""Engine copies that outlive a reset: no slot is reused while such a copy may still touch it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ ON_DISK = keys_of(*range(10, 18))
 
 
 class Reports:
-    """What an engine that copies late reports: ended loads and stores, by lane."""
+    """Reports of an engine that copies late: ended loads and stores, by lane."""
 
     def __init__(self, lanes: int = 3) -> None:
         self.lanes = lanes
         self.counts = [[0, 0] for _ in range(lanes)]
 
     def end_load(self, lane: int) -> None:
-        """One more load has ended."""
         self.counts[lane][0] += 1
 
     def end_store(self, lane: int) -> None:
-        """One more store has ended."""
         self.counts[lane][1] += 1
 
     def ended(self, lane: int, loads: int, stores: int) -> bool:
-        """Tell whether as many have ended."""
+        """Return whether exactly this many copies have ended."""
         return self.counts[lane] == [loads, stores]
 
 
@@ -42,7 +40,7 @@ def busy_engine(slots: int = 8, **options: object) -> Engine:
 
 
 def use_every_slot(engine: Engine) -> set[int]:
-    """Promote what there is room for; return the slots that were given to it."""
+    """Promote as many blocks as fit; return the slots used."""
     ctx = engine.request()
     for _ in range(3):
         engine.look(ON_DISK, ctx)
@@ -52,7 +50,7 @@ def use_every_slot(engine: Engine) -> set[int]:
 
 
 def overwrite(engine: Engine, slots: set[int]) -> None:
-    """Do what a late store does, and check that no block suffers."""
+    """Write like a late store, and check that no block changes."""
     for slot in slots:
         engine.primary.row(slot)[:] = payload(key_of(99))
     for key in ON_DISK:
@@ -61,7 +59,7 @@ def overwrite(engine: Engine, slots: set[int]) -> None:
 
 
 def test_a_late_store_overwrites_nothing() -> None:
-    """Slots of a store that a reset voided are given to nobody until the engine says that its copies have ended."""
+    """Slots of a store voided by a reset are not reused until the engine reports that its copies have ended."""
     engine = busy_engine()
     plan = engine.manager.prepare_store(A, engine.request())
     assert plan is not None and engine.manager.reset(0.0)
@@ -89,7 +87,7 @@ def test_a_late_load_reads_what_it_was_given() -> None:
 
 
 def test_reports_of_older_copies_prove_nothing_of_newer_ones() -> None:
-    """Copies are counted by lane: those that were prepared after a reset do not stand in for those before it."""
+    """Copies are counted by lane: copies prepared after a reset don't stand in for those before it."""
     reports = Reports()
     engine = busy_engine(slots=6, reports=reports)
     ctx = engine.request()
@@ -112,7 +110,7 @@ def test_reports_of_older_copies_prove_nothing_of_newer_ones() -> None:
 
 
 def test_a_reset_without_copies_changes_no_lane() -> None:
-    """Copies that were completed are not waited for, whatever the reports say of them."""
+    """Completed copies are not waited for, whatever the reports contain."""
     engine = busy_engine(reports=Reports())
     engine.store(A)
     engine.settle()
@@ -121,7 +119,7 @@ def test_a_reset_without_copies_changes_no_lane() -> None:
 
 
 def test_more_resets_than_lanes() -> None:
-    """Where every lane waits for late copies, what comes then shares one with them, and every slot comes back."""
+    """If every lane waits for late copies, later copies share one of them, and every slot is returned."""
     reports = Reports(lanes=2)
     engine = busy_engine(reports=reports)
     prepared: list[int] = []
@@ -141,7 +139,7 @@ def test_more_resets_than_lanes() -> None:
 
 
 def test_a_lane_whose_copies_are_not_reported_is_not_taken_anew() -> None:
-    """Where the engine says that all copies have ended and the reports lag, later copies are still told apart."""
+    """If the engine reports that all copies have ended and the reports lag, later copies stay distinguishable."""
     reports = Reports(lanes=3)
     engine = busy_engine(reports=reports)
     for expected in (0, 1, 2):
@@ -158,7 +156,7 @@ def test_a_lane_whose_copies_are_not_reported_is_not_taken_anew() -> None:
 
 
 def test_one_block_loaded_twice_by_one_request() -> None:
-    """Each load of a block holds it, and each end lets go of one."""
+    """Each load of a block pins it, and each end removes one pin."""
     engine = Engine()
     engine.store_and_forget(A)
     ctx = engine.request()
@@ -172,7 +170,7 @@ def test_one_block_loaded_twice_by_one_request() -> None:
 
 
 def test_a_tier_and_the_engine_touch_one_slot() -> None:
-    """A slot that a tier's store and the engine's load both read at a reset comes back when both have ended."""
+    """A slot read by both a tier's store and the engine's load at a reset is free once both have ended."""
     engine = busy_engine()
     ctx = engine.request()
     engine.store(A[:1], ctx)
@@ -187,7 +185,7 @@ def test_a_tier_and_the_engine_touch_one_slot() -> None:
 
 
 def test_slots_that_stay_away_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Slots whose copies nothing proves to have ended are counted, and one warning says so after a while."""
+    """Slots whose copies are not known to have ended are counted, and one warning is logged after a while."""
     engine = busy_engine()
     assert engine.manager.prepare_store(A, engine.request()) is not None
     assert engine.manager.reset(0.0)
@@ -200,7 +198,7 @@ def test_slots_that_stay_away_are_warned_of(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_hits_stay_until_the_step_ends() -> None:
-    """What a lookup answered HIT can be loaded in the same step, whatever is promoted, stored or removed meanwhile."""
+    """A block answered with HIT can be loaded in the same step, whatever is promoted, stored or removed meanwhile."""
     for policy in ("lru", "s3fifo", "arc"):
         engine = busy_engine(slots=6, eviction=policy)
         ctx, other = engine.request(), engine.request(cpu=False)
@@ -217,7 +215,7 @@ def test_hits_stay_until_the_step_ends() -> None:
 
 
 def test_a_request_id_that_comes_again() -> None:
-    """A request whose id is used again before it ended leaves nothing behind: no claims, no pins, no promotions."""
+    """If a request's id is used again before it ended, the first leaves no claims, pins or promotions behind."""
     engine = busy_engine(slots=8, promotion_share=0.5)
     for number, key in enumerate(ON_DISK[:6]):
         ctx = RequestContext("same")
@@ -233,7 +231,7 @@ def test_a_request_id_that_comes_again() -> None:
 
 
 def test_claims_end_when_a_request_computes() -> None:
-    """A request that is scheduled, or offers blocks though it may store none, keeps no promoted block from others."""
+    """A request that is scheduled, or offers blocks although it may not store, withholds no promoted block."""
     for scheduled in (True, False):
         engine = busy_engine(slots=4)
         ctx = engine.request(store=False)
@@ -248,7 +246,7 @@ def test_claims_end_when_a_request_computes() -> None:
 
 
 def test_a_hit_is_neither_evicted_for_a_store_nor_removed() -> None:
-    """Stores and removals alone, with no promotion before them, respect the hits of the step too."""
+    """Stores and removals without a promotion before them respect the hits of the step, too."""
     engine = busy_engine(slots=4)
     ctx = engine.request()
     engine.store_and_forget(A)
@@ -261,7 +259,7 @@ def test_a_hit_is_neither_evicted_for_a_store_nor_removed() -> None:
 
 
 def test_a_load_is_waited_for_by_its_own_count() -> None:
-    """Slots that are read at a reset come back when that load is reported, and not before."""
+    """Slots that are read at a reset are freed when that load is reported, and not before."""
     reports = Reports()
     engine = busy_engine(reports=reports)
     ctx = engine.request()
@@ -279,7 +277,7 @@ def test_a_load_is_waited_for_by_its_own_count() -> None:
 
 
 def test_what_is_not_whole_is_not_loaded() -> None:
-    """A load that names a missing block, or one that is being filled, pins nothing and counts as no copy."""
+    """A load of a missing or incomplete block pins nothing and does not count as a copy."""
     reports = Reports()
     engine = Engine(reports=reports)
     ctx = engine.request()
@@ -300,7 +298,7 @@ def test_what_is_not_whole_is_not_loaded() -> None:
 
 
 def test_a_reused_id_keeps_the_copies_of_before() -> None:
-    """What is copied for a request goes on when another one begins under its id, and a reset knows of it."""
+    """Copies for a request continue when another request starts under its id, and a reset accounts for them."""
     engine = Engine()
     ctx = engine.request()
     engine.store(A[:1], ctx)

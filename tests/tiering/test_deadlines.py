@@ -12,7 +12,7 @@ from tests.tiering.engine import key_of, keys_of
 
 @pytest.mark.parametrize("seed", range(20))
 def test_keys_are_due_at_their_last_deadline_in_order(seed: int) -> None:
-    """In a random walk, each key is due once, at the deadline that it was given last, the earliest first."""
+    """In a random walk, each key is due once, at its last deadline, the earliest first."""
     rng = random.Random(seed)
     deadlines, expected, now = Deadlines(), dict[bytes, float](), 0.0
     for _ in range(2000):
@@ -35,7 +35,7 @@ def test_keys_are_due_at_their_last_deadline_in_order(seed: int) -> None:
 
 
 def test_the_earliest_beyond_a_number_are_due() -> None:
-    """Where few may be kept, those that end first go, whatever the time."""
+    """If only a few may be kept, the earliest deadlines are due first, whatever the time."""
     deadlines = Deadlines()
     for number in range(10):
         deadlines.set(key_of(number), 100.0 - number)
@@ -44,7 +44,7 @@ def test_the_earliest_beyond_a_number_are_due() -> None:
 
 
 def test_what_was_changed_or_removed_leaves_nothing() -> None:
-    """However often deadlines are brought forward or removed, the memory is that of the keys that are there."""
+    """However often deadlines are moved forward or removed, only present keys take memory."""
     deadlines = Deadlines()
     for number in range(10_000):
         deadlines.set(key_of(number % 8), 10_000.0 - number)

@@ -10,7 +10,7 @@ from tests.project.tree import ROOT
 
 
 def test_example_of_the_library_runs() -> None:
-    """Blocks stored by four ranks come back for 1, 2, 4 and 8 after a restart, with neither torch nor vLLM loaded."""
+    """Blocks stored by four ranks load on 1, 2, 4 and 8 after a restart, with neither torch nor vLLM loaded."""
     code = (
         "import runpy, sys; sys.argv = ['library.py']\n"
         "runpy.run_path('examples/library.py', run_name='__main__')\n"

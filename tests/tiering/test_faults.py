@@ -1,4 +1,4 @@
-"""What the manager makes of tiers that fail, lie, raise, hang or never answer; reset and close."""
+"""The manager with tiers that fail, return nonsense, raise, hang or never answer; reset and close."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALLS += ["take_events", "stats", "drain", "close"]
 
 
 def test_a_block_that_one_tier_lost_is_taken_from_the_next() -> None:
-    """A load that fails in the first tier goes on in the second, in the step that hears of it."""
+    """A load that fails in the first tier continues in the second, in the step that gets the failure report."""
     engine = Engine(tiers=["disk", "far"])
     engine.store_and_forget(A)
     engine.evict_all()
@@ -36,7 +36,7 @@ def test_a_block_that_one_tier_lost_is_taken_from_the_next() -> None:
 
 
 def test_a_failed_load_is_not_tried_again_for_that_request() -> None:
-    """A tier that says HIT and fails is asked once per request and block; others may try their luck."""
+    """After a HIT and a failed load, that request does not look up the block in that tier again; others may."""
     engine = Engine()
     engine.store_and_forget(A[:1])
     engine.evict_all()
@@ -52,7 +52,7 @@ def test_a_failed_load_is_not_tried_again_for_that_request() -> None:
 
 
 def test_a_result_without_keys_fails_all_of_them() -> None:
-    """A failed load that names no successful block leaves none readable."""
+    """A failed load that names no successful block makes no block readable."""
     engine = Engine()
     engine.store_and_forget(A)
     engine.evict_all()
@@ -66,7 +66,7 @@ def test_a_result_without_keys_fails_all_of_them() -> None:
 
 @pytest.mark.parametrize("method", CALLS)
 def test_no_exception_gets_out(method: str) -> None:
-    """Whatever method of a tier raises, every call of the manager returns, and the other tier serves."""
+    """Whichever method of a tier raises, every call of the manager returns, and the other tier serves."""
     engine = Engine(tiers=["disk", "far"])
     engine.store_and_forget(A)
     engine.evict_all()
@@ -81,7 +81,7 @@ def test_no_exception_gets_out(method: str) -> None:
             engine.manager.take_events()
             if answers == ["hit", "hit"]:
                 break
-        # A tier that took a load and never tells keeps its requests waiting until their deadline.
+        # A tier that accepted a load and never reports it keeps its requests waiting until their deadline.
         if method != "get_finished":
             assert engine.load(A[:2], ctx) == [payload(key) for key in A[:2]]
         engine.manager.remove(keys_of(10 + number))
@@ -94,7 +94,7 @@ def test_no_exception_gets_out(method: str) -> None:
 
 
 def test_a_tier_that_raises_again_and_again_gets_no_more_work() -> None:
-    """After three exceptions in a row out of one method a tier is left alone, until the next reset."""
+    """After three consecutive exceptions from one method a tier gets no more work until the next reset."""
     engine = Engine(tiers=["disk", "far"])
     engine.store_and_forget(A)
     engine.evict_all()
@@ -120,7 +120,7 @@ def test_a_tier_that_raises_again_and_again_gets_no_more_work() -> None:
     ],
 )
 def test_results_that_make_no_sense(nonsense: Callable[[int], JobResult]) -> None:
-    """Results for unknown jobs, twice the same, or about other blocks do no harm."""
+    """Results for unknown jobs, duplicate results and results for other blocks do no harm."""
     engine = Engine()
     engine.store_and_forget(A)
     engine.evict_all()
@@ -140,7 +140,7 @@ def test_results_that_make_no_sense(nonsense: Callable[[int], JobResult]) -> Non
 
 
 def test_a_load_that_nobody_reports_is_given_up() -> None:
-    """After its deadline a load's blocks are a miss, and its slots stay out of use until the tier tells."""
+    """After its deadline a load's blocks are a miss, and its slots stay out of use until the tier reports."""
     engine = Engine(load_s_max=60.0)
     engine.store_and_forget(A)
     engine.evict_all()
@@ -158,7 +158,7 @@ def test_a_load_that_nobody_reports_is_given_up() -> None:
 
 
 def test_a_request_does_not_wait_for_ever() -> None:
-    """A tier that never knows is asked to think for so long, and is a miss then."""
+    """If a tier keeps answering "unknown", its lookup becomes a miss after ``wait_s_max``."""
     engine = Engine(wait_s_max=2.0)
     engine.tier.unknown = set(A)
     ctx = engine.request()
@@ -168,7 +168,7 @@ def test_a_request_does_not_wait_for_ever() -> None:
 
 
 def test_a_slow_tier_pins_its_share_only() -> None:
-    """Stores beyond a tier's share wait for room without a pin, and follow; the other tier gets them at once."""
+    """Stores beyond a tier's share wait for room without a pin and follow later; the other tier gets them at once."""
     engine = Engine(slots=16, tiers=["disk", "far"], store_share=0.25)
     for number in range(10):
         engine.store(keys_of(number))
@@ -184,7 +184,7 @@ def test_a_slow_tier_pins_its_share_only() -> None:
 
 
 def test_blocks_that_wait_keep_an_idle_engine_stepping() -> None:
-    """Blocks behind some that had no room wait for a step though there is room by now; the engine makes that step."""
+    """Blocks queued behind others need a step although there is room by now, and the idle engine makes that step."""
     engine = Engine(slots=16, store_share=0.25)
     ctx = engine.request(keys_of(*range(8)))
     engine.store(keys_of(*range(6)), ctx)
@@ -196,7 +196,7 @@ def test_blocks_that_wait_keep_an_idle_engine_stepping() -> None:
 
 
 def test_blocks_that_wait_for_a_slow_tier_may_be_evicted() -> None:
-    """What is evicted while it waits for room in a tier's share is counted, and never stored there."""
+    """A block evicted while it waits for room in a tier's share is counted, and never stored there."""
     engine = Engine(slots=16, store_share=0.25)
     engine.store(keys_of(*range(10)))
     assert engine.manager.stats().tiers[0].waiting == 6
@@ -208,7 +208,7 @@ def test_blocks_that_wait_for_a_slow_tier_may_be_evicted() -> None:
 
 
 def test_what_waits_for_room_is_stored_at_the_end() -> None:
-    """Closing stores what still waits; a reset gives it up, and so does a tier that dies."""
+    """Closing stores the blocks that still wait for room; a reset or the failure of their tier drops them."""
     engine = Engine(slots=16, store_share=0.25)
     engine.store(keys_of(*range(10)))
     engine.manager.reset()
@@ -227,7 +227,7 @@ def test_what_waits_for_room_is_stored_at_the_end() -> None:
 
 
 def test_promotions_have_a_share() -> None:
-    """Waiting requests can't take all slots; one that finds none waits, one that has some goes on with those."""
+    """Waiting requests can't take all slots; a request without room waits, and one with some room uses it."""
     engine = Engine(slots=8, promotion_share=0.5, wait_s_max=2.0)
     for number in range(0, 12, 4):
         engine.store_and_forget(keys_of(*range(number, number + 4)))
@@ -246,7 +246,7 @@ def test_promotions_have_a_share() -> None:
 
 
 def test_a_request_alone_may_load_as_much_as_fits() -> None:
-    """The share of promotions divides the tier among requests that want some; one alone has it all, a second waits."""
+    """The promotion share applies if several requests compete; a lone request may use all slots, a second waits."""
     engine = Engine(slots=8, promotion_share=0.5)
     keys = keys_of(*range(10))
     engine.tier.blocks.update({key: payload(key) for key in keys_of(*range(12))})
@@ -263,7 +263,7 @@ def test_a_request_alone_may_load_as_much_as_fits() -> None:
 
 
 def test_a_request_is_not_alone_while_another_waits() -> None:
-    """A lone request may use the whole tier until another finds no room, and again when that one has ended."""
+    """A lone request may use the whole tier until another finds no room, and again once that other has ended."""
     engine = Engine(slots=8, promotion_share=0.5)
     engine.tier.blocks.update({key: payload(key) for key in keys_of(*range(12))})
     alone, second = engine.request(), engine.request()
@@ -275,7 +275,7 @@ def test_a_request_is_not_alone_while_another_waits() -> None:
 
 
 def lone_request_after(engine: Engine, other: RequestContext, keys: Sequence[BlockKey]) -> list[str]:
-    """Let the promotions of a request fail, and return what a lone one is answered that wants more than the share."""
+    """Let a request's promotions fail; return the answers to a lone request that needs more than the share."""
     engine.manager.on_step_end()
     engine.tier.run(failing=engine.tier.submitted(True))
     engine.settle_steps(2)
@@ -284,7 +284,7 @@ def lone_request_after(engine: Engine, other: RequestContext, keys: Sequence[Blo
 
 
 def test_a_request_that_found_room_waits_no_longer() -> None:
-    """One that had to wait, got room, and whose promotion failed does not keep another from having the whole tier."""
+    """A request that waited, got room and whose promotion failed limits other requests no longer."""
     engine = Engine(slots=8, promotion_share=0.5)
     engine.tier.blocks.update({key: payload(key) for key in keys_of(*range(12))})
     first, waited = engine.request(), engine.request()
@@ -296,7 +296,7 @@ def test_a_request_that_found_room_waits_no_longer() -> None:
 
 
 def test_a_request_that_goes_without_the_rest_does_not_wait_for_it() -> None:
-    """One that got a part only, and whose promotions failed then, does not keep another from having the whole tier."""
+    """A request that got room for a part, and whose promotions then failed, limits other requests no longer."""
     engine = Engine(slots=8, promotion_share=0.5)
     engine.tier.blocks.update({key: payload(key) for key in keys_of(*range(12))})
     first, part = engine.request(), engine.request()
@@ -307,7 +307,7 @@ def test_a_request_that_goes_without_the_rest_does_not_wait_for_it() -> None:
 
 
 def test_a_request_whose_patience_is_over_waits_no_longer() -> None:
-    """From its miss on, a request that found no room does not keep another from having the whole tier."""
+    """Once its wait has ended in a miss, a request that found no room limits other requests no longer."""
     engine = Engine(slots=8, promotion_share=0.5, wait_s_max=2.0)
     engine.tier.blocks.update({key: payload(key) for key in keys_of(*range(12))})
     alone, second = engine.request(), engine.request()
@@ -320,7 +320,7 @@ def test_a_request_whose_patience_is_over_waits_no_longer() -> None:
 
 
 def test_a_block_that_failed_to_come_has_no_source() -> None:
-    """A block that was computed after its promotion had failed is not attributed to the tier."""
+    """A block computed after its promotion failed is not attributed to the tier."""
     engine = Engine()
     engine.tier.blocks.update({key: payload(key) for key in keys_of(1, 2)})
     ctx = engine.request()
@@ -337,19 +337,19 @@ def test_a_block_that_failed_to_come_has_no_source() -> None:
 
 
 def test_deadlines_of_reported_loads_are_forgotten() -> None:
-    """Otherwise memory would grow with every load that ends in time, until its deadline."""
+    """Reported loads drop their deadlines at once; otherwise each would take memory until its deadline."""
     engine = Engine()
     jobs, link = JobTable(), engine.manager._links[0]
     for number in range(2000):
         job = OpenJob(TransferJob(jobs.new_id(), A, range(4)), link, True, None, deadline=1e9 + number)
         jobs.add(job)
         assert jobs.report(link, JobResult(job.transfer.job_id, True, A)) is job
-        assert len(jobs._deadlines) < 1000
+        assert len(jobs._deadlines._heap) < 1000
     assert jobs.take_overdue_loads(2e9) == []
 
 
 def test_a_load_that_could_not_be_submitted_is_given_up_once() -> None:
-    """A tier that raises may have taken the job: its deadline passes without taking anybody's slot."""
+    """The tier may have accepted the job, so its slot stays abandoned; its deadline affects no other slot."""
     engine = Engine(load_s_max=60.0)
     engine.tier.blocks.update({key: payload(key) for key in keys_of(1)})
     engine.tier.raising = {"submit_load"}
@@ -366,7 +366,7 @@ def test_a_load_that_could_not_be_submitted_is_given_up_once() -> None:
 
 
 def test_a_tier_reports_its_own_jobs_only() -> None:
-    """A result for the job of another tier is nonsense: that job goes on."""
+    """A result for another tier's job is ignored: that job continues."""
     engine = Engine(tiers=["disk", "far"])
     engine.tier.blocks.update({key: payload(key) for key in keys_of(1)})
     ctx = engine.request()
@@ -380,7 +380,7 @@ def test_a_tier_reports_its_own_jobs_only() -> None:
 
 
 def test_blocks_of_a_request_that_gives_up_are_let_go() -> None:
-    """What was promoted for a request that ends before it reads holds no slot any more."""
+    """Blocks promoted for a request that ends before it reads them hold no slot any more."""
     engine = Engine(slots=4)
     engine.store_and_forget(A)
     engine.evict_all()
@@ -397,7 +397,7 @@ def test_blocks_of_a_request_that_gives_up_are_let_go() -> None:
 
 
 def test_prefetch_begins_before_the_first_lookup() -> None:
-    """The blocks of a request are on their way when its keys are known, up to the first that no tier has."""
+    """Promotion begins as soon as the request's keys are known, up to the first block that no tier has."""
     engine = Engine(prefetch=True)
     engine.store_and_forget(A[:3])
     engine.evict_all()
@@ -409,7 +409,7 @@ def test_prefetch_begins_before_the_first_lookup() -> None:
 
 
 def test_prefetch_promotes_no_expired_block() -> None:
-    """Although the tier still has it: the sweep of expired blocks comes later."""
+    """Prefetch skips expired blocks, although the tier still has them until the sweep."""
     engine = Engine(prefetch=True)
     engine.store_and_forget(keys_of(1, 2), ttl=60)
     engine.evict_all()
@@ -420,7 +420,7 @@ def test_prefetch_promotes_no_expired_block() -> None:
 
 
 def test_prefetch_asks_again_what_a_tier_did_not_know() -> None:
-    """Blocks that a tier had to ask its medium for are promoted when it knows, without a lookup."""
+    """Blocks that need a query to the medium are promoted once the answer arrives, without a lookup."""
     engine = Engine(prefetch=True)
     engine.store_and_forget(A)
     engine.evict_all()
@@ -436,7 +436,7 @@ def test_prefetch_asks_again_what_a_tier_did_not_know() -> None:
 
 @pytest.mark.parametrize("end", ["request", "reset"])
 def test_prefetch_ends_with_its_request(end: str) -> None:
-    """What a tier finds later is promoted for no request that has ended, nor for one from before a reset."""
+    """Late answers of a tier promote no blocks for a request that has ended or began before a reset."""
     engine = Engine(prefetch=True)
     engine.store_and_forget(A)
     engine.evict_all()
@@ -454,7 +454,7 @@ def test_prefetch_ends_with_its_request(end: str) -> None:
 
 
 def test_prefetch_begins_anew_when_the_keys_of_a_request_change() -> None:
-    """Its first blocks are others then."""
+    """Changed keys restart the prefetch, because the first blocks differ."""
     engine = Engine(prefetch=True)
     engine.store_and_forget(A)
     engine.evict_all()
@@ -467,7 +467,7 @@ def test_prefetch_begins_anew_when_the_keys_of_a_request_change() -> None:
 
 
 def test_prefetch_takes_no_patience_and_no_more_than_its_room() -> None:
-    """While promotions have no room prefetch waits its turn; the request's own time to wait begins with its lookup."""
+    """Prefetch waits while promotions have no room; the request's own wait time begins with its first lookup."""
     engine = Engine(slots=4, promotion_share=0.5, prefetch=True, wait_s_max=2.0)
     engine.store_and_forget(A)
     engine.evict_all()
@@ -481,7 +481,7 @@ def test_prefetch_takes_no_patience_and_no_more_than_its_room() -> None:
 
 
 def test_reset_drops_the_primary_tier_and_keeps_the_others() -> None:
-    """After a reset every block comes from a tier, and jobs that were under way are over."""
+    """After a reset every block comes from a tier, and earlier jobs have ended."""
     engine = Engine()
     ctx = engine.request()
     engine.store(A, ctx)
@@ -491,7 +491,7 @@ def test_reset_drops_the_primary_tier_and_keeps_the_others() -> None:
 
 
 def test_a_reset_that_a_tier_does_not_join_reuses_none_of_its_slots() -> None:
-    """Slots that a tier may still read or fill stay out of use until it reports; nothing wrong is ever stored."""
+    """Slots that a tier may still read or fill stay out of use until it reports; no wrong bytes are ever stored."""
     engine = Engine(tiers=["disk", "far"])
     ctx = engine.request()
     engine.store(A, ctx)
@@ -510,7 +510,7 @@ def test_a_reset_that_a_tier_does_not_join_reuses_none_of_its_slots() -> None:
 
 
 def test_a_job_that_outlives_two_resets_gives_its_slots_back_once_it_ends() -> None:
-    """Each job stands for its slots once, however many resets it outlives."""
+    """Each job frees its slots once, however many resets it outlives."""
     engine = Engine()
     engine.store(A, engine.request())
     engine.tier.drains = False
@@ -524,7 +524,7 @@ def test_a_job_that_outlives_two_resets_gives_its_slots_back_once_it_ends() -> N
 
 
 def test_what_was_given_out_before_a_reset_is_void() -> None:
-    """A copy that is confirmed after a reset does not make a block readable that was stored by nobody since."""
+    """A copy confirmed after a reset makes no block readable that has not been stored again since."""
     engine = Engine(slots=16)
     ctx, reader = engine.request(), engine.request()
     engine.store(A, reader)
@@ -540,7 +540,7 @@ def test_what_was_given_out_before_a_reset_is_void() -> None:
 
 
 def test_a_promotion_of_before_a_reset_is_not_submitted_after_it() -> None:
-    """Its slots belong to other blocks by then: the tier would overwrite them."""
+    """A promotion from before a reset is not submitted, because its slots hold other blocks by then."""
     engine = Engine(slots=4)
     for key in A:
         engine.tier.blocks[key] = payload(key)
@@ -557,7 +557,7 @@ def test_a_promotion_of_before_a_reset_is_not_submitted_after_it() -> None:
 
 
 def test_a_request_stores_anew_after_a_reset() -> None:
-    """That a tier had no room for one of its blocks before is over: nothing waits for room any more."""
+    """A reset clears the note that a tier had no room for a block: no block waits for room any more."""
     engine = Engine(slots=16, store_share=0.25)
     keys = keys_of(*range(6))
     ctx = engine.request(keys)
@@ -569,7 +569,7 @@ def test_a_request_stores_anew_after_a_reset() -> None:
 
 
 def test_close_writes_back_and_ends() -> None:
-    """Closing writes what is owed, waits for the tiers, and answers MISS and nothing to store from then on."""
+    """Closing writes owed blocks and waits for the tiers; afterwards lookups miss, and nothing is stored."""
     engine = Engine(slots=16)
     keys = keys_of(*range(12))
     engine.store_and_forget(keys, lazy=True)
@@ -582,7 +582,7 @@ def test_close_writes_back_and_ends() -> None:
 
 
 def test_close_does_not_wait_for_a_tier_that_hangs() -> None:
-    """A tier that does not let go makes close say so: the memory may not be freed."""
+    """If a tier does not release its slots, close reports it: the memory must not be freed."""
     engine = Engine()
     engine.store(A)
     engine.tier.drains = False
@@ -590,7 +590,7 @@ def test_close_does_not_wait_for_a_tier_that_hangs() -> None:
 
 
 def test_tiers_need_names_of_their_own() -> None:
-    """Two tiers of one name, or one called like the primary tier, are refused."""
+    """Duplicate tier names and a tier named like the primary tier are refused."""
     for names in (["disk", "disk"], ["cpu"]):
         with pytest.raises(ConfigError, match="different names"):
             Engine(tiers=names)
@@ -600,13 +600,13 @@ def test_tiers_need_names_of_their_own() -> None:
     "option", [{"promotion_share": 0.0}, {"store_share": 1.5}, {"tokens_per_block": 0}, {"wait_s_max": -1}]
 )
 def test_numbers_out_of_range_are_refused(option: dict[str, Any]) -> None:
-    """A share or time that makes no sense is an error at start that names it."""
+    """A share or time out of range is an error at startup that names the option."""
     with pytest.raises(ConfigError, match=next(iter(option))):
         Engine(**option)
 
 
 def test_requests_leave_nothing_behind() -> None:
-    """After many requests of all kinds nothing is known of any."""
+    """After many requests of all kinds no state of any request remains."""
     engine = Engine(prefetch=True)
     for number in range(50):
         engine.store_and_forget(keys_of(number % 7, number % 5 + 10), load=number % 3 > 0)
@@ -623,7 +623,7 @@ def _readable(engine: Engine) -> list[tuple[bytes, int]]:
 
 
 def test_a_tier_that_can_not_begin_an_epoch_is_left_alone_until_it_can(caplog: pytest.LogCaptureFixture) -> None:
-    """After a reset such a tier could give blocks of other weights: it gets no work, and the others go on."""
+    """After a reset such a tier could return blocks of other weights: it gets no work, and the others continue."""
     engine = Engine(tiers=["old", "new"])
     engine.store_and_forget(A)
     engine.tiers[0].begins_epochs = False
@@ -642,7 +642,7 @@ def test_a_tier_that_can_not_begin_an_epoch_is_left_alone_until_it_can(caplog: p
 
 
 def test_a_reset_begins_an_epoch_in_every_tier_after_its_io() -> None:
-    """Tiers are drained first; what was submitted before is not part of the new epoch."""
+    """Tiers are drained first; jobs submitted earlier are not part of the new epoch."""
     engine = Engine(tiers=["one", "two"])
     engine.store(A)
     assert engine.manager.reset()
@@ -653,10 +653,14 @@ def test_a_reset_begins_an_epoch_in_every_tier_after_its_io() -> None:
 
 @pytest.mark.parametrize("method", ["flush", "lookup"])
 def test_only_exceptions_in_a_row_end_a_tier(method: str) -> None:
-    """A success between two exceptions starts the count again; three in a row and the tier gets no more work."""
+    """A success between two exceptions resets the count; three in a row, and the tier gets no more work."""
     tier = Engine().tier
     link = TierLink(tier, 0)
-    call = link.flush if method == "flush" else partial(link.lookup, b"k", RequestContext("r"))
+    call = (
+        partial(link.call, "flush", otherwise=None)
+        if method == "flush"
+        else partial(link.lookup, b"k", RequestContext("r"))
+    )
     for _ in range(3):
         tier.raising = {method}
         call()
@@ -670,10 +674,86 @@ def test_only_exceptions_in_a_row_end_a_tier(method: str) -> None:
     assert link.dead
 
 
+@pytest.mark.parametrize(
+    ("method", "value"),
+    [
+        ("flush", partial(int, "no number")),  # A callable without a name.
+        ("repeat_events", None),  # No such method.
+        ("drain", lambda timeout_s: None),
+    ],
+)
+def test_a_tier_with_a_defective_method_stops_nothing(method: str, value: Any) -> None:
+    """A method that is missing, has no name or returns None is a defect of its tier, and the manager continues."""
+    engine = Engine()
+    engine.store(A)
+    setattr(engine.tier, method, value)
+    engine.step()
+    engine.manager.repeat_events()
+    engine.manager.reset()
+    engine.manager.close()
+
+
 def test_a_store_that_raised_is_counted_until_it_is_reported() -> None:
     """The tier may have accepted the job, so its blocks count as being stored."""
     tier = Engine().tier
-    link = TierLink(tier, 0)
+    jobs, link = JobTable(), TierLink(tier, 0)
     tier.raising = {"submit_store", "submit_load"}
-    assert not link.submit_store(TransferJob(1, [b"a", b"b"], [0, 1])) and link.storing == 2
-    assert not link.submit_load(TransferJob(2, [b"c"], [2])) and link.loading == 1
+    for job_id, is_load in ((1, False), (2, True)):
+        assert not jobs.submit(OpenJob(TransferJob(job_id, [b"a", b"b"], [0, 1]), link, is_load, None))
+    assert link.storing == link.loading == 2
+    for job_id in (1, 2):
+        jobs.report(link, JobResult(job_id, True, [b"a", b"b"]))
+    assert link.storing == link.loading == 0
+
+
+def test_a_finished_request_whose_load_raised_is_forgotten() -> None:
+    """The tier may never report the load, so the request does not wait for the report."""
+    engine = Engine(prefetch=True)
+    engine.tier.blocks.update({key: payload(key) for key in A})
+    engine.tier.raising = {"submit_load"}
+    ctx = engine.request(A)
+    assert engine.look(A[:1], ctx) == ["hit_pending"]
+    engine.manager.on_request_finished(ctx)
+    assert engine.manager.stats().requests == 0, "what was not submitted is dropped"
+    again = engine.request(A)
+    assert engine.look(A[:1], again) == ["hit_pending"]
+    engine.tier.on_submit = lambda *_: engine.manager.on_request_finished(again)
+    engine.manager.on_step_end()
+    stats = engine.manager.stats()
+    assert (stats.requests, stats.jobs, stats.promoting) == (0, 1, 0)
+    assert "on_request_finished" in {name for name, _ in engine.tier.calls}
+
+
+def test_a_finished_request_whose_load_is_overdue_is_forgotten() -> None:
+    """The load is abandoned, and its report may never come."""
+    engine = Engine(load_s_max=10.0)
+    engine.tier.blocks.update({key: payload(key) for key in A})
+    ctx = engine.request()
+    assert engine.look(A, ctx) == ["hit_pending"] * 4
+    engine.manager.on_step_end()
+    engine.manager.on_request_finished(ctx)
+    assert engine.manager.stats().requests == 1
+    engine.clock.now += 11
+    engine.manager.on_step_end()
+    stats = engine.manager.stats()
+    assert (stats.requests, stats.jobs, stats.promoting, stats.primary.abandoned) == (0, 1, 0, 4)
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_lost_report_does_not_count_as_load_for_good(reported: bool) -> None:
+    """After ``load_s_max`` the tier counts as free of the load; its slots wait for the report."""
+    engine = Engine(load_s_max=10.0)
+    engine.tier.blocks.update({key: payload(key) for key in A})
+    assert engine.look(A, engine.request()) == ["hit_pending"] * 4
+    engine.manager.on_step_end()
+    engine.clock.now += 9
+    engine.manager.on_step_end()
+    assert engine.manager.stats().tiers[0].loading == 4
+    engine.clock.now += 1
+    engine.manager.on_step_end()
+    stats = engine.manager.stats()
+    assert (stats.tiers[0].loading, stats.primary.abandoned, stats.jobs) == (0, 4, 1)
+    if reported:
+        engine.settle()
+        stats = engine.manager.stats()
+        assert (stats.tiers[0].loading, stats.primary.abandoned, stats.jobs) == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""What a call costs does not grow with the number of blocks: counted in calls of functions, which no load disturbs."""
+"""The cost of a call does not grow with the number of blocks: counted in function calls, which load can't disturb."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BATCH = 50
 
 
 def calls_of(action: Callable[[], Any]) -> int:
-    """Return how many functions, Python's and C's, an action calls."""
+    """Return the number of Python and C functions that an action calls."""
     count = 0
 
     def count_calls(frame: Any, event: str, arg: Any) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
-    gc.disable()  # Whoever listens to it is called, too.
+    gc.disable()  # Its callbacks would be counted, too.
     sys.setprofile(count_calls)
     try:
         action()
@@ -33,7 +33,7 @@ def calls_of(action: Callable[[], Any]) -> int:
 
 
 def costs(blocks: int, eviction: str) -> dict[str, int]:
-    """Return the calls of each operation on a batch of blocks; the primary tier is full, and some blocks are pinned."""
+    """Return the calls of each operation on a batch of blocks, with a full primary tier and some pinned blocks."""
     engine = Engine(slots=blocks, eviction=eviction)
     engine.store_and_forget([key_of(number) for number in range(blocks)])
     manager = engine.manager
@@ -55,7 +55,7 @@ def costs(blocks: int, eviction: str) -> dict[str, int]:
         "finish": calls_of(lambda: manager.on_request_finished(ctx)),
     }
     engine.settle()
-    # The same again: what the first round passed over must not be passed over in each round.
+    # Repeat: blocks skipped in the first round must not be skipped again in each round.
     again = engine.request()
     more = [key_of(2 * blocks + number) for number in range(BATCH)]
     found["prepare store again"] = calls_of(lambda: manager.prepare_store(more, again))
@@ -72,9 +72,9 @@ def costs(blocks: int, eviction: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
 def test_the_cost_of_a_call_does_not_grow_with_the_number_of_blocks(eviction: str) -> None:
-    """Hits, misses, stores into a full primary tier and promotions call as many functions with 500 blocks as 10,000.
+    """Hits, misses, stores into a full primary tier and promotions make as many calls with 500 blocks as with 10,000.
 
-    A few more or less are the collector's, and of what a tier answers when; twenty times the blocks would show.
+    Small differences come from the garbage collector and the timing of answers; 20 times the blocks would show.
     """
     few, many = costs(500, eviction), costs(10_000, eviction)
     assert few.keys() == many.keys()

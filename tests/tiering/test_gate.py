@@ -12,7 +12,7 @@ import pytest
 from kvstore.tiering.gate import SLACK_S_MAX, Gate
 
 BLOCK = 16
-"""Tokens of a block."""
+"""Tokens per block."""
 
 
 @dataclass
@@ -48,16 +48,16 @@ class World:
         return self.token_s * (end - start) + self.pair_s * (end**2 - start**2) / 2
 
     def compute(self, tokens: int, context: int = 0) -> None:
-        """Let the gate see a step."""
+        """Report a step to the gate."""
         seconds = self.step_s + self.recompute_s(context, context + tokens)
         self.gate.note_step([(tokens, context)], seconds * self._noise())
 
     def load(self, tier: int, blocks: int) -> None:
-        """Let the gate see a load."""
+        """Report a load to the gate."""
         self.gate.note_load(tier, blocks, self.load_s(tier, blocks) * self._noise())
 
     def learn(self) -> None:
-        """Let it see steps and loads of many sizes."""
+        """Report steps and loads of many sizes."""
         for _ in range(10):
             self.gate.note_step([(1, 500)], self.step_s)
         for _ in range(30):
@@ -66,7 +66,7 @@ class World:
                 self.load(tier, self.rng.randrange(1, 300))
 
     def time_of(self, tiers: Sequence[int], count: int, start: int = 0) -> float:
-        """Return the time until a prefix is there of which ``count`` blocks are loaded."""
+        """Return the time until a prefix is ready if ``count`` of its blocks are loaded."""
         numbers = {tier: sum(other == tier for other in tiers[:count]) for tier in set(tiers[:count]) - {-1}}
         loads = max((self.load_s(tier, number) for tier, number in numbers.items()), default=0.0)
         end = start + BLOCK * len(tiers)
@@ -83,7 +83,7 @@ class World:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_never_slower_than_the_better_of_both(seed: int) -> None:
-    """With constant rates, learned, no choice takes over 1.05 of loading or computing everything."""
+    """With constant, measured rates, no choice takes over 1.05 times loading or computing everything."""
     rng = random.Random(seed)
     tiers = rng.choice((1, 2))
     world = World(
@@ -116,7 +116,7 @@ def test_noisy_measurements_move_the_choice_little() -> None:
 
 
 def test_computing_delays_all_who_wait() -> None:
-    """A load that takes ten times as long as computing is worth it for eleven requests, and not for nine."""
+    """A load of ten times the computing time is worth it for eleven requests, but not for nine."""
     world = World([0.0], [BLOCK * 1e-3 * 10])
     world.learn()
     world.gate._prefill.p, world.gate._prefill.q = 1e-3, 0.0
@@ -126,7 +126,7 @@ def test_computing_delays_all_who_wait() -> None:
 
 
 def test_a_part_from_the_fast_tier() -> None:
-    """A prefix whose start is on a fast tier and whose end on a slow one is loaded as far as the fast tier has it."""
+    """A prefix that starts on a fast tier and ends on a slow one is loaded up to the end of the fast part."""
     world = World([0.001, 0.001], [1e-4, 0.1])
     world.learn()
     assert world.choose([0] * 60 + [1] * 40) == 60
@@ -134,7 +134,7 @@ def test_a_part_from_the_fast_tier() -> None:
 
 
 def test_blocks_in_the_primary_tier_are_always_used() -> None:
-    """They cost nothing, also behind a slow block and before one."""
+    """Blocks in the primary tier cost nothing, both after a slow block and before one."""
     world = World([0.2], [1.0])
     world.learn()
     assert world.choose([-1] * 5) == 5
@@ -143,7 +143,7 @@ def test_blocks_in_the_primary_tier_are_always_used() -> None:
 
 
 def test_loads_under_way_count() -> None:
-    """A tier that is fast enough alone is not, behind the loads of others."""
+    """A tier that is fast enough alone is too slow behind the loads of other requests."""
     world = World([0.001], [0.01])
     world.learn()
     ends = range(BLOCK, BLOCK * 101, BLOCK)
@@ -152,7 +152,7 @@ def test_loads_under_way_count() -> None:
 
 
 def test_long_contexts_are_worth_loading() -> None:
-    """Attention makes computing dearer per token, so that a tier too slow for a short prompt serves a long one."""
+    """Attention makes each token costlier, so a tier too slow for a short prompt is worth it for a long one."""
     world = World([0.0001], [0.02], token_s=1e-3, pair_s=1e-6)
     world.learn()
     assert world.choose([0] * 10) == 0
@@ -160,7 +160,7 @@ def test_long_contexts_are_worth_loading() -> None:
 
 
 def test_before_anything_is_known_everything_is_loaded() -> None:
-    """Without a prefill rate the gate is not ready; a tier without measurements is loaded from."""
+    """Without a prefill rate the gate is not ready; unmeasured tiers are loaded from."""
     world = World([9.0, 9.0], [9.0, 9.0])
     for count in range(5):
         assert world.gate.is_ready == (count >= 3)
@@ -175,7 +175,7 @@ def test_before_anything_is_known_everything_is_loaded() -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 10])
 def test_one_outlier_changes_no_choice(place: int) -> None:
-    """One load or step of 30 s, first, second or later, is forgotten after three normal ones."""
+    """One load or step of 30 s, at any position, is forgotten after three normal ones."""
     world = World([0.001], [1e-4])
     for number in range(14):
         if number == place:
@@ -190,7 +190,7 @@ def test_one_outlier_changes_no_choice(place: int) -> None:
 
 
 def test_measurements_that_are_none_are_ignored() -> None:
-    """Clocks that go backwards, zero blocks, zero time and infinities leave finite, sensible estimates."""
+    """Clocks that go backwards, zero blocks, zero time and infinities leave finite, plausible estimates."""
     world = World([0.01], [0.001])
     world.learn()
     before = world.gate.load_s(0, 100)
@@ -218,7 +218,7 @@ def test_tiny_loads_do_not_hide_a_slow_link() -> None:
 
 
 def test_a_few_loads_from_a_cache_below_do_not_open_a_slow_tier() -> None:
-    """One in ten loads a hundred times faster (the page cache of a server): the estimate stays within a factor of 2."""
+    """If one load in ten is a hundred times faster (a server's page cache), the estimate stays within a factor of 2."""
     world = World([0.3], [0.01])
     world.learn()
     for number in range(100):
@@ -231,10 +231,10 @@ def test_a_few_loads_from_a_cache_below_do_not_open_a_slow_tier() -> None:
 
 
 def explore(world: World, prefix: int, requests: int) -> tuple[list[bool], int, float]:
-    """Let requests come, loading what the gate says.
+    """Serve requests according to the gate's choices.
 
     Returns:
-        Whether each loaded, the blocks read by probes, and the longest time lost.
+        Whether each request loaded, the number of blocks read by probes, and the longest time lost.
     """
     gate, loaded, probed, lost_s = world.gate, [], 0, 0.0
     for _ in range(requests):
@@ -263,9 +263,9 @@ def explore(world: World, prefix: int, requests: int) -> tuple[list[bool], int, 
     [(0.3, 1e-4, 100), (0.001, 0.012, 100), (0.001, 1e-4, 100), (0.001, 1e-4, 10), (0.05, 1e-4, 10)],
 )
 def test_a_recovered_tier_is_noticed(fixed_s: float, block_s: float, prefix: int) -> None:
-    """A tier that was far too slow and is now worth it is loaded from again, also if it is worth it only just.
+    """A tier that was far too slow and has become worth using, even if only just, is used again.
 
-    At once where its probes became far faster; short prefixes have none.
+    It is used immediately if its probes became far faster; short prefixes have no probes.
     """
     world = World([5.0], [0.5])
     world.learn()
@@ -279,7 +279,7 @@ def test_a_recovered_tier_is_noticed(fixed_s: float, block_s: float, prefix: int
 
 @pytest.mark.parametrize(("fixed_s", "block_s"), [(5.0, 0.5), (0.001, 0.1), (3.0, 1e-4)])
 def test_a_tier_that_stays_slow_costs_little(fixed_s: float, block_s: float) -> None:
-    """Of what is declined a sixteenth is read at most, never by two probes at once; few requests lose a little."""
+    """Probes read at most a sixteenth of the declined blocks, one probe at a time; few requests lose a little time."""
     world = World([fixed_s], [block_s])
     world.learn()
     loaded, probed, lost_s = explore(world, 64, 1000)
@@ -293,7 +293,7 @@ def test_a_tier_that_stays_slow_costs_little(fixed_s: float, block_s: float) -> 
 
 
 def test_a_probe_that_waited_for_late_loads_tells_nothing() -> None:
-    """A probe behind abandoned loads is slow; the next one, as fast as ever, is no sign of a recovery."""
+    """A probe behind abandoned loads is slow; a normal next probe is not taken for a recovery."""
     world = World([0.0], [0.1])
     world.learn()
     gate = world.gate
@@ -307,7 +307,7 @@ def test_a_probe_that_waited_for_late_loads_tells_nothing() -> None:
 
 
 def test_reads_that_are_fast_while_small_tempt_no_one() -> None:
-    """However fast its probes are, a tier whose whole loads are slow is tried no more often than any other."""
+    """A tier with fast small reads and slow complete loads is tried no more often than any other."""
     world = World([0.0], [0.1])
     world.learn()
     world.load_s = lambda tier, blocks: 1e-5 * blocks if blocks < 10 else 0.1 * blocks  # type: ignore[method-assign]
@@ -327,7 +327,7 @@ def test_a_slower_tier_is_noticed_after_two_loads() -> None:
 
 
 def test_a_stall_counts_once() -> None:
-    """Nothing is loaded while a load is late. Ten loads that one stall held up move the estimate as one outlier."""
+    """Nothing is loaded while a load is late. Ten loads delayed by one stall move the estimate as one outlier."""
     world = World([0.001], [1e-4])
     world.learn()
     for _ in range(10):
@@ -340,7 +340,7 @@ def test_a_stall_counts_once() -> None:
 
 
 def test_a_lost_load_starves_no_tier() -> None:
-    """A tier that never reports a load is measured again, and used after a load that it does report."""
+    """A tier that never reports a load is measured again, and used after a load that it reports."""
     world = World([0.001], [1e-4])
     world.learn()
     world.gate.note_late(0, 5)
@@ -349,7 +349,7 @@ def test_a_lost_load_starves_no_tier() -> None:
 
 
 def test_slack_and_pieces_bound_the_loss_of_a_stall() -> None:
-    """A load falls at most the slack behind, and the pieces of a split load are short and few."""
+    """A load falls behind by at most the slack, and the pieces of a split load are short and few."""
     world = World([0.001], [0.01])
     world.learn()
     assert world.gate.slack_s(10.0) == SLACK_S_MAX
@@ -361,7 +361,7 @@ def test_slack_and_pieces_bound_the_loss_of_a_stall() -> None:
 
 
 def test_a_tier_too_slow_to_answer_is_tried_seldom() -> None:
-    """A tier whose answers to lookups take longer than computing is not waited for, except for one in 32 requests."""
+    """If a tier's answers to lookups take longer than computing, only one request in 32 waits for it."""
     world = World([0.001], [1e-4])
     world.learn()
     ends = range(BLOCK, BLOCK * 11, BLOCK)
@@ -379,7 +379,7 @@ def test_a_tier_too_slow_to_answer_is_tried_seldom() -> None:
 
 
 def test_decoding_is_no_prefill() -> None:
-    """Steps that only decode teach the fixed part of a step, and no rate of computing."""
+    """Decode-only steps update the fixed part of a step, but no computing rate."""
     gate = Gate(1)
     for _ in range(100):
         gate.note_step([(1, 1000), (8, 2000)], 0.03)
@@ -391,7 +391,7 @@ def test_decoding_is_no_prefill() -> None:
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0])
 def test_the_percentile_of_loads(sigma: float) -> None:
-    """Of loads of any size, 5 % exceed it, or fewer where hardly any takes much longer than usual."""
+    """5 % of the loads of any size exceed it, or fewer if hardly any take much longer than usual."""
     rng, gate, exceeded = random.Random(1), Gate(1), []
     for _ in range(6000):
         blocks = rng.choice((1, 8, 64))
@@ -404,7 +404,7 @@ def test_the_percentile_of_loads(sigma: float) -> None:
 
 
 def test_the_percentile_of_a_steady_tier() -> None:
-    """It stays clear of the usual time, and follows a tier that became slower; another tier has its own."""
+    """It is clearly above the usual time, and follows a tier that becomes slower; each tier has its own."""
     gate = Gate(2)
     assert gate.p95_s(0, 1) is None
     for _ in range(500):
@@ -417,3 +417,17 @@ def test_the_percentile_of_a_steady_tier() -> None:
     for _ in range(2000):
         gate.note_load(0, 1, 0.0)
     assert gate.p95_s(0, 1) == pytest.approx(0.003), "no shorter than what an engine can tell apart"
+
+
+def test_a_first_step_that_compiles_hides_no_prefill() -> None:
+    """Its duration does not become the fixed part of the steps that compute prompts."""
+    gate = Gate(1)
+    gate.note_step([(1, 1000)], 20.0)
+    for _ in range(3):
+        gate.note_step([(1000, 0)], 1.03)
+    assert gate.recompute_s(0, 1000) == pytest.approx(1.03, rel=0.01)
+    for _ in range(2):
+        gate.note_step([(1, 1000)], 0.03)
+    for _ in range(30):
+        gate.note_step([(1000, 0)], 1.03)
+    assert gate.recompute_s(0, 1000) == pytest.approx(1.0, rel=0.01)

@@ -1,4 +1,4 @@
-"""A manager with a gate: tiers of given speed, an engine of given speed, and a clock that the test moves."""
+"""A manager with a gate: simulated tiers and engine of given speeds, and a clock controlled by the test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKEN_S = 0.001
 
 
 class Speed:
-    """Lets the jobs of a fake tier end when a medium of this speed would end them, one after the other.
+    """Ends the jobs of a fake tier as a medium of this speed would, one after another.
 
     Attributes:
         fixed_s: Fixed time of a load.
@@ -53,7 +53,7 @@ class Speed:
 
 
 class Gated(Engine):
-    """An engine that makes steps of ``STEP_S`` and computes at a known speed."""
+    """An engine with steps of ``STEP_S`` and a known computing speed."""
 
     def __init__(self, *speeds: tuple[float, float], slots: int = 512, **options: Any) -> None:
         super().__init__(slots, [f"tier{i}" for i in range(len(speeds))], **options)
@@ -61,7 +61,7 @@ class Gated(Engine):
         self._last = 0
 
     def blocks(self, *held: int) -> list[bytes]:
-        """Return new keys, so many of them in each tier in turn."""
+        """Return new keys; each argument is the number of keys that the respective tier holds."""
         keys = [key_of(self._last + number) for number in range(sum(held))]
         self._last += len(keys)
         rest = iter(keys)
@@ -72,14 +72,14 @@ class Gated(Engine):
         return keys
 
     def tick(self) -> None:
-        """Make a step."""
+        """Run a step."""
         self.manager.on_step_end()
         self.clock.now += STEP_S
         for speed in self.speeds:
             speed.run(self.clock.now)
 
     def learn(self, requests: int = 12) -> None:
-        """Learn the speeds of the tiers by loading from them, and then that of computing."""
+        """Measure the tiers' speeds by loading from them, and then the computing speed."""
         for number in range(requests):
             for place in range(len(self.tiers)):
                 held = [0] * len(self.tiers)
@@ -89,7 +89,7 @@ class Gated(Engine):
         self.learn_computing()
 
     def learn_computing(self) -> None:
-        """Learn the speed of computing."""
+        """Measure the computing speed."""
         for tokens in (256, 512, 1024):
             self.manager.note_step([(tokens, 0)], TOKEN_S * tokens)
 
@@ -99,13 +99,13 @@ class Gated(Engine):
             self.tick()
 
     def begin(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> RequestContext:
-        """Begin a request with known blocks."""
+        """Start a request with known blocks."""
         ctx = ctx or self.request()
         self.manager.set_keys(ctx, keys, ends=range(BLOCK, BLOCK * len(keys) + 1, BLOCK))
         return ctx
 
     def prefix(self, keys: Sequence[bytes], ctx: RequestContext) -> int | None:
-        """Return the number of blocks at the start that can be loaded now; None to ask again, as vLLM does."""
+        """Return the number of leading blocks that can be loaded now; None to look up again later, as in vLLM."""
         hits, deferred = 0, False
         for key in keys:
             answer = self.manager.lookup(key, ctx)
@@ -116,7 +116,7 @@ class Gated(Engine):
         return None if deferred else hits
 
     def serve(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> tuple[float, int]:
-        """Serve a request; return the time until its prefix is there, and the blocks loaded."""
+        """Serve a request; return the time until its prefix is ready, and the number of loaded blocks."""
         ctx, began = self.begin(keys, ctx), self.clock.now
         while (hits := self.prefix(keys, ctx)) is None:
             self.tick()
@@ -133,7 +133,7 @@ class Gated(Engine):
         return waited_s + TOKEN_S * BLOCK * computed, hits
 
     def compute(self, tokens: int, context: int) -> None:
-        """Let time pass as computing takes; the engine makes a step every 50 ms or so."""
+        """Let the time of a computation pass, with a step about every 50 ms."""
         seconds = TOKEN_S * tokens
         self.manager.note_step([(tokens, context)], seconds)
         end = self.clock.now + seconds
@@ -145,12 +145,11 @@ class Gated(Engine):
 
     @property
     def counts(self) -> GateCounts:
-        """The gate's counts."""
         return self.manager.stats().gate
 
 
 def test_a_fast_tier_is_loaded_and_a_slow_one_is_not() -> None:
-    """Requests take no longer than the better of loading and computing, within the slack of a first measurement."""
+    """Requests take no longer than the better of loading and computing, plus the slack of a first measurement."""
     for fixed_s, block_s, loads in ((0.001, 0.001, True), (0.02, 0.004, True), (0.5, 0.05, False), (0.0, 0.1, False)):
         engine = Gated((fixed_s, block_s))
         engine.learn()
@@ -166,7 +165,7 @@ def test_a_fast_tier_is_loaded_and_a_slow_one_is_not() -> None:
 
 @pytest.mark.parametrize("begins", ["scheduled", "stores", "ends"])
 def test_computing_is_worse_the_more_requests_wait(begins: str) -> None:
-    """A load of five times the time of computing serves many that wait, but not one that waits alone."""
+    """A load of five times the computing time is worth it if many requests wait, but not for one alone."""
     engine = Gated((0.0, 0.08))
     engine.learn()
     others = [engine.request() for _ in range(9)]
@@ -188,7 +187,7 @@ def test_computing_is_worse_the_more_requests_wait(begins: str) -> None:
 
 
 def test_a_request_that_computes_already_counts_itself() -> None:
-    """One that was scheduled, and looks up blocks again, still loads what is faster than computing."""
+    """A scheduled request that looks up blocks again still loads those that are faster than computing."""
     engine = Gated((0.0, 0.001))
     engine.learn()
     keys = engine.blocks(10)
@@ -200,7 +199,7 @@ def test_a_request_that_computes_already_counts_itself() -> None:
 
 
 def test_who_has_ended_does_not_wait() -> None:
-    """Also while a tier has not reported its load."""
+    """An ended request does not count as waiting, even if a tier has not reported its load."""
     engine = Gated((1000.0, 0.0))
     keys = engine.blocks(10)
     ctx = engine.begin(keys)
@@ -211,7 +210,7 @@ def test_who_has_ended_does_not_wait() -> None:
 
 
 def test_an_unmeasured_slow_tier_costs_little() -> None:
-    """A tier that is slow from the start delays the requests that measure it by the slack, and no others."""
+    """A tier that is slow from the start delays only the requests that measure it, and only by the slack."""
     engine = Gated((2.0, 0.2))
     engine.learn_computing()
     lost = [engine.serve(engine.blocks(20))[0] - 20 * BLOCK * TOKEN_S for _ in range(60)]
@@ -221,7 +220,7 @@ def test_an_unmeasured_slow_tier_costs_little() -> None:
 
 
 def test_a_stall_costs_a_request_little() -> None:
-    """While a tier stalls for 5 s, no request loses 0.3 s; what had arrived is used; then it is loaded from again."""
+    """During a stall of 5 s no request loses 0.3 s; arrived blocks are used; then loads resume."""
     engine = Gated((0.002, 0.002))
     engine.learn()
     waiting = [(keys, engine.begin(keys)) for keys in (engine.blocks(60) for _ in range(4))]
@@ -275,7 +274,7 @@ def test_what_has_arrived_is_used() -> None:
 
 
 def test_an_improved_tier_is_used_again() -> None:
-    """Few requests wait for a slow tier, and not for long; it is loaded from once it is fast."""
+    """Few requests wait briefly for a slow tier; it is used again once it is fast."""
     engine = Gated((2.0, 0.2))
     engine.learn(4)
     lost = []
@@ -294,7 +293,7 @@ def test_an_improved_tier_is_used_again() -> None:
 
 
 def test_a_measurement_that_the_tier_refuses_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow tier that raised when it was to be measured is measured again, and loaded from once it is fast."""
+    """A slow tier that raised when it was to be measured is measured again, and used once it is fast."""
     engine = Gated((2.0, 0.2))
     engine.learn(4)
 
@@ -310,7 +309,7 @@ def test_a_measurement_that_the_tier_refuses_is_not_the_last(monkeypatch: pytest
 
 
 def test_a_tier_that_never_works_again_costs_two_requests() -> None:
-    """A dead tier, whose loads are never reported, delays the requests that wait for it then, and no later one."""
+    """A dead tier that never reports its loads delays only the requests that wait for it at that time."""
     engine = Gated((0.001, 0.001), (0.001, 0.001))
     engine.learn()
     for speed in engine.speeds:
@@ -342,7 +341,7 @@ def test_requests_with_a_common_prefix_share_its_load_and_its_end() -> None:
 
 
 def test_an_aborted_request_counts_nothing() -> None:
-    """A request that ends while its load is pending saves and loses nothing; its blocks stay for others."""
+    """A request that ends during its load counts as neither saved nor lost; its blocks stay for others."""
     engine = Gated((0.002, 0.002))
     engine.learn()
     before = engine.counts
@@ -358,7 +357,7 @@ def test_an_aborted_request_counts_nothing() -> None:
 
 
 def test_without_knowledge_or_turned_off_everything_is_loaded() -> None:
-    """Before the engine has reported steps, and with ``gate`` false, a tier that is far too slow is waited for."""
+    """Before the engine has reported steps, and with ``gate`` false, requests wait even for a very slow tier."""
     for learn, gate in ((False, True), (True, False)):
         engine = Gated((1.0, 0.1), gate=gate)
         if learn:
@@ -370,7 +369,7 @@ def test_without_knowledge_or_turned_off_everything_is_loaded() -> None:
 
 
 def test_a_request_that_waits_for_a_prefill_keeps_its_own_deadline() -> None:
-    """Blocks that another engine computes for this request are waited for, however slow the tier is."""
+    """Requests wait for blocks that another engine computes for them, however slow the tier is."""
     engine = Gated((1.0, 0.1))
     engine.learn(4)
     assert engine.serve(engine.blocks(10))[1] == 0
@@ -386,7 +385,7 @@ def test_a_request_that_waits_for_a_prefill_keeps_its_own_deadline() -> None:
 
 
 def test_a_tier_that_does_not_answer_lookups_costs_little() -> None:
-    """A request waits for an answer for as long as the slack at most, later ones not at all, save a few to measure."""
+    """A request waits at most the slack for an answer; later ones don't wait, except a few that measure."""
     engine = Gated((0.001, 0.001))
     engine.learn()
     lost = []
@@ -401,7 +400,7 @@ def test_a_tier_that_does_not_answer_lookups_costs_little() -> None:
 
 
 def test_other_groups_of_layers_load_as_far_as_the_weighed_one() -> None:
-    """Keys that are not weighed (a sliding window) are loaded up to the end of the weighed prefix, and not after it."""
+    """Unweighed keys (a sliding window) are loaded up to the end of the weighed prefix, and not after it."""
     engine = Gated((0.002, 0.001), (1.0, 0.1))
     engine.learn(5)
     whole, window = engine.blocks(30, 10), engine.blocks(40, 0)
@@ -414,7 +413,7 @@ def test_other_groups_of_layers_load_as_far_as_the_weighed_one() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_times(seed: int) -> None:
-    """Speeds that change, stalls, resets, clocks that jump back: nothing raises, leaks, or waits for long."""
+    """Changing speeds, stalls, resets and clocks that jump back cause no exception, leak or long wait."""
     rng = random.Random(seed)
     engine = Gated((0.002, 0.002), (0.01, 0.01), slots=128, promotion_share=rng.choice((0.5, 1.0)))
     engine.learn(3)
@@ -452,3 +451,67 @@ def test_a_load_on_which_the_gate_did_not_decide_is_one_job() -> None:
         engine.serve(engine.blocks(100), ctx)
         jobs.append([name for name, _ in engine.tier.calls[before:]].count("submit_load"))
     assert jobs[0] > 10 and jobs[1] == 1
+
+
+def test_a_burst_on_an_unmeasured_tier_is_loaded() -> None:
+    """Its loads take longer than an unmeasured tier may take, but their first pieces show that the rest is worth it."""
+    engine = Gated((0.001, 0.005))
+    engine.learn_computing()
+    waiting = [(keys, engine.begin(keys)) for keys in (engine.blocks(40) for _ in range(10))]
+    hits, began = [], engine.clock.now
+    while waiting:
+        for keys, ctx in list(waiting):
+            found = engine.prefix(keys, ctx)
+            if found is not None:
+                hits.append(found)
+                waiting.remove((keys, ctx))
+                engine.manager.on_request_finished(ctx)
+        engine.tick()
+    assert hits == [40] * 10 and engine.clock.now - began < 2.2
+    assert engine.counts.abandoned == 0
+
+
+def test_a_slow_unmeasured_tier_delivers_what_it_can_in_its_time() -> None:
+    """A load that is not worth it is abandoned once its first pieces show that; these pieces are used."""
+    engine = Gated((0.001, 0.03))
+    engine.learn_computing()
+    seconds, hits = engine.serve(engine.blocks(60))
+    assert 4 <= hits <= 10 and seconds < 60 * BLOCK * TOKEN_S + 0.2
+
+
+def test_a_request_waits_for_room_as_long_as_loading_is_worth_it() -> None:
+    """A request waits longer for room than for a stalled load, because the loads in the way have deadlines."""
+    engine = Gated((0.001, 0.005), slots=128, promotion_share=0.5)
+    engine.learn()
+    first, second = engine.blocks(64), engine.blocks(64)
+    contexts = engine.begin(first), engine.begin(second)
+    while (hits := engine.prefix(first, contexts[0])) is None:
+        assert engine.prefix(second, contexts[1]) is None
+        engine.tick()
+    slots = engine.manager.prepare_load(first[:hits], contexts[0])
+    assert slots is not None and hits == 64
+    engine.manager.complete_load(first, contexts[0])
+    engine.manager.on_request_finished(contexts[0])
+    while (hits := engine.prefix(second, contexts[1])) is None:
+        engine.tick()
+    assert hits == 64
+
+
+def test_a_lost_probe_is_not_the_last() -> None:
+    """After ``load_s_max`` another probe may measure the tier."""
+    engine = Gated((2.0, 0.2), load_s_max=10.0)
+    engine.learn(4)
+    engine.speeds[0].stalled_until = 1e9
+    while not engine.counts.explored:
+        assert engine.serve(engine.blocks(20))[1] == 0
+    explored = engine.counts.explored
+    engine.serve(engine.blocks(20))
+    assert engine.counts.explored == explored, "one is under way"
+    engine.clock.now += 10
+    for _ in range(2):
+        engine.serve(engine.blocks(20))
+    assert engine.counts.explored > explored
+    engine.speeds[0].stalled_until = 0.0
+    engine.clock.now += 100
+    engine.rest()
+    assert engine.manager.stats().primary.abandoned == 0 == engine.manager.stats().tiers[0].loading

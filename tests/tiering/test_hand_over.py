@@ -1,4 +1,4 @@
-"""Hand-overs as the engine that computes sees them: what it promises, and how long it keeps what it has computed."""
+"""Hand-overs in the computing engine: the promised blocks, and how long computed blocks are kept."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ KEYS = keys_of(1, 2, 3, 4)
 
 
 def handed_over(engine: Engine, name: str = "r", **params: Any) -> RequestContext:
-    """Begin a request whose blocks another engine will fetch."""
+    """Start a request whose blocks another engine will fetch."""
     ctx = RequestContext(name, params, hand_over_s=60.0, hand_over=name.encode())
     engine.manager.on_new_request(ctx, KEYS)
     return ctx
 
 
 def coming(engine: Engine) -> list[BlockKey]:
-    """Return the blocks that the other engine is told to wait for."""
+    """Return the blocks that the other engine should wait for."""
     return [key for key in KEYS if engine.primary.hand_overs.is_coming(key)]
 
 
 def fetch(engine: Engine, keys: Sequence[BlockKey] = KEYS) -> None:
-    """Send blocks to another engine, and make a step."""
+    """Send blocks to another engine, and run a step."""
     for key in keys:
         engine.primary.hand_overs.note_sent(key)
     engine.step()
@@ -45,7 +45,7 @@ def test_computed_blocks_are_kept_until_they_are_fetched() -> None:
 
 
 def test_blocks_are_kept_for_as_many_fetches_as_requests() -> None:
-    """Two requests are two fetches; a request that uses its blocks again is no further one."""
+    """Two requests allow two fetches; a request that uses its blocks again adds none."""
     engine = Engine(pin_share=0.5)
     one, two = handed_over(engine, "one"), handed_over(engine, "two")
     engine.store(KEYS, one)
@@ -59,7 +59,7 @@ def test_blocks_are_kept_for_as_many_fetches_as_requests() -> None:
 
 
 def test_only_what_will_be_stored_is_promised() -> None:
-    """The other engine must not wait for blocks that the policy keeps from being stored."""
+    """The other engine must not wait for blocks that the policy does not store."""
     for store, expected in ((True, KEYS), (0.5, KEYS[:2]), (False, [])):
         engine = Engine()
         handed_over(engine, store=store)
@@ -67,7 +67,7 @@ def test_only_what_will_be_stored_is_promised() -> None:
 
 
 def test_a_request_that_has_ended_promises_nothing() -> None:
-    """Nor does one whose blocks never became known; while a copy runs, its blocks may still come."""
+    """Neither an ended request nor one with unknown blocks promises blocks; during a copy they may still be stored."""
     engine = Engine()
     ctx = handed_over(engine)
     unknown = RequestContext("unknown", hand_over_s=60.0, hand_over=b"unknown")

@@ -1,4 +1,4 @@
-"""Hedged reads: a slow load is begun in a second tier too, the first complete answer wins, no slot has two users."""
+"""Hedged reads: a slow load starts in a second tier too, the first complete answer wins, no slot has two users."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ A = keys_of(1, 2)
 
 
 class Hedging(Engine):
-    """An engine over two tiers that hold every block, whose loads take ``USUAL_S`` until a test keeps them longer.
+    """An engine over two tiers that hold every block; loads take ``USUAL_S`` unless a test delays them.
 
     Attributes:
         late_writes: Slots written while they did not belong to the load.
@@ -47,7 +47,7 @@ class Hedging(Engine):
         tier._move = watched  # type: ignore[method-assign, assignment]
 
     def learned(self, loads: int = 100) -> Hedging:
-        """Load blocks that nothing else uses, in the usual time."""
+        """Load blocks that no test uses, in the usual time."""
         for number in range(loads):
             key = b"lesson-%d" % number
             for tier in self.tiers:
@@ -61,19 +61,19 @@ class Hedging(Engine):
         return self
 
     def begin(self, keys: Sequence[BlockKey], **params: object) -> RequestContext:
-        """Begin to load blocks."""
+        """Start loading blocks."""
         ctx = self.request(keys, **params)
         assert set(self.look(keys, ctx)) == {"hit_pending"}
         self.manager.on_step_end()
         return ctx
 
     def wait(self, seconds: float) -> None:
-        """Let time pass, and make a step."""
+        """Let time pass, and end a step."""
         self.clock.now += seconds
         self.manager.on_step_end()
 
     def hedged(self, keys: Sequence[BlockKey] = A, **params: object) -> tuple[RequestContext, TransferJob, TransferJob]:
-        """Begin to load blocks, and let it take so long that it is hedged; return both loads."""
+        """Start loading blocks, and delay the load until it is hedged; return both loads."""
         ctx = self.begin(keys, **params)
         self.wait(1.0)
         (_, first), (_, hedge) = self.near.open[-1], self.far.open[-1]
@@ -82,7 +82,7 @@ class Hedging(Engine):
         return ctx, first, hedge
 
     def read(self, keys: Sequence[BlockKey], ctx: RequestContext) -> list[int]:
-        """Make a step, and read blocks that are ready; return their slots."""
+        """End a step and read the ready blocks; return their slots."""
         self.wait(0.0)
         assert set(self.look(keys, ctx)) == {"hit"}
         slots = self.manager.prepare_load(keys, ctx)
@@ -96,7 +96,7 @@ class Hedging(Engine):
         return {self.primary.state_of(slot) for slot in slots}
 
     def check_rest(self) -> None:
-        """Let everything end; nothing is left over, and nothing was written late."""
+        """Let all jobs end; no state is left, and no late write happened."""
         self.settle()
         stats = self.manager.stats()
         assert (stats.jobs, stats.promoting, stats.requests) == (0, 0, 0)
@@ -108,7 +108,6 @@ class Hedging(Engine):
 
     @property
     def counts(self) -> HedgeCounts:
-        """The counts of hedges."""
         return self.manager.stats().hedges
 
 
@@ -126,7 +125,7 @@ def test_the_second_tier_wins() -> None:
     for number in range(20):
         engine.wait(10.0)
         assert engine.states(first.slots) == {SlotState.ABANDONED}, number
-    engine.near.run(failing=A)  # What it writes is wrong, too.
+    engine.near.run(failing=A)  # Its bytes are wrong, too.
     engine.wait(0.0)
     assert engine.states(first.slots) == {SlotState.FREE}
     assert engine.read(A, ctx) == list(hedge.slots)
@@ -136,7 +135,7 @@ def test_the_second_tier_wins() -> None:
 
 
 def test_the_first_tier_wins() -> None:
-    """A hedge that is too late changes nothing; its slots are free once it is reported."""
+    """A hedge that comes too late changes nothing; its slots are free once it is reported."""
     engine = Hedging().learned()
     ctx, first, hedge = engine.hedged()
     engine.near.run()
@@ -153,7 +152,7 @@ def test_the_first_tier_wins() -> None:
 
 @pytest.mark.parametrize("failing", [[], A[:1]])
 def test_both_answer_at_once(failing: list[BlockKey]) -> None:
-    """Of two reports in one step one counts; where the first tier's is a failure, its other blocks are kept."""
+    """One of two reports in a step counts; if the first tier's is a failure, its other blocks are kept."""
     engine = Hedging().learned()
     ctx, first, hedge = engine.hedged()
     engine.near.run(failing=failing)
@@ -185,7 +184,7 @@ def test_a_hedge_that_fails_leaves_it_to_the_first() -> None:
 
 
 def test_a_first_tier_that_fails_meanwhile() -> None:
-    """The blocks are loaded anew; the hedge of the failed load does not touch them."""
+    """The blocks are loaded again; the hedge of the failed load does not touch them."""
     engine = Hedging().learned()
     ctx, _, hedge = engine.hedged()
     engine.near.run(failing=A)
@@ -202,7 +201,7 @@ def test_a_first_tier_that_fails_meanwhile() -> None:
 
 
 def test_a_load_given_up_is_not_won() -> None:
-    """After the deadline of the first load nothing waits for its hedge."""
+    """After the deadline of the first load, its hedge is not used."""
     engine = Hedging(load_s_max=5.0).learned()
     ctx, first, hedge = engine.hedged()
     engine.wait(5.0)
@@ -221,7 +220,7 @@ def test_a_load_given_up_is_not_won() -> None:
 
 
 def test_the_request_ends_first() -> None:
-    """The blocks of an ended request arrive for others, without pins, from whichever tier is faster."""
+    """The blocks of an ended request still arrive for others, unpinned, from the faster tier."""
     engine = Hedging().learned()
     ctx, _, hedge = engine.hedged()
     engine.manager.on_request_finished(ctx)
@@ -237,7 +236,7 @@ def test_the_request_ends_first() -> None:
 @pytest.mark.parametrize("winner", ["near", "far", "none"])
 @pytest.mark.parametrize("late", ["near", "far"])
 def test_reset(winner: str, late: str) -> None:
-    """A reset voids both; each slot is out of use until its own load has ended, and no report makes a block whole."""
+    """A reset voids both loads; each slot is unused until its own load ends, and no report makes a block ready."""
     engine = Hedging().learned()
     ctx, first, hedge = engine.hedged()
     if winner != "none":
@@ -260,7 +259,7 @@ def test_reset(winner: str, late: str) -> None:
 
 
 def test_a_load_from_before_a_reset_is_not_hedged() -> None:
-    """What a reset voids is not begun again."""
+    """A load voided by a reset is not started again."""
     engine = Hedging().learned()
     ctx = engine.begin(A)
     for tier in engine.tiers:
@@ -273,7 +272,7 @@ def test_a_load_from_before_a_reset_is_not_hedged() -> None:
 
 
 def test_close() -> None:
-    """Close waits for the loser too; while one runs, the memory must not be freed, and none begins."""
+    """Close waits for the losing load too; while one runs, the memory must not be freed, and no hedge starts."""
     engine = Hedging().learned()
     ctx, _, hedge = engine.hedged()
     waiting = engine.begin(keys_of(5))
@@ -291,7 +290,7 @@ def test_close() -> None:
 
 
 def test_only_unusually_slow_loads_are_hedged() -> None:
-    """The second tier is asked from the 95th percentile on, that of this tier and this many blocks."""
+    """The second tier is used from the 95th percentile on, for this tier and this number of blocks."""
     engine = Hedging().learned(200)
     gate = engine.manager._gate
     assert gate is not None
@@ -316,7 +315,7 @@ def test_without_measurements_nothing_is_hedged() -> None:
 
 
 def test_the_budget_is_never_exceeded() -> None:
-    """Where every load is slow, one block in 20 is hedged, at any time."""
+    """If every load is slow, at most one block in 20 is hedged at any time."""
     engine = Hedging().learned(20)
     submitted = 20
     rng = random.Random(1)
@@ -338,7 +337,7 @@ def test_the_budget_is_never_exceeded() -> None:
 
 
 def test_what_the_budget_does_not_allow_waits_for_it() -> None:
-    """The oldest slow load is hedged as soon as other loads have earned it."""
+    """The oldest slow load is hedged as soon as other loads have earned its budget."""
     engine = Hedging().learned(20)
     slow = engine.begin(A)
     engine.wait(1.0)
@@ -371,7 +370,7 @@ def test_a_long_load_is_not_hedged_and_holds_up_no_other() -> None:
 
 
 def test_what_is_saved_up_is_bounded() -> None:
-    """After any number of loads, a tier that stalls gets a burst of one share of the slots, and then one in 20."""
+    """After any number of loads, a stall gets a burst of one share of the slots, then one block in 20."""
     engine = Hedging(slots=256).learned(400)
     contexts = []
     for number in range(25):
@@ -386,7 +385,7 @@ def test_what_is_saved_up_is_bounded() -> None:
 
 
 def test_slow_loads_that_nobody_waits_for() -> None:
-    """Neither a load of an ended request is hedged, nor one that was given up before the budget allowed it."""
+    """Loads of ended requests, and loads abandoned before the budget allowed a hedge, are not hedged."""
     engine = Hedging(load_s_max=5.0).learned(20)
     ended, slow = engine.begin(keys_of(5)), engine.begin(A)
     engine.manager.on_request_finished(ended)
@@ -402,7 +401,7 @@ def test_slow_loads_that_nobody_waits_for() -> None:
 
 
 def test_an_ended_load_is_not_hedged() -> None:
-    """A load that was reported in the usual time is not begun again, even if its request goes on."""
+    """A load reported in the usual time is not started again, even if its request continues."""
     engine = Hedging().learned()
     ctx = engine.begin(A)
     engine.near.run()
@@ -414,7 +413,7 @@ def test_an_ended_load_is_not_hedged() -> None:
 
 
 def test_outrun_loads_are_measured() -> None:
-    """How long the first tier really took counts for its percentile, although nothing waited for it."""
+    """The first tier's real load time counts for its percentile, even if the hedge won."""
     engine = Hedging().learned()
     gate, before = engine.manager._gate, engine.counts
     assert gate is not None
@@ -433,7 +432,7 @@ def test_outrun_loads_are_measured() -> None:
 
 
 def test_the_gate_counts_won_blocks() -> None:
-    """A block that the gate decided on counts as loaded, whichever tier delivered it."""
+    """A block that the gate chose to load counts as loaded, whichever tier delivered it."""
     engine = Hedging().learned()
     for _ in range(3):
         engine.manager.note_step([(1024, 0)], 1.0)
@@ -452,7 +451,7 @@ def test_the_gate_counts_won_blocks() -> None:
 
 
 def test_hedges_under_way_have_their_share_of_slots() -> None:
-    """A second tier that stalls too gets no more hedges than that."""
+    """If the second tier stalls too, it gets no more hedges than that share."""
     engine = Hedging().learned()
     for number in range(120):
         ctx = engine.begin(keys_of(number))
@@ -466,7 +465,7 @@ def test_hedges_under_way_have_their_share_of_slots() -> None:
 
 
 def test_a_second_tier_that_does_not_know_yet() -> None:
-    """The load is hedged once the second tier says HIT, and not at all if it says MISS, which holds up no other."""
+    """The load is hedged once the second tier answers HIT, and never after MISS; other loads are not held up."""
     engine = Hedging().learned()
     engine.far.unknown.update(keys_of(1, 3))
     del engine.far.blocks[key_of(3)]
@@ -485,7 +484,7 @@ def test_a_second_tier_that_does_not_know_yet() -> None:
 
 
 def test_a_tier_must_hold_all_blocks_of_the_load() -> None:
-    """A tier that lacks one is not asked for the others; a third tier may have them."""
+    """A tier that lacks one block is not used for the others; a third tier may have all of them."""
     engine = Hedging(tiers=("near", "middle", "far")).learned()
     del engine.tiers[1].blocks[A[1]]
     ctx, _, _ = engine.hedged()
@@ -499,7 +498,7 @@ def test_a_tier_must_hold_all_blocks_of_the_load() -> None:
 
 
 def test_tiers_that_are_not_asked() -> None:
-    """A tier outside the request's policy, and one before the tier that loads."""
+    """Tiers outside the request's policy, and tiers before the loading one, get no hedge."""
     engine = Hedging().learned()
     engine.begin(A, load=["near"])
     engine.wait(1.0)
@@ -519,7 +518,7 @@ def test_tiers_that_are_not_asked() -> None:
 
 
 def test_a_failed_tier_is_not_asked() -> None:
-    """A block that the second tier failed to load for this request is not asked of it again."""
+    """If the second tier failed to load a block for this request, it is not tried again."""
     engine = Hedging().learned()
     content = engine.near.blocks.pop(A[0])
     ctx = engine.begin(A[:1])
@@ -534,7 +533,7 @@ def test_a_failed_tier_is_not_asked() -> None:
 
 
 def test_a_second_tier_that_raises() -> None:
-    """It may have taken the load nevertheless, so the slots are out of use until it reports it."""
+    """It may have accepted the load nevertheless, so the slots are out of use until it reports."""
     engine = Hedging().learned()
     engine.far.raising.add("submit_load")
     ctx, _, hedge = engine.hedged()
@@ -548,7 +547,7 @@ def test_a_second_tier_that_raises() -> None:
 
 
 def test_slots_for_a_hedge() -> None:
-    """A hedge evicts the coldest blocks, and none that is promised, pinned or all there is."""
+    """A hedge evicts the coldest blocks, but no promised or pinned ones, and never all blocks."""
     engine = Hedging(64).learned()
     engine.evict_all()
     crowd = [key_of(100 + number) for number in range(63)]
@@ -574,7 +573,7 @@ def test_slots_for_a_hedge() -> None:
 
 
 def test_no_slots_for_a_hedge() -> None:
-    """Where nothing can be evicted, the first load goes on alone."""
+    """If no block can be evicted, the first load continues alone."""
     engine = Hedging(64).learned()
     engine.evict_all()
     crowd = [key_of(100 + number) for number in range(63)]
@@ -594,7 +593,7 @@ def test_no_slots_for_a_hedge() -> None:
 
 
 def test_won_blocks_are_not_copied_to_the_first_tier() -> None:
-    """It holds them: back-fill is for blocks that only a slower tier has."""
+    """The first tier holds them: back-fill is for blocks that only a slower tier has."""
     engine = Hedging().learned()
     ctx, _, _ = engine.hedged()
     engine.far.run()
@@ -609,7 +608,7 @@ def test_won_blocks_are_not_copied_to_the_first_tier() -> None:
 
 
 def test_statistics() -> None:
-    """Neither load counts as failed; loads are counted for the tier that delivered; extra bytes are the hedges'."""
+    """No load counts as failed; loads count for the tier that delivered; the extra bytes count as hedges."""
     engine = Hedging().learned()
     before = engine.manager.stats()
     failed = sum(tally.failed_loads for tally in engine.manager.tally.tiers)
@@ -630,7 +629,7 @@ def test_statistics() -> None:
 
 @pytest.mark.parametrize("options", [{"hedge": False}, {"gate": False}, {"tiers": ("near",)}])
 def test_off(options: dict[str, object]) -> None:
-    """Turned off, or with one tier, there is no object for hedges, and slow loads are waited for."""
+    """Without hedging, or with one tier, no hedging state is created, and requests wait for slow loads."""
     engine = Hedging(**options)  # type: ignore[arg-type]
     assert engine.manager._hedges is None
     engine.learned()
@@ -643,7 +642,7 @@ def test_off(options: dict[str, object]) -> None:
 
 
 def test_usual_loads_cost_a_second_tier_nothing() -> None:
-    """While no load is unusually slow, tiers get the same calls with hedging and without."""
+    """While no load is unusually slow, tiers get the same calls with and without hedging."""
     calls = []
     for hedge in (True, False):
         engine = Hedging(hedge=hedge).learned()
@@ -652,7 +651,7 @@ def test_usual_loads_cost_a_second_tier_nothing() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Loads that were reported are forgotten once they would have become slow."""
+    """Reported loads are forgotten once they would have become slow."""
     engine = Hedging().learned(300)
     engine.wait(10.0)
     assert engine.manager._hedges is not None
@@ -660,7 +659,7 @@ def test_memory_is_bounded() -> None:
 
 
 class Stalling:
-    """Lets each load of a tier end after a time of its own."""
+    """Gives each load of a tier its own duration."""
 
     def __init__(self, tier: FakeTier, engine: Engine, rng: random.Random, share: float) -> None:
         self.tier, self.engine, self.rng, self.share = tier, engine, rng, share
@@ -674,7 +673,7 @@ class Stalling:
         self._ends[job.job_id] = self.engine.clock() + self.rng.uniform(0.5, 1.5) * USUAL_S + stall_s
 
     def run(self) -> None:
-        """Run the loads that have ended by now."""
+        """Finish the loads whose time is over."""
         index = 0
         while index < len(self.tier.open):
             if self._ends[self.tier.open[index][1].job_id] <= self.engine.clock():
@@ -715,7 +714,7 @@ def test_stalls_of_one_block_in_a_hundred(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_order(seed: int) -> None:
-    """Whatever ends first, fails, stalls or is reset: right bytes, no late write, and nothing left over."""
+    """In any order of ends, failures, stalls and resets: right bytes, no late write, and no state left."""
     rng = random.Random(seed)
     engine = Hedging(slots=96, load_s_max=3.0).learned()
     assert engine.manager._hedges is not None
@@ -754,4 +753,25 @@ def test_random_order(seed: int) -> None:
     assert engine.counts.won > 0 and engine.counts.hedged > engine.counts.won
     for _, ctx in open_requests:
         engine.manager.on_request_finished(ctx)
+    engine.check_rest()
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_hedge_without_a_report_does_not_occupy_the_budget_for_good(reported: bool) -> None:
+    """After ``load_s_max`` it no longer counts as running, even if it is reported later."""
+    engine = Hedging(load_s_max=5.0).learned()
+    ctx, _, hedge = engine.hedged()
+    hedges = engine.manager._hedges
+    assert hedges is not None and hedges._under_way == 2
+    engine.near.run()
+    engine.read(A, ctx)
+    for seconds in (5.0, 0.0):
+        engine.wait(seconds)
+    assert hedges._under_way == 0 and engine.manager.stats().tiers[1].loading == 0
+    assert engine.states(hedge.slots) == {SlotState.ABANDONED}
+    if reported:
+        engine.far.run()
+        engine.wait(0.0)
+        assert hedges._under_way == 0 and engine.states(hedge.slots) == {SlotState.FREE}
+    engine.manager.on_request_finished(ctx)
     engine.check_rest()

@@ -20,7 +20,7 @@ def _resident(engine: Engine) -> list[bytes]:
 
 @pytest.mark.parametrize("eviction", POLICY_NAMES)
 def test_blocks_of_higher_priority_are_evicted_later(eviction: str) -> None:
-    """Without a priority first, then by priority; the order of use decides only among equals."""
+    """Blocks without a priority go first, then by priority; the order of use decides only among equals."""
     engine = Engine(slots=6, eviction=eviction)
     engine.store_and_forget(keys_of(1), retain=80)
     engine.store_and_forget(keys_of(2), retain=20)
@@ -38,7 +38,7 @@ def test_blocks_of_higher_priority_are_evicted_later(eviction: str) -> None:
 
 
 def test_a_priority_lasts_for_its_duration_from_the_end_of_the_request() -> None:
-    """A request that runs for long does not use up the time in which it is to come back."""
+    """The duration does not run out during a long request."""
     engine = Engine(slots=4)
     ctx = engine.request(keys_of(1, 2), retain={"priority": 50, "duration": "30s"})
     engine.store(keys_of(1, 2), ctx)
@@ -58,7 +58,7 @@ def test_a_priority_lasts_for_its_duration_from_the_end_of_the_request() -> None
 
 
 def test_no_priority_lasts_longer_than_the_lease() -> None:
-    """A client can't keep blocks for good."""
+    """The lease limits each priority, so that a client can't keep blocks forever."""
     engine = Engine(slots=4, pin_lease_s=60)
     engine.store_and_forget(keys_of(1), retain={"priority": 100, "duration": "30d"})
     engine.store_and_forget(keys_of(2), retain=100)
@@ -69,7 +69,7 @@ def test_no_priority_lasts_longer_than_the_lease() -> None:
 
 
 def test_a_request_can_end_the_priority_of_its_blocks() -> None:
-    """A priority of 0 ends it; no parameter leaves it."""
+    """A priority of 0 ends it; without the parameter it stays."""
     engine = Engine(slots=4)
     engine.store_and_forget(keys_of(1, 2), retain=10)
     ctx = engine.request(keys_of(1, 2))
@@ -84,7 +84,7 @@ def test_a_request_can_end_the_priority_of_its_blocks() -> None:
 
 @pytest.mark.parametrize("eviction", POLICY_NAMES)
 def test_demoted_blocks_are_evicted_next_and_stay_in_the_tiers(eviction: str) -> None:
-    """From the end of the request on, its end first, unless they are used again; the shared beginning is left."""
+    """Demotion starts at the request's end with the last block, unless reused; the shared beginning is not demoted."""
     engine = Engine(slots=6, eviction=eviction)
     engine.store_and_forget(keys_of(1, 2))
     engine.store_and_forget(keys_of(3, 4, 5, 6), demote={"after": 1}, retain=90)
@@ -99,7 +99,7 @@ def test_demoted_blocks_are_evicted_next_and_stay_in_the_tiers(eviction: str) ->
 
 
 def test_parts_of_a_prompt_have_priorities_of_their_own() -> None:
-    """The shared beginning outlives what follows it; the last part that a block belongs to counts."""
+    """The shared beginning outlives the blocks after it; the last part that contains a block counts."""
     engine = Engine(slots=6)
     parts = [{"priority": 20, "after": 1}, 90, {"priority": 0, "after": 3}]
     engine.store_and_forget(keys_of(1, 2, 3, 4), retain=parts)
@@ -111,7 +111,7 @@ def test_parts_of_a_prompt_have_priorities_of_their_own() -> None:
 
 
 def test_of_equals_what_is_used_last_goes_first() -> None:
-    """The duration is about the time until the next use: the best to evict is what is used last in the future."""
+    """The duration is the expected time until the next use: the block to be used last is evicted first."""
     engine = Engine(slots=3)
     for number, duration in ((1, 20), (2, 300), (3, 100)):
         engine.store_and_forget(keys_of(number), retain={"priority": 50, "duration": duration})
@@ -122,7 +122,7 @@ def test_of_equals_what_is_used_last_goes_first() -> None:
 
 
 def test_demotion_waits_for_the_end_of_the_request() -> None:
-    """While a request runs, its blocks keep their places."""
+    """While a request runs, its blocks keep their positions."""
     engine = Engine(slots=4)
     ctx = engine.request(keys_of(3, 4), demote=True)
     engine.store_and_forget(keys_of(1, 2))
@@ -136,7 +136,7 @@ def test_demotion_waits_for_the_end_of_the_request() -> None:
 
 
 def test_unwritten_blocks_are_written_when_they_are_demoted() -> None:
-    """Lazy blocks leave for the tiers, not for nothing."""
+    """Lazy blocks are written to the tiers before they are evicted."""
     engine = Engine(slots=8)
     ctx = engine.request(keys_of(1, 2), lazy=True, demote=True)
     engine.store(keys_of(1, 2), ctx)
@@ -151,7 +151,7 @@ def test_unwritten_blocks_are_written_when_they_are_demoted() -> None:
 
 
 def test_pinned_blocks_are_demoted_once_the_pin_ends() -> None:
-    """A pin is stronger than any hint."""
+    """A pin overrides any hint."""
     engine = Engine(slots=4, pin_share=1.0, pin_lease_s=60)
     engine.store_and_forget(keys_of(1), pin=True, demote=True)
     engine.store_and_forget(keys_of(2, 3, 4))
@@ -164,7 +164,7 @@ def test_pinned_blocks_are_demoted_once_the_pin_ends() -> None:
 
 
 def test_forgotten_blocks_leave_every_tier() -> None:
-    """From the end of the request on they are a miss everywhere, until they are stored again."""
+    """From the end of the request on they are a miss in every tier, until they are stored again."""
     engine = Engine(slots=6, tiers=("disk", "far"))
     engine.store_and_forget(keys_of(1, 2, 3), forget={"after": 1})
     engine.settle()
@@ -178,7 +178,7 @@ def test_forgotten_blocks_leave_every_tier() -> None:
 
 
 def test_what_is_being_stored_when_it_is_forgotten_leaves_afterwards() -> None:
-    """A store that ends after the request leaves nothing behind, neither in memory nor in the tier."""
+    """A store that ends after the request leaves no block behind, neither in memory nor in the tier."""
     engine = Engine(slots=4)
     ctx = engine.request(keys_of(1, 2), forget=True)
     engine.store(keys_of(1, 2), ctx)
@@ -190,7 +190,7 @@ def test_what_is_being_stored_when_it_is_forgotten_leaves_afterwards() -> None:
 
 
 def test_blocks_that_a_request_generated_follow_its_hints() -> None:
-    """They come after the prompt, whose length alone is known."""
+    """Generated blocks follow the prompt's hints; only the prompt's length is known in advance."""
     engine = Engine(slots=8)
     ctx = engine.request(keys_of(1, 2), forget={"after": 2})
     engine.store(keys_of(1, 2), ctx)
@@ -201,7 +201,7 @@ def test_blocks_that_a_request_generated_follow_its_hints() -> None:
 
 
 def _returning(engine: Engine, *numbers: int, **params: Any) -> None:
-    """Store the blocks of a request that is to come back in 20 s, and evict them."""
+    """Store the blocks of a request with a return expected in 20 s, and evict them."""
     engine.store_and_forget(keys_of(*numbers), prefetch="20s", **params)
     engine.evict_all()
     engine.settle()
@@ -209,7 +209,7 @@ def _returning(engine: Engine, *numbers: int, **params: Any) -> None:
 
 
 def test_blocks_are_there_again_when_their_session_is_to_come_back() -> None:
-    """Prompt and answer, at the first step from the given time on; nothing of it is left afterwards."""
+    """Prompt and answer, in the first step after the given time; no state is left afterwards."""
     engine = Engine(slots=6)
     ctx = engine.request(keys_of(1, 2), prefetch="20s", demote=True)
     engine.store(keys_of(1, 2), ctx)
@@ -235,7 +235,7 @@ def test_blocks_are_there_again_when_their_session_is_to_come_back() -> None:
 
 
 def test_a_return_takes_no_more_room_than_promotions_have() -> None:
-    """And goes on when others have used theirs."""
+    """A return waits while promotions have no room, and continues when other requests have finished theirs."""
     engine = Engine(slots=8, promotion_share=0.5)
     engine.store_and_forget(keys_of(7, 8))
     _returning(engine, 1, 2, 3, 4, 5)
@@ -251,7 +251,7 @@ def test_a_return_takes_no_more_room_than_promotions_have() -> None:
 
 
 def test_a_tier_that_does_not_answer_keeps_no_return() -> None:
-    """It is given up after ``wait_s_max``, and the engine may idle again."""
+    """A return whose tier does not answer is abandoned after ``wait_s_max``, and the engine may idle again."""
     engine = Engine(wait_s_max=2.0)
     _returning(engine, 1, 2, 3)
     engine.tier.unknown = set(keys_of(2))
@@ -268,7 +268,7 @@ def test_a_tier_that_does_not_answer_keeps_no_return() -> None:
 
 @pytest.mark.parametrize("end", ["reset", "forget", "load"])
 def test_what_may_not_be_loaded_does_not_come_back(end: str) -> None:
-    """After a reset, when the blocks were removed, and for requests that load nothing."""
+    """Blocks do not return after a reset or their removal, nor for requests that may not load."""
     engine = Engine()
     _returning(engine, 1, 2, **({"load": False} if end == "load" else {}))
     if end == "reset":
@@ -282,7 +282,7 @@ def test_what_may_not_be_loaded_does_not_come_back(end: str) -> None:
 
 
 def test_a_reset_ends_returns_under_way() -> None:
-    """Their slots are freed when the tier has reported, and nothing more of them is loaded."""
+    """Their slots are freed when the tier has reported, and no more blocks are loaded."""
     engine = Engine()
     _returning(engine, 1, 2)
     engine.clock.now += 20
@@ -295,7 +295,7 @@ def test_a_reset_ends_returns_under_way() -> None:
 
 
 def test_what_is_remembered_of_returns_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Further requests do not come back; those that have make room."""
+    """Returns over the limit are dropped; finished returns make room."""
     monkeypatch.setattr("kvstore.tiering.prefetch._LATER_BLOCKS_MAX", 4)
     engine = Engine()
     for first in (1, 3, 5):
@@ -313,7 +313,7 @@ def test_what_is_remembered_of_returns_is_bounded(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_return_without_blocks_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is remembered of it; and of others no more than so many, whatever their length."""
+    """No state is kept for it; the number of other returns is bounded, whatever their length."""
     monkeypatch.setattr("kvstore.tiering.prefetch._LATER_MAX", 2)
     engine = Engine()
     for numbers in ((), (), (), (1,), (2,), (3,)):
@@ -334,7 +334,7 @@ def test_a_reset_leaves_no_return_of_requests_that_end_with_it() -> None:
 
 
 def test_a_return_without_room_limits_no_living_request() -> None:
-    """A request alone with it may use the whole primary tier."""
+    """A single request beside a return may use the whole primary tier."""
     engine = Engine(slots=8, promotion_share=0.5, wait_s_max=60)
     engine.store_and_forget(keys_of(*range(11, 17)))
     _returning(engine, 1, 2, 3)
@@ -348,7 +348,7 @@ def test_a_return_without_room_limits_no_living_request() -> None:
 
 
 def test_a_return_promotes_no_expired_block() -> None:
-    """Although the tier still has it."""
+    """Expired blocks are not promoted for a return, although the tier still has them."""
     engine = Engine()
     _returning(engine, 1, 2, ttl=10)
     engine.clock.now += 20
@@ -367,7 +367,7 @@ def test_a_reset_ends_all_priorities() -> None:
 
 
 def test_what_is_remembered_of_priorities_is_bounded() -> None:
-    """Evicted and removed blocks leave no more behind than there are slots."""
+    """Evicted and removed blocks leave no more entries than there are slots."""
     engine = Engine(slots=4)
     for number in range(400):
         engine.store_and_forget(keys_of(number), retain=1 + number % 100)
@@ -393,7 +393,7 @@ def test_what_is_remembered_of_priorities_is_bounded() -> None:
     ],
 )  # fmt: skip
 def test_invalid_hints_are_errors_as_defaults(name: str, value: Any) -> None:
-    """What can't be read says what was expected."""
+    """The error states the expected values."""
     with pytest.raises(ConfigError, match="Expected"):
         PolicyParser((), {name: value})
     parser = PolicyParser(())
@@ -404,7 +404,20 @@ def test_invalid_hints_are_errors_as_defaults(name: str, value: Any) -> None:
 
 
 def test_hints_can_be_forbidden() -> None:
-    """A request's hint that is not allowed is ignored, and counted."""
+    """A hint that is not allowed is ignored, and counted."""
     parser = PolicyParser((), {}, TieringConfig(allow=["store"]).allow)
     policy = parser.parse({"forget": True, "demote": True, "retain": 5, "prefetch": "1s"})
     assert not policy.acts_at_end and parser.refused == 4
+
+
+def test_a_return_that_is_under_way_ends_with_close() -> None:
+    """Until then it counts as a request, because it waits for the tier's answer."""
+    engine = Engine()
+    engine.store_and_forget(keys_of(1), prefetch="20s")
+    engine.evict_all()
+    engine.tier.unknown.update(keys_of(1))
+    engine.clock.now += 20
+    engine.step()
+    assert engine.manager.stats().requests == 1
+    engine.manager.close()
+    assert engine.manager.stats().requests == 0

@@ -1,4 +1,4 @@
-"""What a lookup has answered HIT can be loaded until the step ends, whatever else the step does."""
+"""A block answered with HIT can be loaded until the step ends, whatever else the step does."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SLOTS, BLOCKS, STEPS = 12, 40, 150
 
 
 class Step:
-    """What an engine may do between the lookups of a request and its load, in one step.
+    """The actions of an engine between the lookups of a request and its load, in one step.
 
-    A reset is not among it: vLLM makes one between two steps, and so must the loads of a step that a reset voids.
+    Resets are excluded: vLLM makes them between two steps, never between the lookups and the loads of one step.
     """
 
     def __init__(self, engine: Engine, rng: random.Random) -> None:
@@ -31,12 +31,12 @@ class Step:
         return keys_of(*range(first, min(BLOCKS, first + self.rng.randrange(1, 6))))
 
     def request(self) -> RequestContext:
-        """Begin a request of one of the policies that pin, hold, restrict or drop."""
+        """Start a request with a policy that pins, holds, restricts or drops."""
         policies = ({}, {}, {"cpu": False}, {"lazy": True}, {"pin": True}, {"pin": "release"}, {"ttl": 3})
         return self.engine.request(**self.rng.choice(policies))
 
     def look(self) -> None:
-        """Look a prefix up; what is a hit will be loaded at the end of the step."""
+        """Look up a prefix; hits will be loaded at the end of the step."""
         ctx, keys = self.request(), self.some()
         answers = self.engine.look(keys, ctx)
         found = [key for key, answer in zip(keys, answers, strict=True) if answer == "hit"]
@@ -44,7 +44,7 @@ class Step:
             self.hits.append((ctx, found))
 
     def store(self) -> None:
-        """Store blocks at once, or fail to."""
+        """Store blocks immediately, or fail to."""
         ctx = self.request()
         plan = self.engine.manager.prepare_store(self.some(), ctx)
         if plan is not None:
@@ -63,12 +63,12 @@ class Step:
         self.engine.manager.remove(self.some()[:1])
 
     def progress(self) -> None:
-        """Let the tier do some of its work, and time go by."""
+        """Let the tier run some of its jobs, and advance the clock."""
         self.engine.tier.run(self.rng.randrange(8), failing=self.some() if self.rng.random() < 0.2 else ())
         self.engine.clock.now += self.rng.random()
 
     def load_all(self) -> int:
-        """Load what was a hit in this step, and end the step; return how many loads there were."""
+        """Load the hits of this step, and end the step; return the number of loads."""
         for ctx, keys in self.hits:
             slots = self.engine.manager.prepare_load(keys, ctx)
             assert slots is not None, "a hit of this step is not there any more"
@@ -82,7 +82,7 @@ class Step:
 @pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_hit_can_be_loaded_until_the_step_ends(eviction: str, seed: int) -> None:
-    """Neither promotions, stores, removals, ends of other requests nor time take a hit away before it is loaded."""
+    """Promotions, stores, removals, ends of other requests and time remove no hit before it is loaded."""
     engine = Engine(slots=SLOTS, eviction=eviction, load_s_max=5.0, wait_s_max=1.0)
     step = Step(engine, random.Random(seed))
     actions = (step.look, step.look, step.store, step.store, step.end_read, step.remove, step.progress)

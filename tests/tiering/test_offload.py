@@ -1,4 +1,4 @@
-"""What offload policies do: selective, lazy and admitted stores, lifetimes, pins, selective loads."""
+"""Offload policies: selective, lazy and admitted stores, lifetimes, pins, selective loads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ A, B = keys_of(1, 2, 3, 4), keys_of(11, 12, 13, 14)
 
 
 def _prompt(engine: Engine, keys: list[BlockKey], **params: object) -> int:
-    """Serve a prompt as an engine does; return how many of its blocks were loaded and not computed."""
+    """Serve a prompt as an engine does; return the number of its blocks that were loaded instead of computed."""
     ctx = engine.request(keys, **params)
     hits = 0
     for key in keys:
@@ -35,7 +35,7 @@ def _prompt(engine: Engine, keys: list[BlockKey], **params: object) -> int:
 
 
 def test_a_b_a_with_room_for_one() -> None:
-    """With everything offloaded B pushes A out; with B's ``store`` false A is there when it comes again."""
+    """If everything is offloaded, B evicts A; with ``store`` false for B, A is still there for its next request."""
     everything = Engine(slots=4, tiers=[])
     assert [_prompt(everything, prompt) for prompt in (A, B, A)] == [0, 0, 0]
     selective = Engine(slots=4, tiers=[])
@@ -56,14 +56,14 @@ def test_a_fraction_stores_the_full_blocks_of_the_first_part(blocks: int, fracti
 
 
 def test_a_part_of_the_last_block_counts() -> None:
-    """The length of the prompt decides, not the number of full blocks: half of 40 tokens is one block of 16."""
+    """The limit counts tokens of the prompt, not full blocks: half of 40 tokens is one block of 16."""
     engine = Engine(tokens_per_block=16)
     keys = keys_of(1, 2)
     assert list(engine.store(keys, engine.request(keys, prompt_tokens=40, store=0.5)).keys) == keys_of(1)
 
 
 def test_a_number_of_tokens() -> None:
-    """``{"tokens": n}`` stores the blocks that end within the first n tokens, and nothing that was generated."""
+    """``{"tokens": n}`` stores the blocks that end within the first n tokens, and no generated blocks."""
     engine = Engine(tokens_per_block=16)
     keys = keys_of(1, 2, 3)
     ctx = engine.request(keys, store={"tokens": 47})
@@ -71,7 +71,7 @@ def test_a_number_of_tokens() -> None:
 
 
 def test_positions_may_come_from_the_engine() -> None:
-    """Groups of layers whose blocks end elsewhere are told apart by the ends that the engine gives."""
+    """The engine gives the end of each block, so layer groups with different block ends are handled separately."""
     engine = Engine()
     ctx = RequestContext("hybrid", {"store": 0.5})
     engine.manager.on_new_request(ctx)
@@ -80,7 +80,7 @@ def test_positions_may_come_from_the_engine() -> None:
 
 
 def test_tiers_are_chosen() -> None:
-    """Only the tiers named get the blocks; another request that may store to the others makes up for it."""
+    """Only the named tiers get the blocks; a later request that may store to the other tiers stores them there."""
     engine = Engine(tiers=["disk", "far"])
     engine.store_and_forget(A, tiers=["far"])
     assert [list(tier.blocks) for tier in engine.tiers] == [[], A]
@@ -89,7 +89,7 @@ def test_tiers_are_chosen() -> None:
 
 
 def test_not_in_the_primary_tier() -> None:
-    """With ``cpu`` false blocks pass through the primary tier, and leave it when the last tier has them."""
+    """With ``cpu`` false blocks pass through the primary tier, and leave it once the last tier has stored them."""
     engine = Engine(tiers=["disk", "far"])
     ctx = engine.request(A, cpu=False)
     engine.store(A, ctx)
@@ -118,7 +118,7 @@ def test_a_passing_block_leaves_after_its_last_reader() -> None:
 
 
 def test_a_passing_block_that_another_request_uses_stays() -> None:
-    """With ``cpu`` false a block that a request without this restriction loads is one of its blocks from then on."""
+    """With ``cpu`` false a block stays once a request without this restriction has loaded it."""
     engine = Engine()
     engine.store(A, engine.request(A, cpu=False))
     engine.load(A[:2], engine.request())
@@ -127,7 +127,7 @@ def test_a_passing_block_that_another_request_uses_stays() -> None:
 
 
 def test_a_store_that_failed_is_made_up_for() -> None:
-    """A block that a tier failed to store goes to it when a request uses it again."""
+    """A block that a tier failed to store is stored there when a request uses it again."""
     engine = Engine()
     engine.store(A)
     engine.tier.run(failing=A[2:])
@@ -139,7 +139,7 @@ def test_a_store_that_failed_is_made_up_for() -> None:
 
 
 def test_a_passing_block_that_was_a_hit_leaves_at_the_end_of_the_step() -> None:
-    """With ``cpu`` false a block whose last store ends in the step in which it was a hit stays for that step only."""
+    """With ``cpu`` false a block whose last store ends in the step of its hit stays until that step ends."""
     engine = Engine(slots=4)
     engine.store(A, engine.request(A, cpu=False))
     assert engine.look(A[:2], engine.request()) == ["hit"] * 2
@@ -152,14 +152,14 @@ def test_a_passing_block_that_was_a_hit_leaves_at_the_end_of_the_step() -> None:
 
 
 def test_what_no_tier_may_have_leaves_the_primary_tier_too() -> None:
-    """With ``cpu`` false a block that is not admitted to a tier does not stay behind."""
+    """With ``cpu`` false a block that is not admitted to any tier leaves the primary tier, too."""
     engine = Engine()
     engine.store_and_forget(A, cpu=False, min_uses=2)
     assert engine.primary.stats().free == 8 and not engine.tier.blocks
 
 
 def test_loads_are_chosen() -> None:
-    """``load`` false asks nobody, not even the primary tier; a list asks these tiers in their order."""
+    """``load`` false looks up no tier, not even the primary tier; a list gives the tiers to look up, in order."""
     engine = Engine(tiers=["disk", "far"])
     engine.store_and_forget(A)
     assert engine.look(A, engine.request(load=False)) == ["miss"] * 4
@@ -172,7 +172,7 @@ def test_loads_are_chosen() -> None:
 
 
 def test_admission_by_uses() -> None:
-    """A block goes to a tier from its n-th sighting, whether it is stored anew or found in the primary tier."""
+    """A block is stored in a tier from its n-th sighting on, whether it is new or already in the primary tier."""
     engine = Engine(policy={"min_uses": 2})
     _prompt(engine, A)
     assert not engine.tier.blocks
@@ -184,7 +184,7 @@ def test_admission_by_uses() -> None:
 
 
 def test_one_request_is_one_sighting() -> None:
-    """A request that offers its blocks again and again does not get them admitted by that."""
+    """A request that offers its blocks repeatedly counts as one sighting of each."""
     engine = Engine(policy={"min_uses": 2})
     ctx = engine.request(A)
     for _ in range(3):
@@ -194,7 +194,7 @@ def test_one_request_is_one_sighting() -> None:
 
 
 def test_sightings_are_bounded() -> None:
-    """What was not seen for longest is forgotten; the end of a prefix before its start."""
+    """The blocks not seen for longest are forgotten first, and the end of a prefix before its start."""
     engine = Engine(policy={"min_uses": 2}, sightings_max=3)
     _prompt(engine, A)
     for key in A:
@@ -204,7 +204,7 @@ def test_sightings_are_bounded() -> None:
 
 
 def test_blocks_expire_everywhere() -> None:
-    """After its ``ttl`` a block is a miss at once, and leaves the primary tier and the others with an event."""
+    """After its ``ttl`` a block is a miss immediately, and its removal from each tier is reported as an event."""
     engine = Engine(tiers=["disk", "far"])
     engine.store_and_forget(A, ttl=60)
     engine.store_and_forget(B)
@@ -226,7 +226,7 @@ def test_blocks_expire_everywhere() -> None:
 
 
 def test_the_longest_lifetime_wished_for_counts() -> None:
-    """Another request that uses a block prolongs its life, or makes it last; none shortens it."""
+    """Another request that uses a block may extend its lifetime or disable its expiry; none shortens it."""
     engine = Engine()
     engine.store_and_forget(A, ttl=10)
     _prompt(engine, A[:3], ttl=30)
@@ -239,7 +239,7 @@ def test_the_longest_lifetime_wished_for_counts() -> None:
 
 
 def test_an_expired_block_is_stored_anew() -> None:
-    """What expired is computed and stored again, also when a reader held the old one at the time."""
+    """An expired block is computed and stored again, even if a reader held the old one at the time."""
     engine = Engine()
     engine.store_and_forget(A, ttl=10)
     reader = engine.request(ttl=1)
@@ -253,7 +253,7 @@ def test_an_expired_block_is_stored_anew() -> None:
 
 
 def test_a_tier_that_gets_an_expired_block_late_drops_it() -> None:
-    """A store that ends after its block has expired does not bring it back."""
+    """A store that ends after its block has expired does not bring the block back."""
     engine = Engine()
     engine.store(A, ttl=10)
     engine.clock.now += 11
@@ -273,7 +273,7 @@ def test_blocks_are_removed_on_request() -> None:
 
 @pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
 def test_pinned_blocks_stay(eviction: str) -> None:
-    """With ``pin`` blocks outlive any number of others, within their share; ``release`` ends it."""
+    """Blocks with ``pin`` survive any number of other blocks, within the share of pins; ``release`` ends the pin."""
     engine = Engine(slots=8, pin_share=0.5, eviction=eviction)
     engine.store_and_forget(keys_of(1, 2, 3, 4, 5), pin=True)
     for number in range(20, 40):
@@ -287,7 +287,7 @@ def test_pinned_blocks_stay(eviction: str) -> None:
 
 
 def test_lazy_writes_a_fifth_at_most_where_everything_fits() -> None:
-    """On a workload that fits the primary tier lazy stores write at least five times fewer bytes than eager ones."""
+    """If the workload fits the primary tier, lazy stores write at most a fifth of the bytes of eager ones."""
     written = []
     for lazy in (False, True):
         engine = Engine(slots=64, policy={"lazy": lazy})
@@ -300,7 +300,7 @@ def test_lazy_writes_a_fifth_at_most_where_everything_fits() -> None:
 
 @pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
 def test_lazy_loses_nothing_where_it_does_not_fit(eviction: str) -> None:
-    """On a workload ten times the primary tier every block is in the primary tier or written back, and comes back."""
+    """With a workload ten times the primary tier, every block is there or written back, and is found again."""
     engine = Engine(slots=16, policy={"lazy": True}, eviction=eviction)
     prompts = [keys_of(*range(first, first + 4)) for first in range(0, 160, 4)]
     for prompt in prompts:
@@ -321,7 +321,7 @@ def test_lazy_loses_nothing_where_it_does_not_fit(eviction: str) -> None:
 
 
 def test_lazy_blocks_of_a_tier_that_fails_do_not_jam_the_primary_tier() -> None:
-    """What a tier does not take when its turn comes is lost and counted; new blocks find room."""
+    """Blocks that a tier rejects at write-back are lost and counted; new blocks find room."""
     engine = Engine(slots=8, policy={"lazy": True})
     for first in range(0, 40, 4):
         ctx = engine.request()
@@ -338,7 +338,7 @@ def test_lazy_blocks_of_a_tier_that_fails_do_not_jam_the_primary_tier() -> None:
 
 
 def test_room_is_being_made_until_the_last_write_back_has_ended() -> None:
-    """A lookup without room waits for write-backs; with none owed or under way it would wait for nothing."""
+    """A lookup without room waits for pending write-backs, and only while there are any."""
     engine = Engine(slots=4, policy={"lazy": True})
     engine.store(A)
     cascades = engine.manager._cascades
@@ -352,7 +352,7 @@ def test_room_is_being_made_until_the_last_write_back_has_ended() -> None:
 
 
 def test_lazy_blocks_of_a_dead_tier_are_lost_once_and_may_be_evicted() -> None:
-    """A tier that raises takes no write-back any more: the blocks owed to it are counted, and the slots are free."""
+    """A tier that raises gets no more write-backs: blocks owed to it are counted as lost, and their slots are free."""
     engine = Engine(slots=8, policy={"lazy": True})
     engine.store_and_forget(A)
     engine.manager._links[0].dead = True
@@ -367,7 +367,7 @@ def test_lazy_blocks_of_a_dead_tier_are_lost_once_and_may_be_evicted() -> None:
 
 @pytest.mark.parametrize("policy", [{"min_uses": 2}, {"tiers": []}, {"cpu": False}])
 def test_nothing_is_remembered_of_blocks_that_left_the_primary_tier(policy: dict[str, Any]) -> None:
-    """Otherwise memory would grow with every block that was ever computed, and one computed again be withheld."""
+    """Removed blocks leave no state: otherwise memory would grow, and a recomputed block would not be stored."""
     engine = Engine(slots=8)
     for first in range(0, 40, 4):
         engine.store_and_forget(keys_of(*range(first, first + 4)), **policy)
@@ -377,7 +377,7 @@ def test_nothing_is_remembered_of_blocks_that_left_the_primary_tier(policy: dict
 
 
 def test_nothing_is_remembered_of_blocks_of_the_fastest_tier() -> None:
-    """There is no faster tier to copy them to, so nothing about them is noted while they are in the primary tier."""
+    """No tier is faster, so no back-fill state is kept for these blocks while they are in the primary tier."""
     engine = Engine(tiers=["fast", "slow"])
     for key in A:
         engine.tiers[0].blocks[key] = payload(key)
@@ -388,7 +388,7 @@ def test_nothing_is_remembered_of_blocks_of_the_fastest_tier() -> None:
 
 @pytest.mark.parametrize(("share", "ahead"), [(0.01, 1), (0.5, 4), (1.0, 8)])
 def test_lazy_blocks_are_written_ahead_of_need(share: float, ahead: int) -> None:
-    """The configured share of the slots can be evicted at once, at least one: new blocks need not wait for writes."""
+    """The configured share of the slots, at least one, can be evicted without waiting for writes."""
     engine = Engine(slots=8, policy={"lazy": True}, lazy_share=share)
     engine.store([*A, *B])
     engine.settle()
@@ -396,7 +396,7 @@ def test_lazy_blocks_are_written_ahead_of_need(share: float, ahead: int) -> None
 
 
 def test_lazy_blocks_that_an_allocation_wants_are_written_as_room_comes() -> None:
-    """The store that found no room is offered again in a later step, and by then it can have all of them."""
+    """A store that found no room is offered again in a later step, and all of its blocks fit by then."""
     engine = Engine(slots=8, policy={"lazy": True}, store_share=0.25, lazy_share=0.01)
     engine.store([*A, *B])
     engine.settle()
@@ -408,7 +408,7 @@ def test_lazy_blocks_that_an_allocation_wants_are_written_as_room_comes() -> Non
 
 
 def test_an_eager_request_makes_lazy_blocks_safe() -> None:
-    """A request without ``lazy`` that uses blocks which are still owed has them written now."""
+    """If a request without ``lazy`` uses blocks that are still owed, they are written immediately."""
     engine = Engine()
     engine.store_and_forget(A, lazy=True)
     assert not engine.tier.blocks
@@ -417,7 +417,7 @@ def test_an_eager_request_makes_lazy_blocks_safe() -> None:
 
 
 def test_no_hole_behind_a_block_that_found_no_room() -> None:
-    """If a tier has no room for a block of a prefix, those after it stand in line behind it."""
+    """If a tier has no room for a block of a prefix, the blocks after it queue behind it."""
     engine = Engine(slots=16, store_share=0.25)
     keys = keys_of(*range(10))
     ctx = engine.request(keys)
@@ -435,7 +435,7 @@ def test_no_hole_behind_a_block_that_found_no_room() -> None:
 
 
 def test_a_block_that_waits_and_is_used_again_is_stored_once() -> None:
-    """A use of a block that waits for room sends it if there is room by then, and not a second time."""
+    """If a block waiting for room is used again, it is stored once there is room, and only once."""
     engine = Engine(slots=16, store_share=0.25)
     keys = keys_of(*range(6))
     engine.store(keys)
@@ -448,7 +448,7 @@ def test_a_block_that_waits_and_is_used_again_is_stored_once() -> None:
 
 
 def test_a_pin_ends_with_its_lease() -> None:
-    """A pin lasts for its lease from the last use of its block, and never longer than the configured one."""
+    """A pin lasts for its lease from the last use of its block, and never longer than the configured lease."""
     engine = Engine(slots=8, pin_share=0.5, pin_lease_s=3600)
     engine.store_and_forget(keys_of(1), pin=True)
     engine.store_and_forget(keys_of(2), pin="10m")
@@ -470,7 +470,7 @@ def test_a_pin_ends_with_its_lease() -> None:
 
 
 def test_a_shorter_pin_does_not_shorten_a_longer_one() -> None:
-    """The longest lease that was asked for is the one that a use renews."""
+    """A use renews the longest requested lease."""
     engine = Engine(slots=8, pin_share=0.5)
     engine.store_and_forget(keys_of(1), pin="10m")
     engine.load(keys_of(1), engine.request(pin="1m"))
@@ -484,7 +484,7 @@ def test_a_shorter_pin_does_not_shorten_a_longer_one() -> None:
 
 
 def test_leases_that_ended_make_room_for_new_pins() -> None:
-    """Old pins don't keep new ones out, also where no step came between."""
+    """Expired pins don't exclude new ones, even if no step has passed in between."""
     engine = Engine(slots=8, pin_share=0.25)
     engine.store_and_forget(keys_of(1, 2), pin=True)
     engine.clock.now += 30 * 86400
@@ -494,7 +494,7 @@ def test_leases_that_ended_make_room_for_new_pins() -> None:
 
 
 def test_a_request_pins_and_releases_what_it_uses() -> None:
-    """Blocks that are there already are pinned for a request that asks for it, and released for one that says so."""
+    """A request with ``pin`` also pins blocks that are already stored; a request with ``release`` releases them."""
     engine = Engine(slots=8, pin_share=0.5)
     engine.store_and_forget(keys_of(1, 2))
     engine.load(keys_of(1, 2), engine.request(pin=True))
@@ -508,7 +508,7 @@ def test_a_request_pins_and_releases_what_it_uses() -> None:
 
 
 def test_a_reset_forgets_leases() -> None:
-    """A block that is stored and pinned again after a reset has the lease that it was given then."""
+    """A block that is stored and pinned again after a reset has only its new lease."""
     engine = Engine(slots=8, pin_share=0.5)
     engine.store_and_forget(keys_of(1), pin=True)
     engine.manager.reset()
@@ -521,14 +521,14 @@ def test_a_reset_forgets_leases() -> None:
 
 
 def test_pins_can_be_forbidden() -> None:
-    """With a share of 0 nothing is held, and each refusal is counted."""
+    """With a share of 0 no pin is granted, and each refusal is counted."""
     engine = Engine(slots=8, pin_share=0)
     engine.store_and_forget(keys_of(1, 2), pin=True)
     assert engine.primary.marks.held == set() and engine.manager.stats().refused_pins == 2
 
 
 def test_a_removed_block_takes_its_pin_with_it() -> None:
-    """A block that was removed and stored again, unpinned, is not held by its old pin; a reset forgets all pins."""
+    """If a pinned block is removed and stored again unpinned, its old pin has ended; a reset ends all pins."""
     engine = Engine(slots=8, pin_share=0.5)
     engine.store_and_forget(keys_of(1), pin=True)
     engine.manager.remove(keys_of(1))
@@ -543,7 +543,7 @@ def test_a_removed_block_takes_its_pin_with_it() -> None:
 
 @pytest.mark.parametrize(("backfill", "uses"), [(True, 2), ({"min_uses": 1}, 1), ({"min_uses": 3}, 3), (False, None)])
 def test_a_block_of_a_slow_tier_is_copied_to_the_faster_ones(backfill: Any, uses: int | None) -> None:
-    """From the configured use on, a block that only the slow tier has goes to the faster ones, and is found there."""
+    """From the configured use on, a block that only the slow tier has is copied to the faster tiers."""
     option = backfill if isinstance(backfill, bool) else Backfill(**backfill)
     engine = Engine(tiers=["one", "two", "slow"], backfill=option)
     keys = keys_of(1, 2, 3)
@@ -562,7 +562,7 @@ def test_a_block_of_a_slow_tier_is_copied_to_the_faster_ones(backfill: Any, uses
 
 
 def test_back_fill_keeps_to_the_policy_of_the_request() -> None:
-    """A request that may not store to a tier, or may store nothing, copies nothing there."""
+    """A request copies no blocks to a tier that it may not store to, and none at all if it may not store."""
     engine = Engine(tiers=["one", "two", "slow"], backfill=Backfill(min_uses=1))
     keys = keys_of(1, 2)
     for key in keys:
@@ -577,7 +577,7 @@ def test_back_fill_keeps_to_the_policy_of_the_request() -> None:
 
 
 def test_back_fill_is_asked_of_promoted_blocks_only() -> None:
-    """A promoted block that was evicted and computed anew is no block of the slow tier's: its first use sends it on."""
+    """A promoted block that was evicted and recomputed is not back-filled: its first use stores it in the fast tier."""
     engine = Engine(tiers=["fast", "slow"], backfill=Backfill(min_uses=9))
     fast, slow = engine.tiers
     [key] = keys_of(1)
@@ -595,7 +595,7 @@ def test_back_fill_is_asked_of_promoted_blocks_only() -> None:
 
 @pytest.mark.parametrize("options", [{"pin_share": -0.1}, {"pin_share": 1.1}, {"pin_lease_s": -1}], ids=str)
 def test_numbers_of_pins_are_checked(options: dict[str, Any]) -> None:
-    """What is out of range is an error at start."""
+    """Values out of range are errors at startup."""
     with pytest.raises(ConfigError):
         TieringConfig(**options)
     with pytest.raises(ConfigError):
@@ -603,7 +603,7 @@ def test_numbers_of_pins_are_checked(options: dict[str, Any]) -> None:
 
 
 def test_pins_that_were_released_leave_nothing() -> None:
-    """However many blocks are pinned and released or removed before their time, what is remembered stays bounded."""
+    """Memory stays bounded however many blocks are pinned and then released or removed before their lease ends."""
     engine = Engine(slots=8, pin_share=0.5)
     for number in range(300):
         engine.store_and_forget(keys_of(number), pin=True)

@@ -1,4 +1,4 @@
-"""The manager with a tier that others fill, and rows that are lent to others."""
+"""The manager with a tier that others fill, and with lent rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.tiering.fake_tier import ROW_BYTES, FakeTier, payload
 
 
 class OthersFill(FakeTier):
-    """A tier that is only loaded from."""
+    """A load-only tier."""
 
     takes_stores = False
 
 
 class Mixed(Engine):
-    """An engine over a tier that others fill, and a disk behind it (or before it)."""
+    """An engine over a tier filled by others, with a disk after it (or before it)."""
 
     def __init__(self, *, peer_first: bool = True, **options: object) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Mixed(Engine):
 
 
 def test_a_tier_that_others_fill_is_not_stored_to() -> None:
-    """New blocks go to the other tiers only, also lazily and by name, and nothing waits for the one that takes none."""
+    """New blocks are stored only in other tiers, even lazily or by name, and nothing waits for the load-only tier."""
     for policy in ({}, {"lazy": True}, {"min_uses": 2}, {"cpu": False}, {"tiers": ["peer", "disk"]}):
         engine = Mixed(policy=policy)
         engine.store_and_forget(keys_of(1, 2, 3))
@@ -41,7 +41,7 @@ def test_a_tier_that_others_fill_is_not_stored_to() -> None:
 
 
 def test_alone_it_costs_no_job() -> None:
-    """Where there is no other tier a store is no job at all, and pins nothing."""
+    """Without another tier a store causes no job, and pins nothing."""
     primary = PrimaryTier(memoryview(bytearray(8 * ROW_BYTES)), ROW_BYTES)
     manager = TieringManager(primary, [OthersFill("peer", primary)], TieringConfig())
     ctx = RequestContext("request")
@@ -54,7 +54,7 @@ def test_alone_it_costs_no_job() -> None:
 
 
 def test_its_blocks_are_promoted_and_filled_back() -> None:
-    """What it has is promoted; a disk before it gets the block at its second use, and it gets nothing from the disk."""
+    """Its blocks are promoted; a disk before it gets them at the second use; the disk's blocks are not stored in it."""
     engine = Mixed(peer_first=False)
     engine.peer.blocks[key_of(1)] = payload(key_of(1))
     engine.disk.blocks[key_of(2)] = payload(key_of(2))
@@ -68,7 +68,7 @@ def test_its_blocks_are_promoted_and_filled_back() -> None:
 
 
 def test_a_lent_row_is_used_again_after_its_loan() -> None:
-    """A block that is evicted while it is lent keeps its slot; a step after the end of the loan frees it."""
+    """A block evicted while it is lent keeps its slot; one step after the loan's end the slot is free."""
     engine = Engine(slots=4)
     lender = Lender(engine.primary)
     engine.store_and_forget(keys_of(1, 2, 3, 4))

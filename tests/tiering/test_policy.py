@@ -1,4 +1,4 @@
-"""Offload policies as requests and configurations write them."""
+"""Offload policies in requests and configurations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ JSON = st.recursive(
     ],
 )
 def test_every_value_is_understood(params: object, expected: dict[str, object]) -> None:
-    """Each form that the documentation names gives the policy it says."""
+    """Each documented form gives the documented policy."""
     parser = PolicyParser(TIERS)
     assert parser.parse(params) == OffloadPolicy(**expected)  # type: ignore[arg-type]
     assert not parser.mistakes
@@ -95,7 +95,7 @@ NO_TIER = {"tiers": ()}
 def test_what_is_not_understood_is_one_warning_and_restricts(
     params: object, hint: str, expected: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A value that can't be used costs one clear warning, never the request, and stores nowhere it must not."""
+    """An invalid value causes one clear warning, does not fail the request, and stores in no excluded tier."""
     parser = PolicyParser(TIERS, {"min_uses": 2})
     with caplog.at_level(logging.WARNING, "kvstore.tiering"):
         policies = [parser.parse(params) for _ in range(3)]
@@ -106,14 +106,14 @@ def test_what_is_not_understood_is_one_warning_and_restricts(
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_bad_value_spoils_no_other(order: int) -> None:
-    """Values beside a bad one hold, wherever it stands, and none of them undoes what it restricts."""
+    """Other values apply, wherever the bad one is, and none of them relaxes its restriction."""
     given = dict([("tiers", "disk"), ("store", 0.5), ("lazy", True), ("load", ["far"])][::order])
     policy = PolicyParser(TIERS).parse(given)
     assert policy == OffloadPolicy(store_fraction=0.5, lazy=True, load_tiers=("far",), tiers=())
 
 
 def test_requests_may_give_what_the_operator_allows(caplog: pytest.LogCaptureFixture) -> None:
-    """What is not allowed is ignored, with one warning, and counted; what does not exist still restricts."""
+    """A value that is not allowed is ignored and counted, with one warning; an unknown one still restricts."""
     parser = PolicyParser(TIERS, {"tiers": ["disk"]}, ["store", "ttl"])
     with caplog.at_level(logging.WARNING, "kvstore.tiering"):
         for _ in range(2):
@@ -125,26 +125,26 @@ def test_requests_may_give_what_the_operator_allows(caplog: pytest.LogCaptureFix
 
 
 def test_only_what_exists_can_be_allowed() -> None:
-    """A misspelt name in ``allow`` is an error at start."""
+    """A misspelt name in ``allow`` is an error at startup."""
     with pytest.raises(ConfigError, match=r"allow contains the unknown parameter 'stroe'.*Did you mean 'store'"):
         PolicyParser(TIERS, {}, ["stroe"])
 
 
 def test_requests_override_defaults() -> None:
-    """A request's values stand over the configured ones, value by value."""
+    """A request's values override the configured ones, value by value."""
     parser = PolicyParser(TIERS, {"store": 0.5, "lazy": True})
     assert parser.default == OffloadPolicy(store_fraction=0.5, lazy=True)
     assert parser.parse({"store": True}) == OffloadPolicy(lazy=True)
 
 
 def test_bad_defaults_are_refused() -> None:
-    """What is wrong in the configuration is an error at start, and says what to do."""
+    """An invalid configuration is an error at startup that suggests a correction."""
     with pytest.raises(ConfigError, match="Did you mean 'far'"):
         PolicyParser(TIERS, {"tiers": ["fra"]})
 
 
 def test_mistakes_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """A client that makes a new mistake each time is counted, and logged a bounded number of times."""
+    """New mistakes of a client are counted each time, and logged a bounded number of times."""
     parser = PolicyParser(TIERS)
     with caplog.at_level(logging.WARNING, "kvstore.tiering"):
         for number in range(1000):
@@ -154,7 +154,7 @@ def test_mistakes_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
 
 @given(JSON)
 def test_nothing_that_a_client_sends_fails(params: object) -> None:
-    """Whatever JSON a client sends, a policy comes out."""
+    """Any JSON from a client gives a policy."""
     assert isinstance(PolicyParser(TIERS).parse(params), OffloadPolicy)
 
 
@@ -162,12 +162,12 @@ def test_nothing_that_a_client_sends_fails(params: object) -> None:
     ("fraction", "tokens", "expected"), [(0.5, 100, 50), (0.29, 100, 29), (0.5, 33, 16), (0.0, 9, 0), (1.0, 9, 9)]
 )
 def test_fractions_are_of_the_prompt(fraction: float, tokens: int, expected: int) -> None:
-    """A fraction is that many whole tokens from the start, without surprises of binary fractions."""
+    """A fraction gives whole tokens from the start, without binary rounding errors."""
     assert OffloadPolicy(store_fraction=fraction).tokens_max(tokens) == expected
 
 
 def test_nothing_is_nothing_whatever_the_limit() -> None:
-    """A request that may store nothing stores nothing, also where the default would give it a number of tokens."""
+    """A request that may not store stores no tokens, even if the default allows a number of tokens."""
     parser = PolicyParser(TIERS, {"store": {"tokens": 512}})
     policy = parser.parse({"store": False})
     assert not policy.stores_all and policy.tokens_max(1000) == 0

@@ -1,15 +1,15 @@
-"""Counts for an engine's own metrics: first answers of each tier to each request, and what of it is timed."""
+"""Counts for an engine's own metrics: each tier's first answer to each request, and the timed answers."""
 
 from __future__ import annotations
 
-from kvstore.tiering.stats import TIMED_EVERY
+from kvstore.tiering.tally import TIMED_EVERY
 from kvstore.types import JobResult, LookupResult
 from tests.tiering.engine import Engine, keys_of
 from tests.tiering.fake_tier import payload
 
 
 def test_a_request_counts_once_for_each_block_and_tier() -> None:
-    """However often a request asks, the first answer of each tier counts; another request counts anew."""
+    """Only each tier's first answer to a request counts, however often it looks up; another request counts again."""
     engine = Engine(tiers=["disk", "far"])
     engine.tiers[1].blocks.update({key: payload(key) for key in keys_of(1)})
     primary, (disk, far) = engine.manager.tally.primary, engine.manager.tally.tiers
@@ -23,7 +23,7 @@ def test_a_request_counts_once_for_each_block_and_tier() -> None:
 
 
 def test_one_answer_in_sixteen_is_timed() -> None:
-    """The first answer of each tier is, and then one in so many; the others count with the time of the one before."""
+    """The first answer of each tier is timed, then one in sixteen; the others count with the last measured time."""
     engine = Engine(slots=4 * TIMED_EVERY)
     here = list(range(2 * TIMED_EVERY))
     engine.store_and_forget(keys_of(*here))
@@ -41,7 +41,7 @@ def test_one_answer_in_sixteen_is_timed() -> None:
 
 
 def test_an_answer_that_took_steps_is_a_wait() -> None:
-    """From the first RETRY to the answer, once; what is answered at once has not waited."""
+    """The time from the first RETRY to the answer counts once as a wait; an immediate answer is no wait."""
     engine = Engine()
     tally = engine.manager.tally.tiers[0]
     ctx = engine.request()
@@ -59,7 +59,7 @@ def test_an_answer_that_took_steps_is_a_wait() -> None:
 
 
 def test_jobs_that_failed_are_counted_by_direction() -> None:
-    """A job that failed in part is a failed one, and so is a load that was given up before it succeeded."""
+    """A partially failed job counts as failed, and so does a load that was abandoned before it succeeded."""
     engine = Engine(load_s_max=10.0)
     tally = engine.manager.tally.tiers[0]
     engine.store(keys_of(1, 2))
@@ -85,7 +85,7 @@ def test_jobs_that_failed_are_counted_by_direction() -> None:
 
 
 def test_the_time_of_jobs_is_summed_by_direction() -> None:
-    """What the tier reports as time on its side, loads and stores apart."""
+    """The tier's reported job times are summed, with loads and stores separate."""
     engine = Engine()
     tally = engine.manager.tally.tiers[0]
     engine.store(keys_of(1))

@@ -12,13 +12,13 @@ from kvstore.errors import ConfigError
 from kvstore.primary.tier import PrimaryTier, SlotState
 from kvstore.tenants import OTHERS, Accounts, Tenants, tag_of
 from kvstore.tiering import TieringConfig, TieringManager
-from kvstore.types import BlockKey
+from kvstore.types import BlockKey, RequestContext
 from tests.tiering.engine import Engine
 from tests.tiering.fake_tier import ROW_BYTES
 
 
 def configured(**options: Any) -> Tenants:
-    """Return tenants, as an operator configures them."""
+    """Return tenants as configured by an operator."""
     return msgspec.convert({"by": "parameter", **options}, Tenants)
 
 
@@ -28,12 +28,12 @@ def keys(name: str, *numbers: int, named: bool = True) -> list[BlockKey]:
 
 
 def stored(engine: Engine, name: str) -> int:
-    """Return how many blocks of a tenant the tier below has."""
+    """Return the number of a tenant's blocks in the tier below."""
     return sum(key.startswith(tag_of(name, named=True)) for key in engine.tier.blocks)
 
 
 def test_a_neighbour_does_not_displace_what_is_guaranteed() -> None:
-    """However much it stores; and what is free, it may have."""
+    """A neighbour displaces no guaranteed block, however much it stores, but it may use free slots."""
     engine = Engine(slots=10, tenants=configured(named={"quiet": {"guaranteed": 0.4}, "noisy": {}}))
     engine.store_and_forget(keys("noisy", *range(10)))
     engine.store_and_forget(keys("quiet", 1, 2, 3, 4))
@@ -48,7 +48,7 @@ def test_a_neighbour_does_not_displace_what_is_guaranteed() -> None:
 
 
 def test_tenants_without_names_come_to_have_equally_much() -> None:
-    """One with ten times the traffic of another does not get more than half."""
+    """A tenant with ten times the traffic of another gets no more than half."""
     engine = Engine(slots=20, tenants=configured())
     for number in range(10):
         engine.store_and_forget(keys("a", *range(number * 20, number * 20 + 10), named=False))
@@ -57,7 +57,7 @@ def test_tenants_without_names_come_to_have_equally_much() -> None:
 
 
 def test_within_a_share_the_policy_decides() -> None:
-    """The least recently used of the own blocks goes."""
+    """The tenant's own least recently used block is evicted."""
     engine = Engine(slots=6, tenants=configured(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}}))
     engine.store_and_forget(keys("a", 1, 2, 3))
     engine.store_and_forget(keys("b", 1, 2, 3))
@@ -71,7 +71,7 @@ def test_within_a_share_the_policy_decides() -> None:
 
 
 def test_a_priority_counts_within_ones_own_share() -> None:
-    """A tenant that retains everything at the highest priority takes nothing from the others."""
+    """A tenant that retains everything at the highest priority takes no slots from the others."""
     engine = Engine(slots=8, tenants=configured(named={"quiet": {"guaranteed": 0.5}}))
     engine.store_and_forget(keys("quiet", 1, 2, 3, 4))
     for number in range(0, 40, 4):
@@ -80,7 +80,7 @@ def test_a_priority_counts_within_ones_own_share() -> None:
 
 
 def test_an_idle_tenant_costs_the_others_nothing() -> None:
-    """After its time they may have the whole tier, and once it is back its guarantee holds again."""
+    """After ``idle_s`` the others may use the whole tier; once the tenant is active again, its guarantee holds."""
     options = configured(named={"idle": {"guaranteed": 0.5}, "busy": {"guaranteed": 0.5}}, idle_s=60)
     engine = Engine(slots=8, tenants=options)
     engine.store_and_forget(keys("idle", 1, 2, 3, 4))
@@ -93,7 +93,7 @@ def test_an_idle_tenant_costs_the_others_nothing() -> None:
 
 
 def test_a_store_waits_rather_than_take_what_is_guaranteed() -> None:
-    """All of the tenant's own blocks are being read, and the rest belongs to another."""
+    """All of the tenant's own blocks are being read, and the rest is guaranteed to another."""
     engine = Engine(slots=4, tenants=configured(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}}))
     engine.store_and_forget(keys("a", 1, 2))
     engine.store_and_forget(keys("b", 1, 2))
@@ -110,7 +110,7 @@ def test_a_store_waits_rather_than_take_what_is_guaranteed() -> None:
 
 
 def test_a_promotion_takes_from_its_own_tenant() -> None:
-    """Loads from below make room as stores do."""
+    """Loads from below make room in the same way as stores."""
     engine = Engine(slots=4, tenants=configured(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}}))
     engine.store_and_forget(keys("b", 1, 2))
     engine.store_and_forget(keys("b", 3, 4))
@@ -122,7 +122,7 @@ def test_a_promotion_takes_from_its_own_tenant() -> None:
 
 
 def test_a_store_rate_is_kept_over_time() -> None:
-    """Two blocks a second: two at once, then two for each second; the rest is stored at a later use."""
+    """Two blocks a second: two immediately, then two for each second; the rest is stored at a later use."""
     rate = {"store_rate": 2 * ROW_BYTES}
     engine = Engine(slots=16, tenants=configured(named={"slow": rate, "fast": {}}))
     engine.store_and_forget(keys("slow", *range(6)))
@@ -144,7 +144,7 @@ def test_a_store_rate_is_kept_over_time() -> None:
 
 
 def test_after_a_gap_a_request_stores_nothing_more() -> None:
-    """No lookup would find what follows the gap; the next request that uses the blocks fills it in order."""
+    """No lookup would find blocks after the gap; the next request that uses the blocks fills it in order."""
     engine = Engine(slots=16, tenants=configured(named={"slow": {"store_rate": 2 * ROW_BYTES}}))
     ctx = engine.request(keys("slow", *range(8)))
     engine.store(keys("slow", *range(4)), ctx)
@@ -156,7 +156,7 @@ def test_after_a_gap_a_request_stores_nothing_more() -> None:
 
 
 def test_a_slow_rate_lets_single_blocks_pass() -> None:
-    """A rate below one block a second is one block in several seconds."""
+    """A rate below one block per second stores one block every few seconds."""
     engine = Engine(slots=16, tenants=configured(named={"slow": {"store_rate": ROW_BYTES // 4}}))
     for _ in range(9):
         engine.store_and_forget(keys("slow", int(engine.clock.now)))
@@ -165,7 +165,7 @@ def test_a_slow_rate_lets_single_blocks_pass() -> None:
 
 
 def test_a_load_rate_is_kept_over_time() -> None:
-    """What is above it is computed."""
+    """A tenant loads no more than its rate over time; other blocks are computed."""
     engine = Engine(slots=4, tenants=configured(named={"slow": {"load_rate": 2 * ROW_BYTES}, "fast": {}}))
     for name in ("slow", "fast"):
         engine.store_and_forget(keys(name, 1, 2, 3))
@@ -185,7 +185,7 @@ def test_a_load_rate_is_kept_over_time() -> None:
 
 
 def test_prefetch_keeps_a_load_rate() -> None:
-    """Before a request's first lookup, and when it is to come back."""
+    """Prefetch keeps the load rate, before a request's first lookup and before an expected return."""
     engine = Engine(slots=4, tenants=configured(named={"slow": {"load_rate": 2 * ROW_BYTES}}), prefetch=True)
     engine.store_and_forget(keys("slow", 1, 2, 3), prefetch="10s")
     engine.evict_all()
@@ -201,7 +201,7 @@ def test_prefetch_keeps_a_load_rate() -> None:
 
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_what_finds_no_room_uses_up_no_load_rate(prefetch: bool) -> None:
-    """However often it is asked for."""
+    """A block without room uses up no load rate, however often it is looked up."""
     engine = Engine(
         slots=4, tenants=configured(named={"slow": {"load_rate": 2 * ROW_BYTES}}), prefetch=prefetch, wait_s_max=60
     )
@@ -218,7 +218,7 @@ def test_what_finds_no_room_uses_up_no_load_rate(prefetch: bool) -> None:
 
 
 def test_lazy_blocks_are_due_within_a_share() -> None:
-    """Blocks that are still to be written are evicted by share, too, and reach the tier first."""
+    """Unwritten blocks are evicted by share, too, and are stored in the tier first."""
     engine = Engine(slots=8, tenants=configured(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}}))
     engine.store_and_forget(keys("a", 1, 2, 3, 4), lazy=True)
     engine.store_and_forget(keys("b", 1, 2, 3, 4))
@@ -235,8 +235,45 @@ def test_lazy_blocks_are_due_within_a_share() -> None:
     assert gone and set(gone) <= set(engine.tier.blocks)
 
 
+def test_a_tenant_does_not_use_up_the_pins() -> None:
+    """Each tenant may pin as many blocks as remain free for pins; removed and reset blocks no longer count."""
+    engine = Engine(slots=40, pin_share=0.4, pin_lease_s=60, tenants=configured(named={"a": {}}))
+
+    def held(name: str) -> int:
+        return sum(key in engine.primary.marks.held for key in keys(name, *range(20), named=name == "a"))
+
+    engine.store_and_forget(keys("a", *range(6)), pin=True)
+    engine.store_and_forget(keys("a", *range(6, 12)), pin=True)
+    assert held("a") == 8 and engine.manager.stats().refused_pins == 4
+    for name, expected in (("b", 4), ("c", 2), ("d", 1), ("e", 1), ("f", 0)):
+        engine.store_and_forget(keys(name, *range(5), named=False), pin=True)
+        assert held(name) == expected
+    assert engine.manager.stats().primary.held == 16
+    engine.manager.remove(keys("a", *range(8)))
+    engine.store_and_forget(keys("a", *range(12, 18)), pin=True)
+    assert held("a") == 4, "half of what is free now"
+    engine.clock.now += 61
+    engine.store_and_forget(keys("a", 18, 19), pin=True)
+    assert held("a") == 2 == engine.manager.stats().primary.held
+    engine.manager.reset()
+    engine.store_and_forget(keys("a", *range(12)), pin=True)
+    assert held("a") == 8
+
+
+def test_hand_overs_of_a_tenant_leave_room_for_those_of_others() -> None:
+    """Blocks that wait for other engines count towards the same share."""
+    engine = Engine(slots=16, pin_share=0.5, tenants=configured(named={"a": {}, "b": {}}))
+    for name, count, expected in (("a", 6, 4), ("b", 3, 2)):
+        theirs = keys(name, *range(count))
+        ctx = RequestContext(name, hand_over_s=60.0, hand_over=name.encode())
+        engine.manager.on_new_request(ctx, theirs)
+        engine.store(theirs, ctx)
+        engine.settle()
+        assert sum(key in engine.primary.marks.held for key in theirs) == expected
+
+
 def test_a_reset_empties_the_accounts() -> None:
-    """And they count from there."""
+    """A reset empties the accounts, and counting restarts from zero."""
     engine = Engine(slots=4, tenants=configured(named={"a": {}}))
     engine.store_and_forget(keys("a", 1, 2, 3))
     engine.manager.reset()
@@ -246,7 +283,7 @@ def test_a_reset_empties_the_accounts() -> None:
 
 
 def test_a_tier_with_blocks_cannot_be_shared() -> None:
-    """They would belong to nobody."""
+    """Tenants require an empty tier, because existing blocks would belong to no tenant."""
     primary = PrimaryTier(memoryview(bytearray(4 * ROW_BYTES)), ROW_BYTES)
     assert primary.allocate(keys("a", 1)) is not None
     with pytest.raises(ConfigError, match="has 1 blocks"):
@@ -255,7 +292,7 @@ def test_a_tier_with_blocks_cannot_be_shared() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
 def test_the_accounts_agree_with_the_slots(policy: str) -> None:
-    """After any calls each account has as many blocks as there are, and no guarantee was broken."""
+    """After any calls each account equals the actual number of blocks, and every guarantee holds."""
     rng = random.Random(f"tenants-{policy}")
     options = configured(named={"a": {"guaranteed": 0.3}, "b": {"guaranteed": 0.2, "maximum": 0.5}})
     now = 0.0
@@ -269,7 +306,7 @@ def test_the_accounts_agree_with_the_slots(policy: str) -> None:
         name = rng.choice("abc")
         some = rng.sample(universe[name], rng.randint(1, 6))
         ready = [key for key in some if primary.lookup(key) is SlotState.READY]
-        match rng.randrange(10):
+        match rng.randrange(12):
             case 0 | 1 | 2:
                 before = {other: accounts.of(universe[other][0]).blocks for other in "abc"}
                 new = primary.missing(some)
@@ -302,6 +339,12 @@ def test_the_accounts_agree_with_the_slots(policy: str) -> None:
             case 8:
                 for key in ready:
                     primary.remove(key)
+            case 9:
+                for key in ready:
+                    primary.hold(key)
+            case 10:
+                for key in (*some, *rng.sample(sorted(primary.marks.held), len(primary.marks.held) // 2)):
+                    primary.release(key)
             case _:
                 primary.prepare_eviction(rng.randint(0, 12))
         for slot, _ in enumerate(range(40)):
@@ -310,11 +353,14 @@ def test_the_accounts_agree_with_the_slots(policy: str) -> None:
         for other in "abc":
             count = sum(key in primary for key in universe[other])
             assert accounts.of(universe[other][0]).blocks == count
+            free = 40 - len(primary.marks.held)
+            theirs = sum(key in primary.marks.held for key in universe[other])
+            assert primary.may_hold(universe[other][0], 40) == max(0, (free - theirs + 1) // 2)
         assert primary.stats().ready == len(primary)
 
 
 def test_a_forgotten_tenant_is_gone_and_starts_anew() -> None:
-    """From every tier, at the end of the request that asks for it; others keep their blocks."""
+    """The tenant leaves every tier at the end of the request that asks for it; others keep their blocks."""
     engine = Engine(slots=16, tiers=("a", "b"), tenants=configured(named={"left": {}, "stays": {}}))
     for name in ("left", "stays"):
         engine.store_and_forget(keys(name, 1, 2, 3))
@@ -335,7 +381,7 @@ def test_a_forgotten_tenant_is_gone_and_starts_anew() -> None:
 
 
 def test_a_tenant_that_is_being_forgotten_finds_and_stores_nothing() -> None:
-    """Until the last tier has forgotten it, whose stores under way are awaited."""
+    """The tenant has no hits and stores until the last tier has finished, after all running stores."""
     engine = Engine(slots=16, tenants=configured(named={"left": {}, "stays": {}}))
     tag = tag_of("left", named=True)
     engine.store(keys("left", 1, 2))
@@ -371,7 +417,7 @@ def test_a_tenant_that_is_being_forgotten_finds_and_stores_nothing() -> None:
 
 
 def test_a_load_under_way_ends_for_nobody() -> None:
-    """What arrives for a tenant that is being forgotten leaves again."""
+    """Blocks that arrive for a tenant being forgotten are dropped."""
     engine = Engine(slots=16, tenants=configured(named={"left": {}}))
     engine.store_and_forget(keys("left", 1, 2))
     engine.evict_all()
@@ -388,7 +434,7 @@ def test_a_load_under_way_ends_for_nobody() -> None:
 
 @pytest.mark.parametrize("fault", ["cannot", "raises", "takes long"])
 def test_a_tier_that_does_not_forget(fault: str, caplog: pytest.LogCaptureFixture) -> None:
-    """One that can't, or raises until it is dead, is not waited for, and the log says so; one that takes long is."""
+    """A tier without support, or one that fails, is not waited for, with a log message; a slow one is waited for."""
     engine = Engine(slots=16, tenants=configured(named={"left": {}}))
     engine.store_and_forget(keys("left", 1))
     engine.tier.forgets = None if fault == "cannot" else False
@@ -407,7 +453,7 @@ def test_a_tier_that_does_not_forget(fault: str, caplog: pytest.LogCaptureFixtur
 
 
 def test_without_tenants_a_request_forgets_its_own_blocks() -> None:
-    """Rather than none, or those of everybody."""
+    """Without tenants the request forgets its own blocks, instead of no blocks or those of all requests."""
     engine = Engine(slots=16)
     engine.store_and_forget(keys("a", 1, 2))
     engine.store_and_forget(keys("b", 1, 2), forget="tenant")
@@ -415,7 +461,7 @@ def test_without_tenants_a_request_forgets_its_own_blocks() -> None:
 
 
 def test_the_order_within_a_share_is_that_of_the_prompt() -> None:
-    """Of a prompt stored in pieces its end leaves first, and of blocks that had a priority, the one that lost it."""
+    """A prompt stored in pieces is evicted from its end, and a block that lost its priority before the others."""
     engine = Engine(slots=6, tenants=configured(named={"a": {}}))
     ctx = engine.request(keys("a", 1, 2, 3, 4))
     for piece in (keys("a", 1, 2), keys("a", 3, 4)):

@@ -1,4 +1,4 @@
-"""The manager agrees with the reference model on random walks whose steps are all alike likely."""
+"""The manager agrees with the reference model on random walks with equally likely steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import pytest
 
 from kvstore.eviction import POLICY_NAMES
 from kvstore.testing.seeds import fresh_seed
-from tests.tiering.model import Model
-from tests.tiering.test_model import perform
+from tests.tiering.model import Model, perform
 
 STEPS = 500
 
 
 def walk(seed: int) -> None:
-    """Take a walk of a manager that is new, and bring it to rest."""
+    """Run a walk of a new manager, and let everything end."""
     chance = random.Random(seed)
     model = Model(eviction=chance.choice(POLICY_NAMES), prefetch=chance.random() < 0.5, counts=chance.random() < 0.5)
     step: list[int] = []
@@ -32,7 +31,7 @@ def walk(seed: int) -> None:
 
 @pytest.mark.timeout(300)
 def test_manager_agrees_with_the_model_on_random_walks() -> None:
-    """Fifty thousand steps of walks that hypothesis, which prefers small and repeated bytes, would hardly take."""
+    """Fifty thousand steps of walks that hypothesis would rarely generate, because it prefers small, repeated bytes."""
     start = fresh_seed()
     for seed in range(start, start + 100):
         walk(seed)
@@ -42,7 +41,7 @@ def test_manager_agrees_with_the_model_on_random_walks() -> None:
 @pytest.mark.walk
 @pytest.mark.timeout(3600)
 def test_manager_agrees_with_the_model_on_a_million_steps() -> None:
-    """A million steps of random walks, every invariant checked after each, and nothing left over after any walk."""
+    """A million steps of random walks, every invariant checked after each, and no state left after any walk."""
     start = fresh_seed()
     for seed in range(start, start + 2000):
         walk(seed)

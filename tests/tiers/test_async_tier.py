@@ -1,24 +1,20 @@
-"""The scheduler half alone, against a channel and a clock that the test drives."""
+"""The scheduler half alone, with a channel and a clock controlled by the test."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.config import TierConfig, decode_config
-from kvstore.errors import HostClosedError
 from kvstore.runtime.messages import (
     AskExistence,
     Drain,
     Drained,
     ExistsDone,
-    FromIO,
     HostDown,
     HostUp,
     JobDone,
@@ -30,132 +26,21 @@ from kvstore.runtime.messages import (
     SubmitJob,
     ToIO,
 )
-from kvstore.tiers import AsyncTier
 from kvstore.tiers.presence import Presence
 from kvstore.types import (
     Found,
-    Locality,
     LookupResult,
-    Medium,
     Outcome,
     RemovalCause,
     RequestContext,
     TierEvent,
     TransferJob,
 )
-
-SLOT = 4096
-
-
-class FakeChannel:
-    """Keeps what was sent, gives what the test puts in."""
-
-    def __init__(self) -> None:
-        self.sent: list[ToIO] = []
-        self.sends = 0
-        self.answers: deque[FromIO] = deque()
-        self.hurries = 0
-        self.closed = False
-
-    def send(self, messages: Sequence[ToIO]) -> None:
-        """Keep messages; refuse after close."""
-        if self.closed:
-            raise HostClosedError("closed")
-        self.sends += 1
-        self.sent.extend(messages)
-        self.answers.extend(Drained(m.drain_id) for m in messages if isinstance(m, Drain))
-
-    def receive(self) -> FromIO | None:
-        """Give the next answer."""
-        return self.answers.popleft() if self.answers else None
-
-    def hurry(self) -> None:
-        """Count."""
-        self.hurries += 1
-
-    def wait(self, timeout_s: float) -> bool:
-        """Say at once whether there is an answer."""
-        return bool(self.answers)
-
-    def close(self, timeout_s: float) -> bool:
-        """Close."""
-        self.closed = True
-        return True
-
-    def of(self, kind: type[Any]) -> list[Any]:
-        """Return the messages of one kind that were sent."""
-        return [message for message in self.sent if isinstance(message, kind)]
-
-
-class Bench:
-    """A tier with everything around it in the test's hands."""
-
-    def __init__(
-        self,
-        *,
-        exclusive: bool = True,
-        recovered: bool = True,
-        events: bool = True,
-        verifies_events: bool = False,
-        **options: Any,
-    ) -> None:
-        self.now = 1000.0
-        self.numbers: dict[int, int] = {}
-        self.channel = FakeChannel()
-        config = decode_config(TierConfig, options, where="test tier")
-        self.tier = AsyncTier(
-            cast(Any, self.channel),
-            config,
-            name="t",
-            medium=Medium.STORAGE,
-            locality=Locality.LOCAL,
-            exclusive=exclusive,
-            slot_bytes=SLOT,
-            slot_count=64,
-            clock=lambda: self.now,
-            events=events,
-            verifies_events=verifies_events,
-        )
-        if recovered:
-            self.answer(PresenceComplete(exclusive, 0, 0.0))
-
-    def answer(self, *messages: FromIO) -> list[Any]:
-        """Let the I/O half say something; return the results that the tier then reports."""
-        self.number_of(0)
-        self.channel.answers.extend(messages)
-        return list(self.tier.get_finished())
-
-    def number_of(self, job_id: int) -> int:
-        """Return the number by which the I/O half knows the last job that was submitted with an id."""
-        self.numbers |= {running.job.job_id: running.message.job_id for running in self.tier._jobs}
-        return self.numbers.get(job_id, 0)
-
-    def finish(self, job_id: int, *outcomes: Outcome, error: str = "") -> list[Any]:
-        """Answer a job."""
-        return self.finish_number(self.number_of(job_id), *outcomes, error=error)
-
-    def finish_number(self, number: int, *outcomes: Outcome, error: str = "") -> list[Any]:
-        """Answer a job by the number that the I/O half was given."""
-        return self.answer(JobDone(number, bytes(outcomes), 0, 0.0, {}, error))
-
-    def hold(self, *keys: bytes) -> None:
-        """Make the tier hold blocks."""
-        self.answer(PresenceAdded(keys, recovered=False))
-
-    def fail_loads(self, count: int, first_id: int = 100) -> None:
-        """Run loads that fail."""
-        for i in range(first_id, first_id + count):
-            self.tier.submit_load(job(i, [b"x%d" % i]))
-            self.finish(i, Outcome.IO_ERROR, error="disk on fire")
-
-
-def job(job_id: int, keys: Sequence[bytes], ctx: RequestContext | None = None) -> TransferJob:
-    """Make a job whose slots are the positions of its keys."""
-    return TransferJob(job_id, keys, range(len(keys)), ctx)
+from tests.tiers.bench import SLOT, Bench, job
 
 
 def test_an_exclusive_tier_answers_in_the_same_call() -> None:
-    """Once recovery has ended, a lookup is HIT or MISS and asks nobody."""
+    """After recovery, a lookup is HIT or MISS without a query."""
     bench = Bench()
     bench.hold(b"a")
     assert bench.tier.lookup(b"a") is LookupResult.HIT
@@ -165,7 +50,7 @@ def test_an_exclusive_tier_answers_in_the_same_call() -> None:
 
 
 def test_the_keys_of_a_step_go_over_in_one_question_and_one_wake_up() -> None:
-    """A shared tier's unknown keys, and the step's jobs, leave with one send."""
+    """A shared tier's unknown keys and the step's jobs are sent in one message."""
     bench = Bench(exclusive=False)
     for key in (b"a", b"b", b"c", b"a"):
         assert bench.tier.lookup(key) is LookupResult.RETRY
@@ -186,7 +71,7 @@ def test_the_keys_of_a_step_go_over_in_one_question_and_one_wake_up() -> None:
 
 
 def test_an_unanswered_lookup_becomes_a_miss_at_its_deadline() -> None:
-    """RETRY ends with the lookup timeout, whatever the medium does."""
+    """RETRY ends after the lookup timeout, whatever the medium does."""
     bench = Bench(exclusive=False, lookup_timeout="1s")
     assert bench.tier.lookup(b"a") is LookupResult.RETRY
     bench.tier.flush()
@@ -197,7 +82,7 @@ def test_an_unanswered_lookup_becomes_a_miss_at_its_deadline() -> None:
 
 
 def test_an_error_is_not_remembered_as_absence() -> None:
-    """After a failed question and a pause the key is asked for again."""
+    """After a failed query and a pause the key is queried again."""
     bench = Bench(exclusive=False, breaker_cooldown="1s")
     bench.tier.lookup(b"a")
     bench.tier.flush()
@@ -208,7 +93,7 @@ def test_an_error_is_not_remembered_as_absence() -> None:
 
 
 def test_a_block_of_which_the_medium_could_not_say_is_asked_for_after_a_pause() -> None:
-    """Asked at once, a medium with one ill node would be asked in every step; and unknown is not absent."""
+    """Without the pause, one failing node would cause a query in every step; unknown is not absent."""
     bench = Bench(exclusive=False, negative_ttl="5s")
     bench.tier.lookup(b"a")
     bench.tier.lookup(b"b")
@@ -223,7 +108,7 @@ def test_a_block_of_which_the_medium_could_not_say_is_asked_for_after_a_pause() 
 
 
 def test_blocks_that_are_there_are_not_written_again() -> None:
-    """A store hands over only the blocks that the tier does not hold, and reports all of them."""
+    """A store sends only blocks that the tier does not hold, and reports all of them."""
     bench = Bench()
     bench.hold(b"a", b"c")
     bench.tier.submit_store(job(1, [b"a", b"b", b"c"]))
@@ -249,7 +134,7 @@ def test_partial_success_is_exact() -> None:
 
 
 def test_a_failed_load_is_never_offered_to_its_request_again() -> None:
-    """The livelock of HIT, failed load, HIT: for that request it is MISS until the request ends (vLLM #49176)."""
+    """After HIT and a failed load, the block is MISS for that request until the request ends (vLLM #49176)."""
     bench = Bench(negative_ttl="5s")
     ctx = RequestContext("r")
     bench.hold(b"a")
@@ -266,7 +151,7 @@ def test_a_failed_load_is_never_offered_to_its_request_again() -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.MISS, Outcome.CORRUPT])
 def test_a_block_that_was_not_there_leaves_presence_with_an_event(outcome: Outcome) -> None:
-    """A load that misses or fails verification removes the block and says why."""
+    """A load that misses or fails verification removes the block, with the cause."""
     bench = Bench()
     bench.hold(b"a")
     bench.tier.take_events()
@@ -279,7 +164,7 @@ def test_a_block_that_was_not_there_leaves_presence_with_an_event(outcome: Outco
 
 
 def test_stores_beyond_the_backlog_are_shed_and_loads_never() -> None:
-    """Over the bound a store is reported as failed at once; a load goes through."""
+    """Over the bound a store is reported as failed immediately; a load is submitted."""
     bench = Bench(store_backlog_bytes=3 * SLOT)
     bench.tier.submit_store(job(1, [b"a", b"b"]))
     bench.tier.submit_store(job(2, [b"c", b"d"]))
@@ -295,14 +180,14 @@ def test_stores_beyond_the_backlog_are_shed_and_loads_never() -> None:
 
 
 def test_a_store_larger_than_the_backlog_is_taken_when_nothing_waits() -> None:
-    """The bound limits queues, it does not make a big job impossible."""
+    """The bound limits queues; it does not prevent a large job."""
     bench = Bench(store_backlog_bytes=SLOT)
     bench.tier.submit_store(job(1, [b"a", b"b"]))
     assert bench.tier.get_finished() == []
 
 
 def test_a_store_that_the_medium_sits_on_is_reported_at_its_deadline() -> None:
-    """Slots are not pinned for ever; the late answer is not reported a second time."""
+    """Slots are not pinned forever; the late answer is not reported again."""
     bench = Bench(store_timeout="2s", bytes_per_second_min="1GiB")
     bench.tier.submit_store(job(1, [b"a"]))
     bench.tier.flush()
@@ -316,7 +201,7 @@ def test_a_store_that_the_medium_sits_on_is_reported_at_its_deadline() -> None:
 
 
 def test_a_load_is_reported_only_when_the_medium_has_let_go() -> None:
-    """A slot that may still be written to is never given back on a guess."""
+    """A slot that the medium may still write to is never freed early."""
     bench = Bench(load_timeout="1s")
     bench.tier.submit_load(job(1, [b"a"]))
     bench.now += 1000
@@ -326,7 +211,7 @@ def test_a_load_is_reported_only_when_the_medium_has_let_go() -> None:
 
 
 def test_failing_loads_open_the_breaker_and_a_probe_closes_it() -> None:
-    """With the breaker open lookups miss and loads fail at once; one probe is asked for, and its success ends it."""
+    """With the breaker open lookups miss and loads fail immediately; a successful probe closes it."""
     bench = Bench(breaker_failures=3)
     bench.hold(b"a")
     bench.fail_loads(3)
@@ -342,7 +227,7 @@ def test_failing_loads_open_the_breaker_and_a_probe_closes_it() -> None:
 
 
 def test_failing_stores_do_not_stop_loads() -> None:
-    """The two directions have breakers of their own, and one store is the trial that closes its breaker."""
+    """Each direction has its own breaker, and a single trial store closes that of stores."""
     bench = Bench(breaker_failures=2, breaker_cooldown="1s")
     bench.hold(b"a")
     for i in (1, 2):
@@ -360,7 +245,7 @@ def test_failing_stores_do_not_stop_loads() -> None:
 
 
 def test_a_trial_that_half_succeeds_is_a_success() -> None:
-    """The store that tries an open breaker ends the pause if the medium took any block, and is never forgotten."""
+    """A trial store closes the breaker if the medium stored any block, and its result is always recorded."""
     bench = Bench(breaker_failures=1, breaker_cooldown="1s")
     bench.tier.submit_store(job(1, [b"a"]))
     bench.finish(1, Outcome.IO_ERROR)
@@ -371,7 +256,7 @@ def test_a_trial_that_half_succeeds_is_a_success() -> None:
 
 
 def test_a_new_process_begins_with_nothing() -> None:
-    """When the I/O process is gone its jobs fail, presence is forgotten, and the new one is trusted again."""
+    """If the I/O process ends, its jobs fail and presence is cleared; the new process starts with a closed breaker."""
     bench = Bench(breaker_failures=1)
     bench.hold(b"a")
     bench.hold(b"lost")
@@ -389,7 +274,7 @@ def test_a_new_process_begins_with_nothing() -> None:
 
 
 def test_a_job_that_was_not_sent_when_the_process_ended_is_never_sent() -> None:
-    """It was reported as failed, so its slots may hold other blocks when the next process runs."""
+    """The job was reported as failed, so its slots may hold other blocks when the next process runs."""
     bench = Bench(recovered=False)
     bench.tier.submit_load(job(1, [b"a"]))
     bench.channel.answers.extend([HostDown("killed"), HostUp(), PresenceComplete(True, 0, 0.0)])
@@ -400,7 +285,7 @@ def test_a_job_that_was_not_sent_when_the_process_ended_is_never_sent() -> None:
 
 
 def test_a_drain_ends_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next process does not answer for it; the jobs have failed, so nothing is left to wait for."""
+    """The next process does not answer the drain; all jobs have failed, so none is left to wait for."""
     bench = Bench()
     bench.tier.submit_store(job(1, [b"a"]))
 
@@ -417,7 +302,7 @@ def test_a_drain_ends_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(bench: Bench) -> tuple[set[bytes], set[bytes]]:
-    """Return the blocks that events state as stored and as removed from now on."""
+    """Return the blocks that events report as stored and as removed from now on."""
     stored: set[bytes] = set()
     removed: set[bytes] = set()
     while bench.tier.has_unreported:
@@ -427,7 +312,7 @@ def told(bench: Bench) -> tuple[set[bytes], set[bytes]]:
 
 
 def test_blocks_from_earlier_runs_are_reported_and_those_of_other_engines_are_not() -> None:
-    """Each engine of a shared directory reports its own; of the others' neither arrival nor removal is reported."""
+    """An engine on a shared directory reports its own blocks; it reports neither arrival nor removal of others."""
     bench = Bench(recovered=False)
     bench.answer(
         PresenceAdded((b"a", b"b"), recovered=True),
@@ -446,7 +331,7 @@ def test_blocks_from_earlier_runs_are_reported_and_those_of_other_engines_are_no
 
 
 def test_a_repetition_looks_up_the_blocks_of_a_medium_that_evicts_silently() -> None:
-    """Some a step, and only those that events state; what has left is reported as removed."""
+    """A few per step, and only those reported in events; absent blocks are reported as removed."""
     keys = [b"%d" % i for i in range(200)]
     bench = Bench(exclusive=False, verifies_events=True)
     bench.hold(*keys)
@@ -472,7 +357,7 @@ def test_a_repetition_looks_up_the_blocks_of_a_medium_that_evicts_silently() -> 
 
 
 def test_an_idle_engine_steps_until_recovered_blocks_are_reported() -> None:
-    """Also when their scan has found nothing yet; but not for ever, and not for events that are not wanted."""
+    """The engine steps even if the scan has found no block yet, but not forever, nor if events are disabled."""
     bench = Bench(recovered=False)
     assert bench.tier.has_unreported
     bench.answer(PresenceAdded((b"a",), recovered=True), PresenceComplete(True, 1, 0.0))
@@ -486,7 +371,7 @@ def test_an_idle_engine_steps_until_recovered_blocks_are_reported() -> None:
 
 
 def test_a_block_of_another_engine_that_this_one_stores_later_is_reported() -> None:
-    """Presence knew it already; events did not."""
+    """The block is reported although presence already had it, because events did not."""
     bench = Bench()
     bench.answer(PresenceAdded((b"a",), recovered=False, own=False))
     bench.answer(PresenceAdded((b"a",), recovered=False))
@@ -494,7 +379,7 @@ def test_a_block_of_another_engine_that_this_one_stores_later_is_reported() -> N
 
 
 def test_events_follow_the_death_of_the_io_process() -> None:
-    """Its blocks are misses, so they are reported as removed, and again as stored once they are found."""
+    """Its blocks become misses, so they are reported as removed, and as stored again once they are found."""
     bench = Bench()
     bench.hold(b"a", b"b")
     assert told(bench) == ({b"a", b"b"}, set())
@@ -505,7 +390,7 @@ def test_events_follow_the_death_of_the_io_process() -> None:
 
 
 def test_blocks_of_a_shared_medium_that_are_forgotten_are_reported_as_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their removal would not be noticed, and a consumer would keep them for ever."""
+    """Forgotten blocks are reported as removed; otherwise a consumer would keep them forever."""
     monkeypatch.setattr(Presence.__init__, "__kwdefaults__", {**Presence.__init__.__kwdefaults__, "shared_max": 2})
     bench = Bench(exclusive=False)
     bench.hold(b"a", b"b", b"c")
@@ -530,7 +415,7 @@ def test_a_full_medium_is_not_an_ill_one() -> None:
     "bad", [TransferJob(1, [b"a"], [64]), TransferJob(1, [b"a"], [-1]), TransferJob(1, [b""], [0])]
 )
 def test_a_job_that_is_none_is_refused_at_once(bad: TransferJob) -> None:
-    """Slots outside the primary tier and impossible keys never reach the medium, and say nothing of its health."""
+    """Slots outside the primary tier and invalid keys never reach the medium, and do not affect its health."""
     bench = Bench(breaker_failures=1)
     for submit in (bench.tier.submit_load, bench.tier.submit_store):
         submit(bad)
@@ -541,7 +426,7 @@ def test_a_job_that_is_none_is_refused_at_once(bad: TransferJob) -> None:
 
 
 def test_a_load_into_one_slot_twice_is_refused() -> None:
-    """Of two blocks in one slot one would be in the other's place; stores of one slot under two keys are sound."""
+    """Two blocks in one slot would overwrite each other; storing one slot under two keys is valid."""
     bench = Bench()
     twice = TransferJob(1, [b"a", b"b"], [3, 3])
     bench.tier.submit_load(twice)
@@ -551,7 +436,7 @@ def test_a_load_into_one_slot_twice_is_refused() -> None:
 
 
 def test_a_late_load_waits_for_an_answer_that_is_hurried() -> None:
-    """Its slots may still be written to, so it is not given up; that the I/O half has stopped is found out soon."""
+    """Its slots may still be written to, so it is not abandoned, and a stopped I/O half is detected soon."""
     bench = Bench(load_timeout=2)
     bench.hold(b"k")
     bench.tier.submit_load(TransferJob(1, [b"k"], [0]))
@@ -569,7 +454,7 @@ def test_a_late_load_waits_for_an_answer_that_is_hurried() -> None:
 
 
 def test_a_late_answer_is_never_that_of_another_job_with_the_same_id() -> None:
-    """The id of a store that was given up is free again; its answer, when it comes, says nothing of the next job."""
+    """An abandoned store's id may be reused; its late answer does not affect the next job."""
     bench = Bench(store_timeout=1)
     bench.tier.submit_store(job(5, [b"a"]))
     bench.tier.flush()
@@ -583,7 +468,7 @@ def test_a_late_answer_is_never_that_of_another_job_with_the_same_id() -> None:
 
 
 def test_two_running_jobs_with_one_id_are_both_reported() -> None:
-    """A caller's defect costs it no result, and nothing is raised."""
+    """A caller's mistake loses no result, and no exception is raised."""
     bench = Bench()
     bench.tier.submit_load(job(9, [b"a"]))
     bench.tier.submit_load(job(9, [b"b", b"c"]))
@@ -606,7 +491,7 @@ def test_drain_waits_for_the_answer_and_keeps_the_results() -> None:
 
 
 def test_close_reports_what_it_had_to_give_up() -> None:
-    """A job without an answer at close is reported as failed, exactly once, and later jobs fail at once."""
+    """A job without an answer at close is reported as failed, exactly once; later jobs fail immediately."""
     bench = Bench()
     bench.tier.submit_load(job(1, [b"a"]))
     bench.tier.flush()
@@ -619,7 +504,7 @@ def test_close_reports_what_it_had_to_give_up() -> None:
 
 
 class Reporting(RuleBasedStateMachine):
-    """Whatever comes in whatever order: each job is reported exactly once, and bookkeeping returns to zero."""
+    """In any order of events each job is reported exactly once, and the bookkeeping returns to zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -630,7 +515,7 @@ class Reporting(RuleBasedStateMachine):
         self.late: list[int] = []
 
     def take(self, results: Sequence[Any]) -> None:
-        """Check results as they come."""
+        """Check results on arrival."""
         for result in results:
             assert result.job_id in self.submitted, "a result for a job that nobody submitted"
             assert result.job_id not in self.reported, "a job reported twice"
@@ -648,7 +533,7 @@ class Reporting(RuleBasedStateMachine):
 
     @rule(pick=st.randoms(use_true_random=False))
     def answer(self, pick: Any) -> None:
-        """Let the I/O half answer one of the jobs it was given, perhaps long after it was given up."""
+        """Let the I/O half answer one of its jobs, perhaps long after the job was abandoned."""
         self.bench.tier.flush()
         open_jobs = [m for m in self.bench.channel.of(SubmitJob) if m.job_id not in self.late]
         if open_jobs:
@@ -659,7 +544,7 @@ class Reporting(RuleBasedStateMachine):
 
     @rule(keys=st.lists(st.integers(0, 30), max_size=6), added=st.booleans())
     def presence(self, keys: list[int], added: bool) -> None:
-        """Blocks come and go by themselves."""
+        """Blocks appear and disappear."""
         names = tuple(b"k%d" % k for k in keys)
         message = PresenceAdded(names, recovered=False) if added else PresenceRemoved(names, RemovalCause.EVICTED)
         self.take(self.bench.answer(message))
@@ -683,7 +568,7 @@ class Reporting(RuleBasedStateMachine):
         assert (stats.jobs_in_flight == 0) == (stats.bytes_in_flight == 0)
 
     def teardown(self) -> None:
-        """Close: all that was submitted has been reported."""
+        """After close every submitted job has been reported."""
         self.bench.tier.close(1)
         self.take(self.bench.tier.get_finished())
         assert self.reported == set(self.submitted)
@@ -694,7 +579,7 @@ TestReporting.settings = settings(max_examples=120, stateful_step_count=40, dead
 
 
 def test_a_drain_lasts_until_its_answer_or_its_timeout() -> None:
-    """Without a timeout it waits for as long as the I/O half needs."""
+    """Without a timeout it waits as long as the I/O half needs."""
     bench = Bench()
     channel = bench.channel
     answer_at = 0.0
@@ -717,7 +602,7 @@ def test_a_drain_lasts_until_its_answer_or_its_timeout() -> None:
 
 
 def test_a_step_takes_in_a_bounded_number_of_recovered_blocks() -> None:
-    """Millions of them are spread over steps, or the first step of an engine would take seconds."""
+    """Millions of recovered blocks are spread over steps, as a single step would take seconds."""
     bench = Bench(recovered=False)
     keys = [b"%d" % number for number in range(8192)]
     bench.channel.answers.extend(PresenceAdded(tuple(keys), recovered=True) for _ in range(100))

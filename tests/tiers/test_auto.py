@@ -1,4 +1,4 @@
-"""``"codec": "auto"`` in a tier: what it chooses over a slow link, and that its blocks are right whatever it chose."""
+"""``"codec": "auto"`` in a tier: its choice over a slow link, and correct blocks with any choice."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvstore.testing.tier_rig import TierRig
 from kvstore.types import BlockKey, Outcome
 
 LINK_BYTES_PER_S = 2e6
-"""Far slower than any machine decodes: what eight encoded blocks save on it is sixty milliseconds, and the two or so
-that it takes to decode them may be prolonged by whatever else runs."""
+"""Far slower than any machine decodes: eight encoded blocks save 60 ms of transfer and take about 2 ms to decode,
+which other processes may prolong."""
 ROUNDS = 8
 
 
@@ -30,12 +30,12 @@ class SlowBackend(MemoryBackend):
     """Memory at the end of a slow link."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Take as long as the link does."""
+        """Take as long as the link."""
         await asyncio.sleep(sum(write.size_bytes for write in writes) / LINK_BYTES_PER_S)
         return await super().put(writes)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Take as long as the link does."""
+        """Take as long as the link."""
         outcomes = await super().get_into(reads)
         await asyncio.sleep(sum(read.filled_bytes for read in reads) / LINK_BYTES_PER_S)
         return outcomes
@@ -53,7 +53,7 @@ class Rig(TierRig):
 
 
 def work(codec: Any, *, compresses: bool, rounds: int = ROUNDS) -> dict[str, float]:
-    """Store and load blocks over the slow link, until all are encoded; return what the tier tells of its codecs."""
+    """Store and load blocks over the slow link, until all are encoded; return the tier's codec statistics."""
     config = {"backend": f"{__name__}:SlowBackend", "codec": codec}
     rig = Rig(config, namespace=Namespace({"suite": "auto"}), slot_bytes=32768, slots=8)
     rig.compresses = compresses
@@ -77,12 +77,12 @@ def work(codec: Any, *, compresses: bool, rounds: int = ROUNDS) -> dict[str, flo
 
 @pytest.mark.parametrize("codec", ["auto", [{"auto": {"objective": "bytes"}}], ["auto", "SEAL"]], ids=str)
 def test_blocks_that_compress_are_encoded(codec: Any, tmp_path: Path) -> None:
-    """Over a slow link blocks are encoded soon, and the measured numbers are in the statistics, sealed or not."""
+    """Over a slow link blocks are soon encoded, and the measurements are in the statistics, sealed or not."""
     (tmp_path / "keys").write_text(new_document())
     if "SEAL" in codec:
         codec = [*codec[:-1], {"aead": {"keys": {"file": str(tmp_path / "keys")}}}]
     stats = work(codec, compresses=True)
-    # For the bytes there is nothing to find out first.
+    # To save bytes, no measurement is needed first.
     assert (stats["auto_changes"] == 0) == ("bytes" in str(codec))
     assert stats["encoded_blocks"] >= 32
     assert 0.4 < stats["auto_ratio"] < 0.6
@@ -105,6 +105,6 @@ def test_blocks_that_do_not_compress_are_left_alone() -> None:
 
 
 def test_a_wrong_option_is_refused() -> None:
-    """The error of a misspelled objective says which there are."""
+    """The error of a misspelled objective lists the valid ones."""
     with pytest.raises(ConfigError, match="latency"):
         work([{"auto": {"objective": "speed"}}], compresses=True, rounds=0)

@@ -1,4 +1,4 @@
-"""What the block mover makes of records that are intact and yet not the block asked for."""
+"""The block mover with records that are intact but not the requested block."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OURS, THEIRS = Namespace({"layout": 1}), Namespace({"layout": 2})
 
 
 class Noting(MemoryBackend):
-    """Keeps what it is told of the records that were read."""
+    """Records the verdicts on records that were read."""
 
     def __init__(self) -> None:
         super().__init__(MemoryConfig())
@@ -52,7 +52,7 @@ async def load_record(
     change: Callable[[bytearray], None],
     backend: MemoryBackend | None = None,
 ) -> RunningJob:
-    """Put a record at the place of ``b"key"``, load that block, and return what became of it."""
+    """Put a record in place of ``b"key"``, load that block, and return the job."""
     backend = backend or MemoryBackend(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
     record = bytearray(backend.alignment) + payload
@@ -65,7 +65,7 @@ async def load_record(
 
 
 async def loaded_from(backend: MemoryBackend) -> RunningJob:
-    """Load ``b"key"`` from an open backend, close it, and return what became of the load."""
+    """Load ``b"key"`` from an open backend, close it, and return the job."""
     mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(SLOT)), SLOT), SLOT, lambda keys: None)
     job = RunningJob(SubmitJob(1, JobKind.LOAD, (b"key",), (0,), 0.0))
     try:
@@ -87,7 +87,7 @@ def flip(record: bytearray) -> None:
 
 
 def cut(record: bytearray) -> None:
-    """Take the last byte away."""
+    """Remove the last byte."""
     del record[-1]
 
 
@@ -111,7 +111,7 @@ async def test_what_is_not_the_block_is_a_miss(
     fault: RecordFault,
     set_aside: bool,
 ) -> None:
-    """A record that does not fill the slot with the right bytes is corrupt; only damage is set aside."""
+    """A record that does not fill the slot with the right bytes is corrupt; only damaged records are set aside."""
     tally = await load_record(namespace, b"\x07" * size, key, change)
     assert list(tally.outcomes) == [Outcome.CORRUPT]
     assert tally.faults == {fault.value: 1}
@@ -121,7 +121,7 @@ async def test_what_is_not_the_block_is_a_miss(
 
 
 async def test_the_right_record_is_loaded() -> None:
-    """The same, unharmed, is OK (so that the test above can fail)."""
+    """The unchanged record is OK (so that the test above can fail)."""
     tally = await load_record(OURS, b"\x07" * SLOT, b"key", leave)
     assert (list(tally.outcomes), tally.size_bytes, tally.error) == ([Outcome.OK], SLOT, "")
 
@@ -135,7 +135,7 @@ async def test_the_backend_is_notified_of_the_verdict(change: Callable[[bytearra
 
 
 async def test_a_store_counts_only_what_it_wrote() -> None:
-    """A block that the medium has already is no byte written."""
+    """A block that the medium already has does not count as written."""
     backend = MemoryBackend(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
     mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(3 * SLOT)), SLOT), SLOT, lambda keys: None)
@@ -162,7 +162,7 @@ class Misfit(MemoryBackend):
 async def test_a_record_of_another_length_is_set_aside_only_where_nobody_else_reads_it(
     exclusive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a shared medium it may be the sound record of an engine with longer blocks."""
+    """On a shared medium it may be an intact record of an engine with longer blocks."""
     monkeypatch.setattr(Misfit, "exclusive", exclusive)
     backend = Misfit(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
@@ -182,7 +182,7 @@ class Stuck(MemoryBackend):
 async def test_a_medium_that_does_not_delete_keeps_its_record_and_the_store_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An unreadable record that can't be removed stays; its block is not put beside it, and nothing waits for it."""
+    """An unreadable record that can't be removed stays; its block is not stored beside it, and nothing waits for it."""
     monkeypatch.setattr(block_mover, "_REPLACE_TIMEOUT_S", 0.01)
     backend = Stuck(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
@@ -208,7 +208,7 @@ async def test_a_medium_that_does_not_delete_keeps_its_record_and_the_store_ends
 async def test_only_what_is_damaged_once_more_is_set_aside(
     trouble: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A record found damaged that is gone by now, or can't be read now, is not reported; one damaged still is."""
+    """A damaged record is not reported if it is gone or unreadable by now; one that is still damaged is."""
     backend = MemoryBackend(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
     if trouble != "gone":
@@ -227,7 +227,7 @@ async def test_only_what_is_damaged_once_more_is_set_aside(
 
 @pytest.mark.parametrize(("seconds_left", "stored"), [(-0.001, False), (60.0, True)])
 async def test_what_was_hashed_after_the_deadline_is_never_put(seconds_left: float, stored: bool) -> None:
-    """A store that was given up may find another block in its slot: a checksum of that must not prove it."""
+    """An abandoned store's slot may hold another block, whose checksum must not validate the record."""
     backend = MemoryBackend(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
     mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(SLOT)), SLOT), SLOT, lambda keys: None)
@@ -241,7 +241,7 @@ async def test_what_was_hashed_after_the_deadline_is_never_put(seconds_left: flo
 
 
 class Hanging(SimpleBackend):
-    """Its writes never end; says when one has begun."""
+    """Its writes never end; an event reports the start of one."""
 
     async def put_one(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
         self.begun.set()
@@ -259,7 +259,7 @@ class Hanging(SimpleBackend):
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 async def test_a_store_that_is_given_up_lets_go_of_all_memory(codec: str) -> None:
-    """A store cancelled on the medium's side holds neither slots nor rows, whatever its traceback holds."""
+    """A store cancelled in the medium keeps no reference to slots or rows, even through its traceback."""
     backend = Hanging(TierConfig())
     backend.begun = asyncio.Event()
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
@@ -267,7 +267,7 @@ async def test_a_store_that_is_given_up_lets_go_of_all_memory(codec: str) -> Non
     codecs = TierCodecs(codec, OURS)
     mover = BlockMover(backend, OURS, SlotBuffers(memoryview(primary), SLOT), SLOT, lambda keys: None, codecs)
     (part,) = mover.cut(RunningJob(SubmitJob(1, JobKind.STORE, (b"key",), (0,), time.monotonic() + 60)))
-    gc.disable()  # It would end the cycle of a traceback and what it holds, at a time of its own.
+    gc.disable()  # It would end the reference cycle of a traceback at an arbitrary time.
     try:
         task = asyncio.create_task(mover.move(part))
         await backend.begun.wait()
@@ -276,13 +276,13 @@ async def test_a_store_that_is_given_up_lets_go_of_all_memory(codec: str) -> Non
         del task
         await backend.close()
         mover.close()
-        primary.append(0)  # A BufferError while anything views it.
+        primary.append(0)  # A BufferError while any view exists.
     finally:
         gc.enable()
 
 
 async def test_cancelled_parts_return_their_bytes_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is cancelled while it waits for a buffer, one while it stores; leaks would stop every later job."""
+    """One part is cancelled while it waits for a buffer, one during its store; a leak would stop every later job."""
     monkeypatch.setattr("kvstore.tiers.block_mover._HEADERS_MAX", 1)
     backend = Hanging(TierConfig())
     backend.begun = asyncio.Event()
@@ -307,7 +307,7 @@ async def test_cancelled_parts_return_their_bytes_and_buffers(monkeypatch: pytes
 
 
 class Watched(MemoryBackend):
-    """Notes how many of its reads run at once."""
+    """Records the maximum number of concurrent reads."""
 
     running = most = 0
 
@@ -323,7 +323,7 @@ class Watched(MemoryBackend):
 
 
 async def test_damaged_records_are_read_again_one_at_a_time() -> None:
-    """Each read has a buffer as long as a slot, and thousands of loads may meet damage at once."""
+    """Each read has a buffer as long as a slot, and thousands of loads may find damage at the same time."""
     backend = Watched(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
     mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(SLOT)), SLOT), SLOT, lambda keys: None)
@@ -334,7 +334,7 @@ async def test_damaged_records_are_read_again_one_at_a_time() -> None:
 
 
 async def test_a_turn_of_the_loop_verifies_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many parts have arrived: everything else on the loop waits for a turn."""
+    """One turn of the loop verifies a bounded number of bytes, because everything else on the loop waits."""
     monkeypatch.setattr("kvstore.tiers.block_mover._TURN_BYTES", 2 * SLOT)
     loop, turn, checked = asyncio.get_running_loop(), [0], Counter[int]()
 

@@ -1,4 +1,4 @@
-"""Epochs of a tier: the two halves alone, where the name comes from, and old epochs on the medium."""
+"""Epochs of a tier: the two halves alone, the source of the name, and old epochs on the medium."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from kvstore.testing.waiting import eventually
 from kvstore.tiers import epochs
 from kvstore.tiers.epochs import EpochNames
 from kvstore.types import LookupResult, Outcome, RemovalCause, RequestContext, TierEvent
-from tests.tiers.test_async_tier import Bench, job
+from tests.tiers.bench import Bench, job
 
 MISS, HIT, RETRY = LookupResult.MISS, LookupResult.HIT, LookupResult.RETRY
 
 
 def rig(directory: Path, **options: Any) -> TierRig:
-    """Open a file tier with all that it needs."""
+    """Open a file tier with its surroundings."""
     config = {"backend": "file", "path": str(directory), "capacity": "64MiB", "load_timeout": 60, "lookup_timeout": 60}
     return TierRig(
         {**config, **options}, namespace=Namespace({"test": "epochs"}), slot_bytes=4096, slots=32
@@ -54,7 +54,7 @@ def begun(bench: Bench, name: str = "e1") -> EpochBegun:
 
 
 def test_what_the_io_half_says_of_an_earlier_epoch_is_ignored() -> None:
-    """Presence and answers that come before the new epoch has begun are about other blocks, and make no hit."""
+    """Presence and answers that arrive before the new epoch begins concern other blocks, and cause no hit."""
     bench = Bench()
     bench.hold(b"a")
     bench.tier.take_events()
@@ -75,7 +75,7 @@ def test_what_the_io_half_says_of_an_earlier_epoch_is_ignored() -> None:
 
 
 def test_a_question_about_an_earlier_epoch_answers_no_later_one() -> None:
-    """In a shared tier, what the medium says of the old epoch is not taken for an answer in the new one."""
+    """In a shared tier, an answer about the old epoch does not count in the new one."""
     bench = Bench(exclusive=False)
     assert bench.tier.lookup(b"a") is RETRY
     bench.tier.flush()
@@ -87,7 +87,7 @@ def test_a_question_about_an_earlier_epoch_answers_no_later_one() -> None:
 
 
 def test_nothing_reaches_the_medium_while_an_epoch_changes() -> None:
-    """Stores are shed, loads fail, removals have nothing to remove; the health of the medium is not judged."""
+    """Stores are shed, loads fail, removals do nothing; the medium's health is not affected."""
     bench = Bench(breaker_failures=1)
     bench.hold(b"a")
     bench.tier.submit_load(job(1, [b"x"]))
@@ -106,7 +106,7 @@ def test_nothing_reaches_the_medium_while_an_epoch_changes() -> None:
 
 
 def test_a_late_failure_is_not_held_against_the_new_epoch() -> None:
-    """A load of the epoch that is over opens no breaker, sends no probe, and hides no block of the next one."""
+    """A failed load of the previous epoch opens no breaker, sends no probe, and hides no block of the next one."""
     bench = Bench(breaker_failures=1)
     ctx = RequestContext("r")
     bench.tier.submit_load(job(1, [b"a"], ctx))
@@ -122,7 +122,7 @@ def test_a_late_failure_is_not_held_against_the_new_epoch() -> None:
 
 
 def test_a_new_epoch_trusts_the_medium_again() -> None:
-    """A breaker that the last epoch opened does not hide the new one."""
+    """A breaker opened in the last epoch does not hide the new one."""
     bench = Bench(breaker_failures=1)
     bench.fail_loads(1)
     assert bench.tier.stats().load_breaker == "open"
@@ -133,7 +133,7 @@ def test_a_new_epoch_trusts_the_medium_again() -> None:
 
 
 def test_only_the_answer_to_the_last_reset_counts() -> None:
-    """Resets in a row: until the last one is answered every lookup is a miss."""
+    """After several resets, every lookup is a miss until the last one is answered."""
     bench = Bench()
     bench.tier.begin_epoch()
     first = begun(bench, "e1")
@@ -145,7 +145,7 @@ def test_only_the_answer_to_the_last_reset_counts() -> None:
 
 
 def test_an_answer_to_an_earlier_reset_is_not_where_a_new_io_process_goes() -> None:
-    """Blocks of between two resets are of the epoch of the first: a process that starts then is not led there."""
+    """Blocks stored between two resets belong to the first one's epoch: a new process must not open that epoch."""
     bench = Bench()
     bench.tier.begin_epoch()
     first = begun(bench, "e1")
@@ -159,7 +159,7 @@ def test_an_answer_to_an_earlier_reset_is_not_where_a_new_io_process_goes() -> N
 
 
 def test_a_new_io_process_is_brought_to_the_present_epoch() -> None:
-    """A process that starts opens in the base epoch: nothing that it reports counts until it has changed over."""
+    """A new process opens in the base epoch: its reports do not count until it has changed to the current epoch."""
     bench = Bench()
     bench.tier.begin_epoch()
     bench.answer(begun(bench, "e1"), PresenceComplete(True, 0, 0.0))
@@ -178,7 +178,7 @@ def test_a_new_io_process_is_brought_to_the_present_epoch() -> None:
 
 
 def test_a_reset_while_the_io_process_is_down_is_not_forgotten() -> None:
-    """A request that was lost with its process is sent to the next one."""
+    """A request lost with its process is sent to the next one."""
     bench = Bench()
     bench.tier.begin_epoch()
     bench.answer(HostDown("killed"))
@@ -190,7 +190,7 @@ def test_a_reset_while_the_io_process_is_down_is_not_forgotten() -> None:
 
 
 def test_a_killed_io_process_does_not_lead_back(tmp_path: Path) -> None:
-    """After a reset and a SIGKILL of the I/O process the blocks of before are not found, and those of after are."""
+    """After a reset and a SIGKILL of the I/O process, earlier blocks are not found, and later ones are."""
     with rig(tmp_path, io="process") as open_rig:
         channel = open_rig.tier._channel
         assert isinstance(channel, ProcessChannel)
@@ -205,14 +205,14 @@ def test_a_killed_io_process_does_not_lead_back(tmp_path: Path) -> None:
         open_rig.recovered()
         assert open_rig.tier.stats().epoch == name
         assert [open_rig.lookup(key) for key in (*old, *new)] == [MISS] * 4 + [HIT] * 4
-        # A reset of the new process must not take what the killed one stored for nothing.
+        # A reset of the new process must not reuse the epoch in which the killed one stored blocks.
         open_rig.begin_epoch()
         assert [open_rig.recovered().lookup(key) for key in new] == [MISS] * 4
 
 
 @pytest.mark.parametrize("host", ["thread", "process"])
 def test_engines_share_an_epoch_by_its_name(tmp_path: Path, host: str) -> None:
-    """What one stored in a named epoch the other finds, once both are in it, and neither what is of another name."""
+    """Engines in the same named epoch find each other's blocks, and none of another epoch."""
     name = tmp_path / "name"
     name.write_text("v1\n")
     options = {"epoch": {"file": str(name)}, "io": host}
@@ -227,7 +227,7 @@ def test_engines_share_an_epoch_by_its_name(tmp_path: Path, host: str) -> None:
         assert two.begin_epoch() == "v2"
         assert [two.lookup(key) for key in (b"first", b"second")] == [MISS, HIT]
         assert two.load([b"second"]).success
-        # The name says which weights: the same name, the same blocks.
+        # The name identifies the weights: the same name, the same blocks.
         assert two.begin_epoch() == "v2"
         assert two.lookup(b"second") is HIT
 
@@ -236,7 +236,7 @@ def test_engines_share_an_epoch_by_its_name(tmp_path: Path, host: str) -> None:
 def test_a_name_that_can_not_be_read_shares_nothing(
     tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A missing, empty or unusable file is one warning, and an epoch of this engine alone: never the base epoch."""
+    """A missing, empty or unusable file causes one warning and an epoch of this engine alone, never the base epoch."""
     name = tmp_path / "name"
     with rig(tmp_path / "kv") as base:
         base.store([b"base"])
@@ -256,7 +256,7 @@ def test_a_name_that_can_not_be_read_shares_nothing(
 async def test_a_name_is_read_from_a_regular_file_only(
     tmp_path: Path, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pipe that nobody writes to is a warning at once, and blocks no thread, however often the engine is reset."""
+    """A pipe without a writer causes an immediate warning, and blocks no thread, however often the engine is reset."""
     make(tmp_path / "name")
     names = EpochNames(EpochConfig(file=str(tmp_path / "name")))
     found = {await names.next() for _ in range(3)}
@@ -266,11 +266,11 @@ async def test_a_name_is_read_from_a_regular_file_only(
 
 
 async def test_a_file_system_that_hangs_takes_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a read has not ended no other one begins, and the name is a random one; afterwards it is read again."""
+    """While a read is running no other starts, and the name is random; afterwards the file is read again."""
     (tmp_path / "name").write_text("v1")
-    end, opener = threading.Event(), epochs._open_regular
+    end, opener = threading.Event(), epochs.open_regular
     monkeypatch.setattr(epochs, "_READ_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(epochs, "_open_regular", lambda path, flags: end.wait(60) and opener(path, flags))
+    monkeypatch.setattr(epochs, "open_regular", lambda path: end.wait(60) and opener(path))
     names = EpochNames(EpochConfig(file=str(tmp_path / "name")))
     found = [await names.next() for _ in range(4)]
     assert len(set(found)) == 4 and all(name.startswith("engine-") for name in found)
@@ -285,7 +285,7 @@ async def test_a_file_system_that_hangs_takes_one_thread(tmp_path: Path, monkeyp
 
 
 def test_the_path_of_a_name_has_to_be_absolute() -> None:
-    """Relative to which directory an engine runs in is nobody's guess."""
+    """A relative path would depend on the working directory of the engine."""
     with pytest.raises(ConfigError, match=r"'file' is 'epoch'\. Expected an absolute path"):
         decode_config(TierConfig, {"epoch": {"file": "epoch"}}, where="test tier")
     with pytest.raises(ConfigError, match=r"'reset' is 'forgot'\. Expected one of 'forget', 'keep'"):
@@ -293,7 +293,7 @@ def test_the_path_of_a_name_has_to_be_absolute() -> None:
 
 
 def test_the_base_epoch_is_the_namespace_itself() -> None:
-    """Namespaces of before stay as they are; each epoch is another one, and the same for whoever names it."""
+    """Existing namespaces are unchanged; each epoch is a separate namespace, the same in every engine."""
     base = Namespace({"model": "m"})
     assert base.of_epoch("") == base
     assert base.of_epoch("a") == base.of_epoch("a") != base.of_epoch("b")
@@ -301,7 +301,7 @@ def test_the_base_epoch_is_the_namespace_itself() -> None:
 
 
 def test_blocks_of_old_epochs_are_evicted_first(tmp_path: Path) -> None:
-    """A new epoch takes its room from earlier ones: none of its own blocks goes while they have any."""
+    """A new epoch takes its room from earlier ones: none of its own blocks is evicted while they have any."""
     room_for = 40
     with rig(tmp_path, capacity=f"{room_for * 8192}B") as full:
         for start in range(0, 36, 12):
@@ -313,7 +313,7 @@ def test_blocks_of_old_epochs_are_evicted_first(tmp_path: Path) -> None:
             full.store(new[start : start + 8])
 
         def all_there() -> bool:
-            # A store that comes before the eviction has made room finds none.
+            # A store that precedes the eviction finds no room.
             full.store([key for key in new if full.lookup(key) is not HIT])
             return [full.lookup(key) for key in new] == [HIT] * 24
 
@@ -322,7 +322,7 @@ def test_blocks_of_old_epochs_are_evicted_first(tmp_path: Path) -> None:
 
 
 def test_resets_without_stores_need_one_epoch(tmp_path: Path) -> None:
-    """An epoch in which nothing was stored serves the next reset too, so that idle engines leave nothing behind."""
+    """An epoch without stores also serves the next reset, so idle engines leave no epochs behind."""
     with rig(tmp_path) as quiet:
         quiet.store([b"a"])
         names = {quiet.begin_epoch() for _ in range(5)}

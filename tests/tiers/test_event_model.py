@@ -1,4 +1,4 @@
-"""Events of a disk tier against its directory: random stores, evictions, removals, losses of the process, restarts.
+"""Events of a disk tier and its directory: random stores, evictions, removals, process losses, restarts.
 
 KVSTORE_EVENT_STORES=1000000 python -m pytest -q tests/tiers/test_event_model.py
 """
@@ -26,7 +26,7 @@ KEYS = [b"%036d" % i for i in range(1500)]
 
 
 class Run:
-    """A tier that is opened again and again, and a consumer of its events."""
+    """A tier that is reopened repeatedly, and a consumer of its events."""
 
     def __init__(self, directory: Path) -> None:
         self.tier_options = {"backend": "file", "path": str(directory), "capacity": "4MiB"}
@@ -41,7 +41,7 @@ class Run:
         return open_tier(self.tier_options, primary=self.memory, slot_bytes=SLOT, namespace=Namespace({"model": "m"}))
 
     def take(self) -> None:
-        """Take events in. They are exact: no block is stored twice, or removed without having been stored."""
+        """Process events. They are exact: no block is stored twice, or removed without having been stored."""
         for event in self.tier.take_events():
             keys = set(event.keys)
             assert len(keys) == len(event.keys)
@@ -54,7 +54,7 @@ class Run:
                 self.left += len(keys)
 
     def submit(self, keys: list[BlockKey], choose: random.Random, *, is_store: bool) -> None:
-        """Submit a job, whose slots nobody else uses."""
+        """Submit a job with separate slots."""
         eventually(lambda: self.tier.get_finished() is not None and self.tier.stats().jobs_in_flight < SLOTS // JOB)
         self.jobs += 1
         first = self.jobs % (SLOTS // JOB) * JOB
@@ -62,7 +62,7 @@ class Run:
         (self.tier.submit_store if is_store else self.tier.submit_load)(job)
 
     def settle(self) -> None:
-        """Wait until nothing is under way and all events are read."""
+        """Wait until no job is running and all events are read."""
 
         def idle() -> bool:
             self.tier.get_finished()
@@ -72,7 +72,7 @@ class Run:
         eventually(idle, 60, what="all jobs and events")
 
     def agree(self, directory: Path, what: str) -> None:
-        """Wait until the events state what is on the disk."""
+        """Wait until the events match the disk."""
 
         def same() -> bool:
             self.settle()
@@ -94,7 +94,7 @@ def on_disk(directory: Path) -> set[BlockKey]:
 
 @pytest.mark.timeout(300 + STORES // 100)
 def test_no_phantom_and_no_missing_block(tmp_path: Path) -> None:
-    """After any number of stores, evictions, removals and restarts, the events state what is on the disk."""
+    """After any number of stores, evictions, removals and restarts, the events match the disk."""
     seed = secrets.randbits(32)
     choose = random.Random(seed)
     run = Run(tmp_path)

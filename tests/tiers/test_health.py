@@ -1,4 +1,4 @@
-"""The breakers of a tier: what opens the one of loads and lookups, and what closes it."""
+"""The breaker of a tier's loads and lookups: causes that open and close it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAILED, FOUND = [Outcome.TIMEOUT], [Outcome.OK]
 
 
 def health() -> TierHealth:
-    """Return one that three failures in a row open, for 1 to 8 seconds."""
+    """Return a health that three consecutive failures open, for 1 to 8 seconds."""
     config = TierConfig(breaker_failures=3, breaker_cooldown=1, breaker_cooldown_max=8)  # type: ignore[arg-type]
     return TierHealth("tier", config)
 
@@ -26,7 +26,7 @@ def load(tier: TierHealth, outcomes: list[Outcome]) -> Probe | None:
 
 
 def test_answered_lookups_do_not_excuse_failed_loads() -> None:
-    """A medium that answers each lookup and fails each load is left alone, longer each time."""
+    """A medium that answers every lookup and fails every load is not used, for longer each time."""
     tier = health()
     for _ in range(2):
         tier.note_lookup()
@@ -43,7 +43,7 @@ def test_answered_lookups_do_not_excuse_failed_loads() -> None:
 
 
 def test_a_load_that_succeeds_ends_the_probation() -> None:
-    """Then three failures in a row are needed once more, and the first pause is the shortest."""
+    """Afterwards three consecutive failures are needed again, and the first pause is the shortest."""
     tier = health()
     for _ in range(3):
         load(tier, FAILED)
@@ -55,8 +55,18 @@ def test_a_load_that_succeeds_ends_the_probation() -> None:
     assert tier.loads_pass
 
 
+def test_a_late_success_does_not_close_the_breaker() -> None:
+    """The success of a load from before the opening is outdated information; the probe decides."""
+    tier = health()
+    for _ in range(3):
+        load(tier, FAILED)
+    assert load(tier, FOUND) is None and not tier.loads_pass
+    tier.note_probed(1)
+    assert tier.loads_pass
+
+
 def test_failed_lookups_in_a_row_open_it() -> None:
-    """Without failed loads, an answered lookup ends the row, and a probe closes the breaker for good."""
+    """Without failed loads, an answered lookup resets the count, and a probe closes the breaker for good."""
     tier = health()
     for _ in range(5):
         assert tier.note_failure(JobKind.LOAD, "late", 0.0) is None
@@ -69,7 +79,7 @@ def test_failed_lookups_in_a_row_open_it() -> None:
 
 
 def test_failed_stores_ask_for_no_probe() -> None:
-    """A probe only looks blocks up: it would say nothing about stores, and would close the breaker of loads."""
+    """A probe only looks up blocks: it would not test stores, and would close the breaker of loads."""
     tier = health()
     for _ in range(4):
         assert tier.judge(JobKind.STORE, FAILED, "full", 0.0) is None
@@ -77,7 +87,7 @@ def test_failed_stores_ask_for_no_probe() -> None:
 
 
 def test_only_the_first_opening_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Failed trials repeat for as long as a disk is full, and would fill the log."""
+    """Failed trials repeat as long as a disk is full, and would fill the log."""
     tier = health()
     with caplog.at_level(logging.INFO, "kvstore.tiers"):
         for now in (0.0, 0.0, 0.0, 10.0, 100.0):

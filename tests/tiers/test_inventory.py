@@ -1,4 +1,4 @@
-"""Events against a model of the tier: consumers know exactly the blocks that are there."""
+"""Events compared with a model of the tier: consumers list exactly the present blocks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CAUSES = list(RemovalCause)
 
 
 class Consumer:
-    """A router's view: blocks stored according to events, and not removed.
+    """A router's view: blocks reported as stored, and not as removed.
 
-    Each take is a batch with a sequence number. A consumer that misses one forgets everything, as it can't know which
-    blocks left, and is right again when all blocks were stated once more.
+    Each take is a batch with a sequence number. A consumer that misses one drops all blocks, because removals may be
+    lost, and is correct again once all blocks have been reported again.
     """
 
     def __init__(self, *, strict: bool = True) -> None:
@@ -29,7 +29,7 @@ class Consumer:
         self._next = 0
 
     def receive(self, sequence: int, events: Iterable[TierEvent]) -> None:
-        """Take a batch in."""
+        """Apply a batch."""
         if sequence != self._next:
             self.blocks.clear()
         self._next = sequence + 1
@@ -46,7 +46,7 @@ class Consumer:
 
 @pytest.mark.parametrize("loss", [0.0, 0.05])
 def test_a_million_random_changes_leave_no_phantom_and_no_missing_block(loss: float) -> None:
-    """Stores, evictions, resets, restarts and repetitions, against a set; also for a consumer that loses batches."""
+    """Stores, evictions, resets, restarts and repetitions, compared with a set; also if a consumer loses batches."""
     seed = secrets.randbits(32)
     choose = random.Random(seed)
     held: set[bytes] = set()
@@ -66,7 +66,7 @@ def test_a_million_random_changes_leave_no_phantom_and_no_missing_block(loss: fl
             inventory.stored(keys)
             held.update(keys)
         elif kind < 0.995:
-            # Also of blocks that are not there.
+            # Also for absent blocks.
             inventory.removed(keys, choose.choice(CAUSES))
             held.difference_update(keys)
         elif kind < 0.997:
@@ -76,7 +76,7 @@ def test_a_million_random_changes_leave_no_phantom_and_no_missing_block(loss: fl
             inventory.repeat()
             consumer.repeated = True
         else:
-            # Consumers drop an engine's blocks when it ends; the next one finds some of them on the disk.
+            # Consumers drop an engine's blocks when it ends; the next engine finds some of them on the disk.
             held = {key for key in held if choose.random() < 0.9}
             inventory, consumer = Inventory(), Consumer(strict=not loss)
             sequence = 0
@@ -97,7 +97,7 @@ def test_a_million_random_changes_leave_no_phantom_and_no_missing_block(loss: fl
 
 
 def test_a_block_that_left_and_came_back_is_no_change() -> None:
-    """Between two reports; nor is one that came and left."""
+    """A block removed and stored again between two reports is no change, nor is one stored and removed."""
     inventory = Inventory()
     inventory.stored([b"a"])
     assert inventory.take() == [TierEvent((b"a",))]
@@ -109,7 +109,7 @@ def test_a_block_that_left_and_came_back_is_no_change() -> None:
 
 
 def test_found_and_repeated_blocks_come_at_a_bounded_rate_and_in_order() -> None:
-    """A report of many is cut; changes are not held up by it."""
+    """A long report is split; changes are not delayed by it."""
     inventory = Inventory()
     inventory.found(KEYS)
     reports = [inventory.take()]
@@ -132,7 +132,7 @@ def test_found_and_repeated_blocks_come_at_a_bounded_rate_and_in_order() -> None
 
 
 def test_a_repetition_asked_for_during_one_begins_when_that_ends() -> None:
-    """So whoever asks gets all blocks after its question."""
+    """A repetition requested during another starts after it, so each consumer gets all blocks after its request."""
     inventory = Inventory()
     inventory.stored(KEYS)
     inventory.take()
@@ -148,7 +148,7 @@ def test_a_repetition_asked_for_during_one_begins_when_that_ends() -> None:
 
 
 def test_nothing_is_kept_unless_enabled() -> None:
-    """An engine without events pays no memory for them."""
+    """An engine without events uses no memory for them."""
     inventory = Inventory(enabled=False)
     inventory.stored(KEYS)
     inventory.found(KEYS)
@@ -160,15 +160,15 @@ def test_nothing_is_kept_unless_enabled() -> None:
 
 
 class PrefixIndex:
-    """Blocks by their parents, as Dynamo's tree has them: a block is ignored unless its parent is known."""
+    """Blocks by their parents, as in Dynamo's tree: a block with an unknown parent is ignored."""
 
     def __init__(self, parents: Mapping[bytes, bytes | None]) -> None:
         self.parents = parents
         self.blocks: set[bytes] = set()
-        """Known, perhaps behind a parent that has left."""
+        """Known blocks, even if a parent has been removed."""
 
     def receive(self, events: Iterable[TierEvent]) -> None:
-        """Take a report in."""
+        """Apply a report."""
         for event in events:
             for key in event.keys:
                 if event.cause is not None:
@@ -188,7 +188,7 @@ def lines_of(choose: random.Random, count: int) -> dict[bytes, bytes | None]:
 
 @pytest.mark.parametrize("found", [False, True])
 def test_parents_come_first(found: bool) -> None:
-    """Whatever the order in which blocks enter, and however the reports are cut, an index of prefixes misses none."""
+    """In any order of arrival, and however reports are split, a prefix index misses no block."""
     seed = secrets.randbits(32)
     choose = random.Random(seed)
     parents = lines_of(choose, 3000)
@@ -215,13 +215,13 @@ def test_parents_come_first(found: bool) -> None:
         assert sum(len(event.keys) for event in events) <= _REPEATED_KEYS
         index.receive(events)
         reports += 1
-    # Blocks that were stated with those behind them still take their turns in the line.
+    # Blocks already reported with their descendants keep their places in the queue.
     assert reports <= 2 * -(-len(parents) // _REPEATED_KEYS), f"seed {seed}"
     assert index.blocks == set(parents), f"repeated, seed {seed}"
 
 
 def test_an_index_of_prefixes_is_complete_after_a_repetition() -> None:
-    """Also where parents left and came back; and nothing is remembered of blocks that are gone."""
+    """The index is complete even if parents were removed and stored again, and keeps no state of removed blocks."""
     seed = secrets.randbits(32)
     choose = random.Random(seed)
     parents = lines_of(choose, 400)
@@ -253,7 +253,7 @@ def test_an_index_of_prefixes_is_complete_after_a_repetition() -> None:
 
 
 def test_parents_in_a_circle_end_nothing() -> None:
-    """Forged lineage may say anything."""
+    """Forged lineage may contain anything."""
     inventory = Inventory()
     inventory.parent_of = {b"a": b"b", b"b": b"a", b"c": b"c"}.get
     inventory.stored([b"a", b"b", b"c"])

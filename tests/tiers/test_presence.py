@@ -1,39 +1,39 @@
-"""Presence and existence: what is known without asking, and who asks."""
+"""Presence and existence: cached answers, and queries to the medium."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvstore.tiers.presence import Existence, FailedLoads, Known, Presence
+from kvstore.tiers.presence import Existence, FailedLoads, Presence
 from kvstore.types import Found, RequestContext, Source
 
 ONE, TWO, THREE = Source("one"), Source("two"), Source("three")
 
 
 def exclusive() -> Presence:
-    """Presence of a tier that nobody else writes to."""
+    """Presence of an exclusive tier."""
     return Presence(exclusive=True, positive_ttl_s=10, negative_ttl_s=5)
 
 
 def shared() -> Presence:
-    """Presence of a tier that others write to as well."""
+    """Presence of a tier with other writers."""
     return Presence(exclusive=False, positive_ttl_s=10, negative_ttl_s=5)
 
 
 def test_an_exclusive_tier_knows_absence_only_after_recovery() -> None:
-    """Before the scan has ended an unknown key is unknown, afterwards it is absent."""
+    """Before the scan has ended an unlisted key is unknown; afterwards it is absent."""
     presence = exclusive()
-    assert presence.known(b"k", 0) is Known.UNKNOWN
+    assert presence.holds(b"k", 0) is None
     presence.end_recovery(authoritative=True)
     presence.absorb(0)
-    assert presence.known(b"k", 0) is Known.ABSENT
+    assert presence.holds(b"k", 0) is False
     presence.add([b"k"], 0)
-    assert presence.known(b"k", 1e9) is Known.PRESENT
+    assert presence.holds(b"k", 1e9) is True
     assert b"k" in presence and b"other" not in presence
 
 
 def test_recovered_keys_are_absorbed_a_batch_at_a_time() -> None:
-    """Each call takes in one batch, and only the last one makes presence complete."""
+    """Each call processes one batch, and presence is complete only after the last one."""
     presence = exclusive()
     presence.recover([b"a"])
     presence.recover([b"b"])
@@ -46,55 +46,55 @@ def test_recovered_keys_are_absorbed_a_batch_at_a_time() -> None:
 
 
 def test_a_block_evicted_during_recovery_does_not_come_back() -> None:
-    """A removal that overtakes the scan's own notice of the block stands."""
+    """A removal that is reported before the scan lists the block remains in effect."""
     presence = exclusive()
     presence.recover([b"a", b"b"])
     assert presence.remove([b"a"]) == []
     presence.end_recovery(authoritative=True)
     presence.absorb(0)
-    assert presence.known(b"a", 0) is Known.ABSENT
-    assert presence.known(b"b", 0) is Known.PRESENT
+    assert presence.holds(b"a", 0) is False
+    assert presence.holds(b"b", 0) is True
 
 
 def test_a_block_put_again_during_recovery_stays() -> None:
-    """Evicted and then put again before its batch is absorbed, a block is present."""
+    """A block evicted and stored again before its batch is processed is present."""
     presence = exclusive()
     presence.recover([b"a"])
     presence.remove([b"a"])
     presence.add([b"a"], 0)
     presence.end_recovery(authoritative=True)
     presence.absorb(0)
-    assert presence.known(b"a", 0) is Known.PRESENT
+    assert presence.holds(b"a", 0) is True
 
 
 def test_a_scan_that_ended_early_leaves_the_medium_to_be_asked() -> None:
-    """Absence is known of no key then, presence only for the TTL, and removals are no longer remembered."""
+    """No key is known to be absent then, presence lasts only for the TTL, and removals are no longer recorded."""
     presence = exclusive()
     presence.recover([b"a"])
     presence.end_recovery(authoritative=False)
     presence.absorb(0)
     assert presence.complete
-    assert presence.known(b"a", 9) is Known.PRESENT
-    assert presence.known(b"a", 11) is Known.UNKNOWN
-    assert presence.known(b"b", 0) is Known.UNKNOWN
+    assert presence.holds(b"a", 9) is True
+    assert presence.holds(b"a", 11) is None
+    assert presence.holds(b"b", 0) is None
     presence.add([b"b"], 0)
-    assert presence.known(b"b", 9) is Known.PRESENT
-    assert presence.known(b"b", 11) is Known.UNKNOWN
+    assert presence.holds(b"b", 9) is True
+    assert presence.holds(b"b", 11) is None
 
 
 def test_a_shared_tier_remembers_so_many_blocks_and_no_more() -> None:
-    """The oldest answers are forgotten first, and asked for again."""
+    """The oldest answers are dropped first, and queried again."""
     presence = Presence(exclusive=False, positive_ttl_s=10, negative_ttl_s=5, shared_max=3)
     presence.add([b"a", b"b", b"c"], 0)
     presence.add([b"a"], 1)
     presence.add([b"d"], 2)
     assert len(presence) == 3
-    assert presence.known(b"b", 3) is Known.UNKNOWN
-    assert all(presence.known(key, 3) is Known.PRESENT for key in (b"a", b"c", b"d"))
+    assert presence.holds(b"b", 3) is None
+    assert all(presence.holds(key, 3) is True for key in (b"a", b"c", b"d"))
 
 
 def test_a_removed_block_does_not_count_among_those_remembered() -> None:
-    """What was removed makes room, so that nothing is forgotten in its place."""
+    """Removed blocks free their entries, so no other block is dropped."""
     presence = Presence(exclusive=False, positive_ttl_s=10, negative_ttl_s=5, shared_max=3)
     presence.add([b"a", b"b", b"c"], 0)
     presence.remove([b"b"])
@@ -103,21 +103,21 @@ def test_a_removed_block_does_not_count_among_those_remembered() -> None:
 
 
 def test_answers_of_a_shared_tier_expire() -> None:
-    """Positive and negative answers of a shared tier hold for their TTL and are unknown after it."""
+    """Positive and negative answers of a shared tier expire after their TTL."""
     presence = shared()
     presence.end_recovery(authoritative=True)
     presence.absorb(0)
-    assert presence.known(b"k", 0) is Known.UNKNOWN
+    assert presence.holds(b"k", 0) is None
     presence.note_absent([b"k"], 0)
-    assert presence.known(b"k", 4.9) is Known.ABSENT
-    assert presence.known(b"k", 5.1) is Known.UNKNOWN
+    assert presence.holds(b"k", 4.9) is False
+    assert presence.holds(b"k", 5.1) is None
     presence.add([b"k"], 6)
-    assert presence.known(b"k", 15.9) is Known.PRESENT
-    assert presence.known(b"k", 16.1) is Known.UNKNOWN
+    assert presence.holds(b"k", 15.9) is True
+    assert presence.holds(b"k", 16.1) is None
 
 
 def test_existence_is_asked_once_however_many_ask() -> None:
-    """Lookups of one key share one question, which carries all keys that were asked for."""
+    """Lookups of one key share one query, which carries all pending keys."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     for _ in range(3):
         assert existence.wants_answer(b"a", 0)
@@ -133,7 +133,7 @@ def test_existence_is_asked_once_however_many_ask() -> None:
 
 
 def test_nobody_waits_beyond_the_lookup_deadline() -> None:
-    """A question without an answer stops being worth waiting for at its deadline, and is not asked twice."""
+    """After its deadline a query without an answer is not waited for, and not repeated."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     assert existence.wants_answer(b"a", 0)
     existence.take_questions(0)
@@ -142,7 +142,7 @@ def test_nobody_waits_beyond_the_lookup_deadline() -> None:
 
 
 def test_after_an_error_nothing_is_asked_for_a_while_and_nothing_is_known() -> None:
-    """An error is a pause, not an absence: after it the same key is asked for again."""
+    """An error causes a pause, not an absence: afterwards the key is queried again."""
     existence = Existence(timeout_s=1, error_pause_s=2)
     existence.wants_answer(b"a", 0)
     (question,) = existence.take_questions(0)
@@ -153,7 +153,7 @@ def test_after_an_error_nothing_is_asked_for_a_while_and_nothing_is_known() -> N
 
 
 def test_a_failed_load_is_a_miss_for_its_request_for_good_and_for_others_for_a_while() -> None:
-    """The request that failed never hits again; another one may try after the pause."""
+    """The request whose load failed never hits again; other requests may retry after the pause."""
     failed = FailedLoads(retry_after_s=5)
     one, two = RequestContext("1"), RequestContext("2")
     failed.note([b"k"], one, 0)
@@ -166,7 +166,7 @@ def test_a_failed_load_is_a_miss_for_its_request_for_good_and_for_others_for_a_w
 
 
 def test_requests_that_nobody_ends_are_forgotten() -> None:
-    """A load that fails after its request has ended leaves nothing for ever."""
+    """A load that fails after its request has ended leaves no permanent entry."""
     failed = FailedLoads(retry_after_s=5)
     for i in range(5000):
         failed.note([b"k"], RequestContext(str(i)), 0)
@@ -179,12 +179,12 @@ def test_an_absence_from_before_a_request_named_its_source_does_not_count() -> N
     """An absence counts only if it was found at ``since`` or later."""
     presence = shared()
     presence.note_absent([b"k"], 10)
-    assert presence.known(b"k", 11, since=10) is Known.ABSENT
-    assert presence.known(b"k", 11, since=10.5) is Known.UNKNOWN
+    assert presence.holds(b"k", 11, since=10) is False
+    assert presence.holds(b"k", 11, since=10.5) is None
 
 
 def test_requests_of_one_step_may_name_different_sources() -> None:
-    """Two requests that look for one block in a step, each with a source of its own: both sources are asked."""
+    """If two requests look up a block in one step, each with its own source, both sources are queried."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     assert existence.wants_answer(b"a", 0.0, ONE)
     assert existence.wants_answer(b"a", 0.0, TWO)
@@ -195,7 +195,7 @@ def test_requests_of_one_step_may_name_different_sources() -> None:
 
 
 def test_the_number_of_open_questions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond it a lookup is a MISS, until an answer makes room."""
+    """Over the limit a lookup is a MISS, until an answer makes room."""
     monkeypatch.setattr("kvstore.tiers.presence._PENDING_MAX", 2)
     existence = Existence(timeout_s=1, error_pause_s=1)
     assert [existence.wants_answer(key, 0) for key in (b"a", b"b", b"c")] == [True, True, False]
@@ -205,7 +205,7 @@ def test_the_number_of_open_questions_is_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_sources_of_a_question_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A further source is asked in the next step, as its request asks again."""
+    """A further source is queried in the next step, when its request looks up the block again."""
     monkeypatch.setattr("kvstore.tiers.presence._QUESTION_SOURCES_MAX", 1)
     existence = Existence(timeout_s=1, error_pause_s=1)
     assert existence.wants_answer(b"a", 0, ONE)
@@ -218,7 +218,7 @@ def test_the_sources_of_a_question_are_bounded(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_engines_of_a_question_are_bounded_apart_from_their_hand_overs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many hand-overs of one engine are asked for in one question; a further engine is asked in the next step."""
+    """Many hand-overs of one engine share a query; a further engine is queried in the next step."""
     monkeypatch.setattr("kvstore.tiers.presence._QUESTION_ADDRESSES_MAX", 1)
     existence = Existence(timeout_s=1, error_pause_s=1)
     sources = [Source("one", b"%d" % number) for number in range(20)]
@@ -230,7 +230,7 @@ def test_the_engines_of_a_question_are_bounded_apart_from_their_hand_overs(monke
 
 
 def test_only_the_blocks_of_a_hand_over_are_waited_for_on_its_account() -> None:
-    """A source that does not know a hand-over's blocks yet keeps its request waiting, and no other one."""
+    """A source without a hand-over's blocks keeps only that hand-over's request waiting."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     early, late = Source("one", b"early"), Source("one", b"late")
     waits = RequestContext("waits", source=late, since=0.0, patience_s=60.0)
@@ -241,7 +241,7 @@ def test_only_the_blocks_of_a_hand_over_are_waited_for_on_its_account() -> None:
     existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.1, [late])
     assert existence.is_open(b"a", 5.2, waits)
     assert not existence.is_open(b"a", 5.2, lost)
-    # A request whose source was not asked yet is not answered by what others have found out.
+    # Answers found for other requests don't answer a request whose source has not been queried.
     new = RequestContext("new", source=Source("one", b"new"), since=0.0, patience_s=60.0)
     assert existence.is_open(b"a", 5.2, new)
     assert existence.wants_answer(b"a", 5.2, new.source)
@@ -254,7 +254,7 @@ def test_only_the_blocks_of_a_hand_over_are_waited_for_on_its_account() -> None:
 
 
 def test_a_block_looked_up_before_its_hand_over_was_known_is_looked_up_again() -> None:
-    """Of two questions under way, the later one finds the hand-over's blocks known: that says nothing of the other."""
+    """Of two running queries only the later one finds the hand-over: the block is queried again."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
     questions = []
@@ -272,7 +272,7 @@ def test_a_block_looked_up_before_its_hand_over_was_known_is_looked_up_again() -
 
 
 def test_only_a_request_that_names_a_source_waits_for_an_absent_block() -> None:
-    """However patient a request is: without a source, a negative answer stands until it expires."""
+    """Without a source a negative answer holds until it expires, however patient the request is."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     patient = {"since": 0.0, "patience_s": 60.0}
     assert existence.is_open(b"a", 1.0, RequestContext("r", source=ONE, **patient))
@@ -281,7 +281,7 @@ def test_only_a_request_that_names_a_source_waits_for_an_absent_block() -> None:
 
 
 def test_a_block_to_come_is_looked_up_every_20_ms_at_most() -> None:
-    """In between a request waits without a question, though each step asks again."""
+    """In between, a request waits without a query, although each step looks up the block."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     assert existence.wants_answer(b"a", 0.0, ONE)
     (question,) = existence.take_questions(0.0)
@@ -291,7 +291,7 @@ def test_a_block_to_come_is_looked_up_every_20_ms_at_most() -> None:
 
 
 def test_a_source_that_learns_of_its_hand_over_later_is_waited_for() -> None:
-    """A router may send a request to the engine that decodes first: the other one has not heard of it at first."""
+    """A router may send a request to the decoding engine first, before the other engine has the hand-over."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
     for now, waiting in ((0.1, []), (0.5, [ONE])):
@@ -303,7 +303,7 @@ def test_a_source_that_learns_of_its_hand_over_later_is_waited_for() -> None:
 
 
 def test_the_sources_remembered_for_a_block_are_bounded() -> None:
-    """A block that no engine has, and that many requests look for, does not collect all their sources."""
+    """A missing block that many requests look up does not accumulate all their sources."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     for number in range(1000):
         source = Source("one", b"%d" % number)

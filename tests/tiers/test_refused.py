@@ -1,4 +1,4 @@
-"""Records that are there and can't be read here: found no more, asked for seldom, replaced where that harms nobody."""
+"""Records that are unreadable here: hidden, retried rarely, and replaced if no other engine needs them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _shelves = (f"refused-{number}" for number in itertools.count())
 
 
 class Counting(MemoryBackend):
-    """Memory that counts the blocks which it was asked for, by call; shared, as a server is."""
+    """Memory that counts the requested blocks by call; shared, like a server."""
 
     exclusive = False
     asked: ClassVar[dict[str, int]] = {}
@@ -55,13 +55,13 @@ class Counting(MemoryBackend):
 
 
 class CountingAlone(Counting):
-    """The same where nobody else reads or writes."""
+    """The same on an exclusive medium."""
 
     exclusive = True
 
 
 class Deflate(Codec):
-    """A codec from elsewhere."""
+    """A third-party codec."""
 
     name = "deflate"
     wire_ids: ClassVar[tuple[int, ...]] = (211,)
@@ -82,7 +82,7 @@ class Deflate(Codec):
 
 
 class OtherDeflate(Deflate):
-    """Another one, from somewhere else again, that took the same id; or a later version of the first."""
+    """Another third-party codec with the same id, or a later version of the first."""
 
     def encode(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
         return [_put(b"other" + zlib.compress(s), t) for s, t in zip(sources, targets, strict=True)]
@@ -105,7 +105,7 @@ def _put(data: bytes, target: memoryview) -> int | None:
 
 
 class Rig(TierRig):
-    """A rig whose blocks compress."""
+    """A rig with compressible blocks."""
 
     def payload(self, key: BlockKey) -> bytes:
         return (key + super().payload(key)[:480]) * (self.slot_bytes // 512)
@@ -117,7 +117,7 @@ def _from_zero() -> None:
 
 
 def rig(backend: type[Backend], shelf: str, codec: Any, more: Mapping[str, Any] | None = None) -> Rig:
-    """Open a tier that soon asks its medium again for what it lacks."""
+    """Open a tier that soon queries its medium again for absent blocks."""
     config = {"backend": f"{__name__}:{backend.__name__}", "shelf": shelf, "codec": codec, **(more or {})}
     config |= {"negative_ttl": 0.05, "lookup_timeout": 30, "load_timeout": 30}
     return Rig(config, namespace=Namespace({"suite": "refused"}), slot_bytes=SLOT, slots=16)
@@ -130,7 +130,7 @@ def seal(path: Path, *key_ids: int) -> list[Any]:
 
 
 def request(tier: TierRig, number: int) -> set[LookupResult]:
-    """Do as an engine does for a request: look up, load what was found, compute and store the rest."""
+    """Act like an engine with a request: look up, load found blocks, compute and store the rest."""
     ctx = RequestContext(f"request {number}")
     found = {}
 
@@ -149,7 +149,7 @@ def request(tier: TierRig, number: int) -> set[LookupResult]:
 
 
 def test_what_was_refused_is_found_no_more_and_left_to_others(tmp_path: Path) -> None:
-    """On a shared medium each record is read once, and then missed; nothing is deleted or sent again."""
+    """On a shared medium each record is read once, and then missed; no record is deleted or sent again."""
     shelf = next(_shelves)
     theirs, ours = seal(tmp_path / "theirs", 1, 41), seal(tmp_path / "ours", 1)
     with rig(Counting, shelf, theirs) as writer:
@@ -174,7 +174,7 @@ def test_what_was_refused_is_found_no_more_and_left_to_others(tmp_path: Path) ->
 
 
 class Noting(Counting):
-    """Notes which blocks it is told of as read and found good."""
+    """Records the blocks that were reported as verified."""
 
     verified: ClassVar[list[BlockKey]] = []
 
@@ -183,7 +183,7 @@ class Noting(Counting):
 
 
 def test_only_what_could_be_read_counts_as_used(tmp_path: Path) -> None:
-    """A medium that renews a block by its use is not told of a record that was refused: that one can expire."""
+    """A refused record is not reported as used to a medium that extends lifetimes by use, so it can expire."""
     shelf = next(_shelves)
     old, new = seal(tmp_path / "old", 41), seal(tmp_path / "new", 42)
     with rig(Noting, shelf, old) as writer:
@@ -196,7 +196,7 @@ def test_only_what_could_be_read_counts_as_used(tmp_path: Path) -> None:
 
 
 def test_a_refused_record_that_was_removed_can_be_stored_again(tmp_path: Path) -> None:
-    """The removal ends its pause, or the next store of its block would be reported without reaching the medium."""
+    """The removal ends the pause; otherwise the block's next store would be reported without reaching the medium."""
     shelf = next(_shelves)
     theirs, ours = seal(tmp_path / "theirs", 1, 41), seal(tmp_path / "ours", 1)
     with rig(Counting, shelf, theirs) as writer:
@@ -210,7 +210,7 @@ def test_a_refused_record_that_was_removed_can_be_stored_again(tmp_path: Path) -
 
 
 def test_what_was_refused_again_after_a_pause_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a shared medium, too, a record that can't be read for good gives way to one that can."""
+    """On a shared medium, too, a permanently unreadable record is replaced by a readable one."""
     monkeypatch.setattr("kvstore.tiers.presence._REFUSED_PAUSE_S", 0.05)
     monkeypatch.setattr("kvstore.tiers.presence._REFUSED_PAUSE_S_MAX", 0.1)
     shelf = next(_shelves)
@@ -230,14 +230,14 @@ def test_what_was_refused_again_after_a_pause_is_replaced(tmp_path: Path, monkey
 
 
 def test_where_nobody_else_reads_a_store_replaces_what_was_refused(tmp_path: Path) -> None:
-    """On an exclusive medium a block that is computed anew takes the place of the record that nobody can read."""
+    """On an exclusive medium a recomputed block replaces the unreadable record."""
     shelf = next(_shelves)
     old, new = seal(tmp_path / "old", 41), seal(tmp_path / "new", 42)
     with rig(CountingAlone, shelf, old) as writer:
         assert writer.store(KEYS).success
     with rig(CountingAlone, shelf, new).recovered() as reader:
         Counting.asked = {}
-        # A refused record alone is no reason to take it away: its key may come back.
+        # A refused record is not removed for that alone, because its key may be restored.
         assert set(reader.load(KEYS).outcomes) == {Outcome.CORRUPT}
         assert "delete" not in Counting.asked
         assert request(reader, 1) == {LookupResult.MISS}
@@ -248,7 +248,7 @@ def test_where_nobody_else_reads_a_store_replaces_what_was_refused(tmp_path: Pat
 
 
 def test_what_can_not_be_stored_takes_nothing_away(tmp_path: Path) -> None:
-    """While a key is gone, blocks that can't be sealed leave the records that are there alone."""
+    """While a key is missing, blocks that can't be sealed don't replace existing records."""
     shelf, path = next(_shelves), tmp_path / "keys"
     codec = [{"aead": {"keys": {"file": str(path), "refresh": 0.01}}}]
     with_salt, without = (document(41, salts={name: secret(7)}) for name in ("acme", "globex"))
@@ -273,7 +273,7 @@ class Recovering(CountingAlone):
 
 
 def test_a_medium_that_can_not_delete_yet_holds_up_nothing(tmp_path: Path) -> None:
-    """Records that can't be removed now stay, and what is stored together with their blocks is stored."""
+    """Records that can't be removed now stay, and the other blocks of the job are stored."""
     shelf = next(_shelves)
     old, new = seal(tmp_path / "old", 41), seal(tmp_path / "new", 42)
     with rig(Counting, shelf, old) as writer:
@@ -286,7 +286,7 @@ def test_a_medium_that_can_not_delete_yet_holds_up_nothing(tmp_path: Path) -> No
 
 
 def test_a_load_speaks_of_the_record_that_it_read() -> None:
-    """One that was refused after another had taken its place says nothing of that one."""
+    """The refusal of a record that has been replaced does not affect its replacement."""
     now = [1000.0]
     refused = RefusedRecords(lambda: now[0])
     refused.note([b"a", b"b"])
@@ -301,7 +301,7 @@ def test_a_load_speaks_of_the_record_that_it_read() -> None:
 
 
 def test_a_key_that_comes_back_makes_its_blocks_readable(tmp_path: Path) -> None:
-    """A load reads a record whatever was remembered of it, and what could be read is found again."""
+    """A load reads even a refused record, and a record that was read is found again."""
     shelf = next(_shelves)
     path = tmp_path / "keys"
     theirs, ours = seal(tmp_path / "theirs", 1, 41), seal(path, 1)
@@ -319,7 +319,7 @@ def test_a_key_that_comes_back_makes_its_blocks_readable(tmp_path: Path) -> None
 def test_a_codec_that_changed_is_no_damage(
     backend: type[Backend], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks by another version of a third-party codec are misses with one warning that names the id, and stay good."""
+    """Blocks by another version of a third-party codec are misses with one warning with the id, and stay intact."""
     shelf = next(_shelves)
     codec = [f"{__name__}:Deflate"]
     with monkeypatch.context() as other_version:
@@ -343,7 +343,7 @@ def test_a_codec_that_changed_is_no_damage(
 def test_blocks_of_another_codec_are_not_even_read(
     backend: type[Backend], ours: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Blocks of a third-party codec lie in its own namespace: plain misses to a tier without it, and they stay good."""
+    """Blocks of a third-party codec are in its own namespace: misses for a tier without it, and they stay intact."""
     shelf = next(_shelves)
     theirs = [f"{__name__}:OtherDeflate"]
     with rig(backend, shelf, theirs) as writer:
@@ -360,12 +360,12 @@ def test_blocks_of_another_codec_are_not_even_read(
 def test_a_codec_that_is_not_installed_is_no_damage(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of a codec whose package is missing are misses, with one warning that names the id, and stay good."""
+    """Blocks of a codec whose package is missing are misses, with one warning with the id, and stay intact."""
     shelf = next(_shelves)
     with rig(CountingAlone, shelf, ["zstd"]) as writer:
         assert writer.store(KEYS).success
     with monkeypatch.context() as uninstalled:
-        # Importing it fails as where it was never installed.
+        # The import fails as if it had never been installed.
         uninstalled.setitem(sys.modules, "kvstore.codec.zstd", None)
         with rig(CountingAlone, shelf, "raw") as reader:
             assert set(reader.load(KEYS).outcomes) == {Outcome.CORRUPT}
@@ -377,7 +377,7 @@ def test_a_codec_that_is_not_installed_is_no_damage(
 
 
 def test_pauses_grow_and_memory_does_not() -> None:
-    """A record is hidden for ten seconds, twice as long each time, at most five minutes; the oldest are forgotten."""
+    """A record is hidden for 10 s, then twice as long each time up to 5 min; the oldest are forgotten."""
     now = [1000.0]
     refused = RefusedRecords(lambda: now[0])
     for pause_s in (10, 20, 40, 80, 160, 300, 300):

@@ -1,4 +1,4 @@
-"""Removal of blocks that are being stored: whatever the medium does first, what was removed is not there afterwards."""
+"""Removal of blocks that are being stored: in any order in the medium, they are absent afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCKS = 8
 
 
 class Slow(MemoryBackend):
-    """Puts nothing before the gate is open."""
+    """Blocks puts until the gate is open."""
 
     gate: ClassVar[threading.Event] = threading.Event()
     entered: ClassVar[threading.Event] = threading.Event()
@@ -33,7 +33,7 @@ class Slow(MemoryBackend):
 
 @pytest.mark.parametrize("under_way", [False, True], ids=["same-step", "next-step"])
 def test_what_was_removed_stays_away_though_a_store_was_under_way(under_way: bool) -> None:
-    """A removal concerns every store before it, and no block of it is found or held once both have ended."""
+    """A removal covers every earlier store, and none of its blocks is found or held once both have ended."""
     Slow.gate.clear()
     Slow.entered.clear()
     keys = [bytes([number]) * 16 for number in range(_BLOCKS)]
@@ -51,13 +51,13 @@ def test_what_was_removed_stays_away_though_a_store_was_under_way(under_way: boo
         tier.get_finished()
         assert [rig.lookup(key) for key in keys] == [LookupResult.MISS] * 4 + [LookupResult.HIT] * 4
         assert tier.stats().blocks == 4
-        # A store behind the removal is none of its business.
+        # The removal does not apply to later stores.
         assert rig.store(keys[:4]).success
         assert [rig.lookup(key) for key in keys] == [LookupResult.HIT] * _BLOCKS
 
 
 def test_a_store_behind_a_removal_in_the_same_step_counts() -> None:
-    """Their order is that of the calls, although loads and removals start first."""
+    """The order of calls decides, although loads and removals start first."""
     Slow.gate.set()
     key = b"k" * 16
     with TierRig({"backend": f"{__name__}:Slow"}, namespace=Namespace({"model": "m"}), slot_bytes=4096, slots=1) as rig:

@@ -1,4 +1,4 @@
-"""The I/O half alone: in which order a change of epoch and what was sent before it reach the medium."""
+"""The I/O half alone: the order in which messages and epoch changes reach the medium; deadlines."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from kvstore.runtime.messages import (
 )
 from kvstore.tiers.epochs import EpochNames
 from kvstore.tiers.tier_io import TierIO, TierIOSpec
-from kvstore.types import BlockKey, Outcome
+from kvstore.types import BlockKey, Outcome, RemovalCause
 
 SLOT = 4096
 TURNS = 100
-"""Turns of the loop: far more than a change of epoch takes that waits for nothing."""
+"""Turns of the loop: far more than an epoch change needs if nothing blocks it."""
 
 
 class Recorder(MemoryBackend):
-    """Notes what it is called for, and lets puts and openings pass only while their gates are open."""
+    """Records its calls, and blocks puts and openings until the test allows them."""
 
     def __init__(self, config: MemoryConfig) -> None:
         super().__init__(config)
@@ -51,10 +51,10 @@ class Recorder(MemoryBackend):
         self.may_put.set()
         self.may_open.set()
         self.failures = 0
-        """Openings that fail from now on."""
+        """The number of openings that will fail."""
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Note it, and wait."""
+        """Record the call, and wait."""
         self.calls.append(f"open {namespace.document()['fields'].get('epoch', '')}")
         await self.may_open.wait()
         if self.failures:
@@ -63,12 +63,12 @@ class Recorder(MemoryBackend):
         await super().open(namespace, geometry)
 
     async def close(self) -> None:
-        """Note it."""
+        """Record the call."""
         self.calls.append("close")
         await super().close()
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Note the beginning and the end, which comes only when it is cancelled."""
+        """Record the start and the end; the call ends only when cancelled."""
         self.calls.append("exists")
         try:
             await self.may_answer.wait()
@@ -77,12 +77,12 @@ class Recorder(MemoryBackend):
         return await super().exists(keys)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Note it."""
+        """Record the call."""
         self.calls.append("get")
         return await super().get_into(reads)
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Note the beginning and the end."""
+        """Record the start and the end."""
         self.calls.append("put")
         await self.may_put.wait()
         outcomes = await super().put(writes)
@@ -108,18 +108,18 @@ async def opened(failures: int = 0) -> AsyncIterator[tuple[TierIO, Recorder, lis
 
 
 async def turns() -> None:
-    """Let everything go on that can."""
+    """Run everything that is not blocked."""
     for _ in range(TURNS):
         await asyncio.sleep(0)
 
 
 def kinds(said: Sequence[FromIO]) -> list[type[FromIO]]:
-    """Return the kinds of the answers to jobs and requests, in order."""
+    """Return the types of the answers to jobs and requests, in order."""
     return [type(message) for message in said if isinstance(message, JobDone | EpochBegun | PresenceComplete)]
 
 
 async def test_an_epoch_does_not_change_under_a_store() -> None:
-    """The medium stays open in its namespace until every job of before has ended and was answered."""
+    """The medium stays open in its namespace until all earlier jobs have ended and been answered."""
     async with opened() as (half, backend, said):
         backend.may_put.clear()
         backend.calls.clear()
@@ -134,8 +134,54 @@ async def test_an_epoch_does_not_change_under_a_store() -> None:
         assert kinds(said) == [JobDone, EpochBegun, PresenceComplete]
 
 
+async def test_a_block_evicted_before_its_put_has_ended_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The removal is reported first, so a later report of the store would make an absent block present."""
+    async with opened() as (half, backend, said):
+        backend.may_answer.set()
+
+        async def put_and_evict(writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+            outcomes = await Recorder.put(backend, writes)
+            assert list(await backend.delete([b"a"])) == [True]
+            backend._removal_listener([b"a"], RemovalCause.EVICTED)
+            return outcomes
+
+        monkeypatch.setattr(backend, "put", put_and_evict)
+        said.clear()
+        half.deliver([SubmitJob(1, JobKind.STORE, (b"a", b"b"), (0, 1), time.monotonic() + 60), Drain(1)])
+        async with asyncio.timeout(30):
+            while Drained(1) not in said:
+                await asyncio.sleep(0.001)
+        assert PresenceRemoved((b"a",), RemovalCause.EVICTED) in said
+        assert [message.keys for message in said if isinstance(message, PresenceAdded)] == [(b"b",)]
+
+
+async def test_a_question_ends_at_its_deadline() -> None:
+    """The medium's call is cancelled, and the answer is an error, which does not count as absence."""
+    async with opened() as (half, backend, said):
+        half.deliver([AskExistence(1, (b"a",), time.monotonic() + 0.05)])
+        async with asyncio.timeout(30):
+            while not (answers := [message for message in said if isinstance(message, ExistsDone)]):
+                await asyncio.sleep(0.01)
+        assert answers[0].found == b"" and "deadline" in answers[0].error
+        assert backend.calls[-1] == "exists ended"
+
+
+async def test_a_job_ends_at_its_deadline() -> None:
+    """A store without an answer from the medium is cancelled and reported at its deadline."""
+    async with opened() as (half, backend, said):
+        backend.may_put.clear()
+        said.clear()
+        half.deliver([SubmitJob(1, JobKind.STORE, (b"a", b"b"), (0, 1), time.monotonic() + 0.05)])
+        async with asyncio.timeout(30):
+            while JobDone not in kinds(said):
+                await asyncio.sleep(0.01)
+        (done,) = [message for message in said if isinstance(message, JobDone)]
+        assert done.outcomes == bytes([Outcome.TIMEOUT] * 2)
+        assert "deadline" in done.error and "put ended" not in backend.calls
+
+
 async def test_a_reset_while_an_epoch_changes_is_the_one_that_counts() -> None:
-    """Two resets in a row: the first has no answer, what it opened is left again, and the second is answered."""
+    """After two resets in a row the first epoch gets no answer, and the second does."""
     async with opened() as (half, backend, said):
         backend.may_open.clear()
         backend.calls.clear()
@@ -151,7 +197,7 @@ async def test_a_reset_while_an_epoch_changes_is_the_one_that_counts() -> None:
 
 
 async def test_a_question_ends_with_its_epoch() -> None:
-    """Whatever the medium is being asked about the epoch that ends, it is asked no more before it closes."""
+    """Queries about the ending epoch are cancelled before the medium closes."""
     async with opened() as (half, backend, said):
         half.deliver([AskExistence(1, (b"a",), time.monotonic() + 60)])
         await turns()
@@ -163,7 +209,7 @@ async def test_a_question_ends_with_its_epoch() -> None:
 
 
 async def test_an_epoch_begins_when_its_medium_is_open() -> None:
-    """A medium that refuses is opened again under the same name; until then the epoch has not begun."""
+    """If the medium refuses, it is opened again under the same name; until then the epoch has not begun."""
     async with opened() as (half, backend, said):
         backend.failures = 2
         backend.calls.clear()
@@ -176,7 +222,7 @@ async def test_an_epoch_begins_when_its_medium_is_open() -> None:
 
 
 async def test_a_medium_that_refuses_is_closed_before_it_is_opened_again() -> None:
-    """Each failed opening is followed by a close, so no connection or file of it is left."""
+    """Each failed opening is followed by a close, so no connection or file is left."""
     async with opened(failures=2) as (half, backend, _):
         half.deliver([Probe(0.0, 0.0, 60.0)])
         await turns()
@@ -185,7 +231,7 @@ async def test_a_medium_that_refuses_is_closed_before_it_is_opened_again() -> No
 
 
 async def test_a_scan_that_fails_is_not_authoritative(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The medium is asked for blocks that the scan did not reach; after a whole scan they are misses."""
+    """The medium is queried for blocks that the scan did not reach; after a complete scan they are misses."""
 
     async def broken(self: Recorder) -> AsyncIterator[Sequence[BlockKey]]:
         yield [b"a"]
@@ -200,7 +246,7 @@ async def test_a_scan_that_fails_is_not_authoritative(monkeypatch: pytest.Monkey
 
 
 async def test_a_damaged_block_is_reported_after_its_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the engine might store the block again first, and the new record would be quarantined."""
+    """The quarantine precedes the report; otherwise a new record of the block might be quarantined."""
     gate = asyncio.Event()
 
     async def quarantine(self: Recorder, keys: Sequence[BlockKey]) -> None:
@@ -222,7 +268,7 @@ async def test_a_damaged_block_is_reported_after_its_quarantine(monkeypatch: pyt
 
 
 async def test_closing_the_tier_does_not_cancel_a_close_of_its_medium(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A medium that is half closed may stay locked."""
+    """A started close of the medium is completed, because a half-closed medium may stay locked."""
     gate, ends = asyncio.Event(), list[str]()
 
     async def close(self: Recorder) -> None:
@@ -246,7 +292,7 @@ async def test_closing_the_tier_does_not_cancel_a_close_of_its_medium(monkeypatc
 
 
 async def test_an_epoch_is_left_for_another_one_unless_it_is_unused(tmp_path: Path) -> None:
-    """Without a fleet a name that was given for nothing serves again, but only in its own epoch; with one never."""
+    """Without a fleet an unused name is used again, but only in its own epoch; with a fleet never."""
     alone = EpochNames(None)
     first = await alone.after("", None)
     assert await alone.after(first, None) == first
@@ -259,7 +305,7 @@ async def test_an_epoch_is_left_for_another_one_unless_it_is_unused(tmp_path: Pa
 
 
 async def test_a_load_starts_before_the_stores_of_its_step_and_a_drain_waits_for_both() -> None:
-    """A waiting request needs the load; a drain covers all jobs of its step, wherever it stands in it."""
+    """A waiting request needs the load first; a drain covers all jobs of its step, at any position."""
     async with opened() as (half, backend, said):
         backend.calls.clear()
         said.clear()
@@ -267,14 +313,14 @@ async def test_a_load_starts_before_the_stores_of_its_step_and_a_drain_waits_for
         store = SubmitJob(1, JobKind.STORE, (b"a",), (0,), deadline)
         half.deliver([Drain(1), store, SubmitJob(2, JobKind.LOAD, (b"b",), (1,), deadline)])
         await turns()
-        # A missed block is looked for once more after the report: a store may have ended since.
+        # A missed block is queried again after the report, because a store may have ended since.
         assert [call for call in backend.calls if call != "exists"] == ["get", "put", "put ended"]
         answers = [type(message) for message in said if isinstance(message, JobDone | Drained)]
         assert answers == [JobDone, JobDone, Drained]
 
 
 async def test_a_block_removed_during_its_store_is_never_reported_as_present() -> None:
-    """A report between the put and the second deletion would be a hit for a block that is about to go."""
+    """A report between the put and the second deletion would make a block a hit that is about to be deleted."""
     async with opened() as (half, backend, said):
         backend.may_put.clear()
         half.deliver([SubmitJob(1, JobKind.STORE, (b"a", b"b"), (0, 1), time.monotonic() + 60)])
@@ -289,7 +335,7 @@ async def test_a_block_removed_during_its_store_is_never_reported_as_present() -
 
 
 async def test_recovery_waits_while_the_receiver_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the answers to jobs would queue behind millions of recovered keys."""
+    """Recovery pauses for a slow receiver; otherwise answers would queue behind millions of recovered keys."""
     keys = [b"%d" % number for number in range(10_000)]
 
     async def scan_keys(self: Recorder) -> AsyncIterator[Sequence[BlockKey]]:
@@ -319,7 +365,7 @@ async def test_recovery_waits_while_the_receiver_is_behind(monkeypatch: pytest.M
 
 
 async def test_a_required_tier_does_not_start_without_its_medium() -> None:
-    """Any other starts and tries again."""
+    """A required tier fails at startup without its medium; an optional tier starts and retries."""
     for required in (True, False):
         options = {"breaker_cooldown": "1ms", "required": required}
         backend, said = Recorder(decode_config(MemoryConfig, options, where="test")), list[FromIO]()
@@ -337,7 +383,7 @@ async def test_a_required_tier_does_not_start_without_its_medium() -> None:
 
 
 async def test_a_block_that_could_not_be_put_is_not_reported_as_present(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be a hit, and its load would fail."""
+    """A block whose put failed is not reported, because it would be a hit whose load fails."""
     async with opened() as (half, backend, said):
 
         async def put(writes: Sequence[RecordWrite]) -> Sequence[Outcome]:

@@ -1,4 +1,4 @@
-"""Blocks that prove themselves: the payload of a key is a function of the key."""
+"""Self-verifying blocks: the payload of a key is a function of the key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def key_of(number: int) -> bytes:
 
 
 def payload_of(number: int, slot_bytes: int) -> bytes:
-    """Return the bytes of block ``number``; no two blocks, nor two pages of one, are alike."""
+    """Return the bytes of block ``number``; no two blocks, and no two pages of a block, are equal."""
     page = hashlib.shake_256(b"payload %d" % number).digest(64)
     pages = [(page + i.to_bytes(4, "little")) * 64 for i in range(-(-slot_bytes // 4096))]
     return b"".join((p + bytes(4096))[:4096] for p in pages)[:slot_bytes]
@@ -45,19 +45,19 @@ class Client:
         self._job = 0
 
     def store(self, numbers: Sequence[int], timeout_s: float = 90) -> JobResult:
-        """Store blocks, waiting for the result."""
+        """Store blocks and wait for the result."""
         for slot, number in enumerate(numbers):
             self._slot(slot)[:] = payload_of(number, self.slot_bytes)
         return self._run(self.tier.submit_store, numbers, timeout_s)
 
     def load(self, numbers: Sequence[int], timeout_s: float = 90) -> JobResult:
-        """Load blocks, waiting for the result; use :meth:`wrong` to look at what came."""
+        """Load blocks and wait for the result; :meth:`wrong` checks the loaded bytes."""
         for slot in range(len(numbers)):
             self._slot(slot)[:] = b"\xee" * self.slot_bytes
         return self._run(self.tier.submit_load, numbers, timeout_s)
 
     def wrong(self, numbers: Sequence[int], result: JobResult) -> list[int]:
-        """Return the blocks of a load that were called good and are not."""
+        """Return the blocks of a load that were reported as good but are wrong."""
         good = set(result.successful_keys)
         return [
             number
@@ -66,7 +66,7 @@ class Client:
         ]
 
     def close(self) -> None:
-        """Close the tier and prove that it has let go of the memory: a mapping in use can't be closed."""
+        """Close the tier and check that no view of the memory is left: a mapping in use cannot be closed."""
         self.tier.close()
         self.view.release()
         self.memory.close()

@@ -1,8 +1,8 @@
-"""Engines that are killed beside others in one root: ``python -m tests.torture.owners JSON``.
+"""Engines that are killed while others use the same root: ``python -m tests.torture.owners JSON``.
 
-The process imports kvstore once and forks the engines, so that one is there in milliseconds, and prints as JSON what
-happened. Plans are ``kills``: a writer that evicts is killed again and again, while another engine reads its slots; and
-``races``: four engines start at once over the directories that the last four have left.
+The process imports kvstore once and forks the engines, so that each starts within milliseconds, and prints the
+results as JSON. Plans are ``kills``: a writer that evicts is killed repeatedly while another engine reads its slots;
+and ``races``: four engines start at once over the directories of the last four.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def backend(plan: dict[str, Any], rng: random.Random) -> DiskBackend:
 
 
 def fork(work: Coroutine[Any, Any, None]) -> int:
-    """Run a coroutine in a process of its own; return its pid."""
+    """Run a coroutine in a child process; return its pid."""
     pid = os.fork()
     if pid:
         work.close()
@@ -70,7 +70,7 @@ def fork(work: Coroutine[Any, Any, None]) -> int:
 
 
 async def write_for_ever(plan: dict[str, Any], seed: int, report: int) -> None:
-    """Store until killed, one byte for each batch."""
+    """Store until killed, writing one byte per batch to the pipe."""
     rng = random.Random(seed)
     disk = backend(plan, rng)
     await disk.open(NAMESPACE, GEOMETRY)
@@ -81,7 +81,7 @@ async def write_for_ever(plan: dict[str, Any], seed: int, report: int) -> None:
 
 
 async def read(disk: DiskBackend, numbers: list[int], found: Counter[str]) -> None:
-    """Read blocks and prove every byte of them."""
+    """Read blocks and verify every byte."""
     targets = [_maker.target(key_of(number)) for number in numbers]
     outcomes = await disk.get_into([target.read for target in targets])
     for number, target, outcome in zip(numbers, targets, outcomes, strict=True):
@@ -98,7 +98,7 @@ async def read(disk: DiskBackend, numbers: list[int], found: Counter[str]) -> No
 
 
 async def read_until_told(plan: dict[str, Any], seed: int, told: int, report: int) -> None:
-    """Read what others store until the pipe ends; then say what was found."""
+    """Read other engines' blocks until the pipe ends; then report the results."""
     rng = random.Random(seed)
     disk = backend(plan, rng)
     await disk.open(NAMESPACE, GEOMETRY)
@@ -136,7 +136,7 @@ def kills(plan: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         hears, says = os.pipe()
         victim = fork(write_for_ever(plan, rng.randrange(1 << 30), says))
         os.close(says)
-        # It dies while it starts, or in the middle of its work.
+        # The writer is killed while it starts, or in the middle of its work.
         wanted = rng.randrange(-2, 12)
         while wanted > 0 and (said := len(os.read(hears, wanted))):
             words, wanted = words + said, wanted - said
@@ -164,7 +164,7 @@ def _exit_status(work: Coroutine[Any, Any, None]) -> int:
 
 
 async def take_part(plan: dict[str, Any], seed: int, numbers: list[int], go: int, report: int, end: int) -> None:
-    """Start when told, store some blocks, say whose directory it was, and stay until told."""
+    """Start on a byte from ``go``, store blocks, report the directory's owner, and close on a byte from ``end``."""
     disk = backend(plan, random.Random(seed))
     os.read(go, 1)
     await disk.open(NAMESPACE, GEOMETRY)
@@ -177,7 +177,7 @@ async def take_part(plan: dict[str, Any], seed: int, numbers: list[int], go: int
 
 
 async def look(plan: dict[str, Any], numbers: list[int], report: int) -> None:
-    """Read blocks that others have stored, and say what was found."""
+    """Read blocks stored by others, and report the results."""
     disk = backend(plan, random.Random(0))
     await disk.open(NAMESPACE, GEOMETRY)
     found: Counter[str] = Counter()
@@ -187,7 +187,7 @@ async def look(plan: dict[str, Any], numbers: list[int], report: int) -> None:
 
 
 def races(plan: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Start four engines at once, let one look at all that they and those before them have stored, and end them."""
+    """Start four engines at once, let one read all blocks stored by them and by earlier ones, and end them."""
     report: Counter[str] = Counter()
     stored: set[int] = set()
     for _ in range(plan["races"]):

@@ -1,4 +1,4 @@
-"""Plans for writers in processes of their own: see ``tests.torture.writers``."""
+"""Plans for writer processes: see ``tests.torture.writers``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["run_plan"]
 
 
 def run_plan(**plan: Any) -> dict[str, Any]:
-    """Run writers in processes of their own and return what they report."""
+    """Run writer processes and return their report."""
     command = [sys.executable, "-m", "tests.torture.writers", json.dumps(plan)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,8 @@
 """Writer processes for the torture tests: ``python -m tests.torture.writers JSON``.
 
-One process imports kvstore, forks the writers (so that a new one is there in milliseconds), does to them what the plan
-says, and prints what happened as JSON. A writer stores and loads random blocks, proves every byte that it was given,
-and says so on its pipe.
+One process imports kvstore, forks the writers (so that each starts within milliseconds), executes the plan
+on them, and prints the results as JSON. A writer stores and loads random blocks, verifies every byte it loaded,
+and reports each round on its pipe.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tests.torture.blocks import Client
 BLOCKS_PER_JOB = 6
 
 LIMIT_S = 780
-"""A plan that has not ended by then ends unfinished. The longest takes one minute on a machine with two cores."""
+"""Time limit of a plan, which then ends unfinished. The longest takes one minute on a machine with two cores."""
 
 LONGER = 3
-"""A plan in seconds takes at most so many times as long where the machine is slow."""
+"""Factor by which a plan in seconds may take longer on a slow machine."""
 
 PATIENCE_S = 20
-"""A victim that has not said its words by then dies without."""
+"""Time limit for a victim's reports; afterwards it is killed without them."""
 
 
 def write_for_ever(config: dict[str, Any], seed: int, universe: int, report: int) -> None:
@@ -66,7 +66,7 @@ def fork_writer(config: dict[str, Any], seed: int, universe: int) -> tuple[int, 
 
 
 def drain_pipe(reading: int) -> bytes:
-    """Read what a writer has said."""
+    """Read a writer's reports."""
     said = b""
     try:
         while chunk := os.read(reading, 65536):
@@ -77,7 +77,7 @@ def drain_pipe(reading: int) -> bytes:
 
 
 def usage_at_once(root: Path) -> int:
-    """Sum the lengths of segments that were all there at one moment, while others come and go."""
+    """Sum the lengths of segments that all existed at one moment, while others are created and removed."""
     before, after = (_sizes(root) for _ in range(2))
     return sum(size for found, size in before.items() if found in after and found[0].endswith(".seg"))
 
@@ -89,7 +89,7 @@ def _sizes(root: Path) -> dict[tuple[str, int, int], int]:
             path = os.path.join(directory, name)
             with contextlib.suppress(FileNotFoundError):
                 status = os.lstat(path)
-                # The number of a file that was removed is soon another one's.
+                # The inode number of a removed file is soon reused.
                 sizes[path, status.st_ino, status.st_ctime_ns] = status.st_size
     return sizes
 
@@ -97,8 +97,8 @@ def _sizes(root: Path) -> dict[tuple[str, int, int], int]:
 def main() -> None:
     """Run a plan: ``config``, ``writers``, ``universe``, ``seed``, and ``kills`` or ``seconds``.
 
-    ``words`` is how many a victim may say before it dies. ``at_least`` has counts of the report; on a slow machine it
-    takes more seconds until there are as many of each.
+    ``words`` is the maximum number of a victim's reports before its kill. ``at_least`` has minimum report counts;
+    on a slow machine the plan takes more seconds until these are reached.
     """
     plan = json.loads(sys.argv[1])
     rng = random.Random(plan["seed"])
@@ -136,7 +136,7 @@ def main() -> None:
             listen()
             peak, samples = max(peak, usage_at_once(root)), samples + 1
             continue
-        # A victim dies while it starts, at its first words, or in the middle of its work.
+        # A victim is killed while it starts, at its first reports, or in the middle of its work.
         pid, words = rng.choice(list(writers)), rng.choice([0, 1, rng.randrange(2, longest), rng.randrange(2, longest)])
         patience = time.monotonic() + PATIENCE_S
         while len(said[pid]) < words and time.monotonic() < patience:

@@ -1,4 +1,4 @@
-"""KV caches of simulated ranks, and what a transfer must do to them, spelled out byte by byte."""
+"""KV caches of simulated ranks, and the expected effect of a transfer, byte by byte."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layers() -> st.SearchStrategy[LayerLayout]:
 
 
 def layouts() -> st.SearchStrategy[KVLayout]:
-    """Layouts of one to three groups, with one to three blocks a slot."""
+    """Layouts of one to three groups, with one to three blocks per slot."""
 
     def make(groups: list[list[LayerLayout]], blocks_per_slot: int) -> KVLayout:
         named = [
@@ -71,7 +71,7 @@ def make_cache(
 
 
 def random_copies(plan: RankPlan, blocks: int, slots: int, rng: np.random.Generator) -> list[BlockCopies]:
-    """Some blocks of every group, in no order, at places of slots that belong to that group alone."""
+    """Some blocks of every group, in random order, at places of slots used by that group alone."""
     free = rng.permutation(slots)
     copies: list[BlockCopies] = []
     for group, mine in enumerate(np.array_split(free, len(plan.groups))):
@@ -92,7 +92,7 @@ def random_copies(plan: RankPlan, blocks: int, slots: int, rng: np.random.Genera
 def expected(
     plan: RankPlan, cache: dict[str, Bytes], rows: Bytes, copies: Sequence[BlockCopies], kind: JobKind
 ) -> tuple[dict[str, Bytes], Bytes, int]:
-    """Cache, slots and bytes copied after a batch, by the definitions of the layout and nothing else."""
+    """Cache, slots and copied bytes after a batch, from the layout's definitions alone."""
     cache, rows, size = {name: pages.copy() for name, pages in cache.items()}, rows.copy(), 0
     for one in copies:
         for block, slot, place in zip(one.blocks, one.slots, one.places, strict=True):
@@ -113,7 +113,7 @@ def expected(
 
 
 def run(transfer: Transfer, copies: Sequence[BlockCopies], kind: JobKind) -> int:
-    """Copy a batch and return the bytes that it reports."""
+    """Copy a batch and return the number of bytes that it reports."""
     handle = transfer.submit(copies, kind)
     assert transfer.wait([handle], 60)
     (result,) = transfer.poll()

@@ -1,4 +1,4 @@
-"""Streams of a device that is not there: work is done at once, and what waits for what is written down."""
+"""Streams of a simulated device: work is done immediately, and waits are logged."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 @dataclass(eq=False)
 class FakeStreams:
-    """Makes streams and events, and logs what is done with them.
+    """Makes streams and events, and logs their use.
 
     Attributes:
-        log: ``(what, stream, other)`` in order.
-        held: While true, no event is over.
-        broken: While true, asking an event fails, as on a lost device.
-        strided: Whether copies of rows that lie apart can be had.
-        matrices: How many were made.
+        log: ``(operation, stream, other)`` in order.
+        held: While true, no event completes.
+        broken: While true, querying an event fails, as on a lost device.
+        strided: Whether strided row copies are available.
+        matrices: Number of strided copies.
         active: Whether the device is the current one.
     """
 
@@ -40,7 +40,7 @@ class FakeStreams:
         return self.compute
 
     def new_stream(self) -> FakeStream:
-        """A stream with a number for a name."""
+        """Return a stream with a number in its name."""
         self._made += 1
         return FakeStream(self, f"own{self._made}")
 
@@ -50,20 +50,20 @@ class FakeStreams:
 
     @contextmanager
     def use(self, stream: FakeStream) -> Iterator[None]:
-        """Note which stream is used."""
+        """Record the stream in use."""
         self.using = stream
         yield
         self.using = None
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Note that the device is the current one."""
+        """Record that the device is the current one."""
         self.active = True
         yield
         self.active = False
 
     def copy_rows(self, target: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
-        """Copy at once, on the stream in use, if rows are as CUDA wants them."""
+        """Copy immediately on the stream in use; the rows must meet CUDA's requirements."""
         assert self.strided
         assert stream is self.using
         for matrix in (target, source):
@@ -81,35 +81,35 @@ class FakeStream:
     name: str
 
     def wait_stream(self, other: FakeStream) -> None:
-        """Write it down."""
+        """Log the wait."""
         self.streams.log.append(("wait_stream", self.name, other.name))
 
     def wait_event(self, event: FakeEvent) -> None:
-        """Write it down."""
+        """Log the wait."""
         self.streams.log.append(("wait_event", self.name, event))
 
 
 @dataclass(eq=False)
 class FakeEvent:
-    """An event that is over as soon as nobody holds it."""
+    """An event that is complete unless events are held."""
 
     streams: FakeStreams
     recorded: bool = False
 
     def record(self, stream: FakeStream) -> None:
-        """Write it down; only the stream in use may."""
+        """Log the record; only the stream in use may record."""
         assert stream is self.streams.using
         self.recorded = True
         self.streams.log.append(("record", stream.name, self))
 
     def query(self) -> bool:
-        """Whether what came before it is done."""
+        """Return whether the earlier work is complete."""
         if self.streams.broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return self.recorded and not self.streams.held
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        """Milliseconds."""
+        """Return milliseconds."""
         assert self.recorded
         assert end.recorded
         return 2.0

@@ -1,7 +1,7 @@
 """Blocks stored under one tensor parallel size load under every other, through the file tier and a restart.
 
-The ranks are simulated, their tensors are real: each rank has the heads that tensor parallelism deals it, cut out of
-the model's tensors by torch's own indexing, so nothing here knows what ``kvstore.primary`` computes.
+The ranks are simulated, their tensors are real: each rank has its heads, cut out of the model's tensors by torch's own
+indexing, so nothing here depends on the computations of ``kvstore.primary``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.transfer.caches import run
 TP_SIZES = (1, 2, 4, 8)
 TOKENS, HEAD_SIZE, BLOCKS, BLOCKS_PER_SLOT = 4, 8, 8, 2
 LATENT = 24
-SLOTS_PER_SIZE = BLOCKS  # Two groups, two blocks a slot.
+SLOTS_PER_SIZE = BLOCKS  # Two groups, two blocks per slot.
 ITEM = torch.bfloat16.itemsize
 
 
@@ -48,7 +48,7 @@ def layout_of(heads: int) -> KVLayout:
 
 
 def model_tensors(heads: int, seed: int) -> dict[str, torch.Tensor]:
-    """What the model computes, whatever the parallel size: axes block, head, token, key and value, element."""
+    """The model's output, whatever the parallel size: axes block, head, token, key and value, element."""
     generator = torch.Generator().manual_seed(seed)
     shape = (BLOCKS, heads, TOKENS, 2, HEAD_SIZE)
     names = [layer.name for group in layout_of(heads).groups for layer in group.layers]
@@ -58,7 +58,7 @@ def model_tensors(heads: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def pages_of_rank(name: str, tensor: torch.Tensor, tp_size: int, rank: int) -> torch.Tensor:
-    """The KV cache tensor of a rank, as its attention backend lays it out in memory: blocks, then bytes of the page."""
+    """The KV cache tensor of a rank in its attention backend's memory layout: blocks, then bytes of the page."""
     if name != "window.latent":
         heads = tensor.shape[1]
         mine = max(1, heads // tp_size)
@@ -86,7 +86,7 @@ def rank_of(
 
 
 def copies_from(first_slot: int) -> list[BlockCopies]:
-    """All blocks of both groups in slots from a number on, one group after the other, blocks in no order."""
+    """All blocks of both groups in slots from a number on, one group after the other, blocks in shuffled order."""
     order = [3, 0, 7, 1, 6, 2, 5, 4]
     slots = range(first_slot, first_slot + SLOTS_PER_SIZE)
     half = SLOTS_PER_SIZE // 2
@@ -97,7 +97,7 @@ def copies_from(first_slot: int) -> list[BlockCopies]:
 
 
 def keys_of(tp_size: int) -> list[bytes]:
-    """Keys of the slots that ranks of a size store, in the order of the slots."""
+    """Keys of the slots that ranks of a size store, in slot order."""
     return [f"stored by {tp_size}, slot {i}".encode() for i in range(SLOTS_PER_SIZE)]
 
 
@@ -129,9 +129,9 @@ def finish(tier: AsyncTier, job_id: int) -> None:
 
 
 def store_all(path: Path, heads: int, *, die: bool = False) -> None:
-    """For each size: its ranks copy the model's tensors to slots, and the tier stores them.
+    """For each size, copy the model's tensors to slots by its ranks, and store them in the tier.
 
-    With ``die`` the process ends when the last job was reported, and nothing is closed.
+    With ``die`` the process ends once the last job was reported, without closing anything.
     """
     for tp_size in TP_SIZES:
         with opened(path, heads, tp_size) as (region, tier):
@@ -147,7 +147,7 @@ def store_all(path: Path, heads: int, *, die: bool = False) -> None:
 
 
 def load_all_and_compare(path: Path, heads: int, tp_size: int) -> None:
-    """An engine of one size loads what each size stored; every rank finds its heads of the model's tensors."""
+    """Load in an engine of one size the blocks stored by each size; every rank finds its heads of the tensors."""
     with opened(path, heads, tp_size) as (region, tier):
         keys = list(itertools.chain.from_iterable(keys_of(stored_by) for stored_by in TP_SIZES))
         eventually(lambda: all(tier.lookup(key) is LookupResult.HIT for key in keys), 30, "keys of all sizes")
@@ -174,7 +174,7 @@ def test_every_size_loads_what_every_size_stored(tmp_path: Path, heads: int) -> 
 
 
 def test_another_process_loads_what_a_dead_one_stored(tmp_path: Path) -> None:
-    """The process that stored is gone, without an orderly end, and this one loads what it left on the disk."""
+    """The storing process has ended without a shutdown, and this one loads the blocks left on the disk."""
     code = (
         "import sys, pathlib; from tests.transfer.test_cross_tp import store_all; "
         "store_all(pathlib.Path(sys.argv[1]), 2, die=True)"

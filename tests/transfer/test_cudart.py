@@ -1,4 +1,4 @@
-"""The calls of the CUDA runtime, on a library that has its functions and no GPU."""
+"""Calls of the CUDA runtime, with a library that has its functions and no GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.transfer.cudart import CudaLibrary, loaded_cudart
 
 
 def memcpy_2d(to: int, to_pitch: int, src: int, src_pitch: int, width: int, rows: int, kind: int, stream: int) -> int:
-    """Copy as cudaMemcpy2DAsync does, arguments in its order; code 1 if a pitch is shorter than a row."""
+    """Copy like cudaMemcpy2DAsync, with its arguments in order; code 1 if a pitch is shorter than a row."""
     if min(to_pitch, src_pitch) < width or kind != 4 or stream != 77:
         return 1
     for row in range(rows):
@@ -30,7 +30,7 @@ def library(**functions: Any) -> CudaLibrary:
 
 
 def test_rows_that_lie_apart_are_copied() -> None:
-    """Pitches and widths are in bytes, whatever the words; what lies between the rows is left alone."""
+    """Pitches and widths are in bytes for any word size; bytes between the rows stay unchanged."""
     source = torch.arange(60, dtype=torch.int32).reshape(5, 12)
     target = torch.zeros(5, 8, dtype=torch.int32)
     made = library(cudaMemcpy2DAsync=memcpy_2d)
@@ -40,7 +40,7 @@ def test_rows_that_lie_apart_are_copied() -> None:
 
 
 def test_a_refused_copy_fails_the_batch_and_leaves_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is raised where it happened, and taken out of the runtime, where torch would find it later."""
+    """The error is raised at the call, and cleared in the runtime, where torch would find it later."""
     asked: list[int] = []
     refusing = library(cudaMemcpy2DAsync=lambda *_: 11, cudaGetLastError=lambda: asked.append(11) or 11)
     monkeypatch.setattr("kvstore.transfer.cuda.loaded_cudart", lambda: refusing)
@@ -54,6 +54,6 @@ def test_a_refused_copy_fails_the_batch_and_leaves_no_error(monkeypatch: pytest.
 
 
 def test_without_cuda_there_is_no_runtime() -> None:
-    """A process that has loaded no CUDA runtime gets none from elsewhere."""
+    """A process that has not loaded a CUDA runtime gets none from elsewhere."""
     if torch.version.cuda is None:
         assert loaded_cudart() is None

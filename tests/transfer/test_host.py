@@ -1,4 +1,4 @@
-"""Copies in host memory: the same bytes as copying one by one, asynchronously, each batch reported once."""
+"""Copies in host memory: the same bytes as one-by-one copies, asynchronous, each batch reported once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAIN = KVLayout((GroupLayout((attention_layer("l", kv_heads=2, key_bytes=8, blo
 
 
 class Gate:
-    """Stands in for the system call and lets copies through only when it is opened."""
+    """Replaces the system call, and blocks copies until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
@@ -74,7 +74,7 @@ def test_bytes_are_those_of_copying_one_by_one(
     seed: int,
     data: st.DataObject,
 ) -> None:
-    """Any layout, rank, padding and choice of blocks: what is copied and what is left alone, by both ways to copy."""
+    """The same bytes are copied and left alone as one by one, for any layout, rank, padding and blocks, both ways."""
     monkeypatch.setattr(host, "VECTORED_BYTES_MIN", fragment_bytes_min)
     rng = np.random.default_rng(seed)
     plan = layout.plan(tp_size, data.draw(st.integers(0, tp_size - 1), label="rank"))
@@ -97,10 +97,10 @@ def test_bytes_are_those_of_copying_one_by_one(
 @pytest.mark.parametrize("order", ["nhd", "hnd"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_tensors_of_torch(order: str, dtype: torch.dtype) -> None:
-    """A bfloat16 tensor whose heads lie before its tokens, or behind them, is copied as its bytes are in memory."""
+    """A bfloat16 tensor with heads before or after its tokens is copied in its memory order."""
     blocks, tokens, heads, size = 6, 4, 2, 8
     memory = torch.randn(blocks, *((tokens, heads) if order == "nhd" else (heads, tokens)), 2 * size).to(dtype)
-    # As engines show it: tokens before heads, whatever the memory is.
+    # As engines show it: tokens before heads, in any memory order.
     shown = memory if order == "nhd" else memory.transpose(1, 2)
     before = shown.clone()
     item = dtype.itemsize
@@ -121,7 +121,7 @@ def test_tensors_of_torch(order: str, dtype: torch.dtype) -> None:
 
 
 def test_batches_have_effect_in_order(region: Region) -> None:
-    """Batches submitted at once end as if each had waited for the one before, and are reported once, in order."""
+    """Batches submitted at once have the effect of sequential ones, and are reported once, in order."""
     plan = PLAIN.plan(2, 1)
     rng = np.random.default_rng(3)
     cache, rows = make_cache(plan, 8, rng), region.rows()
@@ -143,7 +143,7 @@ def test_batches_have_effect_in_order(region: Region) -> None:
 
 
 def test_submit_does_not_wait(monkeypatch: pytest.MonkeyPatch, region: Region) -> None:
-    """While a batch is being copied nothing is reported, wait gives up in time, and more can be submitted."""
+    """During a copy nothing is reported, wait returns at its timeout, and more batches can be submitted."""
     gate = Gate(monkeypatch)
     plan = PLAIN.plan(1, 0)
     transfer = HostTransfer(plan, make_cache(plan, 8, np.random.default_rng(4)), region)
@@ -161,7 +161,7 @@ def test_submit_does_not_wait(monkeypatch: pytest.MonkeyPatch, region: Region) -
 
 
 def test_close_fails_what_has_not_begun_and_lets_go(monkeypatch: pytest.MonkeyPatch, region: Region) -> None:
-    """Close waits for the call under way, reports every batch, touches nothing afterwards and gives the memory back."""
+    """Close waits for the running call, reports every batch, then touches no memory and releases it."""
     gate = Gate(monkeypatch)
     plan = PLAIN.plan(1, 0)
     transfer = HostTransfer(plan, make_cache(plan, 8, np.random.default_rng(5)), region)
@@ -186,7 +186,7 @@ def test_close_fails_what_has_not_begun_and_lets_go(monkeypatch: pytest.MonkeyPa
 def test_a_failed_copy_is_reported_and_the_next_one_works(
     monkeypatch: pytest.MonkeyPatch, region: Region, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An error of the system becomes a failed result, once; the thread goes on."""
+    """A system error becomes one failed result; the thread continues."""
     real, fail = host.copy_pieces, [True, False]
 
     def copy(*arguments: Any) -> bool:
@@ -212,7 +212,7 @@ def test_a_failed_copy_is_reported_and_the_next_one_works(
 
 @pytest.mark.parametrize("vectored", [True, False])
 def test_calls_do_not_grow_with_blocks(vectored: bool) -> None:
-    """Eight times the blocks take as many calls of Python and C functions."""
+    """Eight times the blocks need as many calls of Python and C functions."""
     layers = tuple(attention_layer(f"l{i}", kv_heads=2, key_bytes=1024, block_tokens=8) for i in range(4))
     plan = KVLayout((GroupLayout(layers, 8),)).plan(1, 0)
 
@@ -223,7 +223,7 @@ def test_calls_do_not_grow_with_blocks(vectored: bool) -> None:
             counted[event] += 1
 
         copies = [BlockCopies.of(range(count), range(count))]
-        gc.disable()  # Whoever listens to it is called, too.
+        gc.disable()  # Its callbacks would be counted, too.
         sys.setprofile(profile)
         try:
             transfer.submit(copies, STORE)
@@ -243,7 +243,7 @@ def test_calls_do_not_grow_with_blocks(vectored: bool) -> None:
 
 
 def test_ranks_that_hold_the_same_bytes_take_turns() -> None:
-    """Of eight ranks with one latent vector each stores one eighth of the slots, and together all."""
+    """Each of eight ranks with one latent vector stores an eighth of the slots; together they store all."""
     layout = KVLayout((GroupLayout((latent_layer("l", token_bytes=16, block_tokens=4),), 4),))
     pages = random_bytes(np.random.default_rng(8), 16, 64)
     with Region.create(16, layout.slot_bytes()) as region:
@@ -272,7 +272,7 @@ def test_ranks_that_hold_the_same_bytes_take_turns() -> None:
 def test_wrong_numbers_are_refused_before_anything_is_copied(
     region: Region, copies: BlockCopies, kind: JobKind, match: str
 ) -> None:
-    """Numbers out of range (numpy would take -1 for the last row) and targets named twice are errors of the caller."""
+    """Numbers out of range (numpy would take -1 as the last row) and duplicate targets are caller errors."""
     plan = PLAIN.plan(1, 0)
     cache = make_cache(plan, 8, np.random.default_rng(9))
     before, rows = cache["l"].copy(), region.rows().copy()
@@ -289,7 +289,7 @@ def test_wrong_numbers_are_refused_before_anything_is_copied(
 
 
 def test_one_block_may_be_stored_twice_and_one_slot_loaded_twice(region: Region) -> None:
-    """Sources may repeat: only targets must not."""
+    """Sources may repeat; targets must not."""
     plan = PLAIN.plan(1, 0)
     cache = make_cache(plan, 8, np.random.default_rng(10))
     transfer = HostTransfer(plan, cache, region)
@@ -302,7 +302,7 @@ def test_one_block_may_be_stored_twice_and_one_slot_loaded_twice(region: Region)
 
 
 def test_consecutive_blocks_fill_slots_from_a_place_on() -> None:
-    """Blocks 5 to 9 of a request, four a slot: the first begins at place 1 of its slot."""
+    """Blocks 5 to 9 of a request, four per slot: the first is at place 1 of its slot."""
     copies = BlockCopies.consecutive([10, 11, 12, 13, 14], [7, 3], blocks_per_slot=4, first=5)
     assert copies.slots.tolist() == [7, 7, 7, 3, 3]
     assert copies.places.tolist() == [1, 2, 3, 0, 1]
@@ -312,7 +312,7 @@ def test_consecutive_blocks_fill_slots_from_a_place_on() -> None:
 
 
 def test_caches_that_do_not_fit_are_refused(region: Region) -> None:
-    """Missing, short, scattered or read-only arrays and short slots are errors at start."""
+    """Missing, short, scattered or read-only arrays and short slots are errors at startup."""
     plan = PLAIN.plan(1, 0)
     read_only = np.zeros((8, 128), np.uint8)
     read_only.flags.writeable = False
@@ -332,7 +332,7 @@ def test_caches_that_do_not_fit_are_refused(region: Region) -> None:
 
 @pytest.mark.parametrize("threaded", [True, False])
 def test_only_a_thread_uses_the_system_call(monkeypatch: pytest.MonkeyPatch, region: Region, threaded: bool) -> None:
-    """A thread leaves the GIL to others; within the call of submit there is nobody to leave it to."""
+    """A thread releases the GIL for others; in submit's own call no other thread needs it."""
     gate = Gate(monkeypatch)
     gate.opened.set()
     plan = PLAIN.plan(1, 0)
@@ -346,7 +346,7 @@ def test_only_a_thread_uses_the_system_call(monkeypatch: pytest.MonkeyPatch, reg
 def test_without_the_system_call_numpy_does_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, region: Region
 ) -> None:
-    """Where a sandbox forbids the call, one warning says so and the copies are made all the same."""
+    """If a sandbox forbids the call, one warning is logged and numpy makes the copies."""
     monkeypatch.setattr(host, "is_available", lambda: False)
     monkeypatch.setattr(host, "copy_pieces", None)
     monkeypatch.setattr(host, "VECTORED_BYTES_MIN", 1)

@@ -1,6 +1,6 @@
-"""The canonical layout is vLLM's own: what vLLM derives from tensors are the runs that ``kvstore.primary`` computes.
+"""The canonical layout is vLLM's own: vLLM derives the same runs from tensors as ``kvstore.primary`` computes.
 
-So a slot means the same whether vLLM's worker filled it or ours.
+A slot is thus the same whether vLLM's worker or ours filled it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPE = torch.float16
 
 
 def merged(fragments: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Local offset, canonical offset and length of copies, neighbours made one."""
+    """Return local offset, canonical offset and length of copies, with neighbours merged."""
     found: list[tuple[int, int, int]] = []
     for local, canonical, length in sorted(fragments):
         if found and found[-1][0] + found[-1][2] == local and found[-1][1] + found[-1][2] == canonical:
@@ -31,7 +31,7 @@ def merged(fragments: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, in
 
 
 def agree(plan: LayerPlan, spec: object, cache: torch.Tensor, tp_size: int, rank: int, heads: int) -> bool:
-    """Whether vLLM's mapping of a rank's page is our plan."""
+    """Return whether vLLM's mapping of a rank's page equals our plan."""
     context = canonical_mapping._RankContext(
         tp_size=tp_size, dcp_size=1, pcp_size=1, interleave=1, total_kv_heads=heads, rank=rank
     )
@@ -57,7 +57,7 @@ def test_attention(order: str, split: bool, kind: str) -> None:
         more = {"sliding_window": 40} if kind == "window" else {}
         make = SlidingWindowSpec if kind == "window" else FullAttentionSpec
         spec = make(block_size=TOKENS, num_kv_heads=mine, head_size=HEAD_SIZE, dtype=DTYPE, **more)
-        # Shapes are those that vLLM's backends show; the order of axes in memory is what differs.
+        # Shapes are those of vLLM's backends; only the order of axes in memory differs.
         if split and order == "nhd":
             cache = torch.zeros(BLOCKS, 2, TOKENS, mine, HEAD_SIZE, dtype=DTYPE)
         elif split:
@@ -79,7 +79,7 @@ def test_attention(order: str, split: bool, kind: str) -> None:
 
 
 def test_latent_attention() -> None:
-    """One copy, and all ranks take turns."""
+    """Latent attention has one copy, and all ranks take turns."""
     spec = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=576, dtype=DTYPE)
     layer = latent_layer("l", token_bytes=576 * DTYPE.itemsize, block_tokens=TOKENS)
     cache = torch.zeros(BLOCKS, TOKENS, 576, dtype=DTYPE)

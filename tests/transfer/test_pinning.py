@@ -1,4 +1,4 @@
-"""Pinning: all of a region or nothing, in pieces that end with a slot."""
+"""Pinning: all of a region or nothing, in pieces that end at a slot boundary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.transfer.pinning import PinnedRegion
 
 @dataclass
 class FakeRuntime:
-    """Keeps the ranges that are registered; refuses from the ``fail_at``-th on."""
+    """Records registered ranges; refuses from the ``fail_at``-th on."""
 
     fail_at: int = 1000
     calls: int = 0
@@ -25,7 +25,7 @@ class FakeRuntime:
     unregister_code: int = 0
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> int:
-        """Register, unless a range overlaps a page of another, as CUDA refuses."""
+        """Register, unless the range shares a page with another, which CUDA refuses."""
         self.calls += 1
         self.devices.append(self.active)
         assert flags == 1
@@ -39,14 +39,14 @@ class FakeRuntime:
         return 0
 
     def cudaHostUnregister(self, address: int, /) -> int:
-        """Forget a range, which must be known."""
+        """Remove a range, which must exist."""
         del self.ranges[address]
         self.devices.append(self.active)
         self.last_error = self.unregister_code
         return self.unregister_code
 
     def cudaGetLastError(self) -> int:
-        """Forget the error."""
+        """Clear the error."""
         code, self.last_error = self.last_error, 0
         return code
 
@@ -60,7 +60,7 @@ class FakeRuntime:
 
 @pytest.mark.parametrize("piece_pages", [1, 3, 4, 100])
 def test_pieces_end_with_a_slot(piece_pages: int) -> None:
-    """The pieces cover the region exactly, none is cut within a slot, and close gives all of them back."""
+    """The pieces cover the region exactly, each ends at a slot boundary, and close releases all of them."""
     with Region.create(7, 2 * PAGE_BYTES) as region:
         runtime = FakeRuntime()
         pinned = PinnedRegion(region, runtime=runtime, piece_bytes_max=piece_pages * PAGE_BYTES)
@@ -79,7 +79,7 @@ def test_pieces_end_with_a_slot(piece_pages: int) -> None:
 
 
 def test_slots_that_share_pages_are_pinned_together() -> None:
-    """Slots of half a page in memory of somebody else: a piece ends where both a slot and a page end."""
+    """Slots of half a page in foreign memory: a piece ends at a common boundary of slots and pages."""
     with Region.create(4, PAGE_BYTES) as memory, Region.wrap(memory.view(), PAGE_BYTES // 2) as region:
         runtime = FakeRuntime()
         pinned = PinnedRegion(region, runtime=runtime, piece_bytes_max=1)
@@ -89,7 +89,7 @@ def test_slots_that_share_pages_are_pinned_together() -> None:
 
 @pytest.mark.parametrize("fail_at", [1, 3])
 def test_a_refusal_undoes_what_was_done(fail_at: int, caplog: pytest.LogCaptureFixture) -> None:
-    """When a piece is refused nothing stays pinned, and one warning gives the code and what to look at."""
+    """If a piece is refused nothing stays pinned, and one warning gives the code and advice."""
     with Region.create(4, PAGE_BYTES) as region:
         runtime = FakeRuntime(fail_at=fail_at)
         pinned = PinnedRegion(region, runtime=runtime, piece_bytes_max=PAGE_BYTES)
@@ -103,7 +103,7 @@ def test_a_refusal_undoes_what_was_done(fail_at: int, caplog: pytest.LogCaptureF
 
 
 def test_registration_is_that_of_the_tensors_device() -> None:
-    """Pinning and unpinning happen while the device that copies is the current one."""
+    """Pinning and unpinning happen while the copying device is current."""
     with Region.create(4, PAGE_BYTES) as region:
         runtime = FakeRuntime()
         pinned = PinnedRegion(region, runtime=runtime, activate=runtime.activate, piece_bytes_max=PAGE_BYTES)
@@ -113,7 +113,7 @@ def test_registration_is_that_of_the_tensors_device() -> None:
 
 
 def test_memory_off_the_page_is_not_pinned() -> None:
-    """Memory that doesn't begin at a page is left alone: its pages belong to others too."""
+    """Memory that doesn't begin at a page boundary is not pinned, because its pages are shared."""
     with Region.create(2, PAGE_BYTES) as memory, Region.wrap(memory.view()[8 : 8 + PAGE_BYTES], 64) as region:
         runtime = FakeRuntime()
         pinned = PinnedRegion(region, runtime=runtime)
@@ -123,7 +123,7 @@ def test_memory_off_the_page_is_not_pinned() -> None:
 
 
 def test_a_failure_to_unpin_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    """Close goes on when CUDA refuses to unregister, with a warning."""
+    """If CUDA refuses to unregister, close continues with a warning."""
     with Region.create(2, PAGE_BYTES) as region:
         runtime = FakeRuntime(unregister_code=4)
         pinned = PinnedRegion(region, runtime=runtime)

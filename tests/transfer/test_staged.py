@@ -1,4 +1,4 @@
-"""The copies through a staging buffer and the order of streams, on the CPU: all of ``cuda`` but the GPU."""
+"""Copies through a staging buffer and the order of streams, on the CPU: all of ``cuda`` except the GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plain(region: Region, streams: FakeStreams) -> CudaTransfer:
 def test_bytes_are_those_of_copying_one_by_one(
     layout: KVLayout, tp_size: int, depth: int, seed: int, data: st.DataObject
 ) -> None:
-    """Any layout, rank, padding, choice of blocks and length of staging: what is copied and what is left alone."""
+    """The same bytes are copied and left alone as one by one, for any layout, rank, padding, blocks and staging."""
     rng = np.random.default_rng(seed)
     plan = layout.plan(tp_size, data.draw(st.integers(0, tp_size - 1), label="rank"))
     cache = make_cache(plan, 7, rng, padding=(0, 1, 24))
@@ -75,7 +75,7 @@ def test_bytes_are_those_of_copying_one_by_one(
 
 @pytest.mark.parametrize("order", ["nhd", "hnd"])
 def test_tensors_in_the_order_that_engines_show_them(region: Region, order: str) -> None:
-    """A bfloat16 tensor shown with tokens before heads is copied as its bytes are in memory, in either order."""
+    """A bfloat16 tensor shown with tokens before heads is copied in its memory order, in both orders."""
     memory = torch.randn(8, *((4, 2) if order == "nhd" else (2, 4)), 16).to(torch.bfloat16)
     shown = memory if order == "nhd" else memory.transpose(1, 2)
     before = shown.clone()
@@ -93,7 +93,7 @@ def test_tensors_in_the_order_that_engines_show_them(region: Region, order: str)
 
 
 def test_copies_wait_for_the_engines_stream(region: Region) -> None:
-    """Each batch waits for the compute stream first, and its events enclose it on its own stream."""
+    """Each batch first waits for the compute stream, and its events enclose it on its own stream."""
     streams = FakeStreams()
     transfer = plain(region, streams)
     streams.log.clear()
@@ -122,7 +122,7 @@ def test_copies_wait_for_the_engines_stream(region: Region) -> None:
 def test_directions_wait_where_they_meet(
     region: Region, first: JobKind, blocks: list[int], slots: list[int], waits: bool
 ) -> None:
-    """A batch waits for an unfinished one of the other direction only if a block or a slot is in both."""
+    """A batch waits for an unfinished one of the other direction only if they share a block or a slot."""
     streams = FakeStreams(held=True)
     transfer = plain(region, streams)
     transfer.submit([BlockCopies.of([0], [0])], first)
@@ -139,7 +139,7 @@ def test_directions_wait_where_they_meet(
 
 
 def test_nothing_is_reported_before_its_event(region: Region) -> None:
-    """While the device works there are no results and wait gives up in time; then each batch is reported once."""
+    """While the device works there are no results, and wait times out; then each batch is reported once."""
     streams = FakeStreams(held=True)
     transfer = plain(region, streams)
     handles = [transfer.submit([BlockCopies.of([i], [i])], STORE) for i in range(3)]
@@ -157,7 +157,7 @@ def test_nothing_is_reported_before_its_event(region: Region) -> None:
 
 
 def test_an_error_of_the_device_fails_what_is_under_way(region: Region) -> None:
-    """After an error of the device no batch under way counts as copied."""
+    """After a device error no running batch counts as copied."""
     streams = FakeStreams()
     transfer = plain(region, streams)
     transfer.submit([BlockCopies.of([0], [0])], STORE)
@@ -172,7 +172,7 @@ def test_an_error_of_the_device_fails_what_is_under_way(region: Region) -> None:
 def test_a_failed_launch_is_reported_when_the_stream_has_ended(
     region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Out of memory half-way: the batch fails, but not before what was launched of it is done."""
+    """After running out of memory halfway the batch fails, but only once its launched copies have ended."""
     streams = FakeStreams(held=True)
     transfer = plain(region, streams)
 
@@ -193,7 +193,7 @@ def test_a_failed_launch_is_reported_when_the_stream_has_ended(
 def test_a_device_that_hangs_keeps_the_memory(
     region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Close gives up at its deadline, reports the batches as failed and leaves the region to the device."""
+    """Close stops waiting at its deadline, reports the batches as failed and leaves the region to the device."""
     monkeypatch.setattr(cuda, "_CLOSE_TIMEOUT_S", 0.01)
     streams = FakeStreams(held=True)
     transfer = plain(region, streams)
@@ -208,31 +208,30 @@ def test_a_device_that_hangs_keeps_the_memory(
 @pytest.mark.parametrize("kind", [STORE, LOAD])
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_a_slot_is_one_copy_of_the_ranks_own_bytes(order: str, kind: JobKind, tp_size: int) -> None:
-    """Eighty layers: whatever the share of a rank, one launch moves it, and nothing of other ranks crosses the bus."""
+    """Eighty layers: one launch moves any rank's share, and no bytes of other ranks cross the bus."""
     layers = tuple(attention_layer(f"l{i}", kv_heads=8, key_bytes=256, block_tokens=16, order=order) for i in range(80))
     plan = KVLayout((GroupLayout(layers, 16),)).plan(tp_size, tp_size - 1)
     batch = check_batch(plan, [4], 4, [BlockCopies.of(range(4), range(4))], kind)
     (part,) = StagingPlan(plan, 8).parts(batch.groups[0], 4)
     assert [len(copies) for copies in part.copies] == [1] * 4
-    assert sum(one.length * one.count * 8 for copies in part.copies for one in copies) == batch.size_bytes
-    assert sum(end - begin for pieces in part.pieces for begin, end in pieces) * 8 == batch.size_bytes
+    assert sum(one.count * one.length for copies in part.copies for one in copies) * 8 == batch.size_bytes
 
 
 def test_a_load_takes_what_lies_between_where_that_is_cheaper() -> None:
-    """Where each piece must be launched by itself, loads move the whole slot, and stores still only their own."""
+    """If each piece needs its own launch, loads move the whole slot, and stores still only their own pieces."""
     layers = tuple(attention_layer(f"l{i}", kv_heads=8, key_bytes=256, block_tokens=16, order="nhd") for i in range(80))
     plan = KVLayout((GroupLayout(layers, 16),)).plan(2, 0)
 
     def pieces(kind: JobKind) -> int:
         (group,) = check_batch(plan, [1], 1, [BlockCopies.of([0], [0])], kind).groups
         (part,) = StagingPlan(plan, 8, strided=False).parts(group, 1)
-        return len(part.pieces[0])
+        return sum(one.count for one in part.copies[0])
 
     assert (pieces(STORE), pieces(LOAD)) == (1280, 1)
 
 
 def test_pieces_of_a_slot_filled_in_part() -> None:
-    """Ten layers, four blocks a slot of which one slot has three: a full slot is one copy, the other one a layer."""
+    """Ten layers, four blocks per slot, three in the last slot: one copy for a full slot, one per layer otherwise."""
     layers = tuple(attention_layer(f"l{i}", kv_heads=2, key_bytes=8, block_tokens=4) for i in range(10))
     layout = KVLayout((GroupLayout(layers, 4),), blocks_per_slot=4)
     copies = BlockCopies.consecutive(range(7), [5, 2], blocks_per_slot=4)
@@ -242,14 +241,14 @@ def test_pieces_of_a_slot_filled_in_part() -> None:
         (group,) = check_batch(plan, [8], 8, [copies], STORE).groups
         (part,) = StagingPlan(plan, 8).parts(group, 8)
         assert part.slots == [2, 5]
-        return [(len(one), len(strided)) for one, strided in zip(part.pieces, part.copies, strict=True)]
+        return [(sum(one.count for one in copies), len(copies)) for copies in part.copies]
 
     assert counts(1) == [(10, 1), (1, 1)]
     assert counts(2) == [(30, 10), (40, 1)]
 
 
 def test_a_batch_of_a_rank_is_one_launch_a_slot(region: Region) -> None:
-    """The transfer launches the strided copies as such; piece by piece is for runtimes without them."""
+    """The transfer launches strided copies as such; piecewise copies are for runtimes without them."""
     streams = FakeStreams()
     cache = torch.zeros(8, 128, dtype=torch.uint8)
     layers = tuple(attention_layer(n, kv_heads=2, key_bytes=8, block_tokens=4) for n in "abcd")
@@ -262,7 +261,7 @@ def test_a_batch_of_a_rank_is_one_launch_a_slot(region: Region) -> None:
 
 
 def test_words_divide_everything() -> None:
-    """The word is the longest that no offset, length or address breaks."""
+    """The word is the longest that divides every offset, length and address."""
     layout = KVLayout((GroupLayout((attention_layer("l", kv_heads=2, key_bytes=6, block_tokens=2),), 2),))
     assert word_bytes_of(layout.plan(1, 0), [4096]) == 8
     assert word_bytes_of(layout.plan(2, 1), [4096]) == 8
@@ -271,7 +270,7 @@ def test_words_divide_everything() -> None:
 
 
 def test_caches_that_do_not_fit_are_refused(region: Region) -> None:
-    """Missing, short or scattered tensors and tensors on two devices are errors at start."""
+    """Missing, short or scattered tensors and tensors on two devices are errors at startup."""
     plan = KVLayout(
         (GroupLayout(tuple(attention_layer(n, kv_heads=2, key_bytes=8, block_tokens=4) for n in "ab"), 4),)
     ).plan(1, 0)
@@ -290,7 +289,7 @@ def test_caches_that_do_not_fit_are_refused(region: Region) -> None:
 
 
 def test_without_a_device_the_region_is_not_pinned(region: Region, caplog: pytest.LogCaptureFixture) -> None:
-    """Wanted or not: copies are made all the same, and one warning says why it is not pinned."""
+    """Requested or not: copies are still made, and one warning gives the reason."""
     plan = PLAIN.plan(1, 0)
     with caplog.at_level(logging.WARNING):
         transfer = CudaTransfer(plan, {"l": torch.ones(8, 128, dtype=torch.uint8)}, region, streams=FakeStreams())

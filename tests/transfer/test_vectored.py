@@ -12,7 +12,7 @@ from kvstore.transfer.vectored import PIECES_MAX, copy_pieces, is_available
 
 
 def pieces(base: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Pieces of an array's memory."""
+    """Return pieces of an array's memory."""
     return np.stack([base.ctypes.data + offsets, lengths], axis=1).astype(np.uint64)
 
 
@@ -35,7 +35,7 @@ def test_pieces_of_all_lengths(count: int) -> None:
 
 
 def test_calls_are_cut_below_the_kernels_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces that are too long together go in several calls."""
+    """Pieces that exceed the limit together are copied in several calls."""
     monkeypatch.setattr(vectored, "_CALL_BYTES_MAX", 100)
     source, target = np.arange(250, dtype=np.uint8), np.zeros(250, np.uint8)
     offsets, lengths = np.arange(5) * 50, np.full(5, 50)
@@ -46,7 +46,7 @@ def test_calls_are_cut_below_the_kernels_limit(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_it_stops_when_told() -> None:
-    """Nothing is copied after the question was answered no."""
+    """After the callback has returned false, nothing is copied."""
     source, target = np.ones(8, np.uint8), np.zeros(8, np.uint8)
     one = np.array([8])
     assert not copy_pieces(pieces(target, one * 0, one), pieces(source, one * 0, one), lambda: False)
@@ -54,7 +54,7 @@ def test_it_stops_when_told() -> None:
 
 
 def test_memory_that_is_not_there_is_an_error() -> None:
-    """An address that is not mapped is an OSError, no crash, and so is a copy that was cut short by one."""
+    """An unmapped address is an OSError, not a crash, and so is a copy cut short by one."""
     target = np.zeros(16, np.uint8)
     good, bad = pieces(target, np.array([0]), np.array([8])), np.array([[4096, 8]], np.uint64)
     with pytest.raises(OSError, match="moved -1 of 8"):
@@ -65,7 +65,7 @@ def test_memory_that_is_not_there_is_an_error() -> None:
 
 
 def test_availability_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is available where these tests run, and not where the C library lacks it or the kernel refuses."""
+    """The call is available where these tests run, but not if the C library lacks it or the kernel refuses it."""
     assert is_available()
     monkeypatch.setattr(vectored, "_CALL", lambda *_: -1)
     assert not is_available()

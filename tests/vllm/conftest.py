@@ -1,4 +1,4 @@
-"""Engines of these tests: started once for many tests of a module, as each takes some ten seconds."""
+"""Engines of these tests: started once for many tests of a module, because each start takes about ten seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start engines; all are gone at the end of the module, and so is what they had in /dev/shm."""
+    """Start engines; at the end of the module all have ended and their files in /dev/shm are gone."""
     engines: list[Engine] = []
     logs = tmp_path_factory.mktemp("logs")
 
@@ -37,7 +37,7 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
 
 @pytest.fixture
 def no_rank_files() -> Iterator[None]:
-    """Remove what vLLM itself leaves in /dev/shm when an engine of several ranks ends; none of it is ours."""
+    """Remove vLLM's own files that remain in /dev/shm after engines of several ranks; none of them is ours."""
     found = set(_rank_files())
     yield
     for path in set(_rank_files()) - found:

@@ -1,4 +1,4 @@
-"""A real vLLM in a process of its own, told what to do by JSON lines over a socket; see engines.py.
+"""A real vLLM in its own process, controlled by JSON lines over a socket; see engines.py.
 
 python engine_child.py FD '{"model": …, "offloading": …}'
 """
@@ -12,12 +12,12 @@ import time
 from typing import Any
 
 STEP_S = 0.04
-"""A scheduler step while steps are counted takes at least this, as it does on a GPU: I/O of a few blocks is over in
-one step then, and the number of steps says how often the scheduler had to come back."""
+"""Minimum duration of a scheduler step while steps are counted, as on a GPU: I/O of a few blocks then ends within
+one step, so the number of steps shows how often the scheduler had to retry."""
 
 
 class Engine:
-    """The engine and what can be asked of it."""
+    """The engine and the calls that tests make."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
@@ -47,7 +47,7 @@ class Engine:
         named: dict[str, Any] | None = None,
         salt: str | None = None,
     ) -> list[dict[str, Any]]:
-        """Answer prompts, all at once, with an offload policy of their own, other transfer parameters, a cache salt."""
+        """Answer prompts in one batch, with an offload policy, other transfer parameters and a cache salt."""
         from vllm import SamplingParams
 
         params = {**({"kvstore": policy} if policy is not None else {}), **(named or {})}
@@ -71,13 +71,13 @@ class Engine:
             engine.step()
 
     def certain(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        """Answer prompts, each up to its first near tie, where other batches may give other tokens."""
+        """Answer prompts, each up to its first near tie, after which the batch may change the tokens."""
         from tests.vllm.walk.answers import certain_answers
 
         return certain_answers(self.llm, prompts, tokens)
 
     def steps(self, prompt: list[int]) -> dict[str, Any]:
-        """Answer a prompt with one token, and count the steps of the scheduler that it took."""
+        """Answer a prompt with one token, and count the scheduler's steps."""
         scheduler = self._core().scheduler
         schedule, count = scheduler.schedule, 0
 
@@ -95,20 +95,20 @@ class Engine:
         return {**answer, "steps": count}
 
     def settle(self) -> None:
-        """Step until all stores are done; only where the engine runs in this process."""
+        """Step until all stores have ended; only if the engine runs in this process."""
         core, deadline = self._core(), time.monotonic() + 90
         while core.scheduler.has_requests():
             assert time.monotonic() < deadline, "stores did not end"
             self.llm.llm_engine.step()
 
     def repeat_events(self) -> None:
-        """State all blocks once more, as kvstore does every five minutes."""
+        """Report all blocks again, as kvstore does every five minutes."""
         core = self._core()
         core.scheduler.connector.connector_scheduler.manager.manager.repeat_events()
         self.settle()
 
     def reset(self) -> None:
-        """Empty vLLM's own caches, in device and host memory; what the tiers do is up to their option ``reset``."""
+        """Empty vLLM's own caches, in device and host memory; the tiers follow their option ``reset``."""
         assert self.llm.reset_prefix_cache(reset_connector=True)
 
     def change_weights(self) -> None:
@@ -145,11 +145,11 @@ class Engine:
         return generate_latest().decode()
 
     def groups(self) -> int:
-        """Return the number of groups of layers that have blocks of their own."""
+        """Return the number of layer groups with separate blocks."""
         return len(self._core().scheduler.kv_cache_config.kv_cache_groups)
 
     def tier_errors(self) -> int:
-        """Return the number of errors that the tiers, or kvstore's own manager, caught at their edge."""
+        """Return the number of errors caught by the tiers or by kvstore's own manager at their interface."""
         manager = self._core().scheduler.connector.connector_scheduler.manager
         return sum(edge.errors.count for edge in getattr(manager, "secondary_tiers", [manager]))
 
@@ -160,19 +160,19 @@ class Engine:
         return asdict(self._core().scheduler.connector.connector_scheduler.manager.manager.stats())
 
     def backend_counters(self) -> dict[str, int]:
-        """Return what the backend of the first tier under kvstore's manager has counted."""
+        """Return the counters of the backend of the first tier under kvstore's manager."""
         manager = self._core().scheduler.connector.connector_scheduler.manager
         return dict(next(iter(manager._tiers)).stats().backend_counters)
 
     def epochs(self) -> list[str]:
-        """Wait until every tier of kvstore is in an epoch and knows its blocks; return the names."""
+        """Wait until every tier of kvstore is in an epoch and has recovered; return the epochs' names."""
         manager = self._core().scheduler.connector.connector_scheduler.manager
         tiers = [tier._tier for tier in getattr(manager, "secondary_tiers", [])] or list(manager._tiers)
         assert all(tier.wait_recovered(90) for tier in tiers), "an epoch did not begin"
         return [tier.stats().epoch for tier in tiers]
 
     def waiting_requests(self, prompts: list[list[int]]) -> list[int]:
-        """Answer prompts; return how many requests kvstore's manager saw waiting, before and after each step."""
+        """Answer prompts; return the number of waiting requests in kvstore's manager, before and after each step."""
         from vllm import SamplingParams
 
         engine, sampling = self.llm.llm_engine, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
@@ -186,12 +186,12 @@ class Engine:
         return counts
 
     def let_prefetch_wait_no_longer(self) -> None:
-        """Let two hours go by for the prefetch of kvstore's manager."""
+        """Advance the clock of kvstore's prefetch by two hours."""
         manager = self._core().scheduler.connector.connector_scheduler.manager.manager
         manager._prefetch._clock = lambda: time.monotonic() + 7200
 
     def known_blocks(self, least: int = 0) -> list[int]:
-        """Wait until every tier of kvstore's manager knows so many blocks; return how many each knows."""
+        """Wait until every tier of kvstore's manager lists at least this many blocks; return the numbers."""
         tiers, deadline = (
             list(self._core().scheduler.connector.connector_scheduler.manager._tiers),
             time.monotonic() + 90,
@@ -206,7 +206,7 @@ class Engine:
 
 
 def _load_always(offloading: dict[str, Any]) -> None:
-    """Turn the gate off unless a test sets it: the tests count loaded blocks, and the tiny models compute fast."""
+    """Turn the gate off unless a test sets it, because the tests count loaded blocks, and tiny models compute fast."""
     if offloading.get("spec_name") == "KVStoreOffloadingSpec" and offloading.get("manager") != "vllm":
         offloading["tiering"] = {"gate": False, **offloading.get("tiering", {})}
 

@@ -1,4 +1,4 @@
-"""Real vLLM engines for tests: started in sessions of their own, asked over a socket, killed by SIGKILL."""
+"""Real vLLM engines for tests: started in separate sessions, called over a socket, killed by SIGKILL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHILD = Path(__file__).with_name("engine_child.py")
 
 
 class EngineError(Exception):
-    """The engine did not start or did not answer; the text is its log."""
+    """The engine did not start or answer; the text is its log."""
 
 
 class Engine:
@@ -31,15 +31,15 @@ class Engine:
 
     Args:
         model: Directory of the model.
-        log: File for what it prints.
+        log: File for the engine's output.
         offloading: ``kv_connector_extra_config``, or None.
-        in_process: Whether scheduler and model run in one process with the caller of ``LLM`` (vLLM's mode for tests)
-            or in processes of their own (vLLM's default).
-        events: Whether KV cache events are wanted; or ``--kv-events-config``.
-        llm: Arguments of ``LLM`` besides those that all engines have.
+        in_process: Whether scheduler and model run in the process of the caller of ``LLM`` (vLLM's mode for tests), or
+            in separate processes (vLLM's default).
+        events: Whether KV cache events are enabled; or ``--kv-events-config``.
+        llm: Additional arguments of ``LLM``.
 
     Raises:
-        EngineError: It did not start.
+        EngineError: The engine did not start.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class Engine:
         return self._answer()
 
     def ask(self, *prompts: Sequence[int]) -> list[dict[str, Any]]:
-        """Answer prompts; tokens and cached tokens of each."""
+        """Answer prompts; return the tokens and cached tokens of each."""
         answers: list[dict[str, Any]] = self.call("ask", [list(prompt) for prompt in prompts])
         return answers
 
     def kill(self) -> None:
-        """End all its processes by SIGKILL and wait until they are gone."""
+        """End all of the engine's processes by SIGKILL and wait for them."""
         kill_session(self._process)
         with contextlib.suppress(OSError):
             self._channel.close()
 
     def close(self) -> None:
-        """Let it end by itself, as ``vllm serve`` does when asked to; kill it if it does not."""
+        """Let the engine end by itself, as ``vllm serve`` does on request; kill it if it does not."""
         with contextlib.suppress(OSError):
             self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -99,11 +99,11 @@ class Engine:
 
     @property
     def shared_memory(self) -> list[str]:
-        """Files of its offload region in /dev/shm."""
+        """Files of the engine's offload region in /dev/shm."""
         return [name for name in os.listdir("/dev/shm") if self.engine_id in name]
 
     def text(self) -> str:
-        """What it has printed."""
+        """The engine's output."""
         return self.log.read_text(errors="replace")
 
     def _answer(self) -> Any:
@@ -124,18 +124,18 @@ Start = Callable[..., Engine]
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
-    """Return a random prompt of its own."""
+    """Return a random prompt, determined by the seed."""
     rng = random.Random(seed)
     return [rng.randrange(2, 512) for _ in range(tokens)]
 
 
 def full_blocks(tokens: int) -> int:
-    """Return the tokens that a cache can give: those of all full blocks."""
+    """Return the number of tokens that a cache can provide: those of all full blocks."""
     return tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def managed(directory: Path, **more: Any) -> dict[str, Any]:
-    """Return ``kv_connector_extra_config`` with kvstore's manager over a file tier that keeps its blocks at a reset."""
+    """Return ``kv_connector_extra_config`` with kvstore's manager and a file tier that keeps its blocks at a reset."""
     tier = {"type": "file", "path": str(directory), "capacity": "1GiB", "load_timeout": 60, "reset": "keep"}
     return {
         "spec_name": "KVStoreOffloadingSpec",
@@ -155,7 +155,7 @@ def _environment(in_process: bool, scratch: Path) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # By itself vLLM binds each rank to cores of its own, and refuses to start where there are too few.
+        # By default vLLM binds each rank to its own cores, and refuses to start with too few.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }

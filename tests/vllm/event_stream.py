@@ -1,4 +1,4 @@
-"""Consumers of the events that real engines publish: a plain set per owner, and Dynamo's index of prefixes."""
+"""Consumers of the events of real engines: a plain set per owner, and Dynamo's prefix index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import zmq
 
-# Before the import: it logs each event that it refuses.
+# Set before the import, because Dynamo logs each event that it refuses.
 os.environ.setdefault("DYN_LOG", "error")
 from dynamo._core import RadixTree, compute_block_hash_for_seq
 
@@ -22,12 +22,12 @@ _ANSWER_MS = 20_000
 
 
 class Router:
-    """What consumers know of one engine.
+    """A consumer's view of one engine.
 
     Attributes:
         blocks: Hashes by owner; blocks of the engine itself are under their medium.
-        parents: The block before each block that was ever stated with its tokens.
-        stated: Blocks stated as stored, repetitions included.
+        parents: The previous block of each block that was reported with its tokens.
+        stated: Blocks reported as stored, repetitions included.
     """
 
     def __init__(self) -> None:
@@ -38,9 +38,9 @@ class Router:
         self._events = 0
 
     def apply(self, event: dict[str, Any]) -> None:
-        """Take in one event."""
+        """Apply one event."""
         if event["type"] == "AllBlocksCleared":
-            self.forget()  # As Dynamo does, also if only the device's cache was reset.
+            self.forget()  # As Dynamo does, even if only the device's cache was reset.
             return
         owner = str(event.get("ownership") or event.get("medium"))
         blocks = self.blocks.setdefault(owner, set())
@@ -51,7 +51,7 @@ class Router:
             return
         self.stated += len(hashes)
         blocks.update(hashes)
-        # As Dynamo converts vLLM's events: a block without all of its tokens is left out.
+        # As in Dynamo's conversion of vLLM's events, a block without all of its tokens is skipped.
         size, tokens, parent = event["block_size"], event["token_ids"], event["parent_block_hash"]
         if not size or len(tokens) < size * len(hashes):
             return
@@ -76,7 +76,7 @@ class Router:
         return found
 
     def reachable(self, among: set[int]) -> set[int]:
-        """Return the blocks whose ancestors are there up to the start of a prompt."""
+        """Return the blocks with all ancestors present up to the start of a prompt."""
         reached: dict[int, bool] = {}
 
         def reaches(block: int | None) -> bool:
@@ -94,7 +94,7 @@ class Router:
         return {block for block in among if reaches(block)}
 
     def match(self, owner: str, tokens: Sequence[int], block_tokens: int) -> int:
-        """Return how many blocks of a prompt Dynamo would expect at this engine."""
+        """Return the number of a prompt's blocks that Dynamo would expect at this engine."""
         if owner not in self._trees:
             return 0
         local = compute_block_hash_for_seq(list(tokens), block_tokens)
@@ -104,24 +104,24 @@ class Router:
     def _tell(self, owner: str, data: dict[str, Any]) -> None:
         tree = self._trees.setdefault(owner, RadixTree())
         self._events += 1
-        # It refuses blocks whose parent it does not know, and removals of blocks that it has refused.
+        # Dynamo refuses blocks with an unknown parent, and removals of refused blocks.
         with contextlib.suppress(RuntimeError):
             tree.apply_event(1, json.dumps({"event_id": self._events, "data": data, "dp_rank": 0}).encode())
 
 
 class Stream:
-    """A subscriber of one engine, which asks for a replay where a number is missing.
+    """A subscriber to one engine that requests a replay if a message is missing.
 
     Args:
-        folder: For its sockets.
-        loss: Share of the messages that do not arrive.
-        seed: Of the losses.
+        folder: Directory for its sockets.
+        loss: Share of the messages that are lost.
+        seed: Seed of the losses.
     """
 
     def __init__(self, folder: Path, *, loss: float = 0.0, seed: int = 0) -> None:
         self.router = Router()
         self.lost = self.replayed = self.dropped = 0
-        """Messages that did not arrive; those had by a replay; times that everything was dropped."""
+        """Lost messages; replayed messages; the number of times that all state was dropped."""
         self.endpoint, self._replay_endpoint = f"ipc://{folder}/events", f"ipc://{folder}/replay"
         self._random, self._loss, self._next = random.Random(seed), loss, 0
         self._context = zmq.Context()
@@ -131,7 +131,7 @@ class Stream:
         self._socket.subscribe(b"")
 
     def config(self, **more: Any) -> dict[str, Any]:
-        """Return ``--kv-events-config`` of the engine."""
+        """Return the engine's ``--kv-events-config``."""
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -141,7 +141,7 @@ class Stream:
         }
 
     def pump(self) -> Router:
-        """Take in what has arrived."""
+        """Process all messages that have arrived."""
         while self._socket.poll(0):
             _, number, payload = self._socket.recv_multipart()
             if self._random.random() < self._loss:
@@ -154,7 +154,7 @@ class Stream:
         return self.router
 
     def replay(self) -> None:
-        """Ask for all messages since the last one; what is no longer there costs everything known."""
+        """Request all messages since the last one; if some are no longer available, drop all state."""
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(self._replay_endpoint)

@@ -1,4 +1,4 @@
-"""vLLM's tiering manager or ours, driven as vLLM's scheduler drives it, with a pattern of bytes where a GPU writes."""
+"""vLLM's tiering manager or ours, driven as by vLLM's scheduler, with byte patterns in place of GPU data."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from kvstore.vllm.compat import chunk_ids, region_shape
 from kvstore.vllm.copies import CountingWorker, LoadFailures, counters_of
 
 _NO_BLOCKS = GPULoadStoreSpec([], group_sizes=[0], block_indices=[0])
-"""There is no device here."""
+"""There is no device."""
 
 BLOCK_BYTES = 8192
 ROWS = 64
 
 
 def offloading_config(tiers: Sequence[dict[str, Any]], *, events: bool = False, **changes: Any) -> OffloadingConfig:
-    """Return a configuration as vLLM's connector makes it, with fields replaced."""
+    """Return a configuration like that of vLLM's connector, with fields replaced."""
     fields: dict[str, Any] = {
         "groups": (_make(OffloadingGroupConfig, tokens_per_block=16, layer_names=("l0", "l1"), group_id=0),),
         "worker_kv_bytes_per_block": BLOCK_BYTES,
@@ -54,13 +54,13 @@ def offloading_config(tiers: Sequence[dict[str, Any]], *, events: bool = False, 
 
 
 def _make(cls: Any, **fields: Any) -> Any:
-    """Build a configuration of vLLM with the fields of the running version."""
+    """Build a vLLM configuration with the fields of the running version."""
     known = {field.name for field in dataclasses.fields(cls)}
     return cls(**{name: value for name, value in fields.items() if name in known})
 
 
 def parallel(**changes: Any) -> OffloadingParallelConfig:
-    """Return the parallel part of a configuration, of one worker unless changed."""
+    """Return the parallel part of a configuration, with one worker unless changed."""
     fields: dict[str, Any] = {
         "rank": 0,
         "world_size": 1,
@@ -77,22 +77,22 @@ def parallel(**changes: Any) -> OffloadingParallelConfig:
 
 
 def key_of(number: int, group: int = 0) -> bytes:
-    """Return a key as vLLM makes them: a block hash and the group."""
+    """Return a key in vLLM's format: a block hash and the group."""
     return number.to_bytes(32, "big") + group.to_bytes(4, "big")
 
 
 def pattern_of(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the bytes that the block of a key holds in these tests."""
+    """Return the content of a key's block in these tests."""
     rng = np.random.default_rng(int.from_bytes(key[24:32], "big"))
     return rng.integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
 
 
 class LateWorker(OffloadingWorker):
-    """Copies patterns into the rows of stores when it is told to, which may be long after a reset.
+    """Copies patterns into the rows of stores on demand, possibly long after a reset.
 
     Attributes:
         rows: The region.
-        seen: Bytes of the rows of each load, as they were when it was made.
+        seen: Content of the rows of each load at the time of its copy.
     """
 
     def __init__(self, rows: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
@@ -103,17 +103,17 @@ class LateWorker(OffloadingWorker):
         self.patterns: dict[int, list[bytes]] = {}
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Take a store of the blocks that ``patterns`` names."""
+        """Accept a store of the blocks listed in ``patterns``."""
         self._open[job_id] = chunk_ids(dst_spec), self.patterns.pop(job_id)
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Take a load."""
+        """Accept a load."""
         self._open[job_id] = chunk_ids(src_spec), None
         return True
 
     def wait(self, job_ids: set[int]) -> None:
-        """Make copies now."""
+        """Make the copies."""
         for job_id in sorted(job_ids & self._open.keys()):
             slots, keys = self._open.pop(job_id)
             if keys is None:
@@ -130,12 +130,12 @@ class LateWorker(OffloadingWorker):
 
 
 class Driver:
-    """A manager, of stock ``TieringOffloadingSpec`` unless another spec is given, and what drives it.
+    """A manager, of stock ``TieringOffloadingSpec`` unless another spec is given, and its driver.
 
     Args:
         tiers: ``secondary_tiers``.
         spec_class: The spec.
-        events: Whether KV cache events are wanted.
+        events: Whether KV cache events are enabled.
         changes: Other fields of the configuration.
     """
 
@@ -154,14 +154,14 @@ class Driver:
         if hasattr(self.manager, "manager"):
             region, parallel = self.spec._scheduler_mmap, self.spec.config.parallel
             counters = counters_of(region, *region_shape(self.spec), parallel.world_size)
-            self.slots -= 1  # The last row has the counters.
+            self.slots -= 1  # The last row holds the counters.
             self.worker = CountingWorker(self.late, counters, 0, stores=True, failures=LoadFailures())
         self._jobs: dict[int, tuple[Any, Sequence[bytes], bool]] = {}
         self._flushing: set[int] = set()
         self._last_job = 0
 
     def begin_store(self, keys: Sequence[bytes], context: ReqContext) -> list[int]:
-        """Let the worker take a store; return its job, if there is anything to store."""
+        """Submit a store to the worker; return its job, if there is anything to store."""
         prepared = self.manager.prepare_store(keys, context)
         assert prepared is not None
         if not prepared.keys_to_store:
@@ -172,13 +172,13 @@ class Driver:
         return [job_id]
 
     def begin_load(self, keys: Sequence[bytes], context: ReqContext) -> int:
-        """Let the worker take a load of what was a hit; return its job."""
+        """Submit a load of hits to the worker; return its job."""
         job_id = self._begin(context, keys, is_store=False)
         assert self.worker.submit_load(job_id, self.manager.prepare_load(keys, context), _NO_BLOCKS)
         return job_id
 
     def copy(self, *job_ids: int) -> None:
-        """Let the worker make copies and report them, and the scheduler take in the reports as its version does."""
+        """Let the worker make and report copies, and the scheduler process the reports as its version does."""
         self.worker.wait(set(job_ids))
         for result in self.worker.get_finished():
             if result.job_id in self._jobs:
@@ -194,12 +194,12 @@ class Driver:
         return self._last_job
 
     def _end_reset(self) -> None:
-        """Since 0.33 the scheduler says when the last copy from before a reset was reported."""
+        """Since 0.33 the scheduler reports when the last copy from before a reset has ended."""
         if not self._flushing and hasattr(OffloadingManager, "on_reset_flushed"):
             self.manager.on_reset_flushed()
 
     def request(self, **fields: Any) -> ReqContext:
-        """Begin a request."""
+        """Start a request."""
         self._requests += 1
         context = ReqContext(req_id=f"r{self._requests}", **fields)
         self.manager.on_new_request(context)
@@ -211,7 +211,7 @@ class Driver:
         self.events.extend(self.manager.take_events())
 
     def settle(self) -> None:
-        """Step until no job is under way."""
+        """Step until no job is running."""
 
         def idle() -> bool:
             self.step()
@@ -220,21 +220,21 @@ class Driver:
         eventually(idle, 60, what="all jobs reported")
 
     def store(self, keys: Sequence[bytes]) -> None:
-        """Let a request compute and offload blocks, and wait until all tiers have reported."""
+        """Compute and offload blocks in a request, and wait until all tiers have reported."""
         context = self.request()
         self.copy(*self.begin_store(keys, context))
         self.settle()
         self.manager.on_request_finished(context)
 
     def store_now(self, keys: Sequence[bytes]) -> None:
-        """Let a request compute and offload blocks, and make a step; jobs may go on."""
+        """Compute and offload blocks in a request, and run a step; jobs may continue."""
         context = self.request()
         self.copy(*self.begin_store(keys, context))
         self.step()
         self.manager.on_request_finished(context)
 
     def settle_tier(self, name: str) -> None:
-        """Step until no job of one tier of kvstore's manager is under way."""
+        """Step until one tier of kvstore's manager has no running job."""
 
         def idle() -> bool:
             self.step()
@@ -244,7 +244,7 @@ class Driver:
         eventually(idle, 60, what=f"all jobs of {name} reported")
 
     def lookup(self, keys: Sequence[bytes], context: ReqContext, steps_max: int = 100_000) -> list[LookupResult]:
-        """Look keys up step by step until each is answered HIT or MISS; the number of steps is ``self.steps``."""
+        """Look keys up step by step until each is HIT or MISS; ``self.steps`` is the number of steps."""
         self.steps = 0
         answers: list[LookupResult] = []
 
@@ -260,7 +260,7 @@ class Driver:
         return answers
 
     def load(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Let a request look keys up; return those that were found, after comparing their bytes."""
+        """Look keys up in a request; return the found ones, after comparing their bytes."""
         context = self.request()
         answers = self.lookup(keys, context)
         found = [key for key, answer in zip(keys, answers, strict=True) if answer is LookupResult.HIT]
@@ -273,7 +273,7 @@ class Driver:
         return found
 
     def forget_primary(self) -> None:
-        """Empty the primary tier, as vLLM does when the cache is reset; the secondary tiers keep theirs."""
+        """Empty the primary tier, as vLLM's cache reset does; the secondary tiers keep their blocks."""
         self.manager.reset_cache()
         self._flushing |= set(self._jobs)
         self._jobs.clear()

@@ -8,7 +8,7 @@ from pathlib import Path
 from examples.tiny_llama import LlamaShape, make_tiny_llama
 
 WINDOW_TOKENS = 80
-"""Sliding window of the hybrid model: no whole number of blocks."""
+"""Sliding window of the hybrid model: not a whole number of blocks."""
 
 
 def make_tiny_hybrid(directory: Path) -> Path:
@@ -23,12 +23,12 @@ def make_tiny_hybrid(directory: Path) -> Path:
 
 
 def make_tiny_mamba(directory: Path) -> Path:
-    """Write a tiny random model of three layers, the first and the last with the state of a Mamba."""
-    import torch  # here, because a launcher that only starts engines has no other need of torch
+    """Write a tiny random model of three layers, the first and the last with a Mamba state."""
+    import torch  # here, because a launcher that only starts engines does not otherwise need torch
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     shape = LlamaShape()
-    make_tiny_llama(directory, shape)  # of which only the tokenizer stays
+    make_tiny_llama(directory, shape)  # keeps only the tokenizer
     torch.manual_seed(shape.seed)
     config = GraniteMoeHybridConfig(
         vocab_size=shape.vocabulary,

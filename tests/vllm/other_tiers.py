@@ -1,4 +1,4 @@
-"""Tiers of a third party for tests, loaded by vLLM's factory by ``module_path``; they keep blocks in a dict."""
+"""Third-party tiers for tests, loaded by vLLM's factory through ``module_path``; they keep blocks in a dict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvstore.vllm.compat import chunk_ids, make_event, supported_kwargs
 
 MADE: list[DictTier] = []
-"""Tiers that were created, the last one last."""
+"""All created tiers, in order."""
 
 
 class DictTier(SecondaryTierManager):
@@ -21,7 +21,7 @@ class DictTier(SecondaryTierManager):
     Attributes:
         raises: Names of methods that raise.
         calls: Names of the methods called.
-        gate: Drains wait for it.
+        gate: Event that drains wait for.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class DictTier(SecondaryTierManager):
             raise RuntimeError(f"{name} is broken")
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Want every block of a request, if configured."""
+        """Request every block of a request, if configured."""
         self._called("on_new_request")
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL) if self.whole else RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
-        """Answer at once."""
+        """Look up the dict."""
         self._called("lookup")
         return LookupResult.HIT if key in self.blocks else LookupResult.MISS
 
@@ -83,7 +83,7 @@ class DictTier(SecondaryTierManager):
         return results
 
     def serve_external_requests(self, parent: Any) -> None:
-        """Look up and pin the wanted blocks as a tier does that serves other engines."""
+        """Look up and pin blocks, as a tier that serves other engines does."""
         self._called("serve_external_requests")
         if not self.wanted:
             return
@@ -99,30 +99,30 @@ class DictTier(SecondaryTierManager):
             self.wanted = []
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget a request."""
+        """Record the call."""
         self._called("on_request_finished")
 
     def on_schedule_end(self, context: Any) -> None:
-        """End a step."""
+        """Record the call."""
         self._called("on_schedule_end")
 
     def has_pending_work(self) -> bool:
-        """Nothing waits."""
+        """Return false."""
         self._called("has_pending_work")
         return False
 
     def take_events(self) -> Iterable[Any]:
-        """Return and forget events."""
+        """Return and clear the events."""
         self._called("take_events")
         events, self.events = self.events, []
         return events
 
     def get_stats(self) -> Any:
-        """No statistics."""
+        """Return no statistics."""
         self._called("get_stats")
 
     def drain_jobs(self) -> None:
-        """Wait for the gate, then end what is held."""
+        """Wait for the gate, then finish the held jobs."""
         self._called("drain_jobs")
         assert self.gate.wait(60)
         self._results += self.held
@@ -134,11 +134,11 @@ class DictTier(SecondaryTierManager):
         self._rows.release()
 
     def end(self, job: Any) -> None:
-        """Report a job that was lent."""
+        """Report the end of a loan's job."""
         self._end(JobResult(job.job_id, True))
 
     def row_of(self, job: Any, key: bytes) -> bytes:
-        """Return the row of a block that was lent."""
+        """Return the row of a lent block."""
         return bytes(self._row(chunk_ids(job)[list(job.keys).index(key)]))
 
     def _end(self, result: JobResult) -> None:

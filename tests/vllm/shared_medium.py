@@ -1,4 +1,4 @@
-"""A real vLLM over a medium that engines share: killed and started again, and two that use what either computed."""
+"""A real vLLM over a shared medium: killed and restarted, and two engines that use each other's blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def full_blocks() -> list[int]:
-    """Return the tokens of each prompt that a cache can give."""
+    """Return the number of each prompt's tokens that a cache can provide."""
     return [tokens // BLOCK_TOKENS * BLOCK_TOKENS for tokens in TOKENS]
 
 
@@ -32,7 +32,7 @@ def tokens_of(answers: list[dict[str, Any]]) -> list[list[int]]:
 
 @contextmanager
 def engine_starter(directory: Path) -> Iterator[Any]:
-    """Start engines on one tiny model; all are gone at the end."""
+    """Start engines with one tiny model; all have ended at the end."""
     model = make_tiny_llama(directory)
     engines: list[Engine] = []
 
@@ -48,7 +48,7 @@ def engine_starter(directory: Path) -> Iterator[Any]:
 
 
 def check_restart_and_sharing(directory: Path, tier: dict[str, Any]) -> None:
-    """After SIGKILL the prompts come from the medium; then two engines use what either has computed."""
+    """After SIGKILL the prompts' blocks come from the medium; then two engines use each other's blocks."""
     with engine_starter(directory) as start:
         _check(start, tier)
 

@@ -1,4 +1,4 @@
-"""Prometheus' alerts: made from the list of metrics, accepted by promtool, fired by a fault and cleared by its end."""
+"""Prometheus alerts: generated from the list of metrics, accepted by promtool, fired by a fault, cleared by its end."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ SCRIPT = load_script("make_alerts")
 
 
 def promtool(*arguments: object) -> str:
-    """Run promtool; return its output, and fail with it."""
+    """Run promtool; return its output, which a failure shows."""
     done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_the_committed_alerts_are_those_of_the_script() -> None:
-    """Whoever changes a metric or an alert runs scripts/make_alerts.py."""
+    """The committed alerts equal the script's output; after a change, run scripts/make_alerts.py."""
     assert SCRIPT.ALERTS_FILE.read_text() == SCRIPT.text()
     assert len({alert.name for alert in SCRIPT.ALERTS}) == len(SCRIPT.ALERTS) > 8
 
 
 def test_an_alert_on_an_unknown_metric_or_label_is_an_error() -> None:
-    """So no alert outlives its metric."""
+    """Unknown metrics and labels are errors, so no alert outlives its metric."""
     with pytest.raises(KeyError):
         SCRIPT.series("no_such_metric")
     with pytest.raises(KeyError):
@@ -41,7 +41,7 @@ def test_an_alert_on_an_unknown_metric_or_label_is_an_error() -> None:
 
 
 def test_compose_and_prometheus_use_the_alerts() -> None:
-    """The example of a deployment has them."""
+    """The deployment example includes the alerts."""
     prometheus = yaml.safe_load((ROOT / "deploy/prometheus.yaml").read_text())
     assert prometheus["rule_files"] == ["alerts.yaml"]
     compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
@@ -50,7 +50,7 @@ def test_compose_and_prometheus_use_the_alerts() -> None:
 
 @needs_promtool
 def test_promtool_accepts_the_alerts_and_the_configuration() -> None:
-    """Their syntax is right. The files that the configuration names exist only in its container."""
+    """Their syntax is valid, although the configuration's files exist only in its container."""
     assert "SUCCESS" in promtool("check", "config", "--syntax-only", ROOT / "deploy/prometheus.yaml")
     assert f"{len(SCRIPT.ALERTS)} rules found" in promtool("check", "rules", SCRIPT.ALERTS_FILE)
 

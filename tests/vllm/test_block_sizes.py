@@ -1,4 +1,4 @@
-"""Why engines of different vLLM block sizes share nothing: their keys for the same tokens differ."""
+"""Engines of different vLLM block sizes share no blocks: their keys for the same tokens differ."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hashes_of(block_size: int) -> list[bytes]:
 
 
 def test_hashes_of_different_granularity_never_meet() -> None:
-    """A hash covers its parent's hash and its own tokens: the same tokens, cut otherwise, have other hashes."""
+    """A hash covers its parent's hash and its own tokens: the same tokens in other blocks have other hashes."""
     small, large = hashes_of(16), hashes_of(32)
     assert (len(small), len(large)) == (16, 8)
     assert small == hashes_of(16)
@@ -35,7 +35,7 @@ def test_hashes_of_different_granularity_never_meet() -> None:
 
 
 def test_a_model_of_one_group_is_hashed_by_its_block_size() -> None:
-    """Any other granularity is refused by vLLM, so there is no setting by which the hashes would meet."""
+    """VLLM refuses any other granularity, so no setting makes the hashes equal."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32)
     config = KVCacheConfig(10, [], [KVCacheGroupSpec(["layer"], spec)])
 

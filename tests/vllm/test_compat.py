@@ -1,4 +1,4 @@
-"""The differences between vLLM 0.28 and 0.33, by classes shaped like those of either end."""
+"""The differences between vLLM 0.28 and 0.33, tested with classes of both shapes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def new_init(
 
 
 def test_the_constructor_gets_what_it_takes() -> None:
-    """``backpressure_detector`` is passed on only where the base class knows it."""
+    """``backpressure_detector`` is passed on only if the base class accepts it."""
     assert compat.supported_kwargs(old_init, {"backpressure_detector": 1}) == {}
     assert compat.supported_kwargs(new_init, {"backpressure_detector": 1}) == {"backpressure_detector": 1}
 
@@ -92,13 +92,13 @@ def test_the_constructor_gets_what_it_takes() -> None:
 @pytest.mark.parametrize("ids", [np.array([3, 1, 2], dtype=np.int32), np.array([3, 1, 2], dtype=np.int64), [3, 1, 2]])
 @pytest.mark.parametrize("name", ["chunk_ids", "block_ids"])
 def test_rows_of_a_job(ids: Any, name: str) -> None:
-    """Rows are plain integers, whatever the field is called and the numbers are."""
+    """Rows are plain integers, whatever the field's name and the number type."""
     rows = compat.chunk_ids(SimpleNamespace(**{name: ids}))
     assert rows == [3, 1, 2] and all(type(row) is int for row in rows)
 
 
 def test_results_have_the_fields_of_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes are reported where vLLM has a field for them and left out where not."""
+    """Bytes are reported if vLLM has a field for them, and otherwise omitted."""
     assert compat.make_result(1, True, transfer_time=0.5, transfer_bytes=7).transfer_bytes == 7
     monkeypatch.setattr(compat, "JobResult", OldResult)
     assert compat.make_result(1, False, transfer_time=0.5, transfer_bytes=7) == OldResult(1, False, None, 0.5)
@@ -109,7 +109,7 @@ def test_results_have_the_fields_of_the_version(monkeypatch: pytest.MonkeyPatch)
 def test_events_have_the_fields_of_the_version(
     monkeypatch: pytest.MonkeyPatch, shape: Any, has_ownership: bool, tier: str | None, ownership: str | None
 ) -> None:
-    """Each tier has an ownership where vLLM has a field for it, and the primary tier has none."""
+    """Each tier has an ownership if vLLM has a field for it, and the primary tier has none."""
     monkeypatch.setattr(compat, "OffloadingEvent", shape)
     event = compat.make_event((b"k",), "STORAGE", removed=False, tier=tier, locality="LOCAL")
     assert event.keys == [b"k"] and not event.removed and event.locality == "LOCAL"
@@ -119,7 +119,7 @@ def test_events_have_the_fields_of_the_version(
 
 @pytest.mark.parametrize(("region", "rows"), [(OldRegion, "num_blocks"), (NewRegion, "num_chunks")])
 def test_the_region_is_opened_by_either_name(monkeypatch: pytest.MonkeyPatch, region: Any, rows: str) -> None:
-    """Rows of the region are called blocks in 0.28 and chunks after, in the spec and in the region."""
+    """In spec and region, 0.28 calls the region's rows blocks, and later versions call them chunks."""
     monkeypatch.setattr(compat, "SharedOffloadRegion", region)
     config = SimpleNamespace(engine_id="e")
     spec = SimpleNamespace(config=config, kv_bytes_per_chunk=4096, cpu_page_size_per_worker=1024, **{rows: 5})
@@ -127,12 +127,10 @@ def test_the_region_is_opened_by_either_name(monkeypatch: pytest.MonkeyPatch, re
 
 
 def test_keys_of_a_request() -> None:
-    """The first keys of a request in the order of its prompt, where vLLM tells them."""
-    assert compat.request_keys(SimpleNamespace(_offload_key_positions={b"a": 16, b"b": 32, b"c": 48}), 2) == [
-        b"a",
-        b"b",
-    ]
-    assert compat.request_keys(SimpleNamespace(), 2) == []
+    """The keys of a request and the ends of their blocks, if vLLM provides them."""
+    ends = {b"a": 16, b"b": 32, b"c": 48}
+    assert compat.request_ends(SimpleNamespace(_offload_key_positions=ends)) == ends
+    assert compat.request_ends(SimpleNamespace()) == {}
 
 
 @pytest.mark.parametrize(
@@ -149,13 +147,13 @@ def test_where_a_hit_came_from(medium: Medium, locality: Locality, source: str) 
 
 
 def test_vllm_passes_no_trace_to_a_manager() -> None:
-    """The context of a request has no trace headers: kvstore makes no spans until a version of vLLM has them there."""
+    """The request context has no trace headers, so kvstore makes no spans until a version of vLLM adds them."""
     names = [field.name for field in fields(ReqContext)]
     assert "req_id" in names and not [name for name in names if "trace" in name], "spans can be made now"
 
 
 def test_hints_override_parameters() -> None:
-    """The payloads of kvstore's actions count, in order; those for others change nothing."""
+    """Payloads of kvstore's actions apply in order; other payloads change nothing."""
 
     def request(params: object, *actions: tuple[str, str, dict[str, object]]) -> SimpleNamespace:
         made = [KvHintAction("a", kind, version, payload) for kind, version, payload in actions]

@@ -1,4 +1,4 @@
-"""Bad configurations of a tier: one clear error at the start, and nothing half made is left."""
+"""Bad configurations of a tier: one clear error at startup, and no partial state left."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvstore.errors import ConfigError
 from kvstore.vllm import KVStoreOffloadingSpec, KVStoreTier, plugin
 from kvstore.vllm.compat import region_path
-from kvstore.vllm.manager import check_tiering
-from kvstore.vllm.spec import with_short_types
+from kvstore.vllm.options import check_tiering, with_short_types
 from tests.vllm.harness import Driver, offloading_config
 
 FILE = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "file"}
@@ -41,7 +40,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("spec_class", [TieringOffloadingSpec, KVStoreOffloadingSpec])
 @pytest.mark.parametrize("name", BAD)
 def test_bad_options_give_one_clear_error(tmp_path: Path, name: str, spec_class: Any) -> None:
-    """A wrong option is a ConfigError that names it, in vLLM's spec and ours; nothing stays in /dev/shm."""
+    """A wrong option is a ConfigError that names it, in vLLM's spec and ours; no file stays in /dev/shm."""
     change, expected = BAD[name]
     (tmp_path / "file").write_text("")
     tier = {**FILE, "path": str(tmp_path), "capacity": "1GiB", **change}
@@ -63,19 +62,19 @@ def test_bad_options_give_one_clear_error(tmp_path: Path, name: str, spec_class:
     ],
 )
 def test_bad_lists_of_tiers(tiers: Any, expected: str) -> None:
-    """What is no list of tiers, or has a type that nobody knows, is refused before vLLM makes anything."""
+    """An invalid list of tiers, or an unknown type, is refused before vLLM creates anything."""
     with pytest.raises(ConfigError, match=expected):
         with_short_types({"secondary_tiers": tiers})
 
 
 def test_types_of_others_pass_through() -> None:
-    """VLLM's own types and out-of-tree classes reach vLLM's factory as they are."""
+    """VLLM's own types and out-of-tree classes reach vLLM's factory unchanged."""
     tiers = [{"type": "fs", "root_dir": "/x"}, {"type": "Theirs", "module_path": "their.module", "a": 1}]
     assert with_short_types({"secondary_tiers": tiers})["secondary_tiers"] == tiers
 
 
 def test_the_users_configuration_is_not_changed() -> None:
-    """Spelling out short types works on a copy: vLLM hands the same object to every process and component."""
+    """Short types are expanded in a copy, because vLLM passes the same object to every process and component."""
     extra = {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "memory"}]}
     with_short_types(extra)
     assert extra == {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "memory"}]}
@@ -111,20 +110,20 @@ def test_the_plugin_makes_short_names_work_in_vllms_own_spec(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("registered")
 def test_the_plugin_replaces_nothing() -> None:
-    """VLLM's own types mean what they meant."""
+    """VLLM's own types keep their meaning."""
     assert SecondaryTierFactory.get_tier_class({"type": "fs"}).__name__ == "FileSystemTierManager"
 
 
 @pytest.mark.parametrize("spec_class", [TieringOffloadingSpec, KVStoreOffloadingSpec])
 def test_a_front_end_declares_metrics_without_opening_anything(spec_class: Any) -> None:
-    """Declaring metrics works from the JSON alone, also where the tier could not be opened."""
+    """Metrics are declared from the JSON alone, even if the tier could not be opened."""
     tier = {**FILE, "path": "/no/such/directory"}
     definitions = spec_class.build_metric_definitions({"cpu_bytes_to_use": 1, "secondary_tiers": [tier]})
     assert any(name.startswith("vllm:kvstore_") for name in definitions)
 
 
 def test_our_spec_reads_what_vllms_reads(tmp_path: Path) -> None:
-    """Our spec hands every other option to vLLM's."""
+    """Our spec passes every other option to vLLM's."""
     config = offloading_config([{"type": "memory"}])
     config.extra_config["eviction_policy"] = "arc"  # type: ignore[index]
     assert KVStoreOffloadingSpec(config).eviction_policy == "arc"
@@ -156,7 +155,7 @@ FS = {"type": "fs", "root_dir": "/x"}
     ],
 )
 def test_whose_manager(more: dict[str, Any], tiers: list[dict[str, Any]], ours: bool) -> None:
-    """The manager is kvstore's unless vLLM's is asked for, or something is that only vLLM's knows."""
+    """The manager is kvstore's unless vLLM's is requested, or an option requires vLLM's."""
     config = check_tiering(with_short_types({"cpu_bytes_to_use": 1, "secondary_tiers": tiers, **more}))
     assert (config is not None) is ours
 
@@ -175,7 +174,7 @@ def test_whose_manager(more: dict[str, Any], tiers: list[dict[str, Any]], ours: 
     ids=lambda value: None if isinstance(value, list) else str(value),
 )
 def test_bad_options_of_the_manager(more: dict[str, Any], tiers: list[dict[str, Any]], expected: str) -> None:
-    """A wrong option of the manager is a ConfigError that names it, before the engine has made anything."""
+    """A wrong option of the manager is a ConfigError that names it, before the engine has created anything."""
     config = offloading_config(tiers)
     config.extra_config.update(more)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=expected):

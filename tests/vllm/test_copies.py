@@ -20,7 +20,7 @@ from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.vllm.harness import BLOCK_BYTES, Driver, LateWorker, key_of, parallel, pattern_of
 
 DISK = [{"type": "memory", "reset": "keep"}]
-"""A tier whose blocks outlive a reset, so that promotions may meet the copies from before it."""
+"""A tier whose blocks outlive a reset, so that promotions may collide with copies from before it."""
 KEYS = [key_of(number) for number in range(60)]
 NO_ROWS = np.zeros((1, 1), np.uint8)
 LATE = [key_of(1000 + number) for number in range(5)]
@@ -30,7 +30,7 @@ Open = Callable[..., Driver]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Open drivers of our manager, and close them at the end of the test; their regions are gone then."""
+    """Open drivers of our manager, and close them with their regions at the end of the test."""
     drivers: list[Driver] = []
 
     def open_(tiers: Sequence[dict[str, Any]] = DISK, **changes: Any) -> Driver:
@@ -49,13 +49,13 @@ def stats(driver: Driver) -> Any:
 
 
 def load_all(driver: Driver, keys: list[bytes]) -> None:
-    """Load blocks, as many at a time as there is room for; their bytes are compared."""
+    """Load as many blocks at a time as fit, and compare their bytes."""
     for at in range(0, len(keys), 20):
         assert driver.load(keys[at : at + 20]) == keys[at : at + 20]
 
 
 def test_a_request_that_outlives_a_reset_stores_no_windows(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM offers of a sliding window after a reset may be freed, and is not taken; a new request's is."""
+    """Sliding-window blocks offered after a reset may be freed already, and are refused; a new request's are not."""
     monkeypatch.setattr("kvstore.vllm.spec.window_groups", lambda config: frozenset({1}))
     driver = opened()
     whole, window = key_of(1, group=0), key_of(1, group=1)
@@ -74,7 +74,7 @@ def test_a_request_that_outlives_a_reset_stores_no_windows(opened: Open, monkeyp
 
 @pytest.mark.parametrize("finished", [False, True], ids=["request goes on", "request was aborted"])
 def test_a_store_that_is_made_after_a_reset(opened: Open, finished: bool) -> None:
-    """A store that is made long after a reset, as after a sleep, overwrites no block that was promoted since."""
+    """A store executed long after a reset, as after a sleep, overwrites no block promoted since."""
     driver = opened()
     driver.store(KEYS)
     driver.forget_primary()
@@ -94,7 +94,7 @@ def test_a_store_that_is_made_after_a_reset(opened: Open, finished: bool) -> Non
 
 
 def test_a_load_that_is_made_after_a_reset(opened: Open) -> None:
-    """A load that the worker makes after a reset reads the blocks that it was prepared for."""
+    """A load that the worker executes after a reset reads the blocks that it was prepared for."""
     driver = opened()
     driver.store(LATE)
     driver.store(KEYS[:50])
@@ -110,7 +110,7 @@ def test_a_load_that_is_made_after_a_reset(opened: Open) -> None:
 
 
 def test_copies_that_end_as_they_should(opened: Open) -> None:
-    """Without a reset copies end as ever, and the counters leave nothing to wait for at the next reset."""
+    """Without a reset copies end as usual, and the next reset has no copies to wait for."""
     driver = opened()
     context = driver.request()
     driver.copy(*driver.begin_store(LATE, context))
@@ -125,7 +125,7 @@ def test_copies_that_end_as_they_should(opened: Open) -> None:
 
 
 def test_resets_one_after_the_other(opened: Open) -> None:
-    """Each reset waits for the copies of its own; the last reported one gives back the last slots."""
+    """Each reset waits for its own copies; the last report frees the last slots."""
     driver = opened()
     jobs: list[int] = []
     for number in range(LANES + 3):
@@ -139,7 +139,7 @@ def test_resets_one_after_the_other(opened: Open) -> None:
 
 
 def test_vllm_says_when_copies_have_ended(opened: Open) -> None:
-    """``on_reset_flushed`` (0.33) gives the slots back, also where nothing was counted."""
+    """``on_reset_flushed`` (0.33) frees the slots, even if no copy was counted."""
     driver = opened()
     driver.begin_store(LATE, driver.request())
     driver.manager.reset_cache()
@@ -150,7 +150,7 @@ def test_vllm_says_when_copies_have_ended(opened: Open) -> None:
 
 
 def test_a_medium_that_hangs_holds_no_reset_up(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reset ends though the I/O of a tier does not: its slots stay away, and the engine goes on."""
+    """A reset ends although a tier's I/O does not: its slots stay out of use, and the engine continues."""
     monkeypatch.setattr("kvstore.vllm.manager._DRAIN_S", 0.1)
     driver = opened([{"type": f"{__name__}:Hanging", "store_timeout": 600}])
     driver.copy(*driver.begin_store(LATE, driver.request()))
@@ -162,7 +162,7 @@ def test_a_medium_that_hangs_holds_no_reset_up(opened: Open, monkeypatch: pytest
 
 
 def test_a_worker_that_never_came_proves_nothing(opened: Open) -> None:
-    """With two workers the counters of both count: the slots stay away while one of them has not ended its copy."""
+    """With two workers both counters matter: the slots stay out of use until both have ended their copies."""
     driver = opened(parallel=parallel(world_size=2, tp_size=2), worker_kv_bytes_per_block=BLOCK_BYTES // 2)
     context = driver.request()
     prepared = driver.manager.prepare_store(LATE, context)
@@ -189,7 +189,7 @@ def test_a_worker_that_never_came_proves_nothing(opened: Open) -> None:
 
 
 def test_a_worker_that_stores_nothing() -> None:
-    """Where vLLM has one rank store for all, only the loads of the others are waited for."""
+    """If one rank stores for all in vLLM, only the loads of the other ranks are waited for."""
     row = memoryview(bytearray(4096))
     reports = WorkerReports(row, 2)
     assert not reports.ended(0, 0, 0), "no worker is there yet"
@@ -204,7 +204,7 @@ def test_a_worker_that_stores_nothing() -> None:
 
 
 def test_a_worker_that_is_made_anew() -> None:
-    """A second worker of a rank goes on with the counters of the first, and its stores still count."""
+    """A second worker of a rank continues the counters of the first, and its stores still count."""
     with mmap.mmap(-1, mmap.PAGESIZE) as counters:
         reports = WorkerReports(memoryview(counters), 1)
         for _ in range(2):
@@ -214,7 +214,7 @@ def test_a_worker_that_is_made_anew() -> None:
 
 
 def test_a_block_that_is_missing_kills_no_engine(opened: Open) -> None:
-    """A load of what is not there raises nothing; the worker copies nothing, and reports the load as failed."""
+    """A load of a missing block raises no error; the worker copies no bytes, and reports the load as failed."""
     driver = opened()
     driver.store(LATE)
     context = driver.request()
@@ -234,7 +234,7 @@ def test_a_block_that_is_missing_kills_no_engine(opened: Open) -> None:
 
 
 def test_a_failed_load_of_a_model_with_several_kinds_of_blocks() -> None:
-    """There vLLM can only be told of the request; before 0.30 it can't, and the load is never reported as ended."""
+    """With several layer groups vLLM accepts only failed requests, and before 0.30 neither: the load never ends."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     connector = Connector(groups=2)
@@ -254,7 +254,7 @@ def test_a_failed_load_of_a_model_with_several_kinds_of_blocks() -> None:
 
 
 def test_no_method_raises(opened: Open) -> None:
-    """Whatever goes wrong inside, every method that vLLM calls has an answer, and the error is counted."""
+    """Whatever error occurs inside, every method that vLLM calls returns an answer, and the error is counted."""
     driver = opened()
     context = driver.request()
     driver.manager.manager, inner = None, driver.manager.manager
@@ -282,7 +282,7 @@ def test_no_method_raises(opened: Open) -> None:
 
 
 class Hanging(FaultyBackend):
-    """A medium that takes no block in any time."""
+    """A medium whose puts never end."""
 
     config_type = MemoryConfig
 
@@ -291,7 +291,7 @@ class Hanging(FaultyBackend):
 
 
 class Unused(LateWorker):
-    """A worker that must be asked for nothing."""
+    """A worker that must not be called."""
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Fail."""
@@ -303,7 +303,7 @@ class Unused(LateWorker):
 
 
 class Connector:
-    """What of vLLM's connector a worker's failures touch."""
+    """The parts of vLLM's connector that a worker's failures use."""
 
     get_transfer_results: Any
 
@@ -315,12 +315,12 @@ class Connector:
         return set()
 
     def failures(self) -> LoadFailures:
-        """Return what reports through this connector."""
+        """Return the reporter of failures through this connector."""
         return LoadFailures(self, self.worker)
 
 
 class ConnectorWorker:
-    """Its worker's side."""
+    """The worker side of the connector."""
 
     def __init__(self, groups: int) -> None:
         self._load_jobs: dict[int, str | None] = {}

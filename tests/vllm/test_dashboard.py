@@ -1,4 +1,4 @@
-"""The Grafana dashboard: made from the list of metrics; Prometheus answers each of its queries about an engine."""
+"""The Grafana dashboard: generated from the list of metrics; Prometheus answers each of its queries about an engine."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ QUERIES = [
     for target in panel["targets"]
 ]
 _INTERVAL_S = 15
-"""Between two scrapes."""
+"""Time between two scrapes."""
 
 
 def test_the_committed_dashboard_is_that_of_the_script() -> None:
-    """Whoever changes a metric or a panel runs scripts/make_dashboard.py."""
+    """The committed dashboard equals the script's output; after a change, run scripts/make_dashboard.py."""
     assert SCRIPT.DASHBOARD_FILE.read_text() == SCRIPT.text()
 
 
 def test_every_metric_is_on_the_dashboard() -> None:
-    """Also one that no panel names."""
+    """Every metric is on the dashboard, even one without its own panel."""
     asked = " ".join(query for _, query in QUERIES)
     promql = load_script("promql")
     missing = [name for name in SCRIPT.DECLARED if promql.series(name.removeprefix("vllm:kvstore_")) not in asked]
@@ -48,7 +48,7 @@ def test_every_metric_is_on_the_dashboard() -> None:
 
 
 def test_a_panel_of_an_unknown_metric_or_label_is_an_error() -> None:
-    """So no panel outlives its metric."""
+    """Unknown metrics and labels are errors, so no panel outlives its metric."""
     for wrong in (lambda: SCRIPT.total("nothing", "tier"), lambda: SCRIPT.rate("load_blocks", "cause")):
         with pytest.raises(KeyError):
             wrong()
@@ -56,7 +56,7 @@ def test_a_panel_of_an_unknown_metric_or_label_is_an_error() -> None:
 
 @pytest.fixture(scope="module")
 def scrapes(start: Start, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What /metrics of a real engine says before, while and after it has stored and loaded blocks."""
+    """/metrics of a real engine before, while and after it has stored and loaded blocks."""
     disk = {"type": "file", "path": str(tmp_path_factory.mktemp("kv")), "capacity": "1GiB", "codec": "byteplane+zstd:1"}
     engine = start(
         offloading={
@@ -89,14 +89,14 @@ def scrapes(start: Start, tmp_path_factory: pytest.TempPathFactory) -> list[str]
 
 
 def test_what_top_reads_is_there(scrapes: list[str]) -> None:
-    """Every metric that kvstore top shows is one that an engine has."""
+    """An engine has every metric that kvstore top shows."""
     names = {line.split("{")[0].removeprefix("vllm:kvstore_") for line in scrapes[0].splitlines()}
     assert not METRICS - names
 
 
 @pytest.fixture(scope="module")
 def prometheus(scrapes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, float]]:
-    """A Prometheus that has these scrapes; its URL, and the time of the last one."""
+    """A Prometheus with these scrapes; its URL, and the time of the last one."""
     if shutil.which("prometheus") is None:
         pytest.skip("needs Prometheus (Debian's prometheus)")
     work = tmp_path_factory.mktemp("prometheus")
@@ -132,7 +132,7 @@ def prometheus(scrapes: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize(("title", "query"), QUERIES)
 def test_a_query_has_an_answer(prometheus: tuple[str, float], title: str, query: str) -> None:
-    """No panel is empty where an engine works."""
+    """No panel is empty for a working engine."""
     url, now = prometheus
     answer = _ask(url, query.replace("$__rate_interval", "1m").replace("$instance", ".*"), now)
     assert answer["status"] == "success", answer

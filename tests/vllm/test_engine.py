@@ -1,6 +1,6 @@
-"""The first user story with a real vLLM: killed, and a new one answers the same prompt from disk, with the same tokens.
+"""The first user story with a real vLLM: after a kill, a new engine answers from disk with the same tokens.
 
-Engines are started once for many tests, as each takes some ten seconds.
+Engines are started once for many tests, because each start takes about ten seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def file_tier(directory: Path) -> dict[str, Any]:
 
 
 def stored_blocks(directory: Path) -> int:
-    """Return the number of blocks that the journals tell of; an engine may be at work."""
+    """Return the number of blocks in the journals; an engine may be running."""
     with (
         contextlib.suppress(ConfigError),
         Medium(make_tier("file", {"path": str(directory), "capacity": "1GiB"})) as holdings,
@@ -58,7 +58,7 @@ def plain(start: Start) -> Engine:
 
 @pytest.fixture(scope="module")
 def expected(plain: Engine) -> list[list[int]]:
-    """The right answers: those without any offloading."""
+    """The expected answers: those without any offloading."""
     return [answer["tokens"] for answer in plain.ask(*PROMPTS)]
 
 
@@ -70,7 +70,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def restarted(start: Start, directory: Path, expected: list[list[int]]) -> Engine:
-    """An engine on the directory of one that was killed, in one process."""
+    """A single-process engine on the directory of one that was killed."""
     first = start(offloading=offloading(file_tier(directory)))
     answers = first.ask(*PROMPTS)
     assert [answer["tokens"] for answer in answers] == expected
@@ -90,7 +90,7 @@ def test_a_restarted_engine_answers_from_disk(restarted: Engine, expected: list[
 
 
 def test_the_same_in_vllms_own_processes(start: Start, tmp_path: Path, expected: list[list[int]]) -> None:
-    """The same with scheduler and model in processes of their own, as ``vllm serve`` runs them."""
+    """The same holds with scheduler and model in separate processes, as in ``vllm serve``."""
     tier = file_tier(tmp_path)
     first = start(offloading=offloading(tier), in_process=False)
     assert [answer["tokens"] for answer in first.ask(*PROMPTS)] == expected
@@ -107,7 +107,7 @@ def test_the_same_in_vllms_own_processes(start: Start, tmp_path: Path, expected:
 
 
 def test_steps(start: Start, plain: Engine, restarted: Engine, tmp_path: Path) -> None:
-    """A request that is not in the tier costs no step more than without offloading; one that is, one less than fs."""
+    """A request absent from the tier costs no more steps than without offloading; a present one, one less than fs."""
     stock = start(offloading=offloading({"type": "fs", "root_dir": str(tmp_path)}))
     engines = {"none": plain, "kvstore": restarted, "fs": stock}
     cold: dict[str, int] = {}
@@ -116,8 +116,8 @@ def test_steps(start: Start, plain: Engine, restarted: Engine, tmp_path: Path) -
     def is_seen() -> bool:
         return cold["kvstore"] == cold["none"] and hit["kvstore"] == hit["fs"] - 1
 
-    # Of several prompts of one length the fewest steps count: on a busy machine I/O may outlast a step now and then,
-    # and on a very busy one that of five prompts in a row.
+    # The lowest number of several prompts of one length counts: on a busy machine I/O occasionally outlasts a step, and
+    # on a very busy one that of five consecutive prompts.
     for first in range(100, 130, 5):
         texts = [prompt(seed, 300) for seed in range(first, first + 5)]
         for name, engine in engines.items():
@@ -130,7 +130,7 @@ def test_steps(start: Start, plain: Engine, restarted: Engine, tmp_path: Path) -
 
 
 def _steps_of_hits(engine: Engine, texts: list[list[int]]) -> int:
-    """Return the fewest steps that one of these prompts takes when all of it comes from the tier."""
+    """Return the lowest number of steps among these prompts if all of their blocks come from the tier."""
     found = []
     for text in texts:
         engine.call("settle")
@@ -142,7 +142,7 @@ def _steps_of_hits(engine: Engine, texts: list[list[int]]) -> int:
 
 
 def test_metrics_are_scraped(restarted: Engine) -> None:
-    """Prometheus gets our numbers, with the label of the tier."""
+    """Prometheus gets our metrics, with the tier's label."""
     restarted.ask(prompt(200, 200))
     restarted.call("settle")
     metrics = restarted.call("metrics")
@@ -169,7 +169,7 @@ def test_several_blocks_per_row_and_canonical_layout(start: Start, tmp_path: Pat
 
 
 def test_bad_config_ends_the_start_with_one_clear_error(start: Start, tmp_path: Path) -> None:
-    """A misspelt option ends the start of the engine, says which and what to do, and leaves nothing."""
+    """A misspelt option ends the engine's start with its name and a solution, and leaves no files behind."""
     with pytest.raises(EngineError) as failure:
         start(offloading=offloading({**file_tier(tmp_path), "capasity": "1GiB"}), in_process=False)
     errors = [line for line in str(failure.value).splitlines() if "ConfigError: " in line]
@@ -178,7 +178,7 @@ def test_bad_config_ends_the_start_with_one_clear_error(start: Start, tmp_path: 
 
 
 def test_a_directory_that_dies_gives_misses(restarted: Engine, directory: Path, expected: list[list[int]]) -> None:
-    """An engine whose directory was taken away answers on, with one warning and a gauge. It is the last test here."""
+    """An engine whose directory was removed continues, with one warning and a gauge. It is the last test here."""
     restarted.call("reset")
     shutil.rmtree(directory)
     for i in range(60):

@@ -1,4 +1,4 @@
-"""Resets under vLLM: nothing that was stored before one is found after it, under vLLM's manager and under ours."""
+"""Resets under vLLM's manager and ours: no block stored before a reset is found after it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def two_tiers(directory: Path, **options: Any) -> list[dict[str, Any]]:
 
 
 def offloading(directory: Path, manager: str, **options: Any) -> dict[str, Any]:
-    """Return ``kv_connector_extra_config`` of our spec over these tiers."""
+    """Return our spec's ``kv_connector_extra_config`` with these tiers."""
     spec = {"spec_name": "KVStoreOffloadingSpec", "spec_module_path": "kvstore.vllm", "manager": manager}
     return {**spec, "cpu_bytes_to_use": 64 * 2**20, "secondary_tiers": two_tiers(directory, **options)}
 
 
 @pytest.mark.parametrize("spec_class", [TieringOffloadingSpec, KVStoreOffloadingSpec])
 def test_a_reset_reaches_every_tier(spec_class: Any, tmp_path: Path) -> None:
-    """After a reset no tier has a block of before it, at once or later; a new manager finds those of the start."""
+    """After a reset no tier has an earlier block, immediately or later; a new manager finds those of the base epoch."""
     old, new = [key_of(i) for i in range(8)], [key_of(i) for i in range(8, 12)]
     first = Driver(two_tiers(tmp_path), spec_class=spec_class)
     try:
@@ -65,7 +65,7 @@ def _tiers(driver: Driver) -> list[AsyncTier]:
 
 @pytest.fixture(scope="module")
 def expected(start: Start) -> dict[str, list[int]]:
-    """The right answers, before and after the weights change: those without any offloading."""
+    """The expected answers before and after the weight change: those without any offloading."""
     engine = start()
     answers = {"old": engine.ask(TEXT)[0]["tokens"]}
     engine.call("change_weights")
@@ -77,7 +77,7 @@ def expected(start: Start) -> dict[str, list[int]]:
 
 
 class TestRealEngines:
-    """What an RL trainer does: the weights are changed in place, and vLLM resets its caches."""
+    """The workflow of an RL trainer: the weights are changed in place, and vLLM resets its caches."""
 
     pytestmark = real_engines
 
@@ -85,7 +85,7 @@ class TestRealEngines:
     def test_no_token_comes_from_old_weights(
         self, start: Start, tmp_path: Path, expected: dict[str, list[int]], manager: str
     ) -> None:
-        """Right after the reset and when the tiers are in the new epoch, answers are those of the new weights."""
+        """Immediately after the reset and in the new epoch, answers are those of the new weights."""
         engine = start(offloading=offloading(tmp_path, manager))
         assert engine.ask(TEXT)[0]["tokens"] == expected["old"]
         engine.call("settle")
@@ -103,7 +103,7 @@ class TestRealEngines:
         assert (answer["tokens"], answer["cached"]) == (expected["new"], full_blocks(640))
         assert engine.call("tier_errors") == 0
         engine.close()
-        # The weights on disk are the old ones, and so are those of an engine that is started anew.
+        # A new engine has the old weights again, because they are those on disk.
         again = start(offloading=offloading(tmp_path, manager))
         (answer,) = again.ask(TEXT)
         assert (answer["tokens"], answer["cached"]) == (expected["old"], full_blocks(640))
@@ -112,7 +112,7 @@ class TestRealEngines:
     def test_engines_share_an_epoch_that_has_a_name(
         self, start: Start, tmp_path: Path, expected: dict[str, list[int]]
     ) -> None:
-        """Two engines that change their weights together find each other's blocks again, of the new weights only."""
+        """Two engines that change their weights together share blocks again, of the new weights only."""
         name = tmp_path / "epoch"
         name.write_text("v1\n")
         config = offloading(tmp_path, "kvstore", lookup_timeout=60, epoch={"file": str(name)})
@@ -130,7 +130,7 @@ class TestRealEngines:
         (answer,) = one.ask(TEXT)
         assert (answer["tokens"], answer["cached"]) == (expected["new"], 0)
         one.call("settle")
-        # A moment after it was stored.
+        # It was stored a moment ago.
         other.call("known_blocks", min(one.call("known_blocks")))
         (answer,) = other.ask(TEXT)
         assert (answer["tokens"], answer["cached"]) == (expected["new"], full_blocks(640))

@@ -1,4 +1,4 @@
-"""Events of real engines over ZMQ: what routers know equals what ``kvstore inspect`` finds on the disk."""
+"""Events of real engines over ZMQ: routers list exactly the blocks that ``kvstore inspect`` finds on the disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def keyring(tmp_path: Path) -> Path:
 
 
 def tier_of(directory: Path, **more: Any) -> dict[str, Any]:
-    """Return a file tier that the tests fill."""
+    """Return the file tier of the tests."""
     return {"type": "file", "path": str(directory), "capacity": CAPACITY, "load_timeout": 60, **more}
 
 
@@ -60,7 +60,7 @@ def offloading(tier: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_disk(tier: dict[str, Any]) -> set[int]:
-    """Return the hashes, as events have them, of the blocks that ``kvstore inspect`` finds."""
+    """Return the event hashes of the blocks that ``kvstore inspect`` finds."""
     return {int.from_bytes(key[:-4][-8:], "big") for key in keys_on_disk(tier)}
 
 
@@ -72,7 +72,7 @@ def keys_on_disk(tier: dict[str, Any]) -> list[bytes]:
 
 
 def noted(tier: dict[str, Any]) -> bytes:
-    """Wait until there is a note of each block on the disk, which is written a moment after it; return all notes."""
+    """Wait until each block has its note on the disk, written shortly after the block; return all notes."""
 
     def notes() -> bytes:
         return b"".join(path.read_bytes() for path in Path(tier["path"]).rglob("notes"))
@@ -86,7 +86,7 @@ def noted(tier: dict[str, Any]) -> bytes:
 
 
 def subscribe(streams: list[Stream], folder: Path, **options: Any) -> Stream:
-    """Subscribe to an engine that is about to start."""
+    """Subscribe to an engine that will start next."""
     place = folder / f"s{len(streams)}"
     place.mkdir()
     streams.append(Stream(place, **options))
@@ -94,7 +94,7 @@ def subscribe(streams: list[Stream], folder: Path, **options: Any) -> Stream:
 
 
 def agree(engine: Engine | None, stream: Stream, tier: dict[str, Any]) -> set[int]:
-    """Wait until the stream states what is on the disk; return that."""
+    """Wait until the stream's blocks equal those on the disk; return them."""
     held: set[int] = set()
 
     def same() -> bool:
@@ -109,7 +109,7 @@ def agree(engine: Engine | None, stream: Stream, tier: dict[str, Any]) -> set[in
 
 
 def test_routers_know_what_is_on_the_disk(start: Start, tmp_path: Path, streams: list[Stream], keyring: Path) -> None:
-    """Through fill, eviction, SIGKILL, restart and reset of an encrypted tier; Dynamo finds all whole prefixes."""
+    """Routers match the disk through fill, eviction, expiry, SIGKILL, restart, reset; Dynamo finds whole prefixes."""
     codec = [{"aead": {"keys": {"file": str(keyring)}}}]
     tier = tier_of(tmp_path / "kv", codec=codec)
     prompts = [prompt(i, 640 + 32 * i) for i in range(12)]
@@ -132,6 +132,18 @@ def test_routers_know_what_is_on_the_disk(start: Start, tmp_path: Path, streams:
     # It may take a while until all messages have arrived.
     eventually(whole, 60, what="Dynamo finds all whole prefixes")
     agree(engine, stream, tier)
+    older = set(stream.router.parents)
+    engine.call("ask", [prompt(20, 320)], 6, {"ttl": "10s"})
+    agree(engine, stream, tier)
+    short = set(stream.router.parents) - older
+    assert len(short) >= 320 // BLOCK_TOKENS - 1
+
+    def expired() -> bool:
+        engine.ask(prompts[-1])  # An idle engine runs no steps.
+        return not short & stream.pump().blocks.get(OWNER, set())
+
+    eventually(expired, 120, what="the events state that blocks have expired")
+    assert not short & agree(engine, stream, tier)
     before = stream.router.parents
     noted(tier)
     engine.kill()
@@ -158,7 +170,7 @@ def test_routers_know_what_is_on_the_disk(start: Start, tmp_path: Path, streams:
 
 
 def test_without_encryption_no_token_is_on_the_disk(start: Start, tmp_path: Path, streams: list[Stream]) -> None:
-    """Hashes, parents and lengths survive a SIGKILL; consumers by hash know all blocks, and Dynamo none."""
+    """Hashes, parents and lengths survive a SIGKILL; consumers by hash have all blocks, and Dynamo none."""
     tier = tier_of(tmp_path / "kv")
     tokens = prompt(7, 640)
     stream = subscribe(streams, tmp_path)
@@ -188,7 +200,7 @@ def test_without_encryption_no_token_is_on_the_disk(start: Start, tmp_path: Path
 def test_a_subscriber_that_loses_messages_converges(
     start: Start, tmp_path: Path, streams: list[Stream], buffer_steps: int
 ) -> None:
-    """One in twenty is lost; a replay has them, or everything is dropped until the next repetition."""
+    """One message in twenty is lost; a replay restores them, or all state is dropped until the next repetition."""
     tier = tier_of(tmp_path / "kv")
     seed = secrets.randbits(32)
     stream = subscribe(streams, tmp_path, loss=0.05, seed=seed)
@@ -203,7 +215,7 @@ def test_a_subscriber_that_loses_messages_converges(
         engine.call("repeat_events")
         engine.call("settle")
         stream.pump()
-        stream.replay()  # The last message may be among the lost ones.
+        stream.replay()  # The last message may be lost, too.
         return stream.router.blocks.get(OWNER, set()) == on_disk(tier)
 
     eventually(same, 60, what=f"convergence, seed {seed}")

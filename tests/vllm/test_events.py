@@ -1,4 +1,4 @@
-"""KV cache events in the form of each version of vLLM: its fields, medium, locality, and one event a job."""
+"""KV cache events in the form of each version of vLLM: its fields, medium, locality, and one event per job."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kvstore.vllm import compat
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.cli.in_process import run_here
 from tests.vllm.harness import Driver, key_of
+from tests.vllm.router import Router
 from tests.vllm.versions import INSTALLED, VERSIONS, is_there, overlay
 
 OLD = {"keys": None, "medium": None, "removed": None, "locality": "None"}
@@ -32,7 +33,7 @@ FIELDS = {version: OWNED for version in VERSIONS} | {
 
 
 def event_class(version: str) -> type[Any]:
-    """Return a class of the shape that events have in a version."""
+    """Return a class with the fields of a version's events."""
     parts: list[tuple[str, Any, Any]] = [
         (name, Any, dataclasses.field() if default is None else dataclasses.field(default=ast.literal_eval(default)))
         for name, default in FIELDS[version].items()
@@ -41,7 +42,7 @@ def event_class(version: str) -> type[Any]:
 
 
 def test_the_recorded_fields_are_those_of_the_versions() -> None:
-    """Of each version that is here; read as text, as only one can be imported."""
+    """The recorded fields equal those of each installed version, read as text because only one can be imported."""
     found = importlib.util.find_spec("vllm")
     assert found is not None and found.submodule_search_locations is not None
     packages = {version: overlay(version) / "vllm" for version in VERSIONS if is_there(version)}
@@ -56,7 +57,7 @@ def test_the_recorded_fields_are_those_of_the_versions() -> None:
 
 @pytest.fixture(params=VERSIONS)
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Driver]]:
-    """Our manager with a tier, whose events have the shape of a version, and that version."""
+    """Our manager with a tier, with events in a version's form, and that version."""
     monkeypatch.setattr(compat, "OffloadingEvent", event_class(request.param))
     tier = {"type": "memory", "label": "fast", "locality": "REMOTE"}
     driver = Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
@@ -95,23 +96,6 @@ def test_events_of_each_version(driver: tuple[str, Driver]) -> None:
     assert not any(getattr(event, "metadata_only", False) for event in driven.events)
 
 
-class Router:
-    """Blocks by engine and owner, as events state them."""
-
-    def __init__(self) -> None:
-        self.engines: dict[str, dict[str, set[bytes]]] = {}
-
-    def follow(self, name: str, driver: Driver) -> dict[str, set[bytes]]:
-        """Take in all events of an engine; return its blocks by owner."""
-        owners = self.engines.setdefault(name, {})
-        driver.settle()
-        for event in driver.events:
-            blocks = owners.setdefault(event.ownership or "cpu", set())
-            blocks.difference_update(event.keys) if event.removed else blocks.update(event.keys)
-        driver.events.clear()
-        return owners
-
-
 def on_disk(directory: Path) -> set[bytes]:
     """Return the keys that ``kvstore inspect`` finds."""
     with HeldMedium(make_tier("file", {"path": str(directory), "capacity": "1MiB"})) as medium:
@@ -119,11 +103,11 @@ def on_disk(directory: Path) -> set[bytes]:
 
 
 def test_a_router_knows_what_is_on_the_disk(tmp_path: Path) -> None:
-    """Through fill, eviction, restart and reset; what the first engine left is reported by the second."""
+    """A router matches the disk through fill, eviction, restart and reset; the second engine reports all old blocks."""
     tier = {"type": "file", "path": str(tmp_path), "capacity": "1MiB"}
     owner = "kvstore/file"
     for run in range(3):
-        # A router forgets the blocks of an engine that ended.
+        # A router drops the blocks of an engine that ended.
         router, driver = Router(), Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
         try:
             blocks = router.follow("a", driver)
@@ -152,7 +136,7 @@ def test_a_router_knows_what_is_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_engines_of_one_directory_report_each_block_once(tmp_path: Path) -> None:
-    """Also blocks that both computed, and blocks that one loaded from the other's part."""
+    """Blocks computed by both engines, or loaded from the other's part, are also reported once."""
     tier = {"type": "file", "path": str(tmp_path), "capacity": "4MiB", "reset": "keep"}
     router, drivers = Router(), {}
     try:
@@ -187,7 +171,7 @@ def test_engines_of_one_directory_report_each_block_once(tmp_path: Path) -> None
 
 
 def test_expired_blocks_leave_and_those_that_gc_removed_do_not_come_back(tmp_path: Path) -> None:
-    """By a request's ``ttl`` while the engine runs, and by ``kvstore gc`` between two engines."""
+    """A request's ``ttl`` removes blocks while the engine runs, and ``kvstore gc`` between two engines."""
     tier, owner = {"type": "file", "path": str(tmp_path), "capacity": "4MiB"}, "kvstore/file"
     short, long = ([key_of(start + i) for i in range(10)] for start in (0, 100))
     router, driver = Router(), Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
@@ -197,7 +181,7 @@ def test_expired_blocks_leave_and_those_that_gc_removed_do_not_come_back(tmp_pat
         driver.settle()
         driver.manager.on_request_finished(context)
         driver.store(long)
-        # They are stated as gone before the last of them is, so that nobody asks for what is about to go.
+        # They are reported as removed before the last of them is deleted, so that no engine requests them.
         eventually(
             lambda: router.follow("a", driver)[owner] == set(long) == on_disk(tmp_path), what="the others have expired"
         )

@@ -16,17 +16,17 @@ from tests.redis import servers as redis
 from tests.s3 import clients as s3_clients
 from tests.s3 import servers as s3
 from tests.vllm.harness import Driver, key_of
-from tests.vllm.test_events import Router
+from tests.vllm.router import Router
 
 FRESH = {"negative_ttl": "1ms", "positive_ttl": "1ms", "reset": "keep", "label": "shared"}
-"""Every lookup asks the medium."""
+"""Every lookup queries the medium."""
 
 OWNER = "kvstore/shared"
 
 
 @pytest.fixture(scope="module", params=["redis", "s3"])
 def medium(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Any]]:
-    """A server; call it for the options of a tier on a part of its own."""
+    """A server; calling the fixture returns a tier's options for a separate part of it."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "redis":
         with redis.running(redis.plain("redis", folder)) as (server,):
@@ -52,14 +52,14 @@ def start(engines: dict[str, Driver], name: str, tier: dict[str, Any]) -> Driver
 
 
 def keys_of(numbers: range) -> list[bytes]:
-    """Return the keys of blocks."""
+    """Return the blocks' keys."""
     return [key_of(number) for number in numbers]
 
 
 def test_each_block_is_reported_by_the_engine_that_put_it(
     medium: Callable[[], Any], engines: dict[str, Driver]
 ) -> None:
-    """Also blocks that both computed, and blocks that one loaded; an engine's successor reports what it puts itself."""
+    """Blocks computed by both or loaded by one are reported once; a successor reports only its own stores."""
     tier, router = medium(), Router()
     for name in ("a", "b"):
         start(engines, name, tier)
@@ -84,7 +84,7 @@ def test_each_block_is_reported_by_the_engine_that_put_it(
 
 
 def test_a_removal_by_another_engine_is_reported(medium: Callable[[], Any], engines: dict[str, Driver]) -> None:
-    """When the engine that has reported the block misses it; and whoever puts it again reports it."""
+    """The removal is reported once the owner misses the block; an engine that stores it again reports it."""
     tier, router = medium(), Router()
     owner, other = start(engines, "a", tier), start(engines, "b", tier)
     keys = keys_of(range(10))
@@ -107,7 +107,7 @@ def test_a_removal_by_another_engine_is_reported(medium: Callable[[], Any], engi
 def test_a_block_that_redis_evicted_is_reported_at_the_next_repetition(
     tmp_path: Path, engines: dict[str, Driver]
 ) -> None:
-    """Without any request for it."""
+    """An evicted block is reported at the next repetition, without a request for it."""
     with redis.running(redis.plain("redis", tmp_path)) as (server,):
         driver, router = start(engines, "a", {"type": "redis", **redis_clients.options_for(server), **FRESH}), Router()
         keys = keys_of(range(300))
@@ -124,7 +124,7 @@ def test_a_block_that_redis_evicted_is_reported_at_the_next_repetition(
 
 
 def test_blocks_in_the_memory_of_peers_are_reported_by_their_engines(engines: dict[str, Driver]) -> None:
-    """A peer tier reports nothing itself: what an engine loads from another one is then in both memories."""
+    """A peer tier reports nothing itself: a block loaded from another engine is then in both memories."""
     port, router = free_port(), Router()
     common = {"type": "peer", "secret": "a secret of sixteen", "lookup_timeout": 20, "load_timeout": 60, **FRESH}
     a = start(engines, "a", {**common, "listen": f"127.0.0.1:{port}"})

@@ -37,7 +37,7 @@ class Drivers:
         return driver
 
     def close(self) -> None:
-        """Close those that are open."""
+        """Close the open drivers."""
         while self.open:
             self.open.pop().close()
 
@@ -57,7 +57,7 @@ def fs(root: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_blocks_of_vllms_fs_tier_are_found_after_a_restart(drive: Drivers, tmp_path: Path) -> None:
-    """With ``fs`` beside our tiers the manager is ours, and another engine loads the blocks from it."""
+    """With ``fs`` beside our tiers kvstore's manager is used, and another engine loads the blocks from ``fs``."""
     driver = drive({"type": "memory"}, fs(tmp_path))
     driver.store(KEYS)
     assert [tier.name for tier in driver.manager.manager.tiers] == ["memory", "fs"]
@@ -70,7 +70,7 @@ def test_blocks_of_vllms_fs_tier_are_found_after_a_restart(drive: Drivers, tmp_p
 def test_a_block_of_another_namespace_is_not_found(
     drive: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``fs`` has no field for the version of vLLM, and kvstore's namespace has; so the names of blocks differ."""
+    """``fs`` has no field for vLLM's version, but kvstore's namespace has one, so block names differ."""
     drive(fs(tmp_path)).store(KEYS)
     drive.close()
     monkeypatch.setattr("kvstore.vllm.namespace.VLLM_VERSION", "another")
@@ -79,7 +79,7 @@ def test_a_block_of_another_namespace_is_not_found(
 
 @pytest.mark.parametrize(("options", "found"), [({}, []), ({"reset": "keep"}, KEYS)])
 def test_a_reset_begins_an_epoch(drive: Drivers, tmp_path: Path, options: dict[str, Any], found: list[bytes]) -> None:
-    """Blocks from before a reset are not found, unless the tier is to keep them; later blocks are."""
+    """Blocks from before a reset are found only if the tier keeps them; later blocks are found."""
     driver = drive(fs(tmp_path, **options))
     driver.store(KEYS)
     driver.forget_primary()
@@ -89,7 +89,7 @@ def test_a_reset_begins_an_epoch(drive: Drivers, tmp_path: Path, options: dict[s
 
 
 def test_a_truncated_file_of_fs_is_a_miss(drive: Drivers, tmp_path: Path) -> None:
-    """A failed load keeps the blocks that came before it, and its request does not ask again."""
+    """A failed load keeps the blocks before the failure, and its request does not look them up again."""
     driver = drive(fs(tmp_path, reset="keep"))
     driver.store(KEYS)
     files = sorted(tmp_path.rglob("*.bin"))
@@ -118,7 +118,7 @@ def test_a_truncated_file_of_fs_is_a_miss(drive: Drivers, tmp_path: Path) -> Non
     ],
 )
 def test_an_exception_costs_the_tier_only(drive: Drivers, tmp_path: Path, method: str) -> None:
-    """Whatever a tier raises, the other tier stores and loads, nothing raises, and the error is counted."""
+    """Whatever a tier raises, the other tier stores and loads, no call raises, and the error is counted."""
     driver = drive(DICT, {"type": "file", "path": str(tmp_path), "capacity": "64MiB", "reset": "keep"}, events=True)
     (tier,) = MADE
     tier.blocks = dict.fromkeys(next(iter(driver.manager._foreign)).masked(key) for key in KEYS[:1])  # A HIT.
@@ -160,14 +160,14 @@ class Result:
     ids=["none", "odd id", "unknown id", "no fields", "odd keys", "unknown keys"],
 )
 def test_a_malformed_result_costs_its_own_job(drive: Drivers, malformed: Any) -> None:
-    """Whatever a tier reports about one job, the results beside it count, and no slot stays pinned."""
+    """Whatever a tier reports for one job, its other results count, and no slot stays pinned."""
     driver = drive(DICT)
     (tier,) = MADE
     tier.holds = True
     for key in KEYS[:3]:
         driver.store_now([key])
     first, second, third = tier.held
-    # What is malformed comes first, and the true results after it.
+    # The malformed result comes first, and the correct ones after it.
     tier._results = [malformed(second.job_id), first, third, second]
     tier.held = []
     driver.settle()
@@ -179,7 +179,7 @@ def test_a_malformed_result_costs_its_own_job(drive: Drivers, malformed: Any) ->
 
 
 def test_a_drain_that_hangs_stops_the_tier(drive: Drivers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reset ends at its limit; slots of the tier's jobs come back when the drain ends, and not before."""
+    """A reset ends at its time limit; slots of the tier's jobs are freed when the drain ends, and not before."""
     monkeypatch.setattr(manager, "_DRAIN_S", 0.1)
     driver = drive(DICT, {"type": "memory"})
     (tier,) = MADE
@@ -202,7 +202,7 @@ def test_a_drain_that_hangs_stops_the_tier(drive: Drivers, monkeypatch: pytest.M
 
 
 def test_a_tier_serves_another_engine(drive: Drivers) -> None:
-    """It finds blocks of the primary tier and, promoted, of tiers beside it, and reads them from pinned rows."""
+    """The tier finds blocks of the primary tier and, by promotion, of other tiers, and reads them from pinned rows."""
     driver = drive(DICT, {"type": "memory", "reset": "keep"})
     (tier,) = MADE
     (foreign,) = driver.manager._foreign
@@ -226,8 +226,25 @@ def test_a_tier_serves_another_engine(drive: Drivers) -> None:
     assert driver.manager.manager.stats().primary.pinned == 0
 
 
+def test_a_tier_is_not_asked_for_its_own_requests(drive: Drivers) -> None:
+    """A block that only the serving tier has is a miss for the engine that it serves, and not promoted."""
+    driver = drive(DICT, {"type": "memory"})
+    (tier,) = MADE
+    (foreign,) = driver.manager._foreign
+    name = foreign.masked(KEYS[0])
+    tier.blocks, tier.wanted, tier.calls = {name: b""}, [name], []
+
+    def answered() -> bool:
+        driver.step()
+        return not tier.wanted
+
+    eventually(answered, 30, what="an answer")
+    assert tier.answers == {name: LookupResult.MISS}
+    assert "lookup" not in tier.calls
+
+
 def test_lent_blocks_stay_until_the_tier_reports(drive: Drivers) -> None:
-    """A block that a tier has pinned is not evicted; after the report it may be. The tier's share bounds its pins."""
+    """A block pinned by a tier is not evicted until the tier's report. The tier's share bounds its pins."""
     driver = drive(DICT, {"type": "memory"})
     (tier,) = MADE
     (foreign,) = driver.manager._foreign
@@ -254,7 +271,7 @@ def test_lent_blocks_stay_until_the_tier_reports(drive: Drivers) -> None:
 
 
 def test_a_tier_may_want_every_block_of_a_request(drive: Drivers) -> None:
-    """With the policy ``request_level`` blocks that are in the primary tier already are stored to that tier again."""
+    """With the policy ``request_level`` blocks already in the primary tier are stored in that tier again."""
     driver = drive({**DICT, "whole": True}, {"type": "memory"})
     (tier,) = MADE
     driver.store(KEYS)
@@ -264,7 +281,7 @@ def test_a_tier_may_want_every_block_of_a_request(drive: Drivers) -> None:
 
 
 def test_events_have_vllms_keys(drive: Drivers) -> None:
-    """Events of a tier name blocks as vLLM does."""
+    """Events of a tier contain vLLM's block keys."""
     driver = drive(DICT, events=True)
     driver.store(KEYS)
     theirs = [event for event in driver.events if event.medium == "STORAGE"]
@@ -272,7 +289,7 @@ def test_events_have_vllms_keys(drive: Drivers) -> None:
 
 
 def test_backpressure_drops_stores(drive: Drivers) -> None:
-    """VLLM's detector may drop a store; the block is not lost to other tiers, and loads go on."""
+    """VLLM's detector may drop a store; other tiers still get the block, and loads continue."""
     driver = drive(DICT, {"type": "memory"})
     (tier,) = MADE
     if not hasattr(tier, "bp_detector"):
@@ -292,13 +309,13 @@ def test_backpressure_drops_stores(drive: Drivers) -> None:
 
 
 def test_two_tiers_of_a_type_have_names_of_their_own(drive: Drivers, tmp_path: Path) -> None:
-    """A label, or the place in the list."""
+    """A tier's name is its label, or its type with the position in the list."""
     driver = drive(fs(tmp_path / "a"), fs(tmp_path / "b"), fs(tmp_path / "c", label="slow"))
     assert [tier.name for tier in driver.manager.manager.tiers] == ["fs", "fs-1", "slow"]
 
 
 def test_names_of_blocks_depend_on_namespace_and_epoch() -> None:
-    """A masked key is unmasked by the same mask, keeps the group, and no two namespaces or epochs share a mask."""
+    """A key unmasked by its own mask keeps its group, and no two namespaces or epochs share a mask."""
 
     class Nothing:
         medium = locality = None
@@ -317,7 +334,7 @@ def test_names_of_blocks_depend_on_namespace_and_epoch() -> None:
 
 
 def test_the_model_name_is_part_of_the_names(drive: Drivers) -> None:
-    """Names differ between two models under one tier."""
+    """Names differ between two models in one tier."""
     names = set()
     for model in ("org/a", "org/b"):
         driver = drive(DICT, model=OffloadingModelConfig(name=model, dtype="float16"))

@@ -1,4 +1,4 @@
-"""A real engine whose tier is slower than computing: the gate learns both from its steps and loads."""
+"""A real engine with a tier slower than computing: the gate learns both speeds from its steps and loads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ask(engine: Engine, number: int) -> tuple[list[int], int]:
 
 
 def test_a_slow_tier_is_not_waited_for(start: Start) -> None:
-    """The first load is abandoned, the next prompt is computed at once, and blocks in CPU memory are still used."""
+    """The first load is abandoned, the next prompt is computed immediately, and blocks in CPU memory are still used."""
     engine = start(offloading=offloading(gate=True))
     expected = [ask(engine, number)[0] for number in range(len(PROMPTS))]
     engine.call("settle")

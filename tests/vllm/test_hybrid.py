@@ -1,4 +1,4 @@
-"""Real engines of a model with sliding windows: several groups of layers, some of which need only a prompt's end."""
+"""Real engines with a sliding-window model: several layer groups, some of which need only a prompt's end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LLM: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 256,
 }
-"""Prompts come in pieces, and there is no room for the blocks of all requests."""
+"""Prompts are split, and the blocks of all requests don't fit."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(start: Start) -> list[int]:
-    """The right answer: that without any offloading."""
+    """The expected answer: that without any offloading."""
     engine = start(llm=LLM)
     (answer,) = engine.ask(prompt(1, 700))
     tokens: list[int] = answer["tokens"]
@@ -40,7 +40,7 @@ def expected(start: Start) -> list[int]:
 
 
 def check(engine: Engine, expected: list[int]) -> None:
-    """Answer a prompt twice; the second time it comes from the tiers."""
+    """Answer a prompt twice; the second time its blocks come from the tiers."""
     assert engine.call("groups") == 3
     for _ in range(2):
         engine.call("reset")
@@ -53,9 +53,9 @@ def check(engine: Engine, expected: list[int]) -> None:
 
 @pytest.mark.usefixtures("no_rank_files")
 def test_two_ranks_find_what_one_has_stored(start: Start, tmp_path: Path, expected: list[int]) -> None:
-    """A prompt comes back from the tiers with the right tokens, to an engine of one rank, and then to one of two.
+    """A prompt's blocks are loaded with the right tokens by an engine of one rank, and then by one of two.
 
-    By default rows have the canonical layout, so tensor parallel size 2 reads what size 1 has stored.
+    By default rows have the canonical layout, so tensor parallel size 2 reads the rows of size 1.
     """
     engine = start(offloading=managed(tmp_path, cpu_bytes_to_use=160 * ROW_BYTES), llm=LLM)
     assert "Canonical KV layout enabled" in engine.text()
@@ -68,7 +68,7 @@ def test_two_ranks_find_what_one_has_stored(start: Start, tmp_path: Path, expect
 
 
 def test_rows_of_four_blocks_are_not_for_windows(start: Start, tmp_path: Path, expected: list[int]) -> None:
-    """Asked for rows of four blocks, it makes rows of one, says so, and gives the same tokens; in the direct layout."""
+    """With rows of four blocks requested, rows have one block, with a message and equal tokens; direct layout."""
     layout = {"blocks_per_chunk": 4, "canonical_layout": False, "cpu_bytes_to_use": 160 * ROW_BYTES}
     engine = start(offloading=managed(tmp_path, **layout), llm=LLM)
     assert "Canonical KV layout enabled" not in engine.text()

@@ -1,4 +1,4 @@
-"""The canonical layout as the default: when vLLM can certify it, and what happens if the tensors are others."""
+"""The canonical layout as the default: when vLLM can certify it, and the behaviour with other tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvstore.errors import ConfigError
 from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.compat import open_region, region_path, tolerate_unnaming
-from kvstore.vllm.layout import WorkerNote, leave_note, take_note, with_canonical_layout, with_whole_rows
+from kvstore.vllm.layout import (
+    WorkerNote,
+    leave_note,
+    take_note,
+    with_canonical_layout,
+    with_whole_rows,
+    without_synchronous_loads,
+)
 from tests.vllm.harness import BLOCK_BYTES, Driver, key_of, offloading_config, parallel
 
 TOKENS = 16
@@ -45,7 +52,7 @@ STATE = MambaSpec(block_size=TOKENS, shapes=((4, 16),), dtypes=(torch.float32,))
 
 
 def connect(specs: list[Any], *, tp_size: int = 1, extra: dict[str, Any] | None = None) -> OffloadingConfig:
-    """Return the configuration that our spec works with, made as vLLM's connector makes it."""
+    """Return our spec's configuration, built as by vLLM's connector."""
     groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
     kv_cache_config = KVCacheConfig(
         num_blocks=4,
@@ -80,7 +87,8 @@ def connect(specs: list[Any], *, tp_size: int = 1, extra: dict[str, Any] | None 
         kv_events_config=None,
         use_v2_model_runner=True,
     )  # fmt: skip
-    return with_canonical_layout(with_whole_rows(build_offloading_config(vllm_config, kv_cache_config)))
+    config = build_offloading_config(vllm_config, kv_cache_config)
+    return with_canonical_layout(without_synchronous_loads(with_whole_rows(config)))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +104,7 @@ def connect(specs: list[Any], *, tp_size: int = 1, extra: dict[str, Any] | None 
     ids=["full attention", "with windows", "two ranks", "heads not as expected", "latent", "with a state space"],
 )
 def test_the_layout_is_canonical_where_vllm_says_it_can_be(specs: list[Any], tp_size: int, canonical: bool) -> None:
-    """By vLLM's own rules for its option; a model with one layer that can't be mapped keeps the direct layout."""
+    """The layout follows vLLM's own rules; a model with one unmappable layer keeps the direct layout."""
     config = connect(specs, tp_size=tp_size)
     assert config.canonical_layout is canonical
     assert config.replicated_layout is (canonical and specs == [LATENT])
@@ -106,24 +114,31 @@ def test_the_layout_is_canonical_where_vllm_says_it_can_be(specs: list[Any], tp_
 
 @pytest.mark.parametrize(("specs", "blocks"), [([FULL], 4), ([LATENT], 4), ([FULL, WINDOW], 1), ([WINDOW], 1)])
 def test_rows_of_windows_have_one_block(specs: list[Any], blocks: int) -> None:
-    """What vLLM does not store rightly by several blocks a row is stored by one."""
+    """If vLLM stores several blocks per row incorrectly, rows have one block."""
     assert connect(specs, extra={"blocks_per_chunk": 4}).cache.blocks_per_chunk == blocks
+
+
+@pytest.mark.parametrize(("specs", "budget"), [([FULL], 1024), ([FULL, WINDOW], 1024), ([FULL, STATE], 0)])
+def test_states_are_not_loaded_within_a_step(specs: list[Any], budget: int) -> None:
+    """VLLM copies a state before the loads of its step, so a model with states has no loads within a step."""
+    extra = connect(specs, extra={"sync_load_budget_bytes": 1024}).extra_config
+    assert extra["sync_load_budget_bytes"] == budget
 
 
 @pytest.mark.parametrize("choice", [True, False])
 def test_the_users_choice_stands(choice: bool) -> None:
-    """What the user says of the layout is not changed."""
+    """The user's choice of the layout is not changed."""
     assert connect([FULL], extra={"canonical_layout": choice}).canonical_layout is choice
 
 
 def test_nothing_changes_where_the_engine_is_not_known() -> None:
-    """Without a connector above, the configuration stays as it is."""
+    """Without a connector above, the configuration stays unchanged."""
     config = offloading_config([])
     assert with_canonical_layout(config) is config
 
 
 def test_an_accelerator_is_asked_for_the_canonical_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere than on the CPU platform rows are canonical only if the user says so: it has not run there."""
+    """On other platforms than the CPU, rows are canonical only on request, because this has not been tested there."""
     assert connect([FULL]).canonical_layout
     monkeypatch.setattr("kvstore.vllm.layout.current_platform", SimpleNamespace(is_cpu=lambda: False))
     assert not connect([FULL]).canonical_layout
@@ -131,7 +146,7 @@ def test_an_accelerator_is_asked_for_the_canonical_layout(monkeypatch: pytest.Mo
 
 
 def test_vllms_own_manager_keeps_vllms_own_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rows are canonical by default under kvstore's manager; under vLLM's only without a tier of vLLM's own."""
+    """Rows are canonical by default under kvstore's manager; under vLLM's only without vLLM's own tiers."""
     canonical = dataclasses.replace(offloading_config([{"type": "memory"}]), canonical_layout=True)
     monkeypatch.setattr("kvstore.vllm.spec.with_canonical_layout", lambda config: canonical)
     assert KVStoreOffloadingSpec(offloading_config([{"type": "memory"}])).config.canonical_layout
@@ -153,7 +168,7 @@ def engine_id() -> Iterator[str]:
 
 @pytest.mark.parametrize("canonical", [True, False])
 def test_a_note_is_taken_once(engine_id: str, canonical: bool) -> None:
-    """The scheduler finds the note of all workers and removes it; there is none before, nor without a region."""
+    """The scheduler takes and removes the note of all workers; there is none before, nor without a region."""
     assert take_note(engine_id) is None
     note = WorkerNote(canonical, "FlashAttentionBackend " + "0" * 32)
     leave_note(engine_id, note, expects_canonical=True)
@@ -166,7 +181,7 @@ def test_a_note_is_taken_once(engine_id: str, canonical: bool) -> None:
 
 
 def test_a_note_that_can_not_be_left_ends_the_start() -> None:
-    """Without a region the scheduler can't be told that rows are not canonical; that they are, it assumes."""
+    """Without a region the scheduler can't learn that rows are not canonical; canonical rows are its default."""
     leave_note("kvstore-test-there-is-none", WorkerNote(True), expects_canonical=True)
     leave_note("kvstore-test-there-is-none", WorkerNote(False), expects_canonical=False)
     with pytest.raises(ConfigError, match="'canonical_layout': false"):
@@ -174,7 +189,7 @@ def test_a_note_that_can_not_be_left_ends_the_start() -> None:
 
 
 def test_a_scheduler_that_knows_nothing_of_canonical_rows_does_not_name_them(tmp_path: Path) -> None:
-    """If the workers have chosen and the scheduler has not, the start ends: blocks would go under a wrong name."""
+    """If only the workers have chosen canonical rows, the start fails: blocks would get a wrong name."""
     tiers = [{"type": "file", "path": str(tmp_path), "capacity": "1GiB"}]
     spec = KVStoreOffloadingSpec(offloading_config(tiers))
     region = open_region(spec, rank=0)
@@ -188,7 +203,7 @@ def test_a_scheduler_that_knows_nothing_of_canonical_rows_does_not_name_them(tmp
 
 @pytest.fixture
 def choosing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every spec choose the canonical layout."""
+    """Make every spec choose the canonical layout."""
 
     def choose(config: OffloadingConfig) -> OffloadingConfig:
         of_all = dataclasses.replace(config.parallel, is_parallelism_agnostic=True)
@@ -208,7 +223,7 @@ def kv_caches(portable: bool) -> CanonicalKVCaches:
 @pytest.mark.usefixtures("choosing")
 @pytest.mark.parametrize("portable", [True, False])
 def test_rows_that_are_not_canonical_are_not_shared(tmp_path: Path, portable: bool) -> None:
-    """If a worker can't map a layer, the engine starts with the direct layout, and shares with its own kind only."""
+    """If a worker can't map a layer, the engine starts with the direct layout, and shares only with such engines."""
     tiers = [{"type": "file", "path": str(tmp_path), "capacity": "1GiB"}]
     keys = [key_of(i) for i in range(4)]
     found = []
@@ -230,7 +245,7 @@ def test_rows_that_are_not_canonical_are_not_shared(tmp_path: Path, portable: bo
 def test_replicated_rows_that_can_not_be_mapped_become_direct_ones(
     monkeypatch: pytest.MonkeyPatch, direct_is_replicated: bool
 ) -> None:
-    """With latent attention all ranks share one copy in a canonical row; workers and scheduler go back together."""
+    """With latent attention all ranks share one copy in a canonical row; workers and scheduler fall back together."""
 
     def choose(config: OffloadingConfig) -> OffloadingConfig:
         of_all = dataclasses.replace(config.parallel, is_parallelism_agnostic=True)
@@ -261,7 +276,7 @@ def test_replicated_rows_that_can_not_be_mapped_become_direct_ones(
 def test_a_worker_of_vllms_ends_in_peace_without_the_regions_name(
     unnamed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On an accelerator too, the scheduler removes the name; if it never started, the worker's end does."""
+    """On an accelerator, too, the scheduler removes the name; if it never started, the worker does at its end."""
     spec = KVStoreOffloadingSpec(offloading_config([{"type": "memory"}]))
     region = open_region(spec, rank=0)
     worker = SimpleNamespace(_mmap_region=region)
@@ -282,7 +297,7 @@ def test_a_worker_of_vllms_ends_in_peace_without_the_regions_name(
 
 
 def test_workers_tell_which_attention_backend_they_chose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The scheduler names blocks by the backends of the workers' layers, whatever layout the user chose."""
+    """The scheduler names blocks by the attention backends of the workers' layers, whatever the chosen layout."""
     tiers = [{"type": "file", "path": str(tmp_path), "capacity": "1GiB"}]
     keys = [key_of(i) for i in range(4)]
 

@@ -1,4 +1,4 @@
-"""Payloads of events across restarts, with vLLM's own tracker of events and a disk tier, without a model."""
+"""Payloads of events across restarts, with vLLM's own event tracker and a disk tier, without a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = 16
 
 
 class OffloadingConnectorScheduler:
-    """As much of vLLM's class of this name as kvstore looks for."""
+    """The parts of vLLM's class of this name that kvstore uses."""
 
     def __init__(self, tier: dict[str, Any], *, self_describing: bool = True) -> None:
         self.config = SimpleNamespace(kv_group_configs=(SimpleNamespace(kv_event_group_spec=GROUP),))
@@ -40,7 +40,7 @@ class OffloadingConnectorScheduler:
         self.removed: list[int] = []
 
     def store(self, numbers: list[int], hashes_per_key: int = 1) -> None:
-        """Compute a prompt of blocks and offload it; vLLM notes the payloads first."""
+        """Compute a prompt of blocks and offload it; vLLM records the payloads first."""
         parent: bytes | None = None
         for number in numbers:
             hashes = [hash_within(number, i) for i in range(1, hashes_per_key)]
@@ -53,7 +53,7 @@ class OffloadingConnectorScheduler:
         self.read()
 
     def read(self) -> None:
-        """Take all events in."""
+        """Process all events."""
         self.driver.settle()
         events, self.driver.events[:] = list(self.driver.events), []
         for event in self._events_tracker.take_events(events):
@@ -68,7 +68,7 @@ class OffloadingConnectorScheduler:
                     self.stored.pop(block, None)  # type: ignore[call-overload]
 
     def wait_stored(self, count: int) -> None:
-        """Wait for so many blocks."""
+        """Wait until this many blocks are stored."""
         eventually(lambda: self.read() or len(self.stored) == count, what=f"{count} blocks stored")
 
 
@@ -88,7 +88,7 @@ def payload_of(**fields: Any) -> _OffloadEventMetadata:
 
 
 def hash_within(number: int, place: int) -> bytes:
-    """Return the hash of a block before the last one under a key."""
+    """Return the hash of a block before the last one of a key."""
     return (1000 * place + number).to_bytes(32, "big")
 
 
@@ -98,7 +98,7 @@ def tokens_of(number: int, hashes: int = 1) -> tuple[int, ...]:
 
 
 def encrypted(directory: Path) -> list[Any]:
-    """Return a codec with a key that lasts as long as the directory."""
+    """Return a codec with a key stored beside the directory."""
     path = directory.parent / "keys.json"
     if not path.exists():
         path.touch(0o600)
@@ -130,7 +130,7 @@ def run(tmp_path: Path) -> Any:
 
 
 def notes_of(directory: Path) -> bytes:
-    """Return the content of all files of notes."""
+    """Return the content of all notes files."""
     return b"".join(path.read_bytes() for path in directory.rglob("notes"))
 
 
@@ -139,7 +139,7 @@ Start = Callable[..., OffloadingConnectorScheduler]
 
 @pytest.mark.parametrize("hashes", [1, 3])
 def test_an_encrypted_tier_keeps_everything(run: Start, hashes: int) -> None:
-    """Recovered blocks are stated as before; what leaves is stated with all its hashes."""
+    """Recovered blocks are reported as before; a removal is reported with all hashes of the block."""
     first = run(seal=True)
     first.store([1, 2, 3], hashes)
     first.wait_stored(3 * hashes)
@@ -161,7 +161,7 @@ def test_an_encrypted_tier_keeps_everything(run: Start, hashes: int) -> None:
 
 @pytest.mark.parametrize("hashes", [1, 3])
 def test_other_tiers_keep_parents_and_lengths(run: Start, hashes: int) -> None:
-    """No token is on the disk; each recovered block is stated, and removed, as one."""
+    """No token is on the disk; each recovered block is reported, and removed, as one block."""
     first = run(seal=False)
     first.store([1, 2, 3], hashes)
     first.wait_stored(3 * hashes)
@@ -174,7 +174,7 @@ def test_other_tiers_keep_parents_and_lengths(run: Start, hashes: int) -> None:
     event = again.stored[2]
     assert (event.token_ids, event.block_size, event.lora_name) == ([], TOKENS, None)
     assert event.parent_block_hash == (1 if hashes == 1 else int.from_bytes(hash_within(2, hashes - 1), "big"))
-    again.store([2], hashes)  # vLLM has met the tokens; the tier has the block.
+    again.store([2], hashes)  # VLLM has the tokens again; the tier has the block.
     again.driver.manager.manager.tiers[0].remove([key_of(1), key_of(3)])
     again.wait_stored(1)
     assert sorted(again.removed) == [1, 3]
@@ -184,7 +184,7 @@ def test_other_tiers_keep_parents_and_lengths(run: Start, hashes: int) -> None:
 
 
 def test_damaged_and_foreign_notes_are_ignored(run: Start) -> None:
-    """Every block is reported all the same, and no tier that encrypts trusts a note that is not encrypted."""
+    """Every block is still reported, and an encrypting tier trusts no unencrypted note."""
     first = run(seal=True)
     first.store([1, 2, 3])
     first.wait_stored(3)
@@ -205,7 +205,7 @@ def test_damaged_and_foreign_notes_are_ignored(run: Start) -> None:
 
 
 def test_nothing_is_kept_unless_events_are_self_describing(run: Start) -> None:
-    """As vLLM knows no payloads then."""
+    """Without self-describing events no notes are kept, because vLLM has no payloads."""
     first = run(seal=False, self_describing=False)
     first.store([1, 2])
     first.wait_stored(2)

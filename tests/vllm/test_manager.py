@@ -1,4 +1,4 @@
-"""KVStoreTier under vLLM's own TieringOffloadingManager and under ours, loaded by the JSON that a user writes."""
+"""KVStoreTier under vLLM's own TieringOffloadingManager and under ours, configured by a user's JSON."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ MODULE = {"type": "KVStoreTier", "module_path": "kvstore.vllm"}
 Open = Callable[..., Driver]
 
 both_managers = pytest.mark.parametrize("spec_class", [TieringOffloadingSpec, KVStoreOffloadingSpec])
-"""Stock vLLM with our tiers, and our spec, whose manager is ours."""
+"""Stock vLLM with our tiers, and our spec with our manager."""
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """Open drivers and close them at the end of the test; nothing may be left in /dev/shm then."""
-    # A start waits a second for recovery, which is much for an empty directory, and not enough on any machine.
+    """Open drivers and close them at the end of the test; no file may be left in /dev/shm then."""
+    # A start waits one second for recovery: long for an empty directory, and too short on a slow machine.
     monkeypatch.setattr("kvstore.tiers.opening._RECOVERY_WAIT_S", 60.0)
     drivers: list[Driver] = []
 
@@ -59,7 +59,7 @@ def file_tier(directory: Path, **options: Any) -> dict[str, Any]:
 
 @both_managers
 def test_blocks_come_back_from_the_tier(opened: Open, spec_class: Any, tmp_path: Path) -> None:
-    """What was offloaded is found after the primary tier was emptied, byte by byte."""
+    """Offloaded blocks are found byte by byte after the primary tier was emptied."""
     driver = opened([file_tier(tmp_path)], spec_class=spec_class)
     keys = [key_of(i) for i in range(12)]
     driver.store(keys)
@@ -69,7 +69,7 @@ def test_blocks_come_back_from_the_tier(opened: Open, spec_class: Any, tmp_path:
 
 @both_managers
 def test_blocks_survive_the_engine(opened: Open, spec_class: Any, tmp_path: Path) -> None:
-    """A second manager on the same directory finds what the first one stored, and only that."""
+    """A second manager on the same directory finds exactly the blocks that the first one stored."""
     keys = [key_of(i) for i in range(12)]
     first = opened([file_tier(tmp_path)], spec_class=spec_class)
     first.store(keys)
@@ -79,7 +79,7 @@ def test_blocks_survive_the_engine(opened: Open, spec_class: Any, tmp_path: Path
 
 
 def test_another_namespace_is_another_cache(opened: Open, tmp_path: Path) -> None:
-    """The user's own namespace parts the blocks of two engines on one directory."""
+    """The user's ``namespace`` separates the blocks of two engines on one directory."""
     keys = [key_of(i) for i in range(4)]
     opened([file_tier(tmp_path, namespace="a")]).store(keys)
     assert opened([file_tier(tmp_path, namespace="b")]).load(keys) == []
@@ -87,7 +87,7 @@ def test_another_namespace_is_another_cache(opened: Open, tmp_path: Path) -> Non
 
 @both_managers
 def test_an_absent_block_costs_no_step(opened: Open, tmp_path: Path, spec_class: Any) -> None:
-    """A lookup of what is not there is a MISS in the same step, under vLLM's spec and ours."""
+    """A lookup of an absent block is a MISS in the same step, under vLLM's spec and ours."""
     driver = opened([file_tier(tmp_path)], spec_class=spec_class)
     context = driver.request()
     assert driver.lookup([key_of(1)], context) == [LookupResult.MISS]
@@ -96,7 +96,7 @@ def test_an_absent_block_costs_no_step(opened: Open, tmp_path: Path, spec_class:
 
 
 def test_short_types_work_in_our_spec(opened: Open, tmp_path: Path) -> None:
-    """The type may be the name of a backend, beside vLLM's own types; two of one backend get labels of their own."""
+    """A tier's type may be a backend's name, beside vLLM's own types; two of one backend get different labels."""
     tiers = [
         {"type": "memory"},
         {"type": "file", "path": str(tmp_path), "capacity": "1GiB"},
@@ -112,14 +112,14 @@ def test_short_types_work_in_our_spec(opened: Open, tmp_path: Path) -> None:
 
 
 def test_only_allowed_tiers_are_asked(opened: Open) -> None:
-    """Medium and locality are those of the backend, so that a request's load filter works."""
+    """Medium and locality are those of the backend, so a request's load filter works."""
     driver = opened([{**MODULE, "backend": "memory"}, {**MODULE, "backend": "memory", "locality": "REMOTE"}])
     assert [(tier.medium.value, tier.locality.value) for tier in driver.tiers] == [("CPU", "LOCAL"), ("CPU", "REMOTE")]
 
 
 @both_managers
 def test_reset_waits_for_io_and_loses_no_job(opened: Open, spec_class: Any, tmp_path: Path) -> None:
-    """Resetting the cache right after stores were submitted drains them; vLLM asserts that none is left."""
+    """A cache reset right after stores were submitted drains them; vLLM asserts that no job is left."""
     driver = opened([file_tier(tmp_path)], spec_class=spec_class)
     assert driver.manager.has_pending_work(), "an engine that starts makes a step, by which metrics are there"
     driver.step()
@@ -133,7 +133,7 @@ def test_reset_waits_for_io_and_loses_no_job(opened: Open, spec_class: Any, tmp_
 
 @both_managers
 def test_events_tell_of_stores_and_removals(opened: Open, spec_class: Any, tmp_path: Path) -> None:
-    """Every block that entered the tier is told as stored, and as removed when it was evicted for room."""
+    """Every block that entered the tier is reported as stored, and after its eviction as removed."""
     driver = opened([file_tier(tmp_path, capacity="192KiB")], spec_class=spec_class, events=True)
 
     def ours(*, removed: bool) -> set[bytes]:
@@ -150,7 +150,7 @@ def test_events_tell_of_stores_and_removals(opened: Open, spec_class: Any, tmp_p
 
 @both_managers
 def test_a_job_is_one_event(opened: Open, spec_class: Any, tmp_path: Path) -> None:
-    """Stores, evictions and promotions of many blocks are told in one event a tier and step, not in one a block."""
+    """Stores, evictions and promotions of many blocks give one event per tier and step, not one per block."""
     driver = opened([file_tier(tmp_path)], spec_class=spec_class, events=True)
     rows = driver.slots
     waves = [[key_of(wave * rows + i) for i in range(rows)] for wave in range(2)]
@@ -174,7 +174,7 @@ def test_a_job_is_one_event(opened: Open, spec_class: Any, tmp_path: Path) -> No
 
 @both_managers
 def test_events_of_tiers_do_not_erase_each_other(opened: Open, spec_class: Any, tmp_path: Path) -> None:
-    """VLLM keeps a block's payload while a tier has it, though another of the same kind dropped it, and no longer."""
+    """VLLM keeps a block's payload exactly as long as some tier has the block, even if another tier dropped it."""
     tiers = [
         file_tier(tmp_path / "small", capacity="192KiB"),
         file_tier(tmp_path / "large", capacity="1GiB"),
@@ -203,7 +203,7 @@ def test_events_of_tiers_do_not_erase_each_other(opened: Open, spec_class: Any, 
 
 
 def described(key: bytes) -> _OffloadEventMetadata:
-    """Return the payload that vLLM notes of a block that it stores, in the primary tier alone so far."""
+    """Return the payload that vLLM records for a block that is stored in the primary tier only."""
     return _OffloadEventMetadata(
         block_hashes=(key[:-4],),
         parent_block_hash=None,
@@ -220,7 +220,7 @@ def described(key: bytes) -> _OffloadEventMetadata:
 
 @both_managers
 def test_no_events_unless_wanted(opened: Open, spec_class: Any, tmp_path: Path) -> None:
-    """Without KV cache events nothing piles up, and an idle engine is not kept awake."""
+    """Without KV cache events no events accumulate, and an idle engine does not step for them."""
     driver = opened([file_tier(tmp_path)], spec_class=spec_class)
     driver.store([key_of(i) for i in range(5)])
     assert driver.events == []
@@ -230,7 +230,7 @@ def test_no_events_unless_wanted(opened: Open, spec_class: Any, tmp_path: Path) 
 @pytest.mark.skipif(cache_hit_source(OurMedium.CPU, Locality.LOCAL) is None, reason="vLLM asks since 0.32")
 @both_managers
 def test_hits_are_told_by_the_tier_they_came_from(opened: Open, spec_class: Any, tmp_path: Path) -> None:
-    """A block that was promoted from disk for a request counts as one of the disk, and is one of the host later."""
+    """A block promoted from disk for a request counts as a disk hit, and as a host hit later."""
     driver = opened([file_tier(tmp_path)], spec_class=spec_class)
     keys = [key_of(i) for i in range(4)]
     driver.store(keys)
@@ -248,7 +248,7 @@ def test_hits_are_told_by_the_tier_they_came_from(opened: Open, spec_class: Any,
 
 
 def test_a_failed_load_never_hits_again_for_its_request(opened: Open, tmp_path: Path) -> None:
-    """A block that can't be loaded is a MISS in a few steps (a tier that says HIT again loops for ever, #49176)."""
+    """A block whose load fails is a MISS within a few steps (repeated HITs would loop forever, #49176)."""
     driver = opened([file_tier(tmp_path)])
     keys = [key_of(i) for i in range(8)]
     driver.store(keys)
@@ -262,7 +262,7 @@ def test_a_failed_load_never_hits_again_for_its_request(opened: Open, tmp_path: 
 
 
 def test_a_tier_that_raises_is_a_miss(opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An error inside kvstore reaches neither the manager nor the engine: misses, failed jobs, one log line a place."""
+    """An error inside kvstore reaches neither manager nor engine: misses, failed jobs, one log line per place."""
     driver = opened([file_tier(tmp_path)])
     driver.store([key_of(0)])
     driver.forget_primary()
@@ -284,7 +284,7 @@ def test_a_tier_that_raises_is_a_miss(opened: Open, tmp_path: Path, caplog: pyte
 
 
 def test_a_job_that_is_not_accepted_is_reported_once(opened: Open) -> None:
-    """A submit that raises gives exactly one failed result; a second answer to a job is dropped."""
+    """A submit that raises gives exactly one failed result; a second report of the job is dropped."""
     tier = opened([{**MODULE, "backend": "memory"}]).tiers[0]
     healthy, tier._tier = tier._tier, _Broken("broken")
     context = ReqContext(req_id="x")
@@ -296,7 +296,7 @@ def test_a_job_that_is_not_accepted_is_reported_once(opened: Open) -> None:
 
 
 def test_shutdown_releases_the_primary_tier(opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """After shutdown nothing holds the memory: vLLM can close its mapping without a warning."""
+    """After shutdown no reference to the memory is left: vLLM can close its mapping without a warning."""
     driver = opened([file_tier(tmp_path)])
     driver.store([key_of(i) for i in range(10)])
     with caplog.at_level(logging.WARNING):
@@ -307,7 +307,7 @@ def test_shutdown_releases_the_primary_tier(opened: Open, tmp_path: Path, caplog
 
 
 class _Broken:
-    """A tier of which every call raises."""
+    """A tier whose methods all raise."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -330,3 +330,18 @@ def damage_blocks(directory: Path) -> None:
                 damaged += 1
         path.write_bytes(content)
     assert damaged
+
+
+def test_the_memory_stays_mapped_while_io_may_touch_it(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shutdown with unfinished I/O leaves the region mapped; a later one unmaps it."""
+    driver = opened([file_tier(tmp_path)], spec_class=KVStoreOffloadingSpec)
+    unmapped: list[bool] = []
+    monkeypatch.setattr(driver.manager._region, "cleanup", lambda: unmapped.append(True))
+    region = driver.manager._region
+    close = driver.manager.manager.close
+    monkeypatch.setattr(driver.manager.manager, "close", lambda timeout_s: close(timeout_s) and False)
+    driver.manager.shutdown()
+    assert not unmapped and driver.manager._region is region
+    monkeypatch.undo()

@@ -1,8 +1,7 @@
-"""Our metrics under vLLM: what is filled is declared, and numbers are those of the tier."""
+"""Our metrics under vLLM: every reported metric is declared, and the numbers are those of the tier."""
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,14 +20,13 @@ from kvstore.tiering import LookupCounts, TierFlow, TieringStats
 from kvstore.tiering.gate import GateCounts
 from kvstore.tiering.hedges import HedgeCounts
 from kvstore.tiering.link import TierLink
-from kvstore.tiering.stats import Tally
+from kvstore.tiering.tally import Tally, TierTally
 from kvstore.tiering.tenants import TenantStats
 from kvstore.tiers import JobSample, TierStats
 from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.compat import primary_info
 from kvstore.vllm.metrics import ManagerMetrics, TierMetrics, manager_metric_definitions, metric_definitions
 from kvstore.vllm.standard_metrics import StandardMetrics
-from tests.tiering.fake_tier import FakeTier
 from tests.vllm.harness import BLOCK_BYTES, Driver, key_of
 
 FULL = TierStats(
@@ -98,7 +96,7 @@ def series(stats: Any) -> dict[tuple[str, ...], Any]:
 
 
 def check_declared(filled: Any, definitions: dict[str, Any]) -> None:
-    """Check that each metric has a declaration of its kind and labels, and that each declaration is filled."""
+    """Check that each metric has a declaration of its kind and labels, and that each declared metric is reported."""
     kinds = {
         "counter": OffloadingCounterMetadata,
         "gauge": OffloadingGaugeMetadata,
@@ -112,14 +110,14 @@ def check_declared(filled: Any, definitions: dict[str, Any]) -> None:
 
 
 def test_everything_filled_is_declared_and_the_other_way_round() -> None:
-    """Every metric of a tier is declared and filled, and has the tier as its first label."""
+    """Every metric of a tier is declared and reported, and has the tier as its first label."""
     filled = TierMetrics("file").report(FULL, SAMPLES, internal_errors=1)
     check_declared(filled, metric_definitions())
     assert {name[1] for name in series(filled)} == {"file"}
 
 
 def test_the_managers_metrics_are_declared_and_filled() -> None:
-    """Every metric of kvstore's manager is declared and filled, and counters are told once."""
+    """Every metric of kvstore's manager is declared and reported, and counters are reported once."""
     internal = "vllm:kvstore_internal_errors"
     metrics = ManagerMetrics()
     first = metrics.report(MANAGER, internal_errors=1, callback_errors={"file": 1})
@@ -140,7 +138,7 @@ def test_the_managers_metrics_are_declared_and_filled() -> None:
 
 
 def test_the_spec_declares_what_its_manager_fills() -> None:
-    """Under our spec the front end knows the manager's metrics, also where there is no tier but the primary one."""
+    """With our spec the front end has the manager's metrics, even without secondary tiers."""
     extra = {"cpu_bytes_to_use": 1, "secondary_tiers": []}
     wanted = {*manager_metric_definitions(), *metric_definitions()}
     assert wanted <= set(KVStoreOffloadingSpec.build_metric_definitions(extra))
@@ -149,7 +147,7 @@ def test_the_spec_declares_what_its_manager_fills() -> None:
 
 
 def test_counters_are_told_once() -> None:
-    """A report holds what came on top since the last one."""
+    """A report contains the increase since the last one."""
     metrics = TierMetrics("file")
     first = series(metrics.report(FULL, SAMPLES, 0))
     assert first["vllm:kvstore_load_blocks", "file", "corrupt"] == 1
@@ -164,7 +162,7 @@ def test_counters_are_told_once() -> None:
 
 
 def test_counts_that_begin_anew_go_on() -> None:
-    """A backend that is opened again, for a new epoch, counts from zero: what it counts then is added."""
+    """A backend opened again for a new epoch counts from zero: its new counts are added."""
     metrics = TierMetrics("file")
     told = []
     for count in (5, 2, 2, 3):
@@ -175,7 +173,7 @@ def test_counts_that_begin_anew_go_on() -> None:
 
 @pytest.mark.parametrize("spec_class", [TieringOffloadingSpec, KVStoreOffloadingSpec])
 def test_a_tier_reports_itself(spec_class: Any) -> None:
-    """After a store and a load the manager's statistics hold ours, under the label of the tier."""
+    """After a store and a load the manager's statistics contain ours, under the label of the tier."""
     where = {"type": "KVStoreTier", "module_path": "kvstore.vllm"}
     tier = {**where, "backend": "memory", "label": "mine", "reset": "keep"}
     driver = Driver([tier], spec_class=spec_class)
@@ -207,7 +205,7 @@ def test_a_tier_reports_itself(spec_class: Any) -> None:
 
 
 def standard(spec_class: Any, tiers: list[dict[str, Any]]) -> dict[tuple[str, ...], Any]:
-    """Store blocks, lose them in the primary tier, load them again, and return what vLLM's own metrics say of it."""
+    """Store blocks, evict them from the primary tier, load them again, and return vLLM's own metrics."""
     driver = Driver(tiers, spec_class=spec_class)
     keys = [key_of(i) for i in range(6)]
     total: dict[tuple[str, ...], Any] = {}
@@ -235,7 +233,7 @@ def standard(spec_class: Any, tiers: list[dict[str, Any]]) -> dict[tuple[str, ..
 
 
 def test_vllms_own_metrics_are_those_of_vllms_manager() -> None:
-    """Under our manager every metric that vLLM's has is there, with the same counts; the times differ."""
+    """Our manager reports every metric of vLLM's, with the same counts; the times differ."""
     tiers = [
         {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "label": "mine", "reset": "keep"},
         {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "label": "below", "reset": "keep"},
@@ -245,7 +243,7 @@ def test_vllms_own_metrics_are_those_of_vllms_manager() -> None:
     names = {"1:KVStoreTier": "1:mine", "2:KVStoreTier": "2:below"}
     theirs = {tuple(names.get(part, part) for part in name): value for name, value in theirs.items()}
     assert set(ours) == set(theirs)
-    # vLLM declares this as the sizes of stores, and counts each block of a promotion as a store of one besides.
+    # vLLM declares this as the sizes of stores, but also counts each block of a promotion as a store of one.
     assert theirs.pop(("vllm:kv_offload_cpu_allocation_size",))[0] == 6
     assert ours["vllm:kv_offload_cpu_allocation_size",] == [6]
     for name, value in theirs.items():
@@ -262,14 +260,14 @@ def test_vllms_own_metrics_are_those_of_vllms_manager() -> None:
 
 
 def test_what_a_version_does_not_declare_is_not_reported() -> None:
-    """A front end of vLLM fails on a metric that it has not declared."""
+    """A front end of vLLM fails on an undeclared metric."""
     metrics = StandardMetrics(["file"], 4096, ["vllm:kv_offload_tiering_read_bytes"])
-    reported = series(metrics.report(MANAGER, Tally([TierLink(FakeTier("file", b""), 0)], lambda: 0.0)))
+    reported = series(metrics.report(MANAGER, Tally([TierTally()])))
     assert reported == {("vllm:kv_offload_tiering_read_bytes", "1:file"): 4 * 4096}
 
 
 def test_information_of_each_tier() -> None:
-    """VLLM's information metric has a series a tier, the primary tier's with what vLLM knows of it (0.33)."""
+    """VLLM's information metric has one series per tier; the primary tier's has vLLM's own labels (0.33)."""
     tier = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "label": "mine"}
     driver = Driver([tier], spec_class=KVStoreOffloadingSpec)
     try:
@@ -292,7 +290,7 @@ class Info:
 
 
 def test_shares_of_the_primary_tier_that_io_uses() -> None:
-    """Slots count as written to while anything may still fill them, and each tier's are those of its own jobs."""
+    """Slots count as being written while any I/O may still fill them; each tier's slots are those of its own jobs."""
     primary = PrimaryStats(
         20, free=9, writing=1, ready=7, pinned=2, held=0, dirty=0, retained=0, abandoned=3, evicted=0
     )
@@ -300,7 +298,7 @@ def test_shares_of_the_primary_tier_that_io_uses() -> None:
     stats = TieringStats(primary, (flow,), LookupCounts(), *[0] * 10)
     declared = KVStoreOffloadingSpec.build_metric_definitions({"secondary_tiers": [{"type": "memory"}]})
     link = TierLink(cast(Any, SimpleNamespace(name="a", takes_stores=True)), 0)
-    found = series(StandardMetrics(["a"], 64, declared).report(stats, Tally([link], time.monotonic)))
+    found = series(StandardMetrics(["a"], 64, declared).report(stats, Tally([link.tally])))
     assert found[CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC,] == 6 / 20
     assert found[CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC,] == 4 / 20
     assert found[CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC,] == 2 / 20
@@ -309,7 +307,7 @@ def test_shares_of_the_primary_tier_that_io_uses() -> None:
 
 
 def test_metrics_are_there_from_the_start() -> None:
-    """Before anything was done every family says 0, with the values of its labels that can be foreseen; only once."""
+    """At the start every family reports 0 for all predictable label values, and only once."""
     metrics = TierMetrics("file")
     first = series(metrics.report(TierStats("file"), [], 0))
     own = {"vllm:kvstore_backend_events", "vllm:kvstore_backend_gauge", "vllm:kvstore_codec_gauge"}

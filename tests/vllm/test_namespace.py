@@ -1,4 +1,4 @@
-"""What makes two engines' blocks two caches: every field that vLLM lets a tier read."""
+"""The fields that separate two engines' caches: every field that vLLM lets a tier read."""
 
 from __future__ import annotations
 
@@ -11,51 +11,10 @@ import pytest
 from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConfig, OffloadingModelConfig
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.compat import current_engine_config
+from kvstore.vllm.compat import current_connector_config
 from kvstore.vllm.namespace import engine_namespace
+from tests.vllm.engine_config import HFConfig, engine
 from tests.vllm.harness import offloading_config, parallel
-
-
-class HFConfig:
-    """A model configuration, as transformers has it."""
-
-    def __init__(self, commit: str = "c0ffee", **fields: Any) -> None:
-        self._commit_hash = commit
-        self.fields: dict[str, Any] = {
-            "_name_or_path": "/somewhere",
-            "transformers_version": "5.0",
-            "hidden_size": 64,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "layer_types": ("full_attention", "sliding_attention"),
-            **fields,
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields."""
-        return dict(self.fields)
-
-
-def engine(**changes: Any) -> Any:
-    """Return the parts of a VllmConfig that matter, with some replaced (``part.field``)."""
-    values: dict[str, Any] = {
-        "model_config.revision": None,
-        "model_config.quantization": None,
-        "model_config.max_model_len": 4096,
-        "model_config.hf_config": HFConfig(),
-        "cache_config.cache_dtype": "auto",
-        "cache_config.prefix_caching_hash_algo": "sha256",
-        "cache_config.calculate_kv_scales": False,
-        "attention_config.backend": None,
-        "parallel_config.nnodes_within_dp": 1,
-        "speculative_config.method": None,
-        "speculative_config.model": None,
-        **changes,
-    }
-    parts: dict[str, Any] = {}
-    for name, value in values.items():
-        part, _, field = name.partition(".")
-        parts.setdefault(part, SimpleNamespace()).__setattr__(field, value)
-    return SimpleNamespace(use_v2_model_runner=changes.get("v2", False), **parts)
 
 
 def digest(config: Any = None, engine_config: Any = None, slot_bytes: int = 4096) -> str:
@@ -105,18 +64,18 @@ ENGINE_CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OFFLOADING_CHANGES)
 def test_each_offloading_field_counts(name: str) -> None:
-    """One field of vLLM's OffloadingConfig changed is another namespace."""
+    """A change of one field of vLLM's OffloadingConfig changes the namespace."""
     assert digest(offloading_config([], **OFFLOADING_CHANGES[name])) != digest()
 
 
 @pytest.mark.parametrize("name", ENGINE_CHANGES)
 def test_each_engine_field_counts(name: str) -> None:
-    """One field of the engine's configuration changed is another namespace."""
+    """A change of one field of the engine's configuration changes the namespace."""
     assert digest(engine_config=engine(**ENGINE_CHANGES[name])) != digest(engine_config=engine())
 
 
 def test_all_namespaces_differ() -> None:
-    """No two of all these changes meet in one namespace."""
+    """All of these changes have different namespaces."""
     digests = [digest(offloading_config([], **change)) for change in OFFLOADING_CHANGES.values()]
     digests += [digest(engine_config=engine(**change)) for change in ENGINE_CHANGES.values()]
     digests += [digest(), digest(engine_config=engine()), digest(slot_bytes=8192)]
@@ -124,7 +83,7 @@ def test_all_namespaces_differ() -> None:
 
 
 def test_what_says_nothing_of_the_bytes_does_not_count() -> None:
-    """Two starts of one engine share a namespace, wherever the model lies and whatever else is configured."""
+    """Two starts of an engine share a namespace, wherever the model is stored and whatever else is configured."""
     same = offloading_config(
         [{"type": "x"}], events=True, parallel=parallel(data_parallel_index=3, data_parallel_size=4)
     )
@@ -136,7 +95,7 @@ def test_what_says_nothing_of_the_bytes_does_not_count() -> None:
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_the_longest_context_counts_where_rope_depends_on_it(kind: str) -> None:
-    """Some rotary embeddings change with the engine's longest context; the namespace does too then."""
+    """Some rotary embeddings change with the engine's longest context; then the namespace does, too."""
     model = {"model_config.hf_config": HFConfig(rope_parameters={"full_attention": {"rope_type": kind}})}
     assert digest(engine_config=engine(**model)) != digest(
         engine_config=engine(**model, **{"model_config.max_model_len": 8192})
@@ -145,19 +104,19 @@ def test_the_longest_context_counts_where_rope_depends_on_it(kind: str) -> None:
 
 @pytest.mark.parametrize("layout", [{"replicated_layout": True}, {"canonical_layout": True}])
 def test_portable_rows_are_shared_between_parallel_sizes(layout: dict[str, bool]) -> None:
-    """Rows of a canonical or replicated layout are the same under every parallel size."""
+    """Rows of a canonical or replicated layout are the same for every parallel size."""
     sizes = [parallel(tp_size=n, world_size=n, is_parallelism_agnostic=True) for n in (1, 2, 4)]
     assert len({digest(offloading_config([], parallel=size, **layout)) for size in sizes}) == 1
 
 
 def test_vllms_flag_alone_does_not_make_rows_portable() -> None:
-    """The direct layout of several layers differs between parallel sizes although vLLM's flag denies it."""
+    """The direct layout of several layers differs between parallel sizes, although vLLM's flag denies it."""
     sizes = [parallel(tp_size=n, world_size=n, is_parallelism_agnostic=True) for n in (1, 2)]
     assert len({digest(offloading_config([], parallel=size)) for size in sizes}) == 2
 
 
 def test_weights_count(tmp_path: Path) -> None:
-    """A local model with other weights under the same path is another model; touching the files is not."""
+    """A local model with other weights at the same path is another model; touched files don't change it."""
     weights = tmp_path / "model.safetensors"
     config = offloading_config([], model=OffloadingModelConfig(name=str(tmp_path), dtype="float16"))
     weights.write_bytes(bytes(100_000))
@@ -171,20 +130,20 @@ def test_weights_count(tmp_path: Path) -> None:
 
 
 def test_several_nodes_are_refused() -> None:
-    """An engine over several nodes would store the blocks of its first node only."""
+    """An engine over several nodes would store only the blocks of its first node."""
     with pytest.raises(ConfigError, match="2 nodes"):
         digest(engine_config=engine(**{"parallel_config.nnodes_within_dp": 2}))
 
 
 def test_the_engine_configuration_is_found_up_the_stack() -> None:
-    """A tier made somewhere below vLLM's connector finds the engine's configuration; elsewhere there is none."""
-    assert current_engine_config() is None
+    """A tier created anywhere below vLLM's connector finds the engine's configuration; elsewhere there is none."""
+    assert current_connector_config() == (None, None)
 
     def connector(vllm_config: Any) -> Any:
         return spec()
 
     def spec() -> Any:
-        return current_engine_config()
+        return current_connector_config()[0]
 
     config = engine()
     assert connector(config) is config
@@ -192,7 +151,7 @@ def test_the_engine_configuration_is_found_up_the_stack() -> None:
 
 
 def layers(*backends: type) -> dict[str, Any]:
-    """Return the changes of an engine whose process has the model's layers, each with a backend."""
+    """Return the changes for an engine whose process has the model's layers, each with an attention backend."""
     context = {f"l{i}": SimpleNamespace(get_attn_backend=lambda b=b: b) for i, b in enumerate(backends)}
     return {"compilation_config.static_forward_context": context}
 
@@ -206,7 +165,7 @@ class FlexBackend:
 
 
 def test_the_chosen_attention_backend_counts_not_the_requested_one() -> None:
-    """Asked for or found by vLLM, a backend lays its pages out the same way; which layer has which counts."""
+    """A backend has the same page layout whether requested or chosen by vLLM; the backend of each layer counts."""
     asked = {"attention_config.backend": "FLASH"}
     both = digest(engine_config=engine(**layers(FlashBackend, FlexBackend)))
     assert digest(engine_config=engine(**asked, **layers(FlashBackend, FlexBackend))) == both
@@ -225,7 +184,7 @@ def test_the_chosen_attention_backend_counts_not_the_requested_one() -> None:
 def test_where_the_choice_is_unknown_all_that_it_follows_from_counts(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Two layouts are never merged: engines whose choice may differ have caches of their own."""
+    """Different layouts are never merged: engines whose choice may differ have separate caches."""
     monkeypatch.delenv(name, raising=False)
     plain = digest(engine_config=engine())
     known = digest(engine_config=engine(**layers(FlashBackend)))

@@ -20,7 +20,7 @@ PROMPTS = [prompt(i, tokens) for i, tokens in enumerate(PROMPT_TOKENS)]
 
 @pytest.fixture(scope="module")
 def expected(start: Start) -> list[list[int]]:
-    """The right answers: those without any offloading."""
+    """The expected answers: those without any offloading."""
     engine = start()
     answers = [answer["tokens"] for answer in engine.ask(*PROMPTS)]
     engine.close()
@@ -48,7 +48,7 @@ def test_a_restarted_engine_answers_from_disk(restarted: Engine, expected: list[
 
 
 def test_a_reset_empties_the_primary_tier_only(restarted: Engine, expected: list[list[int]]) -> None:
-    """After a reset everything comes from disk again; nothing is left pinned, and no request is remembered."""
+    """After a reset all blocks come from disk again; none stays pinned, and no request state is left."""
     restarted.call("settle")
     restarted.call("reset")
     assert restarted.call("manager_stats")["primary"]["ready"] == 0
@@ -76,7 +76,7 @@ def test_a_reset_empties_the_primary_tier_only(restarted: Engine, expected: list
     ids=str,
 )
 def test_policies_of_requests(restarted: Engine, policy: dict[str, Any], stored: int) -> None:
-    """A request's ``kv_transfer_params["kvstore"]`` decides what a later one finds; a bad value is the default."""
+    """A request's ``kv_transfer_params["kvstore"]`` decides the hits of a later one; a bad value means the default."""
     text = prompt(sum(map(ord, str(policy))), 300)
     (first,) = restarted.call("ask", [text], 6, policy)
     restarted.call("settle")
@@ -90,7 +90,7 @@ def test_policies_of_requests(restarted: Engine, policy: dict[str, Any], stored:
 
 
 def test_an_orchestrator_passes_hints_with_a_request(restarted: Engine) -> None:
-    """The ``kv_hints`` of vLLM reach the manager: what is to be forgotten is gone, the rest of the prompt is found."""
+    """VLLM's ``kv_hints`` reach the manager: forgotten blocks are gone, and the rest of the prompt is found."""
     text = prompt(777, 300)
     restarted.call("ask_hinted", text, {"forget": {"after": 160}})
     restarted.call("settle")
@@ -100,7 +100,7 @@ def test_an_orchestrator_passes_hints_with_a_request(restarted: Engine) -> None:
 
 
 def test_lazy_stores_write_nothing_before_they_must(restarted: Engine) -> None:
-    """Blocks of a lazy request stay in the primary tier while there is room; those of another are written at once."""
+    """A lazy request's blocks stay in the primary tier while there is room; another's are written immediately."""
 
     def stored(seed: int, policy: dict[str, Any]) -> int:
         restarted.call("settle")
@@ -120,7 +120,7 @@ def test_lazy_stores_write_nothing_before_they_must(restarted: Engine) -> None:
 def test_a_b_a_with_room_for_one(start: Start, tmp_path: Path) -> None:
     """Prompts A, B, A with room for one: A is computed again if B was offloaded, and found if B was not."""
     a, b = prompt(1, 640), prompt(2, 640)
-    # One prompt has 20 blocks, and the last row holds the counters of the workers.
+    # One prompt has 20 blocks, and the last row holds the workers' counters.
     engine = start(offloading=managed(tmp_path, secondary_tiers=[], cpu_bytes_to_use=21 * ROW_BYTES))
     cached = {}
     for name, policy in (("everything", {}), ("selective", {"store": False})):
@@ -137,7 +137,7 @@ def test_a_b_a_with_room_for_one(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_session_finds_its_blocks_in_memory_again(start: Start, tmp_path: Path) -> None:
-    """With room for one prompt: A's blocks are promoted again, by a step for anybody, before A comes back."""
+    """With room for one prompt: any later step promotes A's blocks again before A returns."""
     engine = start(offloading=managed(tmp_path, cpu_bytes_to_use=21 * ROW_BYTES))
     a, b = prompt(1, 640), prompt(2, 640)
     engine.call("ask", [a], 1, {"prefetch": "1h", "demote": True})
@@ -168,7 +168,7 @@ def beside_fs(directory: Path, *tiers: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_vllms_fs_tier_runs_under_our_manager(start: Start, tmp_path: Path, expected: list[list[int]]) -> None:
-    """A restarted engine with ``fs`` beside a tier of ours keeps our manager and answers from the files of ``fs``."""
+    """A restarted engine with ``fs`` beside our tier keeps our manager and answers from the files of ``fs``."""
     first = start(offloading=beside_fs(tmp_path, {"type": "memory"}))
     assert [answer["tokens"] for answer in first.ask(*PROMPTS)] == expected
     first.call("settle")

@@ -1,4 +1,4 @@
-"""Two real engines: what one has computed, the other loads from its memory, and computes itself if it dies."""
+"""Two real engines: one loads from the other's memory the blocks computed there, and computes them if it dies."""
 
 from __future__ import annotations
 
@@ -16,22 +16,11 @@ from kvstore.testing.waiting import eventually
 from tests.peer.ports import free_port
 from tests.redis.servers import plain, running
 from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, prompt
+from tests.vllm.peers import offloading
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 LENGTHS = (650, 640, 333, 65)
-SECRET = "a secret of sixteen"
-
-
-def offloading(manager: str = "kvstore", **tier: Any) -> dict[str, Any]:
-    """Return ``kv_connector_extra_config`` with a peer tier alone."""
-    return {
-        "spec_name": "KVStoreOffloadingSpec",
-        "spec_module_path": "kvstore.vllm",
-        "manager": manager,
-        "cpu_bytes_to_use": 64 * 2**20,
-        "secondary_tiers": [{"type": "peer", "secret": SECRET, "lookup_timeout": 20, "load_timeout": 60, **tier}],
-    }
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -45,7 +34,7 @@ def tokens_of(answers: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def cached_of(answers: list[dict[str, Any]]) -> list[int]:
-    """Return how many tokens of each prompt came from a cache."""
+    """Return the number of each prompt's tokens that came from a cache."""
     return [answer["cached"] for answer in answers]
 
 
@@ -54,19 +43,19 @@ ALL_CACHED = [full_blocks(tokens) for tokens in LENGTHS]
 
 @pytest.fixture(scope="module")
 def port() -> int:
-    """Where the first engine serves."""
+    """The port of the first engine."""
     return free_port()
 
 
 @pytest.fixture(scope="module")
 def first(start: Start, port: int) -> Engine:
-    """An engine that serves."""
+    """An engine that serves its blocks."""
     return start(offloading=offloading(listen=f"127.0.0.1:{port}", transport="nixl"))
 
 
 @pytest.fixture(scope="module")
 def expected(start: Start) -> Callable[[int], list[list[int]]]:
-    """The right answers: those of an engine without offloading."""
+    """The expected answers: those of an engine without offloading."""
     plain = start()
     return lambda seed: tokens_of(plain.ask(*prompts(seed)))
 
@@ -75,7 +64,7 @@ def expected(start: Start) -> Callable[[int], list[list[int]]]:
 def test_a_second_engine_loads_what_the_first_computed(
     start: Start, first: Engine, port: int, expected: Any, transport: str
 ) -> None:
-    """Blocks come from the memory of an idle engine, by a static list; outputs are those without any offloading."""
+    """Blocks are loaded from an idle engine's memory, by a static list; outputs equal those without offloading."""
     seed = {"tcp": 1, "nixl": 10}[transport]
     computed = first.ask(*prompts(seed))
     assert cached_of(computed) == [0] * len(LENGTHS)
@@ -87,18 +76,18 @@ def test_a_second_engine_loads_what_the_first_computed(
     assert first.call("tier_errors") == second.call("tier_errors") == 0
 
     def count() -> int:
-        # The books are brought up to date by steps.
+        # Counters are updated by steps.
         second.ask(prompt(997, 320))
         return int(second.call("backend_counters")["blocks_by_nixl"])
 
     eventually(lambda: count() == read, 60, "the count of blocks")
-    # What neither has is computed, and nothing waits for it.
+    # Blocks that neither has are computed, and no request waits for them.
     assert cached_of(second.ask(prompt(999, 320))) == [0]
     second.close()
 
 
 def test_two_engines_find_each_other_by_a_directory(start: Start, expected: Any, tmp_path: Path) -> None:
-    """Neither engine has a list: each loads what the other one has computed, and both outlive the directory."""
+    """Neither engine has a list: each loads blocks computed by the other, and both survive the directory's end."""
     with running(plain("redis", tmp_path / "redis")) as (server,):
         directory = {"url": server.url, "networks": ["127.0.0.1"], "interval": "200ms"}
         one, two = (
@@ -108,7 +97,7 @@ def test_two_engines_find_each_other_by_a_directory(start: Start, expected: Any,
         for seed, giver, taker in ((6, one, two), (7, two, one)):
             given = giver.ask(*prompts(seed))
             assert cached_of(given) == [0] * len(LENGTHS)
-            # Until the summary was read, this prompt of the same engine is computed; each time another one is asked.
+            # Until the summary has been read, such a prompt is computed; each attempt uses another prompt.
             probes = iter(range(100 * seed, 100 * seed + 100))
             eventually(lambda giver=giver, taker=taker, probes=probes: is_found(giver, taker, next(probes)), 300)
             taken = taker.ask(*prompts(seed))
@@ -122,7 +111,7 @@ def test_two_engines_find_each_other_by_a_directory(start: Start, expected: Any,
 
 
 def is_found(giver: Engine, taker: Engine, number: int) -> bool:
-    """Return whether an engine loads a short prompt that the other one has computed."""
+    """Return whether one engine loads a short prompt that the other one has computed."""
     asked = prompt(10_000 + number, 320)
     giver.ask(asked)
     time.sleep(0.5)  # For some rounds; without it this loop would only compute more prompts.
@@ -131,11 +120,11 @@ def is_found(giver: Engine, taker: Engine, number: int) -> bool:
 
 @pytest.mark.parametrize("manager", ["kvstore", "vllm"])
 def test_a_request_names_its_source(start: Start, first: Engine, port: int, expected: Any, manager: str) -> None:
-    """Under vLLM's names a request says where its blocks are; they are kept there for it. Without, nothing is asked."""
+    """With vLLM's parameters a request names the source of its blocks, which keeps them; otherwise no peer is asked."""
     seed = {"kvstore": 2, "vllm": 5}[manager]
     first.call("ask", prompts(seed), 6, None, {"remote_decoder": {"kv_request_id": "r"}})
     first.call("settle")
-    # Holds of earlier requests end as their blocks are fetched, or expire.
+    # Holds of earlier requests end when their blocks are fetched, or expire.
     assert first.call("manager_stats")["primary"]["held"] >= sum(ALL_CACHED) // BLOCK_TOKENS
     second = start(offloading=offloading(manager, request_peers=["127.0.0.0/8"]))
     named = {"remote_kv_source": {"kv_request_id": "r", "remote_host": "127.0.0.1", "remote_port": port}}
@@ -150,7 +139,7 @@ def test_a_request_names_its_source(start: Start, first: Engine, port: int, expe
 
 
 def test_an_engine_that_dies_in_the_middle_of_a_load(start: Start, expected: Any) -> None:
-    """The engine that serves is killed when half of the blocks are on their way: the other computes, and goes on."""
+    """The serving engine is killed when half of the blocks have arrived: the other one computes, and continues."""
     serving_port = free_port()
     dying = start(offloading=offloading(listen=f"127.0.0.1:{serving_port}"))
     dying.ask(*prompts(3))
@@ -160,7 +149,7 @@ def test_an_engine_that_dies_in_the_middle_of_a_load(start: Start, expected: Any
         assert was_cut.is_set()
         assert tokens_of(answers) == expected(3)
         assert cached_of(answers) != ALL_CACHED
-        # And again, where the peer is known to be down.
+        # Repeat with the peer known to be down.
         assert tokens_of(second.ask(*prompts(4))) == expected(4)
         assert second.call("tier_errors") == 0
         second.close()
@@ -168,7 +157,7 @@ def test_an_engine_that_dies_in_the_middle_of_a_load(start: Start, expected: Any
 
 @contextlib.contextmanager
 def cut_after(port: int, count: int, cut: Callable[[], None]) -> Iterator[tuple[int, threading.Event]]:
-    """Pass connections on to a port; after so many bytes from there call ``cut``, and pass on no more."""
+    """Forward connections to a port; after ``count`` bytes from there call ``cut``, and forward no more."""
     was_cut, lock, left = threading.Event(), threading.Lock(), [count]
     threads: list[threading.Thread] = []
     sockets: list[socket.socket] = []

@@ -1,4 +1,4 @@
-"""Prefill and decode on two real engines of a model with sliding windows, and with different block sizes."""
+"""Prefill and decode on two real engines of a sliding-window model, and with different block sizes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from tests.peer.ports import free_port
 from tests.vllm.engines import Engine, Start, full_blocks, prompt
 from tests.vllm.models import make_tiny_hybrid
-from tests.vllm.test_peers import offloading
+from tests.vllm.peers import offloading
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 PROMPT = prompt(1, 700)
 LLM: dict[str, Any] = {"max_model_len": 1024, "max_num_batched_tokens": 128}
-"""The prompt comes in six pieces, so blocks are fetched while others are computed."""
+"""The prompt is computed in six pieces, so blocks are fetched while others are computed."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def port() -> int:
-    """Where the prefill engine serves."""
+    """The port of the prefill engine."""
     return free_port()
 
 
@@ -39,7 +39,7 @@ def prefill(start: Start, port: int) -> Engine:
 
 
 def pull(prefill: Engine, decode: Engine, port: int) -> dict[str, Any]:
-    """Send the prompt to both engines at once; return the answer of the one that decodes."""
+    """Send the prompt to both engines at once; return the decode engine's answer."""
 
     def compute() -> None:
         prefill.call("ask", [PROMPT], 1, None, {"remote_decoder": {"kv_request_id": "r"}})
@@ -55,7 +55,7 @@ def pull(prefill: Engine, decode: Engine, port: int) -> dict[str, Any]:
 
 
 def computed_by(engine: Engine) -> list[int]:
-    """Return the tokens of an engine that has forgotten all blocks, and so shares none with the other any more."""
+    """Return the tokens of an engine after a reset, so that it shares no block with the other any more."""
     engine.call("settle")
     engine.call("reset")
     (answer,) = engine.ask(PROMPT)
@@ -65,7 +65,7 @@ def computed_by(engine: Engine) -> list[int]:
 
 
 def test_blocks_of_windows_are_pulled(start: Start, prefill: Engine, port: int) -> None:
-    """The decode engine loads all full blocks of all groups, and answers as an engine that computed them."""
+    """The decode engine loads all full blocks of all groups, and answers as if it had computed them."""
     decode = start(offloading=offloading(request_peers=["127.0.0.0/8"]), llm=LLM)
     assert decode.call("groups") == 3
     pulled = pull(prefill, decode, port)
@@ -76,7 +76,7 @@ def test_blocks_of_windows_are_pulled(start: Start, prefill: Engine, port: int) 
 
 
 def test_another_block_size_is_computed_and_logged(start: Start, prefill: Engine, port: int) -> None:
-    """Engines with different block sizes share nothing: the prompt is computed, and a message says why."""
+    """Engines with different block sizes share no blocks: the prompt is computed, and a message gives the reason."""
     decode = start(offloading=offloading(request_peers=["127.0.0.0/8"]), llm={**LLM, "block_size": 64})
     pulled = pull(prefill, decode, port)
     assert pulled["cached"] == 0

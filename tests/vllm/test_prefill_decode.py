@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 
 def test_the_decode_engine_loads_while_the_other_computes(tmp_path: Path) -> None:
-    """A prompt of 4,000 tokens comes block by block, loading begins before the prefill ends, and tokens are equal."""
+    """A 4,000-token prompt's blocks arrive one by one, loading begins before the prefill ends, tokens are equal."""
     out = tmp_path / "out.json"
-    # A smaller model: a prefill that takes longer than the minute of a hand-over is computed twice.
+    # A smaller model, because a prefill longer than the one-minute hand-over is computed twice.
     model = ["--layers", "4", "--hidden", "384"]
     files = ["--json", str(out), "--dir", str(tmp_path)]
     command = [sys.executable, "examples/prefill_decode.py", "--runs", "1", *model, *files]

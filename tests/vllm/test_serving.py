@@ -1,4 +1,4 @@
-"""kvstore's manager with a peer tier, without an engine: what one serves, the other loads."""
+"""kvstore's manager with a peer tier, without an engine: one driver loads the blocks that another serves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Drivers:
         return self._open[-1]
 
     def close(self) -> None:
-        """Close them."""
+        """Close the drivers."""
         for driver in self._open:
             driver.close()
 
@@ -41,7 +41,7 @@ def drive() -> Iterator[Drivers]:
 
 @pytest.mark.parametrize("disk_first", [False, True])
 def test_blocks_on_an_engines_disk_are_served(drive: Drivers, tmp_path: Path, disk_first: bool) -> None:
-    """Blocks that left the primary tier are served from the disk tier beside the peer tier, in either order."""
+    """Blocks evicted from the primary tier are served from the disk tier beside the peer tier, in either order."""
     address = f"127.0.0.1:{free_port()}"
     peer = {"type": "peer", "listen": address, **PATIENT}
     disk = {"type": "file", "path": str(tmp_path), "capacity": "64MiB"}

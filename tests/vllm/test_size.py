@@ -1,4 +1,4 @@
-"""``kvstore size`` counts the blocks that vLLM counts, for models with all kinds of layers."""
+"""``kvstore size`` counts the same blocks as vLLM, for models with all kinds of layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kvstore.cli.model_size import layers_of, pages_of
+from kvstore.cli.commands.size import layers_of, pages_of
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
 
@@ -51,7 +51,7 @@ def _mla() -> MLAAttentionSpec:
 
 
 def _hybrid() -> list[Any]:
-    # The block as vLLM makes it: a page of attention is at least as long as a state, whose page is padded to it.
+    # As in vLLM, a page of attention is at least as long as a state, and the state's page is padded to it.
     shapes = ((3, 128 * 64 + 2 * 128), (128, 64, 128))
     state = sum(2 * torch.Size(shape).numel() for shape in shapes)
     block = -(-state // (16 * 4096)) * 16
@@ -79,7 +79,7 @@ _CASES: dict[str, tuple[dict[str, Any], str, list[Any]]] = {
 
 @pytest.mark.parametrize("name", _CASES)
 def test_blocks_are_as_many_as_vllm_counts(name: str) -> None:
-    """Within one percent of the blocks that vLLM allocates in so much memory; of hybrids also the groups are vLLM's."""
+    """Within 1 % of the blocks that vLLM allocates in the same memory; groups of hybrids also match vLLM's."""
     config, kv_dtype, specs = _CASES[name]
     pages = pages_of(layers_of(config, kv_dtype=kv_dtype))
     engine = VllmConfig()
@@ -97,7 +97,7 @@ def test_heads_are_repeated_where_there_are_more_ranks() -> None:
 
 
 def test_the_command_says_what_fits(tmp_path: Path) -> None:
-    """Bytes a token, tokens in a capacity, and times of tiers."""
+    """The report has bytes per token, tokens in a capacity, and times of tiers."""
     (tmp_path / "config.json").write_text(json.dumps(_GQA))
     more = ("--capacity", "1TiB", "--rates", "disk=3GiB,redis=1GiB", "--prompt", "10000")
     report = report_of(run_here("size", "--model", str(tmp_path), *more, "--json"))
@@ -109,7 +109,7 @@ def test_the_command_says_what_fits(tmp_path: Path) -> None:
 
 
 def test_a_capacity_for_a_hit_rate(tmp_path: Path) -> None:
-    """The smallest that reaches it, by replaying a trace; one that can't be reached is said so."""
+    """The report has the smallest capacity that reaches the rate in a replay, or that none does."""
     (tmp_path / "config.json").write_text(json.dumps(_GQA))
     trace = tmp_path / "trace.jsonl"
     assert run_here("bench", "replay", "--dry", "--requests", "60", "--save-trace", str(trace)).returncode == 0
@@ -131,7 +131,7 @@ def test_a_capacity_for_a_hit_rate(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_known_is_said(tmp_path: Path, change: dict[str, Any], says: str) -> None:
-    """One line, status 2; nothing is guessed."""
+    """An unknown property is one line and status 2; no value is guessed."""
     (tmp_path / "config.json").write_text(json.dumps({**_GQA, **change}))
     done = run_here("size", "--model", str(tmp_path))
     assert (done.returncode, says in done.stderr) == (2, True), done.stderr

@@ -1,4 +1,4 @@
-"""What vLLM's plugin does when a process starts: mistakes are one line, early, and logs look like vLLM's."""
+"""The start of vLLM's plugin in a process: mistakes are reported early in one line, and logs look like vLLM's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _transfer(extra: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", _BAD)
 def test_a_mistake_is_found(tmp_path: Path, name: str) -> None:
-    """Before anything is opened or made."""
+    """A mistake is found before anything is opened or created."""
     more, change, said = _BAD[name]
     with pytest.raises(ConfigError, match=re.escape(said)):
         check_offloading(_extra(tmp_path, more, change))
@@ -51,7 +51,7 @@ def test_a_mistake_is_found(tmp_path: Path, name: str) -> None:
 
 
 def test_what_is_right_or_not_ours_passes(tmp_path: Path) -> None:
-    """A good configuration, one of vLLM's own tiers, and one of another spec."""
+    """A valid configuration, one of vLLM's own tiers, and one of another spec pass."""
     check_offloading(_extra(tmp_path, {}, {}))
     check_offloading({"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": "/x"}]})
     check_offloading({"spec_name": "CPUOffloadingSpec"})
@@ -59,14 +59,14 @@ def test_what_is_right_or_not_ours_passes(tmp_path: Path) -> None:
 
 
 def test_another_machine_is_not_checked_from_here(tmp_path: Path) -> None:
-    """Directories are those of the machine where the engine runs."""
+    """Directories are not checked on another machine, because they exist only on the engine's."""
     check_offloading(_extra(tmp_path, {}, {"path": "DIR/a/b/c"}), here=False)
     with pytest.raises(ConfigError, match="capasity"):
         check_offloading(_extra(tmp_path, {}, {"capasity": 1}), here=False)
 
 
 def test_the_command_line_is_read_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line ends the server, whichever way the option is written, also for one of several connectors."""
+    """One line ends the server, in any spelling of the option, even inside a multi-connector."""
     bad = _transfer(_extra(tmp_path, {}, {"capasity": "1GiB"}))
     several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [bad]}}
     for arguments in (
@@ -86,7 +86,7 @@ def test_the_command_line_is_read_before_it_is_parsed(tmp_path: Path, monkeypatc
 
 
 def test_a_program_gets_an_error_that_it_can_catch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ``EngineArgs`` are being made, and where an engine begins in the process of its caller."""
+    """The error is raised when ``EngineArgs`` are created, and when an engine starts in its caller's process."""
     monkeypatch.setattr(sys, "argv", ["program"])
     bad = SimpleNamespace(kv_transfer_config=_transfer(_extra(tmp_path, {}, {"capasity": "1GiB"})))
 
@@ -116,7 +116,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.vllm
 def test_a_real_server_ends_with_one_line(tmp_path: Path) -> None:
-    """It loads nothing: the last line is kvstore's, and there is no traceback."""
+    """The server loads nothing: the last line is kvstore's, and there is no traceback."""
     transfer = _transfer(_extra(tmp_path, {}, {"capasity": "1GiB"}))
     server = "vllm.entrypoints.openai.api_server"
     done = _run("-m", server, "--model", str(tmp_path / "none"), "--kv-transfer-config", json.dumps(transfer))
@@ -129,7 +129,7 @@ def test_a_real_server_ends_with_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 def test_log_lines_look_like_vllms() -> None:
-    """Time, level and logger, INFO too; once, however often it is asked for, and not over a logging of one's own."""
+    """Lines have time, level and logger, including INFO, once, and the program's own logging is kept."""
     code = """
 import logging, sys
 {before}

@@ -1,4 +1,4 @@
-"""Durations of an engine's steps, from the calls that vLLM's scheduler makes."""
+"""Durations of an engine's steps, measured from the calls of vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.vllm.steps import StepTimes
 
 
 def output(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int]]) -> Any:
-    """Return what ``SchedulerOutput`` has of requests, each with its tokens and the tokens before them."""
+    """Return a ``SchedulerOutput`` for requests, each with its tokens and the tokens before them."""
     counts = {name: count for name, (count, _) in {**new, **cached}.items()}
     return SimpleNamespace(
         num_scheduled_tokens=counts,
@@ -25,9 +25,9 @@ def output(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int]]) 
 
 
 def test_steps_run_one_after_the_other() -> None:
-    """A step scheduled while another runs begins when that one ends; empty steps and unknown ends count nothing."""
+    """A step scheduled while another runs starts at that one's end; empty steps and unknown ends are not counted."""
     seen: list[tuple[Sequence[tuple[int, int]], float]] = []
-    steps = StepTimes(lambda prefills, seconds: seen.append((prefills, seconds)))
+    steps = StepTimes(lambda prefills, seconds: seen.append((prefills, seconds)), 2)
     steps.end(0.5)
     steps.begin(output({"a": (100, 32)}, {"b": (50, 2000), "c": (1, 7)}), 1.0)
     steps.begin(output({}, {"a": (1, 132), "b": (1, 2050)}), 1.25)
@@ -40,9 +40,18 @@ def test_steps_run_one_after_the_other() -> None:
     assert seen == [([(100, 32), (50, 2000)], 1.0), ([], 0.5), ([(64, 0)], 0.5)]
 
 
-def test_missed_ends_keep_nothing_for_ever() -> None:
-    """If no step seems to end, what was noted is dropped."""
-    steps = StepTimes(lambda prefills, seconds: None)
+def test_a_missed_end_shifts_no_later_step() -> None:
+    """Each later step is measured with its own end, and steps with an unknown start are not measured."""
+    seen: list[tuple[Sequence[tuple[int, int]], float]] = []
+    steps = StepTimes(lambda prefills, seconds: seen.append((prefills, seconds)), 2)
+    for number in range(100):
+        steps.begin(output({"a": (100, number)}, {}), float(number))
+        if number == 50:
+            continue  # The end of step 49 is missed.
+        if number:
+            steps.end(number + 0.5)
+    assert [prefills[0][1] for prefills, _ in seen] == [*range(49), *range(51, 99)]
+    assert [seconds for _, seconds in seen[1:]] == [1.0] * 96
     for number in range(1000):
         steps.begin(output({"a": (100, 0)}, {}), float(number))
-    assert len(steps._running) <= 64
+    assert len(steps._running) == 2

@@ -1,4 +1,4 @@
-"""Tenants of a real engine, told apart by cache salt, by a request parameter, and by adapter."""
+"""Tenants of a real engine, distinguished by cache salt, request parameter and adapter."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _ROW_BYTES = 32768
 
 
 class OffloadingConnectorScheduler:
-    """What kvstore looks for in the frames above it, under vLLM's name."""
+    """The attributes that kvstore looks up in its caller's frames, under vLLM's class name."""
 
     def __init__(self, tenants: Tenants) -> None:
         self.tags = RequestTags(tenants)
         self.found: list[bytes] = []
 
     def on_new_request(self, request: Any) -> None:
-        """Let the manager make its context."""
+        """Let the manager create the request's context."""
         if request.fails:
             raise RuntimeError("not added")
         self.found.append(self.tags.of(request.params))
 
 
 def request(salt: str | None = None, adapter: str | None = None, params: Any = None, *, fails: bool = False) -> Any:
-    """Return what kvstore reads of vLLM's ``Request``."""
+    """Return the parts of vLLM's ``Request`` that kvstore reads."""
     lora = None if adapter is None else SimpleNamespace(lora_name=adapter)
     return SimpleNamespace(cache_salt=salt, lora_request=lora, params=params, fails=fails)
 
 
 @pytest.mark.parametrize("by", ["cache_salt", "adapter", "parameter"])
 def test_a_request_belongs_to_the_tenant_that_the_rule_names(by: Any) -> None:
-    """Whatever else it has; and to the one without a value if it has none."""
+    """The tenant depends only on the rule's value; requests without one share a tenant."""
     tenants = Tenants(by=by)
     tags, scheduler = Tags(tenants), OffloadingConnectorScheduler(tenants)
     values = {"cache_salt": "salt", "adapter": "lora", "parameter": "named"}
@@ -55,7 +55,7 @@ def test_a_request_belongs_to_the_tenant_that_the_rule_names(by: Any) -> None:
 
 
 def salted(engine: Engine, salt: str | None, *prompts: list[int], **policy: Any) -> list[dict[str, Any]]:
-    """Ask an engine that has nothing on its device, and let it store the answers."""
+    """Send prompts to an engine with an empty device cache, and let it store the blocks."""
     engine.call("forget_device")
     answers: list[dict[str, Any]] = engine.call("ask", list(prompts), 6, policy or None, None, salt)
     engine.call("settle")
@@ -65,10 +65,10 @@ def salted(engine: Engine, salt: str | None, *prompts: list[int], **policy: Any)
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_a_neighbour_with_ten_times_the_traffic(start: Start, tmp_path: Path) -> None:
-    """A victim with a guaranteed share keeps its hits; after a restart it finds its blocks on the disk."""
+    """A victim with a guaranteed share keeps its hits; after a restart its blocks are found on the disk."""
     prompts = [prompt(number, 320) for number in range(3)]
     named = {"victim": {"values": ["of the victim"], "guaranteed": 0.5}, "noisy": {}}
-    # Room for the victim's thirty blocks and as many others; the last row holds the counters of the workers.
+    # Room for the victim's thirty blocks and as many others; the last row holds the workers' counters.
     shared = managed(
         tmp_path,
         cpu_bytes_to_use=61 * _ROW_BYTES,
@@ -85,7 +85,7 @@ def test_a_neighbour_with_ten_times_the_traffic(start: Start, tmp_path: Path) ->
     tenants = engine.call("manager_stats")["tenants"]
     assert tenants["victim"]["evicted"] == 0 < tenants["noisy"]["evicted"]
     assert tenants["victim"]["loaded"] == 9 * 320 // BLOCK_TOKENS and tenants["others"]["stored"] == 0
-    # Reported some time later.
+    # Metrics are reported some time later.
     assert 0 < engine.call("metrics")["vllm:kvstore_tenant_blocks{loaded,victim}"] <= tenants["victim"]["loaded"]
     engine.kill()
     shared["tiering"] = {"tenants": {"by": "cache_salt", "named": named}}
@@ -100,7 +100,7 @@ def test_a_neighbour_with_ten_times_the_traffic(start: Start, tmp_path: Path) ->
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_tenants_by_parameter_share_nothing(start: Start, tmp_path: Path) -> None:
-    """Equal prompts of two tenants are two sets of blocks, each found by its own tenant; events have vLLM's keys."""
+    """Equal prompts of two tenants have separate blocks, each found by its own tenant; events have vLLM's keys."""
     shared = managed(tmp_path, tiering={"tenants": {"by": "parameter"}})
     engine = start(offloading=shared, events=True)
     text = prompt(1, 320)

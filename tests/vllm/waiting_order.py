@@ -1,8 +1,8 @@
-"""A request whose blocks do not fit waits before two that hold loaded blocks: does the engine go on?
+"""Check that the engine continues while a request that does not fit waits before two with loaded blocks.
 
     python -m tests.vllm.waiting_order --policy priority --directory /tmp/order
 
-Prints the names of the answered requests as JSON, in order. vLLM before 0.31 waits for itself here.
+Prints the names of the answered requests as JSON, in order. vLLM before 0.31 is deadlocked here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIMEOUT_S = 60
 
 
 class HeldCopies(OffloadingWorker):
-    """Makes copies to the device when it is allowed to."""
+    """Delays copies to the device while they are held."""
 
     held: ClassVar[bool] = False
 
@@ -42,11 +42,11 @@ class HeldCopies(OffloadingWorker):
         self._loads: list[Any] = []
 
     def submit_store(self, job_id: int, *specs: Any) -> bool:
-        """Copy at once."""
+        """Copy immediately."""
         return self._inner.submit_store(job_id, *specs)
 
     def submit_load(self, job_id: int, *specs: Any, **options: Any) -> bool:
-        """Copy later."""
+        """Queue the copy."""
         self._loads.append(lambda: self._inner.submit_load(job_id, *specs, **options))
         return True
 
@@ -57,7 +57,7 @@ class HeldCopies(OffloadingWorker):
         return self._inner.get_finished()
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait for copies that are made."""
+        """Wait for copies already made."""
         self._inner.wait(job_ids)
 
     def shutdown(self) -> None:
@@ -66,10 +66,10 @@ class HeldCopies(OffloadingWorker):
 
 
 class HeldSpec(KVStoreOffloadingSpec):
-    """kvstore's spec with copies that are held."""
+    """kvstore's spec with copies that can be held."""
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        """Return the worker, held."""
+        """Return the worker with held copies."""
         return HeldCopies(super().get_worker(kv_caches))
 
 
@@ -127,7 +127,7 @@ def _answered(llm: Any, policy: str) -> list[str]:
     manager = core.scheduler.connector.connector_scheduler.manager
     lookup = manager.lookup
     if policy == "fcfs":
-        # First come is first only while its lookup is pending, so that the loads of the others begin behind it.
+        # A's lookup stays pending, so that the loads of the others start although A comes first.
         manager.lookup = lambda key, ctx: LookupResult.RETRY if ctx.req_id.startswith("A") else lookup(key, ctx)
         add("A", "A", 0)
     add("B", "B", 2)

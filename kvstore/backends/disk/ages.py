@@ -1,4 +1,4 @@
-"""Which blocks leave a disk first: those used longest ago; among tenants, of those that are to give some. No I/O."""
+"""Eviction order of a disk: least recently used first; with several tenants, their accounts choose one. No I/O."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvstore.types import BlockKey
 __all__ = ["Ages", "Line", "Shares"]
 
 _AGES: Final = 64
-"""Ages in which all slots are used once."""
+"""Number of ages that pass while every slot is used once."""
 
 
 class Ages:
-    """Ages of the slots' last uses, one byte a slot (``columns.age``).
+    """Age of the last use of each slot, one byte per slot (``columns.age``).
 
-    A new age begins when a 64th of the slots were used in the last one.
+    A new age begins once a 64th of the slots have been used in the current one.
 
     Attributes:
-        now: The age of what is used now.
+        now: The current age.
     """
 
     def __init__(self, columns: Columns) -> None:
@@ -38,7 +38,7 @@ class Ages:
         self._lines: list[Line] = []
 
     def use(self, slot: int) -> None:
-        """Note that a block was used, or entered."""
+        """Record a use of a block, or its arrival."""
         if self.columns.age_view[slot] == self.now:
             return
         self.columns.age_view[slot] = self.now
@@ -47,10 +47,10 @@ class Ages:
             self._begin_age()
 
     def line(self, ages: Callable[[], npt.NDArray[np.uint8]] | None = None) -> Line:
-        """Return the blocks in the order in which they are to leave.
+        """Return an eviction queue.
 
         Args:
-            ages: Returns the ages of some slots, and ``EMPTY`` for the others; by default of all.
+            ages: Returns the ages of the slots to consider, and ``EMPTY`` for all others. Default: all slots.
         """
         line = Line(self, ages or (lambda: self.columns.age))
         self._lines.append(line)
@@ -60,7 +60,7 @@ class Ages:
         self._used = 0
         self.now += 1
         if self.now == EMPTY:
-            # Two neighbouring ages become one.
+            # Halving merges each pair of neighbouring ages.
             self.columns.age[self.columns.age != EMPTY] >>= 1
             self.now >>= 1
             for line in self._lines:
@@ -68,10 +68,10 @@ class Ages:
 
 
 class Line:
-    """Least recently used first: blocks of one age in the order of their slots, of different ages in that of their use.
+    """An eviction queue: blocks ordered by the age of their last use, and within one age by slot.
 
     Attributes:
-        candidates: Slots of the oldest age, the next one last.
+        candidates: Slots of the oldest age; the next victim is the last entry.
     """
 
     def __init__(self, ages: Ages, ages_of: Callable[[], npt.NDArray[np.uint8]]) -> None:
@@ -81,9 +81,9 @@ class Line:
         self.candidates: list[int] = []
 
     def victim(self, is_pinned: Callable[[int], bool]) -> int | None:
-        """Return the slot of the block to evict, which the caller marks ``EMPTY``; None if none may be evicted.
+        """Return the slot of the next block to evict, or None. The caller marks the slot ``EMPTY``.
 
-        A block whose slot is pinned counts as used.
+        A pinned slot counts as used now.
         """
         tried = -1
         columns = self._ages.columns
@@ -104,7 +104,7 @@ class Line:
 
 
 class Shares:
-    """Whose blocks leave, where tenants share the slots: the accounts say whose, and the last uses which of them."""
+    """Eviction among tenants that share the slots: accounts choose the tenant, the last use chooses the block."""
 
     def __init__(self, tenants: Tenants, columns: Columns, ages: Ages) -> None:
         self._columns = columns
@@ -112,9 +112,9 @@ class Shares:
         self._accounts = Accounts(tenants)
         self._numbers: dict[Account, int] = {}
         self._known: list[tuple[Account, Line]] = []
-        """Accounts by number, each with its line."""
+        """Accounts by number, each with its eviction queue."""
         self._number = np.zeros(0, np.uint16)
-        """Of the account of each slot, also of those that are free now."""
+        """Account number of each slot; a free slot keeps its last one."""
         held = columns.held()
         self._reserve()
         tags = np.ascontiguousarray(columns.keys[held, :TAG_BYTES]).view("<u8").ravel()
@@ -125,18 +125,18 @@ class Shares:
         self._number[held] = np.array(numbers, np.uint16)[which]
 
     def enter(self, slot: int, key: BlockKey) -> None:
-        """Note a block that got a slot."""
+        """Count the block in a slot for its account."""
         if slot >= len(self._number):
             self._reserve()
         number = self._number[slot] = self._number_of(key)
         self._known[number][0].blocks += 1
 
     def leave(self, slot: int) -> None:
-        """Note a block that lost its slot."""
+        """Remove the block in a slot from its account."""
         self._known[self._number[slot]][0].blocks -= 1
 
     def collect(self, count: int, take: Callable[[Line, int], int]) -> None:
-        """Let blocks be taken, at most ``count``."""
+        """Call ``take`` for the accounts that must give up blocks, at most ``count`` in total."""
         self._accounts.capacity = len(self._columns.age)
         self._accounts.collect(count, lambda account, size: take(self._known[self._numbers[account]][1], size))
 

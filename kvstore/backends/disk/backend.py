@@ -1,4 +1,4 @@
-"""The disk backend: records in slots of segments, an index in memory, blocks of other engines known by journals."""
+"""The disk backend: records in slots of segments, an index in memory, and the journals of other engines."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = ["DiskBackend", "NvmeBackend"]
 _log = logging.getLogger("kvstore.backends.disk")
 
 _CLOSE_TIMEOUT_S: Final = 5.0
-"""Limit of each step of closing; a frozen disk must not keep an engine from ending."""
+"""Time limit for each step of closing, so that a frozen disk cannot block the shutdown of an engine."""
 
 _OPEN_TIMEOUT_S: Final = 45.0
-"""Limit of a start: less than the tier's own, so that a tier that is not required starts without its medium."""
+"""Time limit for opening. It is below the tier's own limit, so that an optional tier starts without its medium."""
 
 _SCAN_BATCH: Final = 1024
 
@@ -40,23 +40,25 @@ _COUNTS: Final = (
     "recovery_scanned_slots", "recovery_found_blocks", "evicted_blocks", "segments_made", "segments_given_up",
     "snapshots", "upkeep_errors",
 )  # fmt: skip
-"""Counters that are reported from the start; others when they have counted something."""
+"""Counters reported from the start; all others appear with their first count."""
 
 
 class DiskBackend(Backend):
     """Blocks in preallocated segments of equal slots, in directories that engines share. See ``docs/disk.md``.
 
-    Further guarantees: each engine writes in a directory of its own, and no store, load or lookup takes a lock of
-    another process. A slot in use by a read is not given to another block; one of another engine that was is a miss.
-    Segments of all engines together never take more than ``capacity``. Tests replace ``disk`` to inject faults.
+    Further guarantees: each engine writes only to its own directory. No store, load or lookup takes a lock of another
+    process. A slot is not reused while this engine reads it; if another engine reuses one of its slots during a read,
+    the read is a miss. The segments of all engines together never exceed ``capacity``.
+
+    Tests replace ``disk`` to inject faults.
     """
 
     name: ClassVar[str] = "file"
     config_type: ClassVar[type[TierConfig]] = DiskConfig
     holdings_type: ClassVar[str] = "kvstore.backends.disk.holdings:DiskHoldings"
-    # The header is copied into our header page; payloads of whole pages travel without a copy.
+    # The header is copied into our header page; payloads of whole pages are transferred without a copy.
     alignment: ClassVar[int] = HEADER_BYTES
-    # Also if others store: their changes are followed and reported.
+    # True even with other writers, because their changes are followed and reported.
     exclusive: bool = True
 
     def __init__(self, config: DiskConfig, *, disk: OsDisk | None = None) -> None:
@@ -70,16 +72,16 @@ class DiskBackend(Backend):
         self._closing = asyncio.Lock()
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Adopt the directory of an ended engine, or make a new one, and read the index of all of them.
+        """Adopt the directory of an engine that has ended, or create one, and read the index of every directory.
 
         Raises:
-            ConfigError: A path or the capacity can't be used, or a root is of another format.
+            ConfigError: A path or the capacity can't be used, or a root has another format.
             LockedError: Another engine uses a root, and one of the two is exclusive.
             BackendUnavailableError: A disk fails.
         """
         if self._open is not None:
             raise BackendUnavailableError("open was called twice. Close the backend first.", backend=self.name)
-        # A system call that hangs can't be withdrawn.
+        # While an earlier attempt hangs in a system call, which cannot be cancelled, no new one starts.
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._open_session(namespace, geometry))
             try:
@@ -96,7 +98,7 @@ class DiskBackend(Backend):
         self._open = opening.result()
 
     async def close(self) -> None:
-        """Wait for calls under way, write a snapshot, close all files. Idempotent; also after a failed ``open``."""
+        """Wait for running calls, write a snapshot, close all files. Idempotent; also after a failed ``open``."""
         async with self._closing:
             blocks, self._open = self._open, None
             if blocks is None:
@@ -113,19 +115,19 @@ class DiskBackend(Backend):
             return [blocks.session.index.place(key) != NOWHERE for key in keys]
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Publish records, evicting others for them. Records without a slot are NO_SPACE."""
+        """Publish records, evicting others if necessary. Records without a slot are NO_SPACE."""
         with self._working() as blocks:
             return await blocks.put(writes)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Read records into their buffers, all of them by one batch."""
+        """Read records into their buffers, all in one batch."""
         with self._working() as blocks:
             return await blocks.get_into(reads)
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Remove blocks of ours, so that neither a restart nor another engine finds them again.
+        """Remove our own blocks, so that neither a restart nor another engine finds them again.
 
-        Another engine's block is only forgotten here.
+        Blocks of other engines are only removed from our index.
         """
         with self._working() as blocks:
             await blocks.session.recovered.wait()
@@ -137,7 +139,7 @@ class DiskBackend(Backend):
             await blocks.quarantine(keys)
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
-        """Yield every block of the namespace, of all engines; our own ones first, the coldest first."""
+        """Yield every block of the namespace, of all engines: first our own, coldest first."""
         session = self._opened().session
         slot_bytes = session.geometry.slot_bytes
         async for keys in self.scan_keys():
@@ -149,14 +151,14 @@ class DiskBackend(Backend):
         """Yield the keys of :meth:`scan`, many at a time."""
         session = self._opened().session
         index = session.index
-        # Blocks that recovery finds besides are reported as they are found.
+        # Recovery reports the further blocks that it finds.
         held = index.columns.held()
         held = held[index.columns.age[held].argsort(kind="stable")]
         for start in range(0, len(held), _SCAN_BATCH):
             slots = held[start : start + _SCAN_BATCH]
             sizes = index.columns.size[slots]
             yield index.columns.keys_in(slots[(sizes != 0) & (sizes != OUT_OF_USE)])
-            # Gives the receiver a turn.
+            # Lets the receiver run.
             await asyncio.sleep(0)
         await session.recovered.wait()
         seen: set[BlockKey] = set()
@@ -184,30 +186,30 @@ class DiskBackend(Backend):
                 ) from error
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Note a use of blocks, for eviction."""
+        """Record a use of blocks, for eviction."""
         if self._open is not None:
             session = self._open.session
             session.note_use([session.index.place(key) for key in keys])
 
     def note(self, notes: Sequence[tuple[BlockKey, bytes]]) -> None:
-        """Append notes of blocks in slots of ours to a file of our directory."""
+        """Append notes of our own blocks to a file in our directory."""
         if self._open is not None:
             session = self._open.session
             session.notes.add([note for note in notes if session.index.slot(note[0]) is not None])
 
     async def notes(self) -> Mapping[BlockKey, bytes]:
-        """Return the notes of blocks in slots of ours."""
+        """Return the notes of our own blocks."""
         return await self._opened().session.notes.load()
 
     def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Return for each block whether it lies in a slot of ours; other engines report theirs."""
+        """Return for each block whether it is in one of our slots; other engines report their own blocks."""
         if self._open is None or not self._open.session.followers.others:
             return [True] * len(keys)
         session = self._open.session
         return [0 <= session.index.place(key) <= SLOT_MASK for key in keys]
 
     def stats(self) -> BackendStats:
-        """Return current figures. ``used_bytes`` counts whole slots of ours; ``foreign_blocks`` blocks of others."""
+        """Return current figures. ``used_bytes`` counts our slots in full, ``foreign_blocks`` other engines' blocks."""
         if self._open is None:
             return BackendStats(counters=dict(self._counts))
         session = self._open.session
@@ -229,7 +231,7 @@ class DiskBackend(Backend):
         )
 
     async def _end_opening(self) -> None:
-        """Cancel a start under way, and close its files, if the disk answers."""
+        """Cancel a running ``open``, and close its files if the disk responds."""
         opening = self._opening
         if opening is None:
             return
@@ -241,15 +243,15 @@ class DiskBackend(Backend):
                 await opening.result().session.close(_CLOSE_TIMEOUT_S)
 
     async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> Blocks:
-        session = Session(self._disk, self.config, self._counts, self._tell_added, self._tell_removed, self.tenants)
+        session = Session(self._disk, self.config, self._counts, self._report_added, self._report_removed, self.tenants)
         await session.open(namespace, geometry)
         return Blocks(session)
 
-    def _tell_added(self, keys: Sequence[BlockKey]) -> None:
+    def _report_added(self, keys: Sequence[BlockKey]) -> None:
         self._counts["foreign_added_blocks"] += len(keys)
         self._arrival_listener(keys)
 
-    def _tell_removed(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
+    def _report_removed(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         self._removal_listener(keys, cause)
 
     def _opened(self) -> Blocks:
@@ -273,7 +275,7 @@ class DiskBackend(Backend):
 
 
 class NvmeBackend(DiskBackend):
-    """The disk backend for one engine alone, with the whole capacity preallocated at start."""
+    """The disk backend for a single engine; the whole capacity is preallocated at start."""
 
     name: ClassVar[str] = "nvme"
     config_type: ClassVar[type[TierConfig]] = NvmeConfig

@@ -1,9 +1,9 @@
-"""Blocks enter, are read and leave, each by an order of steps.
+"""Store, load and removal of blocks, each with a fixed order of steps.
 
-- Store: the slot, its ``fdatasync`` if stores are durable, the journal's frame; then it is reported.
-- Eviction (:mod:`kvstore.backends.disk.space`): the frame; then the slot may be written again.
-- Removal: the page of the slot is wiped, the frame; then it is reported.
-- Load: the slot; then, if it is another engine's, its journal once more, and only then the block is delivered.
+- Store: write the slot, ``fdatasync`` it if stores are durable, write the journal frame, report the block.
+- Eviction (:mod:`kvstore.backends.disk.space`): write the journal frame; only then may the slot be reused.
+- Removal: zero the slot's header page, write the journal frame, report the removal.
+- Load: read the slot; if it is another engine's, read its journal again; only then deliver the block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Blocks"]
 _log = logging.getLogger("kvstore.backends.disk")
 
 _GONE: Final = frozenset({errno.ENOENT, errno.EPERM, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR})
-"""Errors that mean that a segment is not there; any other may pass."""
+"""Errors meaning that a segment does not exist; all others may be temporary."""
 
 
 class Blocks:
@@ -54,7 +54,7 @@ class Blocks:
                 with self.session.claimed(mine):
                     await self._put_claimed(writes, list(mine.values()), outcomes)
             if others:
-                # Another put of these keys: they exist if it succeeds, and are ours to put if it fails.
+                # Other puts of these keys are running. A key exists if its put succeeds; otherwise this call puts it.
                 await asyncio.wait(others)
         return [outcome for outcome in outcomes if outcome is not None]
 
@@ -77,7 +77,7 @@ class Blocks:
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """See :meth:`Backend.delete`."""
-        # A put that came before this call ends first, and its block is removed then.
+        # Wait for earlier puts of these keys; their blocks are then removed.
         while others := {self._claims[key] for key in keys if key in self._claims}:
             await asyncio.wait(others)
         places = [self.session.index.remove(key) for key in keys]
@@ -93,7 +93,7 @@ class Blocks:
     def _choose(
         self, writes: Sequence[RecordWrite], outcomes: list[Outcome | None]
     ) -> tuple[dict[BlockKey, tuple[int, int]], set[asyncio.Future[None]]]:
-        """Decide what to put; return position and digest of each key, and the other puts to wait for."""
+        """Select the records to put; return position and digest by key, and the running puts to wait for."""
         session, index = self.session, self.session.index
         mine: dict[BlockKey, tuple[int, int]] = {}
         others: set[asyncio.Future[None]] = set()
@@ -111,14 +111,14 @@ class Blocks:
             elif (other := self._claims.get(key)) is not None:
                 others.add(other)
             else:
-                # The first of several puts of a key in one call; the others find it done.
+                # Of several writes of one key in a call, the first is put now; the others follow in the next round.
                 mine.setdefault(key, (i, digest))
         return mine, others
 
     async def _put_claimed(
         self, writes: Sequence[RecordWrite], mine: Sequence[tuple[int, int]], outcomes: list[Outcome | None]
     ) -> None:
-        """Write claimed records; whatever happens, every slot is used or free again."""
+        """Write claimed records; afterwards every slot is used or free, even if this fails."""
         session = self.session
         slots: list[int] = []
         ops: list[SlotWrite] = []
@@ -137,7 +137,7 @@ class Blocks:
                 await session.engine.write(ops)
                 if session.config.durability == "data":
                     await self._sync(ops)
-            # Written records are published, also when this is cancelled.
+            # Written records are published even if this call is cancelled.
             publishing = self._publish(ops, outcomes, published)
             await to_the_end(asyncio.get_running_loop().create_task(publishing))
         except OSError as error:
@@ -149,7 +149,7 @@ class Blocks:
             session.index.unpin(slots)
 
     async def _sync(self, ops: Sequence[SlotWrite]) -> None:
-        """Bring written records to the device; if that fails, all of them count as not written."""
+        """Flush written records to the device; if that fails, all of them count as not written."""
         try:
             for fd in {op.fd for op in ops}:
                 await self.session.engine.call(partial(self.session.disk.fdatasync, fd))
@@ -158,7 +158,7 @@ class Blocks:
                 op.error = error
 
     async def _publish(self, ops: Sequence[SlotWrite], outcomes: list[Outcome | None], published: set[int]) -> None:
-        """Write the journal, and enter written records into the index; note their slots in ``published``."""
+        """Journal the written records and add them to the index; add their slots to ``published``."""
         good: list[SlotWrite] = []
         for op in ops:
             if (failure := op.failure) is not None:
@@ -195,7 +195,7 @@ class Blocks:
                 of_others = [op for op in ops if op.place > SLOT_MASK]
                 if of_others:
                     try:
-                        # A slot is written again only after the journal has said that it is free.
+                        # An owner reuses a slot only after its journal has freed it.
                         await session.followers.refresh({op.place >> OWNER_SHIFT for op in of_others})
                     except OSError as error:
                         for op in of_others:
@@ -220,7 +220,7 @@ class Blocks:
         if op.place > SLOT_MASK and (
             op.place >> OWNER_SHIFT not in session.followers.others or session.index.place(key) != op.place
         ):
-            # Its owner freed the slot during the read, or its journal can't be followed.
+            # The owner freed the slot during the read, or its journal is no longer readable.
             return Outcome.MISS
         if not session.mover.is_asked_for(op):
             self._note_lost(key, op.place)
@@ -232,7 +232,7 @@ class Blocks:
         return Outcome.OK
 
     def _note_lost(self, key: BlockKey, place: int) -> None:
-        """Forget a block that is not in its slot."""
+        """Remove a block from the index that is not in its slot."""
         if self.session.index.place(key) != place:
             return
         self._counts["stale_blocks"] += 1
@@ -242,9 +242,9 @@ class Blocks:
         self.session.on_removed([key], RemovalCause.LOST)
 
     async def _wipe(self, found: Sequence[tuple[BlockKey, int]], *, retire: bool = False) -> None:
-        """Wipe the slots of blocks that the index has forgotten, and note it in the journal.
+        """Zero the header pages of blocks that were removed from the index, and journal their removal.
 
-        Puts of these keys wait meanwhile, so that the tier is notified first of the removal and then of the new block.
+        Puts of these keys wait, so that the tier is notified of the removal before the new block.
         """
         if not found:
             return
@@ -266,7 +266,7 @@ class Blocks:
                 await session.journal.append(rows)
                 self._counts["wipe_errors"] += sum(wipe.error is not None for wipe in wipes)
             except OSError as error:
-                # Gone from the index all the same; a scan may find such a block again if its slot was not wiped.
+                # The blocks are out of the index. A recovery scan may find one again if its slot was not zeroed.
                 self._counts["wipe_errors"] += len(found)
                 _log.warning("%d removed blocks could not be noted: %s", len(found), error)
             finally:
@@ -278,7 +278,7 @@ class Blocks:
                 index.unpin(slots)
 
     def _failed(self, error: OSError) -> Outcome:
-        """Note a failure of a block; return its outcome."""
+        """Count a failed block; return its outcome."""
         self.last_error = str(error)
         self._counts["io_errors"] += 1
         return outcome_of(error)

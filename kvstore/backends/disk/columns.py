@@ -1,4 +1,4 @@
-"""The slots of an owner as whole arrays: 50 bytes a slot with keys as vLLM has them. No I/O."""
+"""The slots of an owner as arrays: 50 bytes per slot with vLLM's keys. No I/O."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kvstore.types import KEY_BYTES_MAX, BlockKey
 __all__ = ["EMPTY", "OUT_OF_USE", "Columns"]
 
 OUT_OF_USE: Final = 0xFFFFFFFF
-"""Size in a slot that is never written again."""
+"""Size of a slot that is never written again."""
 
 EMPTY: Final = 0xFF
 """Age of a slot that holds no block."""
 
 _KEY_BYTES_MIN: Final = 36
-"""First width of the key column: that of vLLM's keys."""
+"""Initial width of the key column: the length of vLLM's keys."""
 
 
 class Columns:
-    """Size, key, digest and age by slot; ``size`` is 0 where a slot is free.
+    """Size, key, digest and age by slot; ``size`` is 0 for a free slot.
 
     Attributes:
-        segments: Number of each segment's path plus one; 0 where there is none.
+        segments: Path number of each segment plus one; 0 for a segment that does not exist.
         age: For eviction, see :class:`kvstore.backends.disk.ages.Ages`.
-        width: Of the key column.
+        width: Width of the key column, in bytes.
     """
 
     def __init__(self, segment_slots: int) -> None:
@@ -48,12 +48,12 @@ class Columns:
         return bytes(self._key_view[start : start + self._length_view[slot]])
 
     def holds(self, slot: int, key: BlockKey) -> bool:
-        """Return whether a slot holds the record of a key, or did last."""
+        """Return whether the current or last record of a slot has this key."""
         start = slot * self.width
         return self._length_view[slot] == len(key) and self._key_view[start : start + len(key)] == key
 
     def set(self, slot: int, size_bytes: int, digest: int, key: BlockKey) -> None:
-        """Note the record in a slot."""
+        """Enter a record into a slot."""
         if len(key) > self.width:
             self._widen(len(key))
         start = slot * self.width
@@ -82,21 +82,21 @@ class Columns:
         return rows
 
     def open_segment(self, segment: int, path: int) -> None:
-        """Note a segment, with all of its slots free."""
+        """Add a segment, with all of its slots free."""
         self._reserve(segment + 1)
         self.segments[segment] = path + 1
         self._clear_segment(segment)
 
     def drop_segment(self, segment: int) -> None:
-        """Note that a segment is gone, with all of its records."""
+        """Remove a segment, with all of its records."""
         if segment < len(self.segments):
             self.segments[segment] = 0
             self._clear_segment(segment)
 
     def apply(self, records: npt.NDArray[Any]) -> None:
-        """Do journal records, in their order; records of slots that don't exist are left out."""
+        """Apply journal records in order; records of slots that don't exist are skipped."""
         kinds = records["kind"]
-        # All at once: each time all columns are copied.
+        # Once for all segments, because each growth copies all columns.
         made = records["slot"][kinds == Kind.SEGMENT] // self.segment_slots
         self._reserve(int(made.max()) + 1 if len(made) else 0)
         start = 0
@@ -111,7 +111,7 @@ class Columns:
             start = at + 1
 
     def records(self, first: int, end: int) -> bytes:
-        """Return journal records that state the slots of a range: their records, or their last ones."""
+        """Return journal records of the slots of a range: the current or last record of each slot."""
         slots = first + np.flatnonzero(self.key_length[first:end] | (self.size[first:end] != 0))
         rows = np.zeros(len(slots), RECORD)
         size = self.size[slots]
@@ -131,13 +131,13 @@ class Columns:
         if width > self.width:
             self._widen(width)
         slots, kinds = records["slot"], records["kind"]
-        # Assignment to a repeated place keeps the last value, and the last record of a slot counts.
+        # If a slot is repeated, the assignment keeps its last record, which is the valid one.
         self.size[slots] = np.where(
             kinds == Kind.ADD, records["size"], np.where(kinds == Kind.BAD, np.uint32(OUT_OF_USE), np.uint32(0))
         )
         self.digest[slots] = records["digest"]
         self.key_length[slots] = records["key_length"]
-        # Records of journals have no age: they are new.
+        # Journal records have no age and count as new.
         self.age[slots] = np.minimum(records["age"] - np.uint8(1), EMPTY - 1)
         keys = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(len(records), -1)
         self.keys[slots] = keys[:, : self.width]
@@ -165,7 +165,7 @@ class Columns:
         self._bind()
 
     def _bind(self) -> None:
-        # Element by element a memoryview is three times as fast as an array.
+        # Access to single elements is three times as fast through a memoryview as through an array.
         self.size_view, self.age_view = self.size.data, self.age.data
         self.digest_view, self._length_view = self.digest.data, self.key_length.data
         self._key_view: memoryview = self.keys.reshape(-1).data

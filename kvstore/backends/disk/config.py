@@ -19,17 +19,17 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     Attributes:
         path: The root directory, or a list of them, one per drive, over which segments are spread. A directory is made
             (mode 0700) if only its last component is missing.
-        capacity: Most bytes that all segments of these roots together may take, whatever their namespace and whichever
-            engine wrote them; a size, or a share of each filesystem such as ``"80%"``.
-        reserve: Bytes of each filesystem that stay free whoever fills the rest; a size or a share.
-        exclusive: One engine alone, with the whole capacity preallocated at start.
-        durability: What a stored block survives: ``"none"``: a crash of the process (a power cut may lose it, and it is
-            then a miss); ``"data"``: a power cut.
-        direct: Direct I/O: ``"auto"`` where the filesystem can, ``"on"`` refuses to start where it can't, ``"off"``.
-        engine: What does the I/O: ``"auto"`` is io_uring where this kernel and container allow it, else threads.
-        threads: Threads that do the I/O where there is no io_uring.
+        capacity: Maximum total size of all segments in these roots, across all namespaces and engines; a size, or a
+            share of each filesystem such as ``"80%"``.
+        reserve: Space of each filesystem to keep free, whatever else fills the filesystem; a size or a share.
+        exclusive: Allow only one engine, and preallocate the whole capacity at start.
+        durability: Failures that a stored block survives. ``"none"``: a crash of the process (after a power cut the
+            block may be a miss); ``"data"``: also a power cut.
+        direct: Direct I/O. ``"auto"``: if the filesystem supports it; ``"on"``: required at start; ``"off"``: never.
+        engine: I/O engine. ``"auto"`` is io_uring where this kernel and container allow it, else threads.
+        threads: Number of I/O threads without io_uring.
         snapshot_interval: Time between two snapshots of the index; 0 writes one at close only.
-        lock_timeout: How long to wait at start for another engine, where one of the two is ``exclusive``.
+        lock_timeout: Time to wait at start for another engine, if one of the two is ``exclusive``.
 
     Raises:
         ConfigError: A value is out of range.
@@ -49,18 +49,18 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     path: str | list[str]
     capacity: Capacity
-    # The share that ext4 keeps for root. Above it filesystems slow down and everything else on the disk starts to fail.
+    # ext4 reserves the same share for root. Fuller filesystems slow down, and other programs on them start to fail.
     reserve: Capacity = Capacity("5%")
     exclusive: bool = False
-    # A lost block costs one prefill; fdatasync costs every batch the latency of the device.
+    # A lost block costs one prefill; fdatasync adds the device's latency to every batch.
     durability: Literal["none", "data"] = "none"
     direct: Literal["auto", "on", "off"] = "auto"
     engine: EngineChoice = "auto"
-    # Fills the queue of an NVMe drive with large blocks; more threads fight for the GIL and win nothing.
+    # Enough to fill an NVMe drive's queue with large blocks; more threads only contend for the GIL.
     threads: int = 16
-    # Only the length of journals that a start has to read depends on it.
+    # It only determines the length of the journals that must be read at start.
     snapshot_interval: Seconds = Seconds(300)
-    # A killed engine needs a moment to die, its I/O to end and its lock to go.
+    # After a kill, it takes a moment until the process has exited, its I/O has ended and its lock is released.
     lock_timeout: Seconds = Seconds(5)
 
     def __post_init__(self) -> None:
@@ -77,11 +77,11 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     @property
     def paths(self) -> list[str]:
-        """The directories, also if only one was given."""
+        """The directories, as a list."""
         return [self.path] if isinstance(self.path, str) else list(self.path)
 
 
 class NvmeConfig(DiskConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The same for one engine alone, with the whole capacity preallocated at start."""
+    """Blocks in preallocated segments of a single engine, with the whole capacity preallocated at start."""
 
     exclusive: bool = True

@@ -1,4 +1,4 @@
-"""Files and directories that have to be this user's own: opened, locked, read and written whole. All of it blocks."""
+"""Opening, locking, reading and writing files and directories that must belong to this user. All calls block."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvstore.diskio import OsDisk
 _JSON_BYTES_MAX: Final = 4096
 
 _LOCK_TRIES_MAX: Final = 100
-"""How often a lock file may vanish between opening and locking it."""
+"""Attempts to lock a file that is removed between opening and locking."""
 
 _held: Final[weakref.WeakSet[FileLock]] = weakref.WeakSet()
 
 
 def open_regular(disk: OsDisk, name: str, flags: int, dir_fd: int) -> tuple[int, int]:
-    """Open a regular file of this user with one name; return its descriptor and length.
+    """Open a regular file of this user with a single hard link; return its descriptor and length.
 
     Raises:
-        OSError: It can't be opened; EPERM if it is anything else.
+        OSError: It can't be opened; EPERM for any other file.
     """
     fd = disk.open_file(name, flags, dir_fd)
     try:
@@ -54,12 +54,12 @@ def opened(disk: OsDisk, name: str, flags: int, dir_fd: int) -> Iterator[tuple[i
 
 
 def is_own_file(status: os.stat_result) -> bool:
-    """Return whether a file is a regular one of this user with one name."""
+    """Return whether a file is a regular file of this user with a single hard link."""
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink <= 1
 
 
 def names_in(disk: OsDisk, dir_fd: int) -> list[str]:
-    """Return the names in a directory, by a descriptor of its own: the position in the directory is shared."""
+    """Return the names in a directory. Opens a new descriptor, because the read position belongs to the descriptor."""
     fd = disk.open_dir(".", dir_fd)
     try:
         with disk.scandir(fd) as entries:
@@ -69,23 +69,23 @@ def names_in(disk: OsDisk, dir_fd: int) -> list[str]:
 
 
 def entries_in(disk: OsDisk, dir_fd: int) -> dict[str, os.stat_result]:
-    """Return what is in a directory, by name."""
+    """Return the entries of a directory by name."""
     found = {}
     for name in names_in(disk, dir_fd):
-        # Another engine may remove it meanwhile.
+        # Another engine may remove it at the same time.
         with contextlib.suppress(FileNotFoundError):
             found[name] = disk.stat(name, dir_fd)
     return found
 
 
 def segments_in(disk: OsDisk, dir_fd: int) -> dict[int, os.stat_result]:
-    """Return what has the name of a segment in a directory, by the segment's number."""
+    """Return the directory entries that have the name of a segment, by segment number."""
     files = entries_in(disk, dir_fd)
     return {number: files[name] for name in files if (number := segment_number(name)) is not None}
 
 
 def remove_owner_files(disk: OsDisk, dir_fd: int) -> None:
-    """Remove all files of an owner, the lock last: a process that locks it checks that it still has the name."""
+    """Remove all files of an owner, the lock file last: after locking it, a process checks that it still exists."""
     for name in sorted(names_in(disk, dir_fd), key=lambda name: name == LOCK_NAME):
         disk.unlink(name, dir_fd)
 
@@ -104,7 +104,7 @@ def open_own_directory(disk: OsDisk, name: str, dir_fd: int) -> int:
 
 
 def close_all(disk: OsDisk, *fds: int) -> None:
-    """Close descriptors that are open, whatever close says."""
+    """Close the descriptors that are open (not -1), ignoring errors."""
     for fd in fds:
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -112,7 +112,7 @@ def close_all(disk: OsDisk, *fds: int) -> None:
 
 
 def remove_segment(disk: OsDisk, dir_fd: int, name: str) -> None:
-    """Remove a segment, and free its space at once also if others have it open."""
+    """Remove a segment, and free its space immediately even if other processes have it open."""
     with contextlib.suppress(FileNotFoundError):
         with contextlib.suppress(PermissionError), opened(disk, name, os.O_WRONLY, dir_fd) as (fd, _):
             disk.ftruncate(fd, 0)
@@ -120,7 +120,7 @@ def remove_segment(disk: OsDisk, dir_fd: int, name: str) -> None:
 
 
 def read_json(disk: OsDisk, name: str, dir_fd: int) -> dict[str, Any] | None:
-    """Return a small JSON object; None if there is no such file, empty if its content is anything else."""
+    """Return a small JSON object; None if there is no such file, empty if the file holds anything else."""
     try:
         with opened(disk, name, os.O_RDONLY, dir_fd) as (fd, size):
             found = json.loads(bytes(read_at(disk, fd, 0, min(size, _JSON_BYTES_MAX))))
@@ -137,10 +137,10 @@ def write_json(disk: OsDisk, name: str, dir_fd: int, value: dict[str, Any]) -> N
 
 
 def replace_file(disk: OsDisk, name: str, tmp_name: str, dir_fd: int, parts: Iterable[bytes]) -> None:
-    """Write a file under another name, wait until it survives a power cut, and give it its name.
+    """Write a file under a temporary name, flush it to the device, and rename it.
 
     Raises:
-        OSError: It could not be written; the last one is still there.
+        OSError: It could not be written; the previous file is still there.
     """
     offset = 0
     with opened(disk, tmp_name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, dir_fd) as (fd, _):
@@ -161,7 +161,7 @@ def read_at(disk: OsDisk, fd: int, offset: int, size_bytes: int) -> memoryview:
 
 
 def write_at(disk: OsDisk, fd: int, content: bytes, offset: int) -> None:
-    """Write all of it."""
+    """Write all bytes at an offset."""
     done = 0
     with memoryview(content) as view:
         while done < len(content):
@@ -172,7 +172,7 @@ def write_at(disk: OsDisk, fd: int, content: bytes, offset: int) -> None:
 
 
 class FileLock:
-    """A lock (``flock``) on a named file; the kernel releases it when its holder and the last of its I/O end."""
+    """A lock (``flock``) on a named file; the kernel releases it when the holder and its last I/O have ended."""
 
     def __init__(self, disk: OsDisk, dir_fd: int, name: str) -> None:
         self.fd = -1
@@ -191,7 +191,7 @@ class FileLock:
             fd, _ = open_regular(self._disk, self._name, os.O_RDWR | (os.O_CREAT if create else 0), self._dir_fd)
             try:
                 self._disk.flock(fd, operation)
-                # Everyone locks the file that has the name.
+                # Only a lock on the file that has the name now excludes other processes.
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(self._disk.fstat(fd), self._disk.stat(self._name, self._dir_fd)):
                         self.fd, fd = fd, -1
@@ -204,18 +204,18 @@ class FileLock:
         raise OSError(errno.EIO, f"the lock file {self._name} vanishes each time it is opened")
 
     def release(self) -> None:
-        """Release it; idempotent."""
+        """Release the lock; idempotent."""
         fd, self.fd = self.fd, -1
         _held.discard(self)
         if fd >= 0:
             with contextlib.suppress(OSError):
-                # A ring may keep the file open for a moment longer.
+                # An io_uring may keep the file open for a moment after the close.
                 self._disk.flock(fd, fcntl.LOCK_UN)
             close_all(self._disk, fd)
 
 
 def _close_in_child() -> None:
-    """Close inherited locks in a forked process: they would outlive their holder."""
+    """Close inherited locks in a forked process; otherwise they would outlive their holder."""
     for lock in list(_held):
         with contextlib.suppress(OSError):
             os.close(lock.fd)

@@ -1,4 +1,4 @@
-"""The other owners of the namespace: their journals are followed, so that lookups of their blocks need no I/O."""
+"""Follows the journals of the namespace's other owners, so that lookups of their blocks need no I/O."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from kvstore.backends.disk.owner import Uses
 from kvstore.backends.disk.root import Root
 from kvstore.backends.disk.segments import SegmentFiles
 from kvstore.backends.disk.table import NOWHERE
-from kvstore.diskio import OsDisk, Priority, TransferEngine
+from kvstore.diskio import OsDisk, TransferEngine
+from kvstore.runtime.limits import Precedence
 from kvstore.types import BlockKey, RemovalCause
 
 __all__ = ["Followers", "Other"]
@@ -32,28 +33,28 @@ __all__ = ["Followers", "Other"]
 _log = logging.getLogger("kvstore.backends.disk")
 
 _PAUSE_S: Final = 0.02
-"""Between two looks at journals, so that changes are taken in together."""
+"""Pause between two reads of the journals, so that changes are applied in batches."""
 
 _POLL_S: Final = 1.0
-"""How often to look without notification: changes by other machines cause none."""
+"""Polling interval without notifications: changes by other machines cause none."""
 
 _TURN_RECORDS: Final = 2048
 """Records applied in one turn of the loop: about two milliseconds."""
 
 _TURN_SLOTS: Final = 1 << 13
 _TURN_ROWS: Final = 1 << 12
-"""Slots of a new owner, and rows of the table searched for one that is gone, in one turn: some milliseconds."""
+"""Slots of a new owner, or table rows searched for a removed owner, in one turn of the loop: some milliseconds."""
 
 
 class Other:
     """One other owner. Its files are read on threads, its blocks looked up on the loop.
 
     Attributes:
-        number: In places.
+        number: Its number, the upper part of its places.
         first: Place of its slot 0.
-        fds: Its directory in each root; where a root lacks it, that of the first.
-        news: Records of its journal that were read and are not yet in the index.
-        is_lost: Whether it is gone, or its journal broke off.
+        fds: Its directory in each root; for a root without one, the directory in the first root.
+        news: Journal records that were read and are not yet in the index.
+        is_lost: Whether the owner is gone, or its journal could not be read.
         read_slots: Slots read since the last report of uses.
     """
 
@@ -74,7 +75,7 @@ class Other:
     def load(self, digest: bytes) -> Columns | None:
         """Return all of its slots, for a scan; None if its files can't be read."""
         with contextlib.suppress(OSError):
-            # Without directories it is no longer followed.
+            # An owner without open directories is no longer followed.
             if (fds := self.fds) and (state := load_owner(self._disk, fds, int(self.name, 16), digest)) is not None:
                 state.reader.close()
                 return state.columns
@@ -121,15 +122,16 @@ class Followers:
         self._segments = segments
         self._on_added = on_added
         self._on_removed = on_removed
-        self._names: set[str] = {own_name}
+        self._own_name = own_name
         self._numbers = itertools.count(1)
         self._gone: dict[int, int] = {}
+        self._found: list[Other] = []
         self._changed = asyncio.Event()
         self.watch = Watch(self._changed.set)
         self._lock = asyncio.Lock()
 
     async def run(self) -> None:
-        """Follow for ever; a failure of one owner ends only the following of that one."""
+        """Follow until cancelled; a failing owner does not affect the others."""
         self.watch.add(self._roots[0].namespace_fd)
         for other in self.others.values():
             self.watch.add(other.reader.end.fd)
@@ -145,17 +147,17 @@ class Followers:
             await asyncio.sleep(_PAUSE_S)
 
     async def refresh(self, only: Collection[int] | None = None, *, report: bool = True) -> None:
-        """Take in the changes of others until now.
+        """Apply all changes that other owners have made so far.
 
         Args:
-            only: Numbers in places of those to look at; None: all, and new ones.
+            only: Numbers of the owners to read; None: all, including new ones.
             report: Whether to call ``on_added`` for the blocks of new owners.
         """
         async with self._lock:
             others = [other for other in self.others.values() if only is None or other.number in only]
             look = partial(self._look, others, find=only is None)
-            found = await self._engine.call(look, priority=Priority.LOAD)
-            # A load that is cancelled here leaves the rest of the news, and the rows of who has left, to the next one.
+            await self._engine.call(look, precedence=Precedence.LOAD)
+            # If this call is cancelled here, the next one applies the remaining records.
             for other in others:
                 if other.is_lost:
                     self._forget(other)
@@ -166,27 +168,29 @@ class Followers:
                     self._apply(other, records[:_TURN_RECORDS])
                     await asyncio.sleep(0)
             await self._clear_rows()
-            for other in found:
+            while self._found:
+                other = self._found.pop()
                 self.others[other.number] = other
                 self._segments.add_owner(other.number, other.fds, other.geometry.segment_slots)
                 await self._take(other, report)
 
     async def scan(self) -> list[Columns]:
-        """Return the slots of all others, as their files have them now."""
+        """Return the slots of all other owners, read from their files now."""
         others = list(self.others.values())
-        loaded = await self._engine.call(lambda: [other.load(self._digest) for other in others], priority=Priority.LOAD)
+        loaded = await self._engine.call(
+            lambda: [other.load(self._digest) for other in others], precedence=Precedence.LOAD
+        )
         return [columns for columns in loaded if columns is not None]
 
     def close(self) -> None:
-        """Close all files, when nothing is read any more."""
+        """Close all files; only when no read is running."""
         self.watch.close()
-        for other in self.others.values():
+        for other in [*self.others.values(), *self._found]:
             other.close()
         self.others.clear()
 
-    def _look(self, others: Sequence[Other], *, find: bool) -> list[Other]:
-        """Read what others have written, on a thread; return new ones."""
-        found: list[Other] = []
+    def _look(self, others: Sequence[Other], *, find: bool) -> None:
+        """Read new records of other owners, and with ``find`` open new owners; on a thread."""
         for other in others:
             try:
                 if find:
@@ -200,12 +204,12 @@ class Followers:
             except OSError:
                 other.is_lost = True
         if find:
-            for name in set(filter(is_owner, names_in(self._disk, self._roots[0].namespace_fd))) - self._names:
+            known = {self._own_name, *(other.name for other in [*others, *self._found] if not other.is_lost)}
+            for name in set(filter(is_owner, names_in(self._disk, self._roots[0].namespace_fd))) - known:
                 with contextlib.suppress(OSError):
                     if (new := self._open(name)) is not None:
-                        found.append(new)
+                        self._found.append(new)
                         self.watch.add(new.reader.end.fd)
-        return found
 
     def _open(self, name: str) -> Other | None:
         fds = [open_own_directory(self._disk, name, self._roots[0].namespace_fd)]
@@ -222,11 +226,10 @@ class Followers:
                 close_all(self._disk, *set(fds))
         if state is None:
             return None
-        self._names.add(name)
         return Other(self._disk, name, next(self._numbers), fds, state)
 
     async def _take(self, other: Other, report: bool) -> None:
-        """Note the blocks that an owner holds already."""
+        """Add the blocks that a new owner already holds."""
         columns, other.initial = other.initial, None
         if columns is None:
             return
@@ -238,16 +241,15 @@ class Followers:
             await asyncio.sleep(0)
 
     def _forget(self, other: Other) -> None:
-        """Follow an owner no longer; if its directory is there, it counts as new."""
+        """Stop following an owner; if its directory still exists, it counts as new."""
         del self.others[other.number]
-        self._names.discard(other.name)
         self._segments.forget_owner(other.number)
         other.close()
         other.news.clear()
         self._gone[other.first] = 0
 
     async def _clear_rows(self) -> None:
-        """Clear the rows of the table with blocks of owners that are gone."""
+        """Remove the blocks of owners that are gone from the table."""
         table = self._index.table
         for first in list(self._gone):
             while (row := self._gone[first]) < table.rows:
@@ -273,7 +275,7 @@ class Followers:
             elif kind in (Kind.REMOVE, Kind.BAD) and length and table.remove(digest, place):
                 removed.append(key[:length])
             elif kind in (Kind.SEGMENT, Kind.DROP):
-                # From now on another file has this name.
+                # Another file may have this name from now on.
                 self._segments.forget(other.number, slot // other.geometry.segment_slots)
         if added:
             self._on_added(added)
@@ -290,7 +292,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Watch:
     """Calls back on the loop, with some delay, when a watched file or directory changes (inotify).
 
-    Changes by other machines cause no call, nor do any where the kernel has no watches left: its user polls besides.
+    Changes by other machines cause no call. Without free inotify watches in the kernel, no change does. The caller
+    therefore also polls.
     """
 
     def __init__(self, on_change: Callable[[], None]) -> None:
@@ -306,7 +309,7 @@ class Watch:
             _libc.inotify_add_watch(self._fd, f"/proc/self/fd/{fd}".encode(), ctypes.c_uint32(_EVENTS))
 
     def close(self) -> None:
-        """End it; idempotent."""
+        """Stop watching; idempotent."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)

@@ -1,7 +1,7 @@
-"""Holdings of a disk tier: all owners' directories, read beside the engines that use them.
+"""Holdings of a disk tier: the directories of all owners, read while engines use them.
 
-Reading takes no lock: a record counts if its owner's journal still lists it afterwards. An owner's directory is changed
-only while its lock is free, and held meanwhile.
+Reading takes no lock: a record counts if its owner's journal still lists it afterwards. A change to an owner's
+directory requires its lock, so directories in use by an engine are never changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.backends.disk.journal import OwnerState, load_owner
 from kvstore.backends.disk.layout import PAGE, Kind
 from kvstore.backends.disk.notes import NOTES_TMP_NAME
 from kvstore.backends.disk.root import not_ours
-from kvstore.backends.holdings import Holdings, Litter, ReadResult
+from kvstore.backends.holdings import Holdings, ReadResult, StaleItem
 from kvstore.codec.record import HEADER_BYTES, decode_header
 from kvstore.config import TierConfig
 from kvstore.diskio import OsDisk
@@ -135,30 +135,30 @@ class DiskHoldings(Holdings):
                     self._disk.rmdir(namespace.hex, root)
         return removed
 
-    async def litter(self) -> list[Litter]:
-        """See :meth:`Holdings.litter`."""
-        found: list[Litter] = []
+    async def stale_items(self) -> list[StaleItem]:
+        """See :meth:`Holdings.stale_items`."""
+        found: list[StaleItem] = []
         with self._failures():
             for namespace in self._namespace_names():
                 for name in self._owner_names(namespace):
                     with self._locked(namespace, name) as owner:
-                        for file, why, size_bytes in () if owner is None else owner.litter():
-                            found.append(Litter(f"{namespace}/{name}/{file}", why, size_bytes))
+                        for file, why, size_bytes in () if owner is None else owner.stale_items():
+                            found.append(StaleItem(f"{namespace}/{name}/{file}", why, size_bytes))
         return found
 
-    async def sweep(self, litter: Sequence[Litter]) -> int:
+    async def sweep(self, stale: Sequence[StaleItem]) -> int:
         """See :meth:`Holdings.sweep`."""
         removed = 0
         with self._failures():
-            for (namespace, name), pieces in groupby(litter, lambda piece: piece.name.split("/")[:2]):
+            for (namespace, name), pieces in groupby(stale, lambda piece: piece.name.split("/")[:2]):
                 with self._locked(namespace, name) as owner:
-                    still = {file for file, _, _ in owner.litter()} if owner is not None else set()
+                    still = {file for file, _, _ in owner.stale_items()} if owner is not None else set()
                     for file in still & {piece.name.split("/")[2] for piece in pieces}:
                         removed += owner is not None and owner.unlink(file)
         return removed
 
     async def writer(self, namespace: Namespace, payload_bytes_max: int) -> Backend:
-        """See :meth:`Holdings.writer`. Until recovery has ended, a block might be stored twice."""
+        """See :meth:`Holdings.writer`. Waits for recovery: before it ends, a block might be stored twice."""
         backend = await super().writer(namespace, payload_bytes_max)
         try:
             async for _ in backend.scan_keys():
@@ -231,7 +231,7 @@ class DiskHoldings(Holdings):
         try:
             is_free = lock.try_acquire(create=False)
         except FileNotFoundError:
-            is_free = True  # Half made or half removed: not in use.
+            is_free = True  # Partly created or partly removed, so not in use.
         try:
             yield is_free
         finally:
@@ -267,7 +267,7 @@ class DiskHoldings(Holdings):
 
 
 class _Owner:
-    """The files of one owner, followed by its journal, and the segment that was read last."""
+    """The files of one owner, kept current through its journal, and the segment that was read last."""
 
     def __init__(self, disk: OsDisk, name: str, fds: list[int], digest: bytes) -> None:
         self.name = name
@@ -300,7 +300,7 @@ class _Owner:
         return BlockInfo(key, size_bytes, created_at, _Place(self.name, slot, self._seen))
 
     def read_block(self, block: BlockInfo, record: memoryview) -> memoryview | None:
-        """Read a record; None if it is gone. In a slot the payload has pages of its own; here it follows the header."""
+        """Read a record; None if it is gone. In a slot the payload begins on a new page; here it follows the header."""
         page, slot = memoryview(bytearray(PAGE)), block.place.slot
         try:
             length = self._read(slot, 0, page)
@@ -312,7 +312,7 @@ class _Owner:
             return None
         if not self._still_holds(block):
             return None
-        # Without a valid descriptor its engine does not find the block, whatever the record's own header says.
+        # Without a valid descriptor the engine does not find the block, even if the record's own header is intact.
         found = layout.decode_descriptor(page)
         return record[: min(length, len(record))] if found is not None and found.key == block.key else record[:0]
 
@@ -324,7 +324,7 @@ class _Owner:
             fd = self._open(block.place.slot, os.O_RDWR)
             self._disk.pwritev(fd, [_EMPTY_PAGE], self._state.geometry.offset_of(block.place.slot))
         end = self._state.reader.end
-        # After a damaged journal the next engine reads the slots themselves, so that journal stays as it is.
+        # If the journal is damaged, the next engine scans the slots, so the journal is left unchanged.
         if found and self._state.intact and self._state.reader.is_whole:
             rows = [(kind, block.place.slot, 0, layout.digest_of(block.key), block.key) for block in found]
             with files.opened(self._disk, layout.journal_name(end.number), os.O_WRONLY, self.fds[0]) as (fd, _):
@@ -335,12 +335,12 @@ class _Owner:
         return len(found)
 
     def remove(self) -> int:
-        """Remove all files, the lock last, which the caller holds; return how many blocks that were."""
+        """Remove all files, the lock file last; return the number of blocks removed. The caller holds the lock."""
         for fd in self.fds:
             files.remove_owner_files(self._disk, fd)
         return len(self.columns.held())
 
-    def litter(self) -> list[tuple[str, str, int]]:
+    def stale_items(self) -> list[tuple[str, str, int]]:
         """Return name, reason and length of the files that are not in use; the caller holds the owner's lock."""
         self._refresh()
         found = []
@@ -376,7 +376,7 @@ class _Owner:
             self._disk.close(fd)
 
     def _refresh(self) -> None:
-        """Read what its engine has written since; if that is impossible, every slot counts as changed."""
+        """Apply the journal records written since; if the journal cannot be read, every slot counts as changed."""
         try:
             for records in self._state.reader.read():
                 self._seen += 1

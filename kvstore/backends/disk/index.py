@@ -1,7 +1,7 @@
-"""The index of an owner: which block is in which slot, which slots are free, in use, and next to be evicted. No I/O.
+"""The index of an owner: slots by block, free slots, pinned slots, and the eviction order. No I/O.
 
-Used from the loop thread. Blocks of other owners are in the same table, under places with the numbers of their owners;
-only their digests are known.
+Used from the loop thread. The same table has the blocks of other owners: their places contain the number of the owner,
+and only their digests are known.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Index"]
 
 
 class Index:
-    """Blocks by key; ``expected`` is how many there will be, ours and others'; ``tenants`` share our slots."""
+    """Blocks by key. ``expected`` is the likely number of blocks, ours and others'; ``tenants`` share our slots."""
 
     def __init__(self, columns: Columns, expected: int, tenants: Tenants | None = None) -> None:
         self.columns = columns
@@ -32,7 +32,7 @@ class Index:
         self._left_behind: set[int] = set()
         held = columns.held()
         noted = self.table.add_all(columns.digest[held], held)
-        # Stored twice by an earlier engine: one is enough.
+        # An earlier engine stored these blocks twice; one copy is enough.
         columns.size[held[~noted]] = 0
         self._blocks = len(self.table)
         for segment in np.flatnonzero(columns.segments)[::-1].tolist():
@@ -46,25 +46,25 @@ class Index:
 
     @property
     def free_slots(self) -> int:
-        """Slots that can be written at once."""
+        """Number of slots that can be written immediately."""
         return len(self._free)
 
     def place(self, key: BlockKey, digest: int | None = None) -> int:
-        """Return the place of a block, or ``NOWHERE``; the digest spares computing it."""
+        """Return the place of a block, or ``NOWHERE``; ``digest`` is computed if it is not given."""
         place = self.table.find(digest_of(key) if digest is None else digest)
         if 0 <= place <= SLOT_MASK and not self.columns.holds(place, key):
             return NOWHERE
         return place
 
     def slot(self, key: BlockKey) -> int | None:
-        """Return our own slot of a block."""
+        """Return the slot of a block of ours; None for any other block."""
         place = self.place(key)
         return place if 0 <= place <= SLOT_MASK else None
 
     def touch(self, slots: Iterable[int]) -> None:
-        """Note a use of our own slots."""
+        """Record a use of our own slots."""
         for slot in slots:
-            # Their blocks may have left meanwhile, and others mark slots long after they have read them.
+            # The block may be gone: other engines mark slots long after reading them.
             if self.columns.age_view[slot] != EMPTY:
                 self._ages.use(slot)
 
@@ -85,7 +85,7 @@ class Index:
                     self._free.append(slot)
 
     def take(self, count: int) -> list[int]:
-        """Take free slots, at most ``count``, and pin them; in order, so that neighbours are written at once."""
+        """Take and pin at most ``count`` free slots; in order, so that neighbours are written together."""
         taken = self._free[-count:] if count else []
         del self._free[len(self._free) - len(taken) :]
         taken.sort()
@@ -93,17 +93,17 @@ class Index:
         return taken
 
     def withhold(self) -> list[int]:
-        """Let none of the free slots be taken until they are released; return them."""
+        """Remove all free slots from the free list until they are released; return them."""
         withheld, self._free = sorted(self._free), []
         return withheld
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """Make slots free that were taken and not written."""
+        """Free and unpin slots that hold no block."""
         self.release(slots)
         self.unpin(slots)
 
     def release(self, slots: Iterable[int]) -> None:
-        """Make slots free: at once, or when the last reader has ended."""
+        """Free slots, immediately or when their last reader has ended."""
         for slot in slots:
             if slot in self._readers:
                 self._left_behind.add(slot)
@@ -111,7 +111,7 @@ class Index:
                 self._free.append(slot)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Note blocks in slots that were taken, by their journal records."""
+        """Add blocks in taken slots, from their journal records."""
         for _, slot, size_bytes, digest, key in rows:
             self.columns.set(slot, size_bytes, digest, key)
             self.table.set(digest, slot)
@@ -121,7 +121,7 @@ class Index:
         self._blocks += len(rows)
 
     def remove(self, key: BlockKey) -> int:
-        """Forget a block; return its place, or ``NOWHERE``. A slot of ours is the caller's to :meth:`release`."""
+        """Remove a block; return its place, or ``NOWHERE``. The caller must :meth:`release` a slot of ours."""
         place = self.place(key)
         if place > SLOT_MASK:
             self.table.remove(digest_of(key), place)
@@ -130,11 +130,11 @@ class Index:
         return place
 
     def retire(self, slot: int) -> None:
-        """Take an empty slot out of use for good."""
+        """Take an empty slot out of use permanently."""
         self.columns.size_view[slot] = OUT_OF_USE
 
     def evict(self, count: int) -> list[Row]:
-        """Forget blocks of ours, at most ``count``, and pin their slots; return the journal records."""
+        """Remove at most ``count`` blocks of ours and pin their slots; return the journal records."""
         rows: list[Row] = []
 
         def take(line: Line, size: int) -> int:
@@ -152,7 +152,10 @@ class Index:
         return rows
 
     def least_used_segment(self, among: Sequence[int]) -> int | None:
-        """Return the segment to give up first: an empty one, or the one whose blocks were used longest ago."""
+        """Return the segment to give up first: an empty one, or the one with the lowest mean age of its blocks.
+
+        Segments with pinned slots are skipped.
+        """
         columns = self.columns
         pinned = {slot // columns.segment_slots for slot in self._readers}
         coldest: tuple[float, int] | None = None
@@ -164,7 +167,7 @@ class Index:
         return None if coldest is None else coldest[1]
 
     def close_segment(self, segment: int) -> list[Row]:
-        """Forget all blocks of a segment and let none of its slots be taken; return the journal records."""
+        """Remove all blocks and all free slots of a segment; return the journal records."""
         first, end = self._slots_of(segment)
         self._free = [slot for slot in self._free if not first <= slot < end]
         slots = self.columns.held(first, end)
@@ -174,7 +177,7 @@ class Index:
         return [(Kind.REMOVE, *row) for row in zip(slots.tolist(), [0] * len(keys), digests, keys, strict=True)]
 
     def open_segment(self, segment: int, path: int) -> None:
-        """Note a new segment, and make its slots free."""
+        """Add a new segment, with all of its slots free."""
         self.columns.open_segment(segment, path)
         self._free[:0] = self.columns.free_slots(segment)
 

@@ -1,7 +1,7 @@
-"""The journals of an owner: written in frames, many callers to a frame; read from the start, and followed.
+"""The journals of an owner: written in frames shared by many callers, read from the start, and followed.
 
-A snapshot (``index``) is a journal too: one that states all slots, and ends with the number of the journal that goes
-on. So all that an owner's files say is read by one :class:`JournalReader`.
+A snapshot (``index``) is a journal, too: it lists all slots, and ends with the number of the journal that continues it.
+One :class:`JournalReader` therefore reads the whole state of an owner.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -21,26 +23,27 @@ from kvstore.backends.disk import layout
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.files import close_all, names_in, open_regular, read_at, segments_in, write_at
 from kvstore.backends.disk.layout import Geometry, Kind, Row
-from kvstore.diskio import OsDisk, Priority, Transfer, TransferEngine, bare
+from kvstore.diskio import OsDisk, Transfer, TransferEngine, bare
+from kvstore.runtime.limits import Precedence
 
 _FRAME_ROWS_MAX: Final = 1 << 14
-"""Records of a frame: more wait for the next one, so that no frame takes long to write."""
+"""Most records of a frame; further ones wait for the next frame, so that no frame takes long to write."""
 
 _SNAPSHOT_FRAME_SLOTS: Final = 1 << 13
-"""Slots of a frame of a snapshot: it fits into one read."""
+"""Slots of one frame of a snapshot; the frame fits into one read."""
 
 _READ_BYTES: Final = 1 << 20
 """Bytes read at a time: about 12,000 records."""
 
 _READ_BYTES_MAX: Final = 128 << 20
-"""Longest possible frame, and more."""
+"""Largest read; longer than the longest possible frame."""
 
 _SLOTS_UNPROVEN_MAX: Final = 1 << 20
-"""Slots that an index has room for by its journal's word alone: 50 MB. For more there have to be files of segments, so
-that a forged record takes no memory."""
+"""Slots that a journal alone can make an index allocate: 50 MB. More slots require existing segment files, so that a
+forged record cannot exhaust memory."""
 
 _TRIES: Final = 5
-"""How often a running owner may replace its files during one load."""
+"""Attempts to load an owner that replaces its files during the load."""
 
 _INVERSE: Final = {Kind.ADD: Kind.REMOVE, Kind.SEGMENT: Kind.DROP}
 
@@ -59,11 +62,11 @@ class Journal:
     """Appends frames, one after the other; used from the loop.
 
     Args:
-        end: Where to go on; its descriptor is open for writing, and belongs to this from now on.
+        end: Position to continue from. Its descriptor is open for writing; the journal closes it.
         durable: Whether a frame counts as written only when it survives a power cut.
 
     Attributes:
-        frames: Frames written that have records.
+        frames: Number of frames with records written so far.
     """
 
     def __init__(self, engine: TransferEngine, owner: int, end: JournalEnd, *, durable: bool) -> None:
@@ -72,16 +75,16 @@ class Journal:
         self._engine = engine
         self._owner = owner
         self._durable = durable
-        self._queue: list[tuple[Sequence[Row], Callable[[], None], asyncio.Future[None]]] = []
+        self._queue: deque[tuple[Sequence[Row], Callable[[], None], asyncio.Future[None]]] = deque()
         self._undo: list[Row] = []
         self._next: JournalEnd | None = None
         self._writer: asyncio.Task[None] | None = None
 
     async def append(self, rows: Sequence[Row], apply: Callable[[], None] = lambda: None) -> None:
-        """Write records, then call ``apply``, before anything else is written.
+        """Write records, then call ``apply`` before the next frame is written.
 
-        So memory and journal differ only by the frame under way. When this is cancelled the records are written and
-        applied all the same.
+        Memory and journal therefore differ by at most one frame. If this call is cancelled, the records are still
+        written and applied.
 
         Raises:
             OSError: They could not be written; ``apply`` was not called.
@@ -92,13 +95,13 @@ class Journal:
         await asyncio.shield(future)
 
     async def switch(self, to: JournalEnd) -> None:
-        """Go on in another journal, which has been made; if this one can't be ended, it goes on instead."""
+        """Continue in another journal, which exists already; if this one can't be ended, it stays in use."""
         self._next = to
         while self._next is not None:
             await asyncio.wait({self._start()})
 
     def close(self) -> None:
-        """Close the file; when nothing is being written."""
+        """Close the file; only when nothing is being written."""
         close_all(self._engine.disk, self.end.fd)
         self.end.fd = -1
 
@@ -112,8 +115,12 @@ class Journal:
             if self._next is not None:
                 await self._go_on_in(self._next)
                 continue
-            taken, rows = self._take()
-            error = await self._tell(rows)
+            taken = [self._queue.popleft()]
+            rows = list(taken[0][0])
+            while self._queue and len(rows) + len(self._queue[0][0]) <= _FRAME_ROWS_MAX:
+                taken.append(self._queue.popleft())
+                rows += taken[-1][0]
+            error = await self._publish(rows)
             for _, apply, future in taken:
                 if error is None:
                     apply()
@@ -121,39 +128,28 @@ class Journal:
                         future.set_result(None)
                 elif not future.done():
                     future.set_exception(OSError(error.errno, error.strerror or "the journal could not be written"))
-                    # The caller may have been cancelled, which is no reason for a warning.
+                    # Marks the exception as retrieved: a cancelled caller must not cause a warning.
                     future.exception()
 
-    def _take(self) -> tuple[list[tuple[Sequence[Row], Callable[[], None], asyncio.Future[None]]], list[Row]]:
-        taken, rows = self._queue[:1], list(self._queue[0][0])
-        for entry in self._queue[1:]:
-            if len(rows) + len(entry[0]) > _FRAME_ROWS_MAX:
-                break
-            rows.extend(entry[0])
-            taken.append(entry)
-        del self._queue[: len(taken)]
-        return taken, rows
-
-    async def _tell(self, rows: list[Row]) -> OSError | None:
-        """Write a frame; if that fails after followers may have read it, a further one takes it back."""
+    async def _publish(self, rows: list[Row]) -> OSError | None:
+        """Write a frame; if it fails after followers may have read it, write another frame that reverts it."""
         error, is_visible = await self._write(self._undo + rows)
         if is_visible:
             self._undo = []
             if error is not None:
-                self._undo = [(_INVERSE[kind], *rest) for kind, *rest in rows if kind in _INVERSE]  # type: ignore[misc]
-                _, is_visible = await self._write(self._undo)
-                if is_visible:
-                    self._undo = []
+                undo: list[Row] = [(_INVERSE[kind], *rest) for kind, *rest in rows if kind in _INVERSE]  # type: ignore[misc]
+                _, is_visible = await self._write(undo)
+                self._undo = [] if is_visible else undo
         return error
 
     async def _write(self, rows: Sequence[Row]) -> tuple[OSError | None, bool]:
-        """Write a frame; return the failure, and whether followers can read the frame all the same."""
+        """Write a frame; return the error, if any, and whether followers can read the frame."""
         end = self.end
         frame = memoryview(layout.encode_frame(layout.records_of(rows), end.sequence, self._owner, end.number))
         transfer = Transfer(end.fd, end.offset, [frame], len(frame))
         is_visible = False
         try:
-            await self._engine.write([transfer], Priority.LOAD)
+            await self._engine.write([transfer], Precedence.LOAD)
             if transfer.error is not None:
                 return bare(transfer.error), False
             if transfer.done_bytes != len(frame):
@@ -163,7 +159,7 @@ class Journal:
             self.frames += bool(rows)
             is_visible = True
             if self._durable:
-                await self._engine.call(partial(self._engine.disk.fdatasync, end.fd), priority=Priority.LOAD)
+                await self._engine.call(partial(self._engine.disk.fdatasync, end.fd), precedence=Precedence.LOAD)
         except OSError as error:
             return bare(error), is_visible
         except RuntimeError as error:
@@ -172,7 +168,7 @@ class Journal:
         return None, True
 
     async def _go_on_in(self, to: JournalEnd) -> None:
-        """Write the last frame of this journal and take the next one, as followers do when they read it."""
+        """Write the last frame of this journal and continue in the next one, as followers do after that frame."""
         _, is_visible = await self._write([*self._undo, (Kind.NEXT, to.number, 0, 0, b"")])
         unused = to
         if is_visible:
@@ -187,9 +183,9 @@ class JournalReader:
     """Reads the journals of an owner, one after the other, as far as they are written. All methods block.
 
     Attributes:
-        geometry: Of the owner's segments; None before the first journal.
-        end: How far it has read, in a journal open for reading.
-        next: Number of the journal to go on with, where this one has ended; otherwise 0.
+        geometry: Geometry of the owner's segments; None before the first journal.
+        end: Position reached, in a journal open for reading.
+        next: Number of the next journal if this one has ended; otherwise 0.
     """
 
     def __init__(self, disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> None:
@@ -202,7 +198,7 @@ class JournalReader:
         self._digest = digest
 
     def open(self, name: str, number: int) -> bool:
-        """Go on in a journal; False if its header is damaged, or that of another place."""
+        """Continue in a journal; False if its header is damaged or has another number, owner, namespace or geometry."""
         fd, _ = open_regular(self._disk, name, os.O_RDONLY, self._fds[0])
         try:
             header = read_at(self._disk, fd, 0, layout.JOURNAL_HEADER_BYTES)
@@ -217,7 +213,7 @@ class JournalReader:
             close_all(self._disk, fd)
 
     def read(self, *, follow: bool = True) -> Iterator[npt.NDArray[Any]]:
-        """Yield the records that were not read yet; with ``follow`` go on in the next journal at the end of each.
+        """Yield the records not read yet; with ``follow``, continue in the next journal at the end of each.
 
         Raises:
             OSError: A journal can't be read, or is gone.
@@ -240,12 +236,12 @@ class JournalReader:
             elif not frames.size_bytes:
                 if len(content) < size_bytes or size_bytes >= _READ_BYTES_MAX:
                     return
-                # A longer frame: a segment of small blocks was given up.
+                # The frame is longer, as when a segment of small blocks was given up.
                 size_bytes *= 2
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file ends where its last whole frame does."""
+        """Whether the file ends with its last whole frame."""
         return self._disk.fstat(self.end.fd).st_size == self.end.offset
 
     def close(self) -> None:
@@ -254,7 +250,7 @@ class JournalReader:
         self.end.fd = -1
 
     def _proven(self, records: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Leave out segments that neither lie among the first slots nor before one that is there."""
+        """Leave out segments beyond both the first ``_SLOTS_UNPROVEN_MAX`` slots and the last segment file."""
         if self.geometry is None:
             return records
         slots = self.geometry.segment_slots
@@ -273,17 +269,16 @@ class JournalReader:
 
 @dataclass(slots=True)
 class OwnerState:
-    """The state of an owner, as its files give it.
+    """The state of an owner, read from its files; the reader is at the end of its journals.
 
     Attributes:
-        reader: At the end of its journals.
-        intact: Whether nothing was missing or damaged; otherwise blocks may have been lost.
+        intact: Whether the files were complete and undamaged; otherwise blocks may have been lost.
     """
 
     geometry: Geometry
     columns: Columns
     reader: JournalReader
-    intact: bool = True
+    intact: bool
 
 
 def journals_in(disk: OsDisk, dir_fd: int) -> list[int]:
@@ -292,7 +287,7 @@ def journals_in(disk: OsDisk, dir_fd: int) -> list[int]:
 
 
 def create_journal(disk: OsDisk, dir_fd: int, number: int, owner: int, geometry: Geometry, digest: bytes) -> JournalEnd:
-    """Make a journal, and return its end; blocks."""
+    """Create a journal and return its end; blocks."""
     name = layout.journal_name(number)
     # Left by a crash; nothing refers to it.
     with contextlib.suppress(FileNotFoundError):
@@ -314,15 +309,14 @@ def load_owner(disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> O
     for _ in range(_TRIES):
         reader = JournalReader(disk, fds, owner, digest)
         state = None
-        try:
-            state = _load(disk, fds, reader)
-            return state
-        except FileNotFoundError:
-            # A running owner has removed it.
-            continue
-        finally:
-            if state is None:
-                reader.close()
+        # A running owner may have removed a file.
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                state = _load(disk, fds, reader)
+                return state
+            finally:
+                if state is None:
+                    reader.close()
     return None
 
 
@@ -351,7 +345,7 @@ def _load(disk: OsDisk, fds: Sequence[int], reader: JournalReader) -> OwnerState
         # A journal without frames was made for a switch that never happened.
         if number not in numbers or disk.stat(name, fds[0]).st_size <= layout.JOURNAL_HEADER_BYTES:
             break
-        # The end of this one was lost in a power cut; the records of the next one hold all the same.
+        # A power cut lost the end of this journal; the records of the next one are still valid.
         intact = False
         if not reader.open(name, number):
             break
@@ -359,7 +353,7 @@ def _load(disk: OsDisk, fds: Sequence[int], reader: JournalReader) -> OwnerState
 
 
 def _read_snapshot(reader: JournalReader) -> Columns | None:
-    """Return the slots by the snapshot, and let the reader go on behind it; None if there is no whole snapshot."""
+    """Return the slots of the snapshot, and position the reader at its end; None without a complete snapshot."""
     with contextlib.suppress(OSError, MemoryError):
         if reader.open(layout.INDEX_NAME, layout.INDEX_NUMBER) and reader.geometry is not None:
             columns = Columns(reader.geometry.segment_slots)
@@ -373,17 +367,13 @@ def _read_snapshot(reader: JournalReader) -> Columns | None:
 def snapshot_parts(columns: Columns, journal: int, owner: int, geometry: Geometry, digest: bytes) -> Iterator[bytes]:
     """Yield header and frames of a snapshot that a journal continues; on any thread, while the columns change.
 
-    Records torn by that are of slots that the journals from ``journal`` on state once more.
+    A change may tear a record, but only of a slot that ``journal`` or a later journal records again.
     """
+    slots, paths = columns.segment_slots, columns.segments.tolist()
+    made = layout.records_of([(Kind.SEGMENT, n * slots, path - 1, 0, b"") for n, path in enumerate(paths) if path])
+    starts = range(0, len(paths) * slots, _SNAPSHOT_FRAME_SLOTS)
+    held = (columns.records(start, start + _SNAPSHOT_FRAME_SLOTS) for start in starts)
+    end = layout.records_of([(Kind.NEXT, journal, 0, 0, b"")])
     yield layout.encode_journal_header(layout.INDEX_NUMBER, owner, geometry, digest)
-    for sequence, records in enumerate(_slot_records(columns, journal), 1):
+    for sequence, records in enumerate(chain([made], held, [end]), 1):
         yield layout.encode_frame(records, sequence, owner, layout.INDEX_NUMBER)
-
-
-def _slot_records(columns: Columns, journal: int) -> Iterator[bytes]:
-    paths = columns.segments.tolist()
-    slots = columns.segment_slots
-    yield layout.records_of([(Kind.SEGMENT, n * slots, path - 1, 0, b"") for n, path in enumerate(paths) if path])
-    for start in range(0, len(paths) * slots, _SNAPSHOT_FRAME_SLOTS):
-        yield columns.records(start, start + _SNAPSHOT_FRAME_SLOTS)
-    yield layout.records_of([(Kind.NEXT, journal, 0, 0, b"")])

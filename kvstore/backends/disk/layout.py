@@ -1,4 +1,4 @@
-"""The format on the disk, byte by byte: names, slots, journal frames. Bytes in, values out; no I/O.
+"""The on-disk format: names, slots, journal frames. Converts between bytes and values; no I/O.
 
 ``docs/disk.md`` describes it. All numbers are little-endian.
 """
@@ -18,21 +18,21 @@ from kvstore.codec.record import HEADER_BYTES
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
 FORMAT: Final = 2
-"""Version of everything here; 1 was one file per block."""
+"""Version of the whole format; version 1 had one file per block."""
 
 PAGE: Final = 4096
-"""Unit of everything in a segment; every filesystem takes it for direct I/O."""
+"""Alignment unit in a segment; every filesystem accepts it for direct I/O."""
 
 OWNER_SHIFT: Final = 40
 SLOT_MASK: Final = (1 << OWNER_SHIFT) - 1
-"""A place is a slot, and above it the number of the owner: 0 for this engine."""
+"""A place is a slot in the lower bits, and the number of the owner above them: 0 for this engine."""
 
 STATE_DIR: Final = ".kvstore"
 LOCK_NAME: Final = "lock"
 INDEX_NAME: Final = "index"
 INDEX_TMP_NAME: Final = "index.tmp"
 INDEX_NUMBER: Final = 0
-"""Number of the journal that a snapshot is: it states all slots, and ends with the number of the next one."""
+"""Journal number of a snapshot, which lists all slots and ends with the number of the next journal."""
 USES_NAME: Final = "uses"
 _SEGMENT_NAME: Final = re.compile(r"(\d{6})\.seg", re.ASCII)
 _JOURNAL_NAME: Final = re.compile(r"journal\.(\d{8})", re.ASCII)
@@ -66,17 +66,17 @@ RECORD: Final = np.dtype(
         "itemsize": 24 + KEY_BYTES_MAX,
     }
 )
-"""One record of a journal; ``age``, of snapshots only, is one more than that of the index."""
+"""One record of a journal; ``age`` is set only in snapshots, and is the age in the index plus one."""
 _RECORD_PACK: Final = struct.Struct(f"<BBxxII4xQ{KEY_BYTES_MAX}s")
 
 _FRAME_RECORDS_MAX: Final = 1 << 20
 _PATHS_MAX: Final = 255
-"""Columns hold the number of a path in one byte, where 0 is a segment that does not exist."""
+"""Columns hold the path number plus one in one byte; 0 means that the segment does not exist."""
 _MASK: Final = (1 << 64) - 1
 
 
 class Kind:
-    """Kinds of journal records (``slot`` is the first one of a segment where a segment is meant)."""
+    """Kinds of journal records; in records about a segment, ``slot`` is the segment's first slot."""
 
     ADD: Final = 1
     REMOVE: Final = 2
@@ -98,7 +98,7 @@ Row: TypeAlias = tuple[int, int, int, int, BlockKey]
 """A record to write: kind, slot, size, digest, key."""
 
 digest_of: Final[Callable[[BlockKey], int]] = xxhash.xxh3_64_intdigest
-"""The 64-bit digest of a key; two keys with the same one are a miss, never a mix-up."""
+"""The 64-bit digest of a key; a collision causes a miss, never a wrong block."""
 
 
 class Geometry(NamedTuple):
@@ -125,7 +125,7 @@ class Geometry(NamedTuple):
 
 
 class Descriptor(NamedTuple):
-    """The record in a slot, as its header page names it."""
+    """The record in a slot, as described by its header page."""
 
     owner: int
     slot: int
@@ -135,7 +135,7 @@ class Descriptor(NamedTuple):
 
 
 class Frames(NamedTuple):
-    """The whole frames of a part of a journal: records, length, and sequence number of the next frame."""
+    """The whole frames in a part of a journal: records, length, and sequence number of the next frame."""
 
     records: npt.NDArray[Any]
     size_bytes: int
@@ -143,7 +143,7 @@ class Frames(NamedTuple):
 
     @property
     def next_journal(self) -> int:
-        """Number of the journal that goes on; 0 if it is this one."""
+        """Number of the next journal; 0 if this one has not ended."""
         last = self.records[-1] if len(self.records) else None
         return int(last["slot"]) if last is not None and last["kind"] == Kind.NEXT else 0
 
@@ -154,9 +154,8 @@ def segment_name(number: int) -> str:
 
 
 def segment_number(name: str) -> int | None:
-    """Return the number of a segment of this name; None if it is none."""
-    match = _SEGMENT_NAME.fullmatch(name)
-    return int(match[1]) if match else None
+    """Return the number of the segment with this name; None for any other name."""
+    return int(match[1]) if (match := _SEGMENT_NAME.fullmatch(name)) else None
 
 
 def journal_name(number: int) -> str:
@@ -165,13 +164,12 @@ def journal_name(number: int) -> str:
 
 
 def journal_number(name: str) -> int | None:
-    """Return the number of a journal of this name; None if it is none."""
-    match = _JOURNAL_NAME.fullmatch(name)
-    return int(match[1]) if match else None
+    """Return the number of the journal with this name; None for any other name."""
+    return int(match[1]) if (match := _JOURNAL_NAME.fullmatch(name)) else None
 
 
 def encode_descriptor(page: memoryview, owner: int, slot: int, record_bytes: int, digest: bytes, key: BlockKey) -> None:
-    """Write a descriptor into a header page that has the record's header in it already."""
+    """Write a descriptor into a header page that already contains the record's header."""
     _DESCRIPTOR.pack_into(page, HEADER_BYTES, _SLOT_MAGIC, owner, slot, record_bytes, len(key), digest, key)
     _CHECKSUM.pack_into(page, _DESCRIPTOR_END, xxhash.xxh3_64_intdigest(page[:_DESCRIPTOR_END]))
 
@@ -202,7 +200,7 @@ def encode_journal_header(number: int, owner: int, geometry: Geometry, digest: b
 
 
 def decode_journal_header(content: bytes, number: int, owner: int, digest: bytes) -> Geometry | None:
-    """Return the geometry; None if the header is damaged, of another format, or of another place."""
+    """Return the geometry; None if the header is damaged, or of another format, journal, owner or namespace."""
     if len(content) < JOURNAL_HEADER_BYTES:
         return None
     magic, version, found, by, slot_bytes, slots, paths, namespace = _JOURNAL_HEADER.unpack_from(content)
@@ -217,7 +215,7 @@ def decode_journal_header(content: bytes, number: int, owner: int, digest: bytes
 
 
 def records_of(rows: Sequence[Row]) -> bytes:
-    """Return records in the form that frames have."""
+    """Return records as the bytes in a frame."""
     pack = _RECORD_PACK.pack
     return b"".join([pack(kind, len(key), slot, size, digest, key) for kind, slot, size, digest, key in rows])
 
@@ -231,7 +229,7 @@ def encode_frame(records: bytes, sequence: int, owner: int, number: int) -> byte
 def read_frames(content: memoryview, owner: int, number: int, sequence: int) -> Frames:
     """Return the records of all whole frames at the start of ``content``.
 
-    The first frame that is torn, damaged, out of order or of another journal ends it: nothing behind it counts.
+    The first frame that is torn, damaged, out of order or of another journal ends the read; the rest is ignored.
     """
     found: list[memoryview] = []
     at = 0
@@ -243,7 +241,7 @@ def read_frames(content: memoryview, owner: int, number: int, sequence: int) -> 
         records = content[at + FRAME_BYTES : end]
         if checksum != _frame_sum(count, numbered, records, owner, number):
             break
-        # The checksum holds, so the frame was written like this; a record out of range is refused all the same.
+        # Records out of range are refused even if the checksum is right.
         rows = np.frombuffer(records, RECORD)
         paths = rows["size"][rows["kind"] == Kind.SEGMENT]
         if (rows["key_length"] > KEY_BYTES_MAX).any() or (paths >= _PATHS_MAX).any():

@@ -1,7 +1,7 @@
-"""Notes: a few bytes beside each block of an owner, for the engine that finds it. One file, only ever appended to.
+"""Notes: a few bytes per block of an owner, for the engine that adopts the directory. One append-only file.
 
-They are hints: what is lost or damaged is missing, and a block without its note is a block all the same. Notes of
-blocks that left stay until the file is written anew.
+Notes are hints: lost or damaged ones are missing, and a block without its note is still valid. Notes of removed blocks
+stay until the file is rewritten.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ NOTES_NAME: Final = "notes"
 NOTES_TMP_NAME: Final = NOTES_NAME + ".tmp"
 
 _FRAME: Final = struct.Struct("<8sIIQ")
-"""Magic, length of what follows, zero, xxh3-64 of the length and what follows, seeded with the owner's number."""
+"""Magic, length of the body, zero, xxh3-64 of length and body, seeded with the owner's number. The body follows."""
 _MAGIC: Final = b"\x89kvnote1"
 _NOTE: Final = struct.Struct("<BxH")
-"""Lengths of the key and of the note, which follow."""
+"""Lengths of key and note; both follow."""
 
 _NOTE_BYTES_MAX: Final = 1 << 13
-"""Longest note: parent and tokens of a block of 2,000 tokens. A frame of the longest ones is still read."""
+"""Longest note: parent and tokens of a block of 2,000 tokens. A full frame of such notes is still readable."""
 
 _FRAME_NOTES: Final = 4096
-"""Notes of a frame; a frame is written, and lost, as a whole."""
+"""Most notes of a frame; a frame is written, and lost, as a whole."""
 
 _FRAME_BYTES_MAX: Final = 64 << 20
-"""A longer frame is not read: no forged length takes more memory."""
+"""Longest frame that is read, so that a forged length cannot exhaust memory."""
 
 _QUEUED_MAX: Final = 1 << 16
-"""Notes that wait for a slow disk; further ones are dropped."""
+"""Most notes that wait for a slow disk; further ones are dropped."""
 
 _SLACK_BYTES: Final = 4 << 20
-"""The file is written anew when it is twice as long as after the last time, and this."""
+"""The file is rewritten when its length exceeds twice the length after the last rewrite plus this."""
 
 
 class Notes:
@@ -53,8 +53,8 @@ class Notes:
     Args:
         engine: Makes system calls on its threads.
         dir_fd: Directory of the owner.
-        owner: Its number.
-        holds: Whether a block is held: notes of others are left out when the file is written anew.
+        owner: Number of the owner.
+        holds: Whether a block is held; a rewrite drops the notes of all other blocks.
     """
 
     def __init__(self, engine: TransferEngine, dir_fd: int, owner: int, holds: Callable[[BlockKey], bool]) -> None:
@@ -65,35 +65,24 @@ class Notes:
         self._holds = holds
         self._queue: list[tuple[BlockKey, bytes]] = []
         self._writer: asyncio.Task[None] | None = None
-        self._reading = asyncio.Lock()
+        self._file_in_use = asyncio.Lock()
         self._size_bytes = -1
-        """Length of the file's whole frames; -1 before it was read."""
+        """Length of the file's whole frames; -1 before the first read."""
         self._rewritten_bytes = 0
 
     def add(self, notes: Sequence[tuple[BlockKey, bytes]]) -> None:
-        """Append notes, soon."""
+        """Queue notes to be appended."""
         room = _QUEUED_MAX - len(self._queue)
         self._queue += [note for note in notes[:room] if len(note[1]) <= _NOTE_BYTES_MAX]
         if self._queue and (self._writer is None or self._writer.done()):
             self._writer = asyncio.get_running_loop().create_task(self._write_all())
 
     async def load(self) -> Mapping[BlockKey, bytes]:
-        """Return the notes of held blocks, and those that were written last."""
-        async with self._reading:
-            try:
-                found, self._size_bytes = await self._engine.call(self._read)
-            except FileNotFoundError:
-                self._size_bytes = 0
-                return {}
-            except (OSError, RuntimeError):
-                return {}
-        held: dict[BlockKey, bytes] = {}
-        for place, (key, note) in enumerate(found.items()):
-            if self._holds(key):
-                held[key] = note
-            if place % _FRAME_NOTES == 0:
-                await asyncio.sleep(0)
-        return held
+        """Return the notes of held blocks from the file."""
+        with contextlib.suppress(OSError, RuntimeError):  # A failing disk, or a closed engine.
+            async with self._file_in_use:
+                return await self._read_held()
+        return {}
 
     async def settle(self) -> None:
         """Wait until all notes are written."""
@@ -103,29 +92,41 @@ class Notes:
     async def _write_all(self) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # A full disk, or a closed engine: the notes are lost.
             while self._queue:
-                if self._size_bytes < 0:
-                    await self.load()
-                if self._size_bytes < 0:
-                    break
-                if self._size_bytes > 2 * self._rewritten_bytes + _SLACK_BYTES:
-                    await self._rewrite()
-                taken, self._queue = self._queue[:_FRAME_NOTES], self._queue[_FRAME_NOTES:]
-                frame = encode_notes(taken, self._owner)
-                await self._engine.call(partial(self._append, frame, self._size_bytes))
-                self._size_bytes += len(frame)
+                async with self._file_in_use:
+                    if self._size_bytes < 0:
+                        await self._read_held()
+                    if self._size_bytes > 2 * self._rewritten_bytes + _SLACK_BYTES:
+                        await self._rewrite()
+                    taken, self._queue = self._queue[:_FRAME_NOTES], self._queue[_FRAME_NOTES:]
+                    frame = encode_notes(taken, self._owner)
+                    await self._engine.call(partial(self._append, frame, self._size_bytes))
+                    self._size_bytes += len(frame)
         self._queue.clear()
 
     async def _rewrite(self) -> None:
-        held = list((await self.load()).items())
+        held = list((await self._read_held()).items())
         frames = [encode_notes(held[i : i + _FRAME_NOTES], self._owner) for i in range(0, len(held), _FRAME_NOTES)]
         await self._engine.call(partial(replace_file, self._disk, NOTES_NAME, NOTES_TMP_NAME, self._dir_fd, frames))
         self._size_bytes = self._rewritten_bytes = sum(map(len, frames))
 
+    async def _read_held(self) -> dict[BlockKey, bytes]:
+        found, self._size_bytes = await self._engine.call(self._read)
+        held: dict[BlockKey, bytes] = {}
+        for place, (key, note) in enumerate(found.items()):
+            if self._holds(key):
+                held[key] = note
+            if place % _FRAME_NOTES == 0:
+                await asyncio.sleep(0)
+        return held
+
     def _read(self) -> tuple[dict[BlockKey, bytes], int]:
-        """Return all notes, and the length of the frames that they are in."""
+        """Return all notes, and the length of the whole frames."""
         found: dict[BlockKey, bytes] = {}
         end = 0
-        with opened(self._disk, NOTES_NAME, os.O_RDONLY, self._dir_fd) as (fd, _):
+        with (
+            contextlib.suppress(FileNotFoundError),
+            opened(self._disk, NOTES_NAME, os.O_RDONLY, self._dir_fd) as (fd, _),
+        ):
             for past, notes in read_notes(partial(read_at, self._disk, fd), self._owner):
                 found.update(notes)
                 end = past
@@ -134,7 +135,7 @@ class Notes:
     def _append(self, frame: bytes, offset: int) -> None:
         with opened(self._disk, NOTES_NAME, os.O_RDWR | os.O_CREAT, self._dir_fd) as (fd, size_bytes):
             if size_bytes > offset:
-                # Behind the last whole frame: a crash left half a frame, or a write failed.
+                # A crash or a failed write left a partial frame behind the last whole one.
                 self._disk.ftruncate(fd, offset)
             write_at(self._disk, fd, frame, offset)
 
@@ -146,9 +147,9 @@ def encode_notes(notes: Sequence[tuple[BlockKey, bytes]], owner: int) -> bytes:
 
 
 def read_notes(read: Callable[[int, int], memoryview], owner: int) -> Iterator[tuple[int, dict[BlockKey, bytes]]]:
-    """Yield the end and the notes of each whole frame; the first that is damaged or of another owner ends it.
+    """Yield end and notes of each whole frame, up to the first frame that is damaged or of another owner.
 
-    ``read`` returns the bytes at an offset, at most as many as its second argument.
+    ``read`` takes an offset and the most bytes to return.
     """
     at = 0
     while len(head := read(at, _FRAME.size)) == _FRAME.size:

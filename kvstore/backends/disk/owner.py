@@ -1,4 +1,4 @@
-"""The directory of an owner: new, or adopted from an engine that has ended. All of it blocks; done at start."""
+"""The directory of an owner: new, or adopted from an engine that has ended. All calls block; used at start."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ __all__ = ["Owner", "Uses", "take_owner"]
 _log = logging.getLogger("kvstore.backends.disk")
 
 _TRIES_MAX: Final = 20
-"""How often another engine may take a new directory before this one locks it."""
+"""Attempts to create a directory and lock it before another engine does."""
 
 
 class Uses:
-    """One byte a slot, set by readers in other processes. On threads. With ``slots`` the file is made if it is missing.
+    """Marks of use, one byte per slot, set by readers in other processes. Used on threads.
 
-    Not mapped into memory: on a full disk there may be no room for a page of it, and the fault would kill the process.
+    With ``slots``, a missing file is created. The file is not mapped into memory: on a full disk, a page fault without
+    room for the page would kill the process.
     """
 
     def __init__(self, disk: OsDisk, dir_fd: int, slots: int = 0) -> None:
@@ -53,13 +54,13 @@ class Uses:
                 self._disk.pwritev(self._fd, [b"\1"], slot)
 
     def take(self, slots: int) -> list[int]:
-        """Return the marked ones of the first ``slots``, and clear their marks."""
+        """Return the marked slots among the first ``slots``, and clear their marks."""
         marks = np.zeros(min(slots, self._size), np.uint8)
         if len(marks):
             self._disk.preadv(self._fd, [marks.data], 0)
         marked = np.flatnonzero(marks)
         for page in np.unique(marked // PAGE).tolist():
-            # A mark set at this moment is lost.
+            # A mark set between the read and this write is lost.
             start = page * PAGE
             self._disk.pwritev(self._fd, [bytes(min(PAGE, len(marks) - start))], start)
         slots_used: list[int] = marked.tolist()
@@ -72,42 +73,41 @@ class Uses:
 
 
 class Owner:
-    """The owner that this engine is; its number is its name, 16 hexadecimal digits.
+    """This engine's owner directory; the owner's name is its number as 16 hexadecimal digits.
 
     Attributes:
         fds: Its directory in each root.
         locks: Its lock in each root.
-        columns: Its slots, by snapshot and journals.
+        columns: Its slots, from snapshot and journals.
         end: End of its journal, open for writing.
-        uses: Marks of readers; None where there is no room for them.
-        intact: Whether its files were whole; otherwise the slots have to be scanned.
-        corrections: Journal records of differences between directory and journal.
+        uses: Marks of readers; None if their file can't be created.
+        intact: Whether its files were complete; otherwise the slots must be scanned.
+        corrections: Journal records that correct differences between directory and journal.
     """
-
-    columns: Columns
 
     def __init__(self, disk: OsDisk, name: str, geometry: Geometry, digest: bytes) -> None:
         self.name = name
         self.number = int(name, 16)
+        self.geometry = geometry
         self.fds: list[int] = []
         self.locks: list[FileLock] = []
+        self.columns = Columns(geometry.segment_slots)
         self.end = JournalEnd(0, 0, 1, -1)
         self.uses: Uses | None = None
         self.intact = True
         self.corrections: list[Row] = []
         self._disk = disk
-        self.geometry = geometry
         self._digest = digest
 
     def open(self, roots: Sequence[Root], *, create: bool) -> bool:
-        """Lock its directories, and read its files or begin new ones.
+        """Lock its directories, and read its files or create new ones.
 
         Returns:
-            False, with everything closed, if another engine has it, or its segments have another geometry.
+            False, with everything closed, if another engine has a lock or the segments have another geometry.
         """
         usable = False
         try:
-            usable = self._lock(roots, create) and (self._begin() if create else self._load())
+            usable = self._lock(roots, create) and self._load(is_new=create)
         finally:
             if not usable:
                 self.close()
@@ -116,14 +116,14 @@ class Owner:
     def _lock(self, roots: Sequence[Root], create: bool) -> bool:
         """Open and lock its directories; return whether they were free."""
         for root in roots:
-            # Another root than the first may be new in the list.
+            # Any root but the first may have been added to the configuration since.
             if create or root is not roots[0]:
                 with contextlib.suppress(FileExistsError):
                     self._disk.mkdir(self.name, root.namespace_fd)
             try:
                 self.fds.append(files.open_own_directory(self._disk, self.name, root.namespace_fd))
             except FileNotFoundError:
-                # Removed at this moment.
+                # It has just been removed.
                 return False
             lock = FileLock(self._disk, self.fds[-1], layout.LOCK_NAME)
             if not lock.try_acquire():
@@ -131,46 +131,39 @@ class Owner:
             self.locks.append(lock)
         return True
 
-    def _begin(self) -> bool:
-        self.columns = Columns(self.geometry.segment_slots)
-        self.end = self.create_journal(1)
-        return True
-
-    def _load(self) -> bool:
-        """Read the files of an ended owner; False if its segments have another geometry."""
+    def _load(self, *, is_new: bool) -> bool:
         state = load_owner(self._disk, self.fds, self.number, self._digest)
-        if state is not None and state.geometry != self.geometry:
-            # It stays readable, and its room is reclaimed when needed.
-            state.reader.close()
-            return False
         if state is None:
-            # Without a usable journal all slots have to be scanned.
+            # Without a usable journal, all slots must be scanned.
             self.end = self.create_journal(max(journals_in(self._disk, self.fds[0]), default=0) + 1)
-            self.columns, self.intact = Columns(self.geometry.segment_slots), False
+            self.intact = is_new
         else:
-            self.columns, self.intact, self.end = state.columns, state.intact, state.reader.end
             state.reader.close()
+            if state.geometry != self.geometry:
+                # The directory stays readable, and its space is reclaimed when needed.
+                return False
+            self.columns, self.intact, self.end = state.columns, state.intact, state.reader.end
             self.end.fd, size = files.open_regular(
                 self._disk, layout.journal_name(self.end.number), os.O_RDWR, self.fds[0]
             )
             if size > self.end.offset:
-                # The half frame that a crash left.
+                # A crash left a partial frame.
                 self._disk.ftruncate(self.end.fd, self.end.offset)
         self._match_segments()
         if not self.intact:
-            # For the next engine, if this one ends before it has scanned.
+            # If this engine ends before its scan does, the next one scans.
             self.corrections.append((Kind.UNSURE, 0, 0, 0, b""))
         return True
 
     def create_journal(self, number: int) -> JournalEnd:
-        """Make a journal; return its end."""
+        """Create a journal; return its end."""
         return create_journal(self._disk, self.fds[0], number, self.number, self.geometry, self._digest)
 
     def write_snapshot(self, columns: Columns, journal: int) -> None:
-        """Replace the snapshot by one that a journal continues, and remove the journals before that.
+        """Replace the snapshot by one that ``journal`` continues, and remove all earlier journals.
 
         Raises:
-            OSError: It could not be written; the last one is still there.
+            OSError: The snapshot could not be written; the previous one is still there.
         """
         parts = snapshot_parts(columns, journal, self.number, self.geometry, self._digest)
         files.replace_file(self._disk, layout.INDEX_NAME, layout.INDEX_TMP_NAME, self.fds[0], parts)
@@ -190,9 +183,9 @@ class Owner:
         files.close_all(self._disk, *fds)
 
     def _match_segments(self) -> None:
-        """Forget segments that are gone or damaged, and remove those that an intact journal does not know.
+        """Drop segments that are gone or damaged, and remove files of segments that an intact journal does not list.
 
-        Other engines reclaim segments of an ended owner when they need room.
+        Segments may be gone because other engines reclaim them from owners that have ended.
         """
         columns, geometry = self.columns, self.geometry
         there: set[int] = set()
@@ -201,7 +194,7 @@ class Owner:
                 known = number < len(columns.segments) and columns.segments[number] == path + 1
                 whole = files.is_own_file(status) and status.st_size == geometry.segment_bytes
                 if whole and not known and not self.intact and number % geometry.paths == path:
-                    # Its record may have been lost; the scan finds its blocks.
+                    # The journal may have lost the record of this segment; the scan finds its blocks.
                     columns.open_segment(number, path)
                     self.corrections.append((Kind.SEGMENT, number * geometry.segment_slots, path, 0, b""))
                     known = True
@@ -217,34 +210,22 @@ class Owner:
 
 
 def take_owner(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, slots_max: int, digest: bytes) -> Owner:
-    """Adopt the directory of an ended owner, the one used last; or make a new one."""
-    names = _by_last_use(disk, roots[0].namespace_fd)
-    adopted = (owner for name in names if _can_adopt(owner := Owner(disk, name, geometry, digest), roots))
-    owner = next(adopted, None) or _create(disk, roots, geometry, digest)
+    """Adopt the most recently used directory of an owner that has ended, or create a new one."""
+    with roots[0].owners() as owners:
+        here = [each for each in owners if each.namespace == roots[0].namespace]
+    for each in sorted(here, key=lambda each: each.changed_at, reverse=True):
+        owner = Owner(disk, each.name, geometry, digest)
+        try:
+            if owner.open(roots, create=False):
+                break
+        except OSError as error:
+            _log.warning("the directory of the owner %s can't be adopted: %s", owner.name, error)
+    else:
+        owner = _create(disk, roots, geometry, digest)
     with contextlib.suppress(OSError):
-        # Only eviction needs it, and works without.
+        # Only eviction uses the marks, and it works without them.
         owner.uses = Uses(disk, owner.fds[0], slots_max)
     return owner
-
-
-def _by_last_use(disk: OsDisk, namespace_fd: int) -> list[str]:
-    found = []
-    for name in filter(layout.is_owner, files.names_in(disk, namespace_fd)):
-        with contextlib.suppress(OSError):
-            fd = files.open_own_directory(disk, name, namespace_fd)
-            try:
-                found.append((max((file.st_mtime for file in files.entries_in(disk, fd).values()), default=0.0), name))
-            finally:
-                disk.close(fd)
-    return [name for _, name in sorted(found, reverse=True)]
-
-
-def _can_adopt(owner: Owner, roots: Sequence[Root]) -> bool:
-    try:
-        return owner.open(roots, create=False)
-    except OSError as error:
-        _log.warning("the directory of the owner %s can't be adopted: %s", owner.name, error)
-        return False
 
 
 def _create(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, digest: bytes) -> Owner:

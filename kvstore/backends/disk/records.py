@@ -20,7 +20,7 @@ _CHUNK_PAGES: Final = 256
 
 
 class Page(NamedTuple):
-    """A page of memory, and its address, which is looked up once for many transfers."""
+    """A page of memory with its address, which is looked up once for many transfers."""
 
     view: memoryview
     address: int
@@ -43,7 +43,7 @@ class SlotWrite(Transfer):
 
     @property
     def failure(self) -> OSError | None:
-        """The reason why the record is not all there; None if it is."""
+        """The reason why the record is incomplete; None if it is complete."""
         if self.error is not None or self.done_bytes == self.size_bytes:
             return self.error
         return OSError(f"{self.done_bytes} of {self.size_bytes} bytes were written")
@@ -56,7 +56,7 @@ class SlotRead(Transfer):
     Attributes:
         index: Position of the request in its batch.
         record_bytes: Expected length; 0: unknown, the whole slot is read.
-        bounce: Destination of the payload if the request's buffer is not fit for direct I/O; otherwise empty.
+        bounce: Destination of the payload if the request's buffer does not allow direct I/O; otherwise empty.
     """
 
     read: RecordRead
@@ -68,9 +68,9 @@ class SlotRead(Transfer):
 
 
 class RecordMover:
-    """Makes transfers of records, and checks and delivers the records that they read. Used from the loop thread.
+    """Creates transfers of records, and checks and delivers the records read. Used from the loop thread.
 
-    The records' own headers, ``header_bytes`` long, lie in the header page.
+    A record's own header, ``header_bytes`` long, begins the header page.
     """
 
     def __init__(self, owner: int, digest: bytes, header_bytes: int) -> None:
@@ -90,7 +90,7 @@ class RecordMover:
         if addresses is not None:
             view[:header_bytes] = head
         else:
-            # Memory that direct I/O does not take (odd address or length) is copied; slots of a primary tier are fit.
+            # Buffers unsuitable for direct I/O (unaligned address or length) are copied. Primary slots are aligned.
             whole = b"".join(record.buffers)
             view[:header_bytes] = whole[:header_bytes].ljust(header_bytes, b"\0")
             rest = []
@@ -131,7 +131,7 @@ class RecordMover:
         )  # fmt: skip
 
     def is_asked_for(self, op: SlotRead) -> bool:
-        """Return whether a read found the record that was asked for; if its length was unknown, note it."""
+        """Return whether a read found the requested record; if its length was unknown, set it."""
         if op.done_bytes < PAGE or not names_block(op.page.view, self._digest, op.read.key):
             return False
         if not op.record_bytes and (found := decode_descriptor(op.page.view)) is not None:
@@ -139,7 +139,7 @@ class RecordMover:
         return op.record_bytes > 0
 
     def deliver(self, op: SlotRead) -> None:
-        """Copy the header, and the payload if need be, to the buffers of a request, which :meth:`is_asked_for`."""
+        """Copy header and, if necessary, payload to the request's buffers; only if :meth:`is_asked_for` is true."""
         header_bytes, page = self._header_bytes, op.page.view
         filled = min(op.record_bytes, op.done_bytes - PAGE + header_bytes)
         # The header shares its page with our descriptor, so it is copied: 256 bytes.
@@ -153,7 +153,7 @@ class RecordMover:
         op.read.filled_bytes = filled
 
     def release(self, ops: Sequence[SlotWrite | SlotRead]) -> None:
-        """Take back the pages of transfers that have ended."""
+        """Reuse the pages of transfers that have ended."""
         self._pages.extend([op.page for op in ops])
 
     def _page(self) -> Page:
@@ -171,7 +171,7 @@ def aligned_buffer(size_bytes: int) -> memoryview:
 
 
 def _direct_addresses(buffers: Sequence[memoryview]) -> list[int] | None:
-    """Return the addresses of buffers, or None if direct I/O does not take one of them."""
+    """Return the addresses of buffers, or None if one of them is unsuitable for direct I/O."""
     addresses = []
     for buffer in buffers:
         if buffer.nbytes % PAGE or not buffer.nbytes:

@@ -1,6 +1,6 @@
-"""A root directory: opened, checked, and its space shared out by segments. All methods block; none waits for long.
+"""A root directory: opening, checks, and allocation of its space in segments. All methods block; none waits for long.
 
-The space in use is the total length of all segments in the directory. There is no count that could go wrong.
+The space in use is the total length of all segments in the directory. No separate counter could become wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import errno
 import logging
 import os
 import stat
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -31,8 +30,6 @@ _OLD_LAYOUT_NAME: Final = "layout.json"
 _LEDGER_NAME: Final = "ledger.lock"
 _MEMBERS_NAME: Final = "members.lock"
 _WANT_PREFIX: Final = "want."
-_WANT_S: Final = 10.0
-"""How long a wish for room counts; it is renewed each second in which a store is refused."""
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -43,15 +40,20 @@ class LedgerBusyError(Exception):
 
 
 @dataclass(slots=True)
-class _OwnerDirectory:
-    """An owner: its segments, its last change, and its lock if no engine has that."""
+class OwnerDirectory:
+    """An owner: the lengths of its segments, its last change, and its lock if this process now holds it."""
 
     namespace: str
     name: str
     fd: int
-    segments: dict[str, int]
-    changed_at: float
-    lock: FileLock | None
+    segments: dict[str, int] = field(default_factory=dict)
+    changed_at: float = 0.0
+    lock: FileLock | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of its segments."""
+        return sum(self.segments.values())
 
 
 @dataclass(slots=True)
@@ -59,11 +61,11 @@ class Root:
     """An open root directory.
 
     Attributes:
-        state_fd: Its ``.kvstore``.
+        state_fd: Its directory ``.kvstore``.
         namespace_fd: The directory of the engine's namespace.
-        reserve_bytes: Bytes of the filesystem that stay free.
+        reserve_bytes: Bytes of the filesystem to keep free.
         direct: Whether segments are read and written with direct I/O.
-        members: Lock of all engines that use the root, shared, or of an exclusive one.
+        members: Lock held by every engine that uses the root: shared, or exclusive if the engine is ``exclusive``.
     """
 
     disk: OsDisk
@@ -76,10 +78,10 @@ class Root:
     direct: bool = True
     members: FileLock | None = None
     namespace: str = ""
-    _wants_seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+    _wishes: dict[str, int] = field(default_factory=dict)
 
     def join(self, *, exclusive: bool) -> bool:
-        """Take the lock of all that use the root; return whether it could be had."""
+        """Take the lock ``members``; return whether it is held."""
         if self.members is None:
             self.members = FileLock(self.disk, self.state_fd, _MEMBERS_NAME)
         return self.members.fd >= 0 or self.members.try_acquire(exclusive=exclusive)
@@ -92,10 +94,10 @@ class Root:
         self.fd = self.state_fd = self.namespace_fd = -1
 
     def make_segment(self, dir_fd: int, name: str, size_bytes: int, *, reclaim: bool) -> bool:
-        """Make and preallocate a segment; with ``reclaim`` ended owners make room for it if need be.
+        """Create and preallocate a segment; with ``reclaim``, remove segments of ended owners if space is missing.
 
         Returns:
-            Whether it was made; False if the capacity, the reserve or the filesystem has no room for it.
+            Whether it was created; False if the capacity, the reserve or the filesystem leaves no room for it.
 
         Raises:
             LedgerBusyError: Another engine holds the ledger's lock.
@@ -114,7 +116,7 @@ class Root:
             lock.release()
 
     def want(self, owner: str, *, wanted: bool) -> None:
-        """Note that an owner has less than its share and needs a segment, or take that back."""
+        """Publish that an owner has less than its share and needs a segment, or withdraw this request."""
         name = _WANT_PREFIX + owner
         with contextlib.suppress(OSError):
             if wanted:
@@ -124,51 +126,48 @@ class Root:
                 self.disk.unlink(name, self.state_fd)
 
     def excess_bytes(self, owner: str, own_bytes: int) -> int:
-        """Return how many bytes an owner should give up: for others in want, a lower capacity, or the reserve."""
-        wanting = [name for name in self._wanting() if name != owner]
+        """Return how many bytes an owner should give up: for requests of others, a lower capacity, or the reserve."""
+        wanting = self._wanting() - {owner}
         lacking = self._missing_bytes(0)
         if not wanting and lacking <= 0:
             return 0
-        with self._owners(locks=True) as owners:
-            alive = {o.name for o in owners if o.lock is None}
-            dead_bytes = sum(sum(o.segments.values()) for o in owners if o.lock is not None)
-        for name in wanting:
-            if name not in alive:
-                self.want(name, wanted=False)
-        share = self.capacity_bytes // max(1, len(alive | {owner}))
-        if dead_bytes:
-            # Theirs goes first, when somebody makes a segment.
-            return 0
-        wanting = [name for name in wanting if name in alive]
-        return max(own_bytes - share if wanting else 0, min(own_bytes, lacking))
+        with self.owners(locks=True) as owners:
+            alive = {each.name for each in owners if each.lock is None} | {owner}
+            if any(each.lock is not None and each.segments for each in owners):
+                # Segments of ended owners are removed first, when an engine makes a segment.
+                return 0
+        for name in wanting - alive:
+            self.want(name, wanted=False)
+        excess = own_bytes - self.capacity_bytes // len(alive) if wanting & alive else 0
+        return max(excess, min(own_bytes, lacking))
 
-    def _wanting(self) -> list[str]:
-        """Return the owners that asked for room lately; by our own clock, as those of other machines may differ."""
-        now, seen = time.monotonic(), self._wants_seen
+    def _wanting(self) -> set[str]:
+        """Return the owners that have requested space since the last call.
+
+        File times are only compared for equality, because the clocks of machines may differ.
+        """
+        before, self._wishes = self._wishes, {}
         for name in files.names_in(self.disk, self.state_fd):
             if name.startswith(_WANT_PREFIX):
                 with contextlib.suppress(OSError):
-                    written_at = self.disk.stat(name, self.state_fd).st_mtime_ns
-                    owner = name[len(_WANT_PREFIX) :]
-                    if owner not in seen or seen[owner][0] != written_at:
-                        seen[owner] = (written_at, now)
-        return [owner for owner, (_, seen_at) in seen.items() if now - seen_at < _WANT_S]
+                    self._wishes[name[len(_WANT_PREFIX) :]] = self.disk.stat(name, self.state_fd).st_mtime_ns
+        return {owner for owner, asked_at in self._wishes.items() if before.get(owner) != asked_at}
 
     def _missing_bytes(self, more_bytes: int) -> int:
         """Return how far ``more_bytes`` would exceed the capacity or the free space."""
         filesystem = self.disk.statvfs(self.fd)
         free = filesystem.f_bavail * filesystem.f_frsize
-        with self._owners(locks=False) as owners:
-            used = sum(sum(owner.segments.values()) for owner in owners)
+        with self.owners() as owners:
+            used = sum(owner.size_bytes for owner in owners)
         return more_bytes + max(used - self.capacity_bytes, self.reserve_bytes - free)
 
     def _reclaim(self, size_bytes: int) -> None:
         """Remove segments of ended owners, idle namespaces first."""
-        with self._owners(locks=True) as owners:
+        with self.owners(locks=True) as owners:
             busy = {owner.namespace for owner in owners if owner.lock is None} | {self.namespace}
             dead = [owner for owner in owners if owner.lock is not None]
             for owner in sorted(dead, key=lambda o: (o.namespace in busy, o.changed_at)):
-                # The last one first: it is the last to be filled.
+                # The highest number first, because it was filled last.
                 for name in sorted(owner.segments, reverse=True):
                     if size_bytes <= 0:
                         return
@@ -177,7 +176,7 @@ class Root:
                 if not owner.segments:
                     self._remove_owner(owner)
 
-    def _remove_owner(self, owner: _OwnerDirectory) -> None:
+    def _remove_owner(self, owner: OwnerDirectory) -> None:
         with contextlib.suppress(OSError):
             files.remove_owner_files(self.disk, owner.fd)
             namespace_fd = self.disk.open_dir(owner.namespace, self.fd)
@@ -187,7 +186,7 @@ class Root:
                 self.disk.close(namespace_fd)
 
     def _preallocate(self, dir_fd: int, name: str, size_bytes: int) -> bool:
-        # Left by a crash before the journal knew it.
+        # A crash may have left it before the journal recorded it.
         with contextlib.suppress(FileNotFoundError):
             self.disk.unlink(name, dir_fd)
         fd, _ = files.open_regular(self.disk, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd)
@@ -197,7 +196,7 @@ class Root:
             except OSError as error:
                 if error.errno not in _NO_FALLOCATE:
                     raise
-                # Stores fail when the filesystem is full, as they would without segments.
+                # Without preallocation, stores fail once the filesystem is full.
                 self.disk.ftruncate(fd, size_bytes)
         except OSError as error:
             files.remove_segment(self.disk, dir_fd, name)
@@ -209,13 +208,13 @@ class Root:
         return True
 
     @contextlib.contextmanager
-    def _owners(self, *, locks: bool) -> Iterator[list[_OwnerDirectory]]:
-        """List all owners; with ``locks``, those of ended owners are held meanwhile."""
-        found: list[_OwnerDirectory] = []
+    def owners(self, *, locks: bool = False) -> Iterator[list[OwnerDirectory]]:
+        """List the owners of all namespaces; with ``locks``, hold the locks of ended owners within the context."""
+        found: list[OwnerDirectory] = []
         try:
             for namespace in filter(layout.is_namespace, files.names_in(self.disk, self.fd)):
                 with not_ours():
-                    self._owners_of(namespace, locks, found)
+                    self._add_owners(namespace, locks, found)
             yield found
         finally:
             for owner in found:
@@ -223,17 +222,14 @@ class Root:
                     owner.lock.release()
                 files.close_all(self.disk, owner.fd)
 
-    def _owners_of(self, namespace: str, locks: bool, found: list[_OwnerDirectory]) -> None:
-        """Add the owners of a namespace that are ours.
-
-        Other failures are raised: the room of a segment that was overlooked would count as free.
-        """
+    def _add_owners(self, namespace: str, locks: bool, found: list[OwnerDirectory]) -> None:
+        # Skips objects of other users. Raises all other failures: an overlooked segment would count as free space.
         namespace_fd = files.open_own_directory(self.disk, namespace, self.fd)
         try:
             for name in filter(layout.is_owner, files.names_in(self.disk, namespace_fd)):
                 with not_ours():
                     fd = files.open_own_directory(self.disk, name, namespace_fd)
-                    owner = _OwnerDirectory(namespace, name, fd, {}, 0.0, None)
+                    owner = OwnerDirectory(namespace, name, fd)
                     found.append(owner)
                     for each, status in files.entries_in(self.disk, fd).items():
                         owner.changed_at = max(owner.changed_at, status.st_mtime)
@@ -248,10 +244,10 @@ class Root:
 
 
 def open_root(disk: OsDisk, path: str, config: DiskConfig, namespace: Namespace) -> Root:
-    """Open a root directory, check it, and make its state directory and that of the namespace.
+    """Open a root directory, check it, and create its state directory and the namespace's directory.
 
     Raises:
-        ConfigError: It can't be used as it is.
+        ConfigError: The directory can't be used as it is.
     """
     path = os.path.abspath(os.path.expanduser(path))
     root: Root | None = None
@@ -288,7 +284,7 @@ def open_root(disk: OsDisk, path: str, config: DiskConfig, namespace: Namespace)
 
 @contextlib.contextmanager
 def not_ours() -> Iterator[None]:
-    """Pass over objects of other users, and those just removed."""
+    """Ignore objects of other users, and objects that have just been removed."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -318,7 +314,7 @@ def _open_directory(disk: OsDisk, path: str) -> int:
 
 
 def _check_mode(mode: int, path: str) -> None:
-    """Refuse a root in which any user could take our directories away; warn if a group could."""
+    """Refuse a root where any user could remove our directories; warn if its group could."""
     if mode & stat.S_ISVTX:
         return
     if mode & stat.S_IWOTH:
@@ -332,7 +328,7 @@ def _check_mode(mode: int, path: str) -> None:
 
 
 def _enter(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
-    """Open a directory of ours below the root, making it if need be."""
+    """Open a directory of ours below the root, and create it if it is missing."""
     for _ in range(2):
         try:
             return files.open_own_directory(disk, name, dir_fd)
@@ -367,7 +363,7 @@ def _check_layout(disk: OsDisk, root: Root) -> None:
 
 def _describe(disk: OsDisk, root: Root, document: dict[str, Any]) -> None:
     """Write the fields of the namespace, for people and tools."""
-    # Blocks can be read without it: a full disk, or an object planted there, must not keep an engine from starting.
+    # Blocks are readable without this file, so a full disk or a foreign object there must not prevent a start.
     with contextlib.suppress(OSError):
         if files.read_json(disk, "namespace.json", root.namespace_fd) is None:
             files.write_json(disk, "namespace.json", root.namespace_fd, document)

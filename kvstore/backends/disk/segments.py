@@ -1,4 +1,4 @@
-"""Open segments, of all owners: descriptors of those in use, bounded."""
+"""Open segments of all owners: a bounded cache of descriptors."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import contextlib
 import errno
 import os
 import resource
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvstore.backends.disk.files import close_all, open_regular
 from kvstore.backends.disk.layout import OWNER_SHIFT, SLOT_MASK, segment_name
-from kvstore.diskio import Priority, TransferEngine
+from kvstore.diskio import TransferEngine
+from kvstore.runtime.limits import Precedence
 
 __all__ = ["SegmentFiles"]
 
@@ -21,96 +23,106 @@ _SegmentId = tuple[int, int]
 
 _OPEN_MAX: Final = 512
 _SHARE_OF_LIMIT: Final = 4
-"""A tier takes at most a quarter of the descriptors that the process may have."""
+"""A tier keeps at most 512 descriptors open, and at most a quarter of the process's limit."""
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    """An open segment, or minus the errno of the failed open."""
+
+    fd: int
+    users: int = 0
 
 
 class SegmentFiles:
-    """Opens segments on threads of the engine, and keeps those used last open. Used from the loop thread."""
+    """Opens segments on threads of the engine, and keeps the most recently used open. Used from the loop thread."""
 
     def __init__(self, engine: TransferEngine, *, direct: bool) -> None:
         self._disk = engine.disk
         self._engine = engine
         self._direct = os.O_DIRECT if direct else 0
-        self._directories: dict[int, Sequence[int]] = {}
-        self._segment_slots: dict[int, int] = {}
-        self._open: OrderedDict[_SegmentId, int] = OrderedDict()
-        self._in_use: Counter[_SegmentId] = Counter()
-        self._doomed: set[_SegmentId] = set()
+        self._owners: dict[int, tuple[Sequence[int], int]] = {}
+        self._open: OrderedDict[_SegmentId, _File] = OrderedDict()
+        """Files that further calls may use; all other files in use are closed after their last use."""
+        self._forgotten = 0
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._open_max = max(8, min(_OPEN_MAX, limit // _SHARE_OF_LIMIT))
 
     def add_owner(self, owner: int, directories: Sequence[int], segment_slots: int) -> None:
-        """Note an owner's directory in each root, and the slots of its segments."""
-        self._directories[owner], self._segment_slots[owner] = directories, segment_slots
+        """Add an owner: its directory in each root, and the number of slots per segment."""
+        self._owners[owner] = directories, segment_slots
 
     @contextlib.asynccontextmanager
     async def files_of(self, places: Sequence[int]) -> AsyncIterator[list[int]]:
-        """Hold the segments of places open; yield a descriptor for each place, or minus the errno of its opening."""
-        slots = self._segment_slots
-        ids = [(p >> OWNER_SHIFT, (p & SLOT_MASK) // slots.get(p >> OWNER_SHIFT, 1)) for p in places]
-        held = sorted(set(ids))
-        self._in_use.update(held)
+        """Hold the segments of places open; yield a descriptor for each place, or minus the errno of the open."""
+        ids = [self._segment_of(place) for place in places]
+        held: dict[_SegmentId, _File] = {}
         try:
-            fds = await self._open_missing([segment for segment in held if segment not in self._open])
-            for segment in held:
-                if segment in self._open:
-                    self._open.move_to_end(segment)
-                    fds[segment] = self._open[segment]
-            yield [fds[segment] for segment in ids]
+            await self._hold(sorted(set(ids)), held)
+            yield [held[segment].fd for segment in ids]
         finally:
-            self._let_go(held)
+            for segment, file in held.items():
+                file.users -= 1
+                if self._open.get(segment) is not file:
+                    self._close(file)
+            idle = [segment for segment, file in self._open.items() if not file.users]
+            for segment in idle[: max(0, len(self._open) - self._open_max)]:
+                self._close(self._open.pop(segment))
 
     def forget(self, owner: int, segment: int) -> None:
-        """Close a segment that is gone, when it is not in use any more."""
-        if (owner, segment) in self._in_use:
-            self._doomed.add((owner, segment))
-        else:
-            self._close((owner, segment))
+        """Close a segment that is gone, after its last use; another file may get its name."""
+        self._forgotten += 1
+        if (file := self._open.pop((owner, segment), None)) is not None:
+            self._close(file)
 
     def forget_owner(self, owner: int) -> None:
         """Close the segments of an owner that is gone."""
-        self._directories.pop(owner, None)
-        self._segment_slots.pop(owner, None)
+        self._owners.pop(owner, None)
+        self._forgotten += 1
         for segment in [s for s in self._open if s[0] == owner]:
             self.forget(*segment)
 
     def close(self) -> None:
-        """Close all; when nothing uses them any more."""
+        """Close all segments; only when none is in use."""
         for segment in list(self._open):
-            self._close(segment)
+            self.forget(*segment)
 
-    async def _open_missing(self, missing: Sequence[_SegmentId]) -> dict[_SegmentId, int]:
-        """Open segments; return minus the errno of those that can't be opened."""
-        opened: list[int] = []
-        try:
-            if missing:
-                await self._engine.call(lambda: opened.extend(map(self._open_one, missing)), priority=Priority.LOAD)
-        finally:
-            # Also when cancelled: the call has ended then.
-            for segment, fd in zip(missing, opened, strict=False):
-                # Another call may have opened it at the same time.
-                if fd >= 0 and self._open.setdefault(segment, fd) != fd:
-                    self._disk.close(fd)
-        return dict(zip(missing, opened, strict=True))
+    def _segment_of(self, place: int) -> _SegmentId:
+        owner = place >> OWNER_SHIFT
+        _, segment_slots = self._owners.get(owner, ((), 1))
+        return owner, (place & SLOT_MASK) // segment_slots
 
-    def _let_go(self, segments: Sequence[_SegmentId]) -> None:
+    async def _hold(self, segments: Iterable[_SegmentId], held: dict[_SegmentId, _File]) -> None:
+        """Count a use of segments, opening those that are not open."""
+        missing: list[_SegmentId] = []
         for segment in segments:
-            self._in_use[segment] -= 1
-            if not self._in_use[segment]:
-                del self._in_use[segment]
-                if segment in self._doomed:
-                    self._close(segment)
-        if len(self._open) > self._open_max:
-            for segment in [s for s in self._open if s not in self._in_use][: len(self._open) - self._open_max]:
-                self._close(segment)
+            if (file := self._open.get(segment)) is None:
+                missing.append(segment)
+            else:
+                self._open.move_to_end(segment)
+                file.users += 1
+                held[segment] = file
+        if not missing:
+            return
+        opened: list[int] = []
+        forgotten = self._forgotten
+        try:
+            await self._engine.call(lambda: opened.extend(map(self._open_one, missing)), precedence=Precedence.LOAD)
+        finally:
+            # If cancelled, the call on the thread has also ended by now.
+            for segment, fd in zip(missing, opened, strict=False):
+                held[segment] = _File(fd, users=1)
+                # Meanwhile another call may have opened the segment, or the segment may be gone.
+                if fd >= 0 and segment not in self._open and self._forgotten == forgotten:
+                    self._open[segment] = held[segment]
 
-    def _close(self, segment: _SegmentId) -> None:
-        self._doomed.discard(segment)
-        close_all(self._disk, self._open.pop(segment, -1))
+    def _close(self, file: _File) -> None:
+        if not file.users:
+            close_all(self._disk, file.fd)
 
     def _open_one(self, segment: _SegmentId) -> int:
         owner, number = segment
-        directories = self._directories.get(owner)
+        directories, _ = self._owners.get(owner, ((), 1))
         if not directories:
             return -errno.ENOENT
         flags = (os.O_RDONLY if owner else os.O_RDWR) | self._direct

@@ -1,4 +1,4 @@
-"""A session: the open files of a disk backend, from ``open`` to ``close``, their upkeep and recovery."""
+"""A session: the open files of a disk backend from ``open`` to ``close``, with their upkeep and recovery."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from kvstore.backends.disk.root import LedgerBusyError, Root, open_root
 from kvstore.backends.disk.segments import SegmentFiles
 from kvstore.backends.disk.space import Space
 from kvstore.codec.record import HEADER_BYTES
-from kvstore.diskio import OsDisk, Priority, Transfer, TransferEngine
+from kvstore.diskio import OsDisk, Transfer, TransferEngine
 from kvstore.errors import BackendUnavailableError, ConfigError, LockedError
 from kvstore.namespace import Namespace
+from kvstore.runtime.limits import Precedence
 from kvstore.tenants import Tenants
 from kvstore.types import BlockKey, RemovalCause
 
@@ -40,26 +41,26 @@ _SEGMENT_BYTES_MIN: Final = 64 << 20
 _SEGMENT_BYTES_MAX: Final = 1 << 30
 _SEGMENTS_WANTED: Final = 64
 _SEGMENTS_MIN: Final = 16
-"""A capacity is made of 64 segments of 64 MiB to 1 GiB; a small one of 16 that are smaller."""
+"""A capacity is divided into 64 segments of 64 MiB to 1 GiB; a small one into 16 smaller segments."""
 
 _SLOT_BYTES_MAX: Final = 1 << 30
 _LOCK_RETRY_S: Final = 0.05
 _UPKEEP_S: Final = 1.0
-"""How often the wishes of others are read: a new engine may wait so long for its first segment."""
+"""Interval at which space requests of other engines are read: the longest wait for a new engine's first segment."""
 
 _JOURNAL_BYTES: Final = 1 << 20
 """Shortest journal worth a snapshot: 12,000 records."""
 
 _SCAN_BATCH: Final = 256
-"""Headers read at once: keeps a drive's queue full, and costs the loop about a millisecond."""
+"""Headers read at once: enough to keep a drive's queue full, and about a millisecond of the loop."""
 
 
 class Session:
-    """Roots, owner, index, journal and engine of an open backend; made by :meth:`open`.
+    """Roots, owner, index, journal and engine of an open backend; created by :meth:`open`.
 
     Attributes:
         recovered: Set when all blocks on the disk are known.
-        claims: Keys of blocks that enter or leave now, with the end of that.
+        claims: Keys of blocks that are being stored or removed, with a future that ends with that operation.
         removed: Whether our directory was deleted.
     """
 
@@ -99,11 +100,11 @@ class Session:
         self._snapshotting = asyncio.Lock()
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Open the roots, take an owner's directory, and read its files and those of the others.
+        """Open the roots, take an owner's directory, and read its files and those of all other owners.
 
         Raises:
             ConfigError: The configuration can't be used here.
-            BackendError: Another engine does not share the roots, or a disk fails.
+            BackendError: One of the engines that use the roots is exclusive, or a disk fails.
         """
         if geometry.header_bytes > HEADER_BYTES:
             raise ConfigError(f"Headers of {geometry.header_bytes} bytes; the disk backend takes {HEADER_BYTES}.")
@@ -118,8 +119,9 @@ class Session:
             await self.engine.call(partial(self._open_roots, namespace))
             await self._join()
             self.geometry = self._geometry(slot_bytes)
-            await self.engine.call(self._take_owner)
-            await self._begin(geometry.header_bytes)
+            slots_max = sum(root.capacity_bytes for root in self.roots) // slot_bytes
+            await self.engine.call(partial(self._take_owner, slots_max))
+            await self._begin(geometry.header_bytes, slots_max)
         except OSError as error:
             await self._release(1.0)
             raise BackendUnavailableError(
@@ -131,11 +133,11 @@ class Session:
             raise
 
     async def close(self, timeout_s: float) -> None:
-        """Write a snapshot and close everything, if the disk answers."""
+        """Write a snapshot and close everything, if the disk responds."""
         self.followers.watch.close()
         for task in self._tasks:
             task.cancel()
-        # A task that waits for a thread on a frozen disk ends only with that, also when it is cancelled.
+        # A task that waits for a thread on a frozen disk ends only with the thread, even if it is cancelled.
         await asyncio.wait({asyncio.gather(*self._tasks, return_exceptions=True)}, timeout=timeout_s)
         ending = asyncio.get_running_loop().create_task(self._end())
         await asyncio.wait({ending}, timeout=timeout_s)
@@ -143,7 +145,7 @@ class Session:
         await self._release(timeout_s)
 
     async def _end(self) -> None:
-        """Write everything that is left to write."""
+        """Finish all pending writes, and write a snapshot."""
         await self.space.close()
         await self.notes.settle()
         await self._note_presence()
@@ -162,7 +164,7 @@ class Session:
             done.set_result(None)
 
     def note_use(self, places: Sequence[int]) -> None:
-        """Note a use of places, for the eviction of their owners."""
+        """Record a use of places, for the eviction of their owners."""
         self.index.touch([place for place in places if 0 <= place <= SLOT_MASK])
         for place in places:
             if place > SLOT_MASK and (other := self.followers.others.get(place >> OWNER_SHIFT)) is not None:
@@ -174,7 +176,7 @@ class Session:
             self._files.callback(self.roots[-1].close)
 
     async def _join(self) -> None:
-        """Take the locks of all that use the roots, waiting for an engine that does not share them."""
+        """Take the members' lock of each root, waiting for an engine that does not share."""
         deadline = time.monotonic() + self.config.lock_timeout
         while True:
             if await self.engine.call(lambda: all(r.join(exclusive=self.config.exclusive) for r in self.roots)):
@@ -199,13 +201,12 @@ class Session:
         wanted = min(wanted, capacity // _SEGMENTS_MIN)
         return Geometry(slot_bytes, max(1, wanted // slot_bytes), len(self.roots))
 
-    def _take_owner(self) -> None:
-        slots = sum(root.capacity_bytes for root in self.roots) // self.geometry.slot_bytes
-        self.owner = take_owner(self.disk, self.roots, self.geometry, slots, self.digest)
+    def _take_owner(self, slots_max: int) -> None:
+        self.owner = take_owner(self.disk, self.roots, self.geometry, slots_max, self.digest)
         self._files.callback(self.owner.close)
 
-    async def _begin(self, header_bytes: int) -> None:
-        """Make the index, find the others, and start the upkeep of both."""
+    async def _begin(self, header_bytes: int, slots_max: int) -> None:
+        """Create the index, find the other owners, and start the upkeep of both."""
         owner = self.owner
         self.engine.hold([lock.fd for lock in owner.locks])
         self.mover = RecordMover(owner.number, self.digest, header_bytes)
@@ -214,14 +215,13 @@ class Session:
         self.segments = SegmentFiles(self.engine, direct=all(root.direct for root in self.roots))
         self.segments.add_owner(0, owner.fds, self.geometry.segment_slots)
         self._files.callback(self.segments.close)
-        expected = sum(root.capacity_bytes for root in self.roots) // self.geometry.slot_bytes
-        self.index = await self.engine.call(partial(Index, owner.columns, expected, self._tenants))
+        self.index = await self.engine.call(partial(Index, owner.columns, slots_max, self._tenants))
         self.notes = Notes(self.engine, owner.fds[0], owner.number, lambda key: self.index.slot(key) is not None)
         self.followers = Followers(
             self.engine, self.roots, owner.name, self.digest, self.index, self.segments, self._on_added, self.on_removed
         )
         self._files.callback(self.followers.close)
-        # A scan reports their blocks.
+        # Their blocks are reported by a scan, not here.
         await self.followers.refresh(report=False)
         self.space = Space(
             self.engine, self.roots, owner, self.index, self.journal, self.segments, self.counts, self.on_removed
@@ -229,8 +229,7 @@ class Session:
         if owner.intact:
             self.recovered.set()
         else:
-            withheld = self.index.withhold()
-            self._start(self._scan_slots(withheld))
+            self._start(self._scan_slots(self.index.withhold()))
         await self._note_presence(owner.corrections)
         if self.config.exclusive:
             await self.space.preallocate()
@@ -238,8 +237,8 @@ class Session:
         self._start(self._keep_up())
 
     async def _keep_up(self) -> None:
-        """Give room to others, and write snapshots, for ever; failures are left to the next round."""
-        # A journal that is long from the start was left by an engine that was killed.
+        """Release space to other engines and write snapshots, until cancelled; the next round retries failures."""
+        # A journal that is long at the start was left by a killed engine.
         self._snapshot_frames = -1 if self.journal.end.offset > _JOURNAL_BYTES else 0
         snapshot_at = time.monotonic() + self.config.snapshot_interval
         while True:
@@ -248,10 +247,10 @@ class Session:
                 if not status.st_nlink and not self.removed:
                     _log.warning("%r was removed while in use; start the engine again", self.roots[0].path)
                     self.removed = True
-                    # Their space is freed when no process has them open.
+                    # The space of removed files is freed when no process has them open.
                     self.segments.forget_owner(0)
                 await self.space.count_uses()
-                # A segment not scanned yet is not empty.
+                # Before recovery, a segment with unknown blocks would count as empty.
                 if self.recovered.is_set():
                     await self.space.note_missing()
                     if not self.config.exclusive:
@@ -269,13 +268,13 @@ class Session:
             await asyncio.sleep(_UPKEEP_S)
 
     async def _note_presence(self, rows: Sequence[Row] = ()) -> None:
-        """Write a frame, perhaps an empty one, so that the directory is newer than unused ones."""
-        # Where there is no room for that, the next start finds the same differences.
+        """Write a frame, possibly empty, so that this directory is newer than unused ones."""
+        # If there is no room for the frame, the next start finds the same differences.
         with contextlib.suppress(OSError):
             await self.journal.append(rows)
 
     async def _write_snapshot(self) -> None:
-        """Begin a journal, write a snapshot, and remove the journals before it."""
+        """Begin a new journal, write a snapshot, and remove all earlier journals."""
         async with self._snapshotting:
             if self.journal.frames == self._snapshot_frames or not self.recovered.is_set():
                 return
@@ -284,19 +283,19 @@ class Session:
                 await self.journal.switch(await self.engine.call(partial(self.owner.create_journal, number)))
                 if self.journal.end.number != number:
                     return
-                # These arrays stay when the index gets larger ones.
+                # The copy keeps these arrays when the index grows into larger ones.
                 columns = copy.copy(self.index.columns)
                 self._snapshot_frames = self.journal.frames
                 await self.engine.call(partial(self.owner.write_snapshot, columns, number))
                 self.counts["snapshots"] += 1
             except OSError as error:
-                # The journals have everything; a start takes a little longer.
+                # The journals are complete; only the next start takes a little longer.
                 level = logging.DEBUG if self.counts["snapshot_errors"] else logging.WARNING
                 _log.log(level, "no snapshot could be written: %s", error)
                 self.counts["snapshot_errors"] += 1
 
     async def _scan_slots(self, slots: Sequence[int]) -> None:
-        """Read the headers of slots that the journal does not state: an intact one there names a block."""
+        """Read the headers of slots that the journal does not list; an intact header there is a block."""
         buffer = aligned_buffer(_SCAN_BATCH * PAGE)
         pages = [buffer[i : i + PAGE] for i in range(0, buffer.nbytes, PAGE)]
         for start in range(0, len(slots), _SCAN_BATCH):
@@ -329,16 +328,16 @@ class Session:
                 for slot, fd, page in zip(slots, fds, pages, strict=False)
                 if fd >= 0
             }
-            await self.engine.read(list(reads.values()), Priority.STORE)
+            await self.engine.read(list(reads.values()), Precedence.STORE)
         found, seen = [], set()
         for slot, read in reads.items():
             if read.done_bytes != PAGE or (header := layout.decode_descriptor(read.buffers[0])) is None:
                 continue
             here = (header.owner, header.slot, header.namespace_digest) == (self.owner.number, slot, self.digest)
             fits = 0 < header.record_bytes <= self.record_bytes_max
-            # By the journal this block has left this slot: it may have been removed in another one.
+            # The journal says that this block left this slot; it may since have been removed from another slot.
             left = self.index.columns.holds(slot, header.key)
-            # A store of it may have begun after the start.
+            # The block may have been stored again, or its store may be running.
             known = header.key in seen or header.key in self.claims or self.index.slot(header.key) is not None
             if here and fits and not left and not known:
                 seen.add(header.key)
@@ -351,6 +350,6 @@ class Session:
     async def _release(self, timeout_s: float) -> None:
         for task in self._tasks:
             task.cancel()
-        # A thread stuck in the kernel still uses the files: they stay open, and locked, until it ends.
+        # A thread stuck in the kernel still uses the files, so they stay open and locked until it ends.
         if await self.engine.close(timeout_s):
             self._files.close()

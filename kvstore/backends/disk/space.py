@@ -1,7 +1,7 @@
-"""Room for new blocks: free slots, then new segments, then eviction; and segments given up for others.
+"""Space for new blocks: free slots, then new segments, then eviction. Also gives up segments for other engines.
 
-Slots of evicted blocks are written only when the journal says that these are gone: readers of such a slot find out from
-the journal. Some slots are freed ahead of need, so that stores need not wait for that.
+The slot of an evicted block is reused only after the journal has recorded the eviction, from which readers of the slot
+detect it. Some slots are freed ahead of need, so that stores need not wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from kvstore.backends.disk.files import names_in, remove_segment
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.journal import Journal
-from kvstore.backends.disk.layout import Geometry, Kind, Row, segment_name
+from kvstore.backends.disk.layout import Kind, Row, segment_name
 from kvstore.backends.disk.owner import Owner
 from kvstore.backends.disk.root import LedgerBusyError, Root
 from kvstore.backends.disk.segments import SegmentFiles
@@ -36,23 +36,23 @@ _R = TypeVar("_R")
 
 _AHEAD_SHARE: Final = 64
 _AHEAD_MAX: Final = 1024
-"""Slots freed ahead of need: a 64th of all, and at most enough for some jobs."""
+"""Slots freed ahead of need: a 64th of all slots, and at most enough for a few jobs."""
 
 _ASK_AGAIN_S: Final = 1.0
 """Time between two tries to make a segment when there is no room for one."""
 
 _TRANSIENT_S: Final = 5.0
-"""How long making a segment may fail, or other engines may be making theirs, before stores evict instead. Allocating a
+"""Time for which creating a segment may fail, or wait for other engines, before stores evict instead. Allocating a
 segment takes up to half a second on a busy drive, and engines take turns."""
 
 _BUSY_PAUSE_S: Final = 0.01
-"""Between two tries to get the ledger's lock."""
+"""Pause between two attempts to take the ledger's lock."""
 
 
 class Space:
-    """Finds slots. Used from the loop thread; segments are made and removed on threads of the engine.
+    """Provides slots. Used from the loop thread; segments are created and removed on threads of the engine.
 
-    ``on_removed`` is called with blocks that are evicted.
+    ``on_removed`` is called with blocks that are evicted or lost.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Space:
         self._engine = engine
         self._roots = roots
         self._owner = owner
-        self._geometry: Geometry = owner.geometry
+        self._geometry = owner.geometry
         self._index = index
         self._journal = journal
         self._segments = segments
@@ -80,11 +80,11 @@ class Space:
         self._full_until = 0.0
         self._failing_since = 0.0
         self._wants = False
-        self._untold: list[Row] = []
+        self._unwritten: list[Row] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def take(self, count: int) -> list[int]:
-        """Take slots for new blocks; fewer than ``count`` if there is no room and no more may be evicted."""
+        """Take slots for new blocks; fewer than ``count`` if there is no room and nothing more may be evicted."""
         index = self._index
         slots = index.take(count)
         try:
@@ -100,13 +100,13 @@ class Space:
         return slots
 
     async def preallocate(self) -> None:
-        """Make all segments that there is room for; room of other namespaces is reclaimed only when needed."""
+        """Create as many segments as fit. Space of ended owners is not reclaimed until stores need it."""
         while await self._grow(needed=False, reclaim=False):
             pass
         self._full_until = 0.0
 
     async def give_up_excess(self) -> None:
-        """Give up a segment if others have less than their share, or the filesystem less than the reserve."""
+        """Give up a segment if other engines have less than their share, or free space is below the reserve."""
         for path, root in enumerate(self._roots):
             own = [number for number in self._own_segments() if number % len(self._roots) == path]
             own_bytes = len(own) * self._geometry.segment_bytes
@@ -125,7 +125,7 @@ class Space:
                 await self._give_up([number], RemovalCause.LOST)
 
     async def count_uses(self) -> None:
-        """Take in the reads of other engines."""
+        """Count the reads by other engines as uses."""
         if self._owner.uses is not None:
             slots = len(self._index.columns.age)
             with contextlib.suppress(OSError):
@@ -150,7 +150,7 @@ class Space:
             _log.warning("no room could be made ahead of need: %s", error)
 
     async def _grow(self, *, needed: bool, reclaim: bool = True) -> bool:
-        """Make a segment if there is room for one; False if there is none."""
+        """Create a segment; False if there is no room for one."""
         before = self._index.free_slots
         async with self._growing:
             if needed and self._index.free_slots > before:
@@ -160,16 +160,17 @@ class Space:
             own = set(self._own_segments())
             number = next(n for n in itertools.count() if n not in own)
             for at in range(number, number + len(self._roots)):
-                # The next root in turn; where that is full, another one.
+                # The next root in turn or, if it is full, another one.
                 if at not in own and await self._tried(at, reclaim):
                     self._say_wanted(False)
                     return True
             self._full_until = time.monotonic() + _ASK_AGAIN_S
-            self._say_wanted(self._has_less_than_share())
+            own_bytes = len(own) * self._geometry.segment_bytes
+            self._say_wanted(own_bytes * 2 <= sum(root.capacity_bytes for root in self._roots))
             return False
 
     async def _tried(self, number: int, reclaim: bool) -> bool:
-        """Make a segment; False if that has failed for a while, so that stores go on by eviction."""
+        """Create a segment; False if there is no room, or after repeated failures, so that stores evict instead."""
         while True:
             try:
                 made = await self._make(number, reclaim)
@@ -179,7 +180,7 @@ class Space:
                 await asyncio.sleep(_BUSY_PAUSE_S)
             except OSError as error:
                 if not self._keeps_failing():
-                    # It may pass, and is no reason to evict yet.
+                    # The failure may be temporary, so nothing is evicted yet.
                     raise
                 _log.warning("no segment could be made: %s", error)
                 return False
@@ -210,16 +211,16 @@ class Space:
         return True
 
     async def _evict(self, count: int) -> bool:
-        """Evict blocks, at most ``count``, and free their slots; return whether any went."""
+        """Evict at most ``count`` blocks and free their slots; return whether any slot was freed."""
         rows = self._index.evict(count)
-        self._tell(rows)
-        # And those of the last time, if the journal could not be written then.
-        rows, self._untold = self._untold + rows, []
+        self._report(rows)
+        # Includes earlier evictions that could not be journalled.
+        rows, self._unwritten = self._unwritten + rows, []
         try:
             if rows:
                 await self._journal.append(rows)
         except OSError:
-            self._untold += rows
+            self._unwritten += rows
             raise
         self._index.give_back([slot for _, slot, *_ in rows])
         return bool(rows)
@@ -231,36 +232,32 @@ class Space:
             return
         path = number % len(self._roots)
         rows = index.close_segment(number)
-        self._tell(rows, cause)
+        self._report(rows, cause)
         self._segments.forget(0, number)
-        # The file first: on a full disk there is no room for a frame before that. Readers find nothing there.
+        # The file first: on a full disk, there is no room for a frame before. Readers find no file there.
         await self._engine.call(partial(remove_segment, self._disk, self._owner.fds[path], segment_name(number)))
         self._counts["segments_given_up"] += 1
         rows.append((Kind.DROP, number * geometry.segment_slots, 0, 0, b""))
         await self._journal.append(rows, partial(index.columns.drop_segment, number))
 
-    def _tell(self, rows: Sequence[Row], cause: RemovalCause = RemovalCause.EVICTED) -> None:
+    def _report(self, rows: Sequence[Row], cause: RemovalCause = RemovalCause.EVICTED) -> None:
         self._counts["evicted_blocks"] += len(rows) if cause is RemovalCause.EVICTED else 0
         if rows:
             self._on_removed([key for *_, key in rows], cause)
-
-    def _has_less_than_share(self) -> bool:
-        own_bytes = len(self._own_segments()) * self._geometry.segment_bytes
-        return own_bytes * 2 <= sum(root.capacity_bytes for root in self._roots)
 
     def _own_segments(self) -> list[int]:
         own: list[int] = np.flatnonzero(self._index.columns.segments).tolist()
         return own
 
     def _say_wanted(self, wanted: bool) -> None:
-        # Repeated while it holds, as others believe it for a while only.
+        # Repeated while it applies, because other engines act on each request once.
         if wanted or self._wants:
             self._wants = wanted
             for root in self._roots:
                 self._start(self._engine.call(partial(root.want, self._owner.name, wanted=wanted)))
 
     def _start(self, work: Coroutine[Any, Any, _R]) -> asyncio.Task[_R]:
-        """Start work that goes on to its end, also when its caller is cancelled."""
+        """Start work that continues to its end even if the caller is cancelled."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,6 +1,6 @@
-"""A table from digests of keys to places: 16 bytes a row in two arrays, where a dict takes two hundred. No I/O.
+"""A table from key digests to places: 16 bytes per row in two arrays; a dict takes two hundred. No I/O.
 
-Open addressing with linear probing; removal closes the gap, so that lookups stay short.
+Open addressing with linear probing; a removal closes the gap, so that lookups stay short.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ NOWHERE: Final = -1
 
 _ROWS_MIN: Final = 64
 _LOAD_MAX: Final = 0.5
-"""In a fuller table the lookup of an absent digest, and a removal, would look at many rows."""
+"""In a fuller table, lookups of absent digests and removals would read many rows."""
 
 
 class DigestTable:
-    """Places (0 and above) by 64-bit digest, about as many as ``expected``; growing takes a moment.
+    """Places (0 and above) by 64-bit digest, sized for ``expected`` entries; growing takes a moment.
 
     Attributes:
-        rows: Rows, most of them empty.
+        rows: Number of rows, including empty ones.
     """
 
     def __init__(self, expected: int = 0) -> None:
@@ -44,7 +44,7 @@ class DigestTable:
         return NOWHERE
 
     def set(self, digest: int, place: int) -> None:
-        """Note a place, instead of the one that the digest had."""
+        """Set the place of a digest, replacing any earlier one."""
         places, digests = self._place_view, self._digest_view
         i = ((digest >> 32) * self.rows) >> 32
         while places[i] != NOWHERE:
@@ -58,7 +58,7 @@ class DigestTable:
             self._grow(2 * self._count)
 
     def remove(self, digest: int, place: int) -> bool:
-        """Forget a digest if it has this place; return whether it had."""
+        """Remove a digest if it has this place; return whether it had."""
         places, digests, rows = self._place_view, self._digest_view, self.rows
         i = ((digest >> 32) * rows) >> 32
         while digests[i] != digest or places[i] == NOWHERE:
@@ -67,7 +67,7 @@ class DigestTable:
             i = i + 1 if i + 1 < rows else 0
         if places[i] != place:
             return False
-        # Each digest that was pushed past the gap moves into it, and leaves a gap in turn.
+        # Each digest that was displaced past the gap moves into it, and leaves a new gap.
         hole = i
         while True:
             i = i + 1 if i + 1 < rows else 0
@@ -82,14 +82,14 @@ class DigestTable:
         return True
 
     def add_all(self, digests: npt.NDArray[np.uint64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Note many places by whole arrays; a digest keeps the place that it has. Return which were noted."""
+        """Add many places at once; a digest already present keeps its place. Return which were added."""
         if self._count + len(digests) >= self._count_max:
             self._grow(2 * (self._count + len(digests)))
         rows = (((digests >> np.uint64(32)) * np.uint64(self.rows)) >> np.uint64(32)).astype(np.int64)
         noted = np.zeros(len(digests), np.bool_)
         left = np.arange(len(digests))
         while len(left):
-            # Of several that find one empty row the last assignment counts: in this order it is the first of them.
+            # If several find the same empty row, the last assignment counts; reversed, that is the first of them.
             new = left[self._places[rows[left]] == NOWHERE][::-1]
             self._digests[rows[new]], self._places[rows[new]] = digests[new], places[new]
             noted[new] = self._places[rows[new]] == places[new]
@@ -99,13 +99,13 @@ class DigestTable:
         return noted
 
     def remove_places(self, first: int, end: int, start: int, rows: int) -> None:
-        """Forget the digests with places from ``first`` to before ``end`` in some rows, from ``start`` on."""
+        """Remove the digests with places from ``first`` to before ``end`` in ``rows`` rows from ``start`` on."""
         while True:
             places = self._places[start : start + rows]
             at = start + np.flatnonzero((places >= first) & (places < end))
             if not len(at):
                 return
-            # Closing a gap may bring others into these rows.
+            # Closing a gap may move other digests into these rows.
             for digest, place in zip(self._digests[at].tolist(), self._places[at].tolist(), strict=True):
                 self.remove(digest, place)
 
@@ -121,5 +121,5 @@ class DigestTable:
         self._count_max = int(self.rows * _LOAD_MAX) + 1
         self._digests: npt.NDArray[np.uint64] = np.zeros(self.rows, np.uint64)
         self._places: npt.NDArray[np.int64] = np.full(self.rows, NOWHERE, np.int64)
-        # Element by element a memoryview is three times as fast as an array.
+        # Access to single elements is three times as fast through a memoryview as through an array.
         self._digest_view, self._place_view = self._digests.data, self._places.data

@@ -1,4 +1,4 @@
-"""The peer tier: engines serve each other the blocks of their primary tiers."""
+"""The peer tier: engines serve blocks of their primary tiers to each other."""
 
 from kvstore.backends.peer.backend import PeerBackend
 from kvstore.backends.peer.config import PeerConfig

@@ -1,4 +1,4 @@
-"""The peer backend: blocks in the memory of other engines, and our own for them."""
+"""The peer backend: loads blocks from the memory of other engines, and serves our own to them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordR
 from kvstore.backends.peer.client import Peer, PeerCounters, PeerError
 from kvstore.backends.peer.config import PeerConfig, endpoint_of
 from kvstore.backends.peer.directory import Directory, DirectoryCounters
-from kvstore.backends.peer.load_answer import RowSource, ServerCounters
 from kvstore.backends.peer.nixl import NixlReader, SharedMemory
-from kvstore.backends.peer.server import PeerServer
+from kvstore.backends.peer.server import PeerServer, ServerCounters
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
 from kvstore.errors import BackendClosedError, ConfigError
 from kvstore.namespace import Namespace
+from kvstore.primary.lending import Lender
 from kvstore.registry import DIRECTORIES
 from kvstore.runtime.limits import CallsUnderWay, RetryBudget
 from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, Outcome, Source
@@ -31,28 +31,29 @@ __all__ = ["PeerBackend"]
 logger = logging.getLogger("kvstore.backends.peer")
 
 _PLACES_MAX: Final = 262144
-"""Blocks whose peer is remembered (some 40 MB); for what is forgotten all are asked once more."""
+"""Blocks whose peer is remembered (some 40 MB); for all other blocks, all peers are queried again."""
 
 _NAMED_MAX: Final = 64
-"""Peers that requests have named; the one that was named longest ago is forgotten."""
+"""Most peers named by requests; the least recently named one is removed first."""
 
 _FOUND_MAX: Final = 256
-"""Peers that the directory has named, each with an idle connection for half a minute; the one that was named longest
-ago is forgotten."""
+"""Most peers named by the directory, each with an idle connection for half a minute; the least recently named one is
+removed first."""
 
 _CANDIDATES_MAX: Final = 2
-"""Peers that the directory names for one lookup: the best one, and another for what that one lacks."""
+"""Peers that the directory names for one lookup: the best one, and another for the blocks missing there."""
 
 _RETRIES_MAX: Final = 10.0
 _RETRY_SHARE: Final = 0.1
-"""Loads tried again are at most a tenth, after an allowance: a connection may have been cut, or another peer has it."""
+"""Retries of loads, at most a tenth of all loads after an initial allowance. They help after a lost connection, and if
+another peer has the block."""
 
 
 class PeerBackend(Backend):
-    """Asks other engines for blocks, and serves them those of our own primary tier.
+    """Loads blocks from other engines, and serves them the blocks of our own primary tier.
 
-    All peers of the list are asked with each lookup, at once, those that the request names, and up to two that the
-    directory names; a block is loaded from one that said yes. Nothing is stored: an engine finds there what the others
+    Each lookup concurrently queries all configured peers, the peers that the request names, and up to two peers that
+    the directory names. A block is loaded from a peer that has it. Stores do nothing: blocks stay where they were
     computed.
     """
 
@@ -65,7 +66,7 @@ class PeerBackend(Backend):
     def __init__(self, config: PeerConfig) -> None:
         super().__init__(config)
         self.config: PeerConfig = config
-        self._source: RowSource | None = None
+        self._source: Lender | None = None
         self._server: PeerServer | None = None
         self._memory: SharedMemory | None = None
         self._reader: NixlReader | None = None
@@ -84,16 +85,16 @@ class PeerBackend(Backend):
         self._under_way = CallsUnderWay()
         self._leaving: set[asyncio.Task[None]] = set()
 
-    def set_lender(self, lender: RowSource) -> None:
+    def set_lender(self, lender: Lender) -> None:
         """See :meth:`Backend.set_lender`."""
         self._source = lender
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Listen, if that is configured. Peers are connected to when they are asked.
+        """Listen, if configured. Connections to peers are opened on first use.
 
         Raises:
-            ConfigError: There is nothing to serve from, a certificate can't be used, or NIXL is not installed.
-            BackendUnavailableError: The address to listen on can't be had, or NIXL does not work.
+            ConfigError: There is no primary tier to serve, a certificate can't be used, or NIXL is not installed.
+            BackendUnavailableError: The listening address is not available, or NIXL does not work.
         """
         config = self.config
         if config.tls:
@@ -108,7 +109,7 @@ class PeerBackend(Backend):
                     "(KVStoreOffloadingSpec without 'manager': 'vllm'), or leave out 'listen'."
                 )
             if config.transport == "nixl":
-                # Pinning much memory takes seconds.
+                # Pinning a large memory takes seconds.
                 self._memory = await asyncio.to_thread(SharedMemory, self._source.memory)
             self._server = PeerServer(
                 config, self._source, namespace, self._served, geometry.payload_bytes_max, self._memory
@@ -145,7 +146,7 @@ class PeerBackend(Backend):
             await directory.close()
         if server is not None:
             await server.close()
-        # Calls under way have failed with that; they are about to return.
+        # Running calls have failed by now and are about to return.
         await self._under_way.ended()
         if reader is not None:
             reader.close()
@@ -160,14 +161,15 @@ class PeerBackend(Backend):
     async def exists_at(
         self, keys: Sequence[BlockKey], sources: Sequence[Source]
     ) -> tuple[Sequence[Found], Sequence[Source]]:
-        """Ask the peers of the list, those that requests name as far as they may, and two that the directory names.
+        """Query the configured peers, the permitted peers that requests name, and two that the directory names.
 
         Returns:
-            THERE where one has the block; else COMING where one computes it; else UNKNOWN where one that might have it
-            did not answer. And the sources with a hand-over whose blocks are not known there yet.
+            For each key THERE if a peer has the block; else COMING if one computes it; else UNKNOWN if a peer that
+            might have it did not answer; else ABSENT. And the sources with a hand-over whose blocks the source does not
+            know yet.
 
         Raises:
-            PeerError: None of the peers could be asked.
+            PeerError: No peer could be queried.
         """
         self._ready()
         with self._under_way:
@@ -177,13 +179,13 @@ class PeerBackend(Backend):
                     named[peer].append(source)
             asked = dict.fromkeys((*self._listed, *named, *self._candidates(keys)))
             found, waiting, answered, error = await self._find(keys, tuple(asked), named)
-        # Where peers come and go, one that is down must not keep the tier from asking the others.
+        # If the set of peers changes, a failed peer must not make the tier stop querying the others.
         if error and not answered and not self.config.request_peers and self._directory is None:
             raise PeerError(error)
         return [Found.UNKNOWN if error and answer is Found.ABSENT else answer for answer in found], waiting
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Store nothing: a block is where it was computed."""
+        """Store nothing: blocks stay where they were computed."""
         self._ready()
         return [Outcome.SHED] * len(writes)
 
@@ -204,23 +206,23 @@ class PeerBackend(Backend):
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Delete nothing: what others hold is theirs."""
+        """Delete nothing: the blocks belong to other engines."""
         self._ready()
         return [False] * len(keys)
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
-        """Yield nothing: peers are asked when a block is looked for."""
+        """Yield nothing: peers are only queried by lookups."""
         self._ready()
         return
         yield
 
     def note_verified(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.note_verified`: it speaks for the peer that sent them."""
+        """See :meth:`Backend.note_verified`. It restores trust in the peer that sent the blocks."""
         for peer in {peer for key in keys if (peer := self._places.get(key)) is not None}:
             peer.note_verified()
 
     def note_damaged(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.note_damaged`: the peer that sent them is left alone for a while."""
+        """See :meth:`Backend.note_damaged`. The peer that sent the blocks is not queried for a while."""
         for peer in {peer for key in keys if (peer := self._places.pop(key, None)) is not None}:
             peer.note_damaged()
 
@@ -248,10 +250,11 @@ class PeerBackend(Backend):
     async def _find(
         self, keys: Sequence[BlockKey], peers: Sequence[Peer], named: Mapping[Peer, Sequence[Source]]
     ) -> tuple[list[Found], list[Source], int, str]:
-        """Ask peers for blocks, all at once, and note which of them has each.
+        """Query peers for blocks concurrently, and remember a peer for each block found.
 
         Returns:
-            The best answer for each; the sources that wait; how many answered; and why one did not, if so.
+            The best answer for each key; the sources with unknown hand-overs; the number of peers that answered; and
+            the error of a peer that did not, or an empty string.
         """
         asked = [peer for peer in peers if peer.admits()]
         answered, error = 0, next((peer.last_error for peer in peers if peer not in asked), "")
@@ -282,7 +285,7 @@ class PeerBackend(Backend):
         return found, waiting, answered, error
 
     async def _load(self, reads: Sequence[RecordRead], wanted: Sequence[int], outcomes: list[Outcome]) -> None:
-        """Load some of the reads, each from a peer that has it, and write what became of them."""
+        """Load some of the reads, each from a peer that has the block, and set their outcomes."""
         lost = [reads[index].key for index in wanted if self._peer_of(reads[index].key) is None]
         error = ""
         if lost:
@@ -311,7 +314,7 @@ class PeerBackend(Backend):
                 self.last_error = peer.last_error
 
     def _peer_of(self, key: BlockKey) -> Peer | None:
-        """Return the peer that has a block, if it is known and worth asking."""
+        """Return the peer that has a block, if one is known and available."""
         peer = self._places.get(key)
         return peer if peer is not None and peer.admits() else None
 
@@ -324,7 +327,7 @@ class PeerBackend(Backend):
         return Peer(endpoint, self.config, self._context, self._ready().digest, self._asked, self._reader)
 
     def _named_peer(self, source: str) -> Peer | None:
-        """Return the peer that a request names; None if it may not, or names none."""
+        """Return the peer that a request names; None if the address is invalid or not permitted."""
         try:
             endpoint = endpoint_of(source)
         except ConfigError:
@@ -339,7 +342,7 @@ class PeerBackend(Backend):
         return self._remembered(endpoint, self._named)
 
     def _candidates(self, keys: Sequence[BlockKey]) -> list[Peer]:
-        """Return the peers that the directory names for some blocks; none of those that are asked or down anyway."""
+        """Return the peers that the directory names for some blocks, without configured or unavailable ones."""
         if self._directory is None:
             return []
         barred = {peer.endpoint for peer in (*self._named.values(), *self._found.values()) if not peer.admits()}
@@ -353,7 +356,7 @@ class PeerBackend(Backend):
             peer = self._peer(endpoint)
             if len(peers) == peers.most:
                 self._let_go(peers.pop(next(iter(peers))))
-        # Named again, it is the last to be forgotten.
+        # Moves the peer to the end, so that it is removed last.
         peers[endpoint] = peer
         return peer
 

@@ -1,4 +1,4 @@
-"""One peer, as the engine sees it that asks: connections, questions, and whether it is worth asking at all."""
+"""Client side of one peer: connections, requests, and whether the peer is available."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ __all__ = ["Peer", "PeerCounters", "PeerError"]
 logger = logging.getLogger("kvstore.backends.peer")
 
 _LOOKUP_SHARE: Final = 0.5
-"""Part of the tier's time for a lookup that one peer gets, so that the answers of the others come in time."""
+"""Share of the tier's lookup timeout for one peer, so that a slow peer does not delay the answers of the others."""
 
 _LOOKUPS_MAX: Final = 8
-"""Lookups of one peer at once, beside its loads: they must not stand behind megabytes. A scheduler asks once a
-step, and the answer of a peer that is far away takes several."""
+"""Concurrent lookups of one peer, separate from its loads so that no lookup queues behind megabytes. A scheduler sends
+one lookup per step, and the answer of a distant peer takes several steps."""
 
 _FAILURES_MAX: Final = 2
-"""Failures in a row after which a peer is left alone: one may be a connection that was cut."""
+"""Consecutive failures after which a peer is paused; a single one may be a lost connection."""
 
 _DISTRUST_S: Final = 30.0
 _DISTRUST_S_MAX: Final = 600.0
-"""Pause of a peer that sent a record which does not verify; it doubles each time."""
+"""Pause of a peer after a record that failed verification; it doubles each time."""
 
 _NIXL_SHARE: Final = 0.5
-"""Part of a load's time after which rows that NIXL has not read are sent over the connection instead."""
+"""Share of a load's timeout for a read by NIXL; a retry loads rows not read by then over the connection."""
 
 _NIXL_PAUSE_S: Final = 30.0
-"""Time until a peer's memory is asked for again, after it had none or a read of it failed."""
+"""Time until a peer's memory is requested again, after the peer shared none or a read failed."""
 
 _IDLE_S: Final = 30.0
-"""Idle connections are closed after this time, before a firewall forgets them without a word."""
+"""Idle connections are closed after this time, before a firewall silently drops them."""
 
 
 _ANSWERS: Final = {
@@ -62,7 +62,7 @@ _ANSWERS: Final = {
 
 
 class PeerError(BackendUnavailableError):
-    """A peer could not be asked."""
+    """A peer could not be queried."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, backend="peer")
@@ -85,25 +85,25 @@ class PeerCounters:
 
 
 class Peer:
-    """Asks one other engine for blocks.
+    """Queries one other engine for blocks, and loads them.
 
-    A peer that fails several times in a row is left alone, and tried again in the background: no request waits for a
-    trial. Loads are counted apart, as short answers may arrive where blocks don't (a link that drops full packets):
-    after a pause requests load from it again, and the first result decides. A peer that sends a record which does not
-    verify is left alone for longer.
+    After several consecutive failures, a peer is paused and tried again in the background, so no request waits for a
+    trial. Loads have their own failure count, because short answers may arrive even if blocks don't (on a link that
+    drops full packets): after a pause, requests load from the peer again, and the first result decides. A peer that
+    sends a record that fails verification is paused for longer.
 
     Args:
-        endpoint: Where it listens.
-        config: Of the backend.
+        endpoint: Address on which the peer listens.
+        config: Configuration of the backend.
         context: TLS settings, if any.
         namespace_digest: Namespace of the blocks.
-        counters: Shared by all peers.
-        reader: Reads rows that the peer lends; None to have all blocks sent.
+        counters: Counters shared by all peers.
+        reader: Reads rows that the peer lends; with None, the peer sends all blocks.
 
     Attributes:
-        loading: Blocks on their way from it.
-        is_foreign: Whether its blocks belonged to another namespace when it last greeted.
-        last_error: Text of its latest failure.
+        loading: Number of blocks being loaded from the peer.
+        is_foreign: Whether the peer had blocks of another namespace at the last greeting.
+        last_error: Text of the latest failure.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Peer:
         self._loop = asyncio.get_running_loop()
         pauses_s = float(config.breaker_cooldown), float(config.breaker_cooldown_max)
         self._health = Breaker(_FAILURES_MAX, *pauses_s)
-        # After the pause every request passes until one of them has loaded: a lookup need not lead to a load.
+        # After the pause, every request is admitted until a load succeeds, because a lookup may not lead to a load.
         self._trust = Breaker(1, _DISTRUST_S, _DISTRUST_S_MAX, trial_s=0.0)
         self._loads = Breaker(_FAILURES_MAX, *pauses_s, trial_s=0.0)
         self._load_places = Limiter(config.connections)
@@ -137,16 +137,16 @@ class Peer:
         self._closed = False
         self._reader = reader
         self._memory = b""
-        """The metadata by which the peer's memory is read; empty if it is not."""
+        """Metadata for reading the peer's memory by NIXL; empty if it is not read."""
         self._memory_asked_at = -math.inf
 
     @property
     def down(self) -> bool:
-        """Whether it is left alone at present."""
+        """Whether the peer is paused now."""
         return not (self._health.closed and self._trust.closed and self._loads.closed)
 
     def admits(self) -> bool:
-        """Whether it is worth asking; begins a trial in the background when one is due."""
+        """Return whether the peer may be queried; starts a trial in the background when one is due."""
         now = self._loop.time()
         if self._closed or not all(one.closed or one.admit_trial(now) for one in (self._trust, self._loads)):
             return False
@@ -157,26 +157,26 @@ class Peer:
         return False
 
     async def lookup(self, keys: Sequence[BlockKey], hand_overs: Sequence[bytes] = ()) -> tuple[bytes, set[bytes]]:
-        """Ask for blocks on behalf of requests that the peer hands over.
+        """Query the peer for blocks and for hand-overs of requests.
 
         Returns:
             For each key whether the peer has the block, or computes it: a ``Found``, not UNKNOWN; and the hand-overs
             whose blocks the peer did not know yet.
 
         Raises:
-            PeerError: It could not be asked; the text says why.
+            PeerError: The peer could not be queried; the text has the reason.
         """
         limit_s = _LOOKUP_SHARE * self._config.lookup_timeout
         async with self._judged(), asyncio.timeout(limit_s), self._lookup_places.hold(1), self._pipe() as pipe:
-            # First, so that blocks that become known in between are found to be coming.
+            # Hand-overs first: the lookup then finds blocks that become known in between.
             answers = await self._ask(pipe, Op.HAND_OVERS, hand_overs)
             waiting = {name for name, answer in zip(hand_overs, answers, strict=True) if answer == Found.COMING}
             return await self._ask(pipe, Op.LOOKUP, keys), waiting
 
     async def load(self, reads: Sequence[RecordRead]) -> list[Outcome]:
-        """Receive records into their buffers; return what became of each.
+        """Receive records into their buffers; return the outcome of each.
 
-        However it ends, no buffer is touched afterwards.
+        However the call ends, no buffer is touched afterwards.
         """
         outcomes = [Outcome.IO_ERROR] * len(reads)
         self.loading += len(reads)
@@ -188,7 +188,7 @@ class Peer:
                     async with self._pipe() as pipe:
                         await self._load_part(pipe, reads, places, outcomes)
         except PeerError as error:
-            # Blocks that have arrived stand; the others are IO_ERROR already.
+            # Blocks that have arrived keep their outcomes; the others are IO_ERROR already.
             if self._loads.record_failure(self._loop.time()):
                 logger.warning("Nothing is loaded from peer %s for %.1f s", self.endpoint, self._loads.pause_s)
             if isinstance(error, PeerLateError):
@@ -200,12 +200,12 @@ class Peer:
         return outcomes
 
     def note_verified(self) -> None:
-        """Note that a record of it was good."""
+        """Record that a block from the peer was verified."""
         if not self._trust.closed:
             self._trust.record_success()
 
     def note_damaged(self) -> None:
-        """Note that a record of it did not verify: its other records are not asked for in a while."""
+        """Record that a block from the peer failed verification: the peer is paused."""
         if self._trust.record_failure(self._loop.time()):
             self._counters.peers_distrusted += 1
             self.last_error = f"{self.endpoint}: sent a record that does not verify"
@@ -216,7 +216,7 @@ class Peer:
             )
 
     async def close(self) -> None:
-        """Close all connections; calls under way fail. Idempotent."""
+        """Close all connections; running calls fail. Idempotent."""
         self._closed = True
         for pipe in list(self._pipes):
             pipe.close()
@@ -238,7 +238,7 @@ class Peer:
     async def _load_part(
         self, pipe: Pipe, reads: Sequence[RecordRead], places: Sequence[int], outcomes: list[Outcome]
     ) -> None:
-        """Load some of the reads, and note what became of each."""
+        """Load some of the reads, and set their outcomes."""
         expected_bytes = sum([reads[place].capacity_bytes for place in places])
         limit_s = self._config.timeout + expected_bytes / self._config.bytes_per_second_min
         lent: dict[int, RemoteRow] = {}
@@ -252,10 +252,10 @@ class Peer:
                 for place in places:
                     read = reads[place]
                     part, length = protocol.read_part(head)
-                    # What stands before the next record comes with the end of this one.
+                    # The head of the next part is received together with the end of this one.
                     tail = [next_head] if place != places[-1] else []
                     if part is Part.ABSENT:
-                        # Set before the wait: a connection that breaks in it does not make a failure of this block.
+                        # Set before the wait, so that a connection loss during the wait is not a failure of this block.
                         outcomes[place] = Outcome.MISS
                         await pipe.receive(tail)
                         continue
@@ -276,7 +276,7 @@ class Peer:
             try:
                 await self._reader.read(memory, tuple(lent.values()), _NIXL_SHARE * limit_s)
             except NixlError as error:
-                # As text: a log that keeps the error would keep its frames, and the buffers in them.
+                # As text: a log handler that keeps the error would keep its frames and their buffers alive.
                 text = str(error)
                 logger.warning("NIXL is not used with peer %s for %.0f s: %s", self.endpoint, _NIXL_PAUSE_S, text)
                 self._counters.nixl_failures += 1
@@ -288,7 +288,7 @@ class Peer:
             await pipe.send([protocol.RETURNED])
 
     async def _memory_of(self, pipe: Pipe) -> bytes:
-        """Return the metadata of the peer's memory, asked for when it is due."""
+        """Return the metadata of the peer's memory; request it when that is due."""
         if not self._memory and self._reader and self._loop.time() >= self._memory_asked_at + _NIXL_PAUSE_S:
             self._memory_asked_at = self._loop.time()
             await pipe.send([protocol.pack_question(Op.MEMORY, [protocol.NIXL])])
@@ -298,7 +298,7 @@ class Peer:
 
     @asynccontextmanager
     async def _judged(self) -> AsyncIterator[None]:
-        """Turn what goes wrong into a :class:`PeerError`, and let it speak for or against the peer."""
+        """Turn failures into a :class:`PeerError`, and record success or failure for the peer."""
         try:
             yield
         except (OSError, PeerProtocolError) as error:
@@ -310,7 +310,7 @@ class Peer:
             if self._health.record_failure(self._loop.time()):
                 logger.warning("Peer %s is left alone for %.1f s: %s", self.endpoint, self._health.pause_s, text)
             self.last_error = f"{self.endpoint}: {text}"
-            # In no variable: a frame that holds an exception which holds the frame keeps the buffers in it alive.
+            # Not kept in a local variable: a reference cycle of frame and exception would keep the buffers alive.
             raise (PeerLateError if late else PeerError)(self.last_error) from None
         if not self._health.closed:
             logger.warning("Peer %s answers again", self.endpoint)
@@ -318,7 +318,7 @@ class Peer:
 
     @asynccontextmanager
     async def _pipe(self) -> AsyncIterator[Pipe]:
-        """Lend a connection, an idle one if there is one; it is kept only if all went well."""
+        """Yield a connection, an idle one if possible; it is kept only if the context ends without an exception."""
         pipe = self._idle_pipe() or await self._connected()
         try:
             yield pipe
@@ -330,7 +330,7 @@ class Peer:
         self._idle.append((pipe, self._loop.time()))
 
     def _idle_pipe(self) -> Pipe | None:
-        """Return the connection that was used last, and close those that were not used for long."""
+        """Return the most recently used idle connection, and close those that were idle for too long."""
         stale = self._loop.time() - _IDLE_S
         while self._idle and (self._idle[0][1] < stale or self._idle[0][0].closed):
             pipe, _ = self._idle.pop(0)
@@ -347,7 +347,7 @@ class Peer:
         """Connect and greet.
 
         Raises:
-            ConnectionError: It can't be reached, or is not what it should be.
+            ConnectionError: The peer can't be reached, or the greeting failed.
         """
         if self._closed:
             raise ConnectionError("the backend is closed")
@@ -369,7 +369,7 @@ class Peer:
             raise ConnectionError("the backend is closed")
         self._counters.connections_opened += 1
         self._pipes.add(pipe)
-        # The peer may have been started again, and its memory be another's.
+        # The peer may have been restarted, which invalidates the metadata.
         self._memory, self._memory_asked_at = b"", -math.inf
         return pipe
 
@@ -391,7 +391,7 @@ class Peer:
         await pipe.send([protocol.client_proof(secret, hello, welcome.nonce)])
 
     async def _try_again(self) -> None:
-        """Ask for a block that nobody has; the answer closes the breaker, and a failure makes its pause longer."""
+        """Look up a block that never exists. Success closes the breaker; failure lengthens its pause."""
         try:
             await self.lookup([b"\0kvstore-probe"])
         except PeerError as error:

@@ -16,36 +16,36 @@ from kvstore.errors import ConfigError
 __all__ = ["DirectoryConfig", "PeerConfig", "endpoint_of"]
 
 _SECRET_MIN: Final = 16
-"""Characters of a secret: a stranger who connects can try guesses at home, without asking again."""
+"""Least characters of a secret: after one connection, an attacker can test guesses offline."""
 
 _PEERS_MAX: Final = 64
-"""Peers of a list: each is asked with each lookup."""
+"""Most configured peers; each lookup queries all of them."""
 
 
 _PORT_MIN: Final = 1024
-"""Lowest port that an entry of a directory may name; no engine listens below, and other things do."""
+"""Lowest port that a directory entry may name; engines do not listen on lower ports, but other services do."""
 
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}", re.ASCII)
 
 
 class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Where engines publish summaries of their blocks, and find those of others.
+    """Directory server, on which engines publish summaries of their blocks and read those of others.
 
     Attributes:
         url: ``redis://host:port/db``, ``rediss://…`` with TLS, or ``unix:///path?db=0``; ``etcd://host:port``, or
             ``etcds://…`` with TLS; without user and password.
-        networks: Networks and host names in which engines are connected to; entries with other addresses are ignored.
+        networks: Permitted networks and host names of engines; entries with other addresses are ignored.
         host: Name or address under which other engines reach this one; empty: the host of ``listen``.
         username: Name of the user; empty for the default user of Redis, and for an etcd without authentication.
-        password: Its password.
+        password: Password of the user.
         insecure: Allow a connection without TLS to another machine.
         tls_ca: PEM file of the authorities to trust; without it, those of the system.
-        tls_cert: PEM file of our certificate, where the server asks for one.
-        tls_key: PEM file of its key.
-        tls_check_hostname: Whether the server's certificate has to be for the host we asked for.
-        prefix: Begins every key on the server.
-        interval: Pause between two rounds, in which an engine publishes and reads. Its lease is three times as long.
-        connect_timeout: Time to connect, and for each answer.
+        tls_cert: PEM file of our certificate, if the server requires one.
+        tls_key: PEM file of the certificate's key.
+        tls_check_hostname: Whether the server's certificate must be for the requested host.
+        prefix: Prefix of every key on the server.
+        interval: Pause between two rounds of publishing and reading. An engine's lease is three times as long.
+        connect_timeout: Time limit for connecting, and for each answer.
 
     Raises:
         ConfigError: A value is out of range.
@@ -62,9 +62,9 @@ class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
     tls_key: Path | None = None
     tls_check_hostname: bool = True
     prefix: str = "kvpeers:"
-    # Blocks live for minutes; an engine that dies is not asked any more after three of these, or two failures.
+    # Blocks live for minutes. A dead engine is no longer queried after three intervals, or after two failures.
     interval: Seconds = Seconds(5)
-    # No request waits for it.
+    # No request waits for the directory.
     connect_timeout: Seconds = Seconds(1)
 
     def __post_init__(self) -> None:
@@ -82,38 +82,38 @@ class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
 
     @property
     def session_s(self) -> float:
-        """Most seconds that one conversation with the server may take."""
+        """Time limit of one session with the server."""
         return 2 * float(self.interval) + float(self.connect_timeout)
 
     def admits(self, endpoint: Endpoint) -> bool:
-        """Tell whether an entry may make this engine connect to an endpoint."""
+        """Return whether a directory entry may make this engine connect to an endpoint."""
         return endpoint.port >= _PORT_MIN and any(_covers(allowed, endpoint.host) for allowed in self.networks)
 
 
 class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Blocks in the memory of other engines, and what this engine serves of its own.
+    """Blocks in the memory and on the disks of other engines, and those that this engine serves to them.
 
     Attributes:
         listen: Address ``"host:port"`` where this engine serves blocks of its primary tier; empty: it serves none.
             Under vLLM the index of the data-parallel replica is added to the port.
-        peers: Addresses of the engines that are asked with each lookup; our own is passed over.
-        request_peers: Networks (``"10.0.0.0/8"``) and host names of which a request may name a peer.
-        directory: Server on which engines publish what they have; two of those that seem to have most of its blocks are
-            asked with each lookup.
-        secret: What all engines of a fleet share; both sides of a connection prove that they have it.
+        peers: Addresses of the engines that each lookup queries; our own address is ignored.
+        request_peers: Networks (``"10.0.0.0/8"``) and host names of the peers that a request may name.
+        directory: Server on which engines publish summaries of their blocks. Each lookup also queries the two engines
+            that seem to have most of its blocks.
+        secret: Secret shared by all engines of a fleet; both sides of a connection prove that they have it.
         tls: Whether connections are encrypted.
-        tls_ca: PEM file of the authorities to trust, of servers and, where we listen, of clients.
+        tls_ca: PEM file of the authorities to trust, for servers and, if we listen, for clients.
         tls_cert: PEM file of our certificate.
-        tls_key: PEM file of its key.
-        tls_check_hostname: Whether a server's certificate has to be for the host we asked for.
-        transport: How blocks travel: ``"tcp"``, over our own connections; or ``"nixl"``, by which blocks in memory are
-            read from there, with RDMA where UCX finds it, and all others travel by TCP.
-        connections: Connections to each peer that load.
-        connect_timeout: Time to connect and greet.
-        timeout: Time for one answer, to which its bytes at ``bytes_per_second_min`` are added; then the connection is
-            closed. For the side that serves it is the time to take one block, and so how long a row is lent at most.
-        serve_connections: Connections that are served at once.
-        serve_share: Part of the primary tier's slots that may be lent at once.
+        tls_key: PEM file of the certificate's key.
+        tls_check_hostname: Whether a server's certificate must be for the requested host.
+        transport: Transport of blocks. ``"tcp"``: over the connection. ``"nixl"``: blocks in memory are read from
+            there, by RDMA if UCX finds it, and all others are sent over TCP.
+        connections: Connections to each peer for loads.
+        connect_timeout: Time limit for connecting and greeting.
+        timeout: Time limit for one answer, plus the time for its bytes at ``bytes_per_second_min``; then the connection
+            is closed. On the serving side, the limit for the transfer of one block, and so for the loan of its row.
+        serve_connections: Most connections served at once.
+        serve_share: Largest share of the primary tier's slots that may be lent at once.
 
     Raises:
         ConfigError: A value is out of range, or values don't go together.
@@ -123,7 +123,7 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     listen: str = ""
     peers: tuple[str, ...] = ()
-    # A request must not make an engine connect to wherever its sender likes.
+    # The sender of a request must not be able to make an engine connect to arbitrary addresses.
     request_peers: tuple[str, ...] = ()
     directory: DirectoryConfig | None = None
     secret: SecretStr | None = None
@@ -133,19 +133,19 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     tls_key: Path | None = None
     tls_check_hostname: bool = True
     transport: Literal["tcp", "nixl"] = "tcp"
-    # The next batch is on its way while one is verified; one connection fills a link, four also an idle core.
+    # The next batch is transferred while one is verified. One connection saturates a link; four also use an idle core.
     connections: int = 4
-    # A neighbour in the same data centre answers in a millisecond.
+    # A peer in the same data centre answers in a millisecond.
     connect_timeout: Seconds = Seconds(1)
     timeout: Seconds = Seconds(1)
-    # Every engine of a fleet may ask with a few connections each.
+    # Every engine of a fleet may open a few connections.
     serve_connections: int = 256
-    # Each connection lends one row at a time; most of the tier stays free to be evicted.
+    # Each connection lends one row at a time. Most slots of the tier remain evictable.
     serve_share: float = 0.25
-    # A stopped peer must cost less than recomputing a short prompt; lookups take a round trip.
+    # Waiting for a stopped peer must take less time than recomputing a short prompt. A lookup takes one round trip.
     lookup_timeout: Seconds = Seconds("500ms")
     load_timeout: Seconds = Seconds(2)
-    # Memory of another engine turns over in seconds, not in hours as a disk does.
+    # Another engine's memory turns over within seconds; a disk takes hours.
     positive_ttl: Seconds = Seconds(5)
 
     def __post_init__(self) -> None:
@@ -175,16 +175,16 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     @property
     def secret_bytes(self) -> bytes:
-        """The secret; empty if there is none."""
+        """The secret as bytes; empty if there is none."""
         return self.secret.reveal().encode() if self.secret is not None else b""
 
     def may_name(self, host: str) -> bool:
-        """Tell whether a request may name a peer on a host."""
+        """Return whether a request may name a peer on a host."""
         return any(_covers(allowed, host) for allowed in self.request_peers)
 
     @property
     def published(self) -> Endpoint | None:
-        """Where other engines find this one, by the directory; None if it serves none, or there is no directory."""
+        """Address of this engine in the directory; None if it does not listen, or without a directory."""
         if not self.listen or self.directory is None:
             return None
         endpoint = endpoint_of(self.listen)
@@ -227,7 +227,7 @@ def endpoint_of(address: str) -> Endpoint:
     """Return an address ``"host:port"`` (``"[host]:port"`` for IPv6) as an endpoint.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The address is invalid.
     """
     endpoint = _endpoint(address)
     if endpoint is None:
@@ -244,7 +244,7 @@ def _endpoint(address: str) -> Endpoint | None:
 
 
 def _covers(allowed: str, host: str) -> bool:
-    """Tell whether a network or a name covers a host; a name covers itself only."""
+    """Return whether a network or name covers a host; a name covers only itself."""
     try:
         return ipaddress.ip_address(host) in ipaddress.ip_network(allowed)
     except ValueError:

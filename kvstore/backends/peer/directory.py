@@ -1,4 +1,4 @@
-"""The directory: where engines publish summaries of their blocks, and find those of others."""
+"""The directory: engines publish summaries of their blocks there, and read those of others."""
 
 from __future__ import annotations
 
@@ -6,44 +6,45 @@ import asyncio
 import logging
 import random
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from kvstore.backends.peer.config import DirectoryConfig, endpoint_of
+from kvstore.backends.peer.server import PeerServer
 from kvstore.backends.peer.summary import Index, Sample, Section, SummaryError, pack, unpack
 from kvstore.backends.stream import Endpoint
 from kvstore.errors import BackendUnavailableError, ConfigError, KVStoreError
 from kvstore.types import BlockKey
 
-__all__ = ["Directory", "DirectoryClient", "DirectoryCounters", "DirectorySession", "Listed", "Offer"]
+__all__ = ["Directory", "DirectoryClient", "DirectoryCounters", "Listed"]
 
 logger = logging.getLogger("kvstore.backends.peer")
 
 ENGINES_MAX: Final = 2048
-"""Engines that are listed: at 32 KiB each, their summaries have 64 MiB."""
+"""Most engines listed; at 32 KiB each, their summaries take 64 MiB."""
 
 LEASE_S_MAX: Final = 300.0
-"""Longest lease that is believed."""
+"""Longest lease that is accepted."""
 
 LEASE_INTERVALS: Final = 3.0
-"""A lease outlives two rounds that fail."""
+"""Length of a lease in intervals, so that it survives two failed rounds."""
 
 _READ_BYTES_PER_S: Final = 128 << 10
-"""Rate at which summaries are read. So the load of the directory grows with the engines, and not with their square;
-what does grow with them is the age of a summary."""
+"""Rate at which summaries are read. The load of the directory therefore grows with the number of engines, not with its
+square; instead, the age of summaries grows with the number of engines."""
 
 _READ_BYTES_MAX: Final = 1 << 20
-"""What may be read at once after a pause, and at the start: the summaries of 64 engines."""
+"""Most bytes read at once after a pause and at the start: the summaries of 32 engines of full length."""
 
 _READ_BYTES_LEAST: Final = 1024
-"""What an answer counts at least: one without a summary costs something, too."""
+"""Least bytes charged for an answer, because one without a summary has a cost, too."""
 
 _READ_AT_ONCE: Final = 8
 
 _SAMPLING_SHARE: Final = 0.01
-"""Share of the time in which keys on storage are sampled; a hundred thousand keys take some ten milliseconds."""
+"""Share of time spent sampling keys on storage; a hundred thousand keys take some ten milliseconds."""
 
 _KEYS_AT_ONCE: Final = 1024
 
@@ -54,8 +55,8 @@ class Listed(NamedTuple):
     """An engine that has a lease.
 
     Attributes:
-        address: Where it listens, as it says.
-        version: Of its summary.
+        address: Address on which the engine claims to listen.
+        version: Version of its summary.
         left_s: Seconds until its lease ends.
     """
 
@@ -64,28 +65,12 @@ class Listed(NamedTuple):
     left_s: float
 
 
-class DirectorySession(Protocol):
-    """One conversation with the server of a directory."""
-
-    async def announce(self, address: str, summary: bytes, lease_s: float) -> None:
-        """Publish the summary of this engine, and renew its lease."""
-
-    async def listed(self) -> Sequence[Listed]:
-        """Return the engines that have a lease, at most ``ENGINES_MAX``."""
-
-    async def read(self, addresses: Sequence[str]) -> Sequence[bytes]:
-        """Return the summaries of engines, at most ``SUMMARY_BYTES_MAX`` of each; empty where there is none."""
-
-    async def withdraw(self, address: str) -> None:
-        """End the lease of this engine."""
-
-
 class DirectoryClient(ABC):
-    """How a kind of server is talked to.
+    """Client of a directory server. All calls but :meth:`session` require a session; one session at a time.
 
     Args:
-        config: Where it is.
-        namespace_hex: Only engines of one namespace see each other.
+        config: Address and credentials.
+        namespace_hex: Namespace; only engines of the same namespace see each other.
 
     Raises:
         ConfigError: The configuration can't be used.
@@ -95,18 +80,24 @@ class DirectoryClient(ABC):
     def __init__(self, config: DirectoryConfig, namespace_hex: str) -> None: ...
 
     @abstractmethod
-    def session(self) -> AbstractAsyncContextManager[DirectorySession]:
-        """Return a conversation of two intervals at most; what fails in it is a ``BackendUnavailableError``."""
+    def session(self) -> AbstractAsyncContextManager[None]:
+        """Connect, for ``config.session_s`` at most; failures within the context are ``BackendUnavailableError``."""
 
+    @abstractmethod
+    async def announce(self, address: str, summary: bytes, lease_s: float) -> None:
+        """Publish the summary of this engine, and renew its lease."""
 
-class Offer(Protocol):
-    """What this engine has for others."""
+    @abstractmethod
+    async def listed(self) -> Sequence[Listed]:
+        """Return the engines that have a lease, at most ``ENGINES_MAX``."""
 
-    def memory_keys(self) -> Sequence[BlockKey]:
-        """Return the blocks in memory."""
+    @abstractmethod
+    async def read(self, addresses: Sequence[str]) -> Sequence[bytes]:
+        """Return the summaries of engines, at most ``SUMMARY_BYTES_MAX`` each; empty for an engine without one."""
 
-    def stored_keys(self) -> AsyncIterator[Sequence[BlockKey]]:
-        """Yield the blocks on storage, some at a time."""
+    @abstractmethod
+    async def withdraw(self, address: str) -> None:
+        """End the lease of this engine."""
 
 
 @dataclass(slots=True)
@@ -122,7 +113,7 @@ class DirectoryCounters:
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of another engine."""
+    """Known state of another engine."""
 
     version: str
     expires_at: float
@@ -134,15 +125,15 @@ class _Entry:
 class Directory:
     """Publishes a summary of this engine at intervals, and reads those of others at a bounded rate.
 
-    No lookup waits for any of this: :meth:`candidates` answers from memory. When the server fails, what is known of the
-    others ends with their leases.
+    No lookup waits for the server: :meth:`candidates` uses only memory. While the server fails, known engines expire
+    with their leases.
 
     Args:
-        config: Of the directory.
-        client: The server.
-        own: Where this engine listens, for others; None if it serves none.
-        offer: What it has for them.
-        counters: Where events are counted.
+        config: Configuration of the directory.
+        client: Client of the directory server.
+        own: Address under which other engines reach this one; None if it does not serve blocks.
+        server: Server of this engine's blocks, if any.
+        counters: Counters of events.
     """
 
     def __init__(
@@ -150,13 +141,13 @@ class Directory:
         config: DirectoryConfig,
         client: DirectoryClient,
         own: Endpoint | None,
-        offer: Offer | None,
+        server: PeerServer | None,
         counters: DirectoryCounters,
     ) -> None:
         self._config = config
         self._client = client
         self._own = own
-        self._offer = offer
+        self._server = server
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._entries: dict[Endpoint, _Entry] = {}
@@ -169,52 +160,52 @@ class Directory:
         self._credit, self._credited_at = float(_READ_BYTES_MAX), self._loop.time()
         self._failing = False
         self._tasks = [self._loop.create_task(self._refresh_forever())]
-        if offer is not None:
-            self._tasks.append(self._loop.create_task(self._sample_storage_forever(offer)))
+        if server is not None:
+            self._tasks.append(self._loop.create_task(self._sample_storage_forever(server)))
 
     @property
     def engines(self) -> int:
-        """Other engines that are known, and whose leases had not ended in the last round."""
+        """Number of other engines with leases that had not ended in the last round."""
         return len(self._entries)
 
     def candidates(self, keys: Sequence[BlockKey], most: int, barred: Collection[Endpoint]) -> list[Endpoint]:
-        """Return the engines that seem to have most of some blocks, by their summaries."""
+        """Return the engines that, by their summaries, seem to have most of some blocks."""
         places = [self._places[endpoint] for endpoint in barred if endpoint in self._places]
         found = [self._indexed[place] for place in self._index.best(keys, most, places)]
-        # The index is made a moment after an engine has left.
+        # The index is rebuilt shortly after an engine has left.
         return [endpoint for endpoint in found if endpoint in self._entries]
 
     async def close(self) -> None:
-        """End it, and withdraw what was published if the server answers soon."""
+        """Stop, and withdraw this engine's entry if the server responds soon."""
         running = set(self._tasks)
         while running:
             for task in running:
                 task.cancel()
-            # Once more, as redis-py may lose a cancellation (seen with the pipelines of 8.1).
+            # Repeated, because redis-py may lose a cancellation (seen with the pipelines of 8.1).
             _, running = await asyncio.wait(running, timeout=_CANCEL_AGAIN_S)
         if self._own is not None:
             with suppress(BackendUnavailableError, TimeoutError):
-                async with asyncio.timeout(float(self._config.connect_timeout)), self._client.session() as session:
-                    await session.withdraw(str(self._own))
+                async with asyncio.timeout(float(self._config.connect_timeout)), self._client.session():
+                    await self._client.withdraw(str(self._own))
 
     async def _refresh_forever(self) -> None:
         while True:
             await self._refresh()
-            # Engines that were started at once must not come at once for ever.
+            # Engines that were started together must not stay synchronised.
             await asyncio.sleep(float(self._config.interval) * random.uniform(0.8, 1.2))
 
     async def _refresh(self) -> None:
-        """Make one round; whatever the server does, it ends in time."""
+        """Make one round, within the session's time limit even if the server hangs."""
         interval_s = float(self._config.interval)
         self._counters.directory_rounds += 1
         try:
             summary = b"" if self._own is None else await self._summary()
-            async with self._client.session() as session:
+            async with self._client.session():
                 if self._own is not None:
-                    await session.announce(str(self._own), summary, LEASE_INTERVALS * interval_s)
-                self._note(await session.listed())
-                await self._read(session)
-        # What others write there may be anything; it must not end the rounds.
+                    await self._client.announce(str(self._own), summary, LEASE_INTERVALS * interval_s)
+                self._note(await self._client.listed())
+                await self._read()
+        # Entries of others may have any content, and must not stop the rounds.
         except Exception as error:
             self._counters.directory_failures += 1
             if not self._failing:
@@ -228,21 +219,21 @@ class Directory:
         if self._is_stale:
             self._is_stale = False
             known = list(self._entries.items())
-            # Sorting lets go of the GIL.
+            # On a thread, because sorting releases the GIL.
             index = await asyncio.to_thread(Index.of, [entry.summary for _, entry in known])
             self._indexed, self._index = [endpoint for endpoint, _ in known], index
             self._places = {endpoint: place for place, endpoint in enumerate(self._indexed)}
 
     async def _summary(self) -> bytes:
         sample = Sample()
-        keys = self._offer.memory_keys() if self._offer is not None else ()
+        keys = self._server.memory_keys() if self._server is not None else ()
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             sample.add(keys[start : start + _KEYS_AT_ONCE])
             await asyncio.sleep(0)
         return pack([sample.section(), *([self._stored] if self._stored is not None else [])])
 
     def _note(self, listed: Sequence[Listed]) -> None:
-        """Note which engines are listed; those that are not have left."""
+        """Update the known engines; engines that are not listed have left."""
         now = self._loop.time()
         entries: dict[Endpoint, _Entry] = {}
         for one in listed[:ENGINES_MAX]:
@@ -252,7 +243,7 @@ class Directory:
                 continue
             expires_at = now + min(one.left_s, LEASE_S_MAX)
             before = entries.get(endpoint)
-            # An engine that was started again may have two entries for a while.
+            # A restarted engine may have two entries for a while.
             if endpoint == self._own or (before is not None and before.expires_at > expires_at):
                 continue
             entry = self._entries.get(endpoint) or _Entry("", 0.0)
@@ -275,23 +266,23 @@ class Directory:
             return None
         return endpoint if self._config.admits(endpoint) else None
 
-    async def _read(self, session: DirectorySession) -> None:
-        """Read changed summaries, those that were read longest ago first, as far as the rate allows."""
+    async def _read(self) -> None:
+        """Read changed summaries, least recently read first, as far as the rate allows."""
         now = self._loop.time()
         earned = (now - self._credited_at) * _READ_BYTES_PER_S
         self._credit, self._credited_at = min(self._credit + earned, _READ_BYTES_MAX), now
         wanted = [endpoint for endpoint, one in self._entries.items() if one.version != one.read_version]
         wanted.sort(key=lambda endpoint: self._entries[endpoint].read_at)
-        # A round that is cut off by its time limit counts as failed; one that stops by itself does not.
+        # Stop before the session's time limit, because a round that exceeds the limit counts as failed.
         while wanted and self._credit > 0 and self._loop.time() < now + float(self._config.interval):
             batch, wanted = wanted[:_READ_AT_ONCE], wanted[_READ_AT_ONCE:]
-            for endpoint, data in zip(batch, await session.read([str(one) for one in batch]), strict=True):
+            for endpoint, data in zip(batch, await self._client.read([str(one) for one in batch]), strict=True):
                 self._credit -= max(len(data), _READ_BYTES_LEAST)
                 self._take(self._entries[endpoint], data)
 
     def _take(self, entry: _Entry, data: bytes) -> None:
-        # Noted first: what is no summary is not read again before it changes. What is missing may come back unchanged:
-        # an engine that was late renewed its lease after this.
+        # Set first, so that an invalid summary is not read again before it changes. A missing summary may reappear
+        # unchanged, when a late engine renews its lease.
         entry.read_version, entry.read_at = entry.version if data else "", self._loop.time()
         self._is_stale = True
         self._counters.directory_summaries_read += 1
@@ -303,12 +294,12 @@ class Directory:
             self._counters.directory_entries_refused += 1
             logger.debug("A summary can't be read: %s", error)
 
-    async def _sample_storage_forever(self, offer: Offer) -> None:
+    async def _sample_storage_forever(self, server: PeerServer) -> None:
         loop = self._loop
         while True:
             begun, sample = loop.time(), Sample()
             with suppress(KVStoreError):
-                async for keys in offer.stored_keys():
+                async for keys in server.stored_keys():
                     for start in range(0, len(keys), _KEYS_AT_ONCE):
                         sample.add(keys[start : start + _KEYS_AT_ONCE])
                         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A directory on an etcd server, by its JSON gateway: one key for each engine, with its summary, on a lease."""
+"""A directory on an etcd server, through its JSON gateway: one key with a summary and a lease for each engine."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ logger = logging.getLogger("kvstore.backends.peer")
 _PORT: Final = 2379
 
 _ANSWER_BYTES_MAX: Final = 1 << 20
-"""Longest answer: a list of 2,048 engines has some 600 KB in JSON."""
+"""Longest answer; a list of 2,048 engines takes some 600 KB in JSON."""
 
 _SUMMARY_ANSWER_BYTES_MAX: Final = SUMMARY_BYTES_MAX * 4 // 3 + 2048
-"""Longest answer with a summary, which is in base64."""
+"""Longest answer with one summary, in base64."""
 
 _HISTORY_BYTES_MAX: Final = 512 << 20
-"""What a fleet leaves in the server's history, a quarter of the server's default limit: etcd keeps every version of a
-key until it compacts its history, and takes no writes from anybody once that limit is reached."""
+"""Most bytes of a fleet in the server's history: a quarter of the server's default limit. etcd keeps every version of a
+key until it compacts its history, and refuses all writes once the limit is reached."""
 
 _ADDRESS: Final = re.compile(rb"[!-~]{3,272}")
 
@@ -45,7 +45,7 @@ _Trace: TypeAlias = Callable[[str, dict[str, Any]], Awaitable[None]]
 
 
 class _Code(enum.IntEnum):
-    """gRPC's codes of refusals that need no look at the server's log."""
+    """gRPC codes of refusals whose names explain the cause."""
 
     INVALID_ARGUMENT = 3
     NOT_FOUND = 5
@@ -58,7 +58,7 @@ class _Code(enum.IntEnum):
 
 
 _TOKEN_ENDED: Final = (_Code.UNAUTHENTICATED, _Code.INVALID_ARGUMENT)
-"""Refusals of a token that has expired, or is older than the last change of users and roles."""
+"""Codes for a token that has expired, or is older than the last change of users and roles."""
 
 
 class _Pair(msgspec.Struct):
@@ -110,7 +110,7 @@ class _Refusal(msgspec.Struct):
 
 
 class _RefusedError(Exception):
-    """The server refused a request. Its text is not kept: servers quote arguments."""
+    """The server refused a request. Its text is not kept, because servers quote arguments."""
 
     def __init__(self, code: int, status: int) -> None:
         super().__init__(_Code(code).name if code in tuple(_Code) else f"refused with status {status}")
@@ -118,7 +118,7 @@ class _RefusedError(Exception):
 
 
 class _TooLongError(Exception):
-    """An answer is longer than any that was asked for."""
+    """An answer exceeds its length limit."""
 
     def __init__(self) -> None:
         super().__init__("an answer is too long")
@@ -130,11 +130,11 @@ class _Published:
 
     Attributes:
         lease: Number of its lease; 0 before the first one.
-        summary: As it was written last; empty if it has to be written again.
-        revision: Of the key then.
+        summary: Summary as last written; empty if it must be written again.
+        revision: Revision of the key after that write.
         history_from: Revision of the first version that may still be in the server's history.
-        history_bytes: Length of the versions since.
-        is_paused: Whether the summary is not renewed, as there are too many of these.
+        history_bytes: Total length of the versions since then.
+        is_paused: Whether the summary is no longer updated, because ``history_bytes`` reached its limit.
     """
 
     lease: int = 0
@@ -146,7 +146,7 @@ class _Published:
 
 
 class EtcdDirectory(DirectoryClient):
-    """Keys ``<prefix><namespace>:<address>``, whose values are summaries and which end with their leases."""
+    """Keys ``<prefix><namespace>:<address>`` with summaries as values; keys expire with their leases."""
 
     def __init__(self, config: DirectoryConfig, namespace_hex: str) -> None:
         self._config = config
@@ -162,68 +162,62 @@ class EtcdDirectory(DirectoryClient):
         self._token = ""
         self._published = _Published()
         self._engines = 1
+        self._client: httpx2.AsyncClient
+        self._extensions: dict[str, _Trace] = {}
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[_Session]:
+    async def session(self) -> AsyncIterator[None]:
         """See :meth:`DirectoryClient.session`."""
-        client = httpx2.AsyncClient(
+        self._client = httpx2.AsyncClient(
             base_url=self._base,
             verify=self._context,
             timeout=float(self._config.connect_timeout),
-            # No compression, which would hide the length of an answer.
+            # No compression, because it would hide the length of an answer.
             headers={"Accept-Encoding": "identity"},
             limits=httpx2.Limits(max_connections=1),
             trust_env=False,
         )
         try:
-            # The client's limit is for each step only.
-            async with asyncio.timeout(self._config.session_s), client, _closed_at_the_end() as trace:
-                yield _Session(self, client, trace)
+            # The client's own timeout limits single steps only.
+            async with asyncio.timeout(self._config.session_s), self._client, _closed_at_the_end() as trace:
+                self._extensions = {"trace": trace}
+                yield
         except (_RefusedError, _TooLongError) as error:
             raise BackendUnavailableError(f"{self._endpoint}: {error}", backend="peer") from None
         except (httpx2.HTTPError, OSError, msgspec.MsgspecError) as error:
             raise BackendUnavailableError(f"{self._endpoint}: {type(error).__name__}", backend="peer") from None
 
-
-class _Session:
-    """See :class:`DirectorySession`."""
-
-    def __init__(self, directory: EtcdDirectory, client: httpx2.AsyncClient, trace: _Trace) -> None:
-        self._directory = directory
-        self._client = client
-        self._extensions = {"trace": trace}
-
     async def announce(self, address: str, summary: bytes, lease_s: float) -> None:
-        """See :meth:`DirectorySession.announce`. A summary that has not changed is not written again."""
-        mine = self._directory._published
+        """See :meth:`DirectoryClient.announce`. An unchanged summary is not written again."""
+        mine = self._published
         is_new = not mine.lease or not await self._renew(mine.lease)
         if is_new:
             mine.lease = (await self._call("lease/grant", {"TTL": math.ceil(lease_s)}, _Lease)).id
             mine.summary = b""
         if summary == mine.summary or not (is_new or await self._may_write(mine, len(summary))):
             return
-        pair = {"key": self._directory._prefix + address.encode(), "value": summary, "lease": mine.lease}
+        pair = {"key": self._prefix + address.encode(), "value": summary, "lease": mine.lease}
         mine.revision = (await self._call("kv/put", pair, _Put)).header.revision
         mine.summary = summary
         mine.history_from = mine.history_from if mine.history_bytes else mine.revision
         mine.history_bytes += len(summary)
 
     async def listed(self) -> Sequence[Listed]:
-        """See :meth:`DirectorySession.listed`. How long leases last is not listed, so all last as long as ours."""
-        directory, prefix = self._directory, self._directory._prefix
-        # ";" comes after ":", with which the prefix ends.
+        """See :meth:`DirectoryClient.listed`. etcd does not list the lengths of leases, so ours is assumed for all."""
+        prefix = self._prefix
+        # The prefix ends with ":", and ";" is the next character.
         wanted = {"key": prefix, "range_end": prefix[:-1] + b";", "keys_only": True, "limit": ENGINES_MAX}
         found = await self._call("kv/range", wanted, _Range)
-        directory._engines = max(1, len(found.kvs))
-        mine = directory._published
+        self._engines = max(1, len(found.kvs))
+        mine = self._published
         if not (found.more or any((one.lease, one.mod_revision) == (mine.lease, mine.revision) for one in found.kvs)):
-            # Somebody has removed or overwritten it.
+            # Our entry has been removed or overwritten.
             mine.summary = b""
-        left_s = LEASE_INTERVALS * float(directory._config.interval)
+        left_s = LEASE_INTERVALS * float(self._config.interval)
         listed = []
         for one in found.kvs:
             address = one.key[len(prefix) :]
-            # An entry without a lease would stay for ever.
+            # Entries without a lease are ignored, because they would never expire.
             is_entry = one.lease and _ADDRESS.fullmatch(address)
             listed.append(
                 Listed(address.decode("ascii") if is_entry else "", f"{one.lease}:{one.mod_revision}", left_s)
@@ -231,29 +225,29 @@ class _Session:
         return listed
 
     async def read(self, addresses: Sequence[str]) -> Sequence[bytes]:
-        """See :meth:`DirectorySession.read`."""
+        """See :meth:`DirectoryClient.read`."""
         try:
             return await self._read(addresses)
         except _TooLongError:
-            # The fault of one of them.
+            # One of the entries is too long; reading them singly spares the others.
             return [await self._read_one(address) for address in addresses]
 
     async def withdraw(self, address: str) -> None:
-        """See :meth:`DirectorySession.withdraw`."""
-        mine, self._directory._published = self._directory._published, _Published()
+        """See :meth:`DirectoryClient.withdraw`."""
+        mine, self._published = self._published, _Published()
         if mine.lease:
             await self._call("lease/revoke", {"ID": mine.lease}, msgspec.Raw)
 
     async def _renew(self, lease: int) -> bool:
-        """Renew a lease; return whether it had not ended."""
+        """Renew a lease; return whether it was still valid."""
         return (await self._call("lease/keepalive", {"ID": lease}, _KeptAlive)).result.seconds > 0
 
     async def _may_write(self, mine: _Published, length: int) -> bool:
-        """Return whether one more version of this engine's summary fits in the server's history."""
-        share = _HISTORY_BYTES_MAX // self._directory._engines
+        """Return whether another version of this engine's summary fits in the server's history."""
+        share = _HISTORY_BYTES_MAX // self._engines
         if not mine.history_bytes or mine.history_bytes + length <= share:
             return True
-        key = self._directory._prefix
+        key = self._prefix
         try:
             await self._call("kv/range", {"key": key, "revision": mine.history_from, "count_only": True}, _Range)
         except _RefusedError as error:
@@ -266,13 +260,13 @@ class _Session:
             logger.warning(
                 "The etcd server %s keeps its history, of which this engine has written %d bytes. Its summary is not "
                 "renewed until the server is compacted: start it with --auto-compaction-retention.",
-                self._directory._endpoint,
+                self._endpoint,
                 mine.history_bytes,
             )
         return False
 
     async def _read(self, addresses: Sequence[str]) -> Sequence[bytes]:
-        prefix = self._directory._prefix
+        prefix = self._prefix
         wanted = [{"request_range": {"key": prefix + address.encode()}} for address in addresses]
         bytes_max = len(wanted) * _SUMMARY_ANSWER_BYTES_MAX
         found = (await self._call("kv/txn", {"success": wanted}, _Transaction, bytes_max)).responses
@@ -287,27 +281,27 @@ class _Session:
     async def _call(
         self, path: str, body: dict[str, Any], kind: type[_Answer], bytes_max: int = _ANSWER_BYTES_MAX
     ) -> _Answer:
-        """Call the server, with a new token if the last session's has ended."""
-        directory, config = self._directory, self._directory._config
+        """Call the server, with a new token if the current one has expired."""
+        config = self._config
         if config.password is None:
             return await self._post(path, body, kind, bytes_max)
-        had_token = bool(directory._token)
+        had_token = bool(self._token)
         try:
             if had_token:
                 return await self._post(path, body, kind, bytes_max)
         except _RefusedError as error:
             if error.code not in _TOKEN_ENDED:
                 raise
-        # Kept from round to round, as a password costs the server some 50 ms of CPU.
+        # The token is reused in later rounds, because checking a password takes some 50 ms of the server's CPU.
         user = {"name": config.username, "password": config.password.reveal()}
-        directory._token = ""
-        directory._token = (await self._post("auth/authenticate", user, _Token)).token
+        self._token = ""
+        self._token = (await self._post("auth/authenticate", user, _Token)).token
         return await self._post(path, body, kind, bytes_max)
 
     async def _post(
         self, path: str, body: dict[str, Any], kind: type[_Answer], bytes_max: int = _ANSWER_BYTES_MAX
     ) -> _Answer:
-        token = self._directory._token
+        token = self._token
         headers = {"Authorization": token} if token else {}
         data = bytearray()
         content = msgspec.json.encode(body)
@@ -323,13 +317,13 @@ class _Session:
             with contextlib.suppress(msgspec.MsgspecError):
                 code = msgspec.json.decode(data, type=_Refusal).code
             raise _RefusedError(code, answer.status_code)
-        # Not strict: the gateway sends numbers as texts.
+        # Not strict, because the gateway sends numbers as strings.
         return msgspec.json.decode(data, type=kind, strict=False)
 
 
 @contextlib.asynccontextmanager
 async def _closed_at_the_end() -> AsyncIterator[_Trace]:
-    """Yield a trace function of the HTTP client, and close the connections that it saw at the end.
+    """Yield a trace function for the HTTP client, and at the end close the connections that it recorded.
 
     The client does not close a connection whose TLS handshake is cancelled; an event loop with an open transport
     cannot be closed.
@@ -348,7 +342,7 @@ async def _closed_at_the_end() -> AsyncIterator[_Trace]:
 
 
 def _parsed(url: str) -> tuple[Endpoint, bool]:
-    """Return where a URL points to, and whether with TLS; else ConfigError."""
+    """Return the endpoint of a URL, and whether it uses TLS; raises ConfigError."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or _PORT

@@ -1,4 +1,4 @@
-"""NIXL: payloads of lent rows are read from a peer's memory, by RDMA where UCX finds it."""
+"""NIXL: reads payloads of lent rows from a peer's memory, by RDMA if UCX finds it."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ _PACKAGES: Final = ("nixl", "nixl_cu13", "nixl_cu12")
 
 _BUFFERS_BYTES: Final = 64 << 20
 _BUFFERS_MIN: Final = 8
-"""Memory of the buffers that reads land in; at least so many blocks, however long they are."""
+"""Memory of the buffers for reads, and the least number of buffers, whatever the length of blocks."""
 
 _READS_MAX: Final = 4
-"""Reads at once, each on a thread: calls of NIXL can take long when a peer is gone."""
+"""Concurrent reads, each on a thread, because calls of NIXL may take long when a peer is gone."""
 
 _POLL_S: Final = 100e-6
 _POLL_S_MAX: Final = 1e-3
-"""Pause between two questions whether a read has ended; it doubles."""
+"""Pause between two checks of a read's state; it doubles each time."""
 
 _PROGRESS_US: Final = 1000
-"""Pause of an idle agent's thread between two looks; what comes wakes it."""
+"""Polling pause of an idle agent's thread; arrivals wake the thread."""
 
 _COPIED_BYTES: Final = 4 << 20
-"""So much is copied before the loop goes on with other things."""
+"""Bytes copied before the loop continues with other tasks."""
 
 _PEERS_MAX: Final = 256
-"""Peers that stay connected; the first to be connected is the first to go."""
+"""Most connected peers; the one connected first is disconnected first."""
 
 _left_behind: list[object] = []
-"""Agents and buffers of reads that had not ended when their tier was closed: they stay until the process ends."""
+"""Agents and buffers of reads that had not ended when their tier was closed; kept until the process ends."""
 
 
 class NixlError(Exception):
-    """A read did not succeed; its buffers are left to it."""
+    """A read failed. If it is still running, its buffers stay reserved until it ends."""
 
 
 class RemoteRow(NamedTuple):
-    """A row of a peer, and where its bytes go."""
+    """A row in a peer's memory, and the buffers for its bytes."""
 
     address: int
     targets: Sequence[memoryview]
@@ -68,11 +68,11 @@ class SharedMemory:
         memory: One C-contiguous buffer. It is pinned (page-locked) where the transport is RDMA.
 
     Attributes:
-        metadata: What a peer needs to reach it.
+        metadata: NIXL metadata with which a peer reaches this memory.
 
     Raises:
         ConfigError: NIXL is not installed.
-        BackendUnavailableError: It can't share this memory.
+        BackendUnavailableError: NIXL can't share this memory.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -85,7 +85,7 @@ class SharedMemory:
             raise BackendUnavailableError(f"NIXL can't share the primary tier: {error}", backend="peer") from error
 
     def address_of(self, row: memoryview) -> int | None:
-        """Return the address of a row; None if it lies elsewhere, or is empty."""
+        """Return the address of a row; None if the row is outside this memory, or empty."""
         if not row.nbytes:
             return None
         address = address_of(row)
@@ -99,18 +99,18 @@ class SharedMemory:
 class NixlReader:
     """Reads rows of peers.
 
-    A read that does not end in time can't be recalled: the network may still write. So reads land in buffers of our
-    own, and are copied from there to the slots. The buffers of a late read are used again once it has ended.
+    A read that does not end in time can't be cancelled: the network may still write. Reads therefore use buffers of our
+    own, whose content is then copied to the slots. The buffers of a late read are reused once it has ended.
 
     Args:
-        row_bytes: Longest row.
+        row_bytes: Length of the longest row.
 
     Attributes:
         rows_max: Most rows of one read.
 
     Raises:
         ConfigError: NIXL is not installed.
-        BackendUnavailableError: It does not work here.
+        BackendUnavailableError: NIXL does not work here.
     """
 
     def __init__(self, row_bytes: int) -> None:
@@ -128,10 +128,10 @@ class NixlReader:
         self._closed = False
 
     async def read(self, metadata: bytes, rows: Sequence[RemoteRow], limit_s: float) -> None:
-        """Read at most ``rows_max`` rows of the peer with this metadata. However it ends, no target is touched later.
+        """Read at most ``rows_max`` rows of the peer with this metadata. No target is touched after the call.
 
         Raises:
-            NixlError: It failed, or took too long.
+            NixlError: The read failed or took too long.
         """
         ends_at = self._loop.time() + limit_s
         try:
@@ -146,7 +146,7 @@ class NixlReader:
             if not read.done():
                 raise NixlError(f"a read did not end within {limit_s:.1f} s")
             if (error := read.exception()) is not None:
-                # A new one: the old one with this frame in its traceback would keep the targets alive in a circle.
+                # A new exception: the traceback of the old one would form a cycle that keeps the targets alive.
                 raise NixlError(str(error)) from None
             copied = 0
             for row, buffer in zip(rows, buffers, strict=True):
@@ -165,11 +165,11 @@ class NixlReader:
                 read.add_done_callback(lambda _: self._pool.give_back(buffers))
 
     def stop(self) -> None:
-        """Let all reads fail."""
+        """Make all reads fail."""
         self._closed = True
 
     def close(self) -> None:
-        """Release everything; only after :meth:`stop`, and when no call is under way."""
+        """Release everything; only after :meth:`stop`, and when no call is running."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._unended or self._pool.free_count < self._pool.count:
             _left_behind.append((self._agent, self._pool, self._unended))
@@ -178,7 +178,7 @@ class NixlReader:
             self._pool.close()
 
     def _read(self, metadata: bytes, pairs: Sequence[tuple[int, int, int]], ends_at: float) -> None:
-        """Read on this thread; return only when NIXL no longer touches the buffers, or at a close."""
+        """Read on this thread; return only when NIXL no longer touches the buffers, or when the tier is closed."""
         if self._closed or time.monotonic() > ends_at:
             raise NixlError("a read came too late to begin")
         agent = self._agent
@@ -227,7 +227,7 @@ def _agent() -> Any:
     try:
         api = importlib.import_module(f"{package}._api")
         agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
-        # In the agent that NIXL's Python interface makes, an idle thread spins: a core is busy, day and night.
+        # In the agent that NIXL's Python interface creates, an idle thread spins and occupies a core.
         config = api.nixlBind.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, _PROGRESS_US
         config.syncMode = api.nixlBind.NIXL_THREAD_SYNC_STRICT  # Threads of ours share the agent.

@@ -1,4 +1,4 @@
-"""Pipes: a stream whose receives and sends can be waited for, into and out of the caller's own buffers."""
+"""Pipes: awaitable receives and sends of a stream, into and from the caller's own buffers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ __all__ = ["Pipe"]
 class Pipe:
     """Moves bytes over one stream; one task at a time receives, and one sends.
 
-    Buffers are touched by the task that called, and only while it runs: once a call was cancelled, nothing is left
-    that could touch them. A pipe that was left in the middle of a frame is good for nothing, and is closed.
+    Buffers are only touched by the calling task while its call runs, so a cancelled call never touches them later. A
+    pipe abandoned in the middle of a frame is unusable, and the caller closes it.
 
     Args:
-        stream: Connected.
+        stream: A connected stream.
 
     Attributes:
-        closed: Whether it is closed, by :meth:`close` or since something came that nobody waited for (an end, mostly).
+        closed: Whether the pipe was closed, by :meth:`close` or because data or the end of the stream arrived while it
+            was idle.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -37,10 +38,10 @@ class Pipe:
         self.closed = False
 
     async def receive(self, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers, the first first.
+        """Fill buffers, in order.
 
         Raises:
-            OSError: The stream ended before, or broke (``ConnectionError``).
+            OSError: The stream ended before the buffers were full, or broke (``ConnectionError``).
         """
         left = [buffer for buffer in buffers if buffer.nbytes]
         while left:
@@ -55,14 +56,14 @@ class Pipe:
             drop_front(left, count)
 
     async def receive_bytes(self, count: int) -> bytes:
-        """Return so many bytes; for short frames."""
+        """Receive and return ``count`` bytes; for short frames."""
         data = bytearray(count)
         with memoryview(data) as view:
             await self.receive([view])
         return bytes(data)
 
     async def send(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Send all of some buffers.
+        """Send all bytes of some buffers.
 
         Raises:
             OSError: The stream broke.
@@ -77,12 +78,12 @@ class Pipe:
                 await self._until_writable()
 
     def watch(self) -> None:
-        """Close by itself as soon as anything comes, the end for instance, until something is sent again."""
+        """Until the next send, close the pipe when anything arrives, such as the end of the stream."""
         self._idle = True
         self._watch()
 
     def close(self, *, abort: bool = True) -> None:
-        """Close at once; whoever waits gets a ``ConnectionError``. Idempotent."""
+        """Close immediately; waiting calls raise a ``ConnectionError``. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -108,7 +109,7 @@ class Pipe:
             self._readable = None
 
     def _watch(self) -> None:
-        # Left in place from one wait to the next: a block is received in many pieces.
+        # The reader stays registered between waits, because a block is received in many pieces.
         if not self.closed and not self._watched:
             self._watched = True
             self._loop.add_reader(self._descriptor, self._on_readable)
@@ -119,11 +120,11 @@ class Pipe:
                 self._readable.set_result(None)
             return
         if not self._idle:
-            # It is received when it is waited for.
+            # The next receive reads these bytes.
             self._watched = False
             self._loop.remove_reader(self._descriptor)
             return
-        # What made it readable may have been received since. If not, this is the end, or what nobody asked for.
+        # The bytes behind this event may have been received already. Otherwise this is the end or unsolicited data.
         with suppress(OSError), memoryview(bytearray(1)) as unasked:
             try:
                 self._stream.receive([unasked])

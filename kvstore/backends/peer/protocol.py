@@ -1,7 +1,7 @@
-"""The peer protocol, version 2: frames as bytes. docs/peer.md describes it; nothing here does I/O.
+"""The peer protocol, version 2: frames as bytes. docs/peer.md describes it; this module does no I/O.
 
 All numbers are little-endian. A connection begins with a greeting, in which both sides prove that they have the secret.
-Then the client asks, one question at a time, and the server answers.
+Then the client sends one question at a time, and the server answers it.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ __all__ = [
 
 VERSION: Final = 2
 MAGIC: Final = b"\x89kvpeer\n"
-"""First bytes of either side. Magic and version stand where they stand in every version."""
+"""First bytes of either side. Magic and version have the same position in every version."""
 
 KEYS_MAX: Final = 4096
-"""Keys of one question; as many as a tier asks for at once."""
+"""Most keys of one question; also the most that a tier looks up at once."""
 
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 
 _FOREIGN: Final = 1
-"""Bit of a welcome's notes; a release that does not know it ignores it."""
+"""Bit of a welcome's notes; releases without this bit ignore it."""
 
 _GREETING: Final = struct.Struct("<8sHHI32s32s")
 _QUESTION: Final = struct.Struct("<BBHI")
@@ -74,47 +74,47 @@ LENGTH_BYTES: Final = _U32.size
 ADDRESS_BYTES: Final = _U64.size
 
 METADATA_MAX: Final = 65536
-"""Longest metadata of a memory."""
+"""Most bytes of the metadata of a memory."""
 
 NIXL: Final = b"nixl"
 """Name of a transport that reads memory."""
 
 RETURNED: Final = b"\0"
-"""What a client sends when it has read all rows that were lent to it."""
+"""Sent by a client after it has read all rows that were lent to it."""
 
 _SERVER: Final = b"kvstore peer server 2"
 _CLIENT: Final = b"kvstore peer client 2"
-"""What tells the two proofs apart, so that neither side's can be sent back to it."""
+"""Distinguish the two proofs, so that the proof of one side cannot be replayed to it."""
 
 
 class PeerProtocolError(Exception):
-    """What came is not the peer protocol, or another version of it."""
+    """Received bytes do not follow this version of the peer protocol."""
 
 
 class Op(enum.IntEnum):
-    """What is asked."""
+    """Kind of a question."""
 
     LOOKUP = 1
-    """Which of these blocks are there? One byte a key, a ``Found``; none is UNKNOWN."""
+    """Look up blocks. Answer: one byte per key, a ``Found`` other than UNKNOWN."""
     LOAD = 2
-    """Send these blocks. One part a key, with its record behind it if it is there."""
+    """Send blocks. Answer: one part per key, followed by the record if there is one."""
     HAND_OVERS = 3
-    """Which of these hand-overs compute blocks that are not known yet? One byte a name: COMING, or ABSENT."""
+    """Query hand-overs. Answer: one byte per name, COMING if its blocks are not known yet, else ABSENT."""
     MEMORY = 4
-    """How is your memory read by these transports? A length, and so many bytes of metadata; 0 if not at all."""
+    """Request metadata for reading memory by these transports. Answer: length (0: not available) and metadata."""
     LEND = 5
-    """As ``LOAD``, but rows may be lent. If any is, the client sends ``RETURNED`` when it has read them."""
+    """As ``LOAD``, but the server may lend rows. If it lends any, the client sends ``RETURNED`` after reading them."""
 
 
 class Part(enum.IntEnum):
-    """What becomes of one block of a load."""
+    """Kind of the answer for one block of a load."""
 
     RECORD = 0
     """The record follows."""
     ABSENT = 1
-    """There is no such block (any more)."""
+    """The block is not there, or not any more."""
     LENT = 2
-    """The address of the row and the header of its record follow; the row stays as it is until it is returned."""
+    """The address of the row and the header of its record follow. The row is not changed until it is returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +122,10 @@ class Greeting:
     """First frame of either side.
 
     Attributes:
-        nonce: Random.
-        content: In a client's (hello), the digest of the namespace that its questions are about; in a server's
+        nonce: Random bytes.
+        content: In the client's greeting (hello), the digest of the namespace of its questions; in the server's
             (welcome), the proof that it has the secret.
-        is_foreign: In a welcome, whether the server's blocks are of another namespace than the hello names.
+        is_foreign: In a welcome, whether the server's blocks are of another namespace than that of the hello.
     """
 
     nonce: bytes
@@ -151,7 +151,7 @@ def read_greeting(data: bytes) -> Greeting:
     """Read a hello or a welcome.
 
     Raises:
-        PeerProtocolError: It is none, or of another version.
+        PeerProtocolError: The data is not a greeting, or of another version.
     """
     magic, version, flags, notes, nonce, content = _GREETING.unpack(data)
     if magic != MAGIC:
@@ -167,7 +167,7 @@ def server_proof(secret: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 
 def client_proof(secret: bytes, hello: bytes, nonce: bytes) -> bytes:
-    """Return the proof of a client, over the same."""
+    """Return the proof of a client, over the same data."""
     return hmac.digest(secret, _CLIENT + hello + nonce, hashlib.sha256)
 
 
@@ -181,7 +181,7 @@ def read_question(data: bytes) -> Question:
     """Read the head of a question.
 
     Raises:
-        PeerProtocolError: It is none.
+        PeerProtocolError: The data is not a valid head.
     """
     op, reserved, count, body_bytes = _QUESTION.unpack(data)
     if reserved or op not in tuple(Op) or not 1 <= count <= KEYS_MAX:
@@ -195,7 +195,7 @@ def read_keys(body: bytes, count: int) -> list[BlockKey]:
     """Read the keys of a question.
 
     Raises:
-        PeerProtocolError: The body does not consist of so many keys.
+        PeerProtocolError: The body does not consist of ``count`` keys.
     """
     keys, at = [], 0
     for _ in range(count):
@@ -211,15 +211,15 @@ def read_keys(body: bytes, count: int) -> list[BlockKey]:
 
 
 def pack_part(part: Part, record_bytes: int = 0) -> bytes:
-    """Return what stands before each record of a load, and in place of one that is not there."""
+    """Return the bytes before each record of a load; for an absent block, only these are sent."""
     return _PART.pack(part, record_bytes)
 
 
 def read_part(data: bytes | bytearray) -> tuple[Part, int]:
-    """Read what :func:`pack_part` made: the part, and the length of the record that follows.
+    """Read the bytes of :func:`pack_part`: the part, and the length of the record.
 
     Raises:
-        PeerProtocolError: It is none.
+        PeerProtocolError: The data is not a valid part.
     """
     part, record_bytes = _PART.unpack(data)
     if part not in tuple(Part) or (record_bytes and part == Part.ABSENT):
@@ -236,7 +236,7 @@ def read_length(data: bytes) -> int:
     """Read the length of metadata.
 
     Raises:
-        PeerProtocolError: It is above ``METADATA_MAX``.
+        PeerProtocolError: The length exceeds ``METADATA_MAX``.
     """
     (length,) = _U32.unpack(data)
     if length > METADATA_MAX:

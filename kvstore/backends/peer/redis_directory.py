@@ -1,4 +1,4 @@
-"""A directory on a Redis or Valkey server: a sorted set of leases, and a value with the summary of each engine."""
+"""A directory on a Redis or Valkey server: a sorted set of leases, and one value with each engine's summary."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvstore.errors import BackendUnavailableError
 __all__ = ["RedisDirectory"]
 
 _ANSWER_BYTES_MAX: Final = 4 << 20
-"""Most bytes that one conversation brings: a list of 2,048 engines, and a megabyte of summaries."""
+"""Most bytes received in one session: a list of 2,048 engines, and a megabyte of summaries."""
 
 _MEMBER: Final = re.compile(rb"([!-~]{3,272}) ([0-9a-f]{16})")
-"""Address and version of a summary, as they stand in the sorted set."""
+"""Member of the sorted set: address and version of a summary."""
 
 _CODE: Final = re.compile("[A-Z]{2,20}")
 
@@ -31,7 +31,7 @@ _CODE: Final = re.compile("[A-Z]{2,20}")
 class RedisDirectory(DirectoryClient):
     """Keys ``<prefix><namespace>:engines`` and ``<prefix><namespace>:<address>``, which expire.
 
-    The scores of the sorted set are ends of leases by the server's own clock, so the clocks of engines do not matter.
+    The scores of the sorted set are the ends of leases by the server's clock, so the clocks of engines do not matter.
     """
 
     def __init__(self, config: DirectoryConfig, namespace_hex: str) -> None:
@@ -41,46 +41,38 @@ class RedisDirectory(DirectoryClient):
         self._endpoint, self._database = control.endpoint_of(self._config)
         check_secure(self._endpoint, self._config)
         self._prefix = f"{config.prefix}{namespace_hex}:"
+        self._engines = f"{self._prefix}engines"
         self._session_s = config.session_s
+        self._client: Any = None
         self._member = b""
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[_Session]:
+    async def session(self) -> AsyncIterator[None]:
         """See :meth:`DirectoryClient.session`."""
-        client = control.client_of(self._endpoint, self._config, self._database)
+        self._client = control.client_of(self._endpoint, self._config, self._database)
         try:
-            async with control.conversation([client], self._session_s, _ANSWER_BYTES_MAX):
-                yield _Session(self, client, self._prefix)
-        # The last four are what redis-py makes of answers that are none. Not chained: servers quote arguments.
+            async with control.conversation([self._client], self._session_s, _ANSWER_BYTES_MAX):
+                yield
+        # redis-py raises the last four for invalid answers. Not chained, because servers quote arguments.
         except (control.ClientError, OSError, TypeError, ValueError, LookupError, AttributeError) as error:
             code = str(error).split(" ", 1)[0]
             reason = code if _CODE.fullmatch(code) else type(error).__name__
             raise BackendUnavailableError(f"{self._endpoint}: {reason}", backend="peer") from None
 
-
-class _Session:
-    """See :class:`DirectorySession`."""
-
-    def __init__(self, directory: RedisDirectory, client: Any, prefix: str) -> None:
-        self._directory = directory
-        self._client = client
-        self._prefix = prefix
-        self._engines = f"{prefix}engines"
-
     async def announce(self, address: str, summary: bytes, lease_s: float) -> None:
-        """See :meth:`DirectorySession.announce`."""
+        """See :meth:`DirectoryClient.announce`."""
         member = f"{address} {xxhash.xxh3_64_hexdigest(summary)}".encode()
         pipeline = self._client.pipeline(transaction=False)
         pipeline.set(self._prefix + address, summary, px=int(1000 * lease_s))
         pipeline.zadd(self._engines, {member: await self._now_ms() + int(1000 * lease_s)})
         pipeline.pexpire(self._engines, int(1000 * LEASE_S_MAX))
-        if self._directory._member not in (b"", member):
-            pipeline.zrem(self._engines, self._directory._member)
+        if self._member not in (b"", member):
+            pipeline.zrem(self._engines, self._member)
         await pipeline.execute()
-        self._directory._member = member
+        self._member = member
 
     async def listed(self) -> Sequence[Listed]:
-        """See :meth:`DirectorySession.listed`. Ended leases, and those that are too long, are removed."""
+        """See :meth:`DirectoryClient.listed`. Expired and overlong leases are removed."""
         now_ms = await self._now_ms()
         last_ms = now_ms + int(1000 * LEASE_S_MAX)
         pipeline = self._client.pipeline(transaction=False)
@@ -96,19 +88,19 @@ class _Session:
         return listed
 
     async def read(self, addresses: Sequence[str]) -> Sequence[bytes]:
-        """See :meth:`DirectorySession.read`."""
+        """See :meth:`DirectoryClient.read`."""
         pipeline = self._client.pipeline(transaction=False)
         for address in addresses:
-            # However long it is, no more than this comes.
+            # Limits the length of the answer, whatever the length of the value.
             pipeline.getrange(self._prefix + address, 0, SUMMARY_BYTES_MAX)
-        # A key of another type is the fault of one engine.
+        # A key of another type must fail for one engine only.
         answers = await pipeline.execute(raise_on_error=False)
         return [answer if isinstance(answer, bytes) else b"" for answer in answers]
 
     async def withdraw(self, address: str) -> None:
-        """See :meth:`DirectorySession.withdraw`."""
+        """See :meth:`DirectoryClient.withdraw`."""
         pipeline = self._client.pipeline(transaction=False)
-        pipeline.zrem(self._engines, self._directory._member)
+        pipeline.zrem(self._engines, self._member)
         pipeline.unlink(self._prefix + address)
         await pipeline.execute()
 

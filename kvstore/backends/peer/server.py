@@ -1,4 +1,4 @@
-"""The server: answers other engines from the rows of the primary tier, which are lent while they are sent."""
+"""The server: answers other engines from rows of the primary tier, which are lent during the transfer."""
 
 from __future__ import annotations
 
@@ -9,52 +9,72 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from kvstore.backends.peer import protocol
 from kvstore.backends.peer.config import PeerConfig, endpoint_of
-from kvstore.backends.peer.load_answer import LoadAnswer, RowSource, ServerCounters
 from kvstore.backends.peer.nixl import SharedMemory
 from kvstore.backends.peer.pipe import Pipe
 from kvstore.backends.peer.protocol import Greeting, Op, Part, PeerProtocolError
-from kvstore.backends.peer.stored import StoredRecords
+from kvstore.backends.peer.stored import BATCH_MAX, StoredRecords
 from kvstore.backends.stream import accepted_stream, listening_socket, server_context
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
 from kvstore.errors import BackendUnavailableError
 from kvstore.namespace import Namespace
+from kvstore.primary.lending import Lender
 from kvstore.runtime.limits import Limiter
 from kvstore.types import BlockKey, Found
 
-__all__ = ["PeerServer"]
+__all__ = ["PeerServer", "ServerCounters"]
 
 logger = logging.getLogger("kvstore.backends.peer")
 
 _IDLE_S: Final = 60.0
-"""A connection without a question for this long is closed; clients close theirs sooner."""
+"""A connection without a question for this long is closed; clients close idle ones sooner."""
 
 _GREETINGS_MAX: Final = 64
-"""Connections that have not proved themselves yet; a stranger can fill these places, for a second each."""
+"""Most unauthenticated connections. An attacker can occupy all of them, each for ``connect_timeout``."""
 
 _PAUSE_S: Final = 0.1
-"""Pause after a connection could not be accepted: there are no descriptors left, most likely."""
+"""Pause after a failed accept, most likely for lack of descriptors."""
+
+_TURN_BYTES: Final = 4 << 20
+"""Bytes sent to a fast reader before the loop continues with other tasks."""
+
+
+@dataclass(slots=True)
+class ServerCounters:
+    """Counts of a server."""
+
+    connections_accepted: int = 0
+    connections_refused: int = 0
+    keys_looked_up: int = 0
+    blocks_sent: int = 0
+    blocks_lent: int = 0
+    bytes_sent: int = 0
+    blocks_from_storage: int = 0
+    blocks_absent: int = 0
 
 
 class PeerServer:
     """Serves the blocks of one namespace.
 
     Args:
-        config: Of the backend.
-        source: Where the blocks are.
-        namespace: Of these blocks. A client of another one is told that nothing is there.
-        counters: Kept by the backend, as servers come and go with epochs.
-        payload_bytes: Longest block.
+        config: Configuration of the backend.
+        source: Lends the blocks.
+        namespace: Namespace of these blocks. For a client of another namespace, every block is absent.
+        counters: Owned by the backend, because each epoch has a new server.
+        payload_bytes: Length of the longest block.
         memory: The source's memory, if clients may read it by NIXL.
     """
 
     def __init__(
         self,
         config: PeerConfig,
-        source: RowSource,
+        source: Lender,
         namespace: Namespace,
         counters: ServerCounters,
         payload_bytes: int,
@@ -70,7 +90,7 @@ class PeerServer:
         self._context: ssl.SSLContext | None = None
         if config.tls and config.tls_cert and config.tls_key:
             self._context = server_context(cert=config.tls_cert, key=config.tls_key, client_ca=config.tls_ca)
-        # A load lends one row at a time, unless its rows are read by NIXL.
+        # A load lends one row at a time, unless the client reads its rows by NIXL.
         self._rows = Limiter(max(1, int(source.slots * config.serve_share)))
         self._greeting = 0
         self._connections: set[asyncio.Task[None]] = set()
@@ -79,12 +99,12 @@ class PeerServer:
 
     @property
     def connection_count(self) -> int:
-        """Connections that are open."""
+        """Number of open connections."""
         return len(self._connections)
 
     @property
     def rows_lent(self) -> int:
-        """Most rows that are lent now."""
+        """Number of rows reserved for loans now; at most so many are lent."""
         return self._rows.in_use
 
     def memory_keys(self) -> Sequence[BlockKey]:
@@ -92,14 +112,14 @@ class PeerServer:
         return self._source.keys()
 
     def stored_keys(self) -> AsyncIterator[Sequence[BlockKey]]:
-        """Yield the blocks on storage, some at a time."""
+        """Yield the blocks on storage, in batches."""
         return self._stored.keys()
 
     async def open(self) -> None:
         """Listen.
 
         Raises:
-            BackendUnavailableError: The address can't be had.
+            BackendUnavailableError: The address is not available.
         """
         try:
             self._listener = listening_socket(endpoint_of(self._config.listen))
@@ -111,7 +131,7 @@ class PeerServer:
         self._loop.add_reader(self._listener, self._accept)
 
     async def close(self) -> None:
-        """End all connections; no row is lent any more. Idempotent."""
+        """End all connections; afterwards no row is lent. Idempotent."""
         listener, self._listener = self._listener, None
         if listener is not None:
             self._loop.remove_reader(listener)
@@ -124,7 +144,7 @@ class PeerServer:
         self._stored.close()
 
     def _accept(self) -> None:
-        """Take a connection; another one makes the listener readable again."""
+        """Accept one connection; a further one makes the listener readable again."""
         listener = self._listener
         if listener is None:
             return
@@ -145,7 +165,7 @@ class PeerServer:
         task = self._loop.create_task(self._serve(sock))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
-        # Also of one that was cancelled before it began, and of a connection that never came to be a pipe.
+        # Also closes the socket of a task cancelled before it began, and of a connection that never became a pipe.
         task.add_done_callback(lambda _: sock.close())
 
     def _accept_again(self) -> None:
@@ -153,7 +173,7 @@ class PeerServer:
             self._loop.add_reader(self._listener, self._accept)
 
     async def _serve(self, sock: socket.socket) -> None:
-        """Serve one connection until its end, whatever the reason."""
+        """Serve one connection until it ends."""
         pipe: Pipe | None = None
         try:
             try:
@@ -174,13 +194,13 @@ class PeerServer:
                 pipe.close()
 
     async def _greet(self, pipe: Pipe) -> bool:
-        """Insist that a client has the secret; return whether it asks about our namespace."""
+        """Greet and authenticate a client; return whether its questions are about our namespace."""
         secret, nonce = self._config.secret_bytes, os.urandom(protocol.NONCE_BYTES)
         data = await pipe.receive_bytes(protocol.GREETING_BYTES)
         try:
             hello = protocol.read_greeting(data)
         except PeerProtocolError:
-            # For its log: our version stands in it.
+            # Reports our version to the client, for its log.
             await pipe.send([protocol.pack_greeting(Greeting(nonce, bytes(protocol.PROOF_BYTES)))])
             self._counters.connections_refused += 1
             raise
@@ -216,8 +236,7 @@ class PeerServer:
             rows = await self._rows.enter(len(keys) if memory is not None else 1)
             try:
                 if is_ours:
-                    records = LoadAnswer(self._config, self._counters, self._source, self._stored, self._records, pipe)
-                    await records.send(keys, header, memory, rows)
+                    await _LoadAnswer(self, pipe).send(keys, header, memory, rows)
                 else:
                     await self._send_absent(pipe, len(keys))
             finally:
@@ -235,3 +254,108 @@ class PeerServer:
         self._counters.blocks_absent += count
         async with asyncio.timeout(self._config.timeout):
             await pipe.send([protocol.pack_part(Part.ABSENT) * count])
+
+
+class _LoadAnswer:
+    """Sends the records of one load, in the order of its keys: from lent rows of the primary tier, and from storage."""
+
+    def __init__(self, server: PeerServer, pipe: Pipe) -> None:
+        self._config = server._config
+        self._counters = server._counters
+        self._source = server._source
+        self._stored = server._stored
+        self._records = server._records
+        self._pipe = pipe
+        self._absent = 0
+        """Number of absent blocks whose parts were not sent yet."""
+        self._patience = asyncio.timeout(self._config.timeout)
+
+    async def send(self, keys: Sequence[BlockKey], header: memoryview, memory: SharedMemory | None, rows: int) -> None:
+        """Send all parts.
+
+        Args:
+            keys: Keys of the requested blocks.
+            header: Buffer for one header.
+            memory: Memory whose rows may be lent to the client, which reads them by NIXL.
+            rows: Most rows to lend by NIXL; all others are lent one at a time, while they are sent.
+
+        Raises:
+            OSError: The client is gone or too slow (``TimeoutError``).
+            PeerProtocolError: The client did not return the rows.
+        """
+        lent: list[BlockKey] = []
+        in_turn = at = lent_bytes = 0
+        with ExitStack() as loans:
+            async with self._patience:
+                while at < len(keys):
+                    key = keys[at]
+                    loan = self._source.lend(key)
+                    if loan is not None:
+                        with ExitStack() as held:
+                            held.callback(self._source.give_back, loan)
+                            # Encoded before the first await, while the row certainly belongs to this namespace.
+                            self._records.encode_header(header, key, loan.row)
+                            in_turn += loan.row.nbytes
+                            address = memory.address_of(loan.row) if memory is not None and len(lent) < rows else None
+                            if address is None:
+                                await self._send_record(key, header, loan.row)
+                            else:
+                                length = HEADER_BYTES + loan.row.nbytes
+                                await self._send(Part.LENT, length, protocol.pack_address(address), header)
+                                loans.push(held.pop_all())
+                                lent.append(key)
+                                lent_bytes += length
+                        at += 1
+                    elif self._stored:
+                        ahead = keys[at + 1 : at + BATCH_MAX]
+                        run = [key, *takewhile(lambda one: self._source.find(one) is not Found.THERE, ahead)]
+                        await self._send_stored(run)
+                        at += len(run)
+                    else:
+                        self._absent += 1
+                        at += 1
+                    if in_turn >= _TURN_BYTES:
+                        in_turn = 0
+                        await asyncio.sleep(0)
+                await self._pipe.send(self._absent_parts())
+                if lent:
+                    self._wait_longer(lent_bytes)
+                    if await self._pipe.receive_bytes(len(protocol.RETURNED)) != protocol.RETURNED:
+                        raise PeerProtocolError("the client did not return the rows that were lent to it")
+                    for key in lent:
+                        self._source.note_sent(key)
+                    self._counters.blocks_lent += len(lent)
+
+    async def _send_stored(self, keys: Sequence[BlockKey]) -> None:
+        """Send a few blocks from storage."""
+        loop, timeout_s = asyncio.get_running_loop(), self._config.timeout
+        self._patience.reschedule(loop.time() + 3 * timeout_s)
+        async with self._stored.reading(keys, timeout_s) as records:
+            for key in keys:
+                if key in records:
+                    await self._send_record(key, *records[key])
+                    self._counters.blocks_from_storage += 1
+                else:
+                    self._absent += 1
+
+    async def _send_record(self, key: BlockKey, header: memoryview, payload: memoryview) -> None:
+        length = HEADER_BYTES + payload.nbytes
+        await self._send(Part.RECORD, length, header, payload)
+        self._source.note_sent(key)
+        self._counters.blocks_sent += 1
+        self._counters.bytes_sent += length
+
+    async def _send(self, part: Part, length: int, *pieces: bytes | memoryview) -> None:
+        self._wait_longer(length)
+        await self._pipe.send([*self._absent_parts(), protocol.pack_part(part, length), *pieces])
+
+    def _absent_parts(self) -> Sequence[bytes]:
+        """Return the unsent parts of absent blocks."""
+        count, self._absent = self._absent, 0
+        self._counters.blocks_absent += count
+        return [protocol.pack_part(Part.ABSENT) * count] if count else []
+
+    def _wait_longer(self, length: int) -> None:
+        """Restart the client's time limit, with the time that ``length`` bytes may take."""
+        time_s = self._config.timeout + length / self._config.bytes_per_second_min
+        self._patience.reschedule(asyncio.get_running_loop().time() + time_s)

@@ -1,4 +1,4 @@
-"""Records of this engine's own storage tiers, read into a few buffers to be sent to peers."""
+"""Reads records of this engine's own storage tiers into a few buffers, to send them to peers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from kvstore.types import BlockKey, Outcome
 __all__ = ["BATCH_MAX", "StoredRecords"]
 
 BATCH_MAX: Final = 4
-"""Records that one connection reads at once: a drive is busy with these, and no connection has all buffers."""
+"""Most records that one connection reads at once: enough to keep a drive busy, without taking most buffers."""
 
 _BUFFERS_BYTES: Final = 64 << 20
-"""Memory of all buffers; at least one batch of blocks, however long they are."""
+"""Memory of all buffers; they hold at least one batch, whatever the length of blocks."""
 
 
 class StoredRecords:
     """Finds and reads records of backends that run on the same loop.
 
-    A record is verified before it is sent: the client would take a damaged one for a lie of this engine.
+    Records are verified before they are sent, because a client would distrust this engine after a damaged one.
 
     Args:
-        backends: They hold records of 256 bytes of header and an unencoded payload. The list may grow. Those whose
-            ``namespace`` or ``epoch`` is configured otherwise than ours are passed over.
-        config: Of the tier that serves.
-        namespace: Of the blocks.
-        payload_bytes: Longest payload.
+        backends: Backends with records of a 256-byte header and an unencoded payload. The list may grow. Backends with
+            another configured ``namespace`` or ``epoch`` are skipped.
+        config: Configuration of the serving tier.
+        namespace: Namespace of the blocks.
+        payload_bytes: Length of the longest payload.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StoredRecords:
         self._all_backends = backends
         self._config = config
         self._records = RecordCodec(namespace, header_bytes=HEADER_BYTES)
-        # The header ends a page, so that the payload begins one: direct I/O needs no copy then.
+        # The header ends a page, so that the payload begins a page and direct I/O needs no copy.
         room = mmap.PAGESIZE + -payload_bytes % mmap.PAGESIZE + payload_bytes
         self._pool = BufferPool(room, max(BATCH_MAX, _BUFFERS_BYTES // room))
         self._payload_bytes = payload_bytes
@@ -55,18 +55,18 @@ class StoredRecords:
 
     @property
     def _backends(self) -> list[Backend]:
-        """The backends with blocks of our namespace; the list may grow while it is gone through."""
+        """The backends with blocks of our namespace. Iterates over a copy, because the list may grow."""
         ours = self._config.namespace, self._config.epoch
         return [one for one in tuple(self._all_backends) if (one.config.namespace, one.config.epoch) == ours]
 
     async def keys(self) -> AsyncIterator[Sequence[BlockKey]]:
-        """Yield the keys of all blocks, some at a time."""
+        """Yield the keys of all blocks, in batches."""
         for backend in self._backends:
             async for keys in backend.scan_keys():
                 yield keys
 
     async def find(self, keys: Sequence[BlockKey], timeout_s: float) -> set[BlockKey]:
-        """Return those of some blocks that a backend has; after the time limit, those known by then."""
+        """Return the blocks that a backend has; at the time limit, those found by then."""
         found: set[BlockKey] = set()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -79,9 +79,9 @@ class StoredRecords:
     async def reading(
         self, keys: Sequence[BlockKey], timeout_s: float
     ) -> AsyncIterator[Mapping[BlockKey, Sequence[memoryview]]]:
-        """Read at most ``BATCH_MAX`` records; inside the ``async with`` they may be sent.
+        """Read at most ``BATCH_MAX`` records; they are valid within the ``async with``.
 
-        Those that are not found, are damaged, or don't come in time are left out.
+        Records that are missing, damaged or late are left out.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -99,11 +99,11 @@ class StoredRecords:
             if read.done():
                 self._pool.give_back(buffers)
             else:
-                # A disk that hangs may still write to the buffers: nobody gets them before it has let go of them.
+                # A hanging disk may still write to the buffers, so they are not reused before the read has ended.
                 read.add_done_callback(lambda _: self._pool.give_back(buffers))
 
     def close(self) -> None:
-        """Give the memory back, unless a disk that hangs still has some of it."""
+        """Release the memory, unless a hanging disk still uses some of it."""
         if not self._reads:
             with suppress(BufferError):
                 self._pool.close()

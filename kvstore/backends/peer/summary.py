@@ -1,7 +1,7 @@
-"""Summaries of the blocks of an engine, and the index of those of all others; nothing here does I/O.
+"""Summaries of an engine's blocks, and an index of the summaries of other engines. No I/O.
 
-A summary is a sample: the blocks with the smallest hashes of their keys, at most ``SAMPLE_MAX`` of them. As all engines
-sample by the same hash, those that hold the same prefix have the same of its blocks in their samples.
+A summary is a sample: the ``SAMPLE_MAX`` blocks with the smallest key hashes. All engines use the same hash, so engines
+with the same prefix sample the same blocks of it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvstore.types import BlockKey
 __all__ = ["SAMPLE_MAX", "SUMMARY_BYTES_MAX", "Index", "Sample", "Section", "SummaryError", "pack", "unpack"]
 
 SAMPLE_MAX: Final = 4096
-"""Blocks of a sample. Of 100,000 blocks that is one in 24: a prefix of 250 blocks has ten of them."""
+"""Most blocks of a sample. Of 100,000 blocks, one in 24 is sampled: ten blocks of a prefix of 250 blocks."""
 
 MAGIC: Final = b"\x89kvsumm\n"
 VERSION: Final = 1
 
 _SECTIONS_MAX: Final = 2
-"""Memory and storage: a large disk must not thin out the sample of the memory."""
+"""One section for memory and one for storage, so that a large disk does not thin out the sample of the memory."""
 
 _HEAD: Final = struct.Struct("<8sHHIQ")
 _SECTION: Final = struct.Struct("<II")
@@ -34,26 +34,26 @@ _SECTION: Final = struct.Struct("<II")
 SUMMARY_BYTES_MAX: Final = _HEAD.size + _SECTIONS_MAX * (_SECTION.size + 4 * SAMPLE_MAX)
 
 _MATCHES_MAX: Final = 1 << 16
-"""Pairs of a key and an engine that one search looks at, from the start of the keys: a millisecond."""
+"""Most pairs of key and engine that one search considers, from the first key on: a millisecond."""
 
 _ALIKE: Final = 0.1
-"""Engines whose shares of a prefix differ by less are alike, and one of them is chosen by chance."""
+"""Engines whose shares of a prefix differ by less count as equal; one of them is chosen at random."""
 
 _COVERED: Final = 1e-6
-"""Worth of a block that an engine chosen before has, too."""
+"""Weight factor of a block that an engine chosen before also has."""
 
 _Hashes = npt.NDArray[np.uint64]
 
 
 class SummaryError(ValueError):
-    """Bytes that are no summary."""
+    """Bytes that are not a valid summary."""
 
 
 class Section(NamedTuple):
-    """A sample as it is published.
+    """A sample in its published form.
 
     Attributes:
-        threshold: A block is in the sample if it is there and the upper half of its hash is not above this.
+        threshold: A block of the engine is in the sample if the upper half of its hash is at most this.
         digests: Lower halves of the hashes, ascending, each once.
     """
 
@@ -62,14 +62,14 @@ class Section(NamedTuple):
 
 
 class Sample:
-    """Takes in keys, and keeps the smallest hashes."""
+    """Collects keys, and keeps the smallest hashes."""
 
     def __init__(self) -> None:
         self._kept: _Hashes = np.empty(0, np.uint64)
         self._full = False
 
     def add(self, keys: Sequence[BlockKey]) -> None:
-        """Take in some keys; a thousand take some hundred microseconds."""
+        """Add keys; a thousand take some hundred microseconds."""
         hashes = _hashes(keys)
         if self._full:
             hashes = hashes[hashes < self._kept[-1]]
@@ -78,7 +78,7 @@ class Sample:
         self._kept = kept[:SAMPLE_MAX]
 
     def section(self) -> Section:
-        """Return what was sampled."""
+        """Return the sample."""
         threshold = int(self._kept[-1] >> np.uint64(32)) if self._full else 0xFFFFFFFF
         return Section(threshold, np.unique(self._kept.astype(np.uint32)))
 
@@ -93,7 +93,7 @@ def unpack(data: bytes) -> list[Section]:
     """Read a summary.
 
     Raises:
-        SummaryError: It is none, is damaged, or is of another version.
+        SummaryError: The data is not a summary, is damaged, or is of another version.
     """
     if not _HEAD.size <= len(data) <= SUMMARY_BYTES_MAX:
         raise SummaryError(f"{len(data)} bytes are no summary")
@@ -122,23 +122,23 @@ def unpack(data: bytes) -> list[Section]:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Which engines have a block in their samples.
+    """Engines by sampled block.
 
     Attributes:
-        engines: How many engines there are; they are named by their positions.
+        engines: Number of engines; they are identified by their positions.
     """
 
     engines: int
     _entries: _Hashes
-    """Digest, shifted by 16, and section of each sampled block, ascending."""
+    """Digest, shifted left by 16 bits, and section of each sampled block, ascending."""
     _engine_of: npt.NDArray[np.int64]
     _thresholds: _Hashes
     _weights: npt.NDArray[np.float64]
-    """Blocks of an engine for which one sampled block stands, by section."""
+    """Number of blocks that one sampled block represents, by section."""
 
     @classmethod
     def of(cls, summaries: Sequence[Sequence[Section]]) -> Index:
-        """Return the index of the summaries of some engines, at most 32,768; takes 0.1 s for a thousand."""
+        """Return the index of at most 32,768 summaries; takes 0.1 s for a thousand."""
         sections = [section for summary in summaries for section in summary]
         engines = np.repeat(np.arange(len(summaries)), [len(summary) for summary in summaries])
         entries = [one.digests.astype(np.uint64) << np.uint64(16) | np.uint64(i) for i, one in enumerate(sections)]
@@ -150,11 +150,11 @@ class Index:
     def best(self, keys: Sequence[BlockKey], most: int, barred: Collection[int] = ()) -> list[int]:
         """Return the engines that seem to have most of some blocks, the best first.
 
-        A second one is chosen for the blocks that the first does not seem to have; if it has all, as a reserve.
+        A second engine is chosen for the blocks that the first one seems to lack; if it lacks none, as a reserve.
 
         Args:
             keys: The blocks.
-            most: How many engines to return.
+            most: Most engines to return.
             barred: Engines not to return.
         """
         hashes = _hashes(keys)
@@ -169,7 +169,7 @@ class Index:
         key = np.repeat(np.arange(len(counts)), counts)
         places = np.arange(ends[-1]) + np.repeat(first - (ends - counts), counts)
         section = (self._entries[places] & np.uint64(0xFFFF)).astype(np.int64)
-        # Below its threshold a section has all blocks; a digest found above is another block's.
+        # Up to its threshold a section has all blocks; a digest that matches above it is of another block.
         sampled = (hashes >> np.uint64(32))[key] <= self._thresholds[section]
         key, section = key[sampled], section[sampled]
         engine, weight = self._engine_of[section], self._weights[section]

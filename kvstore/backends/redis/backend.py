@@ -20,7 +20,7 @@ from kvstore.backends.redis.resp import Filled, Reply, Target, encode_arguments,
 from kvstore.backends.redis.topology import Topology
 from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
-from kvstore.errors import BackendClosedError, BackendError
+from kvstore.errors import BackendClosedError
 from kvstore.namespace import Namespace
 from kvstore.runtime.limits import CallsUnderWay
 from kvstore.types import BlockInfo, BlockKey, Locality, Medium, Outcome
@@ -35,24 +35,24 @@ _COUNTERS: Final = (
 )  # fmt: skip
 
 _REMEMBERED_MAX: Final = 262144
-"""Blocks remembered (some 30 MB); of what is forgotten, one use more renews the time to live."""
+"""Blocks with a remembered renewal (about 30 MB); the next use of a forgotten block renews its time to live early."""
 
 _RENEW_SHARE: Final = 0.25
-"""Part of its time to live that has to pass before a block is renewed: a block lives three quarters at least after its
-last use, for a few commands in all that time."""
+"""Fraction of the time to live after which a use renews it. A block lives for at least three quarters of the time to
+live after its last use, at the cost of few commands."""
 
 _WAITING_MAX: Final = 8192
-"""Renewals that wait to be sent; what comes on top is renewed at its next use."""
+"""Maximum pending renewals; further blocks are renewed at their next use."""
 
 _NAMESPACE_DIGITS: Final = 32
-"""Digits of the namespace in a key: 128 bits keep namespaces apart, and the record's header has them all."""
+"""Digits of the namespace in a key: 128 bits distinguish namespaces, and the record's header has the full digest."""
 
 
 class RedisBackend(Backend):
-    """Records on a Redis or Valkey server, a cluster, or a pair watched by Sentinel; one value per block.
+    """Records on a Redis or Valkey server, a cluster, or a pair managed by Sentinel; one value per block or part.
 
-    Others write to the same server, so that it is asked what it holds: one round trip per node and batch of lookups.
-    A node of a cluster that is down is left out: its blocks are misses, and stores to it are shed, until it is back.
+    Engines share the server, so each batch of lookups queries it: one round trip per node. While a cluster node is
+    down, its blocks are misses and stores to it are shed.
     """
 
     name: ClassVar[str] = "redis"
@@ -62,14 +62,15 @@ class RedisBackend(Backend):
     locality = Locality.REMOTE
     evicts_silently = True
     part_bytes: ClassVar[int] = PART_BYTES
-    """Longest part of a block. Part of the format: only tests have another."""
+    """Longest part of a block. Fixed by the format; only tests use other values."""
 
     def __init__(self, config: RedisConfig) -> None:
         super().__init__(config)
         self.config: RedisConfig = config
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
-        self._topology: Topology | None = None
-        self._exchange: Exchange | None = None
+        self._topology = Topology(config, self._counters)
+        self._exchange = Exchange(self._topology, self._counters)
+        # None before open() and after close().
         self._commands: _RecordCommands | None = None
         self._renewed: BoundedDict[BlockKey, float] = BoundedDict(_REMEMBERED_MAX)
         self._to_renew: list[BlockKey] = []
@@ -77,38 +78,34 @@ class RedisBackend(Backend):
         self._under_way = CallsUnderWay()
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Connect, log in, and look once at what kind of server it is.
+        """Connect, log in, and check the server's memory settings once.
 
         Raises:
             ConfigError: The configuration can't be used.
-            BackendError: The server can't be reached, or refuses.
+            BackendError: The server is unreachable, or refuses.
         """
-        topology = Topology(self.config, self._counters)
-        await topology.open()
-        self._topology = topology
-        self._exchange = Exchange(topology, self._counters)
+        await self._topology.open()
         self._commands = _RecordCommands(self.config, namespace, geometry, self.part_bytes)
-        await self._look_at_memory(topology)
+        await self._look_at_memory()
 
     async def close(self) -> None:
         """See :meth:`Backend.close`."""
-        topology, self._topology = self._topology, None
+        self._commands = None
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait([self._renewing])
-        if topology is not None:
-            await topology.close()
-        # Calls under way have failed with that; they are about to return.
+        await self._topology.close()
+        # Running calls have failed and return soon.
         await self._under_way.ended()
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
-        """See :meth:`Backend.exists`. One node of a cluster that has trouble costs only what lies there."""
+        """See :meth:`Backend.exists`. A failing node of a cluster affects only the blocks on it."""
         commands = self._ready()
         answers = await self._run([commands.exists(key) for key in keys])
         failures = [answer for answer in answers if isinstance(answer, RedisError)]
         if failures:
             self.last_error = str(failures[0])
-            if len(failures) == len(answers) and not self._has_well_nodes:
+            if len(failures) == len(answers) and not self._topology.has_well_nodes:
                 raise failures[0]
         return [None if isinstance(answer, RedisError) else bool(answer) for answer in answers]
 
@@ -116,7 +113,7 @@ class RedisBackend(Backend):
         """See :meth:`Backend.put`."""
         commands = self._ready()
         if commands.in_parts:
-            outcomes = await self._together([self._put_parts(commands, write) for write in writes])
+            outcomes = await _together([self._put_parts(commands, write) for write in writes])
         else:
             answers = await self._run([commands.put(write) for write in writes])
             outcomes = [self._put_outcome(answer) for answer in answers]
@@ -131,7 +128,7 @@ class RedisBackend(Backend):
         """See :meth:`Backend.get_into`."""
         commands = self._ready()
         if commands.in_parts:
-            return await self._together([self._get_parts(commands, read) for read in reads])
+            return await _together([self._get_parts(commands, read) for read in reads])
         answers = await self._run([commands.get(read) for read in reads])
         return [self._get_outcome(read, answer) for read, answer in zip(reads, answers, strict=True)]
 
@@ -139,21 +136,26 @@ class RedisBackend(Backend):
         """See :meth:`Backend.delete`."""
         commands = self._ready()
         answers = await self._run([command for key in keys for command in commands.delete(key)])
-        return [self._flag(answer) for answer in answers[:: commands.parts_max]]
+        for answer in answers[:: commands.parts_max]:
+            # Blocks on a node that is down cannot be read, so its failure is not raised.
+            if isinstance(answer, RedisError) and not isinstance(answer, SkippedError):
+                self.last_error = str(answer)
+                raise answer
+        return [answer == 1 for answer in answers[:: commands.parts_max]]
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
-        """Yield nothing: the server holds the blocks of many, and is asked when one is looked for."""
+        """Yield nothing: the server holds the blocks of many engines, and lookups query it."""
         self._ready()
         return
         yield
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.touch`: a block's time to live begins anew, unless that was done not long ago."""
-        if self._topology is None or not self.config.ttl:
+        """See :meth:`Backend.touch`: renew the time to live of blocks, unless it was renewed recently."""
+        if self._commands is None or not self.config.ttl:
             return
         now = time.monotonic()
         for key in keys:
-            # Of a block of another engine's, or of an earlier run, nothing is known: it is renewed.
+            # Blocks of other engines or earlier runs have an unknown age and are renewed.
             age_s = now - self._renewed.get(key, float("-inf"))
             if age_s >= _RENEW_SHARE * self.config.ttl and len(self._to_renew) < _WAITING_MAX:
                 self._to_renew.append(key)
@@ -162,12 +164,12 @@ class RedisBackend(Backend):
             self._renewing = asyncio.get_running_loop().create_task(self._renew())
 
     def note_verified(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.note_verified`: what can't be read here shall not live on because somebody tries."""
+        """See :meth:`Backend.note_verified`: failed reads must not keep an unreadable block alive."""
         self.touch(keys)
 
     def stats(self) -> BackendStats:
         """See :meth:`Backend.stats`."""
-        nodes = self._topology.nodes if self._topology is not None else ()
+        nodes = self._topology.nodes
         gauges = {
             "nodes": len(nodes),
             "nodes_down": sum(node.down for node in nodes),
@@ -176,19 +178,14 @@ class RedisBackend(Backend):
         }
         return BackendStats(counters=dict(self._counters), gauges={name: float(n) for name, n in gauges.items()})
 
-    @property
-    def _has_well_nodes(self) -> bool:
-        """Whether a part of the medium is in order, where it has parts."""
-        topology = self._topology
-        return topology is not None and topology.has_many_nodes and any(node.is_well for node in topology.nodes)
-
-    async def _look_at_memory(self, topology: Topology) -> None:
-        """Warn of a server that will refuse stores, or never let go of them."""
-        node = next((node for node in topology.nodes if not node.is_replica and not node.down), None)
+    async def _look_at_memory(self) -> None:
+        """Warn if the server will refuse stores when full, or never evict blocks."""
+        nodes = self._topology.nodes
+        node = next((node for node in nodes if not node.is_replica and not node.down), None)
         if node is None:
             return
         named = [node.info.get(name, "") for name in (b"server", b"version", b"mode")]
-        logger.info("Blocks go to %s %s (%s), nodes: %d", *named, len(topology.nodes))
+        logger.info("Blocks go to %s %s (%s), nodes: %d", *named, len(nodes))
         try:
             answer = await node.ask(b"INFO", b"memory")
         except RedisError as error:
@@ -205,9 +202,9 @@ class RedisBackend(Backend):
             logger.warning("maxmemory-policy is volatile-…, which never evicts blocks without 'ttl'. Set one.")
 
     async def _get_parts(self, commands: _RecordCommands, read: RecordRead) -> Outcome:
-        """Read a record in parts. If they don't fit together they are read again, from masters, before it is removed.
+        """Read a record in parts. If they do not fit together, read them again from the masters, then remove them.
 
-        A replica may lag, and another engine may just have stored the block anew.
+        A replica may lag, and another engine may just have stored the block again.
         """
         for from_master in (False, True):
             parts, wanted = commands.get_parts(read, from_master=from_master)
@@ -235,7 +232,7 @@ class RedisBackend(Backend):
             first, *others = commands.put_parts(write)
             for answer in await self._run(others):
                 if isinstance(answer, RedisError):
-                    # What was written of it is only in the way of others.
+                    # The parts written so far are useless.
                     await self._run(commands.delete(write.key)[1:])
                     return self._put_outcome(answer)
             (answer,) = await self._run([first])
@@ -247,44 +244,17 @@ class RedisBackend(Backend):
                 keys, self._to_renew = self._to_renew, []
                 self._counters["ttl_renewals"] += len(keys)
                 await self._run([command for key in keys for command in commands.renew(key)])
-        except BackendError as error:
-            logger.debug("Blocks could not be renewed: %s", error)
         finally:
             self._renewing = None
 
     async def _run(self, commands: Sequence[Command]) -> list[Answer]:
-        self._ready()
-        if not commands or self._exchange is None:
-            return []
         with self._under_way:
             return await self._exchange.run(commands)
 
-    async def _together(self, work: Sequence[Coroutine[None, None, Outcome]]) -> list[Outcome]:
-        """Run coroutines at once; none runs any more when this ends."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one) for one in work]
-        except ExceptionGroup as failures:
-            # All for one reason: the backend was closed meanwhile. (Before 3.11.4 ``except*`` wraps the raised one.)
-            closed = failures.subgroup(BackendError)
-            if closed is None:
-                raise
-            raise closed.exceptions[0] from None
-        return [task.result() for task in tasks]
-
     def _ready(self) -> _RecordCommands:
-        if self._topology is None or self._commands is None:
+        if self._commands is None:
             raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
         return self._commands
-
-    def _flag(self, answer: Answer) -> bool:
-        """Return a yes or no; a node that is known to be down has nothing to give."""
-        if isinstance(answer, SkippedError):
-            return False
-        if isinstance(answer, RedisError):
-            self.last_error = str(answer)
-            raise answer
-        return bool(answer)
 
     def _put_outcome(self, answer: Answer) -> Outcome:
         if isinstance(answer, RedisError):
@@ -300,18 +270,25 @@ class RedisBackend(Backend):
         return Outcome.OK
 
     def _failed(self, error: RedisError, *, instead: Outcome) -> Outcome:
-        """Return the outcome of a failure; ``instead`` where one node of several is down and was not even asked."""
+        """Return the outcome of a failure; ``instead`` if the node was skipped because it is down."""
         if isinstance(error, SkippedError):
             return instead
         self.last_error = str(error)
         return error.outcome
 
 
+async def _together(work: Sequence[Coroutine[None, None, Outcome]]) -> list[Outcome]:
+    """Run coroutines concurrently; all have ended when this returns."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one) for one in work]
+    return [task.result() for task in tasks]
+
+
 class _RecordCommands:
     """Makes the commands for the blocks of one namespace.
 
-    A block's key on the server is ``<prefix><32 digits of the namespace>:<key in hex>``, with ``:<number>`` behind it
-    where records are in parts: all are, if one may be longer than ``part_bytes``.
+    A block's key on the server is ``<prefix><32 digits of the namespace>:<key in hex>``, followed by ``:<number>`` if
+    records are in parts. All records are in parts if one may be longer than ``part_bytes``.
     """
 
     def __init__(self, config: RedisConfig, namespace: Namespace, geometry: RecordGeometry, part_bytes: int) -> None:
@@ -336,11 +313,11 @@ class _RecordCommands:
         return Command(name, [frame], int, reads=self._reads_replica)
 
     def put(self, write: RecordWrite) -> Command:
-        """Return the command that stores a record, unless there is one."""
+        """Return the command that stores a record unless the key exists."""
         return self._set(self.key_of(write.key), write.buffers, new=True)
 
     def put_parts(self, write: RecordWrite) -> list[Command]:
-        """Return the commands that store a record's parts; the first one is to be sent when the others are there."""
+        """Return the commands that store a record's parts; send the first one after the others have succeeded."""
         values = in_parts(write.buffers, self._part_bytes)
         named = zip(self._names(write.key), values, strict=False)
         return [self._set(name, value, new=not i) for i, (name, value) in enumerate(named)]
@@ -349,21 +326,21 @@ class _RecordCommands:
         return self._get(self.key_of(read.key), Target(read.buffers), reads=self._reads_replica)
 
     def get_parts(self, read: RecordRead, *, from_master: bool) -> tuple[PartsRead, list[Command]]:
-        """Return the commands that read the parts of a record, and what makes sense of their answers."""
+        """Return the commands that read the parts of a record, and the reader of their answers."""
         parts = PartsRead(read.buffers, self._part_bytes)
         reads = self._reads_replica and not from_master
         names = self._names(read.key)
         return parts, [self._get(name, target, reads=reads) for name, target in zip(names, parts.targets, strict=False)]
 
     def delete(self, key: BlockKey) -> list[Command]:
-        """Return the commands that remove a block, ``parts_max`` of them; the first says whether it was there."""
+        """Return the ``parts_max`` commands that remove a block; the reply to the first shows whether it existed."""
         return [Command(name, [encode_command(b"UNLINK", name)], int) for name in self._names(key)]
 
     def renew(self, key: BlockKey) -> list[Command]:
         return [Command(name, [encode_command(b"EXPIRE", name, self._ttl)], int) for name in self._names(key)]
 
     def writer_lock(self, key: BlockKey) -> asyncio.Lock:
-        """Return the lock that a writer of a block in parts holds; it lives as long as somebody has it."""
+        """Return the lock for writers of a block in parts; it exists while held or awaited."""
         return self._locks.setdefault(key, asyncio.Lock())
 
     def _names(self, key: BlockKey) -> list[bytes]:

@@ -20,13 +20,13 @@ _SCHEMES: Final = ("redis", "rediss", "unix")
 
 
 class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Blocks as values of a Redis or Valkey server, a cluster, or a pair watched by Sentinel.
+    """Blocks as values of a Redis or Valkey server, a cluster, or a pair managed by Sentinel.
 
-    docs/redis.md describes each option; comments below give the reasons of the defaults. A user name and password in
-    ``url`` are taken out, and kept as ``username`` and ``password``.
+    docs/redis.md describes each option; comments below give the reasons for the defaults. A user name and password in
+    ``url`` are moved to ``username`` and ``password``.
 
     Raises:
-        ConfigError: A value is out of range, or values don't go together.
+        ConfigError: A value is out of range, or values conflict.
     """
 
     aliases: ClassVar[dict[str, str]] = {"user": "username", "endpoint": "url"}
@@ -45,21 +45,22 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
     tls_key: Path | None = None
     tls_check_hostname: bool = True
     prefix: str = "kv:"
-    # A prompt that nobody repeated for a day is not worth the memory of a server.
+    # A prompt not repeated within a day is not worth server memory.
     ttl: Seconds = Seconds(86400)
-    # One connection does not keep a server busy while we verify; more than four win nothing against a server of one
-    # thread, and every engine brings its own.
+    # With one connection the server would idle while the client verifies. More than four gain nothing with a
+    # single-threaded server, and every engine has its own.
     connections: int = 4
-    # The next answers are on their way while one is taken in; deeper pipelines only make a cancellation cost more.
+    # Keeps responses in flight while one is processed; deeper pipelines only make a cancellation more expensive.
     pipeline_depth: int = 4
     # Two parts of a large block.
     connection_inflight: ByteSize = ByteSize(8 * _MIB)
-    # A server in the same building answers in milliseconds.
+    # A server in the same data center responds in milliseconds.
     connect_timeout: Seconds = Seconds(1)
-    # Longer than a fork of the server or a fsync holds it up, shorter than recomputing what was asked for.
+    # Longer than the pauses of a forking or syncing server, shorter than recomputing the blocks.
     timeout: Seconds = Seconds(1)
     read_from: Literal["master", "replica"] = "master"
-    # A network's hiccup must not cost what the cache saves: lookups are one round trip of a few hundred microseconds.
+    # Lookups take one round trip of a few hundred microseconds; a network problem must not cost as much as the cache
+    # saves.
     lookup_timeout: Seconds = Seconds("500ms")
     load_timeout: Seconds = Seconds(2)
     store_timeout: Seconds = Seconds(10)
@@ -80,7 +81,7 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
         for address in self.sentinels:
             host, _, port = address.rpartition(":")
             is_port = re.fullmatch(r"\d{1,5}", port, re.ASCII) is not None and 0 < int(port) < 65536
-            # With a password in it, it would be shown wherever the configuration is.
+            # Refused with '@': a password in the address would appear wherever the configuration is shown.
             shown = "(not shown)" if "@" in address else address
             check_field(bool(host) and is_port and "@" not in address, "sentinels", shown, "a list of 'host:port'")
         if self.sentinels and self.mode == "cluster":
@@ -92,8 +93,8 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
         return self.url.startswith("rediss:")
 
     def _split_url(self) -> None:
-        """Take name and password out of the url, so that it can be shown."""
-        # Never shown whole, nor chained: it may hold the password.
+        """Move name and password out of the url, so that messages can show it."""
+        # Messages never contain the full url or a chained exception, which may hold the password.
         try:
             parts = urlsplit(self.url)
             user, password, _ = parts.username, parts.password, parts.port
@@ -102,7 +103,7 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
         check_field(parts.scheme in _SCHEMES, "url", f"{parts.scheme}:…", "redis://, rediss:// or unix://")
         query_ok = re.fullmatch(r"(db=\d{1,5})?", parts.query) is not None
         check_field(query_ok, "url", "…?(not shown)", "no option behind '?' but 'db=…'")
-        # What follows may be the rest of a password.
+        # Text after the host may be the rest of a password.
         place_ok = bool(not parts.netloc.rpartition("@")[2] and parts.path.strip("/"))
         if parts.scheme != "unix":
             place_ok = re.fullmatch(r"(/\d{0,5})?", parts.path) is not None

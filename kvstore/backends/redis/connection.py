@@ -1,11 +1,11 @@
-"""One connection: requests go out in order, each answer is bound to its request. After a failure it stays closed."""
+"""One connection: requests are sent in order, and each response belongs to its request. Failures close it for good."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 from kvstore.backends.duplex import Duplex
 from kvstore.backends.redis.config import RedisConfig
@@ -29,7 +29,7 @@ from kvstore.backends.redis.resp import (
 )
 from kvstore.backends.stream import Stream
 
-__all__ = ["Answer", "Connection", "Pending", "Request", "Want", "ask"]
+__all__ = ["Answer", "Connection", "Pending", "Request", "Want", "ask", "give_up"]
 
 Answer: TypeAlias = "Reply | RedisError"
 Want: TypeAlias = "Target | type[int] | type[str] | None"
@@ -38,16 +38,16 @@ _ASKING: Final = encode_command(b"ASKING")
 
 
 class Request:
-    """A command on its way. Ends once in each :class:`Pending`: with its answer, or with an error for one.
+    """A command in flight. It ends once per :class:`Pending`, with a reply or an error as its answer.
 
     Attributes:
-        frames: The command as bytes, values as they are: not copied, and not touched any more once it has ended.
-        want: Where the value in the answer goes, or the type of the answer, or None if anything will do.
-        size_bytes: Length of the value, either way; 0 without one.
-        asking: Whether it follows an ASK, and so goes behind an ASKING of its own.
-        pending: Counts it as missing until it has ended; None then.
-        sends: How often it was sent, last on ``connection``.
-        sent_at: Bytes that the connection has sent when it is sent.
+        frames: The encoded command; values are not copied, and not touched after the request has ended.
+        want: Target of the value in the reply, or type of the reply; None for any reply.
+        size_bytes: Length of the value sent or received; 0 without a value.
+        asking: Whether it follows an ASK redirect, so an ASKING command must precede it.
+        pending: The :class:`Pending` that waits for it; None after its end.
+        sends: Number of times it was sent, last on ``connection``.
+        sent_at: Value of the connection's sent bytes at which the request is completely sent.
     """
 
     answer: Answer = None
@@ -63,7 +63,7 @@ class Request:
         self.size_bytes = size_bytes
 
     def finish(self, answer: Answer) -> None:
-        """End it; a second end is ignored."""
+        """End the request; further calls are ignored."""
         pending, self.pending, self.connection = self.pending, None, None
         if pending is not None:
             self.answer = answer
@@ -71,13 +71,9 @@ class Request:
             if not pending.missing and not pending.done.done():
                 pending.done.set_result(None)
 
-    def abandon(self) -> None:
-        """End it without an answer: its caller is gone. Close its connection, too, if it has one."""
-        self.pending = self.connection = None
-
 
 class Pending:
-    """Requests that one caller waits for: ``missing`` have not ended, and ``done`` ends with the last of them."""
+    """Requests that one caller awaits: ``missing`` of them have not ended; ``done`` completes with the last one."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.missing = len(requests)
@@ -87,21 +83,21 @@ class Pending:
 
 
 class Connection(Duplex):
-    """Moves the requests given to it over one stream.
+    """Sends requests and receives their replies over one stream.
 
-    It ends by :meth:`close`, called from outside or by itself when anything is wrong: then it touches no buffer any
-    more, and hands back the requests that are not answered.
+    The owner closes it with :meth:`close`; after any error it closes itself. A closed connection touches no buffers,
+    and passes its unanswered requests to ``on_closed``.
 
     Args:
-        stream: Connected.
-        config: Of the backend.
-        on_room: Called when an answer has come.
-        on_closed: Called once, with the requests that are not answered and the failure that they share; None if none of
-            them is to blame, and they may be sent again elsewhere.
+        stream: A connected stream.
+        config: Configuration of the backend.
+        on_room: Called after replies have arrived.
+        on_closed: Called once, with the unanswered requests and their common failure; None if they may be sent again on
+            another connection.
 
     Attributes:
-        inflight_bytes: Bytes of values under way.
-        answered: Requests that were answered; its owner sets it to 0 when it has logged in.
+        inflight_bytes: Bytes of values in flight.
+        answered: Number of answered requests; the owner resets it to 0 after the login.
     """
 
     def __init__(
@@ -117,7 +113,7 @@ class Connection(Duplex):
         self._on_closed = on_closed
         self._reader = ReplyReader()
         self._requests: deque[Request] = deque()
-        # Bytes that were ever taken for sending.
+        # Bytes submitted for sending since the start.
         self._taken = 0
         self._flushing: asyncio.Handle | None = None
         self._answered_at = 0.0
@@ -127,13 +123,13 @@ class Connection(Duplex):
 
     @property
     def outstanding(self) -> int:
-        """Requests that are not answered yet."""
+        """Number of unanswered requests."""
         return len(self._requests)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Take requests, either all with values or all without, behind those that are under way.
+        """Append requests, either all with values or all without.
 
-        They are sent in the next turn of the loop, with all others submitted until then.
+        They are sent in the next iteration of the loop, together with all others submitted until then.
         """
         if requests[0].asking:
             requests = [Request([_ASKING], str), *requests]
@@ -142,7 +138,7 @@ class Connection(Duplex):
             self._watch()
         has_values = requests[-1].size_bytes > 0
         if not has_values:
-            # Sent, and so answered, together: they have the time of one answer.
+            # Sent and answered together, so they share the time limit of one reply.
             joined = b"".join([frame for request in requests for frame in request.frames])
             self.unsent.append(joined)
             self._taken += len(joined)
@@ -159,14 +155,8 @@ class Connection(Duplex):
         if self._flushing is None and not self._writing:
             self._flushing = self._loop.call_soon(self._flush)
 
-    def cancel(self, requests: Sequence[Request]) -> None:
-        """Give up requests, and with them the connection."""
-        for request in requests:
-            request.abandon()
-        self.close()
-
     def close(self, error: RedisError | None = None) -> None:
-        """Close at once; from now on no buffer is touched."""
+        """Close immediately; no buffer is touched afterwards."""
         if self.closed:
             return
         for handle in (self._timer, self._flushing):
@@ -193,7 +183,7 @@ class Connection(Duplex):
         return not self.closed
 
     def _take(self, count: int) -> None:
-        """Hand out the replies that are complete, and close if there is anything wrong with them."""
+        """Deliver complete replies; close on a protocol error."""
         failure: ProtocolError | None = None
         try:
             replies: Sequence[Reply] = self._reader.advance(count)
@@ -211,7 +201,7 @@ class Connection(Duplex):
             self._on_room()
 
     def _hand_out(self, reply: Reply) -> bool:
-        """End the request that a reply is for; return whether the connection lives on."""
+        """End the oldest request with its reply; return whether the connection stays open."""
         request = self._requests[0]
         if type(reply) is not request.want and not _fits(reply, request.want):
             self.close(ProtocolBrokenError("an answer of the wrong type came. Is this a Redis or Valkey server?"))
@@ -221,8 +211,8 @@ class Connection(Duplex):
         self.answered += 1
         answer = refusal(reply) if isinstance(reply, ErrorReply) else reply
         if request.size_bytes and request.sent_at > self.sent_bytes:
-            # Answered before all of it was sent: a refusal stands, anything else proves nothing. The rest must not be
-            # sent any more, as the buffers are another block's from now on; so nothing else can be, either.
+            # Answered before it was completely sent: an error is valid, any other reply is not. The rest must not be
+            # sent, because the buffers may now belong to another block, so the connection is unusable.
             lie = ProtocolBrokenError("an answer came before its command was sent. Is this a Redis or Valkey server?")
             self._end_with(request, answer if isinstance(answer, RedisError) else lie)
             return False
@@ -232,7 +222,7 @@ class Connection(Duplex):
         return True
 
     def _end_with(self, request: Request, error: RedisError) -> None:
-        """Close because of one request; the others did nothing wrong."""
+        """Close because of one request; the others are sent again."""
         self.close()
         request.finish(error)
 
@@ -241,14 +231,14 @@ class Connection(Duplex):
         failure: RedisError = ConnectionLostError(f"the connection broke: {reason}. Try again.")
         if isinstance(error, ValueError):
             failure = RedisError("a buffer was released while its call ran")
-        # Without its traceback, whose frames would keep the buffers alive.
+        # The frames of a traceback would keep the buffers alive.
         failure.__cause__ = error.with_traceback(None)
         self.close(failure)
 
     _unsendable = _broken
 
     def _watch(self) -> None:
-        """Watch the time of the next answer; one timer per connection, moved on when it fires."""
+        """Start the timer for the next reply. Each connection has one timer, which is rescheduled when it fires."""
         if self._timer is None:
             self._timer = self._loop.call_later(self._config.timeout, self._on_timer)
 
@@ -264,31 +254,33 @@ class Connection(Duplex):
         self.close(AnswerLateError(f"no answer within {allowed_s:.3g} s. The server hangs, or the network is slow."))
 
 
-class _Asked(Protocol):
-    """A connection or a node."""
+def give_up(requests: Sequence[Request]) -> None:
+    """End requests without an answer, and close the connections on which any of them is outstanding."""
+    connections = {request.connection for request in requests if request.connection is not None}
+    for request in requests:
+        # Cleared first, because closing would send the request again on another connection.
+        request.pending = request.connection = None
+    for connection in connections:
+        connection.close()
 
-    def submit(self, requests: Sequence[Request]) -> None: ...
 
-    def cancel(self, requests: Sequence[Request]) -> None: ...
-
-
-async def ask(asked: _Asked, *command: bytes) -> Reply:
-    """Return the answer to one short command that is about no block. RedisError if none or an error came."""
+async def ask(submit: Callable[[Sequence[Request]], None], *command: bytes) -> Reply:
+    """Return the reply to one short command that concerns no block. RedisError without a reply, or for an error."""
     request = Request([encode_command(*command)], None)
     pending = Pending([request])
     try:
-        asked.submit([request])
+        submit([request])
         await pending.done
     finally:
         if pending.missing:
-            asked.cancel([request])
+            give_up([request])
     if isinstance(request.answer, RedisError):
         raise request.answer
     return request.answer
 
 
 def _fits(reply: Reply, want: Want) -> bool:
-    """Whether a reply is of the kind that its command has."""
+    """Return whether a reply has a type that the request allows."""
     if reply is None or want is None or isinstance(reply, ErrorReply):
         return True
     return isinstance(reply, Filled) if isinstance(want, Target) else type(reply) is want

@@ -1,7 +1,7 @@
-"""Control plane, by redis-py: URLs, Sentinel's answers, the map of a cluster.
+"""Control plane with redis-py: URLs, Sentinel queries, the slot map of a cluster.
 
-The one module that imports redis-py. Values never pass through here. Causes are not chained: redis-py quotes servers,
-and servers quote arguments, so passwords.
+The only module that imports redis-py. Values never pass through it. Exceptions that quote the server are not chained,
+because servers quote arguments, including passwords.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ __all__ = [
 ]
 
 SLOTS: Final = 16384
-"""Slots of a cluster."""
+"""Number of slots in a cluster."""
 
 _ANSWER_BYTES_MAX: Final = 1 << 20
-"""Most bytes that a conversation brings; the map of a cluster of a thousand nodes has some hundred thousand."""
+"""Maximum bytes received per connection; the slot map of a cluster of a thousand nodes has a few hundred thousand."""
 
 _has_driver_info = "driver_info" in inspect.signature(Redis.__init__).parameters
 _QUIET: Final = dict.fromkeys(("driver_info",) if _has_driver_info else ("lib_name", "lib_version"))
-"""Keeps redis-py from naming itself to the server, which a narrow ACL forbids. Newer releases have one name for it."""
+"""Options that stop redis-py from sending its name, which a narrow ACL forbids. Newer releases use one option."""
 
 
 class Shard(NamedTuple):
-    """A run of a cluster's slots, both ends included, and the nodes that serve it."""
+    """A range of a cluster's slots, both ends included, and the nodes that serve it."""
 
     first: int
     last: int
@@ -59,7 +59,7 @@ class Shard(NamedTuple):
 
 
 def endpoint_of(config: RedisConfig) -> tuple[Endpoint, int]:
-    """Return where a configuration's url points to, and the number of the database; else ConfigError."""
+    """Return the endpoint and the database number of a configuration's url; else raise ConfigError."""
     try:
         found: dict[str, Any] = dict(parse_url(config.url))  # type: ignore[no-untyped-call]
     except ValueError as error:
@@ -71,13 +71,13 @@ def endpoint_of(config: RedisConfig) -> tuple[Endpoint, int]:
 
 
 def sentinel_endpoints(config: RedisConfig) -> list[Endpoint]:
-    """Return where the Sentinels listen."""
+    """Return the endpoints of the Sentinels."""
     places = [address.rpartition(":") for address in config.sentinels]
     return [Endpoint(host.strip("[]"), int(port)) for host, _, port in places]
 
 
 async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint, ...]]:
-    """Ask the Sentinels for the master and its replicas that are up. RedisError if none answers or knows the master."""
+    """Query the Sentinels for the master and its replicas. RedisError if none responds with a master."""
     addresses = [(endpoint.host, endpoint.port) for endpoint in sentinel_endpoints(config)]
     password = config.sentinel_password.reveal() if config.sentinel_password else None
     options = _options(config) | {"username": config.sentinel_username or None, "password": password, "db": 0}
@@ -87,7 +87,7 @@ async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint,
             master = await sentinel.discover_master(config.sentinel_master)
             found = await sentinel.discover_slaves(config.sentinel_master) if config.read_from == "replica" else []
         return _endpoint(master), tuple(_endpoint(address) for address in found)
-    # The last four are what redis-py makes of answers that are none.
+    # redis-py raises the last four for malformed responses.
     except (ClientError, OSError, TimeoutError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise NodeDownError(
             f"no Sentinel names a master {config.sentinel_master!r} ({type(error).__name__}). Are they up, and is "
@@ -96,7 +96,7 @@ async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint,
 
 
 def client_of(endpoint: Endpoint, config: RedisConfig, database: int = 0) -> Redis:
-    """Return a client of one node, for a :func:`conversation`."""
+    """Return a client for one node, to be used in a :func:`conversation`."""
     password = config.password.reveal() if config.password else None
     options = _options(config) | {"username": config.username or None, "password": password, "db": database}
     if endpoint.path:
@@ -109,13 +109,13 @@ def client_of(endpoint: Endpoint, config: RedisConfig, database: int = 0) -> Red
 async def conversation(
     clients: Sequence[Redis], timeout_s: float, bytes_max: int = _ANSWER_BYTES_MAX
 ) -> AsyncIterator[None]:
-    """Bound the time and the answers of a conversation, and close its clients at the end."""
+    """Bound the duration and the response bytes of a conversation, and close its clients at the end."""
     for client in clients:
         pool = client.connection_pool
         bases = (_Bounded, pool.connection_class)
         pool.connection_class = type("BoundedConnection", bases, {"_bytes_max": bytes_max})
     try:
-        # redis-py limits each step only.
+        # redis-py only limits single steps.
         async with asyncio.timeout(timeout_s):
             yield
     finally:
@@ -124,7 +124,7 @@ async def conversation(
 
 
 async def shards(endpoint: Endpoint, config: RedisConfig) -> list[Shard]:
-    """Ask one node for the map of its cluster. RedisError if it does not answer with one."""
+    """Query one node for the slot map of its cluster. RedisError without a valid response."""
     client = client_of(endpoint, config)
     try:
         async with conversation([client], 2 * config.connect_timeout):
@@ -137,7 +137,7 @@ async def shards(endpoint: Endpoint, config: RedisConfig) -> list[Shard]:
 
 
 def read_shards(answer: object, asked: Endpoint) -> list[Shard]:
-    """Read the answer to CLUSTER SLOTS, else RedisError; a node without a name is the one that was asked."""
+    """Parse the response to CLUSTER SLOTS, else raise RedisError; an empty host means the responding node's host."""
     found, slots_left = [], SLOTS
     try:
         for first, last, *nodes in answer:  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ def read_shards(answer: object, asked: Endpoint) -> list[Shard]:
                 raise ValueError("slots out of range")
             slots_left -= last - first + 1
             if slots_left < 0:
-                # Slots named again and again would make filling the table of slots take seconds.
+                # With many repeated slots, filling the slot table would take seconds.
                 raise ValueError("slots named twice")
             master, *replicas = [_endpoint(node, asked) for node in nodes]
             found.append(Shard(first, last, master, tuple(replicas)))
@@ -155,10 +155,10 @@ def read_shards(answer: object, asked: Endpoint) -> list[Shard]:
 
 
 def _endpoint(address: Any, asked: Endpoint | None = None) -> Endpoint:
-    """Read an address, which begins with host and port; one without a name is that of the node that was asked."""
+    """Parse an address that begins with host and port; an empty host means the host of ``asked``."""
     host, port = address[0], address[1]
     name = host.decode() if isinstance(host, bytes) else host
-    # "?" stands for a node whose name is not known yet.
+    # "?" means a host name that is not known yet.
     if asked is not None and name in (None, "", "?"):
         name = asked.host
     if not isinstance(name, str) or not isinstance(port, int) or not 0 < port < 65536:
@@ -167,7 +167,7 @@ def _endpoint(address: Any, asked: Endpoint | None = None) -> Endpoint:
 
 
 class _BoundedReader:
-    """What redis-py reads a server's answers from, and not without end: it would keep in memory whatever comes."""
+    """Stream reader for redis-py with a bound on the total bytes: redis-py itself would buffer any amount."""
 
     def __init__(self, reader: asyncio.StreamReader, bytes_max: int = _ANSWER_BYTES_MAX) -> None:
         self._reader = reader
@@ -195,7 +195,7 @@ class _BoundedReader:
 
 
 class _Bounded:
-    """Mixed into a connection of redis-py, of whatever kind."""
+    """Mixin for all connection classes of redis-py."""
 
     _reader: Any
     _bytes_max: int
@@ -206,19 +206,19 @@ class _Bounded:
 
 
 async def _close(client: Redis) -> None:
-    """Close a client to the end, also when cancelled meanwhile: redis-py would leave its connections open."""
+    """Close a client completely, even if cancelled: redis-py would leave its connections open."""
     closing = asyncio.ensure_future(client.aclose())
     try:
         await asyncio.shield(closing)
     except asyncio.CancelledError:
-        # Takes a time-out of a connection at most.
+        # Takes at most one connection timeout.
         await asyncio.wait({closing})
         closing.cancelled() or closing.exception()
         raise
 
 
 def _options(config: RedisConfig) -> dict[str, Any]:
-    """Return what all clients share: short time-outs, no retries of their own, RESP2, as narrow ACLs allow."""
+    """Return the options of all clients: short timeouts, no retries, RESP2, and no commands that narrow ACLs forbid."""
     options: dict[str, Any] = {
         "socket_timeout": float(config.connect_timeout),
         "socket_connect_timeout": float(config.connect_timeout),

@@ -1,6 +1,6 @@
-"""Commands and their answers: sent to the node that serves the key, redirected, and where it helps sent once more.
+"""Commands and their answers: routing to the node of the key, redirects and retries.
 
-The one place that tries again: connections, redis-py and the layers above make one attempt each.
+Only this module retries: connections, redis-py and the layers above make one attempt each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.backends.redis.connection import Answer, Pending, Request, Want
+from kvstore.backends.redis.connection import Answer, Pending, Request, Want, give_up
 from kvstore.backends.redis.failures import (
     ConnectionLostError,
     NodeDownError,
@@ -28,37 +28,37 @@ from kvstore.runtime.limits import RetryBudget
 __all__ = ["Command", "Exchange"]
 
 _ROUNDS_MAX: Final = 5
-"""Times that a command is sent at most: a slot on the move costs two redirects, a broken connection one more."""
+"""Maximum sends of a command: a migrating slot costs two redirects, a broken connection one more."""
 
 _LATER_PAUSE_S: Final = 0.02
-"""Pause before a command is sent again because its slot is on the move; a step of that takes milliseconds."""
+"""Pause before a retry during the migration of a slot; a step of the migration takes milliseconds."""
 
 _BUDGET_MAX: Final = 20.0
 _BUDGET_SHARE: Final = 0.1
-"""Tries beyond the first are at most a tenth of all commands, after an initial allowance: a failing server is not
-burdened with twice the load."""
+"""Retries are at most a tenth of all commands after an initial allowance, so they do not double a failing server's
+load."""
 
 _REDIRECTS_MAX: Final = 64.0
-"""The same for redirects, with an allowance for a batch of blocks whose slots have moved. One that led to an answer is
-given back, so that only those which lead nowhere, or in circles, are bounded."""
+"""The same for redirects, with an allowance for a batch of blocks with moved slots. Successful redirects are returned
+to the budget, so it bounds only useless and circular ones."""
 
 _NODE_REFUSES: Final = frozenset({"LOADING", "MASTERDOWN", "CLUSTERDOWN", "NOPERM", "NOAUTH", "DENIED", "MISCONF"})
-"""Errors that a node has for all commands alike, or for most of them."""
+"""Errors that a node returns for all or most commands."""
 
 _STALE: Final = frozenset({"CLUSTERDOWN", "READONLY", "MASTERDOWN", "LOADING"})
-"""Errors of a node that is not, or no longer, the one to ask: the map of nodes is asked for, for commands to come."""
+"""Errors of a node that may no longer serve the key: the map of nodes is refreshed for later commands."""
 
 _PLAIN: Final = frozenset({int, str, Filled, type(None)})
-"""Types of good answers to the commands of the backend."""
+"""Reply types meaning success."""
 
 
 class Command(Request):
-    """A request about one key as the server knows it, which decides which node is asked.
+    """A request about one key, which determines the node.
 
     Attributes:
         reads: Whether a replica may answer it.
-        node: The node to ask, or that was asked; None: the one that serves the key.
-        redirects: How many were followed.
+        node: Node of the last or next send; None for the node that serves the key.
+        redirects: Number of redirects followed.
     """
 
     node: Node | None = None
@@ -73,7 +73,7 @@ class Command(Request):
 
 
 class Exchange:
-    """Sends commands and collects their answers; see the module."""
+    """Sends commands and collects their answers; see the module's docstring."""
 
     def __init__(self, topology: Topology, counters: Counter[str]) -> None:
         self._topology = topology
@@ -82,9 +82,9 @@ class Exchange:
         self._redirect_budget = RetryBudget(_REDIRECTS_MAX, _BUDGET_SHARE)
 
     async def run(self, commands: Sequence[Command]) -> list[Answer]:
-        """Return the answer to each command; a failure is an answer too.
+        """Return the answer to each command; failures are returned as answers, too.
 
-        However it ends, also by cancellation, no buffer of a command is touched afterwards.
+        No buffer of a command is touched after this call has ended, even by cancellation.
         """
         self._budget.earn(len(commands))
         self._redirect_budget.earn(len(commands))
@@ -117,16 +117,15 @@ class Exchange:
             await pending.done
         finally:
             if pending.missing:
-                for node, group in by_node.items():
-                    node.cancel(group)
+                give_up(commands)
 
     def _again(self, commands: Sequence[Command]) -> tuple[list[Command], float]:
-        """Return which commands to send once more, and the pause before."""
+        """Return the commands to send again, and the pause before that in seconds."""
         again: list[Command] = []
         pause_s = 0.0
         for command in commands:
             answer, asked = command.answer, command.node
-            # What nearly all are: good answers of a master.
+            # The usual case: a successful reply from a master.
             if type(answer) in _PLAIN and asked is not None and not asked.is_replica:
                 asked.note_answer()
                 if command.redirects:
@@ -138,7 +137,7 @@ class Exchange:
         return again, pause_s
 
     def _goes_again(self, command: Command, answer: Answer, asked: Node | None) -> bool:
-        """Decide whether a command is sent once more, and to which node."""
+        """Decide whether a command is sent again, and to which node."""
         command.asking = False
         from_replica = asked is not None and asked.is_replica
         if isinstance(answer, ServerRefusedError) and asked is not None:
@@ -150,11 +149,11 @@ class Exchange:
                 self._topology.note_trouble()
             may_help = answer.code == "TRYAGAIN" or (answer.code in _STALE and from_replica)
         elif isinstance(answer, RedisError):
-            # A connection that broke may be all there is to it. A node that can't be had is not waited for: its
-            # successor is looked for in the background. If a replica fails in any way, the master is asked.
+            # After a broken connection, a new one may succeed. Commands do not wait for an unreachable node, whose
+            # successor is searched in the background. After any failure of a replica, the master is tried.
             may_help = from_replica or isinstance(answer, ConnectionLostError)
         elif from_replica and not answer:
-            # What a replica lacks, be it the value or, of EXISTS, the key.
+            # A miss on a replica, which may lag behind its master.
             command.node, command.reads = None, False
             return True
         else:
@@ -166,7 +165,7 @@ class Exchange:
         return True
 
     def _is_redirected(self, command: Command, moved: ServerRefusedError, asked: Node) -> bool:
-        """Follow a redirect, if it leads anywhere."""
+        """Follow a redirect; return whether the command is sent again."""
         if not self._redirect_budget.spend():
             command.answer = SkippedError("more redirects than a tenth of all commands")
             return False

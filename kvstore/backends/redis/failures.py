@@ -1,4 +1,4 @@
-"""Failures of the Redis backend: what the server or the connection did, and what follows from it."""
+"""Failures of the Redis backend and their outcomes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RedisError(BackendUnavailableError):
     """Base of the failures of this backend."""
 
     outcome: Outcome = Outcome.IO_ERROR
-    """What becomes of a block by it."""
+    """Outcome of a block with this failure."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, backend="redis")
@@ -35,29 +35,29 @@ class RedisError(BackendUnavailableError):
 
 
 class ConnectionLostError(RedisError):
-    """The connection broke while an answer was outstanding; another one may do."""
+    """The connection broke while a response was outstanding; a retry on another connection may succeed."""
 
 
 class NodeDownError(RedisError):
-    """No connection to the node can be had at present."""
+    """The node is unreachable at present."""
 
 
 class SkippedError(NodeDownError):
-    """One node of several is down, and was not asked; the others go on."""
+    """One node of several is down or refuses, so the command was not sent; the other nodes continue."""
 
 
 class AnswerLateError(RedisError):
-    """An answer did not come in time; its connection is closed."""
+    """A response was late; its connection is closed."""
 
     outcome = Outcome.TIMEOUT
 
 
 class ProtocolBrokenError(RedisError):
-    """The server sent something else than an answer to what was asked; its connection is closed."""
+    """The server sent an invalid or unexpected response; its connection is closed."""
 
 
 class ValueTooLongError(RedisError):
-    """The value is longer than the buffers; nothing of it was received."""
+    """The value is longer than its buffers; none of it was received."""
 
     outcome = Outcome.CORRUPT
 
@@ -66,8 +66,8 @@ class ServerRefusedError(RedisError):
     """The server answered with an error.
 
     Attributes:
-        code: Its first word.
-        moved_to: Of MOVED and ASK, host and port of the node to ask; an empty host is the one that answered.
+        code: First word of the error.
+        moved_to: For MOVED and ASK, host and port of the new node; an empty host means the responding node's host.
         is_unknown_command: Whether the server has no such command.
     """
 
@@ -105,13 +105,13 @@ _NO_ADVICE: Final = "See the server's log."
 
 
 def refusal(reply: ErrorReply) -> ServerRefusedError:
-    """Return what an error reply means. Its text goes no further: servers echo arguments, and so secrets."""
+    """Return the exception for an error reply, without its text: servers echo arguments, which may be secrets."""
     code = reply.code if re.fullmatch(r"[A-Z]{2,20}", reply.code) else "ERR"
     match = _REDIRECT.match(reply.message) if code in ("MOVED", "ASK") else None
     return ServerRefusedError(
         f"the server answered {code}. {_ADVICE.get(code, _NO_ADVICE)}",
         code,
         moved_to=(match[1].strip("[]"), int(match[2])) if match and 0 < int(match[2]) < 65536 else None,
-        # An ERR may also be that there are too many clients already.
+        # ERR alone may also mean that the server has too many clients.
         is_unknown_command=code == "ERR" and reply.message.lower().startswith("unknown command"),
     )

@@ -1,4 +1,4 @@
-"""Holdings of a redis tier: the values under its prefix, found by SCAN on every master, read without renewing them."""
+"""Holdings of a redis tier: the values under its prefix, listed by SCAN on every master and read without renewal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, NoReturn
 import msgspec
 
 from kvstore.backends.base import Backend
-from kvstore.backends.holdings import Holdings, Litter, ReadResult
+from kvstore.backends.holdings import Holdings, ReadResult, StaleItem
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.connection import Answer
 from kvstore.backends.redis.exchange import Command, Exchange
@@ -37,23 +37,23 @@ from kvstore.types import KEY_BYTES_MAX, BlockInfo, BlockKey, NamespaceInfo, Out
 __all__ = ["RedisHoldings", "Values"]
 
 _NAMESPACES_MAX: Final = 1 << 16
-"""Most namespaces; a fleet has as many as models with their settings."""
+"""Maximum number of namespaces; a fleet has one per combination of model and settings."""
 
 _GRACE_S: Final = 300.0
-"""Age from which an incomplete block is litter. A store in progress has no first part either, but takes seconds."""
+"""Age from which an incomplete block is stale. A store in progress has no first part either, but takes seconds."""
 
 _UNKNOWN: Final = "0" * 32
-"""Second half of a namespace's digest while no record header gives it: names have the first half only."""
+"""Placeholder for the second half of a namespace's digest: names have only the first half, record headers have both."""
 
 _SCAN_COUNT: Final = 256
-"""Keys examined per SCAN: blocks the server for some hundred microseconds. With names of the greatest length the answer
-still fits a connection's limit."""
+"""Keys examined per SCAN, which blocks the server for a few hundred microseconds. With names of maximum length, the
+reply still fits a connection's limit."""
 
 _SEEN_MAX: Final = 1 << 20
 """Names remembered (about 150 MB), as SCAN may return one twice; beyond that, duplicates are possible."""
 
 _TIMEOUT_S: Final = 10.0
-"""Least timeout of a request: no engine waits for it, and the server may be busy."""
+"""Minimum timeout of a request: no engine waits for it, and the server may be busy."""
 
 _TRIES: Final = 3
 """Attempts per SCAN: a connection may break, and the cursor survives that."""
@@ -64,11 +64,11 @@ _IDLE_UNIT_S: Final = 1.0
 """Servers count idle time in whole seconds."""
 
 _GONE: Final = -2
-"""Answer to PTTL where there is no such key."""
+"""Reply to PTTL for a missing key."""
 
 
 class _Name(NamedTuple):
-    """The name of a value: ``block`` is without the part's number, ``digits`` are the first 32 of the namespace.
+    """Name of a value: ``block`` excludes the part's number; ``digits`` are the first 32 of the namespace.
 
     ``part`` is None for a record in one value.
     """
@@ -89,10 +89,10 @@ class _Name(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A value as its server describes it.
+    """Metadata of a value, from its server.
 
-    ``head`` has the part header, if it is a part, and the record header, if the record begins here. ``age_s`` is the
-    time since it was written or used; None if the server does not know.
+    ``head`` contains the part header of a part, and the record header if the record begins in this value. ``age_s`` is
+    the time since the last write or use; None if the server does not report it.
     """
 
     name: _Name
@@ -102,37 +102,33 @@ class _Value(NamedTuple):
 
 
 class Values:
-    """Sends commands to the servers, only about names that the backend gives. A failure raises RedisError."""
+    """Sends commands to the servers, only for keys of the backend's form. A failure raises RedisError."""
 
     def __init__(self, config: RedisConfig) -> None:
-        # One connection per server, as CLIENT NO-TOUCH applies to a connection.
+        # One connection per server, because CLIENT NO-TOUCH applies per connection.
         patience = Seconds(max(float(config.timeout), _TIMEOUT_S))
         self._config = msgspec.structs.replace(config, connections=1, timeout=patience, read_from="master")
         self._counters: Counter[str] = Counter()
-        self._topology: Topology | None = None
-        self._exchange: Exchange | None = None
+        self._topology = Topology(self._config, self._counters)
+        self._exchange = Exchange(self._topology, self._counters)
         self._touch_disabled_on = 0
         self._is_idle_kept = False
 
     async def open(self) -> None:
         """Connect; ConfigError if the configuration can't be used."""
-        topology = Topology(self._config, self._counters)
-        await topology.open()
-        self._topology, self._exchange = topology, Exchange(topology, self._counters)
+        await self._topology.open()
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
-        topology, self._topology = self._topology, None
-        if topology is not None:
-            await topology.close()
+        await self._topology.close()
 
     async def pages(self, namespace: str = "") -> AsyncGenerator[list[_Name], None]:
         """Yield the names of the tier's values, or of one namespace's, page by page."""
         prefix = self._config.prefix.encode()
-        # A prefix has no characters with a meaning in patterns.
+        # A valid prefix contains no special characters of patterns.
         pattern = prefix + (f"{namespace[:32]}:".encode() if namespace else b"") + b"*"
         seen: set[bytes] = set()
-        for node in [node for node in self._nodes() if not node.is_replica]:
+        for node in [node for node in self._topology.nodes if not node.is_replica]:
             cursor = b"0"
             while True:
                 cursor, keys = await self._scan(node, cursor, pattern)
@@ -145,9 +141,9 @@ class Values:
                     break
 
     async def describe(self, names: Sequence[_Name]) -> list[_Value]:
-        """Describe some values; those that are gone are left out."""
+        """Return the metadata of values; missing values are omitted."""
         await self._disable_touch()
-        # Idle time first: before Redis 7.2 the commands after it reset it.
+        # Idle time before STRLEN and GETRANGE: before Redis 7.2, they reset it.
         asked = [
             question
             for name in names
@@ -166,49 +162,44 @@ class Values:
         return found
 
     async def part_heads(self, names: Sequence[bytes]) -> list[bytes]:
-        """Return the headers of some parts, as they are; empty where there is nothing."""
+        """Return the undecoded headers of parts; empty for missing parts."""
         answers = await self._ask([(b"GETRANGE", name, b"0", b"%d" % (PART_HEADER_BYTES - 1)) for name in names])
         return [answer if isinstance(answer, bytes) else b"" for answer in answers]
 
     async def exist(self, names: Sequence[bytes]) -> list[bool]:
-        """Return which of some values there are."""
+        """Return which values exist."""
         return [answer == 1 for answer in await self._ask([(b"EXISTS", name) for name in names])]
 
     async def unlink(self, names: Sequence[bytes]) -> int:
-        """Remove values; return how many of them there were."""
+        """Remove values; return how many existed."""
         answers = await self._ask([(b"UNLINK", name) for name in names])
         return sum(answer for answer in answers if isinstance(answer, int))
 
     async def read(self, wanted: Sequence[tuple[bytes, Target]]) -> list[Answer]:
-        """Read values into their targets; a value longer than its target, or a failure, is an error in its place."""
+        """Read values into their targets; the answer for a failure or a value longer than its target is an error."""
         await self._disable_touch()
         commands = [
             Command(name, [encode_command(b"GET", name)], target, target.capacity_bytes) for name, target in wanted
         ]
-        answers = await self._run(commands)
+        answers = await self._exchange.run(commands)
         for answer in answers:
             if isinstance(answer, ServerRefusedError) and answer.code == "NOPERM":
                 self._refuse("GET", answer)
         return answers
 
     async def _ask(self, questions: Sequence[tuple[bytes, ...]], optional: bytes = b"") -> list[Answer]:
-        """Run commands on names and return the answers. Every command but ``optional`` has to succeed."""
+        """Run commands on names and return the answers. Every command except ``optional`` must succeed."""
         commands = [
             Command(words[2] if words[0] == b"OBJECT" else words[1], [encode_command(*words)], None)
             for words in questions
         ]
-        answers = await self._run(commands)
+        answers = await self._exchange.run(commands)
         for words, answer in zip(questions, answers, strict=True):
-            # A value of another type under one of our names is not ours.
+            # A value of another type belongs to another program.
             is_foreign = isinstance(answer, ServerRefusedError) and answer.code == "WRONGTYPE"
             if isinstance(answer, RedisError) and words[0] != optional and not is_foreign:
                 self._refuse(words[0].decode(), answer)
         return answers
-
-    async def _run(self, commands: Sequence[Command]) -> list[Answer]:
-        if self._exchange is None:
-            raise RedisError("not connected")
-        return await self._exchange.run(commands) if commands else []
 
     async def _scan(self, node: Node, cursor: bytes, pattern: bytes) -> tuple[bytes, list[bytes]]:
         options = (b"MATCH", pattern, b"COUNT", b"%d" % _SCAN_COUNT, b"TYPE", b"string")
@@ -229,11 +220,11 @@ class Values:
         raise RedisError(f"{node.endpoint}: invalid answer to SCAN. Is this a Redis or Valkey server?")
 
     async def _disable_touch(self) -> None:
-        """Keep reads from changing what servers evict."""
+        """Prevent reads from changing the eviction order of servers."""
         if self._touch_disabled_on != self._counters["connections_opened"]:
             self._touch_disabled_on = self._counters["connections_opened"]
             refused = 0
-            for node in self._nodes():
+            for node in self._topology.nodes:
                 try:
                     await node.ask(b"CLIENT", b"NO-TOUCH", b"ON")
                 except RedisError:
@@ -241,11 +232,8 @@ class Values:
                     refused += not node.is_replica
             self._is_idle_kept = not refused
 
-    def _nodes(self) -> Sequence[Node]:
-        return self._topology.nodes if self._topology is not None else ()
-
     def _age_s(self, name: _Name, ttl_ms: int, idle: Answer) -> float | None:
-        """Return how long a value was unused: by its time to live, which use renews, or by its idle time."""
+        """Return the time since a value's last use, from its time to live (which uses renew) or its idle time."""
         # Servers that evict by frequency have no idle time.
         idle_s = float(idle) if isinstance(idle, int) else None
         if not self._config.ttl or ttl_ms < 0:
@@ -260,7 +248,7 @@ class Values:
         return min(age_s, idle_s + _IDLE_UNIT_S)
 
     def _refuse(self, command: str, error: RedisError) -> NoReturn:
-        """Raise a failure; if rights are missing, name them."""
+        """Raise the failure; for missing rights, name the command."""
         if not isinstance(error, ServerRefusedError) or error.code != "NOPERM":
             raise error
         raise RedisError(
@@ -270,7 +258,7 @@ class Values:
 
 
 def _read(key: bytes, prefix: bytes) -> _Name | None:
-    """Parse a name; None if it is not one of the backend's."""
+    """Parse a name; None if it does not have the backend's form."""
     match = _NAME.fullmatch(key, len(prefix)) if key.startswith(prefix) else None
     if match is None:
         return None
@@ -292,29 +280,8 @@ class _Place(NamedTuple):
 
     @property
     def names(self) -> list[bytes]:
-        """Names of its values, first the one whose presence is the block's."""
+        """Names of its values; the presence of the first is the presence of the block."""
         return [part_key(self.name, number) for number in range(self.parts)] or [self.name]
-
-
-class _Sighting:
-    """A namespace as its blocks seen so far show it."""
-
-    def __init__(self, hexadecimal: str) -> None:
-        self.hex = hexadecimal
-        self.used_at = 0.0
-        self.is_ours = False
-        self.is_sure = False
-
-    def note(self, value: _Value) -> None:
-        """Add a block: its record header has the whole digest, of which its name has half."""
-        self.used_at = max(self.used_at, _used_at(value))
-        if self.is_sure:
-            return
-        head = _record_head(value)
-        self.is_ours = self.is_ours or head.startswith(MAGIC)
-        digits = _namespace_of(head)
-        if digits.startswith(value.name.digits):
-            self.hex, self.is_sure = digits, True
 
 
 class RedisHoldings(Holdings):
@@ -326,7 +293,7 @@ class RedisHoldings(Holdings):
             raise ConfigError(f"A redis tier is configured by a RedisConfig. Got {type(config).__name__}.")
         self._prefix = config.prefix
         self._values = Values(config)
-        self._litter_heads: dict[str, bytes] = {}
+        self._stale_heads: dict[str, bytes] = {}
 
     async def open(self) -> None:
         """See :meth:`Holdings.open`."""
@@ -337,23 +304,30 @@ class RedisHoldings(Holdings):
         await self._values.close()
 
     async def namespaces(self) -> list[NamespaceInfo]:
-        """See :meth:`Holdings.namespaces`. Last use is that of the block used last."""
-        found: dict[str, _Sighting] = {}
+        """See :meth:`Holdings.namespaces`. The last use is that of the most recently used block."""
+        found: dict[str, NamespaceInfo] = {}
         async with aclosing(self._values.pages()) as pages:
             async for names in pages:
                 for value in await self._values.describe([name for name in names if name.is_block]):
-                    digits = value.name.digits
+                    digits, head = value.name.digits, _record_head(value)
+                    if not head.startswith(MAGIC):
+                        # The name matches by chance.
+                        continue
                     if digits not in found and len(found) >= _NAMESPACES_MAX:
                         raise RedisError(
                             f"more than {_NAMESPACES_MAX} namespaces seem to exist under {self._prefix!r}. If another "
                             "program uses this prefix, give each its own."
                         )
-                    found.setdefault(digits, _Sighting(digits + _UNKNOWN)).note(value)
-        # Without a single record header, only the names look like ours.
-        return [NamespaceInfo(seen.hex, used_at=seen.used_at) for seen in found.values() if seen.is_ours]
+                    known = found.get(digits, NamespaceInfo(digits + _UNKNOWN, used_at=0.0))
+                    digest = known.hex
+                    # The record header has the full digest, the name only half of it.
+                    if digest.endswith(_UNKNOWN) and _namespace_of(head).startswith(digits):
+                        digest = _namespace_of(head)
+                    found[digits] = NamespaceInfo(digest, used_at=max(known.used_at, _used_at(value)))
+        return list(found.values())
 
     async def scan(self, namespace: NamespaceInfo) -> AsyncGenerator[Sequence[BlockInfo], None]:
-        """See :meth:`Holdings.scan`. Parts written by a later release are skipped: they cannot be judged here."""
+        """See :meth:`Holdings.scan`. Parts written by a later release are skipped, because their format is unknown."""
         async with aclosing(self._values.pages(namespace.hex)) as pages:
             async for names in pages:
                 values = await self._values.describe([name for name in names if name.is_block])
@@ -373,7 +347,7 @@ class RedisHoldings(Holdings):
         too_long = RecordError("The value is longer than any record in one value.", RecordFault.LENGTH)
         results = [too_long if is_absurd else next(found) for is_absurd in absurd]
         if namespace.hex.endswith(_UNKNOWN):
-            # A valid record here was stored after the namespaces were listed; the next listing has its whole digest.
+            # A valid record was stored after the listing of namespaces; the next listing has its full digest.
             digits = namespace.hex[: len(_UNKNOWN)]
             return [
                 None if isinstance(each, memoryview) and _namespace_of(each[:HEADER_BYTES]).startswith(digits) else each
@@ -386,7 +360,7 @@ class RedisHoldings(Holdings):
         count = 0
         for start in range(0, len(blocks), _SCAN_COUNT):
             names = [block.place.names for block in blocks[start : start + _SCAN_COUNT]]
-            # The first part first: without it there is no block.
+            # The first parts first: without its first part, a block does not exist.
             count += await self._values.unlink([first for first, *_ in names])
             await self._values.unlink([name for _, *others in names for name in others])
         return count
@@ -400,10 +374,10 @@ class RedisHoldings(Holdings):
                 await self._values.unlink([name.full for name in names if not name.is_block])
         return count
 
-    async def litter(self) -> list[Litter]:
-        """See :meth:`Holdings.litter`: parts of blocks that have been incomplete for some minutes."""
-        found: dict[str, Litter] = {}
-        self._litter_heads.clear()
+    async def stale_items(self) -> list[StaleItem]:
+        """See :meth:`Holdings.stale_items`: parts of blocks that have been incomplete for some minutes."""
+        found: dict[str, StaleItem] = {}
+        self._stale_heads.clear()
         async with aclosing(self._values.pages()) as pages:
             async for names in pages:
                 values = await self._values.describe([name for name in names if name.part is not None])
@@ -411,18 +385,18 @@ class RedisHoldings(Holdings):
                 old = [each for each in values if each.age_s is not None and time.time() - _used_at(each) >= _GRACE_S]
                 for value, why in [*await self._stray(old), *await self._torn(old)]:
                     name = value.name.full.decode()
-                    found.setdefault(name, Litter(name, why, value.size_bytes))
-                    self._litter_heads[name] = value.head[:PART_HEADER_BYTES]
+                    found.setdefault(name, StaleItem(name, why, value.size_bytes))
+                    self._stale_heads[name] = value.head[:PART_HEADER_BYTES]
         return list(found.values())
 
-    async def sweep(self, litter: Sequence[Litter]) -> int:
-        """See :meth:`Holdings.sweep`. A part that was written again since it was found stays."""
+    async def sweep(self, stale: Sequence[StaleItem]) -> int:
+        """See :meth:`Holdings.sweep`. Parts rewritten since their listing stay."""
         count = 0
-        for start in range(0, len(litter), _SCAN_COUNT):
-            names = [piece.name.encode() for piece in litter[start : start + _SCAN_COUNT]]
+        for start in range(0, len(stale), _SCAN_COUNT):
+            names = [piece.name.encode() for piece in stale[start : start + _SCAN_COUNT]]
             heads = await self._values.part_heads(names)
             same = [
-                name for name, head in zip(names, heads, strict=True) if self._litter_heads.get(name.decode()) == head
+                name for name, head in zip(names, heads, strict=True) if self._stale_heads.get(name.decode()) == head
             ]
             count += await self._values.unlink(same)
         return count
@@ -441,7 +415,7 @@ class RedisHoldings(Holdings):
         return found
 
     async def _torn(self, values: Sequence[_Value]) -> list[tuple[_Value, str]]:
-        """Return all parts of blocks that lack a later part: a server evicts parts one by one."""
+        """Return all parts of blocks that lack a later part, because servers evict single parts."""
         firsts = [(value, header.parts) for value in values if (header := _first_header(value)) is not None]
         wanted = [part_key(value.name.block, number) for value, count in firsts for number in range(1, count)]
         there = iter(await self._values.exist(wanted))
@@ -465,10 +439,10 @@ class _Reading:
         self.wanted = list(zip(block.place.names, targets, strict=True))
 
     def result(self, answers: Sequence[Answer]) -> memoryview | RedisError | None:
-        """Return the record; None if it is gone, the failure if it could not be read."""
+        """Return the record, None if it is gone, or the failure."""
         replies: list[Reply] = []
         for answer in answers:
-            # A longer value than was found is another write.
+            # A value longer than the listed one is from another write.
             if isinstance(answer, ValueTooLongError):
                 answer = None
             if isinstance(answer, RedisError):
@@ -488,7 +462,7 @@ def _block_of(value: _Value) -> BlockInfo:
 
 
 def _first_header(value: _Value) -> PartHeader | None:
-    """Return the header of a first part; None for any other value, or a damaged one."""
+    """Return the header of a first part; None for other or damaged values."""
     header = read_part_header(value.head) if value.name.part == 0 else None
     is_sound = header is not None and not header.number and header.record_bytes <= RedisHoldings.record_bytes_max
     return header if is_sound else None
@@ -508,7 +482,7 @@ def _namespace_of(head: bytes | memoryview) -> str:
 
 
 def _used_at(value: _Value) -> float:
-    """Return the last use, or the time of writing if that is unknown; now if neither is known."""
+    """Return the time of the last use, or of the write if that is unknown; the current time if both are unknown."""
     now = time.time()
     try:
         # The clock of another machine may be fast.

@@ -1,4 +1,4 @@
-"""One server: its connections, the requests that wait for one, and whether it is worth asking at all."""
+"""One server: its connections, the requests waiting for one, and its health."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ logger = logging.getLogger("kvstore.backends.redis")
 
 _PAUSE_S_MIN: Final = 0.05
 _PAUSE_S_MAX: Final = 3.0
-"""Pause between tries to connect: a restarted server is noticed soon, and a dead one costs next to nothing."""
+"""Pause between connection attempts: short enough to notice a restarted server soon, long enough to cost little."""
 
 _QUEUE_MAX: Final = 65536
-"""Requests that wait; the tier's limit of bytes under way is reached long before."""
+"""Maximum waiting requests; the tier's limit of bytes in flight is reached long before."""
 
 _TOGETHER_MAX: Final = 1024
-"""Requests without values that share one round trip."""
+"""Maximum requests without values in one round trip."""
 
 _TOGETHER_BYTES: Final = 1 << 20
-"""Values that share a send: a system call and a turn of the loop cost as much as copying 100 KiB."""
+"""Maximum bytes of values in one send: a system call and a loop iteration cost as much as copying 100 KiB."""
 
 _REFUSALS_MAX: Final = 3
 _REFUSED_S: Final = 0.25
 _REFUSED_S_MAX: Final = 2.0
-"""Errors in a row after which a node of several is left alone, and for how long before one command tries it again: a
-server reads a gigabyte of its data in a few seconds, and rights are given back in as long."""
+"""Consecutive errors after which a node of several is skipped, and the pause before one command tries it again. A
+server loads a gigabyte of data in a few seconds, and an operator restores rights within seconds."""
 
 _SENDS_MAX: Final = 8
-"""How often a request is sent, where somebody else's cancellation closes its connection each time."""
+"""Maximum sends of a request whose connections are closed by the cancellation of other requests."""
 
 
 class Node:
     """Spreads requests over a few connections to one server.
 
-    A request goes to the connection with the least under way, if that has room; otherwise it waits, in order. While a
-    node can't be reached requests fail at once, and it is tried again in the background, at intervals that grow, with
-    jitter. ``on_trouble`` is called when a connection broke or could not be had, as another node may have taken over.
+    A request goes to the connection with the fewest bytes in flight that has room; otherwise it waits in order. While a
+    node is unreachable, requests fail immediately, and the node reconnects in the background at growing intervals with
+    jitter. ``on_trouble`` is called when a connection broke or failed, as another node may have taken over.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Node:
         self._opening: set[asyncio.Task[None]] = set()
         self._coming_back: asyncio.Task[None] | None = None
         self._queue: deque[Request] = deque()
-        # Failures to connect in a row, and connections in a row that were dropped without an answer.
+        # Consecutive failures to connect, and consecutive connections lost without an answer.
         self._failures = 0
         self._barren = 0
         self._last_error: RedisError = NodeDownError("not connected yet")
-        # A trial ends with its answer, and without a report where it is cancelled or its connection breaks.
+        # A trial reports its answer, but nothing if it is cancelled or its connection breaks.
         trial_s = config.connect_timeout + config.timeout
         self._refusals = Breaker(_REFUSALS_MAX, _REFUSED_S, _REFUSED_S_MAX, trial_s)
         self._closed = False
@@ -96,61 +96,61 @@ class Node:
 
     @property
     def down(self) -> bool:
-        """Whether requests fail at once now."""
+        """Whether requests currently fail immediately."""
         return self._closed or (self._is_pausing and not self._connections)
 
     @property
     def _is_pausing(self) -> bool:
-        """Whether it is left alone for a while; a connection that was made meanwhile ends that if it is of any use."""
+        """Whether the node pauses between connection attempts; ends with a connection that answers requests."""
         return self._failures > 0 or (self._barren > 1 and self._coming_back is not None)
 
     @property
     def is_well(self) -> bool:
-        """Whether it can be reached and has answered, lately, with something else than errors."""
+        """Whether the node is reachable and has not returned too many consecutive errors."""
         return not self.down and self._refusals.closed
 
     def admits(self) -> bool:
-        """Whether it is worth asking; lets one caller through now and then where it answers with errors."""
+        """Return whether to send a request; a node that returns errors only gets one trial request per pause."""
         if self.down:
             return False
         return self._refusals.closed or self._refusals.admit_trial(self._loop.time())
 
     def note_answer(self) -> None:
-        """Note an answer that is no error."""
+        """Record a successful answer."""
         if self._refusals.failures:
             self._refusals.record_success()
 
     def note_refusal(self) -> None:
-        """Note an error that speaks of the node and not of the key."""
+        """Record an error that concerns the node instead of one key."""
         self._refusals.record_failure(self._loop.time())
 
     @property
     def connection_count(self) -> int:
-        """Connections that are open."""
+        """Number of open connections."""
         return len(self._connections)
 
     @property
     def waiting_count(self) -> int:
-        """Requests that wait for room."""
+        """Number of requests waiting for room."""
         return len(self._queue)
 
     async def connect(self) -> None:
-        """Open a connection, unless there is one. RedisError if that fails."""
+        """Open a connection unless one is open. RedisError on failure."""
         if not self._connections:
             await self._open_one()
 
     async def ask(self, *command: bytes) -> Reply:
-        """Return the answer to one short command that is about no block. RedisError if none or an error came."""
-        # Each step has a bound of its own; this one is for all of them together.
+        """Return the reply to one short command that concerns no block. RedisError without a reply, or for an error."""
+        # Each step has its own timeout; this one bounds their sum.
         allowed_s = 2 * (self._config.connect_timeout + self._config.timeout)
         try:
             async with asyncio.timeout(allowed_s):
-                return await ask(self, *command)
+                return await ask(self.submit, *command)
         except TimeoutError:
             raise AnswerLateError(f"{self.endpoint}: no answer within {allowed_s:.3g} s") from None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Take requests; each ends in its own time, perhaps at once."""
+        """Accept requests. Each ends later, or immediately with a failure."""
         reason = ""
         if self.down:
             reason = self._last_error.bare.removeprefix(f"{self.endpoint}: ")
@@ -163,17 +163,8 @@ class Node:
         self._queue.extend(requests)
         self._pump()
 
-    def cancel(self, requests: Sequence[Request]) -> None:
-        """Give up requests at once: connections on which an answer is outstanding are closed, never used again."""
-        connections = {request.connection for request in requests if request.connection is not None}
-        for request in requests:
-            # Ended first, so that closing the connection does not send it again; then its buffers are free.
-            request.abandon()
-        for connection in connections:
-            connection.close()
-
     async def close(self) -> None:
-        """Close all connections; requests that wait fail. Idempotent."""
+        """Close all connections; waiting requests fail. Idempotent."""
         self._closed = True
         tasks = [*self._opening, *([self._coming_back] if self._coming_back else [])]
         for task in tasks:
@@ -186,7 +177,7 @@ class Node:
         self._fail_queue()
 
     def _pump(self) -> None:
-        """Hand waiting requests to connections that have room, and open connections while there is too little."""
+        """Submit waiting requests to connections with room, and open further connections while all are busy."""
         queue = self._queue
         while queue:
             request = queue[0]
@@ -202,7 +193,7 @@ class Node:
         self._grow()
 
     def _together(self, queue: deque[Request], connection: Connection) -> list[Request]:
-        """Take the first request from the queue, and those behind it that can share its send."""
+        """Take the first request from the queue, and the following ones that can share its send."""
         first = queue.popleft()
         together, has_value = [first], first.size_bytes > 0
         count_max = self._config.pipeline_depth - connection.outstanding if has_value else _TOGETHER_MAX
@@ -217,11 +208,11 @@ class Node:
         return together
 
     def _roomiest(self, size_bytes: int) -> Connection | None:
-        """Return the connection with the least under way, if it can take so many bytes more."""
+        """Return the connection with the fewest bytes in flight and room for ``size_bytes`` more; None without room."""
         best: Connection | None = None
         bytes_max = self._config.connection_inflight - size_bytes
         for connection in self._connections:
-            # Also for more than it may take: that travels alone.
+            # An idle connection also accepts a request above the limit, alone.
             if not connection.outstanding:
                 return connection
             if connection.outstanding < self._config.pipeline_depth and connection.inflight_bytes <= bytes_max:
@@ -229,7 +220,7 @@ class Node:
         return best
 
     def _grow(self) -> None:
-        """Open connections while all are busy, unless the node is being tried again anyway."""
+        """Open connections while all are busy, unless the node pauses between attempts."""
         room = self._config.connections - len(self._connections) - len(self._opening)
         if room <= 0 or self._closed or self._is_pausing:
             return
@@ -237,17 +228,17 @@ class Node:
         for _ in range(min(len(self._queue) + is_busy, room)):
             task = self._loop.create_task(self._open_in_background())
             self._opening.add(task)
-            # One that was cancelled before it began does not say so itself.
+            # A task cancelled before its start does not reach its own cleanup.
             task.add_done_callback(self._opening.discard)
 
     async def _open_in_background(self) -> None:
         try:
             await self._open_one()
         except RedisError:
-            # Its reason was noted, and given to the requests that failed for it.
+            # Recorded by _open_one, and reported by the failed requests.
             return
         finally:
-            # Before the next look at what is missing, which would still count it.
+            # Before _pump, which counts connections being opened.
             self._opening.discard(asyncio.current_task())
         self._pump()
 
@@ -268,7 +259,7 @@ class Node:
         self._connections.append(connection)
 
     async def _connected(self) -> Connection:
-        """Return a connection that is logged in."""
+        """Connect and log in."""
         try:
             async with asyncio.timeout(self._config.connect_timeout):
                 stream = await open_stream(self.endpoint, self._context)
@@ -276,12 +267,12 @@ class Node:
                 try:
                     await self._log_in(connection)
                     if connection.closed:
-                        # Between its last answer and here, with no request waiting.
+                        # The server closed it after the last answer of the login.
                         raise ConnectionLostError("the server closed the connection at once after the login")
                 except BaseException:
                     connection.close()
                     raise
-        # ValueError and OverflowError: a server named a host or port that no socket takes.
+        # ValueError and OverflowError: a server reported a host or port that sockets reject.
         except (OSError, ValueError, OverflowError, RedisError) as error:
             raise _explained(error, self.endpoint, self._config) from error
         return connection
@@ -293,20 +284,21 @@ class Node:
         auth = [b"AUTH", config.username.encode() or b"default", password] if password else []
         hello: Reply = None
         try:
-            # The name is for the server's list of clients.
-            hello = await ask(connection, b"HELLO", b"2", *auth, b"SETNAME", b"kvstore")
+            # SETNAME is for the server's client list.
+            hello = await ask(connection.submit, b"HELLO", b"2", *auth, b"SETNAME", b"kvstore")
         except ServerRefusedError as refused:
             if not refused.is_unknown_command and refused.code not in ("NOPERM", "NOPROTO"):
                 raise
             if password:
-                await ask(connection, b"AUTH", *([config.username.encode()] if config.username else []), password)
+                user = [config.username.encode()] if config.username else []
+                await ask(connection.submit, b"AUTH", *user, password)
         if self._database:
-            await ask(connection, b"SELECT", b"%d" % self._database)
+            await ask(connection.submit, b"SELECT", b"%d" % self._database)
         if self.is_replica:
             try:
-                await ask(connection, b"READONLY")
+                await ask(connection.submit, b"READONLY")
             except ServerRefusedError as refused:
-                # Replicas outside of a cluster answer without it.
+                # Replicas outside of a cluster serve reads without READONLY.
                 if refused.code != "ERR":
                     raise
         words = hello if isinstance(hello, list) else []
@@ -321,7 +313,7 @@ class Node:
             self._pump()
 
     def _note_failure(self, error: RedisError) -> None:
-        """Fail what waits if there is no connection left, and begin to try again."""
+        """Start to reconnect, and fail the waiting requests if no connection is left."""
         self._failures += 1
         self._last_error = error
         if self._coming_back is None and not self._closed:
@@ -334,9 +326,9 @@ class Node:
         try:
             while self._failures:
                 pause_s = min(_PAUSE_S_MAX, _PAUSE_S_MIN * 2 ** min(self._failures - 1 + self._barren, 20))
-                # Jitter, so that engines which lost a server together do not come back together.
+                # Jitter, so that engines that lost a server simultaneously do not reconnect simultaneously.
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                # Its reason was noted, and the pause grows with it.
+                # Recorded by _open_one; the pause grows with each failure.
                 with contextlib.suppress(RedisError):
                     await self._open_one()
         finally:
@@ -354,7 +346,7 @@ class Node:
         if was_used and requests and error is not None:
             self._note_lost(connection, error)
         for request in reversed(requests):
-            # A connection that broke by itself is the retry layer's business; one that a cancellation closed is not.
+            # The exchange retries after a broken connection; after a cancellation, the requests are queued again here.
             if error is not None:
                 request.finish(error)
             elif request.sends >= _SENDS_MAX:
@@ -371,10 +363,10 @@ class Node:
         self._barren += not connection.answered
         is_late = isinstance(error, AnswerLateError)
         if is_late:
-            # No idle connection is trusted either, so that a server which hangs costs one deadline.
+            # Also close idle connections, so that a hanging server costs only one deadline.
             for idle in [one for one in self._connections if not one.outstanding]:
                 idle.close()
-        # Lost once without an answer, that may be a server that was started again; then it lets us in and does nothing.
+        # One loss without an answer may be a restart; after two, the server accepts and then closes connections.
         if is_late or self._barren > 1:
             self._note_failure(error if is_late else _explained(error, self.endpoint, self._config))
         self._on_trouble()
@@ -386,12 +378,12 @@ class Node:
 
 
 def check_secure(endpoint: Endpoint, config: RedisConfig) -> None:
-    """Refuse an endpoint that the configuration does not let us talk to; see :func:`check_encrypted`."""
+    """Refuse an endpoint that the configuration does not permit; see :func:`check_encrypted`."""
     check_encrypted(endpoint, is_encrypted=config.tls, insecure=config.insecure, scheme="rediss")
 
 
 def _explained(error: Exception, endpoint: Endpoint, config: RedisConfig) -> RedisError:
-    """Return why a node can't be used; never the text of the server, which may echo a password."""
+    """Return the reason why a node can't be used, without the server's text, which may echo a password."""
     match error:
         case ServerRefusedError():
             return ServerRefusedError(f"{endpoint}: {error.bare}", error.code)
@@ -404,7 +396,7 @@ def _explained(error: Exception, endpoint: Endpoint, config: RedisConfig) -> Red
         case ssl.SSLError():
             return NodeDownError(f"{endpoint}: TLS failed ({error.reason}). Does it speak TLS on this port?")
     number = getattr(error, "errno", None) or 0
-    # The text of asyncio's errors names the address once more, and not the reason. Of an unknown name there is no other
-    # text; its number is below zero.
+    # The text of asyncio's errors repeats the address instead of the reason. Unknown host names have negative numbers,
+    # and only strerror describes them.
     reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or type(error).__name__
     return NodeDownError(f"{endpoint}: {reason}. Is the server up, and the address right?")

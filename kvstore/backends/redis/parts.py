@@ -1,9 +1,9 @@
-"""Parts: a long record as several values, and how a reader knows that they belong together.
+"""Parts: long records stored as several values.
 
-Where records may be longer than ``PART_BYTES``, each lies on the server in parts, every one a value of its own under
-``<key>:<number>``: 32 bytes that tell which part of which write it is, then its piece of the record. The first part is
-written last, so that its presence is the block's. Parts of two writes never mix: a token, random per write, has to be
-the same in all.
+If records may be longer than ``PART_BYTES``, each record is stored in parts. A part is a value under
+``<key>:<number>``: a header of 32 bytes, then a piece of the record. The first part is written last, and its presence
+is the presence of the block. All parts of a write have the same random token, so readers detect parts of different
+writes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 PART_BYTES: Final = 4 << 20
-"""Longest piece of a record in one value. A server of one thread serves nobody else while it copies a value, and what
-is longer leaves the caches of the processor. Part of the format: all engines have to cut alike."""
+"""Longest piece of a record in one value. A single-threaded server blocks other clients while it copies a value, and
+longer values exceed the processor's caches. Part of the format: all engines must use the same length."""
 
 _HEADER: Final = struct.Struct("<4sHHQ16s")
 _MAGIC: Final = b"kvp1"
@@ -52,7 +52,7 @@ def part_key(key: bytes, number: int) -> bytes:
 
 
 class PartHeader(NamedTuple):
-    """Precedes a piece of a record; ``token`` identifies the write."""
+    """Header of a part; ``token`` identifies the write."""
 
     number: int
     parts: int
@@ -61,7 +61,7 @@ class PartHeader(NamedTuple):
 
 
 def read_part_header(data: bytes | bytearray, part_bytes: int = PART_BYTES) -> PartHeader | None:
-    """Read the header of a part, which ``data`` begins with; None if it is none."""
+    """Read the part header at the start of ``data``; None if it is invalid."""
     if len(data) < _HEADER.size:
         return None
     magic, *fields = _HEADER.unpack_from(data)
@@ -71,12 +71,12 @@ def read_part_header(data: bytes | bytearray, part_bytes: int = PART_BYTES) -> P
 
 
 def is_of_another_version(data: bytes) -> bool:
-    """Return whether a part's header, which ``data`` begins with, is of a format that came after this one."""
+    """Return whether ``data`` begins with a part header of another version of the format."""
     return data.startswith(_MAGIC[:3]) and not data.startswith(_MAGIC)
 
 
 def in_parts(buffers: Sequence[memoryview], part_bytes: int = PART_BYTES) -> list[list[bytes | memoryview]]:
-    """Cut a record for the server; return the buffers of each part's value."""
+    """Split a record into parts; return the buffers of each part's value."""
     size = sum(buffer.nbytes for buffer in buffers)
     count, token = part_count(size, part_bytes), secrets.token_bytes(16)
     return [
@@ -97,7 +97,7 @@ class PartsFound(NamedTuple):
 
 
 class PartsRead:
-    """``targets`` for the parts of one record, all fetched at once, and the decision whether they make one."""
+    """``targets`` for all parts of one record, and the check that the parts belong together."""
 
     def __init__(self, buffers: Sequence[memoryview], part_bytes: int = PART_BYTES) -> None:
         self._capacity = sum(buffer.nbytes for buffer in buffers)
@@ -110,7 +110,7 @@ class PartsRead:
         ]
 
     def decide(self, replies: Sequence[Reply]) -> PartsFound:
-        """Return what the answers (None or ``Filled``, one per target) make."""
+        """Return the result of the replies (None or ``Filled``, one per target)."""
         first = replies[0]
         if not isinstance(first, Filled):
             return PartsFound(Outcome.MISS)

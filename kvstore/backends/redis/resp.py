@@ -1,10 +1,10 @@
-"""RESP 2: the wire protocol of Redis and Valkey. Bytes in, replies out; nothing here does I/O.
+"""RESP 2, the wire protocol of Redis and Valkey: encoding of commands and parsing of replies, without I/O.
 
-Version 2 and no other: every server and proxy speaks it, and no command used here has an answer that only version 3 can
-express. It knows no pushes, so an answer without a question is an error that ends the connection.
+Only version 2: every server and proxy supports it, and no command used here needs version 3. It has no push messages,
+so an unrequested reply is an error that ends the connection.
 
-The reader hands out the memory that the next bytes are received into. While a value is under way that memory is the
-caller's own (a slot), so that a value is written once, by the kernel. Format: https://redis.io/docs/latest/develop/reference/protocol-spec/.
+The reader provides the memory for the next bytes. During a value, that memory is the caller's target (a slot), so the
+kernel writes the value directly. Format: https://redis.io/docs/latest/develop/reference/protocol-spec/.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from kvstore.backends.vectored import cut, drop_front
+from kvstore.backends.vectored import cut, drop_front, scatter
 
 __all__ = [
     "ErrorReply",
@@ -28,19 +28,19 @@ __all__ = [
 ]
 
 SCRATCH_BYTES: Final = 65536
-"""Received at once where no value is expected: some thousand short replies."""
+"""Size of a receive when no value is expected: several thousand short replies."""
 
 AHEAD_BYTES: Final = 320
-"""Received at once where a value is next: its length line, the 256 bytes of a record's header, and little of its
-payload, as these bytes are copied into the slot."""
+"""Size of a receive before a value: its length line, the 256 bytes of a record header, and little of the payload,
+because these bytes are copied into the slot."""
 
 LINE_BYTES_MAX: Final = 4096
 BULK_BYTES_MAX: Final = 32768
 REPLY_BYTES_MAX: Final = 262144
 ELEMENTS_MAX: Final = 4096
 DEPTH_MAX: Final = 8
-"""Bounds of a reply that goes to no target: a line, a string, all bytes, all elements, levels of arrays. The answers to
-HELLO and SCAN are far below."""
+"""Bounds of a reply without a target: bytes of a line, bytes of a string, total bytes, total elements, and nesting of
+arrays. Replies to HELLO and SCAN are far below."""
 
 _CRLF: Final = b"\r\n"
 _SHORT_STARTS: Final = b":+"
@@ -50,7 +50,7 @@ _INTEGER_DIGITS_MAX: Final = 20
 
 
 class ProtocolError(Exception):
-    """The bytes are no RESP 2, or unasked for; the connection is of no use any more. ``replies`` came before it."""
+    """The bytes are not RESP 2, or unrequested; the connection must be closed. ``replies`` preceded the error."""
 
     replies: Sequence[Reply] = ()
 
@@ -60,14 +60,14 @@ class ReplyTooLongError(ProtocolError):
 
 
 class ErrorReply(NamedTuple):
-    """The server refused: ``code`` is the first word (``MOVED``, ``OOM``), ``message`` the rest."""
+    """An error from the server: ``code`` is the first word (``MOVED``, ``OOM``), ``message`` the rest."""
 
     code: str
     message: str
 
 
 class Filled(int):
-    """A value lies in its target, whole: this many bytes."""
+    """Length in bytes of a value received completely into its target."""
 
 
 Reply: TypeAlias = "int | bytes | str | ErrorReply | Filled | list[Reply] | None"
@@ -75,7 +75,7 @@ Reply: TypeAlias = "int | bytes | str | ErrorReply | Filled | list[Reply] | None
 
 
 class Target:
-    """Where a value goes: writable buffers, filled one after the other."""
+    """Destination of a value: writable buffers, filled in order."""
 
     __slots__ = ("buffers", "capacity_bytes")
 
@@ -85,20 +85,20 @@ class Target:
 
 
 def encode_command(*args: bytes) -> bytes:
-    """Return a command as bytes."""
+    """Return the encoding of a command."""
     return b"*%d\r\n" % len(args) + encode_arguments(*args)
 
 
 def encode_arguments(*args: bytes) -> bytes:
-    """Return a part of a command as bytes."""
+    """Return the encoding of some arguments of a command."""
     return b"".join([b"$%d\r\n%b\r\n" % (len(arg), arg) for arg in args])
 
 
 class ReplyReader:
-    """Reads replies as they come, in any pieces.
+    """Incremental parser of replies.
 
-    Call :meth:`expect` for each command sent, receive into :meth:`buffers`, and tell :meth:`advance` how much came.
-    Memory is bounded by constants of this module, whatever the server sends. After an error it must not be used on.
+    Call :meth:`expect` for each command sent, receive into :meth:`buffers`, and pass the count to :meth:`advance`.
+    Constants of this module bound its memory for any input. After an error it is unusable.
     """
 
     def __init__(self) -> None:
@@ -107,11 +107,11 @@ class ReplyReader:
         self._start = 0
         self._end = 0
         self._expected: deque[Target | type | None] = deque()
-        # Arrays that are not complete: how many elements are missing, and those that are there.
+        # Incomplete arrays: the total number of elements, and the elements received.
         self._stack: list[tuple[int, list[Reply]]] = []
         self._elements = 0
         self._bytes = 0
-        # A string under way: its length, how much is missing and where that goes; and its memory if it has no target.
+        # The current string: its length, missing bytes and their destination, and its memory if it has no target.
         self._value_bytes: int | None = None
         self._value_missing = 0
         self._value_buffers: list[memoryview] = []
@@ -120,18 +120,18 @@ class ReplyReader:
     def expect(self, wanted: Iterable[Target | type | None] = (None,)) -> None:
         """Announce the next replies: the target for a bulk string, the type of another reply, or None for any.
 
-        Strings and arrays are received only where one may come.
+        Other strings and arrays are protocol errors.
         """
         self._expected.extend(wanted)
 
     def buffers(self) -> list[memoryview]:
-        """Return where the next bytes are to be received, first the first; never empty."""
+        """Return the buffers for the next bytes, in order; never empty."""
         if self._start == self._end:
             self._start = self._end = 0
         if self._value_missing:
             return [*self._value_buffers, self._view[:AHEAD_BYTES]]
         if self._start and SCRATCH_BYTES - self._end < AHEAD_BYTES:
-            # Moves less than one reply, and only when the scratch memory is used up.
+            # Moves less than one reply, and only at the end of the scratch memory.
             self._scratch[: self._end - self._start] = self._scratch[self._start : self._end]
             self._end -= self._start
             self._start = 0
@@ -139,7 +139,7 @@ class ReplyReader:
         return [self._view[self._end : self._end + (AHEAD_BYTES if is_value_next else SCRATCH_BYTES)]]
 
     def advance(self, count: int) -> list[Reply]:
-        """Take ``count`` bytes that were received, and return the replies that are complete now; else ProtocolError."""
+        """Process ``count`` received bytes and return the replies completed by them; else raise ProtocolError."""
         in_value = min(count, self._value_missing)
         if in_value:
             self._fill(in_value)
@@ -155,7 +155,7 @@ class ReplyReader:
         return replies
 
     def _fill(self, count: int) -> None:
-        """Note bytes that lie in the target."""
+        """Account for bytes received into the target."""
         self._value_missing -= count
         if self._value_missing:
             drop_front(self._value_buffers, count)
@@ -163,7 +163,7 @@ class ReplyReader:
             self._value_buffers = []
 
     def _take_short(self, replies: list[Reply]) -> None:
-        """Take a run of ``:0``, ``:1`` and ``+OK`` at once: the answers to a thousand EXISTS, and to every SET."""
+        """Parse a run of ``:0``, ``:1`` and ``+OK`` in one pass: the replies to EXISTS and SET."""
         if self._value_bytes is not None or self._stack:
             return
         if self._start == self._end or self._scratch[self._start] not in _SHORT_STARTS:
@@ -177,7 +177,7 @@ class ReplyReader:
             replies.append(reply)
 
     def _step(self, replies: list[Reply]) -> bool:
-        """Take one thing out of the scratch memory; return whether there may be more."""
+        """Parse one item in the scratch memory; return whether there may be more."""
         if self._value_bytes is not None:
             return self._end_string(self._value_bytes, replies)
         at = self._scratch.find(_CRLF, self._start, self._end)
@@ -224,15 +224,12 @@ class ReplyReader:
             raise ReplyTooLongError(f"a value of {length} bytes came, expected at most {target.capacity_bytes}")
         self._value_bytes = self._value_missing = length
         self._value_buffers = target.buffers[:] if length == target.capacity_bytes else cut(target.buffers, length)
-        # The bytes that came together with the length line: at most ``AHEAD_BYTES`` where a value comes next.
+        # Bytes received together with the length line: at most ``AHEAD_BYTES`` if a value was next.
         have = min(self._end - self._start, length)
-        while have:
-            first = self._value_buffers[0]
-            part = min(have, first.nbytes)
-            first[:part] = self._view[self._start : self._start + part]
-            self._start += part
-            have -= part
-            self._fill(part)
+        if have:
+            scatter(self._view[self._start : self._start + have], self._value_buffers)
+            self._start += have
+            self._fill(have)
 
     def _end_string(self, length: int, replies: list[Reply]) -> bool:
         if self._value_missing or self._end < self._start + 2:
@@ -257,7 +254,7 @@ class ReplyReader:
             self._emit(None if rest == b"-1" else [], replies)
 
     def _emit(self, value: Reply, replies: list[Reply]) -> None:
-        """Take in a value that is complete, and the arrays that are complete with it."""
+        """Process a complete value, and the arrays that it completes."""
         while self._stack:
             count, items = self._stack[-1]
             items.append(value)

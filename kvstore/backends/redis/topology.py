@@ -1,4 +1,4 @@
-"""Which node to ask for a key: one server, the master that Sentinels name, or the nodes of a cluster."""
+"""The node for a key: the one server, the master reported by Sentinels, or a node of a cluster."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import binascii
 import logging
 import random
+import ssl
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -23,17 +24,17 @@ __all__ = ["Topology", "slot_of"]
 logger = logging.getLogger("kvstore.backends.redis")
 
 _REFRESH_PAUSE_S: Final = 0.5
-"""Shortest time between two looks at the map of nodes; a fail-over takes seconds."""
+"""Minimum time between two queries of the nodes; a failover takes seconds."""
 
 _NODES_MAX: Final = 1024
-"""Most nodes of a cluster; it does not work with more."""
+"""Maximum nodes of a cluster; Redis recommends at most about a thousand."""
 
 _WARM_NODES: Final = 32
-"""Nodes to which a connection is made at the start; to others with the first command for them."""
+"""Nodes connected at the start; others are connected by their first command."""
 
 
 def slot_of(key: bytes) -> int:
-    """Return the slot of a key without braces: CRC-16/XMODEM modulo 16384, as the cluster specification has it."""
+    """Return the slot of a key without braces: CRC-16/XMODEM modulo 16384, as specified for Redis Cluster."""
     return binascii.crc_hqx(key, 0) % SLOTS
 
 
@@ -41,38 +42,42 @@ class Topology:
     """The nodes by slot; a server outside of a cluster serves all slots.
 
     Attributes:
-        has_many_nodes: Whether it is a cluster, of which one node may be down while the others are worth asking.
+        has_many_nodes: Whether it is a cluster; other nodes then stay in use while one is down.
     """
 
     def __init__(self, config: RedisConfig, counters: Counter[str]) -> None:
         self.config = config
-        self.has_many_nodes = config.mode == "cluster"
-        self._context = None
-        if config.tls:
-            self._context = client_context(
-                ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
-            )
+        self.has_many_nodes = False
+        self._context: ssl.SSLContext | None = None
         self._counters = counters
         self._nodes: dict[tuple[Endpoint, bool], Node] = {}
         self._masters: list[Node | None] = [None] * SLOTS
         self._replicas: list[Sequence[Node]] = [()] * SLOTS
-        self._configured, self._database = control.endpoint_of(config)
+        self._configured, self._database = Endpoint(), 0
         self._refreshing: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self._closed = False
         self._refreshed_at = float("-inf")
 
     async def open(self) -> None:
-        """Find the nodes and connect; one that is part of a cluster says so at the login.
+        """Find the nodes and connect; the login shows whether a node is part of a cluster. Allowed again after a close.
 
         Raises:
             ConfigError: The configuration can't be used.
-            RedisError: Nothing can be reached, or the server refuses.
+            RedisError: No node is reachable, or the server refuses.
         """
+        config = self.config
+        self._closed = False
+        self.has_many_nodes = config.mode == "cluster"
+        if config.tls:
+            self._context = client_context(
+                ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
+            )
+        self._configured, self._database = control.endpoint_of(config)
         try:
             await self._look()
             await self._connect()
-            if self.config.mode == "auto" and any(node.info.get(b"mode") == "cluster" for node in self.nodes):
+            if config.mode == "auto" and any(node.info.get(b"mode") == "cluster" for node in self.nodes):
                 self.has_many_nodes = True
                 await self._look()
                 await self._connect()
@@ -82,32 +87,37 @@ class Topology:
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
-        # First: what fails now is no reason to look for others, and a redirect leads nowhere any more.
+        # Set first: failures from now on must not start a refresh, and redirects must not create nodes.
         self._closed = True
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.wait([self._refreshing])
         self._keep(())
-        # Not cancelled, as each has connections to close; that waits for nobody.
+        # Awaited instead of cancelled: each task closes connections, which does not wait for a server.
         if self._leaving:
             await asyncio.wait(self._leaving)
 
     @property
     def nodes(self) -> Sequence[Node]:
-        """All nodes known now."""
+        """All known nodes."""
         return list(self._nodes.values())
 
+    @property
+    def has_well_nodes(self) -> bool:
+        """Whether it is a cluster with at least one working node."""
+        return self.has_many_nodes and any(node.is_well for node in self._nodes.values())
+
     def node_for(self, key: bytes, *, reading: bool) -> Node | None:
-        """Return the node for a key, if one serves it at present; a replica only if reading from one is wanted."""
-        slot = slot_of(key)
+        """Return the node for a key, None if its slot is not served; with ``reading``, preferably a replica."""
+        slot = slot_of(key) if self.has_many_nodes else 0
         found = (_replica(self._replicas[slot], slot) if reading else None) or self._masters[slot]
         if found is None:
-            # An operator may give the slot to a node at any time, and no redirect would say so.
+            # An operator may assign the slot at any time, and no redirect would report it.
             self.note_trouble()
         return found
 
     def redirected(self, key: bytes, moved: ServerRefusedError, asked: Node) -> Node | None:
-        """Return the node that a redirect names; None if it leads nowhere."""
+        """Return the target node of a redirect; None if it cannot be followed."""
         host, port = moved.moved_to or ("", 0)
         endpoint = Endpoint(host or asked.endpoint.host, port)
         is_known = (endpoint, False) in self._nodes
@@ -120,7 +130,7 @@ class Topology:
         return node
 
     def note_trouble(self) -> None:
-        """Ask soon, in the background, for the map of nodes; failures leave things as they are."""
+        """Schedule a background refresh of the nodes; if it fails, they stay unchanged."""
         may_change = self.has_many_nodes or self.config.sentinels
         if may_change and self._refreshing is None and not self._closed:
             pause_s = self._refreshed_at + _REFRESH_PAUSE_S - asyncio.get_running_loop().time()
@@ -144,14 +154,14 @@ class Topology:
         up = random.sample(masters, min(_WARM_NODES, len(masters)))
         results = await asyncio.gather(*(node.connect() for node in up), return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
-        # One node that is down is no reason to do without the others.
+        # Some reachable nodes are enough.
         if len(failures) == len(results):
             raise failures[0] if failures else NodeDownError("the cluster has no nodes that serve slots")
 
     async def _look(self) -> None:
-        """Find the nodes. Those of a cluster are asked, one after the other, until one answers."""
+        """Find the nodes. For a cluster, query known nodes in turn until one responds."""
         if self.config.sentinels:
-            # The Sentinels are given a password, too.
+            # Sentinels receive a password, too.
             for endpoint in control.sentinel_endpoints(self.config):
                 check_secure(endpoint, self.config)
             master, replicas = await control.sentinel_nodes(self.config)
@@ -197,7 +207,7 @@ class Topology:
         self._keep(used)
 
     def _node(self, endpoint: Endpoint, *, is_replica: bool = False) -> Node:
-        """Return the node at an endpoint, made if need be; ConfigError if it is another machine, and TLS is off."""
+        """Return the node at an endpoint, created if needed; ConfigError if the configuration does not permit it."""
         if self._closed:
             raise NodeDownError("the backend is closed")
         known = self._nodes.get((endpoint, is_replica))
@@ -215,7 +225,7 @@ class Topology:
         return known
 
     def _keep(self, used: Iterable[Node]) -> None:
-        """Close the nodes that serve nothing any more."""
+        """Close the nodes that are no longer used."""
         keep = set(used)
         for place, node in list(self._nodes.items()):
             if node not in keep:
@@ -226,6 +236,6 @@ class Topology:
 
 
 def _replica(replicas: Sequence[Node], slot: int) -> Node | None:
-    """Return the replica to ask, always the same one for a slot: it may have the value in memory still."""
+    """Return a replica, the same one for a slot while the same are up: its caches may hold the value."""
     up = [node for node in replicas if not node.down]
     return up[slot % len(up)] if up else None

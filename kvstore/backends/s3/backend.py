@@ -19,6 +19,7 @@ from kvstore.backends.s3.packing import PackedBlocks
 from kvstore.backends.s3.presence import PresenceSnapshot
 from kvstore.backends.simple import SimpleBackend
 from kvstore.config import TierConfig
+from kvstore.errors import BackendClosedError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, Locality, Medium, Outcome, RemovalCause
 
@@ -27,30 +28,30 @@ __all__ = ["S3Backend"]
 logger = logging.getLogger("kvstore.backends.s3")
 
 _HEAD_SHARE: Final = 0.9
-"""Part of ``lookup_timeout`` that one HEAD may take."""
+"""Fraction of ``lookup_timeout`` that one HEAD may take."""
 
 _MAYBE_OF_THE_OBJECT: Final = frozenset({Cause.FORBIDDEN, Cause.REJECTED, Cause.CREDENTIALS})
-"""Refusals of a HEAD, by its status alone, that may concern one object or all of them."""
+"""Causes of a refused HEAD that may concern one object or all of them: the status alone does not say which."""
 
 _UNCONDITIONAL = "The service does not know If-None-Match: blocks are looked for before they are written."
 
 
 class S3Backend(SimpleBackend):
-    """Records in a bucket, one object each. Many engines share it, so that it is asked what it holds."""
+    """Records in a bucket, one object each. Engines share the bucket, so lookups query the service."""
 
     name: ClassVar[str] = "s3"
     config_type: ClassVar[type[TierConfig]] = S3Config
     holdings_type: ClassVar[str] = "kvstore.backends.s3.holdings:S3Holdings"
     medium = Medium.STORAGE
     locality = Locality.REMOTE
-    # The client bounds what runs at once for all batches together; this only bounds the tasks of one.
+    # Bounds the tasks of one batch; the client bounds the concurrent requests of all batches.
     concurrency_max: ClassVar[int] = 256
 
     def __init__(self, config: S3Config) -> None:
         super().__init__(config)
         self.config: S3Config = config
+        # Kept after close() for its statistics.
         self._client: ObjectClient | None = None
-        self._last_client: ObjectClient | None = None
         self._names = ObjectNames(config.prefix, Namespace({}))
         self._packs: PackedBlocks | None = None
         self._keeper: Keeper | None = None
@@ -59,7 +60,7 @@ class S3Backend(SimpleBackend):
         self._locks: WeakValueDictionary[BlockKey, asyncio.Lock] = WeakValueDictionary()
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Find credentials, and ask the service whether bucket, region, credentials and clock are in order.
+        """Find credentials, and check bucket, region, credentials and clock with one request.
 
         Raises:
             ConfigError: The configuration can't be used.
@@ -73,7 +74,7 @@ class S3Backend(SimpleBackend):
         except BaseException:
             await client.close()
             raise
-        self._client = self._last_client = client
+        self._client = client
         if geometry.record_bytes_max < self.config.pack_below:
             self._packs = PackedBlocks(client, self.config, namespace, self._fan_out, self._on_lost)
         await super().open(namespace, geometry)
@@ -86,15 +87,14 @@ class S3Backend(SimpleBackend):
 
     async def close(self) -> None:
         """See :meth:`Backend.close`."""
-        client, self._client = self._client, None
         self._is_open = False
         if self._packs is not None:
             await self._packs.close()
         if self._keeper is not None:
             await self._keeper.close()
-        if client is not None:
-            # Calls under way fail with that; they are about to return.
-            await client.close()
+        if self._client is not None:
+            # Running calls fail with cause CLOSED and return soon.
+            await self._client.close()
         await super().close()
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
@@ -116,28 +116,28 @@ class S3Backend(SimpleBackend):
         return await (super().exists(keys) if self._packs is None else self._packs.exists(keys))
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.delete`; the service does not say what was there, so that it is asked before."""
+        """See :meth:`Backend.delete`. S3 does not report which objects existed, so a lookup precedes the removal."""
         unique = list(dict.fromkeys(keys))
         there = dict(zip(unique, await self.exists(unique), strict=True))
         removed = [key for key in unique if there[key] is not False]
         await (self.quarantine(removed) if self._packs is None else self._packs.remove(removed))
-        # Of a key that is named twice, the second is gone already.
+        # Only the first of two equal keys counts as removed.
         return [bool(there.pop(key, False)) for key in keys]
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.quarantine`: damaged objects are deleted, so that no engine finds them."""
+        """See :meth:`Backend.quarantine`: damaged objects are deleted for all engines."""
         client = self._ready()
         if self._packs is not None:
             await self._packs.remove(keys, damaged=True)
             return
         async with AsyncExitStack() as held:
-            # A put under way might find the object that goes, and report it as there after it has gone.
+            # Without the locks, a running put could find the object and report EXISTS after its deletion.
             for key in sorted(set(keys)):
                 await held.enter_async_context(self._lock(key))
             await client.delete_all([self._names.block(key) for key in keys])
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.touch`: published for the engine that evicts."""
+        """See :meth:`Backend.touch`: uses are published for the evicting engine."""
         if self._keeper is None:
             return
         if self._packs is None:
@@ -153,7 +153,7 @@ class S3Backend(SimpleBackend):
     async def put_one(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
         """See :meth:`SimpleBackend.put_one`."""
         client, name = self._ready(), self._names.block(key)
-        # Of the writers of a key in this process, one at a time.
+        # One writer per key at a time in this process.
         async with self._lock(key):
             if self._snapshot is not None:
                 self._snapshot.note_written(name)
@@ -182,20 +182,20 @@ class S3Backend(SimpleBackend):
         client, name = self._ready(), self._names.block(key)
         if self._snapshot is not None and self._snapshot.rules_out(name):
             return False
-        # Less than the batch has, so that one that is not answered costs only itself.
+        # Shorter than the batch's timeout, so that one unanswered request does not fail the batch.
         return await client.head(name, timeout_s=_HEAD_SHARE * self.config.lookup_timeout) is not None
 
     async def _on_all_refused(self, failure: Exception) -> None:
-        """See :meth:`SimpleBackend._on_all_refused`: an object may be refused by itself, such as for its KMS key."""
+        """See :meth:`SimpleBackend._on_all_refused`: the service may refuse one object, such as for its KMS key."""
         if isinstance(failure, S3Error) and failure.cause in _MAYBE_OF_THE_OBJECT:
-            # The answer to a HEAD has no body that could say so; if the probe passes, the service is in order.
+            # A HEAD response has no body with the reason; if the probe passes, the service works.
             await self.probe()
             return
         await super()._on_all_refused(failure)
 
     def stats(self) -> BackendStats:
         """See :meth:`Backend.stats`."""
-        client = self._last_client
+        client = self._client
         if client is None:
             return BackendStats()
         used_bytes = 0 if self._keeper is None else self._keeper.used_bytes
@@ -228,11 +228,11 @@ class S3Backend(SimpleBackend):
             self._removal_listener(keys, cause)
 
     def _lock(self, key: BlockKey) -> asyncio.Lock:
-        """Return the lock for changes of a block; it lives as long as it is in use."""
+        """Return the lock for changes of a block; it exists only while it is in use."""
         return self._locks.setdefault(key, asyncio.Lock())
 
     def _ready(self) -> ObjectClient:
         self.check_open()
         if self._client is None:
-            raise S3Error(Cause.CLOSED, "The client was closed.")
+            raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
         return self._client

@@ -1,7 +1,7 @@
-"""The client by aioboto3's own calls, for what only botocore knows: proxies, S3 Express, whatever comes next.
+"""The client that uses aioboto3's own calls, for features of botocore such as proxies and S3 Express.
 
-A body is copied twice on its way, and a call takes more than a millisecond of Python. botocore's retries and redirects
-are off, and answers are bounded before it reads them.
+It copies each body twice, and a call takes more than a millisecond of Python. botocore's retries and redirects are off,
+and the size of responses is checked before botocore reads them.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ __all__ = ["BotoClient"]
 logger = logging.getLogger("kvstore.backends.s3")
 
 _TELLING_LOGGERS: Final = ("botocore.auth", "botocore.endpoint")
-"""Loggers of requests with all their headers. They are not ours to set."""
+"""Loggers that print requests with all headers. The user sets their level."""
 
 _Calls = dict[asyncio.Task[Any], list[aiohttp.ClientResponse]]
-"""Calls under way, with the answers that each has had: botocore drops one that it can't parse, with its connection."""
+"""Responses by running call: botocore drops an unparsable response without closing its connection."""
 
 _CAUSES: Final[tuple[tuple[Cause, tuple[type[BaseException], ...]], ...]] = (
     (Cause.TLS, (ssl.SSLError, aiohttp.ClientSSLError, boto.SSLError)),
@@ -60,7 +60,7 @@ _CAUSES: Final[tuple[tuple[Cause, tuple[type[BaseException], ...]], ...]] = (
     (Cause.REFUSED, (aiohttp.ClientConnectorError, boto.ProxyConnectionError)),
     (Cause.RESET, (aiohttp.ClientConnectionError, boto.ConnectionClosedError, ConnectionError)),
 )
-"""Kinds of failures, the most telling first; looked for in a failure and in what led to it."""
+"""Exception types by cause, the most specific first; matched against an exception and its chain."""
 
 _FAILURES: Final = (boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError, OSError, EOFError)
 
@@ -75,7 +75,7 @@ class BotoClient(ObjectClient):
         self._calls: _Calls = {}
         self._payer = {"RequestPayer": "requester"} if config.requester_pays else {}
         writing, reading = _encryption(config)
-        # As methods, whose repr does not show the key.
+        # Bound methods, because their repr does not show the key.
         self._writing, self._reading = writing.copy, reading.copy
 
     async def open(self) -> None:
@@ -90,7 +90,8 @@ class BotoClient(ObjectClient):
             )
         session, region = await asyncio.to_thread(make_session, config)
         if not config.anonymous:
-            # botocore finds them when the first request is signed; here they are missed at the start.
+            # botocore searches only when it signs the first request; the search here makes missing credentials fail
+            # the start.
             await (await find_credentials(session)).close()
         options = {
             "region_name": region,
@@ -98,7 +99,7 @@ class BotoClient(ObjectClient):
             "config": AioConfig(
                 signature_version=UNSIGNED if config.anonymous else None,
                 connect_timeout=config.connect_timeout,
-                # Each attempt has a deadline of its own, which ends it sooner.
+                # Each attempt has its own, shorter deadline.
                 read_timeout=None,
                 max_pool_connections=config.concurrency,
                 retries={"total_max_attempts": 1, "mode": "standard"},
@@ -109,7 +110,7 @@ class BotoClient(ObjectClient):
                 http_session_cls=functools.partial(_BoundedSession, config.tls_ca, self._calls),
             ),
         }
-        # First on a thread: botocore reads megabytes of JSON, which it keeps for the second time.
+        # First on a thread: botocore reads and caches megabytes of JSON.
         await asyncio.to_thread(asyncio.run, _opened_once(session, options))
         self._client = await self._stack.enter_async_context(session.client("s3", **options))
 
@@ -121,19 +122,19 @@ class BotoClient(ObjectClient):
         if self._calls:
             await asyncio.wait(self._calls)
         await self._stack.aclose()
-        # Transports that were closed give their sockets back in the next turns of the loop, which may be the last.
+        # Closed transports release their sockets in later iterations of the loop; run some, as the loop may end here.
         for _ in range(3):
             await asyncio.sleep(0)
 
     async def _put(
         self, key: str, buffers: Sequence[bytes | memoryview], timeout_s: float, condition: Mapping[str, str]
     ) -> str:
-        # Copied: botocore takes one body, and may hold it after a call that was cancelled.
+        # Copied: botocore takes a single body, and may still reference it after a cancelled call.
         body = b"".join(buffers)
         arguments: dict[str, Any] = {name.replace("-", ""): value for name, value in condition.items()}
         if not self._config.is_express:
-            # Lets a service refuse a body that was cut: SeaweedFS keeps an empty object instead. Directory buckets of
-            # S3 Express take no MD5; S3 itself refuses a body that is shorter than announced.
+            # Makes services reject a truncated body: without it, SeaweedFS stores an empty object. Directory buckets
+            # of S3 Express accept no MD5; S3 itself rejects a body that is shorter than its Content-Length.
             digest = hashlib.md5(body, usedforsecurity=False).digest()
             arguments["ContentMD5"] = base64.b64encode(digest).decode()
         answer = await self._call("put_object", timeout_s, Key=key, Body=body, **arguments, **self._writing())
@@ -165,7 +166,7 @@ class BotoClient(ObjectClient):
     async def _call(
         self, method: str, timeout_s: float, read: Callable[[Any], Awaitable[None]] | None = None, **arguments: Any
     ) -> Any:
-        """Make one attempt, and let ``read`` take in the body; failures become ours, and closing ends the attempt."""
+        """Make one attempt and read the body with ``read``. Failures become S3Error; closing ends the attempt."""
         client, task = self._client, asyncio.current_task()
         if client is None or task is None:
             raise BackendClosedError("not open: use it after open() and before close()", backend="s3")
@@ -187,12 +188,12 @@ class BotoClient(ObjectClient):
         finally:
             del self._calls[task]
             for raw in answers:
-                # Those that were read to their end have given their connection back.
+                # No effect on responses read to the end: their connections are back in the pool.
                 raw.close()
 
 
 class _BoundedSession(AIOHTTPSession):  # type: ignore[misc]
-    """Sends the requests of botocore: follows no redirect, and reads no more of an answer than a service sends."""
+    """HTTP session for botocore that follows no redirects and bounds the size of responses."""
 
     def __init__(self, tls_ca: Path | None, calls: _Calls, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -206,31 +207,31 @@ class _BoundedSession(AIOHTTPSession):  # type: ignore[misc]
 
     async def _get_session(self, proxy_url: str | None) -> Any:
         session = await super()._get_session(proxy_url)
-        # aiohttp would send a GET twice when the connection breaks; trying again is done in one place.
+        # aiohttp would repeat a GET on a broken connection; only ObjectClient retries.
         session._retry_connection = False
         return _Redirectless(session)
 
     async def send(self, request: Any) -> Any:
-        """Send a request; the body of an object is left in the stream."""
+        """Send a request; an object's body stays in the stream."""
         streamed, request.stream_output = request.stream_output, True
         answer = await super().send(request)
         task = asyncio.current_task()
         if task in self._calls:
-            # Closed with its call, however that ends.
+            # Closed at the end of the call, also after failures.
             self._calls[task].append(answer.raw)
         if answer.status_code >= 300:
-            # Here, as botocore would look for the bucket elsewhere after some.
+            # Raised here, because botocore reacts to some errors by searching for the bucket's region.
             raise error_of_response(answer.status_code, (await _bounded(answer.raw)).decode("utf-8", "replace"))
         if not streamed:
             answer._content = body = await _bounded(answer.raw)
-            # botocore's own reader of XML has no bounds.
+            # botocore's own XML parser has no bounds.
             if (body.lstrip()[:1] == b"<" or b"\0" in body[:4]) and parse_xml(body).tag == "Error":
                 raise error_of_response(200, body.decode("utf-8", "replace"))
         return answer
 
 
 class _Redirectless:
-    """A session of aiohttp, which would follow redirects with all headers, the keys of SSE-C among them."""
+    """Wraps an aiohttp session without redirects, because aiohttp would forward all headers, including SSE-C keys."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -251,7 +252,6 @@ async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
 
 
 async def _read_into(buffers: Sequence[memoryview], capacity: int, offset: int | None, answer: Any) -> None:
-    """Read the body of an object into buffers."""
     stream: aiohttp.ClientResponse = answer["Body"]
     status, size = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentLength")
     if status == 206:
@@ -261,7 +261,7 @@ async def _read_into(buffers: Sequence[memoryview], capacity: int, offset: int |
     if size > capacity:
         raise S3Error(Cause.LENGTH, f"The object has {size} bytes, {capacity} fit.")
     scatter(await stream.content.readexactly(size), buffers)
-    # Back to the pool, if nothing else has come.
+    # The connection returns to the pool unless surplus bytes arrived.
     stream.release()
 
 
@@ -276,7 +276,7 @@ async def _opened_once(session: Any, options: dict[str, Any]) -> None:
 
 
 def _failure_of(error: BaseException) -> S3Error:
-    """Return our failure for one of botocore or aiohttp. Its text goes no further: it quotes the service."""
+    """Return the S3Error for an exception of botocore or aiohttp, without its text, which quotes the service."""
     if isinstance(error, (boto.NoCredentialsError, boto.CredentialRetrievalError, boto.PartialCredentialsError)):
         return unavailable(error)
     chain: list[BaseException] = []
@@ -292,9 +292,9 @@ def _failure_of(error: BaseException) -> S3Error:
 
 
 def _encryption(config: S3Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of writes and of reads."""
+    """Return the extra arguments of writes and of reads."""
     if config.sse_customer_key is not None:
-        # botocore encodes it, and adds its digest.
+        # botocore encodes the key and adds its digest.
         key = base64.b64decode(config.sse_customer_key.reveal())
         both = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": key}
         return both, both

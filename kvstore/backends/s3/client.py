@@ -28,21 +28,20 @@ __all__ = ["DELETES_MAX", "ListPage", "ObjectClient", "ObjectInfo", "Traffic", "
 _T = TypeVar("_T")
 
 DELETES_MAX: Final = 1000
-"""Objects that one DeleteObjects may name."""
+"""Maximum number of objects in one DeleteObjects request."""
 
 _RETRIES_MAX: Final = 10.0
-"""Retries at once, after a long time without failures: a burst of lost connections passes, an outage does not double
-the load on a service that is down already."""
+"""Maximum burst of retries: enough for some lost connections, too few to double the load on a failing service."""
 
 _RETRY_SHARE: Final = 0.1
-"""Retries that one success earns: at most one request in ten is a retry."""
+"""Retries earned by one success: in the long run at most one retry for ten successes."""
 
 _PAUSE_S: Final = 0.05
 _PAUSE_S_MAX: Final = 1.0
-"""The first pause is about what an answer takes; none is longer than half of what one attempt may take."""
+"""The first pause is about one response time; the longest is half of an attempt's default timeout."""
 
 _CUT_INTERVAL_S: Final = 0.2
-"""Answers that were under way when the service asked to slow down say nothing new; they come within this time."""
+"""After a reduction, further slow-down responses are ignored for this time: their requests were already in flight."""
 
 _ERROR_BYTES: Final = 4096
 _REQUESTS: Final = ("put", "get", "head", "list", "delete")
@@ -56,10 +55,10 @@ class ObjectInfo(NamedTuple):
     """Metadata of an object.
 
     Attributes:
-        key: Its whole name in the bucket.
+        key: Full name in the bucket.
         size_bytes: Length of the object, or of the range that was read.
-        etag: Its version, with quotes as the service gives it; empty if it gave none.
-        modified_at: When it was written, seconds since the epoch; 0.0 if not known.
+        etag: Version, with the quotes as sent by the service; empty if the service sent none.
+        modified_at: Time of the write, seconds since the epoch; 0.0 if unknown.
     """
 
     key: str
@@ -69,7 +68,7 @@ class ObjectInfo(NamedTuple):
 
 
 class ListPage(NamedTuple):
-    """Up to a thousand objects, in order of their names; ``more``: whether others follow the last."""
+    """Up to a thousand objects, in order of their names; ``more``: whether further objects follow."""
 
     objects: Sequence[ObjectInfo]
     more: bool
@@ -77,17 +76,17 @@ class ListPage(NamedTuple):
 
 @dataclass(slots=True)
 class Traffic:
-    """Attempts that were sent, by kind, and bytes of objects that they moved."""
+    """Attempts sent, by kind, and bytes of object data transferred."""
 
     requests: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_REQUESTS, 0)))
     sent_bytes: int = 0
     received_bytes: int = 0
 
     def costs_usd(self, prices: Prices, stored_bytes: int = 0) -> dict[str, float]:
-        """Return the costs so far: each kind of request with its bytes, and the total.
+        """Return the costs so far: each kind of request including its bytes, and the total.
 
-        Failed requests and retries count, as services charge them. ``stored_month`` is the price of a month of
-        ``stored_bytes``, if that is known.
+        Failed requests and retries count, because services charge for them. ``stored_month`` is the price of storing
+        ``stored_bytes`` for a month, if that is known.
         """
         per_1000 = (prices.put_1000, prices.get_1000, prices.get_1000, prices.list_1000, prices.delete_1000)
         pairs = zip(_REQUESTS, per_1000, strict=True)
@@ -103,23 +102,23 @@ class Traffic:
 class ObjectClient(ABC):
     """One bucket of an object store.
 
-    ``timeout_s`` of a call is for all attempts together, and for waiting; the default is what the configuration gives a
-    lookup, a load or a store of that many bytes. One attempt has ``timeout`` of the configuration, and what its bytes
-    need at ``bytes_per_second_min``. Any number of calls may run at once, on one event loop. Calls that fail raise
-    :class:`~kvstore.backends.s3.failures.S3Error`; an object that is not there, or is there already, is a value.
+    ``timeout_s`` of a call covers all of its attempts, and waiting for a slot; the default is the configured timeout of
+    a lookup, load or store of that many bytes. One attempt may take the configured ``timeout``, plus the time for its
+    bytes at ``bytes_per_second_min``. Any number of calls may run concurrently on one event loop. Failures raise
+    :class:`~kvstore.backends.s3.failures.S3Error`; a missing or already existing object is a return value.
 
-    A subclass sends single attempts: ``open``, ``close`` and the methods that begin with an underscore. They raise
-    S3Error for every answer that is no success, with its status. An attempt ends within its ``timeout_s``, or soon
-    after it was cancelled; then nothing touches its buffers any more. It follows no redirects, and holds no more of an
-    answer in memory than :data:`~kvstore.backends.s3.http.TEXT_BYTES_MAX`.
+    Subclasses send single attempts: ``open``, ``close`` and the abstract methods that begin with an underscore. They
+    raise S3Error with the status for every unsuccessful response. An attempt ends within its ``timeout_s``, or soon
+    after its cancellation, and does not touch its buffers afterwards. It follows no redirects, and keeps at most
+    :data:`~kvstore.backends.s3.http.TEXT_BYTES_MAX` bytes of a response in memory.
 
     Attributes:
-        traffic: What was sent so far.
-        limiter: Bounds what runs at once: reads before writes, and half as much when the service asks to slow down.
-        failures: Attempts that failed, by cause.
-        retries: Attempts that were not the first.
+        traffic: Requests and bytes so far.
+        limiter: Bounds concurrent requests. Reads precede writes; a slow-down response halves the limit.
+        failures: Failed attempts, by cause.
+        retries: Attempts after the first of a call.
         retries_denied: Retries that the budget did not allow.
-        given_up: Calls that were cancelled, such as by the deadline of their job.
+        given_up: Cancelled calls, such as by the deadline of their job.
     """
 
     def __init__(self, config: S3Config) -> None:
@@ -150,16 +149,16 @@ class ObjectClient(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Find credentials and address; nothing is sent to the service.
+        """Find credentials and address, without a request to the service.
 
         Raises:
             ConfigError: Credentials, profile, region or certificates can't be used.
-            S3Error: Credentials can't be had at present.
+            S3Error: No credentials are available at present.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Close connections. Idempotent. Calls under way fail with cause CLOSED."""
+        """Close connections. Idempotent. Running calls fail with cause CLOSED."""
 
     async def put(
         self,
@@ -170,11 +169,11 @@ class ObjectClient(ABC):
         if_absent: bool = False,
         if_match: str = "",
     ) -> str | None:
-        """Write an object; with ``if_absent`` only if there is none, with ``if_match`` only over this version (etag).
+        """Write an object; with ``if_absent`` only if none exists, with ``if_match`` only over this version (etag).
 
         Returns:
-            The new version's etag (empty if the service gave none), or None if the condition did not hold. A retry of a
-            write that did succeed finds its own object, and returns None.
+            The new version's etag (empty if the service sent none), or None if the condition did not hold. A retry of a
+            successful conditional write finds its own object and returns None.
         """
         size = sum(len(buffer) for buffer in buffers)
         condition = {"If-None-Match": "*"} if if_absent else {"If-Match": if_match} if if_match else {}
@@ -189,40 +188,40 @@ class ObjectClient(ABC):
     async def get_into(
         self, key: str, buffers: Sequence[memoryview], *, timeout_s: float | None = None, offset: int | None = None
     ) -> ObjectInfo | None:
-        """Read an object into buffers, which may be longer; with ``offset``, the range from there that fills them.
+        """Read an object into buffers, which may be longer; with ``offset``, read the range that fills the buffers.
 
         Returns:
-            Metadata, with the length read as ``size_bytes``; None if there is no such object.
+            Metadata, with the length read as ``size_bytes``; None if the object does not exist.
 
         Raises:
-            S3Error: Cause LENGTH if the object is longer than the buffers, RANGE if it ends before ``offset``. What is
-                in the buffers then is of no meaning.
+            S3Error: Cause LENGTH if the object is longer than the buffers, RANGE if it ends before ``offset``. The
+                content of the buffers is then undefined.
         """
         capacity = sum(buffer.nbytes for buffer in buffers)
 
         async def attempt(left_s: float) -> ObjectInfo | None:
             found = await self._get_into(key, buffers, capacity, left_s, offset)
             self.traffic.received_bytes += found.size_bytes
-            # Copied: an error is a few hundred bytes.
+            # The copy is cheap: an error is a few hundred bytes.
             if found.size_bytes and looks_like_error(bytes(buffers[0][:5])):
                 start = bytes(buffers[0][: min(_ERROR_BYTES, found.size_bytes)])
                 raise error_of_response(200, start.decode("utf-8", "replace"))
             if not found.etag:
-                # A page of a proxy must not be taken for a damaged object, which would be deleted.
+                # A proxy's page must not pass for a damaged object, which would be deleted.
                 raise S3Error(Cause.PROTOCOL, "An answer without an ETag, which every object has, is no object.")
             return found
 
         return await self._run("get", attempt, timeout_s, capacity, {404: None})
 
     async def head(self, key: str, *, timeout_s: float | None = None) -> ObjectInfo | None:
-        """Return the metadata of an object, None if there is none."""
+        """Return the metadata of an object; None if it does not exist."""
         return await self._run("head", partial(self._head, key), timeout_s, values={404: None})
 
     async def delete_all(self, keys: Sequence[str], *, timeout_s: float | None = None) -> None:
-        """Remove objects, ``DELETES_MAX`` by a request of ``timeout_s`` each; one that is not there is no failure.
+        """Remove objects, ``DELETES_MAX`` per request of ``timeout_s`` each; missing objects count as removed.
 
         Raises:
-            S3Error: It failed for at least one; those behind it are there still.
+            S3Error: At least one removal failed; later requests were not sent.
         """
         for start in range(0, len(keys), DELETES_MAX):
             some = keys[start : start + DELETES_MAX]
@@ -234,10 +233,10 @@ class ObjectClient(ABC):
         async def attempt(left_s: float) -> ListPage:
             page = await self._list_page(prefix, left_s, start_after)
             if not all([info.key.startswith(prefix) for info in page.objects]):
-                # Objects of another tier or program would be evicted as ours.
+                # Otherwise objects of other tiers or programs would be evicted.
                 raise S3Error(Cause.PROTOCOL, "The service lists objects outside of the prefix that was asked for.")
             if start_after and page.objects and page.objects[0].key <= start_after:
-                # A walk over all pages would never end, and count each object again.
+                # Otherwise a listing of all pages would never end, and count objects repeatedly.
                 raise S3Error(Cause.PROTOCOL, "The service lists from the beginning again: it ignores start-after.")
             return page
 
@@ -254,22 +253,23 @@ class ObjectClient(ABC):
             start_after = page.objects[-1].key if page.objects else ""
 
     async def get_start(self, key: str, size_bytes: int) -> bytes | None:
-        """Return the first bytes of an object; None if there is no object, or no bytes were asked for."""
+        """Return the first ``size_bytes`` of an object; None if it does not exist."""
         if not size_bytes:
-            return None
+            # An empty range cannot be requested.
+            return b""
         body = memoryview(bytearray(size_bytes))
         found = await self.get_into(key, [body], offset=0)
         return None if found is None else bytes(body[: found.size_bytes])
 
     async def probe(self, key: str, *, timeout_s: float) -> None:
-        """Ask once for an object that need not be there, in a way that makes the service say what is wrong.
+        """Send one GET for an object that need not exist, without retries.
 
         Raises:
-            S3Error: Bucket, region, credentials, clock, rights or network are not in order.
+            S3Error: A problem with bucket, region, credentials, clock, rights or network.
         """
         self.traffic.requests["get"] += 1
         try:
-            # By GET, because the answer to a HEAD has no body that would say what is wrong.
+            # GET instead of HEAD, whose response has no body with an error code.
             await self._get_into(key, [memoryview(bytearray(1))], 1, timeout_s, 0)
         except S3Error as error:
             if error.is_of_object(404, 416):
@@ -304,7 +304,10 @@ class ObjectClient(ABC):
         size_bytes: int = 0,
         values: Mapping[int, _T] = MappingProxyType({}),
     ) -> _T:
-        """Return what an attempt returns; ``values`` are those of statuses that are no failures."""
+        """Run attempts until one succeeds, and return its result.
+
+        ``values`` maps error statuses to results: an attempt with such a status counts as a success.
+        """
         bytes_s = size_bytes / self._config.bytes_per_second_min
         if timeout_s is None:
             timeout_s = self._timeouts[what] + bytes_s
@@ -313,7 +316,7 @@ class ObjectClient(ABC):
         deadline = time.monotonic() + timeout_s
         tries, last = 0, ""
         try:
-            # All that is waited for has a bound of its own: one timer more around them costs as much as a signature.
+            # Each await below has its own timeout. One more timer around the loop would cost as much as a signature.
             while True:
                 tries += 1
                 await self._enter(precedence, deadline - time.monotonic())
@@ -354,11 +357,11 @@ class ObjectClient(ABC):
     def _note_success(self) -> None:
         self._budget.earn()
         if self._width < self._config.concurrency:
-            # One request more for each round of successes.
+            # One more concurrent request after each full window of successes.
             self._set_width(self._width + 1 / self._width)
 
     def _pause_after(self, error: S3Error, tries: int, deadline: float) -> float | None:
-        """Count a failure; return how long to pause before the next attempt, None if there is to be none."""
+        """Count a failure; return the pause in seconds before the next attempt, or None without a further attempt."""
         self.failures[error.cause] += 1
         now = time.monotonic()
         if error.cause is Cause.SLOW_DOWN and now - self._cut_at >= _CUT_INTERVAL_S:
@@ -381,14 +384,14 @@ class ObjectClient(ABC):
 
 
 def make_client(config: S3Config) -> ObjectClient:
-    """Return the client that a configuration asks for, not opened.
+    """Return the configured client, not opened.
 
     Raises:
         ConfigError: A package is not installed.
     """
     module, attribute = _CLASSES[config.chosen_client]
     try:
-        # Only here: each needs packages that others don't have.
+        # Imported here because each client needs packages that may be missing.
         found: type[ObjectClient] = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise ConfigError(f"S3 can't be used: there is no package {error.name!r}. Install vllm-kvstore[s3].") from error
@@ -396,7 +399,7 @@ def make_client(config: S3Config) -> ObjectClient:
 
 
 def backoff_s(tries: int, *, rng: Callable[[], float] = random.random) -> float:
-    """Return the pause before the next attempt: anything from nothing to twice as much as before ("full jitter").
+    """Return the pause before the next attempt: random, with an upper limit that doubles per attempt ("full jitter").
 
     Source: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
     """
@@ -404,6 +407,6 @@ def backoff_s(tries: int, *, rng: Callable[[], float] = random.random) -> float:
 
 
 def check_range(content_range: str | None, offset: int | None) -> None:
-    """Raise if a part of an object is not the one that was asked for: read as a block, it would seem damaged."""
+    """Raise S3Error if a response contains another range than the requested one, which would look like damage."""
     if offset is None or not (content_range or "").startswith(f"bytes {offset}-"):
         raise S3Error(Cause.PROTOCOL, "The service sends another part of the object than was asked for.")

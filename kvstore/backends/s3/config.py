@@ -25,13 +25,13 @@ _REGION: Final = re.compile(r"[a-z0-9-]{0,64}", re.ASCII)
 
 
 class Prices(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Prices in dollars: a thousand requests (GET also for HEAD), 1e9 bytes sent, received, or stored for a month.
+    """Prices in dollars per 1,000 requests (HEAD costs as much as GET), and per 1e9 bytes sent, received or stored.
 
-    The defaults are those of S3 Standard in us-east-1, within the region, in 2025; bytes received across regions or out
-    of AWS are not free. Source: https://aws.amazon.com/s3/pricing/
+    Storage is per month. The defaults are the 2025 prices of S3 Standard within us-east-1; AWS charges for bytes
+    received across regions or outside of AWS. Source: https://aws.amazon.com/s3/pricing/
 
     Raises:
-        ConfigError: A price is below zero, or no number.
+        ConfigError: A price is negative or not finite.
     """
 
     put_1000: float = 0.005
@@ -51,12 +51,12 @@ class Prices(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
 
 class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Blocks as objects in a bucket of AWS S3, or of a service that speaks its protocol.
+    """Blocks as objects in a bucket of AWS S3 or an S3-compatible service.
 
-    docs/s3.md describes each option; comments below give the reasons of the defaults.
+    docs/s3.md describes each option; comments below give the reasons for the defaults.
 
     Raises:
-        ConfigError: A value is out of range, or values don't go together.
+        ConfigError: A value is out of range, or values conflict.
     """
 
     aliases: ClassVar[dict[str, str]] = {
@@ -88,32 +88,34 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     checksums: Literal["when_required", "when_supported"] = "when_required"
     conditional_put: Literal["auto", "yes", "no"] = "auto"
     client: Literal["auto", "direct", "aioboto3"] = "auto"
-    # One connection to S3 gives about 90 MB/s: 64 of them fill a link of 50 Gbit/s, and cost little where they idle.
+    # One connection to S3 reaches about 90 MB/s: 64 saturate a link of 50 Gbit/s, and idle ones cost little.
     concurrency: int = 64
-    # Two failures in a row are bad luck, three are an outage, and that is the breaker's business.
+    # Two failures in a row may be chance. Three suggest an outage, which the circuit breaker handles.
     tries: int = 3
-    # Off, as it needs the right to list the bucket. Below about 200 KB a PUT costs more than a month of its bytes.
+    # Off, because packing needs the right to list the bucket. For objects below about 200 KB, the PUT costs more than
+    # a month of storage.
     pack_below: ByteSize = ByteSize(0)
-    # Cuts the cost of PUTs to a thirtieth; more gains little, and a job has seldom more.
+    # Cuts the cost of PUTs to about a thirtieth. More would save little, and few jobs have more blocks.
     pack_blocks: int = 32
-    # One LIST in 5 s costs some dollars a month for an engine that asks all the time.
+    # One LIST every 5 s costs a few dollars a month for a constantly busy engine.
     pack_refresh: Seconds = Seconds(5)
     capacity: ByteSize = ByteSize(0)
     ttl: Seconds = Seconds(0)
-    # Off: it spares HEADs, and makes blocks of others be seen later.
+    # Off: snapshots save HEADs, but delay the visibility of other engines' blocks.
     snapshot: bool = False
-    # A look costs one LIST per thousand objects, by one engine of the fleet: some dollars a month for a million.
+    # Each round costs one LIST per thousand objects, by one engine of the fleet: with a million objects, some 20
+    # dollars a month.
     keeper_interval: Seconds = Seconds(600)
     prices: Prices = Prices()
-    # A connection within a region takes milliseconds; half a second leaves room for one lost packet.
+    # Connecting within a region takes milliseconds; half a second tolerates one lost packet.
     connect_timeout: Seconds = Seconds("500ms")
-    # S3 answers nearly always within 200 ms; who waits longer than two seconds had better compute.
+    # S3 nearly always responds within 200 ms; after two seconds, recomputing is faster.
     timeout: Seconds = Seconds(2)
-    # First bytes come after 20 to 200 ms, and lookups may wait their turn behind others.
+    # First bytes arrive after 20 to 200 ms, and lookups may wait for a request slot.
     lookup_timeout: Seconds = Seconds(2)
-    # A service that is back is used again within five seconds; a probe every three seconds costs a cent a day.
+    # A recovered service is in use again within five seconds; a probe every three seconds costs a cent a day.
     breaker_cooldown_max: Seconds = Seconds(3)
-    # What one stream of S3 gives with some reserve; a job has many.
+    # Well below the rate of one S3 stream; a job has many streams.
     bytes_per_second_min: ByteSize = ByteSize(20 * _MIB)
 
     def __post_init__(self) -> None:
@@ -139,19 +141,19 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     @property
     def path_style(self) -> bool:
-        """Whether the bucket stands in the path of a URL."""
-        # A bucket's name with dots does not match the certificate of AWS.
+        """Whether URLs contain the bucket in the path instead of the host name."""
+        # The wildcard certificate of AWS does not match a bucket name with dots.
         by_itself = bool(self.endpoint) or "." in self.bucket
         return self.addressing == "path" or (self.addressing == "auto" and by_itself)
 
     @property
     def is_express(self) -> bool:
-        """Whether it is a directory bucket of S3 Express One Zone."""
+        """Whether the bucket is a directory bucket of S3 Express One Zone."""
         return self.bucket.endswith("--x-s3")
 
     @property
     def chosen_client(self) -> str:
-        """Name of the client that is meant: direct, unless only aioboto3 can do what is configured."""
+        """Name of the client: ``direct``, unless the configuration sets another or needs aioboto3."""
         if self.client != "auto":
             return self.client
         url = urlsplit(self.url(self.region or "us-east-1"))
@@ -172,7 +174,7 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
         except ValueError:
             raise ConfigError("'endpoint' (not shown) is no URL. Expected such as 'https://host:9000'.") from None
         if parts.username is not None or parts.query or parts.fragment or parts.path not in ("", "/"):
-            # Not shown: people put keys there.
+            # Not shown, because users sometimes put keys here.
             raise ConfigError("'endpoint' (not shown) has more than a host and port. Give 'https://host:port'.")
         scheme_ok = parts.scheme in ("http", "https") and bool(host)
         check_field(scheme_ok, "endpoint", self.endpoint, "a URL such as 'https://host:9000'")

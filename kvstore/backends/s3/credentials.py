@@ -1,4 +1,4 @@
-"""Credentials as AWS's tools find them: given ones, environment, profiles, SSO, roles, containers, instances."""
+"""Credentials from AWS's usual sources: configuration, environment, profiles, SSO, roles, containers, instances."""
 
 from __future__ import annotations
 
@@ -29,20 +29,25 @@ __all__ = [
 ]
 
 _REGION: Final = "us-east-1"
-"""Default of AWS's own tools; other services take any name."""
+"""Default of AWS's own tools; other services accept any name."""
 
 _RENEWAL_S_MAX: Final = 60.0
-"""A role that is assumed by way of another, or a program that asks a user, takes seconds; none takes this long."""
+"""Maximum duration of a renewal. Chained roles, or a program that prompts the user, take seconds."""
 
 _STILL_GOOD_S: Final = 600.0
-"""So long before their end botocore insists on new credentials; it asks for them five minutes earlier."""
+"""Botocore requires new credentials this long before expiry, and suggests renewal five minutes earlier."""
 
 _RENEWAL_PAUSE_S: Final = 10.0
-"""Thirty tries fit into these five minutes."""
+"""Minimum time between background renewals: thirty attempts in those five minutes."""
 
 
 def make_session(config: S3Config) -> tuple[aioboto3.Session, str]:
-    """Return a session of aioboto3 and the region; ConfigError without its profile. Reads files: not on the loop."""
+    """Return an aioboto3 session and the region. Reads files, so call it on a thread.
+
+    Raises:
+        ConfigError: The configured profile does not exist.
+        S3Error: The credentials or configuration files cannot be used.
+    """
     secret, token = config.secret_access_key, config.session_token
     try:
         session = aioboto3.Session(
@@ -60,25 +65,25 @@ def make_session(config: S3Config) -> tuple[aioboto3.Session, str]:
 
 
 async def find_credentials(session: aioboto3.Session) -> CurrentCredentials:
-    """Return the credentials of a session, ready for use; else S3Error."""
+    """Return the credentials of a session, ready for use; S3Error if there are none."""
     try:
         provider = await session.get_credentials()
-    # See CurrentCredentials: there is nothing that they all raise.
+    # See CurrentCredentials: providers have no common exception.
     except Exception as error:
         raise unavailable(error) from None
     if provider is None:
         raise unavailable()
     found = CurrentCredentials(provider)
-    # Roles are assumed only now: with the time that this takes, not within that of a request.
+    # Assumes roles now, with its own time limit instead of a request's.
     await found.get()
     return found
 
 
 class CurrentCredentials:
-    """The credentials of now. Temporary ones are renewed before they expire, once for all requests that wait for it.
+    """The current credentials. Temporary ones are renewed before they expire, once for all waiting requests.
 
-    aiobotocore (``provider``) renews them within the request that asks first: with that request's deadline, that may
-    never succeed. Belongs to one event loop.
+    aiobotocore (``provider``) would renew them within the first request that needs them, and the deadline of that
+    request may be too short. Belongs to one event loop.
     """
 
     def __init__(self, provider: Any) -> None:
@@ -89,12 +94,12 @@ class CurrentCredentials:
         self._expire = isinstance(provider, RefreshableCredentials)
 
     async def get(self, timeout_s: float = _RENEWAL_S_MAX) -> Credentials:
-        """Return the credentials of now, else S3Error; a renewal that takes longer goes on for those who ask later."""
+        """Return the current credentials, else raise S3Error; after a timeout the renewal continues in background."""
         last = self._last
         if last is not None and not self._expire:
             return last
         if last is not None and not self._provider.refresh_needed(_STILL_GOOD_S):
-            # The last ones are good still: no request waits, and a provider that is down is not asked all the time.
+            # The last credentials are still valid: requests do not wait, and a failing provider is called rarely.
             if self._provider.refresh_needed() and time.monotonic() >= self._not_before:
                 self._begin()
             return last
@@ -105,19 +110,19 @@ class CurrentCredentials:
             raise S3Error(Cause.TIMEOUT, text) from None
 
     async def close(self) -> None:
-        """Give up a renewal that is under way."""
+        """Cancel a running renewal."""
         if self._renewal is not None:
             self._renewal.cancel()
             with contextlib.suppress(asyncio.CancelledError, S3Error):
                 await self._renewal
 
     def _begin(self) -> asyncio.Task[Credentials]:
-        """Return the renewal that is under way, or a new one."""
+        """Return the running renewal, or start one."""
         renewal = self._renewal
         if renewal is None or renewal.done():
             self._not_before = time.monotonic() + _RENEWAL_PAUSE_S
             renewal = self._renewal = asyncio.create_task(self._renew())
-            # Nobody may be waiting for it when it fails.
+            # Retrieves the exception, because a failed renewal may have no waiter.
             renewal.add_done_callback(lambda task: task.cancelled() or task.exception())
         return renewal
 
@@ -125,8 +130,8 @@ class CurrentCredentials:
         try:
             async with asyncio.timeout(_RENEWAL_S_MAX):
                 frozen = await self._provider.get_frozen_credentials()
-        # Providers have no failure in common: ClientError of STS, RuntimeError for expired ones, what a process raises;
-        # one of another kind would end the housekeeping for good.
+        # Providers have no common exception: STS raises ClientError, expired credentials RuntimeError, and credential
+        # processes others. An uncaught one would end the housekeeping.
         except Exception as error:
             raise unavailable(error) from None
         self._last = Credentials(frozen.access_key, frozen.secret_key, frozen.token)
@@ -134,8 +139,8 @@ class CurrentCredentials:
 
 
 def unavailable(error: Exception | None = None) -> S3Error:
-    """Return the failure of not having credentials."""
+    """Return the failure for missing credentials."""
     if error is None:
         return S3Error(Cause.CREDENTIALS, "There are no credentials: none were given, none were found.")
-    # Only its type: its text may hold what a credential process printed.
+    # Only the type: the text may contain the output of a credential process.
     return S3Error(Cause.CREDENTIALS, f"Credentials can't be had: {type(error).__name__}.")

@@ -1,7 +1,7 @@
-"""The default client: credentials by aioboto3, requests signed by us and sent over our own connections.
+"""The default client: credentials from aioboto3, with our own signatures and connections.
 
-aioboto3 finds credentials (environment, profiles, SSO, roles, containers, instances) and renews them. Its own way of
-sending a request takes more than a millisecond of Python and copies the body; here slots are sent from and read into.
+aioboto3 finds credentials (environment, profiles, SSO, roles, containers, instances) and renews them. A request through
+aioboto3 takes more than a millisecond of Python and copies the body; this client sends and receives slots directly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DirectClient(ObjectClient):
         self._root = ""
         self._signer = Signer("")
         writing, reading = _encryption_headers(config)
-        # As methods, whose repr does not show the key.
+        # Bound methods, because their repr does not show the key.
         self._writing, self._reading = writing.copy, reading.copy
 
     def counters(self) -> dict[str, int]:
@@ -137,7 +137,7 @@ class DirectClient(ObjectClient):
         wire = self._wire
         if wire is None:
             raise BackendClosedError("not open: use it after open() and before close()", backend="s3")
-        # Without its last slash where the bucket itself is meant.
+        # For the bucket itself, the path has no trailing slash.
         path = quote(self._root + key, safe="/-._~") if key or self._root == "/" else self._root[:-1]
         query = query or {}
         headers["host"] = self._host
@@ -157,7 +157,7 @@ class DirectClient(ObjectClient):
 
 
 def _encryption_headers(config: S3Config) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the headers of writes and of reads."""
+    """Return the extra headers of writes and of reads."""
     if config.sse_customer_key is not None:
         key = config.sse_customer_key.reveal()
         digest = hashlib.md5(base64.b64decode(key), usedforsecurity=False).digest()

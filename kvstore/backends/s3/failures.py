@@ -1,4 +1,4 @@
-"""Failures of the S3 backend by cause, and what follows from each."""
+"""Failures of the S3 backend by cause, with their consequences."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ __all__ = ["Cause", "S3Error", "error_of_part", "error_of_response", "looks_like
 
 
 class Cause(enum.StrEnum):
-    """What went wrong; the name of the counter it is counted under (``failed_<cause>``)."""
+    """Causes of failures; each has a counter ``failed_<cause>``."""
 
-    REFUSED = "refused"  # Nobody listens at the endpoint, or no way leads there.
+    REFUSED = "refused"  # The endpoint refuses connections or is unreachable.
     DNS = "dns"  # The endpoint's name can't be resolved.
-    TLS = "tls"  # No TLS connection: certificate, name or protocol.
-    RESET = "reset"  # The connection broke before the answer began.
-    CUT = "cut"  # The connection broke within the answer.
-    TIMEOUT = "timeout"  # No connection, or no whole answer, in time.
-    PROTOCOL = "protocol"  # What came is no answer to what was asked.
-    LENGTH = "length"  # The object is longer than the buffers for it.
-    XML_ERROR = "xml_error"  # An error in the body of an answer that claims success.
+    TLS = "tls"  # The TLS handshake failed: certificate, name or protocol.
+    RESET = "reset"  # The connection broke before the response began.
+    CUT = "cut"  # The connection broke during the response.
+    TIMEOUT = "timeout"  # No connection, or no complete response, in time.
+    PROTOCOL = "protocol"  # The response is invalid or does not match the request.
+    LENGTH = "length"  # The object is longer than its buffers.
+    XML_ERROR = "xml_error"  # An error in the body of a response with a success status.
     SERVER_ERROR = "server_error"  # 500, 502, 504: the service failed.
-    SLOW_DOWN = "slow_down"  # 503 or 429: the service asks for fewer requests.
-    CONFLICT = "conflict"  # 409: another conditional write of the same object is under way.
+    SLOW_DOWN = "slow_down"  # 503 or 429: the service limits the request rate.
+    CONFLICT = "conflict"  # 409: another conditional write of the same object is running.
     NO_BUCKET = "no_bucket"  # 404 for the bucket.
-    REGION = "region"  # The bucket lies in another region.
-    REDIRECT = "redirect"  # The service points to another address; never followed.
+    REGION = "region"  # The bucket is in another region.
+    REDIRECT = "redirect"  # The service redirects to another address; never followed.
     CREDENTIALS = "credentials"  # Unknown key, wrong signature, expired token, or no credentials at all.
-    CLOCK = "clock"  # This machine's clock is too far off for signatures.
-    FORBIDDEN = "forbidden"  # The credentials are good and may not do this.
-    RANGE = "range"  # 416: the object is shorter than what was asked of it.
-    CHECKSUM = "checksum"  # The service received other bytes than the checksum says.
-    UNSUPPORTED = "unsupported"  # The service does not know what was asked for (501).
-    REJECTED = "rejected"  # Another refusal (400 and the like).
-    CLOSED = "closed"  # The client was closed meanwhile.
+    CLOCK = "clock"  # This machine's clock is too inaccurate for signatures.
+    FORBIDDEN = "forbidden"  # The credentials are valid but lack the right.
+    RANGE = "range"  # 416: the object ends before the requested range.
+    CHECKSUM = "checksum"  # The bytes that the service received do not match their checksum.
+    UNSUPPORTED = "unsupported"  # The service does not implement the request (501).
+    REJECTED = "rejected"  # Another client error (400 and the like).
+    CLOSED = "closed"  # The client was closed during the request.
 
 
 _RETRIED: Final = frozenset(
@@ -70,12 +70,12 @@ _ADVICE: Final = {
 
 
 class S3Error(BackendUnavailableError):
-    """A request failed; ``cause`` says how. Its text holds nothing that the service wrote but its error code.
+    """A failed request. Of the service's response, the text contains only the status and error code.
 
     Args:
-        cause: What it is counted under.
-        message: What was wrong, in one sentence; what to do is added to it.
-        status: HTTP status of the answer, 0 if there was none.
+        cause: Cause, which is also the counter's name.
+        message: The problem in one sentence; advice for the cause is appended.
+        status: HTTP status of the response, 0 without a response.
     """
 
     def __init__(self, cause: Cause, message: str, status: int = 0) -> None:
@@ -85,7 +85,7 @@ class S3Error(BackendUnavailableError):
         self.status = status
 
     def is_of_object(self, *statuses: int) -> bool:
-        """Tell whether the answer had one of these statuses, and is about the object: its bucket is there."""
+        """Return whether the response had one of these statuses and concerns the object, not its bucket."""
         return self.status in statuses and self.cause is not Cause.NO_BUCKET
 
     @property
@@ -95,7 +95,7 @@ class S3Error(BackendUnavailableError):
 
     @property
     def outcome(self) -> Outcome:
-        """Outcome of a block that failed with it."""
+        """Outcome of a block with this failure."""
         return _OUTCOMES.get(self.cause, Outcome.IO_ERROR)
 
 
@@ -131,9 +131,9 @@ _CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 
 
 def error_of_response(status: int, text: str) -> S3Error:
-    """Return the failure for an HTTP status (200 for an error in the body of a success) and the body of an answer.
+    """Return the failure for an HTTP status (200 for an error in the body of a success) and a response body.
 
-    Only the error code in it is shown: services echo signatures and keys.
+    Its text contains only the error code of the body: services echo signatures and keys.
     """
     found = _CODE.search(text)
     code = found[1] if found else ""
@@ -146,16 +146,16 @@ def error_of_response(status: int, text: str) -> S3Error:
         else:
             cause = _BY_STATUS.get(status, Cause.SERVER_ERROR if status >= 500 else Cause.REJECTED)
     elif status < 300:
-        # The code of an error that came as a success says what it is, but it is counted as what it came as.
+        # Errors with a success status have a cause of their own; the code remains in the text.
         cause = Cause.XML_ERROR
     return S3Error(cause, f"The service answered {status}{f' {code}' if code else ''}.", status)
 
 
 def error_of_part(code: str) -> S3Error:
-    """Return the failure of one object of several, as that error alone would have been answered."""
+    """Return the failure for the error code of one object in a multi-object response."""
     return error_of_response(403 if code == "AccessDenied" else 500, f"<Code>{code}</Code>")
 
 
 def looks_like_error(start: bytes) -> bool:
-    """Tell whether a body begins as an error does. No record does: its first byte is no text."""
+    """Return whether a body begins like an error document. Records never do: their first byte is not text."""
     return start.startswith(_XML_STARTS)

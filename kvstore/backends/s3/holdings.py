@@ -1,8 +1,8 @@
 """Holdings of an S3 tier: blocks, packs, notes and housekeeping objects under its prefix, listed page by page.
 
-Nothing is locked: a block's object is whole or absent, and an engine that looks for a removed one has a miss. Objects
-under names that engines do not give are skipped. A bucket does not show which engines are running; uses are known only
-of engines with a capacity, a time to live or snapshots.
+No locks are needed: a block's object is complete or absent, and an engine that reads a removed one gets a miss. Objects
+with names of another form are skipped. A bucket does not show which engines are running; only engines with a capacity,
+a time to live or snapshots publish uses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import ClassVar, Final, NamedTuple
 import msgspec
 
 from kvstore.backends.base import Backend
-from kvstore.backends.holdings import LITTER_MAX, Holdings, Litter, ReadResult
+from kvstore.backends.holdings import STALE_MAX, Holdings, ReadResult, StaleItem
 from kvstore.backends.s3.client import DELETES_MAX, ObjectInfo, make_client
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
@@ -32,13 +32,13 @@ from kvstore.types import BlockInfo, BlockKey, NamespaceInfo, RemovalCause
 __all__ = ["S3Holdings"]
 
 _ANSWER_S: Final = 10.0
-"""Least timeout of a request: an engine's lookups have a shorter one."""
+"""Minimum timeout of a request; engines' lookups use shorter ones."""
 
 _GONE_MAX: Final = 1_000_000
 """Removals from the packs of a namespace that are kept in memory, 150 bytes each."""
 
 _PAST_OUR_FOLDERS: Final = "_q"
-"""Sorts after the folders of packs, probes and housekeeping, which a listing of single blocks skips."""
+"""Sorts after the folders of packs, probes and housekeeping: listings of single blocks skip those folders."""
 
 
 class _Place(NamedTuple):
@@ -46,8 +46,8 @@ class _Place(NamedTuple):
 
     Attributes:
         name: Name of the object.
-        offset: Of the record in a pack; None for a block with an object of its own.
-        live: Blocks of the pack that were not removed; 0 if it stands for a pack that cannot be read.
+        offset: Offset of the record in a pack; None for a block with its own object.
+        live: Blocks of the pack that were not removed; 0 in a placeholder for an unreadable pack.
         etag: Version of a block's own object.
     """
 
@@ -65,7 +65,7 @@ class S3Holdings(Holdings):
     def __init__(self, backend: type[Backend], config: TierConfig) -> None:
         if not isinstance(config, S3Config):
             raise ConfigError(f"An S3 tier is configured by an S3Config. Got {type(config).__name__}.")
-        # Without housekeeping: were a writer of an import elected, engines would wait for it long after it has ended.
+        # Without housekeeping: if an import's writer held the lease, engines would wait for its expiry afterwards.
         super().__init__(backend, msgspec.structs.replace(config, capacity=0, ttl=0, snapshot=False))
         self.ttl_s = float(config.ttl)
         self._prefix = config.prefix
@@ -102,7 +102,7 @@ class S3Holdings(Holdings):
     async def scan(self, namespace: NamespaceInfo) -> AsyncGenerator[Sequence[BlockInfo], None]:
         """See :meth:`Holdings.scan`: single blocks, then packs. A block in two packs is yielded twice.
 
-        Packs that cannot be read come last, under the digits of their names.
+        Unreadable packs come last; their keys are the digits of their names.
         """
         used = await self._uses()
         async with aclosing(self._listed("", skip=_PAST_OUR_FOLDERS)) as pages:
@@ -131,7 +131,7 @@ class S3Holdings(Holdings):
         return await asyncio.gather(*reads)
 
     async def remove(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo], cause: RemovalCause) -> int:
-        """See :meth:`Holdings.remove`. A note lists removals from packs that have other blocks; engines read notes."""
+        """See :meth:`Holdings.remove`. Removals from packs with remaining blocks go into notes, which engines read."""
         if cause is RemovalCause.CORRUPT:
             blocks = [block for block in blocks if await self._is_same(block.place)]
         names = [block.place.name for block in blocks if block.place.offset is None]
@@ -158,7 +158,7 @@ class S3Holdings(Holdings):
             async for blocks in pages:
                 count += sum(block.fault is None for block in blocks)
                 names += dict.fromkeys(block.place.name for block in blocks if block.fault is None)
-                # Whole requests, so that each note lists as many as it can.
+                # Only full requests, so that each note lists as many names as possible.
                 whole = len(names) - len(names) % DELETES_MAX
                 await remove(self._client, self._prefix, names[:whole], RemovalCause.EXPIRED)
                 names = names[whole:]
@@ -173,29 +173,29 @@ class S3Holdings(Holdings):
         await self._client.delete_all(names)
         return count
 
-    async def litter(self) -> list[Litter]:
-        """See :meth:`Holdings.litter`."""
-        found: list[Litter] = []
+    async def stale_items(self) -> list[StaleItem]:
+        """See :meth:`Holdings.stale_items`."""
+        found: list[StaleItem] = []
         written_before = time.time() - NOTES_AGE_S
         async with aclosing(outdated(self._client, self._prefix)) as old:
             async for info, what in old:
-                found.append(self._litter(info, what))
-                if len(found) > LITTER_MAX:
+                found.append(self._stale(info, what))
+                if len(found) > STALE_MAX:
                     return found
         namespaces: set[str] = set()
         async with aclosing(self._listed("_packs/")) as named:
             async for page in named:
                 namespaces.update(name.namespace for _, name in page)
         for namespace in sorted(namespaces):
-            found += await self._pack_litter(namespace, written_before, LITTER_MAX - len(found))
-            if len(found) > LITTER_MAX:
+            found += await self._stale_packs(namespace, written_before, STALE_MAX - len(found))
+            if len(found) > STALE_MAX:
                 break
         return found
 
-    async def sweep(self, litter: Sequence[Litter]) -> int:
+    async def sweep(self, stale: Sequence[StaleItem]) -> int:
         """See :meth:`Holdings.sweep`."""
-        await self._client.delete_all([self._prefix + piece.name for piece in litter])
-        return len(litter)
+        await self._client.delete_all([self._prefix + piece.name for piece in stale])
+        return len(stale)
 
     async def _read_one(self, namespace: NamespaceInfo, block: BlockInfo, room: memoryview) -> ReadResult:
         place: _Place = block.place
@@ -210,7 +210,7 @@ class S3Holdings(Holdings):
         return None if got is None else room[: got.size_bytes]
 
     async def _is_same(self, place: _Place) -> bool:
-        """Return whether a block's object is the version that was found; packs are never rewritten."""
+        """Return whether a block's object still has the scanned version; packs are never rewritten."""
         if place.offset is not None:
             return True
         found = await self._client.head(place.name)
@@ -262,17 +262,17 @@ class S3Holdings(Holdings):
     def _reader(self, namespace: str) -> PackReader:
         return PackReader(self._client, self._prefix, _namespace(namespace))
 
-    async def _pack_litter(self, namespace: str, written_before: float, room: int) -> list[Litter]:
-        """Return empty or damaged packs, and notes about packs that are gone. Ends early beyond ``room`` of them."""
-        found: list[Litter] = []
+    async def _stale_packs(self, namespace: str, written_before: float, room: int) -> list[StaleItem]:
+        """Return empty or damaged packs, and notes about deleted packs. Stops early beyond ``room`` of them."""
+        found: list[StaleItem] = []
         gone, there = await self._gone(namespace), set[str]()
         async with aclosing(self._read_folder(namespace, "pack")) as packs:
             async for pack in packs:
                 if pack.is_damaged:
-                    found.append(self._litter(pack.info, "pack with a damaged head"))
+                    found.append(self._stale(pack.info, "pack with a damaged head"))
                 elif pack.entries is not None and not _live_blocks(pack, gone, 0.0):
-                    found.append(self._litter(pack.info, "pack of which all blocks were removed"))
-                # Its notes stay until the next run, as it still exists.
+                    found.append(self._stale(pack.info, "pack of which all blocks were removed"))
+                # The notes of a stale pack stay until the next run, because the pack still exists.
                 there.add(pack.info.key)
                 if len(found) > room:
                     return found
@@ -280,13 +280,13 @@ class S3Holdings(Holdings):
             async for note in notes:
                 is_useless = note.is_damaged or (note.gone is not None and not there & {pack for pack, _ in note.gone})
                 if is_useless and 0 < note.info.modified_at < written_before:
-                    found.append(self._litter(note.info, "note of removals from packs that are gone"))
+                    found.append(self._stale(note.info, "note of removals from packs that are gone"))
                 if len(found) > room:
                     return found
         return found
 
-    def _litter(self, info: ObjectInfo, why: str) -> Litter:
-        return Litter(info.key.removeprefix(self._prefix), why, info.size_bytes)
+    def _stale(self, info: ObjectInfo, why: str) -> StaleItem:
+        return StaleItem(info.key.removeprefix(self._prefix), why, info.size_bytes)
 
 
 def _namespace(digits: str) -> Namespace:
@@ -294,7 +294,7 @@ def _namespace(digits: str) -> Namespace:
 
 
 def _fault_of(pack: Pack) -> RecordError | S3Error | None:
-    """Return the reason that the blocks of a pack are unknown; None if they are known, or not ours."""
+    """Return the reason why a pack's blocks are unknown; None if they are known, or of another version or namespace."""
     if pack.is_damaged:
         return RecordError(f"The head of pack {pack.info.key!r} is damaged.", RecordFault.HEADER)
     if isinstance(pack.fault, S3Error):
@@ -303,12 +303,11 @@ def _fault_of(pack: Pack) -> RecordError | S3Error | None:
 
 
 def _live_blocks(pack: Pack, gone: set[tuple[str, BlockKey]], used_at: float) -> list[BlockInfo]:
-    """Return the blocks of a pack that were not removed."""
     name = pack.info.key
     live = [each for each in pack.entries or () if (name, each.key) not in gone]
     return [BlockInfo(each.key, each.size_bytes, used_at, _Place(name, each.offset, len(live))) for each in live]
 
 
 def _last_used(info: ObjectInfo, used: dict[int, int]) -> float:
-    """Return when an object was written or used, seconds since the epoch; 0.0 if unknown."""
+    """Return the time of an object's last write or use, seconds since the epoch; 0.0 if unknown."""
     return max(info.modified_at, float(used.get(name_digest(info.key), 0)))

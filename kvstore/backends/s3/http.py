@@ -1,7 +1,7 @@
-"""Answers of an HTTP/1.1 server as they come in: the body of an object goes straight into the buffers for it.
+"""Incremental parsing of HTTP/1.1 responses; the body of an object goes directly into its buffers.
 
-httptools (llhttp, the parser of Node.js) reads heads, texts and chunks. Ours is only where bytes go: once the head of
-an object has been read, the rest of its body is received into the buffers, and no parser sees it.
+httptools (llhttp, the parser of Node.js) parses heads, texts and chunks. This module only chooses the destination:
+after the head of an object, the rest of its body is received into the buffers without a parser.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from kvstore.backends.vectored import cut, drop_front, scatter
 __all__ = ["TEXT_BYTES_MAX", "Answer"]
 
 _HEAD_BYTES: Final = 2048
-"""Bytes asked for at first. What of a body comes with them has to be copied, so that it is no more than a usual head
-needs."""
+"""Size of the first receive: about one typical head, because body bytes received with the head must be copied."""
 
 _HEAD_BYTES_MAX: Final = 65536
 
 TEXT_BYTES_MAX: Final = 4 << 20
-"""Longest body outside of the buffers: a page of a thousand long names is a fraction of it."""
+"""Longest body outside of the buffers; a listing of a thousand long names is much shorter."""
 
 _TEXT_PIECES_MAX: Final = 16384
-"""Chunks and receives that such a body may come in: each costs a call, and services send chunks of kilobytes."""
+"""Maximum number of pieces of such a body. Each piece costs a call, and services send chunks of kilobytes."""
 
 _INTERIM_MAX: Final = 8
-"""Answers such as "100 Continue" before the one proper."""
+"""Maximum number of interim responses, such as "100 Continue", before the final one."""
 
 _ROOM_BYTES: Final = 65536
 _KEPT: Final = frozenset(
@@ -38,17 +37,17 @@ _KEPT: Final = frozenset(
 
 
 class Answer:
-    """One answer. No I/O: it says where the next bytes should go, and is given how many came.
+    """One response, without I/O: :meth:`buffers` returns the buffers for the next bytes, :meth:`advance` parses them.
 
-    The body of a success goes into ``targets``, if there are any; every other body is kept in memory. With ``bodiless``
-    none follows, whatever the head says (an answer to HEAD).
+    The body of a success goes into ``targets``, if given; every other body is kept in memory. With ``bodiless`` (a
+    response to HEAD) no body follows, regardless of the head.
 
     Attributes:
-        status: HTTP status; 0 until the head is whole.
-        headers: Those of interest to us, names in lower case.
-        filled_bytes: Length of the body in the buffers, as far as it has come.
-        whole: Whether it has come to its end.
-        surplus: Whether bytes came that belong to no answer.
+        status: HTTP status; 0 until the head is complete.
+        headers: The headers that the client uses, with names in lower case.
+        filled_bytes: Bytes of the body received into the buffers so far.
+        whole: Whether the response is complete.
+        surplus: Whether bytes arrived after the end of the response.
         stays_open: Whether the connection may carry another request.
     """
 
@@ -61,7 +60,7 @@ class Answer:
         self.stays_open = False
         self._targets = [target for target in targets if target.nbytes]
         self._bodiless = bodiless
-        # It calls the methods that begin with on_. Until the answer is whole: the two hold each other.
+        # Calls the on_ methods. Dropped when the response is complete, to break the reference cycle.
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._room = memoryview(bytearray(_HEAD_BYTES))
         self._head_bytes = 0
@@ -69,17 +68,17 @@ class Answer:
         self._text: list[bytes] = []
         self._text_bytes = 0
         self._parsed = False
-        # Of the object, what is still to come; None where the body does not go into the buffers.
+        # Missing bytes of the object; None if the body does not go into the buffers.
         self._rest: int | None = None
 
     @property
     def started(self) -> bool:
-        """Whether anything of it has come."""
+        """Whether any byte of the response has arrived."""
         return self._head_bytes > 0
 
     @property
     def body(self) -> bytes:
-        """The body, if it did not go into the buffers."""
+        """The body, unless it went into the buffers."""
         return b"".join(self._text)
 
     @property
@@ -88,11 +87,11 @@ class Answer:
         return self.body.decode("utf-8", "replace")
 
     def buffers(self) -> list[memoryview]:
-        """Return where the next bytes go."""
+        """Return the buffers for the next bytes."""
         return [self._room] if self._rest is None else cut(self._targets, self._rest)
 
     def advance(self, count: int) -> None:
-        """Take note that ``count`` bytes came into :meth:`buffers`, 0 at the end; S3Error if the answer is broken."""
+        """Process ``count`` bytes received into :meth:`buffers`, 0 at the end of the stream; S3Error if malformed."""
         if not count:
             self._end_of_stream()
         elif self._rest is not None:
@@ -101,7 +100,7 @@ class Answer:
             self._read(self._parser, self._room[:count])
 
     def release(self) -> None:
-        """Let go of the buffers."""
+        """Drop all references to the buffers."""
         self._targets = []
         self._parser = None
 
@@ -109,7 +108,7 @@ class Answer:
         is_new = not self.status
         try:
             parser.feed_data(piece)
-        # The second, of an answer 101, is not a kind of the first.
+        # HttpParserUpgrade, raised for status 101, is not a subclass of HttpParserError.
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not self._parsed:
                 raise S3Error(Cause.PROTOCOL, f"The answer is no HTTP: {type(error).__name__}.") from None
@@ -129,9 +128,9 @@ class Answer:
             self._finish()
 
     def _choose_target(self, parser: httptools.HttpResponseParser) -> None:
-        """Decide where the body goes, now that the head is known."""
+        """Choose the destination of the body after the head."""
         if self._bodiless:
-            # Without a length the parser takes the answer to last until the end of the stream.
+            # Without a length, the parser would expect a body until the end of the stream.
             closes = self.headers.get("connection", "").lower() == "close"
             self.stays_open = not closes and parser.get_http_version() == "1.1"
             return
@@ -147,7 +146,7 @@ class Answer:
         if length > capacity:
             raise S3Error(Cause.LENGTH, f"The object has {length} bytes, {capacity} fit.")
         self._rest = length
-        # Copied: these bytes came along with the head, before it was known where they belong.
+        # Body bytes that arrived together with the head are copied.
         self._fill(scatter(self.body, self._targets))
         self._text = []
         self._parser = None
@@ -175,17 +174,17 @@ class Answer:
         self._finish()
 
     def on_message_begin(self) -> None:
-        """Called by the parser; a second answer belongs to no request."""
+        """Called by the parser; a second response is surplus."""
         self.surplus |= self._parsed
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser; fields after the body count for nothing."""
+        """Called by the parser; trailer fields are ignored."""
         name = name.lower()
         if not self.status and name in _KEPT:
             self.headers[name.decode()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """Called by the parser; an interim answer counts for nothing."""
+        """Called by the parser; interim responses are skipped."""
         if self._parser is None or self.status:
             return
         status = self._parser.get_status_code()
@@ -197,7 +196,7 @@ class Answer:
             self.stays_open = self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
-        """Called by the parser; a piece is kept as long as the body may become longer."""
+        """Called by the parser; pieces beyond the limits are dropped."""
         if not self._parsed and self._text_bytes <= TEXT_BYTES_MAX and len(self._text) <= _TEXT_PIECES_MAX:
             self._text.append(body)
             self._text_bytes += len(body)

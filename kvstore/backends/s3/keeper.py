@@ -29,38 +29,39 @@ __all__ = ["EvictionPlan", "Keeper", "Lease", "OldNotes", "Victim"]
 logger = logging.getLogger("kvstore.backends.s3")
 
 _LOW_WATERMARK: Final = 0.9
-"""Evictions end here: far enough below the capacity that they need not begin again at the next round."""
+"""Evictions stop at this fraction of the capacity, low enough that the next round need not evict again."""
 
 _VICTIMS_MAX: Final = 100_000
 _NOTES_MAX: Final = 100_000
 _SWEPT_MAX: Final = 100_000
-"""Objects that leave in one round, old notes found, and objects swept: 15 to 30 MB of memory each. The next round
-continues."""
+"""Limits per round: objects removed, old notes found, and objects swept, with 15 to 30 MB of memory each. The next
+round continues."""
 
 _NOTE_BYTES_MAX: Final = 1 << 20
-"""Longest note that is read: a thousand names of the longest kind are a quarter of it."""
+"""Longest note that is read: four times a thousand names of maximum length."""
 
 _SKEW_S: Final = 3600.0
 _OVERLAP_S: Final = 60.0
-"""Names of packs and notes are made by clocks of engines, which differ. By much less than the first: notes are deleted
-only if older than all packs by it. The second is listed again in each round; a note missed is found out by a 404."""
+"""Allowances for clock differences between engines, as names of packs and notes contain their time. Notes are deleted
+only if older than all packs by the first. Each round lists the notes of the second again; an engine that misses a note
+gets a 404 for the removed objects."""
 
 _KNOWN_NOTES_MAX: Final = 10_000
 
 _GIVE_BACK_S: Final = 1.0
-"""Time to give the lease back at the end: several answers long, and short for a caller that waits for the stop."""
+"""Timeout to release the lease on close: several response times, but short for the caller of close()."""
 
 
 class Keeper:
     """Keeps the bytes under a prefix below the capacity, and their age below the time to live.
 
-    For one event loop; every engine has one.
+    For one event loop; every engine has a keeper.
 
     Args:
-        client: Of the bucket.
+        client: Client of the bucket.
         config: Prefix, capacity and interval.
-        on_removed: Called with the names of objects that left, whichever engine removed them, and why.
-        snapshot: Read once a round, and made by the elected engine; None for none.
+        on_removed: Called with the names of objects removed by any engine, and the cause.
+        snapshot: Read once a round, and written by the elected engine; None to disable snapshots.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Keeper:
         self._snapshot = snapshot
         self._names = KeeperNames(config.prefix)
         self._own_uses = f"{self._names.uses}{os.urandom(8).hex()}"
-        # Three rounds: one may fail, and one be late, before another engine takes over.
+        # Three rounds: one may fail and one may be late before another engine takes over.
         self._lease = Lease(client, self._names.lease, 3 * config.keeper_interval, config.lookup_timeout)
         self._known: BoundedDict[str, None] = BoundedDict(_KNOWN_NOTES_MAX)
         self._known_until = time.time()
@@ -87,17 +88,12 @@ class Keeper:
         self.counters = dict.fromkeys((*counted, "keeper_rounds", "keeper_failures", "snapshots_written"), 0)
         self.used_bytes = 0
 
-    @property
-    def is_elected(self) -> bool:
-        """Whether it is this engine that evicts."""
-        return self._lease.is_held
-
     def start(self) -> None:
         """Begin the rounds."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """End the rounds, and give the lease back. Idempotent; a service that fails costs a second at most."""
+        """Stop the rounds and release the lease, which takes at most a second if the service fails. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -106,7 +102,7 @@ class Keeper:
             await self._lease.give_back(min(_GIVE_BACK_S, self._config.lookup_timeout))
 
     async def round(self) -> None:
-        """Publish uses, take in removals and, if this engine holds the lease, evict.
+        """Publish uses, process removals and, if this engine holds the lease, evict.
 
         Raises:
             S3Error: The service failed; the next round tries again.
@@ -117,17 +113,17 @@ class Keeper:
             if await self._lease.hold():
                 await self._evict()
         except Exception:
-            # An engine without the right to write, say, would trust its first snapshot for ever.
+            # Otherwise an engine without write permission would trust its first snapshot forever.
             await self._refresh_snapshot()
             raise
         await self._refresh_snapshot()
         self.counters["keeper_rounds"] += 1
 
     async def _run(self) -> None:
-        # At once: it is for cold engines.
+        # Immediately, because snapshots mainly help cold engines.
         await self._tried(self._refresh_snapshot)
         while True:
-            # Not all engines of a fleet at the same moment.
+            # Jitter spreads the engines of a fleet.
             await asyncio.sleep(self._config.keeper_interval * random.uniform(0.5, 1.0))
             await self._tried(self.round)
 
@@ -138,7 +134,7 @@ class Keeper:
     async def _tried(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
-        # An error of the program, such as of the removal listener, fails its round, and does not end all of them.
+        # A bug, such as in the removal listener, fails one round but does not end the loop.
         except Exception as error:
             self.counters["keeper_failures"] += 1
             if type(error) in self._logged:
@@ -156,7 +152,7 @@ class Keeper:
         try:
             await self._client.put(self._own_uses, [body])
         except BaseException:
-            # The next round publishes them.
+            # The next round tries again.
             self.uses.changed = True
             raise
 
@@ -177,7 +173,7 @@ class Keeper:
         for cause in (RemovalCause.EXPIRED, RemovalCause.EVICTED):
             leaving = [victim for victim in victims if victim.cause is cause]
             for start in range(0, len(leaving), DELETES_MAX):
-                # Long rounds outlast a lease, and two that evict would evict too much.
+                # A long round can outlast its lease, and two evicting engines would remove too much.
                 if not await self._lease.hold():
                     return
                 await self._remove(leaving[start : start + DELETES_MAX], cause)
@@ -186,7 +182,7 @@ class Keeper:
         await self._sweep(notes.names())
 
     async def _remove(self, victims: Sequence[Victim], cause: RemovalCause) -> None:
-        """Delete objects; count them, and note them for this engine and the others."""
+        """Delete and count objects; notify this engine directly and the others by notes."""
         sizes = {victim.name: victim.size_bytes for victim in victims}
 
         def note_gone(names: Sequence[str], note: str) -> None:
@@ -213,7 +209,7 @@ class Keeper:
         self._known_until = began
 
     async def _sweep(self, notes: Sequence[str]) -> None:
-        """Delete expired housekeeping objects, and notes of packs that are gone."""
+        """Delete expired housekeeping objects and notes about deleted packs."""
         old = list(notes)
         async for info, _ in outdated(self._client, self._config.prefix):
             if len(old) >= _SWEPT_MAX:
@@ -223,18 +219,18 @@ class Keeper:
 
 
 class _LeaseBody(msgspec.Struct, frozen=True):
-    """Content of the lease's object. Others check whether it has changed, and whether it has an owner."""
+    """Content of the lease object. Other engines check for changes, and for an empty owner."""
 
     owner: str
     renewals: int
 
 
 class Lease:
-    """An object that its holder writes again and again; another engine takes it when it has not changed for long.
+    """An object that its holder rewrites regularly; another engine takes it over after ``length_s`` without a change.
 
-    No two clocks are compared: the holder counts from before its renewal, the others from when they saw it. So there is
-    one holder at a time, as long as clocks run at about the same speed. (The scheme is that of Kubernetes' leader
-    election.) Needs conditional writes. A renewal lasts ``length_s``, a request ``timeout_s``.
+    Clocks are never compared: the holder measures from the start of its renewal, the others from their first sight of
+    it. So there is at most one holder, as long as clocks run at about the same speed. Kubernetes' leader election uses
+    the same scheme. Needs conditional writes. A renewal is valid for ``length_s``; a request may take ``timeout_s``.
     """
 
     def __init__(
@@ -264,10 +260,10 @@ class Lease:
         return bool(self._etag) and self._clock() - self._renewed_at < self._length_s
 
     async def hold(self) -> bool:
-        """Take or renew it; False if another engine has it.
+        """Take or renew the lease; False if another engine holds it.
 
         Raises:
-            S3Error: The service could not be asked; a lease that is held runs on until its end.
+            S3Error: The request failed; a held lease stays valid until its end.
         """
         if self._etag:
             if await self._write(if_match=self._etag):
@@ -283,16 +279,16 @@ class Lease:
         try:
             owner = msgspec.json.decode(body[: found.size_bytes], type=_LeaseBody).owner
         except (msgspec.DecodeError, UnicodeDecodeError):
-            # Not a lease of ours; it runs out as any other.
+            # Not in our format; it expires like any other lease.
             owner = None
-        # Given back; or a write of ours whose answer was lost.
+        # Released, or written by us with a lost response.
         is_free = owner in ("", self._owner)
         if not is_free and now - self._seen_at < self._length_s:
             return False
         return await self._write(if_match=found.etag)
 
     async def give_back(self, timeout_s: float) -> None:
-        """Let another engine take it at once, if it is held; if the service fails, the others wait for its end."""
+        """Release a held lease; if the service fails, other engines wait for its expiry."""
         etag, self._etag = self._etag, ""
         if etag:
             body = msgspec.json.encode(_LeaseBody("", self._renewals + 1))
@@ -311,7 +307,7 @@ class Lease:
 
 
 class Victim(NamedTuple):
-    """An object that has to leave, evicted for space or expired."""
+    """An object to remove, for space or because it expired."""
 
     name: str
     size_bytes: int
@@ -319,15 +315,15 @@ class Victim(NamedTuple):
 
 
 class EvictionPlan:
-    """Sees every object of a prefix once, and names those that are too old, and the coldest when it is too full.
+    """Selects expired objects and, over capacity, the least recently written or used ones.
 
-    Cold is what was neither written nor used for long.
+    The caller passes every object of a prefix once.
 
     Args:
-        capacity_bytes: Most bytes they may have; 0 for any number.
-        used_at: When objects were used last, by digest of their name.
-        expire_before: What was neither written nor used since this moment leaves in any case.
-        victims_max: Most objects to name.
+        capacity_bytes: Maximum total bytes; 0 for no limit.
+        used_at: Time of the last use, seconds since the epoch, by digest of the object's name.
+        expire_before: Objects neither written nor used since this time expire, in seconds since the epoch.
+        victims_max: Maximum number of victims.
     """
 
     def __init__(
@@ -342,20 +338,20 @@ class EvictionPlan:
         self._used_at = used_at
         self._expire_before = expire_before
         self._victims_max = victims_max
-        # The coldest so far, the warmest of them on top: memory stays bounded however many there are.
+        # Heap of the coldest objects so far with the warmest of them on top, so memory is bounded.
         self._coldest: list[tuple[float, str, int]] = []
         self.used_bytes = 0
 
     def see(self, info: ObjectInfo, name: ObjectName | None) -> None:
-        """Take note of an object, and of what its name says.
+        """Add an object and its parsed name.
 
-        Objects between engines, which have a few bytes, do not leave; nor does what others keep under the prefix, be it
-        a tier with a longer one.
+        Only blocks and packs are evicted, never housekeeping objects or objects of other programs or of a tier with a
+        longer prefix.
         """
         self.used_bytes += info.size_bytes
         if not (self._capacity_bytes or self._expire_before) or name is None or name.kind == "note":
             return
-        # Objects of unknown age never expire, and leave last for space.
+        # Objects of unknown age never expire, and are evicted last.
         last = max(info.modified_at, float(self._used_at.get(name_digest(info.key), 0))) or math.inf
         entry = (-last, info.key, info.size_bytes)
         if len(self._coldest) < self._victims_max:
@@ -364,7 +360,7 @@ class EvictionPlan:
             heapq.heapreplace(self._coldest, entry)
 
     def victims(self) -> list[Victim]:
-        """Return the objects that have to leave, the coldest first."""
+        """Return the objects to remove, the coldest first."""
         excess = 0
         if 0 < self._capacity_bytes < self.used_bytes:
             excess = self.used_bytes - int(self._capacity_bytes * _LOW_WATERMARK)
@@ -379,39 +375,28 @@ class EvictionPlan:
 
 
 class OldNotes:
-    """Sees every object of a prefix once, in the order of names, and finds notes that are older than all packs.
+    """Finds notes older than all packs of their namespace.
 
-    Names of packs and notes begin with their time, so the notes of a namespace that come before its first pack are
-    about packs that are gone. Notes written after ``written_before``, in seconds since the epoch, stay.
+    The caller passes every object of a prefix once, in the order of names. Names of packs and notes begin with their
+    time, so notes before a namespace's first pack concern deleted packs. Notes written after ``written_before``, in
+    seconds since the epoch, stay.
     """
 
     def __init__(self, written_before: float) -> None:
         self._written_before = written_before
-        self._namespace = ""
-        self._found: list[str] = []
-        # Of the namespace that is being listed: name and time, until its first pack is seen.
-        self._waiting: list[tuple[str, float]] | None = []
+        self._first_packs: dict[str, float] = {}
+        self._notes: list[tuple[str, ObjectName]] = []
 
     def see(self, info: ObjectInfo, name: ObjectName | None) -> None:
-        """Take note of an object, and of what its name says."""
-        if name is None or name.kind == "block":
-            return
-        if name.namespace != self._namespace:
-            self._take(math.inf)
-            self._namespace, self._waiting = name.namespace, []
-        if self._waiting is None:
+        """Add an object and its parsed name."""
+        if name is None or name.namespace in self._first_packs:
             return
         if name.kind == "pack":
-            self._take(name.made_at)
-            self._waiting = None
-        elif 0 < info.modified_at < self._written_before and len(self._found) + len(self._waiting) < _NOTES_MAX:
-            self._waiting.append((info.key, name.made_at))
+            self._first_packs[name.namespace] = name.made_at
+        elif name.kind == "note" and 0 < info.modified_at < self._written_before and len(self._notes) < _NOTES_MAX:
+            self._notes.append((info.key, name))
 
-    def names(self) -> Sequence[str]:
-        """Return the names of the notes; the list of objects has come to its end."""
-        self._take(math.inf)
-        self._waiting = None
-        return self._found
-
-    def _take(self, first_pack_at: float) -> None:
-        self._found += [name for name, made_at in self._waiting or () if made_at + _SKEW_S < first_pack_at]
+    def names(self) -> list[str]:
+        """Return the names of the old notes; call it after the last object."""
+        first_packs = self._first_packs
+        return [key for key, name in self._notes if name.made_at + _SKEW_S < first_packs.get(name.namespace, math.inf)]

@@ -1,16 +1,16 @@
-"""Names of objects: of blocks, packs and notes of a namespace, and of what engines write for each other.
+"""Names of objects: blocks, packs and notes of a namespace, and housekeeping objects shared by engines.
 
 Under the prefix of a tier::
 
     <3 digits>/<namespace>/<key>                           a block; the digits are the first of the key's SHA-256
     _packs/<namespace>/<12 digits: ms><16 at random>p      a pack
-    _packs/<namespace>/<12 digits: ms><16 at random>r      a note of blocks that are gone from packs
-    _keeper/lease                                          of the engine that does the housekeeping
-    _keeper/removed/<12 digits: ms><16 at random>          a note of objects that were removed
-    _keeper/uses/<16 at random>                            what an engine used
+    _packs/<namespace>/<12 digits: ms><16 at random>r      a note of blocks removed from packs
+    _keeper/lease                                          the lease of the engine that does the housekeeping
+    _keeper/removed/<12 digits: ms><16 at random>          a note of removed objects
+    _keeper/uses/<16 at random>                            the objects that one engine used
     _keeper/presence/<namespace>                           a snapshot
 
-All digits are lower-case hexadecimal: nothing that a user or a model gives becomes part of a name but the prefix.
+All digits are lower-case hexadecimal: the prefix is the only part of a name that users or models control.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from kvstore.types import BlockKey
 __all__ = ["KeeperNames", "ObjectName", "ObjectNames", "new_stamp", "read_name", "stamp"]
 
 _SPREAD_DIGITS = 3
-"""Services split their load by the beginning of names: 4,096 beginnings spread it over as many parts as they make."""
+"""Services partition load by the prefix of names; 4,096 prefixes spread it over all partitions."""
 
 _TIME_DIGITS: Final = 12
 _RANDOM_BYTES: Final = 8
 
-# That the digits of a key are even in number is checked apart: to count in pairs takes three times as long.
+# The even number of a key's digits is checked separately: a regular expression of pairs takes three times as long.
 _BLOCK: Final = re.compile(r"([0-9a-f]{3})/([0-9a-f]{64})/([0-9a-f]{2,128})")
 _PACK_OR_NOTE: Final = re.compile(r"_packs/([0-9a-f]{64})/([0-9a-f]{28})([pr])")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """Parsed name; ``key`` is a block's key, or time and random bytes of a pack or note."""
+    """Parsed name; ``key`` is a block's key, or the time and random bytes of a pack or note."""
 
     kind: Literal["block", "pack", "note"]
     namespace: str
@@ -48,12 +48,12 @@ class ObjectName:
 
     @property
     def made_at(self) -> float:
-        """When a pack or note was named, by the clock of its engine, in seconds since the epoch."""
+        """Time in the name of a pack or note, by the clock of its engine, in seconds since the epoch."""
         return int.from_bytes(self.key[: _TIME_DIGITS // 2], "big") / 1000
 
 
 def read_name(own: str) -> ObjectName | None:
-    """Return what a name (without the prefix) says; None if it is none that we give to blocks, packs or notes."""
+    """Parse a name (without the prefix); None if it is not the name of a block, pack or note."""
     if (match := _BLOCK.fullmatch(own)) is not None:
         spread, namespace, digits = match.groups()
         if len(digits) % 2:
@@ -66,10 +66,10 @@ def read_name(own: str) -> ObjectName | None:
 
 
 class ObjectNames:
-    """Names of the objects of one namespace; ``prefix`` is empty, or has a ``/`` at its end.
+    """Names of the objects of one namespace; ``prefix`` is empty or ends with ``/``.
 
     Attributes:
-        probe: An object that need not be there.
+        probe: An object that need not exist.
         packs: Folder of packs and notes.
     """
 
@@ -84,7 +84,7 @@ class ObjectNames:
         return f"{self._prefix}{_spread(key)}/{self._namespace}/{key.hex()}"
 
     def read(self, name: str) -> ObjectName | None:
-        """Return what a name (with the prefix) says; None if it is none of this namespace."""
+        """Parse a name (with the prefix); None if it does not belong to this namespace."""
         found = read_name(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
         return found if found is not None and found.namespace == self._namespace else None
 
@@ -97,12 +97,12 @@ class ObjectNames:
         return f"{self.packs}{new_stamp()}r"
 
     def packs_since(self, moment: float) -> str:
-        """Return what sorts before the names of all packs and notes that were made at a moment or later."""
+        """Return a string that sorts before the names of all packs and notes made at ``moment`` or later."""
         return self.packs + stamp(moment)
 
 
 class KeeperNames:
-    """Names of the objects that the engines of one prefix write for each other: the lease, and three folders."""
+    """Names of the housekeeping objects of one prefix: the lease and three folders."""
 
     def __init__(self, prefix: str) -> None:
         self.lease = f"{prefix}_keeper/lease"
@@ -112,12 +112,12 @@ class KeeperNames:
 
 
 def new_stamp() -> str:
-    """Return a unique end of a name, which sorts by time."""
+    """Return a unique suffix for a name, sortable by time."""
     return stamp(time.time()) + os.urandom(_RANDOM_BYTES).hex()
 
 
 def stamp(moment: float) -> str:
-    """Return what sorts before all names of a moment (seconds since the epoch) or later."""
+    """Return a string that sorts before all suffixes made at ``moment`` (seconds since the epoch) or later."""
     return f"{int(max(0.0, moment) * 1000):0{_TIME_DIGITS}x}"
 
 

@@ -1,4 +1,4 @@
-"""What engines write for each other: when objects were used last, and which were removed."""
+"""Housekeeping objects shared by engines: usage reports and notes of removals."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from kvstore.types import RemovalCause
 __all__ = ["NOTES_AGE_S", "Uses", "all_uses", "name_digest", "outdated", "read_note", "read_uses", "remove"]
 
 NOTES_AGE_S: Final = 86400.0
-"""Notes of removals older than this are deleted. An engine that missed one finds out by a 404."""
+"""Notes of removals older than this are deleted. An engine that missed one gets a 404 for the object."""
 
 _USES_AGE_S: Final = 30 * 86400.0
-"""Uses and snapshots that were not renewed for this long are deleted: the engine is gone, or the blocks are."""
+"""Usage reports and snapshots not renewed for this long are deleted: the engine or the blocks are gone."""
 
 _USES_MAX: Final = 65536
-"""Names that one engine remembers: the last it used. Objects used before them are as cold as when they were written."""
+"""Recently used names that one engine remembers. For other objects, only the time of their write counts."""
 
 _MAGIC: Final = b"\x89kvuses\n"
 _ENTRY: Final = np.dtype([("name", "<u8"), ("used_at", "<u4")])
 _USES_BYTES_MAX: Final = len(_MAGIC) + 8 + _USES_MAX * _ENTRY.itemsize
 
 _USED_MAX: Final = 1_000_000
-"""Objects of which the last use is remembered; more would take more memory than their worth."""
+"""Maximum number of objects with a known last use; bounds the memory."""
 
 _READ_MAX: Final = 10_000
-"""Engines of which the uses are read: those that wrote them last."""
+"""Maximum number of usage reports read, the most recently written first."""
 
 
 class Uses:
-    """The names that this engine used last, with the time by ``wall_clock``, in seconds since the epoch."""
+    """The names that this engine used most recently, with the time by ``wall_clock`` in seconds since the epoch."""
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
@@ -48,21 +48,21 @@ class Uses:
         self.changed = False
 
     def note(self, names: Iterable[str]) -> None:
-        """Note that objects were used just now."""
+        """Record a use of objects at the current time."""
         now = int(self._wall_clock())
         for name in names:
             self._used[name_digest(name)] = now
             self.changed = True
 
     def encode(self) -> bytes:
-        """Return the bytes of the object that publishes them."""
+        """Return the content of the usage report, and mark the uses as unchanged."""
         self.changed = False
         body = np.array(list(self._used.items()), _ENTRY).tobytes()
         return _MAGIC + header_checksum(body).to_bytes(8, "little") + body
 
 
 def read_uses(data: bytes, now: float) -> dict[int, int]:
-    """Return when names (by digest) were used last, none later than ``now``; nothing if no engine wrote these bytes."""
+    """Return the time of the last use by digest of the name, at most ``now``; empty if ``data`` is not valid."""
     start = len(_MAGIC) + 8
     body = data[start:]
     if not data.startswith(_MAGIC) or len(body) % _ENTRY.itemsize:
@@ -75,14 +75,14 @@ def read_uses(data: bytes, now: float) -> dict[int, int]:
 
 
 def name_digest(name: str) -> int:
-    """Return the 64 bits that stand for a name among uses."""
+    """Return the 64-bit digest of a name in usage reports."""
     return header_checksum(name.encode())
 
 
 async def all_uses(client: ObjectClient, prefix: str, *, used_max: int = _USED_MAX) -> dict[int, int]:
-    """Return when objects were used last (seconds since the epoch), by digest of their name, by any engine.
+    """Return the last use of objects by any engine, in seconds since the epoch, by digest of their name.
 
-    Of more than ``used_max`` objects those stay that engines published last.
+    Of more than ``used_max`` objects, the most recently published ones are returned.
     """
     newest: list[tuple[float, str, int]] = []
     async for info in client.listed(KeeperNames(prefix).uses):
@@ -91,7 +91,7 @@ async def all_uses(client: ObjectClient, prefix: str, *, used_max: int = _USED_M
             heapq.heappop(newest)
     found: dict[int, int] = {}
     now = time.time()
-    # The newest first, so that engines at work count before those that are gone.
+    # The newest first, so that running engines precede those that are gone.
     for _, key, size_bytes in sorted(newest, reverse=True):
         data = await client.get_start(key, min(size_bytes, _USES_BYTES_MAX))
         for name, used_at in read_uses(data or b"", now).items():
@@ -101,7 +101,7 @@ async def all_uses(client: ObjectClient, prefix: str, *, used_max: int = _USED_M
 
 
 class _Note(msgspec.Struct, frozen=True):
-    """A note of removals; its names are without the prefix."""
+    """A note of removals; names are without the prefix."""
 
     version: int
     cause: RemovalCause
@@ -116,10 +116,10 @@ async def remove(
     *,
     on_gone: Callable[[Sequence[str], str], None] = lambda names, note: None,
 ) -> None:
-    """Delete objects, and write notes for the engines that use them, one for each ``DELETES_MAX``.
+    """Delete objects, and write a note for the other engines after each ``DELETES_MAX`` objects.
 
-    ``on_gone`` is called with names that have just been deleted, and the name of the note on them, which is written
-    next. If the service fails, objects may be gone without a note, and those behind them are still there.
+    ``on_gone`` is called with the names just deleted and the name of their note, which is written next. If the service
+    fails, some objects may be gone without a note, and later objects remain.
     """
     for start in range(0, len(names), DELETES_MAX):
         some = names[start : start + DELETES_MAX]
@@ -130,7 +130,7 @@ async def remove(
 
 
 def read_note(prefix: str, data: bytes) -> tuple[list[str], RemovalCause] | None:
-    """Return the names of the objects that left, and why; None if it is no note."""
+    """Return the names of the removed objects and the cause; None if ``data`` is not a note."""
     try:
         note = msgspec.json.decode(data, type=_Note)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -141,7 +141,7 @@ def read_note(prefix: str, data: bytes) -> tuple[list[str], RemovalCause] | None
 async def outdated(client: ObjectClient, prefix: str) -> AsyncGenerator[tuple[ObjectInfo, str], None]:
     """Yield expired housekeeping objects, each with a description.
 
-    Objects of unknown age stay, and so do names that engines do not give.
+    Objects of unknown age, and objects with names of another form, are not yielded.
     """
     names, now = KeeperNames(prefix), time.time()
     for folder, hex_digits, age_s, what in (

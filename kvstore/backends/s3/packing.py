@@ -1,4 +1,4 @@
-"""Small blocks: several of a job in one object, so that they cost one PUT, and one GET where they are read together."""
+"""Small blocks: several blocks of a job share one object, so they cost one PUT, and one GET if read together."""
 
 from __future__ import annotations
 
@@ -21,37 +21,38 @@ from kvstore.types import BlockKey, Outcome
 __all__ = ["PackIndex", "PackedBlocks"]
 
 _OVERLAP_S: Final = 60.0
-"""Names are made by the clocks of engines, and seen when their objects are whole: what is newer than this, seen from
-the newest name, is listed again. A pack of an engine whose clock is further behind is found at the next start."""
+"""Each refresh lists the names of this long before the newest one again: names contain the time of engines' clocks, and
+objects appear only when complete. The packs of an engine whose clock is further behind are found at the next start."""
 
 _GET_BYTES_MAX: Final = 4 << 20
-"""Neighbours that are read by one request: long enough that a request's own cost is small, short enough that a job has
-several streams, and that a broken one does not cost much."""
+"""Longest range of adjacent records read by one request: long enough to amortize the request, short enough that a job
+uses several streams and a broken stream costs little."""
 
 _PACK_BYTES_MAX: Final = 16 << 20
-"""Longest pack: one stream of S3 gives about 90 MB/s."""
+"""Longest pack: one S3 stream reaches about 90 MB/s."""
 
 _NOTE_ENTRIES_MAX: Final = 4096
-"""Entries of a note: at some hundred bytes each, far below the longest head."""
+"""Maximum entries of a note: at about a hundred bytes each, far below the longest head."""
 
 _OF_THE_OBJECT: Final = frozenset({Cause.RANGE, Cause.LENGTH, Cause.REJECTED})
-"""Failures that are this object's, and would be the same next time."""
+"""Causes specific to one object, which a retry would repeat."""
 
 _UNREADABLE_MAX: Final = 10_000
-"""Names that turned out to be nothing for us, remembered so that they are not read again."""
+"""Names of notes and unreadable objects, remembered so that they are not read again."""
 
 _BLOCKS_MAX: Final = 1_000_000
-"""Blocks in the index, about 300 MB of memory; beyond it the oldest packs are forgotten, so their blocks are misses."""
+"""Maximum blocks in the index, about 300 MB of memory. Beyond that, the index drops packs in the order of their
+addition, and their blocks are misses."""
 
 _EMPTIED_MAX: Final = 10_000
-"""Packs without blocks in the index, so that they are not read again while they are still listed."""
+"""Packs without blocks that the index remembers, so that they are not read again while they are still listed."""
 
 _GONE_MAX: Final = 100_000
-"""Removals from packs that were not seen yet: clocks differ, so a note may come before its pack."""
+"""Maximum removals from unknown packs: clocks differ, so a note may be listed before its pack."""
 
 
 class Place(NamedTuple):
-    """Location of a record: its object, and where in it."""
+    """Location of a record: its pack, and offset and length within the pack."""
 
     pack: str
     offset: int
@@ -64,7 +65,7 @@ _Found = tuple[Place, RecordRead]
 class PackedBlocks:
     """The blocks of one namespace in packs. For one event loop.
 
-    ``fan_out`` is that of the backend; ``on_lost`` is called with blocks whose pack is there no more.
+    ``fan_out`` is the backend's; ``on_lost`` is called with the blocks of a pack that no longer exists.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class PackedBlocks:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What was done so far, by name."""
+        """Counters by name, for statistics."""
         return {**self._counted, "packs_read": self._reader.reads}
 
     async def close(self) -> None:
@@ -130,9 +131,9 @@ class PackedBlocks:
             for write in group:
                 outcomes[ours[write.key]] = outcome
         for _, other in waiting:
-            # Not awaited itself: a cancelled waiter would cancel it for the writer and all others.
+            # asyncio.wait, because a cancelled direct await would cancel the future for the writer and all waiters.
             await asyncio.wait([other])
-        # Also what was there at first and was removed meanwhile: it must not be reported as there after it has gone.
+        # Also blocks found at first but removed since: EXISTS must not be reported for a removed block.
         late = [i for i, _ in waiting]
         late += [i for i, write in enumerate(writes) if outcomes[i] is Outcome.EXISTS and write.key not in self.index]
         if late:
@@ -161,23 +162,23 @@ class PackedBlocks:
         return [outcomes[id(read)] for read in reads]
 
     async def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Tell which blocks lie in a pack; no request, if what is new was asked for a moment ago."""
+        """Return which blocks are in a pack; sends no request if packs were listed within ``pack_refresh``."""
         if any(key not in self.index for key in keys):
             await self.refresh()
         return [key in self.index for key in keys]
 
     async def remove(self, keys: Sequence[BlockKey], *, damaged: bool = False) -> None:
-        """Make blocks be gone, for every engine: by a note, as a pack can't be changed; empty packs are deleted.
+        """Remove blocks for all engines. Packs are immutable, so a note lists the removals; empty packs are deleted.
 
         Args:
-            keys: Of the blocks.
-            damaged: Only the copies that are read go; of a block that lies in another pack, too, that one is read next.
+            keys: Keys of the blocks.
+            damaged: Remove only the copy used by reads; a copy in another pack then replaces it.
         """
         copies = 1 if damaged else None
         removed = [(pack, key) for key in dict.fromkeys(keys) for pack in self.index.packs_of(key)[:copies]]
         if not removed:
             return
-        # For this engine at once; a block that is put from now on lies in another pack, which the note does not name.
+        # Immediate for this engine. A block put from now on goes to a new pack, so the note does not affect it.
         empty = self.index.remove(removed)
         folder = len(self._names.packs)
         for start in range(0, len(removed), _NOTE_ENTRIES_MAX):
@@ -189,10 +190,10 @@ class PackedBlocks:
         await self._client.delete_all(empty)
 
     async def refresh(self) -> None:
-        """Take in what other engines wrote, unless that was done a moment ago; one task does it for all waiters.
+        """Read new packs and notes, unless the last refresh is recent; one task serves all waiters.
 
         Raises:
-            S3Error: The service could not be asked.
+            S3Error: A request failed.
         """
         if self._refreshing is None:
             if time.monotonic() < self._fresh_until:
@@ -200,7 +201,7 @@ class PackedBlocks:
             self._refreshing = asyncio.create_task(self._take_in())
             self._refreshing.add_done_callback(self._end_refresh)
         work = self._refreshing
-        # It goes on for the others when this one is cancelled.
+        # A cancelled waiter does not cancel the task.
         await asyncio.wait([work])
         if work.cancelled():
             raise S3Error(Cause.CLOSED, "The backend was closed.")
@@ -212,7 +213,7 @@ class PackedBlocks:
         if self._refreshing is task:
             self._refreshing = None
         if not task.cancelled():
-            # Read here, as all waiters may be gone.
+            # Retrieves the exception, because all waiters may be gone.
             task.exception()
 
     async def _take_in(self) -> None:
@@ -228,8 +229,8 @@ class PackedBlocks:
             unknown = [info for info in page.objects if names[info.key] is not None and self._is_unknown(info.key)]
             async for pack in self._reader.read_all(unknown):
                 self._take_in_one(pack)
-            # Also past what this engine wrote itself, or it would be listed again each time. Not later than now: one
-            # engine whose clock is ahead must not hide what all others write from then on.
+            # Includes this engine's own packs, which would otherwise be listed again each time. Capped at the current
+            # time, so that an engine whose clock is ahead does not hide later packs of the others.
             newest = max((name.made_at for name in names.values() if name is not None), default=0.0)
             self._newest = max(self._newest, min(newest, time.time()))
         self._fresh_until = began + self._config.pack_refresh
@@ -240,7 +241,7 @@ class PackedBlocks:
     def _take_in_one(self, pack: Pack) -> None:
         if isinstance(pack.fault, S3Error) and pack.fault.cause not in _OF_THE_OBJECT:
             raise pack.fault
-        # An engine does without what can't be read, or none could work beside one such object.
+        # Unreadable objects are skipped; otherwise one such object would stop all engines.
         self._counted["packs_unreadable"] += pack.fault is not None
         if pack.entries is not None:
             self.index.add(pack.info.key, pack.entries)
@@ -254,7 +255,7 @@ class PackedBlocks:
         for write in writes:
             buffers += write.buffers
         name = self._names.new_pack()
-        # No other engine has this name: a second attempt writes the same once more.
+        # The name is unique: a retry rewrites the same bytes.
         await self._client.put(name, buffers)
         self._counted["packs_written"] += 1
         self.index.add(name, entries)
@@ -282,11 +283,11 @@ class PackedBlocks:
 
 
 class PackIndex:
-    """Keys to places, as far as this engine knows. Of a key in several packs, the pack with the last name counts."""
+    """Known places by key. If a key is in several packs, reads use the pack with the last name."""
 
     def __init__(self, blocks_max: int = _BLOCKS_MAX, emptied_max: int = _EMPTIED_MAX) -> None:
         self._blocks_max = blocks_max
-        # The last pack first. Two engines may write a block at the same time, so there may be several.
+        # The last pack first. Engines may write a block concurrently, so a key may have several places.
         self._places: dict[BlockKey, tuple[Place, ...]] = {}
         self._packs: dict[str, dict[BlockKey, None]] = {}
         self._emptied: BoundedDict[str, None] = BoundedDict(emptied_max)
@@ -304,16 +305,16 @@ class PackIndex:
         return pack in self._packs or pack in self._emptied
 
     def place(self, key: BlockKey) -> Place | None:
-        """Return where a block lies."""
+        """Return the location of a block; None if unknown."""
         places = self._places.get(key)
         return places[0] if places else None
 
     def packs_of(self, key: BlockKey) -> list[str]:
-        """Return all packs that a block is known to lie in, first the one that counts."""
+        """Return all known packs of a block; reads use the first."""
         return [place.pack for place in self._places.get(key, ())]
 
     def add(self, pack: str, entries: Iterable[PackEntry]) -> None:
-        """Take in a pack; what a note listed as gone from it stays out."""
+        """Add a pack, without the blocks that a note already listed as removed from it."""
         if self.knows(pack):
             return
         keys = self._packs[pack] = {}
@@ -330,9 +331,9 @@ class PackIndex:
             self.forget(next(iter(self._packs)))
 
     def remove(self, removed: Sequence[tuple[str, BlockKey]]) -> list[str]:
-        """Take note that blocks are gone from packs; return the packs in which nothing is left.
+        """Remove blocks from packs; return the packs that became empty.
 
-        Such a pack stays known: it may be listed once more before it is deleted.
+        Empty packs stay known, because they may be listed again before their deletion.
         """
         empty = []
         for pack, key in removed:
@@ -349,7 +350,7 @@ class PackIndex:
         return empty
 
     def forget(self, pack: str) -> list[BlockKey]:
-        """Drop a pack that has gone; return the blocks that went with it, and lie in no other one."""
+        """Drop a pack; return its blocks that are in no other pack."""
         keys = self._packs.pop(pack, {})
         self._entries -= len(keys)
         return [key for key in keys if self._drop(pack, key)]
@@ -359,7 +360,7 @@ class PackIndex:
         self._emptied[pack] = None
 
     def _drop(self, pack: str, key: BlockKey) -> bool:
-        """Forget one of the packs of a block; return whether it was the last one."""
+        """Remove one place of a block; return whether it was the last one."""
         left = tuple(place for place in self._places.pop(key) if place.pack != pack)
         if left:
             self._places[key] = left
@@ -367,7 +368,7 @@ class PackIndex:
 
 
 def _runs(found: Sequence[_Found]) -> list[list[_Found]]:
-    """Coalesce reads of neighbours."""
+    """Coalesce reads of adjacent records."""
     runs: list[list[_Found]] = []
     room, end = 0, ("", 0)
     for place, read in sorted(found, key=lambda pair: pair[0]):

@@ -1,20 +1,21 @@
-r"""Packs, which hold several records in one object with a head at its start, and notes of removals from them.
+r"""Packs (several records in one object, after a head) and notes of removals from packs.
 
 A pack is::
 
     magic      8   89 6b 76 70 61 63 6b 0a   ("\x89kvpack\n")
-    version    2   little-endian, as all numbers here; 1
+    version    2   1; all numbers are little-endian
     reserved   2   0
     count      4   records in it
     head_bytes 4   length of the head, up to the first record
     reserved   4   0
-    namespace 32   digest of the namespace of all of its blocks
-    entries        for each record: length of its record (4), length of its key (1), its key
-    checksum   8   xxh3-64 of all before it
-    records        one after the other, in the order of the entries
+    namespace 32   digest of the namespace of its blocks
+    entries        for each record: length of the record (4), length of the key (1), key
+    checksum   8   xxh3-64 of all preceding bytes
+    records        in the order of the entries
 
-A note of removals has the same start with the magic ``\x89kvgone\n``. Its entries are blocks that are gone: the
-length is that of the name of a pack without its folder, and the "key" is that name, then the block's key.
+A note of removals has the same layout without records, and the magic ``\x89kvgone\n``. Each entry is a removed block:
+the "record length" is the length of the pack's name without its folder, and the "key" is that name followed by the
+block's key.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from kvstore.types import KEY_BYTES_MAX, BlockKey
 __all__ = ["RECORD_BYTES_MAX", "Pack", "PackEntry", "PackFormat", "PackReader", "Unreadable"]
 
 RECORD_BYTES_MAX: Final = (1 << 32) - 1
-"""Longest record that an entry can describe."""
+"""Longest record that an entry can represent."""
 
 _HEAD_BYTES_FIRST: Final = 4096
-"""Read of an unknown pack at first: the head of 32 blocks has about 1,300 bytes, and a round trip costs as much as
-these take to come."""
+"""First read of an unknown pack: the head of 32 blocks has about 1,300 bytes, and a second round trip would take as
+long as receiving 4 KiB."""
 
 _HEAD_BYTES_MAX: Final = 1 << 20
 _HEADS_AT_ONCE: Final = 64
@@ -53,10 +54,10 @@ _CHECKSUM: Final = struct.Struct("<Q")
 
 
 class Unreadable(Exception):
-    """The object is no pack or note of this version and namespace, or is damaged.
+    """The object is not a pack or note of this version and namespace, or is damaged.
 
     Args:
-        is_damage: It begins like one of this version and namespace, so no engine can ever read it.
+        is_damage: Whether its start has this version and namespace, so that no engine can read it.
     """
 
     def __init__(self, *, is_damage: bool = False) -> None:
@@ -79,13 +80,13 @@ class PackFormat:
         self._digest = namespace.digest
 
     def pack_head(self, records: Sequence[tuple[BlockKey, int]]) -> tuple[bytes, list[PackEntry]]:
-        """Return the head of a pack of records (key, length), and where each lies."""
+        """Return the head of a pack of records (key, length), and the location of each."""
         body = b"".join([_ENTRY.pack(size, len(key)) + key for key, size in records])
         head = self._sealed(_PACK, len(records), body)
         return head, _placed(records, len(head))
 
     def read_pack(self, start: bytes | memoryview) -> list[PackEntry] | int:
-        """Return where the records of a pack lie, or how many bytes of its start that needs; else Unreadable."""
+        """Return the records' locations, or the length of the head if ``start`` is too short; else raise Unreadable."""
         found = self._entries(_PACK, start)
         if isinstance(found, int):
             return found
@@ -95,7 +96,7 @@ class PackFormat:
         return _placed(records, head_bytes)
 
     def gone_note(self, removed: Sequence[tuple[str, BlockKey]]) -> bytes:
-        """Return a note that blocks (name of the pack without its folder, key) are gone."""
+        """Return a note of removed blocks (name of the pack without its folder, key)."""
         parts = []
         for pack, key in removed:
             name = pack.encode()
@@ -103,7 +104,7 @@ class PackFormat:
         return self._sealed(_GONE, len(removed), b"".join(parts))
 
     def read_gone(self, note: bytes | memoryview) -> list[tuple[str, BlockKey]]:
-        """Return what a note lists as gone; else Unreadable."""
+        """Return the removed blocks that a note lists; else raise Unreadable."""
         found = self._entries(_GONE, note)
         if isinstance(found, int):
             raise Unreadable(is_damage=True)
@@ -118,7 +119,7 @@ class PackFormat:
         return head + _CHECKSUM.pack(header_checksum(head))
 
     def _entries(self, magic: bytes, start: bytes | memoryview) -> tuple[list[tuple[bytes, int]], int] | int:
-        """Return (key, length) of each entry, and the length of the head; or how much of it is needed."""
+        """Return (key, length) of each entry and the length of the head; only the latter if ``start`` is too short."""
         if len(start) < _START.size:
             raise Unreadable
         found, version, _, count, head_bytes, _, digest = _START.unpack_from(start)
@@ -134,7 +135,7 @@ class PackFormat:
             raise Unreadable(is_damage=True)
         entries, at = [], _START.size
         for _ in range(count):
-            # The checksum holds, so what does not fit was written so; it is refused all the same.
+            # The checksum matches, so a bad entry was written that way; it is refused nevertheless.
             if at + _ENTRY.size > end:
                 raise Unreadable(is_damage=True)
             size, length = _ENTRY.unpack_from(head, at)
@@ -156,13 +157,13 @@ def _placed(records: Sequence[tuple[BlockKey, int]], offset: int) -> list[PackEn
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A pack or a note, as far as it could be read.
+    """A pack or note, or the reason why it is unreadable.
 
     Attributes:
         info: Metadata of the object.
-        entries: Records of a pack that was read.
+        entries: Records of a pack; None for notes, unreadable packs and deleted packs.
         gone: Removals that a note lists: names of packs, and keys.
-        fault: Why it was not read; None if it was, or has gone.
+        fault: Reason why it is unreadable; None if it was read or no longer exists.
     """
 
     info: ObjectInfo
@@ -172,12 +173,12 @@ class Pack:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether it can never be read, by any engine."""
+        """Whether no engine can ever read it."""
         return isinstance(self.fault, Unreadable) and self.fault.is_damage
 
 
 class PackReader:
-    """Reads heads of packs, and notes, of one namespace. For one event loop. ``reads`` counts answered requests."""
+    """Reads pack heads and notes of one namespace. For one event loop. ``reads`` counts answered requests."""
 
     def __init__(self, client: ObjectClient, prefix: str, namespace: Namespace) -> None:
         self.names = ObjectNames(prefix, namespace)
@@ -186,7 +187,7 @@ class PackReader:
         self._client = client
 
     async def read_all(self, infos: Sequence[ObjectInfo]) -> AsyncGenerator[Pack, None]:
-        """Yield packs and notes in order, reading some at once."""
+        """Yield packs and notes in order, reading several concurrently."""
         for start in range(0, len(infos), _HEADS_AT_ONCE):
             for pack in await asyncio.gather(*(self.read(info) for info in infos[start : start + _HEADS_AT_ONCE])):
                 yield pack
@@ -213,7 +214,7 @@ class PackReader:
                 return None
             entries = self.format.read_pack(head)
             if not isinstance(entries, int):
-                # Of a pack that is shorter than it says, the records would be read for nothing.
+                # The object is shorter than its head states, so reads of its last records would fail.
                 if entries and entries[-1].offset + entries[-1].size_bytes > info.size_bytes:
                     raise Unreadable(is_damage=True)
                 return entries
@@ -222,9 +223,6 @@ class PackReader:
             wanted = entries
 
     async def _start(self, info: ObjectInfo, size_bytes: int) -> bytes | None:
-        if not size_bytes:
-            # Of an empty object there is no range to ask for.
-            return b""
         start = await self._client.get_start(info.key, size_bytes)
-        self.reads += 1
+        self.reads += size_bytes > 0
         return start

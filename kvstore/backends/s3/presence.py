@@ -1,20 +1,20 @@
-r"""Snapshots of presence: made of what the elected engine lists, read by all, trusted while they are renewed.
+r"""Presence snapshots: the elected engine writes them from its listing; all engines read them and trust recent ones.
 
-The object of a snapshot is a Bloom filter, so that a cold engine need not ask for a million blocks. It has, in
+A snapshot is a Bloom filter, which spares a cold engine requests for a million blocks. The layout of the object, with
 little-endian numbers::
 
     magic      8   89 6b 76 62 6c 6f 6d 0a   ("\x89kvblom\n")
     version    2   1
-    hashes     2   bits that each block sets
+    hashes     2   bits set per block
     reserved   4   0
     bits       8   length of the filter
-    blocks     8   blocks in it
+    blocks     8   number of blocks
     namespace 32   digest of their namespace
     checksum   8   xxh3-64 of the filter
     filter         bit n is bit n % 8, from the lowest, of byte n // 8
 
-Bit i of a block is ((a + i * b) mod 2**64) mod bits, where a is the xxh3-64 of its object's name after the prefix, and
-b is a rotated by 32 bits, with its lowest bit set.
+Bit i of a block is ((a + i * b) mod 2**64) mod bits, where a is the xxh3-64 of its object's name without the prefix,
+and b is a rotated by 32 bits, with the lowest bit set.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ from kvstore.namespace import Namespace
 __all__ = ["BloomFilter", "PresenceSnapshot", "SnapshotMaker"]
 
 _ROUNDS_TRUSTED: Final = 3
-"""Rounds that a snapshot is trusted without being renewed: after that its maker may be gone."""
+"""Rounds for which a snapshot is trusted without renewal; after that, the elected engine may be gone."""
 
 _BLOCKS_MAX: Final = 13_000_000
-"""Blocks that the elected engine takes note of, 8 bytes each."""
+"""Maximum number of listed blocks that the elected engine keeps, at 8 bytes each."""
 
 _WRITTEN_MAX: Final = 500_000
-"""Objects of our own that are remembered beside each snapshot, some 70 bytes each."""
+"""Own writes remembered per snapshot, about 70 bytes each."""
 
 _SNAPSHOTS_BACK: Final = 3
-"""For so many snapshots what this engine wrote is remembered. What it wrote before it read the first need not be in the
-second, whose list may have been under way then; the list for the third began when the second was there."""
+"""Number of snapshots for which own writes are remembered. A write before this engine read one snapshot may be missing
+in the next, whose listing may already have started. The listing for the one after that started later, and includes
+the write."""
 
 
 _BITS_PER_BLOCK: Final = 10
 _HASHES: Final = 7
-"""Together: of a hundred blocks that are not there, one has to be asked for all the same."""
+"""Together: a false-positive rate of about 1 %."""
 
 _BITS_MIN: Final = 1 << 13
 _START: Final = struct.Struct("<8sHHIQQ32sQ")
@@ -63,11 +64,11 @@ _VERSION: Final = 1
 _MASK: Final = (1 << 64) - 1
 
 _SNAPSHOT_BYTES_MAX: Final = 16 << 20
-"""Longest snapshot, of some thirteen million blocks; a namespace with more has none."""
+"""Longest snapshot, for about thirteen million blocks; larger namespaces have no snapshot."""
 
 
 class SnapshotMaker:
-    """Makes snapshots of all namespaces under a prefix, from a list of its objects."""
+    """Makes snapshots of all namespaces under a prefix from a listing of its objects."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -75,23 +76,23 @@ class SnapshotMaker:
         self._blocks = 0
 
     def see(self, info: ObjectInfo, name: ObjectName | None) -> None:
-        """Take note of an object, and of what its name says."""
+        """Add an object and its parsed name."""
         if name is not None and name.kind == "block" and self._blocks < _BLOCKS_MAX:
             self._blocks += 1
             digest = name_digest(info.key.removeprefix(self._prefix))
             self._digests.setdefault(name.namespace, array("Q")).append(digest)
 
     async def publish(self, client: ObjectClient, may_write: Callable[[], Awaitable[bool]]) -> int:
-        """Write the snapshots; return how many. If there were too many blocks to note them all, none is written.
+        """Write the snapshots and return their number. With more blocks than the maximum, none is written.
 
-        ``may_write`` is asked before each, and the first no ends it: a list takes long, and another engine that has
-        taken the lease meanwhile may have written newer ones.
+        ``may_write`` is awaited before each write, and False ends the publication: a listing takes long, and an engine
+        that has taken the lease meanwhile may have written newer snapshots.
         """
         written = 0
         if self._blocks >= _BLOCKS_MAX:
             return written
         for namespace, digests in self._digests.items():
-            # On a thread: numpy needs tenths of a second for a million.
+            # On a thread: numpy needs tenths of a second for a million blocks.
             made = await asyncio.to_thread(BloomFilter.of_digests, digests)
             if made is not None:
                 if not await may_write():
@@ -103,7 +104,7 @@ class SnapshotMaker:
 
 
 class PresenceSnapshot:
-    """What the last snapshot of a namespace says of blocks. For one event loop."""
+    """Negative lookups from the last snapshot of a namespace. For one event loop."""
 
     def __init__(self, client: ObjectClient, config: S3Config, namespace: Namespace) -> None:
         self._client = client
@@ -113,41 +114,41 @@ class PresenceSnapshot:
         self._filter: BloomFilter | None = None
         self._version: tuple[str, float] | None = None
         self._rounds = 0
-        # What this engine wrote since the last snapshot, since the one before it, and so on.
+        # Digests of own writes, one set per snapshot, the newest first.
         self._written: deque[set[int]] = deque([set()], maxlen=_SNAPSHOTS_BACK)
         self.counters = dict.fromkeys(("snapshots_read", "heads_spared"), 0)
 
     @property
     def is_trusted(self) -> bool:
-        """Whether there is a snapshot, and it is renewed."""
+        """Whether there is a recent snapshot."""
         return self._filter is not None and self._rounds < _ROUNDS_TRUSTED
 
     def note_written(self, name: str) -> None:
-        """Note an object that this engine wrote."""
+        """Remember an object that this engine writes."""
         if len(self._written[0]) < _WRITTEN_MAX:
             self._written[0].add(name_digest(name))
 
     def rules_out(self, name: str) -> bool:
-        """Return whether an object is known not to be there, without a request."""
+        """Return whether the snapshot shows that an object does not exist."""
         if self._filter is None or not self.is_trusted or name.removeprefix(self._prefix) in self._filter:
             return False
         digest = name_digest(name)
-        # One that is full says nothing: snapshots are not made, or too seldom.
+        # A full set may be incomplete: snapshots are too rare for the rate of writes.
         if any(digest in written or len(written) >= _WRITTEN_MAX for written in self._written):
             return False
         self.counters["heads_spared"] += 1
         return True
 
     async def refresh(self) -> None:
-        """Read the snapshot if there is a new one; called once a round. After a failure the last one stays and ages."""
+        """Read the snapshot if it is new; called once per round. After a failure, the last one stays and ages."""
         self._rounds += 1
-        # From just before its name: not all clients take a whole name as a prefix.
+        # Starts just before the snapshot's name: not all clients accept a full name as a prefix.
         folder = KeeperNames(self._prefix).snapshots
         page = await self._client.list_page(folder, start_after=self._name[:-1])
         info = next((info for info in page.objects if info.key == self._name), None)
         if info is None or not 0 < info.size_bytes <= _SNAPSHOT_BYTES_MAX:
             return
-        # The same bytes written anew count as new, too: they were found once more.
+        # The same content written again counts as a renewal.
         version = (info.etag, info.modified_at)
         if version == self._version:
             return
@@ -162,9 +163,9 @@ class PresenceSnapshot:
 
 
 class BloomFilter:
-    """A set of names: some that are not in it seem to be, none that are in it seem not to be.
+    """A set of names with false positives but no false negatives.
 
-    ``bits`` are its bytes; each name sets ``hashes`` bits; ``blocks`` is the number of names in it.
+    ``bits`` are the filter's bytes; each name sets ``hashes`` bits; ``blocks`` is the number of names.
     """
 
     def __init__(self, bits: npt.NDArray[np.uint8], hashes: int = _HASHES, blocks: int = 0) -> None:
@@ -174,12 +175,12 @@ class BloomFilter:
 
     @classmethod
     def of_digests(cls, digests: Iterable[int]) -> BloomFilter | None:
-        """Make the filter of names by their digests; None if they are too many. Takes 0.2 s for a million."""
+        """Return the filter of names given by their digests; None if too many. Takes 0.2 s for a million."""
         starts = np.fromiter(digests, np.uint64)
         count = max(_BITS_MIN, -(-len(starts) * _BITS_PER_BLOCK // 8) * 8)
         if count // 8 + _START.size > _SNAPSHOT_BYTES_MAX:
             return None
-        # A byte for each bit at first: packed at the end, which is quicker than to set single bits.
+        # One byte per bit, packed at the end: faster than setting single bits.
         flags = np.zeros(count, np.bool_)
         steps = (starts << np.uint64(32) | starts >> np.uint64(32)) | np.uint64(1)
         for i in range(_HASHES):
@@ -205,7 +206,7 @@ class BloomFilter:
 
     @classmethod
     def decode(cls, data: bytes, namespace: Namespace) -> BloomFilter | None:
-        """Return the filter in an object; None if it is not one of this version and namespace, or is damaged."""
+        """Return the filter in an object; None if it is damaged, or not of this version and namespace."""
         if len(data) < _START.size:
             return None
         magic, version, hashes, _, bits, blocks, digest, checksum = _START.unpack_from(data)

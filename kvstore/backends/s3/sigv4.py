@@ -1,4 +1,4 @@
-"""Signatures of requests: AWS Signature Version 4, as the service "s3" wants it.
+"""Signatures of requests: AWS Signature Version 4 for the service "s3".
 
 Source: https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html. Bodies are not part of the
 signature (``UNSIGNED-PAYLOAD``): hashing them costs more than sending them, and records carry their own checksum.
@@ -22,7 +22,7 @@ _SAFE: Final = "-._~"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Key and secret, and the token of temporary credentials. None is shown."""
+    """Key and secret, and the token of temporary credentials; ``repr`` shows none of them."""
 
     access_key: str = field(repr=False)
     secret_key: str = field(repr=False)
@@ -30,7 +30,7 @@ class Credentials:
 
 
 class Signer:
-    """Signs the requests to one region; what stays the same for a second or a day is computed once."""
+    """Signs the requests to one region; caches the timestamp per second and the signing key per day."""
 
     def __init__(self, region: str) -> None:
         self._region = region
@@ -50,9 +50,10 @@ class Signer:
         credentials: Credentials,
         now: float | None = None,
     ) -> None:
-        """Add date and signature to the headers of a request. The path is quoted, the parameters of the query are not.
+        """Add date and signature to the headers of a request. The path is quoted; query parameters are not.
 
-        Names of headers are in lower case; ``host`` and all ``x-amz-…`` are signed. ``now`` is in seconds since 1970.
+        Header names are in lower case; ``host`` and all ``x-amz-…`` headers are signed. ``now`` is in seconds since the
+        epoch.
         """
         stamp = self._stamped(time.time() if now is None else now)
         headers["x-amz-date"] = stamp
@@ -89,7 +90,7 @@ class Signer:
 
 
 def quoted(query: Mapping[str, str]) -> str:
-    """Return parameters as they stand in a URL and in its signature: sorted, all but letters, digits, -._~ quoted."""
+    """Return query parameters for a URL and its signature: sorted, with all but letters, digits and -._~ quoted."""
     if not query:
         return ""
     pairs = sorted((quote(name, safe=_SAFE), quote(value, safe=_SAFE)) for name, value in query.items())

@@ -1,4 +1,4 @@
-"""Texts of the S3 protocol: pages of a list, and what a DeleteObjects asks and answers."""
+"""XML of the S3 protocol: pages of a listing, and the bodies of DeleteObjects."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kvstore.backends.s3.failures import Cause, S3Error, error_of_part, error_of
 __all__ = ["delete_request", "parse_xml", "read_deleted", "read_list"]
 
 _ELEMENTS_MAX: Final = 32768
-"""Elements of a document: a page of a thousand objects has twelve for each."""
+"""Maximum number of elements in a document: a page of a thousand objects has twelve for each."""
 
 
 def delete_request(keys: Sequence[str]) -> bytes:
-    """Return the body of a DeleteObjects."""
+    """Return the body of a DeleteObjects request."""
     objects = "".join([f"<Object><Key>{escape(key)}</Key></Object>" for key in keys])
     return f"<Delete><Quiet>true</Quiet>{objects}</Delete>".encode()
 
 
 def read_deleted(body: bytes) -> None:
-    """Raise the first failure that the answer to a DeleteObjects names.
+    """Raise the first failure in the response to a DeleteObjects request.
 
     Raises:
-        S3Error: An object could not be removed, or the answer can't be read.
+        S3Error: An object could not be removed, or the response can't be read.
     """
-    # Some services answer a quiet request with an empty body if all of it succeeded.
+    # Some services answer a quiet request with an empty body if every removal succeeded.
     if not body.strip():
         return
     root = parse_xml(body)
@@ -42,10 +42,10 @@ def read_deleted(body: bytes) -> None:
 
 
 def read_list(body: bytes) -> ListPage:
-    """Return the page that is the answer to a ListObjectsV2.
+    """Return the page in the response to a ListObjectsV2 request.
 
     Raises:
-        S3Error: The answer can't be read.
+        S3Error: The response can't be read.
     """
     root = parse_xml(body)
     if root.tag != "ListBucketResult":
@@ -59,9 +59,9 @@ def read_list(body: bytes) -> ListPage:
 
 
 def parse_xml(body: bytes) -> ElementTree.Element:
-    """Return the root of an XML document that a service sent; names are without their namespaces.
+    """Return the root of a service's XML document, with tag names without their namespaces.
 
-    Declarations of types and entities are refused in any encoding, and so are more elements than a service sends.
+    Refuses declarations of types and entities in any encoding, and documents with too many elements.
     """
     parser = ElementTree.XMLParser(target=_Builder())
     try:
@@ -73,14 +73,14 @@ def parse_xml(body: bytes) -> ElementTree.Element:
 
 
 class _Builder(ElementTree.TreeBuilder):
-    """Makes elements without attributes, within bounds."""
+    """Builds elements without attributes, up to the maximum number."""
 
     def __init__(self) -> None:
         super().__init__()
         self._elements = 0
 
     def doctype(self, *declaration: object) -> NoReturn:
-        """Refuse what could define entities."""
+        """Refuse declarations, which could define entities."""
         raise S3Error(Cause.PROTOCOL, "The service's XML declares types or entities, which no service does.")
 
     def start(self, tag: str, attrs: object, /) -> ElementTree.Element:

@@ -1,4 +1,4 @@
-"""Connections to the service: one request at a time on each, kept for the next one when its answer was clean."""
+"""Connections to the service: one request at a time each, reused after a clean response."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvstore.backends.stream import Endpoint, Stream, open_stream
 __all__ = ["Wire"]
 
 _IDLE_S_MAX: Final = 15.0
-"""Services close connections that idle for 5 to 60 s; one that may be about to be closed is not worth a failure."""
+"""Idle connections older than this are closed. Services close them after 5 to 60 s, which would fail a request."""
 
 
 class Wire:
-    """The connections to one endpoint, with TLS if there is a context. The time to connect includes the handshake."""
+    """The connections to one endpoint, with TLS if given a context. The connect timeout includes the handshake."""
 
     def __init__(self, endpoint: Endpoint, context: ssl.SSLContext | None, connect_timeout_s: float) -> None:
         self._endpoint = endpoint
@@ -34,17 +34,17 @@ class Wire:
         self.connections_dirty = 0
 
     def close(self) -> None:
-        """Close all connections at once; requests under way fail."""
+        """Close all connections immediately; running requests fail."""
         self._closed = True
         for connection in (*self._idle, *self._busy):
             connection.close(S3Error(Cause.CLOSED, "The client was closed."))
         self._idle.clear()
 
     async def request(self, frames: Sequence[bytes | memoryview], answer: Answer, *, timeout_s: float) -> None:
-        """Send a request (head and body) and fill its answer; when this ends, no buffer is touched any more.
+        """Send a request (head and body) and fill its response; no buffer is touched after this call returns.
 
         Raises:
-            S3Error: No connection, no answer in time, or a broken one.
+            S3Error: No connection, no response in time, or a broken response.
         """
         deadline = time.monotonic() + timeout_s
         connection: _Connection | None = None
@@ -63,7 +63,7 @@ class Wire:
                     connection.close()
 
     def _reused(self) -> _Connection | None:
-        """Return the idle connection used last; drop those that can't be trusted any more."""
+        """Return the most recently used idle connection; close those that are too old or not clean."""
         now = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
@@ -94,7 +94,7 @@ class Wire:
         except OSError as error:
             raise S3Error(Cause.REFUSED, f"No connection to {where}: {error.strerror or 'refused'}.") from error
         if self._closed:
-            # Closed meanwhile: nothing is sent any more.
+            # Closed while connecting: send nothing.
             stream.close(abort=True)
             raise S3Error(Cause.CLOSED, "The client was closed.")
         self.connections_opened += 1
@@ -102,14 +102,14 @@ class Wire:
 
 
 class _Connection(Duplex):
-    """One connection, which lives as long as every answer on it ends where it should.
+    """One connection, reused only after complete responses without surplus bytes.
 
-    ``on_surplus`` is called once if bytes come that belong to no answer.
+    ``on_surplus`` is called once if surplus bytes arrive.
     """
 
     def __init__(self, stream: Stream, on_surplus: Callable[[], None]) -> None:
         super().__init__(stream)
-        # Of the exchange under way; it stays when that fails.
+        # The response of the running exchange; stays set after a failure.
         self._answer: Answer | None = None
         self._done: asyncio.Future[None] | None = None
         self._send_failed = False
@@ -118,14 +118,14 @@ class _Connection(Duplex):
         self.reusable = True
 
     async def exchange(self, frames: Sequence[bytes | memoryview], answer: Answer, timeout_s: float) -> None:
-        """Send a request and take in its answer; afterwards ``reusable`` says whether there may be another."""
-        # Until the answer is whole: a cancelled exchange leaves a connection that is of no use.
+        """Send a request and receive its response; afterwards ``reusable`` is True if another may follow."""
+        # False until the response is complete: a connection must not be reused after a cancelled exchange.
         self.reusable = False
         self._answer = answer
         # An empty piece would never count as sent.
         self.unsent.extend([frame for frame in frames if len(frame)])
         self._done = self._loop.create_future()
-        # Not asyncio.timeout(): that costs as much as signing the request.
+        # asyncio.timeout() would cost as much as signing the request.
         alarm = self._loop.call_later(max(0.0, timeout_s), self._on_deadline, timeout_s)
         try:
             self._flush()
@@ -138,18 +138,18 @@ class _Connection(Duplex):
         if not answer.whole:
             raise S3Error(Cause.PROTOCOL, "The service did not answer.")
         if not is_sent and answer.status < 300:
-            # A refusal stands, but an object that was not sent whole was not stored.
+            # An error response is valid, but a partially sent object cannot have been stored.
             raise S3Error(Cause.PROTOCOL, "The service answered before it had the whole request.")
         if answer.surplus:
             self._on_surplus()
-        # After a request that was not sent whole, nothing that follows on this connection could be trusted.
+        # After a partially sent request, later responses on this connection could not be trusted.
         self.reusable = is_sent and answer.stays_open and not answer.surplus and not self.closed
         self._answer = None
 
     def is_clean(self) -> bool:
-        """Return whether nothing came unasked; after such bytes no answer could be trusted.
+        """Return whether the connection is open without surplus bytes, after which no response could be trusted.
 
-        With TLS, too: what came in one record with the last answer lies in OpenSSL, where no watching shows it.
+        With TLS, surplus bytes may be in OpenSSL's buffer, where the event loop does not see them.
         """
         if self.closed:
             return False
@@ -164,12 +164,12 @@ class _Connection(Duplex):
         return False
 
     def close(self, error: S3Error | None = None) -> None:
-        """Close at once; from now on no buffer is touched."""
+        """Close immediately; no buffer is touched afterwards."""
         if self.closed:
             return
         self.reusable = False
         self._finish(error)
-        # Reset where an answer is not whole, so that the service stops sending it.
+        # Reset the connection during an incomplete response, so that the service stops sending.
         self._end(abort=self._answer is not None)
 
     def _on_deadline(self, timeout_s: float) -> None:
@@ -186,7 +186,7 @@ class _Connection(Duplex):
         if self._done is not None and not self._done.done():
             super()._on_readable()
         elif not self.is_clean():
-            # The service closes the connection, or sends what belongs to no request.
+            # The service closed the connection, or sent surplus bytes.
             self.close()
 
     def _buffers(self) -> Sequence[memoryview]:
@@ -198,7 +198,7 @@ class _Connection(Duplex):
         try:
             self._answer.advance(count)
         except S3Error as error:
-            # Without its traceback, whose frames would keep the buffers alive.
+            # The frames of a traceback would keep the buffers alive.
             self.close(error.with_traceback(None))
             return False
         if self._answer.whole:
@@ -213,7 +213,7 @@ class _Connection(Duplex):
         self.close(failure)
 
     def _unsendable(self, error: OSError | ValueError) -> None:
-        # The service may have answered before it hung up, and that answer says why.
+        # The service may have sent an error response before it closed the connection.
         self.unsent.clear()
         self._send_failed = True
         self._look_again()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from kvstore.cli.command_line import JsonFlag, Typer
+from kvstore.cli.command_line import JsonFlag
 from kvstore.cli.reporting.report import Report
 from kvstore.cli.reporting.terminal import Column, print_json_text, print_table
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 
-__all__ = ["add_commands"]
+__all__ = ["backends"]
 
 _COLUMNS = (
     Column("backend", "backend", left=True, style="bold"),
@@ -21,11 +21,6 @@ _COLUMNS = (
     Column("alignment", "align", rank=2),
     Column("about", "what", left=True),
 )
-
-
-def add_commands(app: Typer) -> None:
-    """Add the command."""
-    app.command("backends")(backends)
 
 
 def backends(json: JsonFlag = False) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option, Typer
+from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option
 from kvstore.cli.measuring.measure import BASELINES
 from kvstore.cli.reporting.report import Report, Row, read_report
 from kvstore.cli.reporting.tables import keep_telling
@@ -23,7 +23,7 @@ from kvstore.cli.reporting.terminal import (
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 
-__all__ = ["add_commands", "compared", "differences"]
+__all__ = ["compare", "compared", "differences"]
 
 _IDENTITY: Final = (
     "bench", "system", "host", "op", "block_bytes", "blocks_per_job", "jobs", "mix", "spin", "rate", "policy",
@@ -70,11 +70,6 @@ Metrics = Annotated[
 ]
 
 
-def add_commands(app: Typer) -> None:
-    """Add the command."""
-    app.command("compare")(compare)
-
-
 def compare(a: A, b: B, fail_over: FailOver = None, metric: Metrics = _METRICS, json: JsonFlag = False) -> None:
     """Compare two reports: parameters, machines and numbers."""
     limit = None if fail_over is None else _share(fail_over)
@@ -103,9 +98,9 @@ def compare(a: A, b: B, fail_over: FailOver = None, metric: Metrics = _METRICS, 
 
 
 def compared(first: list[Row], second: list[Row], metrics: Sequence[str] = (), limit: float | None = None) -> list[Row]:
-    """Return a row for each row that both have, with the change of each number as a share of the first.
+    """Return one row per row in both reports, with the relative change of each number.
 
-    A change for the worse of one of the ``metrics`` above the limit is noted, except in rows of baselines.
+    Except for baselines, ``worse`` lists those of the ``metrics`` that got worse by more than the limit.
     """
     by_identity = {_identity(row): row for row in second}
     rows = []
@@ -197,7 +192,7 @@ def _identified(row: Row) -> str:
 
 
 def _called(row: Row) -> str:
-    """Return the name of a row for a sentence."""
+    """Return a description of a row for a message."""
     words = [row.get("system"), row.get("op"), size_text(row["block_bytes"]) if row.get("block_bytes") else None]
     words += [row.get("policy"), rounded_size(row["capacity_bytes"]) if row.get("capacity_bytes") else None]
     more = [f"{row['jobs']} jobs of {row.get('blocks_per_job')}" if row.get("jobs") else None, row.get("mix")]

@@ -1,12 +1,13 @@
-"""``kvstore config``: tiers as a program takes them, checked; with ``--vllm`` the whole ``--kv-transfer-config``."""
+"""``kvstore config``: checks tiers and prints their JSON; with ``--vllm`` the whole ``--kv-transfer-config``."""
 
 from __future__ import annotations
 
 import json as json_module
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from kvstore.cli.command_line import Option, Typer, json_object, size_option
+from kvstore.cli.command_line import Option, json_object, size_option
 from kvstore.cli.interruption import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.reporting.terminal import print_json_text, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
@@ -15,14 +16,16 @@ from kvstore.eviction import make_policy
 from kvstore.tiering.config import engine_tiering
 from kvstore.tiers.preflight import check_before_opening
 
-__all__ = ["add_commands", "vllm_config"]
+__all__ = ["config_command", "vllm_config"]
 
 Spec = Literal["kvstore", "tiering"]
-"""Way in: kvstore's spec, or vLLM's own with kvstore's tiers in it."""
+"""Integration: kvstore's spec, or vLLM's own spec with kvstore's tiers."""
 
 _MODULE: Final = "kvstore.vllm"
 _TIER_TYPE: Final = "KVStoreTier"
 _MASK: Final = "***"
+_CPU_BYTES_LEAST: Final = 4096
+"""A smaller size probably lacks its unit."""
 _OURS: Final = frozenset(
     {
         "spec_name",
@@ -61,11 +64,6 @@ _Extra = Annotated[
 _Pretty = Annotated[bool, Option("--pretty", help="Print it on several lines.")]
 
 
-def add_commands(app: Typer) -> None:
-    """Add the command."""
-    app.command("config")(config_command)
-
-
 def config_command(
     tier: _Tiers,
     vllm: _Vllm = False,
@@ -83,10 +81,14 @@ def config_command(
     For example: vllm serve MODEL --kv-transfer-config "$(kvstore config --vllm -t file:///mnt/kv?capacity=500GiB)"
     """
     with Deadline(deadline):
-        # Only this step reads files, those with tiers and secrets.
+        # Only this step reads files: tiers and secrets.
         tiers = [parse_tier(text) for text in tier]
-        for each in tiers:
+        used: dict[Path, int] = {}
+        for number, each in enumerate(tiers, 1):
             check_before_opening(each.backend, each.config)
+            for path in each.paths:
+                if (other := used.setdefault(path.resolve(), number)) != number:
+                    raise ConfigError(f"Tiers {other} and {number} both use {str(path)!r}. Give each its own.")
     if not vllm:
         shown = [each.shown() for each in tiers]
         print_json_text(json_module.dumps(shown, indent=1, ensure_ascii=False))
@@ -120,17 +122,20 @@ def vllm_config(
     """Return the value of vLLM's ``--kv-transfer-config`` for tiers; the arguments are the options of the command.
 
     Raises:
-        ConfigError: Something can't be used, or does not go together.
+        ConfigError: An option can't be used, or options contradict each other.
     """
     labelled = _labelled(tiers)
     own_manager = spec == "kvstore" and manager == "kvstore"
     if manager not in ("kvstore", "vllm"):
         raise ConfigError(f"The manager is {manager!r}. Expected 'kvstore' or 'vllm'.")
-    if cpu_bytes < 1:
-        raise ConfigError(f"CPU memory of {cpu_bytes} bytes. Every block passes through it: give some gigabytes.")
+    if cpu_bytes < _CPU_BYTES_LEAST:
+        raise ConfigError(
+            f"CPU memory of {cpu_bytes} bytes is less than a block, and every block passes through it. Give it a unit, "
+            "such as '8GiB'."
+        )
     policy = make_policy(eviction).name
     if not own_manager and policy not in ("lru", "arc"):
-        raise ConfigError(f"Eviction policy {policy!r}, and vLLM's manager knows 'lru' and 'arc' only.")
+        raise ConfigError(f"Eviction policy {policy!r} is not supported by vLLM's manager. Supported: 'lru' and 'arc'.")
     found: dict[str, Any] = {}
     if spec == "kvstore":
         found |= {"spec_name": "KVStoreOffloadingSpec", "spec_module_path": _MODULE}

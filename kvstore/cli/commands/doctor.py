@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from kvstore.backends.base import Backend, RecordGeometry
-from kvstore.cli.command_line import Exit, ExitCode, JsonFlag, Option, Typer, size_option
+from kvstore.cli.command_line import Exit, ExitCode, JsonFlag, Option, size_option
 from kvstore.cli.commands.run import Tiers
 from kvstore.cli.interruption import Runner
 from kvstore.cli.measuring.payload import Payload
@@ -29,7 +29,7 @@ from kvstore.cli.reporting.report import Report, device_of
 from kvstore.cli.reporting.terminal import Column, print_json_text, print_table, size_text
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.codec.base import CodecContext
-from kvstore.codec.chain import build_chain
+from kvstore.codec.chain import build_chain, encode_all
 from kvstore.codec.checksum import payload_checksum
 from kvstore.config import Capacity
 from kvstore.diskio.ring import probe as probe_uring
@@ -38,14 +38,14 @@ from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS, CODECS
 from kvstore.tiers.preflight import nearest_existing, path_faults
 
-__all__ = ["add_commands"]
+__all__ = ["doctor"]
 
 Status = Literal["ok", "warn", "fail"]
 
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 _NOFILE_LEAST: Final = 4096
-"""Sixteen threads, a ring, a few hundred connections and an engine's own files stay far below it."""
+"""Fewest open files; sixteen threads, a ring, a few hundred connections and an engine's own files need far fewer."""
 
 _CHECKSUM_GB_S_LEAST: Final = 2.0
 """Below this rate, about that of a good NVMe drive, the checksum limits reads."""
@@ -66,11 +66,6 @@ At = Annotated[Path | None, Option("--path", metavar="DIR", help="A directory to
 RegionSize = Annotated[
     str | None, Option("--region", metavar="SIZE", help="Planned size of the primary tier (cpu_bytes_to_use).")
 ]
-
-
-def add_commands(app: Typer) -> None:
-    """Add the command."""
-    app.command("doctor")(doctor)
 
 
 def doctor(tier: Tiers = None, path: At = None, region: RegionSize = None, json: JsonFlag = False) -> None:
@@ -102,7 +97,7 @@ def doctor(tier: Tiers = None, path: At = None, region: RegionSize = None, json:
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """One line.
+    """One line of the output.
 
     Attributes:
         status: Result of the check.
@@ -125,7 +120,7 @@ def _sentences(finding: _Finding) -> str:
 
 
 def _check_path(path: Path, tier: TierArgument | None = None) -> Iterator[_Finding]:
-    """Look at the file system under a directory, which need not exist yet."""
+    """Check the file system of a directory, which need not exist yet."""
     there = nearest_existing(path)
     if faults := list(path_faults(path, is_tier=tier is not None)):
         yield from (_Finding("fail", "path", found, advice) for found, advice in faults)
@@ -194,8 +189,8 @@ def _check_speed() -> Iterator[_Finding]:
         )
         return
     target, spare = memoryview(bytearray(block.nbytes)), memoryview(bytearray(block.nbytes))
-    sizes = chain.encode([block], [target], [spare])
-    rate = _rate(lambda: chain.encode([block], [target], [spare]), block.nbytes)
+    sizes = encode_all(chain.codecs, [block], [target], [spare])
+    rate = _rate(lambda: encode_all(chain.codecs, [block], [target], [spare]), block.nbytes)
     ratio = block.nbytes / sizes[0] if sizes[0] else 1.0
     text = f"byteplane+zstd:1: {rate:.2f} GB/s on one core, {ratio:.2f} times smaller (random bf16)"
     yield _Finding("ok", "codec", text)
@@ -240,7 +235,7 @@ def _check_vllm() -> Iterator[_Finding]:
 
 
 def _check_region(region_bytes: int | None) -> Iterator[_Finding]:
-    """Compare the size of the primary tier with the available memory; vLLM's is in /dev/shm."""
+    """Compare the size of the primary tier with the free memory and /dev/shm, where vLLM's primary tier is."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if not _SHM.is_dir():
         yield _Finding("fail", "/dev/shm", "is not there", "vLLM's shared region needs it. Mount a tmpfs there.")
@@ -293,7 +288,7 @@ def _space(path: Path, tier: TierArgument | None) -> _Finding:
 
 
 def _has_blocks(tier: TierArgument | None) -> bool:
-    """Whether a tier has taken part of its capacity already."""
+    """Whether a tier's directories have contents, so that part of its capacity is already used."""
     paths: Sequence[Path] = tier.paths if tier is not None else ()
     return any(path.is_dir() and any(path.iterdir()) for path in paths)
 
@@ -331,7 +326,7 @@ def _version(name: str) -> str | None:
 
 
 def _known_vllm() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the first known release and the first unknown one, as the extra "vllm" of this package has them."""
+    """Return the first supported vLLM release and the first unsupported one after it, from the extra "vllm"."""
     for requirement in metadata.requires("vllm-kvstore") or []:
         if requirement.startswith("vllm") and 'extra == "vllm"' in requirement.replace("'", '"'):
             low = re.search(r">=\s*(\d+)\.(\d+)", requirement)

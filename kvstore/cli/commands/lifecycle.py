@@ -10,25 +10,24 @@ from typing import Annotated, Any, Final
 
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.names import KeeperNames
-from kvstore.cli.command_line import Option, Typer
+from kvstore.cli.command_line import Option, TierOption
 from kvstore.cli.interruption import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.reporting.terminal import print_json_text
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 
-__all__ = ["add_commands", "lifecycle_rules", "merged_rules"]
+__all__ = ["lifecycle_command", "lifecycle_rules", "merged_rules"]
 
 _FILE_BYTES_MAX: Final = 1 << 20
-"""A bucket has at most a thousand rules."""
+"""Longest file of rules; a bucket has at most a thousand."""
 
 _DAY_S: Final = 86400.0
 _NOTES_DAYS: Final = 2
-"""Notes of removals are of use for a day; the engine that evicts deletes them, if there is one."""
+"""Age at which removal notices are deleted. They are needed for one day; an evicting engine deletes them earlier."""
 
 _ID: Final = "kvstore"
 _ID_CHARS_MAX: Final = 255
 
-_Tier = Annotated[str, Option("--tier", "-t", metavar="JSON|URL|@FILE", help="The S3 tier.")]
 _Merge = Annotated[
     Path | None,
     Option(
@@ -45,13 +44,8 @@ _Ours = Annotated[
 ]
 
 
-def add_commands(app: Typer) -> None:
-    """Add the command."""
-    app.command("s3-lifecycle")(lifecycle_command)
-
-
 def lifecycle_command(
-    tier: _Tier, merge: _Merge = None, prefix_is_ours: _Ours = False, deadline: DeadlineOption = DEADLINE_TO_LOOK
+    tier: TierOption, merge: _Merge = None, prefix_is_ours: _Ours = False, deadline: DeadlineOption = DEADLINE_TO_LOOK
 ) -> None:
     """Print the lifecycle rules for an S3 tier's bucket. Nothing is sent to the service.
 
@@ -86,11 +80,11 @@ def _rules_in(path: Path) -> list[dict[str, Any]]:
 
 
 def lifecycle_rules(config: S3Config, *, prefix_is_ours: bool) -> dict[str, Any]:
-    """Return the rules for a tier's prefix, as ``PutBucketLifecycleConfiguration`` takes them.
+    """Return the rules for a tier's prefix, in the format of ``PutBucketLifecycleConfiguration``.
 
-    They delete old notes between engines. If the prefix belongs to the tier alone, they also delete old versions of
-    deleted blocks in a versioned bucket and, with a ``ttl``, blocks written that long ago. A service counts whole days
-    since the writing and does not know uses: the days are those of the ``ttl``, rounded up.
+    They delete old notices between engines. If the prefix belongs to the tier alone, they also delete old versions of
+    deleted blocks in a versioned bucket and, with a ``ttl``, blocks of that age. A service counts whole days since an
+    object was written, regardless of its use, so the ``ttl`` is rounded up to days.
 
     Raises:
         ConfigError: The rules would affect objects of others.
@@ -113,10 +107,11 @@ def lifecycle_rules(config: S3Config, *, prefix_is_ours: bool) -> dict[str, Any]
 
 
 def merged_rules(existing: Sequence[Mapping[str, Any]], config: S3Config, *, prefix_is_ours: bool) -> dict[str, Any]:
-    """Return the rules that a bucket has, with those of kvstore replaced by :func:`lifecycle_rules`.
+    """Return a bucket's rules with those of this tier replaced by :func:`lifecycle_rules`.
 
     Raises:
-        ConfigError: The rules would affect objects of others, such as of a tier whose prefix begins with this one.
+        ConfigError: The rules would affect objects of others, such as those of a tier whose prefix begins with this
+            tier's.
     """
     start = _rule_id(config.prefix, "")
     others = [dict(rule) for rule in existing if not str(rule.get("ID", "")).startswith(start)]

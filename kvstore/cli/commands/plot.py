@@ -1,4 +1,4 @@
-"""``kvstore-bench plot``: pictures of reports, and one HTML file with everything in it."""
+"""``kvstore-bench plot``: pictures of reports, and one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from kvstore.cli.command_line import Argument, Option, Typer
+from kvstore.cli.command_line import Argument, Option
 from kvstore.cli.measuring.workload import listed
 from kvstore.cli.reporting.plots import Picture, pictures_of
 from kvstore.cli.reporting.report import read_report
@@ -17,7 +17,7 @@ from kvstore.cli.reporting.terminal import latency_text, print_line, size_text
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 
-__all__ = ["add_commands", "html_report"]
+__all__ = ["html_report", "plot"]
 
 _FORMATS: Final = ("png", "svg", "html")
 
@@ -57,11 +57,6 @@ _TITLES: Final = {
     "latency_s_p50": "p50", "latency_s_p90": "p90", "latency_s_p99": "p99", "latency_s_p99_9": "p99.9",
     "latency_s_max": "max", "spin_rate": "Python left",
 }  # fmt: skip
-
-
-def add_commands(app: Typer) -> None:
-    """Add the command."""
-    app.command("plot")(plot)
 
 
 def plot(reports: Reports, out: Directory = Path("kvstore-bench-report"), formats: Formats = "png,svg,html") -> None:
@@ -136,7 +131,7 @@ def _head(reports: Mapping[str, Mapping[str, Any]]) -> str:
         said += [_medium(target) for target in place.get("targets", []) if target]
         lines.append(f'<p class="quiet">{html.escape(" · ".join(str(part) for part in said if part))}</p>')
         if not report.get("complete", True):
-            lines.append('<p class="bad">Not complete: it was ended before its time.</p>')
+            lines.append('<p class="bad">Aborted before the end; the figures are incomplete.</p>')
     return "\n".join(lines)
 
 
@@ -187,7 +182,7 @@ def _class(name: str) -> str:
 
 
 def _text(name: str, value: Any) -> str:
-    """Return how a cell shows a value of a row."""
+    """Format a value of a row for a cell."""
     if value is None or value == {}:
         return ""
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""``kvstore-bench record``: requests of running engines become a trace."""
+"""``kvstore-bench record``: records the requests of running engines as a trace."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Annotated
 
 import msgspec
 
-from kvstore.cli.command_line import Argument, Exit, ExitCode, Option, OutputError, Typer, check_output, duration_option
+from kvstore.cli.command_line import Argument, Exit, ExitCode, Option, OutputError, check_output, duration_option
 from kvstore.cli.interruption import Stopping
 from kvstore.cli.replaying.traces import TraceRequest
 from kvstore.cli.reporting.terminal import say
 from kvstore.errors import ConfigError
 from kvstore.tiering.recording import DATAGRAM_BYTES_MAX, SOCKET_PATH_BYTES_MAX, RecordedRequest
 
-__all__ = ["Recorder", "add_commands"]
+__all__ = ["Recorder", "record"]
 
 _SocketPath = Annotated[
     Path, Argument(metavar="SOCKET", help="Path of the socket to create: the engines' trace_socket.")
@@ -35,15 +35,10 @@ _Duration = Annotated[
 _Requests = Annotated[int | None, Option("--requests", metavar="N", help="Number of requests to record.", min=1)]
 
 _LOOK_S = 0.1
-"""Time between two looks at whether to stop."""
+"""Interval of checks for the end, while no request arrives."""
 
 _FEEDS_MAX = 4096
-"""Most engines whose requests are counted; more than run on a machine, including restarts."""
-
-
-def add_commands(app: Typer) -> None:
-    """Add the command."""
-    app.command("record")(record)
+"""Most engines tracked for lost requests; more than a machine runs, including restarts."""
 
 
 def record(
@@ -83,7 +78,7 @@ def record(
 class Recorder:
     """Context that receives requests on a socket accessible only to its owner.
 
-    Keys are replaced by salted hashes. The salt is random and never written: equal blocks of one recording have equal
+    Keys are replaced by hashes with a random salt, which is never written. Equal blocks of one recording have equal
     numbers, but no number can be traced to a prompt.
 
     Attributes:
@@ -168,7 +163,7 @@ class Recorder:
         return int.from_bytes(digest, "big") >> 1
 
     def _remove_stale(self) -> None:
-        """Remove the socket of a recorder that has died."""
+        """Remove the socket of a recorder that has ended without removing it."""
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.lstat(self._path).st_mode):
                 return

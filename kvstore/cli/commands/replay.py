@@ -1,4 +1,4 @@
-"""``kvstore-bench replay``: a trace through the tiers, policies and capacities side by side."""
+"""``kvstore-bench replay``: replays a trace through tiers, to compare policies and capacities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from kvstore.cli.command_line import (
     Option,
     OutFile,
     Reuse,
-    Typer,
     check_output,
     duration_option,
     json_object,
@@ -27,8 +26,7 @@ from kvstore.cli.command_line import (
 )
 from kvstore.cli.measuring.target import Target
 from kvstore.cli.replaying.generator import TraceShape, generate_trace
-from kvstore.cli.replaying.optimum import OPTIMUM
-from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, check_case, replay
+from kvstore.cli.replaying.replay import OPTIMUM, ReplayCase, ReplaySettings, auto_capacities, check_case, replay
 from kvstore.cli.replaying.tiers import Link
 from kvstore.cli.replaying.traces import BLOCK_TOKENS, Trace, read_trace, write_trace
 from kvstore.cli.reporting.plots import check_pictures, pictures_of
@@ -39,7 +37,7 @@ from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
 from kvstore.tenants import Tenants
 
-__all__ = ["add_commands"]
+__all__ = ["replay_command"]
 
 _PICTURES: Final[dict[str, Literal["png", "svg"]]] = {".png": "png", ".svg": "svg"}
 
@@ -62,7 +60,7 @@ _COLUMNS: Final = (
 )
 
 _REQUESTS_MAX: Final = 1_000_000
-"""Bound of a trace, which is held in memory, some kilobytes per request."""
+"""Most requests of a trace, which is held in memory at some kilobytes per request."""
 
 _TraceFile = Annotated[
     str | None,
@@ -115,11 +113,6 @@ _Tenants = Annotated[
     Option(metavar="JSON", help="Tenants that share the tiers; requests of the trace name theirs (docs/replay.md)."),
 ]
 _Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw the hit rate over the capacity: .png or .svg.")]
-
-
-def add_commands(app: Typer) -> None:
-    """Add the command."""
-    app.command("replay")(replay_command)
 
 
 def replay_command(
@@ -233,7 +226,7 @@ def _policy(name: str) -> str:
 
 
 def _link(text: str) -> Link:
-    """Return the rate and the latency of ``2GB/s,1ms``."""
+    """Parse a rate with an optional latency: ``2GB/s,1ms``."""
     rate, _, latency = text.partition(",")
     found = Link(float(size_option(rate.strip().removesuffix("/s"), "--link")))
     if not found.bytes_per_s:
@@ -316,7 +309,7 @@ def _shown(row: dict[str, Any], *, timed: bool) -> dict[str, Any]:
 
 
 def _watched(progress: Progress, trace: Trace, case: ReplayCase) -> Callable[[int], None] | None:
-    """Return the function that shows the progress of a replay, if it is visible."""
+    """Return a function that shows the progress of a replay; None if progress is not visible."""
     if not progress.shown:
         return None
     size = "" if case.capacity_bytes is None else f" {rounded_size(case.capacity_bytes)}"

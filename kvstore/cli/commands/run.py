@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from kvstore.cli.command_line import (
-    Context,
     DefaultsFile,
     Exit,
     ExitCode,
@@ -19,9 +18,8 @@ from kvstore.cli.command_line import (
     Option,
     OutFile,
     Reuse,
-    Typer,
-    VersionFlag,
     check_output,
+    duration_option,
     size_option,
     write_output,
 )
@@ -29,7 +27,7 @@ from kvstore.cli.interruption import Stopping
 from kvstore.cli.measuring.driver import PhaseResult
 from kvstore.cli.measuring.measure import BASELINES, Measurement
 from kvstore.cli.measuring.target import Target
-from kvstore.cli.measuring.workload import Mix, Verify, Workload, listed, parse_seconds, parse_sizes
+from kvstore.cli.measuring.workload import Mix, Verify, Workload, listed, parse_sizes
 from kvstore.cli.reporting.report import Report, environment
 from kvstore.cli.reporting.tables import environment_line, print_costs, print_measurement
 from kvstore.cli.reporting.terminal import Progress, latency_text, print_json_text, print_line, rounded_size, say
@@ -38,11 +36,11 @@ from kvstore.config import did_you_mean
 from kvstore.errors import BackendError, ConfigError
 from kvstore.secret import shown
 
-__all__ = ["Io", "Keep", "PayloadKind", "Seed", "Tiers", "add_commands", "tier_of"]
+__all__ = ["Io", "Keep", "PayloadKind", "Seed", "Tiers", "run", "sweep", "tier_of"]
 
 _HOUR: Final = 3600.0
 _SHARE_MAX: Final = 0.4
-"""Share of a tier's capacity that the working set takes at most: it is still there when as much again was stored."""
+"""Largest share of a tier's capacity for the working set, so that storing as much again does not evict it."""
 
 Tiers = Annotated[
     list[str] | None,
@@ -118,19 +116,6 @@ class Defaults:
 _RUN: Final = Defaults(duration_s=3.0)
 _SWEEP: Final = Defaults(duration_s=2.0)
 _QUICK: Final = Defaults(duration_s=0.5, warmup_s=0.1, working_set_bytes=32 << 20)
-
-
-def add_commands(app: Typer) -> None:
-    """Add the commands, with ``run`` as the default command."""
-    app.command("run")(run)
-    app.command("sweep")(sweep)
-    app.callback(invoke_without_command=True)(_without_command)
-
-
-def _without_command(ctx: Context, version: VersionFlag = False) -> None:
-    """Measure kvstore's tiers on this machine. Without a command: a quick mixed run in a temporary directory."""
-    if ctx.invoked_subcommand is None:
-        run()
 
 
 def run(
@@ -223,7 +208,7 @@ def _print_report(report: Report, measurement: Measurement, *, json: bool, out: 
         texts = sorted({row["last_error"] for row in report.rows if row.get("last_error")})
         say(f"Errors: {', '.join(sorted(failed))}. {' '.join(texts)}".rstrip())
     if not report.complete:
-        say("Not complete: it was ended before its time.")
+        say("Aborted before the end; the figures are incomplete.")
 
 
 def _workloads(defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) -> list[Workload]:
@@ -232,7 +217,9 @@ def _workloads(defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) 
     if given["verify"] not in ("sample", "all", "none"):
         raise ConfigError(f"--verify is {shown(given['verify'])}. Expected sample, all or none.")
     verify: Verify = given["verify"]
-    seconds = parse_seconds(duration, "--duration") if duration else _HOUR if given["ops"] else defaults.duration_s
+    seconds = (
+        float(duration_option(duration, "--duration")) if duration else _HOUR if given["ops"] else defaults.duration_s
+    )
     warmup = given["warmup"]
     working_set = given["working_set"]
     set_bytes = int(size_option(working_set, "--working-set")) if working_set else defaults.working_set_bytes
@@ -240,7 +227,7 @@ def _workloads(defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) 
         Workload(
             block_bytes=size, blocks_per_job=given["blocks_per_job"], jobs=jobs, mix=mix, hit_rate=given["hit_rate"],
             rate=given["rate"], duration_s=seconds, ops_max=given["ops"],
-            warmup_s=defaults.warmup_s if warmup is None else parse_seconds(warmup, "--warmup"),
+            warmup_s=defaults.warmup_s if warmup is None else float(duration_option(warmup, "--warmup")),
             working_set_bytes=set_bytes, verify=verify, spin=given["spin"], cold=given["cold"], seed=given["seed"],
         )
         for size, jobs, mix in itertools.product(
@@ -250,7 +237,7 @@ def _workloads(defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) 
 
 
 def _fitting(workloads: Sequence[Workload], targets: Sequence[Target]) -> tuple[list[Workload], list[str]]:
-    """Return workloads whose working set stays in the tiers while more is stored, and remarks for the reader."""
+    """Return workloads whose working sets are not evicted while more is stored, and notes for the report."""
     known = [target.capacity_bytes for target in targets if target.capacity_bytes is not None]
     room = int(min(known) * _SHARE_MAX) if known else None
     if room is None or all(workload.stored_bytes <= room for workload in workloads):

@@ -5,10 +5,18 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Annotated, Any, Final
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
-from kvstore.cli.command_line import Argument, Exit, ExitCode, Option, Typer, duration_option
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.cli.command_line import Argument, Exit, ExitCode, Option, duration_option
 from kvstore.cli.interruption import Stopping
 from kvstore.cli.reporting.terminal import (
     Column,
@@ -21,16 +29,173 @@ from kvstore.cli.reporting.terminal import (
     stdout_width,
     table_of,
 )
-from kvstore.cli.scrape import Engine, Sample, Watch
 from kvstore.errors import ConfigError
+from kvstore.secret import shown
 
-__all__ = ["METRICS", "add_commands", "engine_row", "frame_of", "tier_rows"]
+__all__ = ["METRICS", "Engine", "Sample", "Watch", "engine_row", "frame_of", "parse", "tier_rows", "top"]
+
+_PREFIX: Final = "vllm:kvstore_"
+_WINDOW_S: Final = 10.0
+"""Period of the rates: engines report a few times per second, and a tier may load only every few seconds."""
+
+_BODY_MAX: Final = 64 << 20
+"""Longest page of metrics; all of vLLM's metrics take less than 1 MiB, so a longer page is not from an engine."""
+
+_FETCHES_MAX: Final = 16
+
+Labels = frozenset[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The metrics of one engine at one time.
+
+    Attributes:
+        at: Time of the scrape, on the monotonic clock.
+        values: Values by name without prefix, then by labels without those of vLLM.
+    """
+
+    at: float
+    values: dict[str, dict[Labels, float]] = field(default_factory=dict)
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """Return the sum of the series that have these labels; None if there is none."""
+        wanted = labels.items()
+        found = [value for has, value in self.values.get(name, {}).items() if wanted <= has]
+        return sum(found) if found else None
+
+    def label_values(self, name: str, label: str) -> list[str]:
+        """Return the values of a label of a metric, in the order of the metrics page."""
+        return list(dict.fromkeys(value for has in self.values.get(name, {}) for key, value in has if key == label))
+
+
+@dataclass(slots=True)
+class Engine:
+    """One watched engine.
+
+    Attributes:
+        name: Its address, with the engine's number if the server has several engines.
+        samples: Samples of the last seconds, oldest first.
+    """
+
+    name: str
+    samples: list[Sample] = field(default_factory=list)
+
+    def add(self, sample: Sample) -> None:
+        """Add a sample and drop outdated ones; the newest of those older than the window stays as start of rates."""
+        while len(self.samples) > 1 and self.samples[1].at <= sample.at - _WINDOW_S:
+            del self.samples[0]
+        self.samples.append(sample)
+
+
+class Watch:
+    """Scrapes several engines concurrently.
+
+    Args:
+        addresses: ``host:port``, or URLs.
+        timeout_s: Timeout of one request.
+
+    Attributes:
+        engines: Engines that answered the last scrape, in the order of the addresses.
+        problems: Errors of the last scrape, by address.
+
+    Raises:
+        ConfigError: An address is not valid.
+    """
+
+    def __init__(self, addresses: Sequence[str], timeout_s: float) -> None:
+        self._urls = {address: _url_of(address) for address in addresses}
+        self._timeout_s = timeout_s
+        self._found: dict[str, dict[str, Engine]] = {address: {} for address in self._urls}
+        self.problems: dict[str, str] = {}
+
+    @property
+    def engines(self) -> list[Engine]:
+        """See the class."""
+        return [engine for found in self._found.values() for engine in found.values()]
+
+    def scrape(self) -> None:
+        """Fetch all addresses concurrently. Failures are added to ``problems``, and their engines are dropped."""
+        self.problems = {}
+        with ThreadPoolExecutor(min(_FETCHES_MAX, len(self._urls))) as pool:
+            answers = pool.map(self._fetch, self._urls.values())
+        for address, answer in zip(self._urls, answers, strict=True):
+            if isinstance(answer, str):
+                self.problems[address] = answer
+                self._found[address] = {}
+                continue
+            engines = self._found[address]
+            for number, sample in answer.items():
+                name = address if len(answer) == 1 else f"{address}#{number}"
+                engines.setdefault(number, Engine(name)).add(sample)
+
+    def _fetch(self, url: str) -> dict[str, Sample] | str:
+        """Return the samples by engine, or an error text."""
+        try:
+            with urlopen(url, timeout=self._timeout_s) as response:
+                body = response.read(_BODY_MAX + 1)
+            if len(body) > _BODY_MAX:
+                return f"the answer is longer than {_BODY_MAX >> 20} MiB"
+            return parse(body.decode(), time.monotonic()) or "no metrics of kvstore: no vLLM with a kvstore tier"
+        except URLError as error:
+            if isinstance(error, HTTPError):
+                return str(error)
+            reason = error.reason
+            return (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
+        except (OSError, HTTPException, ValueError) as error:
+            return str(error) or type(error).__name__
+
+
+def parse(text: str, at: float) -> dict[str, Sample]:
+    """Return kvstore's metrics on a page, by vLLM's number of the engine.
+
+    Args:
+        text: In Prometheus' text format.
+        at: Time of the scrape, on the monotonic clock.
+
+    Raises:
+        ValueError: The text is not in that format.
+    """
+    found: dict[str, Sample] = {}
+    for name, labels, value in _series(text):
+        engine = labels.pop("engine", "0")
+        labels.pop("model_name", None)
+        values = found.setdefault(engine, Sample(at)).values
+        values.setdefault(name, {})[frozenset(labels.items())] = value
+    return found
+
+
+def _series(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield name, labels and value of each of kvstore's series; the rest of the page is not parsed."""
+    lines = (line for line in text.split("\n") if line.startswith(_PREFIX))
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for sample in family.samples:
+            value = float(sample.value)
+            if not math.isfinite(value):
+                raise ValueError(f"{sample.name} is {value}")
+            float(sample.labels.get("le", 0))  # Raises for an invalid bound of a histogram.
+            yield sample.name.removeprefix(_PREFIX), dict(sample.labels), value
+
+
+def _url_of(address: str) -> str:
+    url = address if "://" in address else f"http://{address}"
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(
+            f"{shown(address)} is not an address of metrics. Expected HOST:PORT, or http://HOST:PORT/metrics."
+        )
+    return url if parts.path.strip("/") else f"{url.rstrip('/')}/metrics"
+
 
 _TIMEOUT_S: Final = 5.0
-"""For one answer: a server that is slower than this is busy with something else."""
+"""Timeout of one scrape; a slower server is overloaded."""
 
 _TURN_S: Final = 0.1
-"""Ctrl-C is noted so soon."""
+"""Longest reaction time to Ctrl-C between scrapes."""
 
 _Addresses = Annotated[
     list[str] | None,
@@ -79,15 +244,10 @@ METRICS: Final = {
     "jobs_in_flight", "bytes_in_flight", "waiting_blocks", "blocks", "used_bytes", "capacity_bytes",
     "removed_blocks_total", "load_blocks_total", "store_blocks_total",
 }  # fmt: skip
-"""All metrics that are read here, for the check against the list of those that there are."""
+"""All metrics read here, for a check against the exported metrics."""
 
 _BREAKERS: Final = ("closed", "half open", "open")
 _DONE: Final = ("ok", "exists")
-
-
-def add_commands(app: Typer) -> None:
-    """Add the command."""
-    app.command("top")(top)
 
 
 def top(addresses: _Addresses = None, interval: _Interval = "2s") -> None:
@@ -118,28 +278,28 @@ def top(addresses: _Addresses = None, interval: _Interval = "2s") -> None:
 
 
 def frame_of(engines: Sequence[Engine], problems: Mapping[str, str], width: int) -> list[Frame]:
-    """Return what is shown, as wide as this at most.
+    """Return the contents of the screen.
 
     Args:
         engines: The engines.
-        problems: Why others could not be asked, by address.
-        width: Columns.
+        problems: Errors of failed scrapes, by address.
+        width: Most columns.
     """
     tables = (
         (_ENGINE_COLUMNS, [engine_row(engine) for engine in engines]),
         (_TRAFFIC_COLUMNS, rows := tier_rows(engines)),
         (_ROOM_COLUMNS, rows),
     )
-    # In front: a screen that is too short cuts off the end.
+    # Problems come first, because a short screen cuts off the end.
     parts: list[Frame] = [line_of(f"{address}: {problem}", "red") for address, problem in problems.items()]
-    for columns, shown in tables:
-        if shown:
-            parts += [line_of(""), table_of(shown, columns, width)]
+    for columns, found in tables:
+        if found:
+            parts += [line_of(""), table_of(found, columns, width)]
     return parts
 
 
 def engine_row(engine: Engine) -> dict[str, Any]:
-    """Return what an engine's manager says; under vLLM's own manager only the name."""
+    """Return the row of an engine's manager; under vLLM's own manager it has only the name."""
     now, before = _newest(engine), _oldest(engine)
     slots = [now.total("primary_slots", state=state) or 0 for state in ("free", "writing", "ready", "abandoned")]
     hits, pending, misses = (
@@ -158,7 +318,7 @@ def engine_row(engine: Engine) -> dict[str, Any]:
 
 
 def tier_rows(engines: Sequence[Engine]) -> list[dict[str, Any]]:
-    """Return a row for each tier of engines; it names its engine if there are several."""
+    """Return a row for each tier, with the engine's name if there are several engines."""
     rows = []
     for engine in engines:
         now, before = _newest(engine), _oldest(engine)
@@ -211,7 +371,7 @@ def _breakers(now: Sample, tier: str) -> str:
 
 
 def _failed(now: Sample, before: Sample | None, tier: str) -> float | None:
-    """Return the blocks that were not loaded or not stored; a block that is not there is no failure."""
+    """Return the number of blocks whose load or store failed; a miss is not a failure."""
     return _sum(
         *(
             _added(now, before, f"{kind}_blocks_total", tier=tier, outcome=outcome)
@@ -227,12 +387,12 @@ def _newest(engine: Engine) -> Sample:
 
 
 def _oldest(engine: Engine) -> Sample | None:
-    """Return the sample that rates begin at; None if there is only one."""
+    """Return the sample at the start of the rates' period; None if there is only one sample."""
     return engine.samples[0] if len(engine.samples) > 1 else None
 
 
 def _added(now: Sample, before: Sample | None, name: str, **labels: str) -> float | None:
-    """Return what was added to a counter; of one that began anew, as its engine did, all of it."""
+    """Return the increase of a counter; after a restart of its engine, its whole value."""
     value, earlier = now.total(name, **labels), before.total(name, **labels) if before else None
     if value is None or before is None:
         return None
@@ -250,7 +410,7 @@ def _per_second(now: Sample, before: Sample | None, added: float | None) -> floa
 
 
 def _quantile(now: Sample, before: Sample | None, name: str, tier: str, share: float) -> float | None:
-    """Return a quantile of what was added to a histogram, as Prometheus estimates it; None if nothing was."""
+    """Return a quantile of a histogram's increase, estimated like in Prometheus; None without an increase."""
     bounds = sorted({float(bound) for bound in now.label_values(name, "le")})
     texts = {float(bound): bound for bound in now.label_values(name, "le")}
     counts = [_added(now, before, name, tier=tier, le=texts[bound]) or 0 for bound in bounds]

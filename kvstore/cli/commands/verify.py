@@ -12,7 +12,6 @@ from kvstore.cli.command_line import (
     Option,
     OutFile,
     Reuse,
-    Typer,
     check_output,
     size_option,
     write_output,
@@ -30,20 +29,15 @@ from kvstore.cli.reporting.terminal import Progress, print_json_text, print_line
 from kvstore.errors import ConfigError
 from kvstore.primary import Region
 
-__all__ = ["add_commands"]
+__all__ = ["verify"]
 
 _AT_ONCE_BYTES: Final = 64 << 20
-"""Bytes of slots, and so of all unfinished jobs, for any length of a block."""
+"""Bytes of slots, which bound the unfinished jobs (at least one)."""
 
 Tier = Annotated[str | None, Option("--tier", "-t", metavar="JSON|URL|@FILE", help="The tier, as for 'run'.")]
 OneSize = Annotated[str, Option("--block-size", "-b", metavar="SIZE", help="Block size, bytes.")]
 Bytes = Annotated[str, Option("--bytes", metavar="SIZE", help="Total bytes to store, rounded to whole jobs.")]
 BlocksPerJob = Annotated[int, Option("--blocks-per-job", metavar="N", help="Blocks per job.")]
-
-
-def add_commands(app: Typer) -> None:
-    """Add the command."""
-    app.command("verify")(verify)
 
 
 def verify(
@@ -64,7 +58,7 @@ def verify(
         raise ConfigError(f"--block-size is {block_size!r}. Expected one size.")
     wanted = int(size_option(size, "--bytes"))
     job_bytes = sizes[0] * max(1, blocks_per_job)
-    # At least one more job is stored than can be unfinished, so few blocks need few jobs.
+    # A working set has at least one more job than can be unfinished, so a small one allows few concurrent jobs.
     jobs = max(1, min(8, _AT_ONCE_BYTES // job_bytes, wanted // job_bytes - 1))
     workload = Workload(
         sizes[0], blocks_per_job=blocks_per_job, jobs=jobs, seed=seed, working_set_bytes=wanted,
@@ -74,7 +68,7 @@ def verify(
     with contextlib.ExitStack() as stack:
         stopping = stack.enter_context(Stopping())
         if given is not None and given.backend == "memory" and not given.options.get("shelf"):
-            # Blocks in memory go with the tier, unless they have a name to outlive it under.
+            # Blocks in memory are lost when the tier closes, unless they are on a named shelf.
             given = given.with_options(shelf="kvstore-bench-verify")
         target = stack.enter_context(Target(given, reuse=reuse, keep=keep))
         room = target.capacity_bytes

@@ -1,4 +1,4 @@
-"""Archives of records: a tar file that another tier, on another medium, can take in.
+"""Archives of records: a tar file that can be imported into another tier on another medium.
 
 ::
 
@@ -36,17 +36,17 @@ _END: Final = "kvstore-end.json"
 _NAMESPACE: Final = re.compile(r"([0-9a-f]{64})/namespace\.json")
 _BLOCK: Final = re.compile(rf"([0-9a-f]{{64}})/((?:[0-9a-f]{{2}}){{1,{KEY_BYTES_MAX}}})\.kv")
 _DOCUMENT_BYTES_MAX: Final = 1 << 20
-"""Longest JSON document that is parsed; objects take twenty times its length. Ours have kilobytes."""
+"""Longest JSON document to parse; parsed objects take twenty times its length. Real documents have kilobytes."""
 _RECORD_BYTES_MAX: Final = 1 << 32
-"""Longest record that is read into memory; blocks have megabytes."""
+"""Longest record to read into memory; blocks have megabytes."""
 
 _EMPTY_READS_MAX: Final = 16
-"""Empty reads past the end of an archive; a complete one takes none or two."""
+"""Most empty reads past the end of an archive; a complete archive causes at most two."""
 
 _PLAIN_FILES: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE})
 _NOTHING: Final = memoryview(b"")
 
-# Where docs/format.md has these fields.
+# Offsets of header fields, as in docs/format.md.
 _HEADER_BYTES_FIELD: Final = struct.Struct("<I")
 _HEADER_BYTES_AT: Final = 12
 _CHECKSUM_FIELD: Final = struct.Struct("<Q")
@@ -137,9 +137,9 @@ def read_archive(
     """Yield the intact blocks of an archive, in one pass; call ``on_damage`` for blocks that do not verify.
 
     Raises:
-        ArchiveError: It is not an archive, or is truncated; every block before that was yielded.
+        ArchiveError: The file is not an archive, or is truncated; every block before the end was yielded.
     """
-    # One at a time is kept in memory, however many an archive claims.
+    # Only the current namespace is kept in memory, even if an archive has many.
     namespace = NamespaceInfo("")
     members = _members(file)
     name, data = next(members, ("", _NOTHING))
@@ -168,7 +168,7 @@ def read_archive(
 def aligned_to(block: ArchivedBlock, header_bytes: int) -> list[memoryview] | None:
     """Return header and payload of a record for a medium with headers of this length.
 
-    None if the record is sealed for another length, which its seal covers.
+    None if a sealed record has a header of another length, because the seal covers that length.
     """
     is_same = block.header.header_bytes == header_bytes
     if block.header.mac_key_id and not is_same:
@@ -187,8 +187,8 @@ def aligned_to(block: ArchivedBlock, header_bytes: int) -> list[memoryview] | No
 
 
 def _members(file: IO[bytes]) -> Iterator[tuple[str, memoryview]]:
-    """Yield name and content of the regular files in a tar file, up to where it is truncated."""
-    # tarfile calls nothing but read().
+    """Yield name and content of the regular files in a tar file, until its end or truncation."""
+    # tarfile only calls read().
     ending: Any = _Ending(file)
     try:
         with tarfile.open(fileobj=ending, mode="r|") as tar:
@@ -200,8 +200,6 @@ def _members(file: IO[bytes]) -> Iterator[tuple[str, memoryview]]:
                     continue
                 content = tar.extractfile(member)
                 data = b"" if content is None else content.read()
-                if len(data) < member.size:
-                    return
                 yield member.name, memoryview(data)
     except tarfile.StreamError as error:
         raise ArchiveError(f"The archive cannot be read: {error}. Export it again.") from error
@@ -216,7 +214,7 @@ def _members(file: IO[bytes]) -> Iterator[tuple[str, memoryview]]:
 class _Ending:
     """A file that fails when it is read far past its end.
 
-    tarfile skips a member by reading as often as its header claims: for years, if it claims exabytes.
+    tarfile skips a member by reading its claimed length, which would take years for a claim of exabytes.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -224,7 +222,7 @@ class _Ending:
         self._empty = 0
 
     def read(self, size_bytes: int) -> bytes:
-        """Return up to ``size_bytes`` bytes; raise ``ReadError`` for a read far behind the end."""
+        """Return up to ``size_bytes`` bytes; raise ``ReadError`` for a read far past the end."""
         data = self._file.read(size_bytes)
         self._empty += not data
         if self._empty > _EMPTY_READS_MAX:
@@ -240,7 +238,7 @@ def _add(tar: tarfile.TarFile, name: str, data: memoryview | bytes, at_s: int = 
 
 
 def _forget_members(tar: Any) -> None:
-    """Drop tarfile's memory of past members, a kilobyte each: archives have millions."""
+    """Clear tarfile's list of past members, which would take a kilobyte for each of millions of blocks."""
     tar.members.clear()
 
 

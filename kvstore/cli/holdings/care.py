@@ -1,4 +1,4 @@
-"""Scrub, gc and import: written once, for the medium of any backend. Plain functions, no output."""
+"""Scrub, gc and import for the medium of any backend, as plain functions without output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import IO, Any, Final
 
 from kvstore.backends.base import Backend, RecordWrite
 from kvstore.backends.groups import grouped
-from kvstore.backends.holdings import LITTER_MAX, Litter, open_holdings
+from kvstore.backends.holdings import STALE_MAX, StaleItem, open_holdings
 from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive
 from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.interruption import DeadlineError, Runner
@@ -33,26 +33,26 @@ __all__ = [
 ]
 
 _PUT_BYTES: Final = 64 << 20
-"""Bytes of records stored together by an import: fills a medium's queue, and is little memory beside an engine."""
+"""Bytes per batch of an import: fills a medium's queue, and is little memory compared with an engine's."""
 
 _PUT_BLOCKS: Final = 1 << 16
-"""Most records stored together by an import."""
+"""Most records per batch of an import."""
 
 _FAILED_MAX: Final = 1000
-"""Failed blocks that an import names."""
+"""Most failed blocks that an import lists."""
 
 _EXPIRED_MAX: Final = 100_000
-"""Expired blocks that one run removes, about 30 MB of memory; the next run continues."""
+"""Most expired blocks that one run removes (about 30 MB of memory); the next run continues."""
 
 _REMOVED_AT_ONCE: Final = 5000
-"""Expired blocks between two progress reports; each takes locks or lists a directory once."""
+"""Expired blocks per removal, between two progress reports; each removal takes locks or lists a directory once."""
 
 
 def chosen(namespaces: list[NamespaceInfo], wanted: Sequence[str]) -> list[NamespaceInfo]:
-    """Return the namespaces whose digests begin with one of some texts; all without a text.
+    """Return the namespaces whose digests begin with one of the ``wanted`` prefixes; all if there are no prefixes.
 
     Raises:
-        ConfigError: A text matches no namespace.
+        ConfigError: A prefix matches no namespace.
     """
     for text in wanted:
         if not any(namespace.hex.startswith(text.lower()) for namespace in namespaces):
@@ -63,7 +63,7 @@ def chosen(namespaces: list[NamespaceInfo], wanted: Sequence[str]) -> list[Names
 
 
 def summary(medium: Medium, namespace: NamespaceInfo) -> dict[str, Any]:
-    """Count the blocks of a namespace: a row with their number, bytes and ages (seconds)."""
+    """Return a row with the number, bytes and ages (seconds) of a namespace's blocks."""
     blocks, size_bytes, oldest, newest = 0, 0, float("inf"), 0.0
     for block in medium.blocks(namespace):
         blocks += 1
@@ -94,7 +94,7 @@ class ScrubResult:
         faults: One row per record that did not verify.
         unread: One row per block that could not be read, with the reason.
         set_aside: Damaged records taken out of use.
-        error: Why it ended early or could not take records out of use; empty if it did not fail.
+        error: Reason for an early end or a failed removal; empty without one.
     """
 
     blocks: int = 0
@@ -114,17 +114,18 @@ def scrub(
     on_block: Callable[[int], None] = lambda size_bytes: None,
     confirm: Callable[[NamespaceInfo, int], bool] = lambda namespace, damaged: True,
 ) -> ScrubResult:
-    """Verify every record at rest, and take damaged ones out of use unless it is dry.
+    """Verify every record at rest, and take damaged ones out of use unless ``dry`` is set.
 
-    Intact records that are merely not understood (of another format version) are reported and left alone. If the medium
-    fails after a finding, the result is returned with the error.
+    Intact records of an unsupported format version are reported and left alone. If the medium fails or the deadline
+    passes after a finding, the result is returned with the error.
 
     Args:
         medium: The medium.
         namespaces: Namespaces to verify.
         dry: Whether to change nothing.
         on_block: Called with the length of each record that was read; may raise DeadlineError.
-        confirm: Asked before damaged blocks of a namespace are taken out of use, with their number.
+        confirm: Called with a namespace and the number of its damaged blocks before they are taken out of use; False
+            leaves them alone.
 
     Raises:
         BackendError: The medium failed before the first finding.
@@ -158,7 +159,7 @@ def _verify(
     damaged: list[BlockInfo],
     on_block: Callable[[int], None],
 ) -> None:
-    """Add the findings of a namespace to a result, and the blocks to take out of use to ``damaged``."""
+    """Add the findings of a namespace to ``result``, and its damaged blocks to ``damaged``."""
     for record in medium.records(namespace):
         row: dict[str, Any] = {"namespace": namespace.hex, "key": record.block.key.hex()}
         if record.error is not None:
@@ -178,17 +179,17 @@ def _verify(
 
 @dataclass(slots=True)
 class GcPlan:
-    """Everything to remove.
+    """Blocks, namespaces and stale items to remove.
 
     Attributes:
-        litter: Stale files or objects.
-        namespaces: Namespaces to remove whole: not in use, and unused for long.
+        stale: Stale files or objects.
+        namespaces: Namespaces to remove whole: without a holder, and not used for the given time.
         blocks: Expired blocks of other namespaces that are not in use.
         held: Namespaces left alone because an engine uses them.
-        more: Whether another run is needed, because more remains than one run removes.
+        more: Whether another run is needed, because a limit of one run was reached.
     """
 
-    litter: list[Litter]
+    stale: list[StaleItem]
     namespaces: list[NamespaceInfo] = field(default_factory=list)
     blocks: list[tuple[NamespaceInfo, list[BlockInfo]]] = field(default_factory=list)
     held: list[NamespaceInfo] = field(default_factory=list)
@@ -208,15 +209,15 @@ def make_plan(
 
     Args:
         medium: The medium.
-        unused_for_s: Age from which unused namespaces are removed whole; None for never.
-        expire_s: Age from which unused blocks are removed; None for never.
-        keep: Beginnings of the digests of namespaces to keep with all their blocks.
+        unused_for_s: Time since the last use after which a namespace is removed whole; None for never.
+        expire_s: Time since the last use after which a block is removed; None for never.
+        keep: Digest prefixes of namespaces to keep with all their blocks.
         now: Seconds since the epoch; by default the current time.
         expired_max: Most blocks in one plan.
     """
     now = time.time() if now is None else now
-    litter = medium.litter()
-    plan = GcPlan(litter[:LITTER_MAX], more=len(litter) > LITTER_MAX)
+    stale = medium.stale_items()
+    plan = GcPlan(stale[:STALE_MAX], more=len(stale) > STALE_MAX)
     room = expired_max
     namespaces = medium.namespaces()
     kept = {namespace.hex for namespace in chosen(namespaces, keep)} if keep else set()
@@ -230,7 +231,7 @@ def make_plan(
         elif expire_s is not None:
             since = now - expire_s
             expired = (block for block in medium.blocks(namespace) if 0 < block.used_at <= since)
-            # One more than there is room for shows whether another run is needed.
+            # One block over the limit shows that another run is needed.
             old = list(itertools.islice(expired, room + 1))
             plan.more = plan.more or len(old) > room
             if old := old[:room]:
@@ -246,12 +247,12 @@ def run_plan(
     on_removed: Callable[[int], None] = lambda count: None,
     batch: int | None = None,
 ) -> dict[str, int]:
-    """Carry out a plan; return how many of each kind were removed.
+    """Carry out a plan; return the number of removed items by kind.
 
-    ``on_removed`` is called with the number of blocks of each removal. With a ``batch``, a removal has at most so many
-    blocks; without one a namespace is removed in one call, which is quicker.
+    ``on_removed`` is called with the number of blocks of each removal. ``batch`` is the most blocks of a removal;
+    without it a namespace is removed in one call, which is faster.
     """
-    done = {"litter": medium.sweep(plan.litter), "namespaces": 0, "blocks": 0}
+    done = {"stale": medium.sweep(plan.stale), "namespaces": 0, "blocks": 0}
 
     def remove(namespace: NamespaceInfo, blocks: Sequence[BlockInfo] | None) -> None:
         removed = medium.remove(namespace, blocks)
@@ -312,13 +313,13 @@ def import_archive(
 ) -> ImportResult:
     """Store the blocks of an archive in a tier, as an engine does; existing blocks stay.
 
-    A block is stored whole or not at all, however the import ends.
+    A block is stored whole or not at all, even if the import is interrupted.
 
     Raises:
         ConfigError: The tier cannot be used.
-        LockedError: An engine that does not share has the namespace, or the medium.
-        BackendError: The medium refuses.
-        ArchiveError: The file is not an archive. (A truncated one is read as far as it goes.)
+        LockedError: An engine has exclusive use of the namespace or the medium.
+        BackendError: The medium fails.
+        ArchiveError: The file is not an archive. (A truncated one is read up to its end.)
     """
     result = ImportResult()
 
@@ -327,7 +328,7 @@ def import_archive(
         result.damaged.append(row)
 
     blocks = read_archive(file, on_damage)
-    first = list(itertools.islice(blocks, 1))  # Raises if it is not an archive, before the tier is touched.
+    first = list(itertools.islice(blocks, 1))  # Raises for an invalid archive before the tier is opened.
 
     def source() -> Iterator[ArchivedBlock]:
         try:
@@ -363,7 +364,7 @@ def import_archive(
 
 
 def _namespace_of(block: ArchivedBlock) -> Namespace:
-    """Return the namespace of a block, with its fields if they have its digest."""
+    """Return the namespace of a block, with the archived fields if they match its digest."""
     namespace = Namespace.of_digest(bytes.fromhex(block.namespace.hex))
     if block.namespace.fields is not None:
         with contextlib.suppress(ConfigError):

@@ -1,4 +1,4 @@
-"""A tier's medium as plain functions: drives a backend's holdings on an event loop, and verifies the records read."""
+"""Synchronous access to a tier's medium: runs a backend's holdings on an event loop, and verifies records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Self, TypeVar
 
 from kvstore.backends.groups import grouped
-from kvstore.backends.holdings import Litter, open_holdings
+from kvstore.backends.holdings import StaleItem, open_holdings
 from kvstore.cli.interruption import Runner
 from kvstore.cli.tier_argument import TierArgument
 from kvstore.codec.record import RecordCodec, RecordFault, RecordHeader, decode_header
@@ -21,13 +21,13 @@ __all__ = ["HeldRecord", "Medium", "check_record"]
 _T = TypeVar("_T")
 
 _BATCH_BLOCKS: Final = 32
-"""Blocks read concurrently: hides a server's latency, and leaves capacity to engines."""
+"""Most blocks read concurrently: enough to hide a server's latency, few enough to leave capacity to engines."""
 
 _BATCH_BYTES: Final = 64 << 20
 """Most bytes read concurrently, unless one block is longer: bounds a command's memory."""
 
 _FAILURES_MAX: Final = 16
-"""Consecutive blocks that cannot be read: the medium has failed, not the blocks."""
+"""Consecutive unreadable blocks after which the medium counts as failed."""
 
 _PLAIN_BYTES_MAX: Final = 1 << 32
 """Longest block that a header may claim. An import opens its tier for blocks of the claimed length."""
@@ -41,8 +41,8 @@ class HeldRecord:
         block: The block.
         data: The whole record, valid until the next one is read.
         header: Its header, if it is intact.
-        damage: Why it does not verify.
-        error: Why it could not be read.
+        damage: Reason for a failed verification.
+        error: Reason for a failed read.
     """
 
     block: BlockInfo
@@ -53,9 +53,9 @@ class HeldRecord:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether it is of no use to anyone; False for an intact record that is merely not understood.
+        """Whether the record is useless: broken or of another namespace, and so misplaced.
 
-        A record of another namespace is misplaced here, so it is of no use either.
+        False for an intact record of an unsupported format.
         """
         cause = None if self.damage is None else RecordFault(self.damage.cause)
         return cause is not None and (cause.is_damage or cause is RecordFault.NAMESPACE)
@@ -64,7 +64,7 @@ class HeldRecord:
 class Medium:
     """The blocks on a tier's medium. Its event loop runs only within calls, so it cannot be used within a running loop.
 
-    ``named`` has the digests given by the user. For a backend that cannot list namespaces they count as all of them.
+    ``named`` has the digests given by the user. They are the list of namespaces if the backend cannot list them.
 
     Raises:
         ConfigError: The tier does not exist, or its medium cannot be read from outside.
@@ -100,7 +100,7 @@ class Medium:
         """Yield the blocks of a namespace.
 
         Raises:
-            BackendError: The medium failed; if only for some blocks, after all others.
+            BackendError: The medium failed. If it failed only for some blocks, all others are yielded first.
         """
         failure: BackendError | None = None
         for block in self._scanned(namespace):
@@ -140,7 +140,7 @@ class Medium:
                 yield self._checked(namespace, block, next(results))
 
     def set_aside(self, namespace: NamespaceInfo, blocks: Iterable[BlockInfo]) -> int:
-        """Take damaged blocks out of use if they are still damaged when read again; return how many were."""
+        """Read damaged blocks again and take those still damaged out of use; return their number."""
         count = 0
         for batch in grouped(blocks, _BATCH_BLOCKS, _BATCH_BYTES):
             results = self._run(self._holdings.read(namespace, batch))
@@ -152,18 +152,18 @@ class Medium:
         return count
 
     def remove(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo] | None) -> int:
-        """Remove blocks, or with None the whole namespace, unless an engine uses it; return how many blocks were."""
+        """Remove blocks, or with None the whole namespace, unless an engine uses it; return the number removed."""
         if blocks is None:
             return self._run(self._holdings.remove_namespace(namespace))
         return self._run(self._holdings.remove(namespace, blocks, RemovalCause.EXPIRED)) if blocks else 0
 
-    def litter(self) -> list[Litter]:
-        """Return files or objects that no engine needs."""
-        return self._run(self._holdings.litter())
+    def stale_items(self) -> list[StaleItem]:
+        """Return stale files or objects."""
+        return self._run(self._holdings.stale_items())
 
-    def sweep(self, litter: Sequence[Litter]) -> int:
+    def sweep(self, stale: Sequence[StaleItem]) -> int:
         """Remove stale files or objects; return the number removed."""
-        return self._run(self._holdings.sweep(litter)) if litter else 0
+        return self._run(self._holdings.sweep(stale)) if stale else 0
 
     def close(self) -> None:
         """Close all connections and files. Idempotent."""
@@ -211,12 +211,12 @@ class Medium:
 
 
 def check_record(record: memoryview, namespace: str, key: BlockKey, *, alignment: int) -> RecordHeader:
-    """Check everything that can be checked without the keys and codecs of the writer; return the header.
+    """Check a record as far as possible without the writer's keys and codecs; return the header.
 
     ``namespace`` is a digest in hexadecimal, ``alignment`` the unit of a record's length on the medium.
 
     Raises:
-        RecordError: It is not whole, not intact, or not of this namespace and key.
+        RecordError: The record is incomplete, damaged, or of another namespace or key.
     """
     found = decode_header(record[:256])
     if found.header_bytes % 256 or found.header_bytes < 256 or found.header_bytes > len(record):

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,10 +21,10 @@ from kvstore.cli.reporting.report import Row
 from kvstore.errors import BackendError, ConfigError
 from kvstore.types import BlockKey, Outcome
 
-__all__ = ["RawSystem", "VllmFsSystem", "check_fio", "cpu_s_per_gb", "fio_rows", "run_fio"]
+__all__ = ["PooledSystem", "RawSystem", "VllmFsSystem", "check_fio", "fio_rows"]
 
 _FIO_DEPTH: Final = 32
-"""Queue depth: fills the queue of any drive with blocks of 128 KiB."""
+"""Queue depth; fills the queue of any drive with blocks of 128 KiB."""
 
 _FIO_FILE_BYTES: Final = 1 << 30
 """Larger than the cache of most controllers, and written in a second or two."""
@@ -43,12 +44,21 @@ def check_fio() -> None:
 
 
 def fio_rows(
-    directory: Path, *, block_bytes: int, store_share: float, runtime_s: float, room_bytes: int = _FIO_FILE_BYTES
+    directory: Path,
+    *,
+    block_bytes: int,
+    store_share: float,
+    runtime_s: float,
+    room_bytes: int = _FIO_FILE_BYTES,
+    huge_pages: bool = False,
 ) -> list[Row]:
-    """Measure with fio: direct I/O at random places of one file of at most ``room_bytes``, 32 operations at once.
+    """Measure with fio: direct I/O at random offsets of one file of at most ``room_bytes``, 32 concurrent operations.
 
-    The file is written before the ``runtime_s`` begin, and removed at the end. fio's errors raise BackendError.
+    The file is written before ``runtime_s`` begins, and removed at the end. fio's errors raise BackendError. With
+    ``huge_pages`` its memory is in huge pages, and the system is called ``fio-huge``.
     """
+    # Makes the C library request huge pages. They are allocated at first use, in the ramp time, which is not counted.
+    huge = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if huge_pages else {}
     path = directory / "fio.dat"
     size = max(block_bytes * _FIO_DEPTH, min(_FIO_FILE_BYTES, room_bytes) // block_bytes * block_bytes)
     kind = "randwrite" if store_share == 1 else "randread" if store_share == 0 else "randrw"
@@ -60,10 +70,11 @@ def fio_rows(
                 f"--filename={path}", f"--size={size}", f"--bs={block_bytes}", "--thread", f"--rw={kind}",
                 f"--rwmixwrite={round(100 * store_share)}", f"--direct={int(direct)}", f"--ioengine={engine}",
                 f"--iodepth={_FIO_DEPTH}", "--time_based", f"--runtime={runtime_s:g}", "--norandommap",
-                "--randrepeat=1",
+                "--randrepeat=1", *(["--ramp_time=500ms"] if huge_pages else []),
             ]  # fmt: skip
             try:
-                return _rows_of(run_fio(options, runtime_s), block_bytes, engine, direct)
+                job = _run_fio(options, runtime_s, huge)
+                return _rows_of(job, "fio-huge" if huge_pages else "fio", block_bytes, engine, direct)
             except BackendError as error:
                 failure = error
     finally:
@@ -71,21 +82,19 @@ def fio_rows(
     raise failure
 
 
-def run_fio(
-    options: Sequence[str], runtime_s: float, *, environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Run one job of fio; return its part of fio's JSON. In addition to ``runtime_s`` it has minutes to write its file.
+def _run_fio(options: Sequence[str], runtime_s: float, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Run one job of fio; return its part of fio's JSON. It has 120 s more than ``runtime_s``, to write its file.
 
     Raises:
-        BackendError: fio failed; the text has its last line.
+        BackendError: fio failed; the message has the last line of its output.
     """
     try:
         done = subprocess.run(
             ["fio", "--name=ceiling", *options, "--output-format=json"], capture_output=True, text=True, check=False,
-            timeout=runtime_s + _FIO_GRACE_S, stdin=subprocess.DEVNULL, env={**os.environ, **(environment or {})},
+            timeout=runtime_s + _FIO_GRACE_S, stdin=subprocess.DEVNULL, env={**os.environ, **environment},
         )  # fmt: skip
         if done.returncode == 0:
-            # fio prints its fallbacks in front of the JSON.
+            # fio prints messages about its fallbacks before the JSON.
             job: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
             return job
         failure = ((done.stderr or done.stdout).strip().splitlines() or [""])[-1]
@@ -94,22 +103,48 @@ def run_fio(
     raise BackendError(f"fio failed: {failure}. Run it by hand: fio {' '.join(options)}", backend="fio")
 
 
-def cpu_s_per_gb(job: Mapping[str, Any]) -> float:
+def _cpu_s_per_gb(job: Mapping[str, Any]) -> float:
     """Return the CPU seconds of a job of fio for 1e9 bytes."""
     cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
     return float(cpu_s / ((job["read"]["io_bytes"] + job["write"]["io_bytes"]) / 1e9))
 
 
-class RawSystem(System):
-    """The drive with nothing in between: one file, positioned reads and writes of whole blocks by a few threads.
+class PooledSystem(System):
+    """A system that moves each block, or a whole job, by a blocking call on a thread."""
 
-    No index, no header, no checksum; the ceiling where there is no fio. The file has room for some blocks, of which the
-    oldest are overwritten, and is removed by :meth:`close`.
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="system")
+        self._running: dict[int, list[Future[Sequence[Outcome]]]] = {}
+
+    @abstractmethod
+    def move(self, op: Op, keys: Sequence[BlockKey], slots: Sequence[int]) -> Sequence[Outcome]:
+        """Store or load blocks, on a thread of the pool."""
+
+    def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        """See :meth:`System.submit`. The whole job is one call."""
+        self._running[job_id] = [self._pool.submit(self.move, op, keys, slots)]
+
+    def finished(self) -> Sequence[Done]:
+        """See :meth:`System.finished`."""
+        ended = [job_id for job_id, parts in self._running.items() if all(part.done() for part in parts)]
+        return [Done(job_id, [one for part in self._running.pop(job_id) for one in part.result()]) for job_id in ended]
+
+    def close(self) -> None:
+        """See :meth:`System.close`."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class RawSystem(PooledSystem):
+    """The bare drive: one file, with positioned reads and writes of whole blocks by 16 threads.
+
+    It has no index, headers or checksums, and is the upper bound without fio. The file has room for ``blocks`` blocks;
+    the oldest are overwritten. :meth:`close` removes it.
     """
 
     name = "raw"
 
     def __init__(self, directory: Path, primary: memoryview, slot_bytes: int, blocks: int) -> None:
+        super().__init__(_RAW_THREADS)
         self._path = directory / "raw.dat"
         self.direct = probe_direct(directory)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
@@ -118,8 +153,6 @@ class RawSystem(System):
         os.posix_fallocate(self._fd, 0, blocks * slot_bytes)
         self._places: dict[BlockKey, int] = {}
         self._next = 0
-        self._pool = ThreadPoolExecutor(_RAW_THREADS, thread_name_prefix="raw")
-        self._running: dict[int, list[Future[Outcome]]] = {}
         self._error = ""
 
     def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
@@ -128,16 +161,22 @@ class RawSystem(System):
             for key in keys:
                 self._places[key] = self._next % self._blocks
                 self._next += 1
-        call = os.pwritev if op == "store" else os.preadv
-        self._running[job_id] = [
-            self._pool.submit(self._transfer, call, self._places.get(key), slot)
-            for key, slot in zip(keys, slots, strict=True)
-        ]
+        pairs = zip(keys, slots, strict=True)
+        self._running[job_id] = [self._pool.submit(self.move, op, [key], [slot]) for key, slot in pairs]
 
-    def finished(self) -> Sequence[Done]:
-        """See :meth:`System.finished`."""
-        ended = [job_id for job_id, parts in self._running.items() if all(part.done() for part in parts)]
-        return [Done(job_id, [part.result() for part in self._running.pop(job_id)]) for job_id in ended]
+    def move(self, op: Op, keys: Sequence[BlockKey], slots: Sequence[int]) -> Sequence[Outcome]:
+        """See :meth:`PooledSystem.move`; of one block."""
+        place = self._places.get(keys[0])
+        if place is None:
+            return [Outcome.MISS]
+        size = self._slot_bytes
+        buffer = self._primary[slots[0] * size : (slots[0] + 1) * size]
+        try:
+            moved = (os.pwritev if op == "store" else os.preadv)(self._fd, [buffer], place * size)
+        except OSError as error:
+            self._error = str(error)
+            return [Outcome.IO_ERROR]
+        return [Outcome.OK if moved == size else Outcome.IO_ERROR]
 
     def last_error(self) -> str:
         """See :meth:`System.last_error`."""
@@ -145,27 +184,15 @@ class RawSystem(System):
 
     def close(self) -> None:
         """See :meth:`System.close`."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        super().close()
         os.close(self._fd)
         self._path.unlink(missing_ok=True)
 
-    def _transfer(self, call: Any, place: int | None, slot: int) -> Outcome:
-        if place is None:
-            return Outcome.MISS
-        size = self._slot_bytes
-        buffer = self._primary[slot * size : (slot + 1) * size]
-        try:
-            moved = call(self._fd, [buffer], place * size)
-        except OSError as error:
-            self._error = str(error)
-            return Outcome.IO_ERROR
-        return Outcome.OK if moved == size else Outcome.IO_ERROR
-
 
 class VllmFsSystem(System):
-    """vLLM's ``FileSystemTierManager``, made as its manager would make it.
+    """vLLM's ``FileSystemTierManager``, constructed like in vLLM's manager.
 
-    It never removes anything: a measurement ends after ``capacity_bytes`` of payload.
+    It never removes anything, so a measurement ends after ``capacity_bytes`` of payload.
 
     Raises:
         ConfigError: vLLM is not installed, or lacks this tier.
@@ -174,7 +201,7 @@ class VllmFsSystem(System):
     name = "vllm-fs"
 
     def __init__(self, directory: Path, primary: memoryview, slot_bytes: int, capacity_bytes: int = 0) -> None:
-        # On stdout, where vLLM would log, a program may expect a report.
+        # vLLM logs to stdout by default, which is reserved for the report.
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         try:
             # Imported by name on request, because vLLM takes seconds to import and may not be installed.
@@ -221,7 +248,7 @@ class VllmFsSystem(System):
         self._rows.release()
 
 
-def _rows_of(job: dict[str, Any], block_bytes: int, engine: str, direct: bool) -> list[Row]:
+def _rows_of(job: dict[str, Any], system: str, block_bytes: int, engine: str, direct: bool) -> list[Row]:
     rows = []
     for op, side in (("store", "write"), ("load", "read")):
         found = job[side]
@@ -235,9 +262,9 @@ def _rows_of(job: dict[str, Any], block_bytes: int, engine: str, direct: bool) -
         }
         rows.append(
             {
-                "system": "fio", "host": "process", "op": op, "block_bytes": block_bytes, "blocks_per_job": 1,
+                "system": system, "host": "process", "op": op, "block_bytes": block_bytes, "blocks_per_job": 1,
                 "jobs": _FIO_DEPTH, "spin": False, "engine": engine, "cache": "direct" if direct else "hot",
-                "gb_per_s": found["bw_bytes"] / 1e9, "ops_per_s": found["iops"], "cpu_s_per_gb": cpu_s_per_gb(job),
+                "gb_per_s": found["bw_bytes"] / 1e9, "ops_per_s": found["iops"], "cpu_s_per_gb": _cpu_s_per_gb(job),
                 **latencies, "latency_s_max": found["clat_ns"]["max"] / 1e9, "errors": {},
             }
         )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Final
 
 from kvstore.cli.measuring.histogram import Latencies
 from kvstore.cli.measuring.payload import BlockRows
-from kvstore.cli.measuring.spinner import Spinner
+from kvstore.cli.measuring.spinner import Spinner, the_spinner
 from kvstore.cli.measuring.systems import Op, System, cpu_seconds
 from kvstore.cli.measuring.workload import Workload
 from kvstore.types import LookupResult, Outcome
@@ -23,14 +23,14 @@ from kvstore.types import LookupResult, Outcome
 __all__ = ["Driver", "OpCounts", "PhaseResult", "WrongBlock"]
 
 PAUSE_S: Final = 0.0002
-"""Between two looks at the system when nothing was found; shorter pauses cost CPU and GIL that are not its own."""
+"""Pause between two polls without results; a shorter one would take CPU time and the GIL from the system."""
 
 _PROGRESS_S: Final = 0.25
 _WRONG_MAX: Final = 100
-"""Most wrong blocks that are named."""
+"""Most wrong blocks reported."""
 
 _ABSENT: Final = 1 << 48
-"""Numbers from here on are never stored."""
+"""Blocks with numbers from this one on are never stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class PhaseResult:
         cpu_s: CPU time of this process and its children in that time, including the caller's work.
         store: Stores.
         load: Loads.
-        lookup: Lookups: a job's blocks at once; ``blocks`` are keys.
+        lookup: Lookups; each is for all blocks of a job, and ``blocks`` counts keys.
         hits: Found keys.
         misses: Found blocks that were gone at their load.
         verified_blocks: Loaded blocks that were compared completely.
-        wrong: Those that differed, or did not verify.
+        wrong: Blocks that differed, or did not verify.
         spin_rate: Rate of the busy thread over its rate alone.
         notes: Remarks for the reader.
     """
@@ -109,7 +109,7 @@ class _Job:
     """Positions of blocks without a final answer to their lookup."""
     found: list[int] = field(default_factory=list)
     compared: list[int] = field(default_factory=list)
-    """Places, of those submitted, that are compared when it has ended."""
+    """Positions of submitted blocks to compare after the load."""
 
 
 class Driver:
@@ -118,8 +118,8 @@ class Driver:
     Args:
         system: The measured system.
         rows: The slots, prepared.
-        stopped: Checked often; once it returns true, no more jobs begin.
-        watch: Called a few times per second with the phase so far; None without a viewer.
+        stopped: Polled; after it returns True, no more jobs begin.
+        watch: Called a few times per second with the counts so far; None without a viewer.
     """
 
     def __init__(
@@ -145,22 +145,22 @@ class Driver:
         missing = workload.groups - len(self.held)
         return _Phase(self, workload, store_share=1.0, jobs_max=max(0, missing)).run()
 
-    def run(self, workload: Workload, spinner: Spinner | None = None) -> PhaseResult:
-        """Run a phase; with a spinner, beside it."""
+    def run(self, workload: Workload) -> PhaseResult:
+        """Run a phase."""
         phase = _Phase(self, workload, store_share=workload.mix.store_share, jobs_max=workload.ops_max, timed=True)
-        if spinner is None:
+        if not workload.spin:
             return phase.run()
-        with spinner:
+        with the_spinner() as spinner:
             return phase.run(spinner)
 
     def verify(self, workload: Workload) -> PhaseResult:
         """Load the whole working set once and compare every byte."""
         return _Phase(self, workload, store_share=0.0, jobs_max=len(self.held), compare="all", once=True).run()
 
-    def adopt(self, groups: int, blocks_per_job: int) -> None:
-        """Believe that blocks were stored in an earlier run, with the same seed and sizes."""
-        self.held = dict.fromkeys(range(0, groups * blocks_per_job, blocks_per_job))
-        self._next_number = groups * blocks_per_job
+    def adopt(self, groups: int, blocks_per_job: int, first: int = 0) -> None:
+        """Treat blocks numbered from ``first`` on as stored earlier with the same seed and sizes."""
+        self._next_number = first + groups * blocks_per_job
+        self.held = dict.fromkeys(range(first, self._next_number, blocks_per_job))
 
     def stored_keys(self) -> list[bytes]:
         """Return the keys of all blocks that were ever stored."""
@@ -190,7 +190,7 @@ class _Phase:
         self._shown_at = 0.0
 
     def run(self, spinner: Spinner | None = None) -> PhaseResult:
-        """Run it to its end."""
+        """Run the phase to its end."""
         clock = time.perf_counter
         workload, result = self._workload, self._result
         started = clock()
@@ -383,7 +383,7 @@ class _Phase:
             return
         counts = self._result.load if self._store_share < 1 else self._result.store
         counts.errors["not_begun"] += waiting
-        # A thousand of them at most, each standing for its neighbours: the wait falls evenly from first to last.
+        # Below 2000 values are recorded, each for several jobs: the wait decreases evenly from first to last.
         step = max(1, waiting // 1000)
         for i in range(0, waiting, step):
             counts.latencies.add(until - due - i / rate, min(step, waiting - i))

@@ -1,4 +1,4 @@
-"""The one door to HDR histograms: latencies with three digits, from 1 ns to an hour, small enough to keep."""
+"""Compact HDR histograms of latencies: three digits, from 1 ns to an hour; the only module that uses the library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Latencies:
         """Return the histogram that :meth:`as_text` wrote.
 
         Raises:
-            ValueError: The text is none.
+            ValueError: The text is not a histogram.
         """
         found = cls()
         try:
@@ -48,7 +48,7 @@ class Latencies:
 
     @property
     def count(self) -> int:
-        """How many were recorded."""
+        """Number of recorded latencies."""
         return int(self._histogram.get_total_count())
 
     def percentile(self, percent: float) -> float:
@@ -75,7 +75,7 @@ class Latencies:
         return encoded.decode("ascii")
 
     def points(self) -> list[tuple[float, float]]:
-        """Return (share of all, latency in seconds) from half to the last, for a curve over percentiles."""
+        """Return (share of all, latency in seconds) from 0 to the last share with enough values, for a curve."""
         shares = [0.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99, 99.999]
         return [
             (share / 100, self.percentile(share)) for share in shares if share == 0 or self.count * (100 - share) >= 50

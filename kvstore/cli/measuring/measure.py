@@ -1,4 +1,4 @@
-"""A whole measurement: systems side by side, run by run, phase by phase, as rows of a report."""
+"""A whole measurement: all systems, runs and phases, as rows of a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from kvstore.cli.measuring.baselines import RawSystem, VllmFsSystem, check_fio, 
 from kvstore.cli.measuring.driver import Driver, OpCounts, PhaseResult
 from kvstore.cli.measuring.histogram import Latencies
 from kvstore.cli.measuring.payload import Payload
-from kvstore.cli.measuring.spinner import Spinner
 from kvstore.cli.measuring.systems import Op, System, TierSystem
 from kvstore.cli.measuring.target import Target
 from kvstore.cli.measuring.workload import Workload
@@ -23,17 +22,17 @@ from kvstore.errors import BackendError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.primary import Region
 
-__all__ = ["BASELINES", "Measurement", "bench_namespace", "remove_blocks"]
+__all__ = ["BASELINES", "Measurement", "bench_namespace", "phase_row", "remove_blocks"]
 
 BASELINES: Final = ("fio", "vllm-fs", "raw")
 _FAILURES: Final = frozenset({"io_error", "timeout", "refused", "cancelled", "corrupt"})
-"""Outcomes of a defect or fault; others (shed, no_space, not_begun) result from limits."""
+"""Outcomes caused by faults; others (shed, no_space, not_begun) result from limits."""
 
 _REMOVED_AT_ONCE: Final = 4096
 
 
 def bench_namespace(payload: Payload) -> Namespace:
-    """Return the namespace of the blocks of a measurement: other bytes, other namespace."""
+    """Return the namespace of a measurement's blocks; different payloads have different namespaces."""
     fields = {"bench": "kvstore-bench", "payload": payload.identity, "block_bytes": payload.block_bytes}
     return Namespace(fields)
 
@@ -50,7 +49,7 @@ class Measurement:
         payload: Kind of the bytes.
         stopped: Whether Ctrl-C was pressed.
         progress: Receives progress messages; None without a viewer.
-        report: The rows, growing.
+        report: Receives the rows.
         wrong: One row per block that differs from the stored one.
         costs: Costs of tiers at services that charge for requests.
         failed: Whether anything failed.
@@ -71,16 +70,15 @@ class Measurement:
     _done: int = 0
 
     def run(self) -> None:
-        """Measure everything; the report has all results so far at any time, also after an exception."""
+        """Measure everything; after an exception the report has all results so far."""
         if "fio" in self.baselines:
             check_fio()
-        spinner = Spinner() if any(workload.spin for workload in self.workloads) else None
         try:
             for size in dict.fromkeys(workload.block_bytes for workload in self.workloads):
                 if self.stopped():
                     break
                 workloads = [workload for workload in self.workloads if workload.block_bytes == size]
-                self._measure_size(size, workloads, spinner)
+                self._measure_size(size, workloads)
                 self._finish_rows()
                 for target in self.targets:
                     target.renew()
@@ -88,7 +86,7 @@ class Measurement:
             self._finish_rows()
             self.report.complete = self.report.complete and not self.stopped()
 
-    def _measure_size(self, size: int, workloads: Sequence[Workload], spinner: Spinner | None) -> None:
+    def _measure_size(self, size: int, workloads: Sequence[Workload]) -> None:
         """Measure all systems with blocks of one length."""
         payload = Payload(self.payload, size, workloads[0].seed)
         slots = max(workload.slots for workload in workloads)
@@ -106,7 +104,7 @@ class Measurement:
                 for workload in workloads:
                     for driver, target in drivers:
                         if not self.stopped():
-                            self._measure_phase(driver, target, workload, spinner)
+                            self._measure_phase(driver, target, workload)
                 for workload in {workload.mix: workload for workload in workloads}.values():
                     if "fio" in self.baselines and not self.stopped():
                         self._measure_fio(workload)
@@ -152,11 +150,11 @@ class Measurement:
     def _baseline(self, name: str, directory: Path, region: Region, size: int, stored: int) -> System:
         if name == "raw":
             return RawSystem(directory, region.view(), size, 2 * stored // size)
-        # Half of what is free: it never removes anything.
+        # Half of the free space, because this tier never removes anything.
         room = shutil.disk_usage(directory).free // 2
         return VllmFsSystem(directory / f"vllm-fs-{size}", region.view(), size, room)
 
-    def _measure_phase(self, driver: Driver, target: Target, workload: Workload, spinner: Spinner | None) -> None:
+    def _measure_phase(self, driver: Driver, target: Target, workload: Workload) -> None:
         system = driver.system
         self._tell(f"{system.name}: storing the working set", None)
         filled = driver.fill(workload)
@@ -174,26 +172,24 @@ class Measurement:
             cache = "dropped" if target.drop_page_cache() else "hot"
         elif workload.cold and cache is None:
             self._note(f"{system.name}: --cold changes nothing: it is in memory, or on a server.")
-        result = driver.run(workload, spinner if workload.spin else None)
+        result = driver.run(workload)
         for note in result.notes:
             self._note(note)
         self._take_wrong(system, result)
         base = {
-            "bench": "kvstore-bench", "system": system.name, "host": system.host, "block_bytes": workload.block_bytes,
-            "blocks_per_job": workload.blocks_per_job, "jobs": workload.jobs, "mix": str(workload.mix),
-            "spin": workload.spin, "rate": workload.rate, "cache": cache, "payload": self.payload.partition(":")[0],
-            "spin_rate": result.spin_rate,
+            "bench": "kvstore-bench", "mix": str(workload.mix), "rate": workload.rate, "cache": cache,
+            "payload": self.payload.partition(":")[0],
         }  # fmt: skip
-        if not (result.store.jobs or result.load.jobs or result.lookup.jobs):
+        if not (result.store.jobs or result.load.jobs or result.lookup.jobs or self.stopped()):
             self._note(f"{system.name}: no job ended within the measured time. Give a longer --duration.")
         for op in ("store", "load"):
-            self._add(base | _row_of(op, result, workload, driver.system), result.counts(op).latencies)
+            self._add(base | phase_row(op, result, workload, system), result.counts(op).latencies)
         if result.lookup.jobs:
             lookup = {
                 "op": "lookup", "ops_per_s": result.lookup.blocks / result.seconds, "errors": {},
                 "hit_rate": result.hits / result.lookup.blocks,
             }  # fmt: skip
-            self._add(base | lookup, result.lookup.latencies)
+            self._add(base | _case(workload, system, result) | lookup, result.lookup.latencies)
 
     def _measure_fio(self, workload: Workload) -> None:
         directory = self.targets[0].scratch()
@@ -205,7 +201,7 @@ class Measurement:
                 runtime_s=min(workload.duration_s, 10.0), room_bytes=room,
             )  # fmt: skip
         except BackendError:
-            # Ctrl-C reaches fio, too.
+            # Ctrl-C also reaches fio.
             if self.stopped():
                 return
             raise
@@ -213,7 +209,7 @@ class Measurement:
             self._add({"bench": "kvstore-bench", "mix": str(workload.mix), "rate": None, **row}, None)
 
     def _verify(self, driver: Driver, workload: Workload) -> None:
-        """Load all that is held and compare every byte; mark the rows of the system."""
+        """Load the whole working set and compare every byte; mark the rows of the system as verified."""
         self._tell(f"{driver.system.name}: comparing every byte", None)
         result = driver.verify(workload)
         self._take_wrong(driver.system, result)
@@ -279,10 +275,12 @@ class Measurement:
             self.report.notes.append(text)
 
 
-def _row_of(op: Op, result: PhaseResult, workload: Workload, system: System) -> Row:
+def phase_row(op: Op, result: PhaseResult, workload: Workload, system: System) -> Row:
+    """Return the results of a phase for stores or loads, without latencies."""
     counts = result.counts(op)
     moved = (result.store.blocks + result.load.blocks) * workload.block_bytes
     row: Row = {
+        **_case(workload, system, result),
         "op": op,
         "gb_per_s": counts.blocks * workload.block_bytes / result.seconds / 1e9,
         "ops_per_s": counts.blocks / result.seconds,
@@ -296,8 +294,16 @@ def _row_of(op: Op, result: PhaseResult, workload: Workload, system: System) -> 
     return row
 
 
+def _case(workload: Workload, system: System, result: PhaseResult) -> Row:
+    return {
+        "system": system.name, "host": system.host, "block_bytes": workload.block_bytes,
+        "blocks_per_job": workload.blocks_per_job, "jobs": workload.jobs, "spin": workload.spin,
+        "spin_rate": result.spin_rate,
+    }  # fmt: skip
+
+
 def remove_blocks(driver: Driver) -> None:
-    """Remove the stored blocks from a medium that existed before."""
+    """Remove the stored blocks from a medium that existed before the measurement."""
     keys = driver.stored_keys()
     for at in range(0, len(keys), _REMOVED_AT_ONCE):
         driver.system.remove(keys[at : at + _REMOVED_AT_ONCE])

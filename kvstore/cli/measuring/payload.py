@@ -1,8 +1,8 @@
 """The bytes of measured blocks, with stamps that identify each block.
 
-All blocks of a run have the same bytes, except for a stamp of eight bytes in each page of 4096: the block's number, the
-page and the seed. So blocks are cheap to make and no two pages are equal. A comparison detects a changed byte, a page
-of another block, and a page that was never written.
+All blocks of a run have the same bytes, except for a stamp of eight bytes in each page of 4096. The stamp combines the
+block's number, the page and the seed, so blocks are cheap to make and no two pages are equal. A comparison detects a
+changed byte, a page of another block, and a page that was never written.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Payload:
     """Makes and checks blocks of one length, a multiple of 4096 bytes.
 
     Args:
-        kind: ``"random"`` (no two bytes depend on each other), ``"bf16"`` (bfloat16 numbers as KV caches have them:
-            they compress a little) or ``"file:PATH"`` (bytes of a file, repeated as needed).
+        kind: ``"random"`` (independent bytes), ``"bf16"`` (bfloat16 numbers as in KV caches, slightly compressible) or
+            ``"file:PATH"`` (bytes of a file, repeated as needed).
         block_bytes: Length of a block.
-        seed: Another seed, other bytes.
+        seed: Determines keys, stamps and random bytes.
 
     Raises:
-        ConfigError: The kind is unknown, the file can't be read, or the length is no multiple of 4096.
+        ConfigError: The kind is unknown, the file can't be read, or the length is not a multiple of 4096.
     """
 
     def __init__(self, kind: str, block_bytes: int, seed: int) -> None:
@@ -63,7 +63,7 @@ class Payload:
         return f"{self.kind.partition(':')[0]}-{self.seed}-{digest}"
 
     def key(self, number: int) -> bytes:
-        """Return the key of a block, as engines make them: a hash of 32 bytes and the group's number in 4."""
+        """Return the key of a block, with the format of engines: a hash of 32 bytes and the group's number in 4."""
         return hashlib.sha256(b"%d %d" % (self.seed, number)).digest() + b"\0\0\0\0"
 
     def prepare(self, region: Region) -> BlockRows:
@@ -79,7 +79,7 @@ class Payload:
 
     @property
     def tile(self) -> Words:
-        """The bytes that all blocks share, of shape (pages, words); the first word of each page is the stamp's."""
+        """The bytes shared by all blocks, of shape (pages, words); the stamp replaces the first word of each page."""
         return self._tile
 
 
@@ -95,11 +95,11 @@ class BlockRows:
         self.array: Words = region.rows().view(np.uint64).reshape(region.slots, -1, _WORDS_PER_PAGE)
 
     def release(self) -> None:
-        """Let go of the region, which can then be closed."""
+        """Release the region, so that it can be closed."""
         self.array = np.empty((0, 0, 0), np.uint64)
 
     def write(self, slots: Sequence[int], numbers: Sequence[int]) -> None:
-        """Make slots hold these blocks. The slots held blocks of this payload before."""
+        """Write these blocks to slots that already hold blocks of this payload."""
         for slot, number in zip(slots, numbers, strict=True):
             self.array[slot, :, 0] = self.payload.stamps(number)
 
@@ -108,7 +108,7 @@ class BlockRows:
         self.array[slot, :, 0] = ~self.payload.stamps(number)
 
     def is_right(self, slot: int, number: int) -> bool:
-        """Whether a slot holds this block, every byte of it; if not, the slot is made fit for use again."""
+        """Whether every byte of a slot is that of this block; if not, the shared bytes of the slot are restored."""
         row, tile = self.array[slot], self.payload.tile
         right = np.array_equal(row[:, 0], self.payload.stamps(number)) and np.array_equal(row[:, 1:], tile[:, 1:])
         if not right:

@@ -1,47 +1,22 @@
-"""Python work beside a measurement, as a busy scheduler does it, and the share of its speed that it keeps."""
+"""Python work beside a measurement, like that of a busy scheduler, and its speed relative to running alone."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from types import TracebackType
 from typing import Final
 
-__all__ = ["PythonWork", "Spinner"]
+__all__ = ["Spinner", "the_spinner"]
 
 _LOOPS: Final = 1000
 _ALONE_S: Final = 0.3
-"""Time in which the rate alone is measured; longer changes its third digit."""
-
-
-class PythonWork:
-    """Pure Python work in steps of ``loops`` turns.
-
-    Attributes:
-        alone: Steps per second without other work.
-    """
-
-    def __init__(self, loops: int = _LOOPS) -> None:
-        self.loops = loops
-        steps, started = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - started) < _ALONE_S:
-            self.step()
-            steps += 1
-        self.alone = steps / elapsed
-
-    def step(self) -> None:
-        """Do one step."""
-        total = 0
-        for i in range(self.loops):
-            total += i & 3
-
-    def share_of(self, steps: int, seconds: float) -> float:
-        """Return the rate of ``steps`` in ``seconds``, relative to the rate alone."""
-        return steps / seconds / self.alone
+"""Time for measuring the rate alone; a longer time changes only its third digit."""
 
 
 class Spinner:
-    """Context in which a thread does Python work without a pause.
+    """Context in which a thread runs Python code without a pause.
 
     Attributes:
         steps: Steps done so far.
@@ -49,7 +24,11 @@ class Spinner:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._work = PythonWork()
+        alone, started = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - started) < _ALONE_S:
+            _step()
+            alone += 1
+        self._alone = alone / elapsed
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -66,9 +45,21 @@ class Spinner:
 
     def share_of(self, steps: int, seconds: float) -> float:
         """Return the rate of ``steps`` in ``seconds``, relative to the rate alone."""
-        return self._work.share_of(steps, seconds)
+        return steps / seconds / self._alone
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self._work.step()
+            _step()
             self.steps += 1
+
+
+@functools.cache
+def the_spinner() -> Spinner:
+    """Return the spinner of this process; its rate alone is measured once."""
+    return Spinner()
+
+
+def _step() -> None:
+    total = 0
+    for i in range(_LOOPS):
+        total += i & 3

@@ -48,7 +48,7 @@ class System(ABC):
 
     @abstractmethod
     def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
-        """Hand over a job."""
+        """Submit a job."""
 
     @abstractmethod
     def finished(self) -> Sequence[Done]:
@@ -58,8 +58,8 @@ class System(ABC):
         """Look up a block; after RETRY, repeat the call after :meth:`flush`."""
         return LookupResult.HIT
 
-    def flush(self) -> None:  # noqa: B027 - most ask nothing.
-        """Hand over the questions of this step."""
+    def flush(self) -> None:  # noqa: B027 - most systems have no lookups.
+        """Submit the lookups of this step."""
 
     def last_error(self) -> str:
         """Return the text of the latest failure; empty if there was none."""
@@ -69,8 +69,8 @@ class System(ABC):
         """Return its statistics; None if it is not a tier."""
         return None
 
-    def remove(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - most are thrown away whole.
-        """Drop blocks."""
+    def remove(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - the data of most systems is removed as a whole.
+        """Remove blocks."""
 
     @abstractmethod
     def close(self) -> None:
@@ -132,7 +132,7 @@ class TierSystem(System):
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and its living children, with the kernel's threads for them."""
+    """Return the CPU time of this process and its living children, including their kernel threads."""
     total = time.process_time()
     for task in Path("/proc/self/task").iterdir():
         try:

@@ -1,7 +1,7 @@
 """The target of a measurement: its creation, permission to write to it, and its removal.
 
-A server, or a directory that is not empty, is written to only with permission. Files and directories created here are
-removed here. On an existing target, only the blocks of the measurement are removed.
+Writing to a server or a non-empty directory requires permission. Files and directories created here are removed here.
+On an existing target, only the blocks of the measurement are removed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvstore.errors import ConfigError
 __all__ = ["Target"]
 
 _DEFAULT_CAPACITY_BYTES: Final = 2 << 30
-"""Of the tier on a temporary directory: some times the working set, and no burden to a root file system."""
+"""Capacity of a tier in a temporary directory: several times the working set, and small for a root file system."""
 
 _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
-"""File systems that are nothing but page cache."""
+"""File systems without a drive, in the page cache only."""
 
 _IN_PROCESS: Final = frozenset({"memory"})
-"""Backends that touch nothing outside the process."""
+"""Backends that store nothing outside the process."""
 
 
 class Target:
@@ -108,14 +108,14 @@ class Target:
         return self._scratch
 
     def renew(self) -> None:
-        """Begin with an empty medium again, if it is ours."""
+        """Empty the medium, if it belongs to this measurement and ``keep`` is not set."""
         if self.owned and not self.keep:
             self._drop_scratch()
             for path in self.tier.paths:
                 _empty(path)
 
     def drop_page_cache(self) -> bool:
-        """Write back the tier's files and drop them from the page cache; return whether there are any."""
+        """Write back the tier's files and drop them from the page cache; return whether it has files."""
         os.sync()
         files = [found for path in self.tier.paths for found in path.rglob("*") if found.is_file()]
         for file in files:
@@ -131,7 +131,7 @@ class Target:
         return {**device_of(self.directory), "direct_io": self.direct, "free_bytes": free}
 
     def _in_memory(self) -> bool:
-        """Whether the tier's files are in memory, although some kernels allow direct I/O there."""
+        """Whether the tier's files are in memory. Some kernels nevertheless allow direct I/O there."""
         return any(device_of(path)["filesystem"] in _IN_MEMORY for path in self.tier.paths)
 
     def _claim(self, tier: TierArgument, reuse: bool) -> bool:

@@ -6,21 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
-from kvstore.cli.command_line import duration_option, size_option
+from kvstore.cli.command_line import size_option
 from kvstore.errors import ConfigError
 from kvstore.primary import PAGE_BYTES
 from kvstore.secret import shown
 
-__all__ = ["Mix", "Verify", "Workload", "listed", "parse_seconds", "parse_sizes"]
+__all__ = ["Mix", "Verify", "Workload", "listed", "parse_sizes"]
 
 Verify = Literal["sample", "all", "none"]
 
 _T = TypeVar("_T")
 _OPS: Final = ("store", "load")
 _BLOCK_BYTES_MAX: Final = 1 << 30
-"""Blocks have megabytes; a longer one is a slip of the pen, and the memory for it is not there."""
+"""Longest block; blocks have megabytes, so a longer one is a typing error."""
 _GROUPS_MAX: Final = 1_000_000
-"""Jobs of a working set: some hundred bytes are remembered of each."""
+"""Most jobs of a working set; each takes some hundred bytes of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Mix:
         """Parse ``"load"``, ``"store"`` or ``"store=30,load=70"``.
 
         Raises:
-            ConfigError: It is none of these.
+            ConfigError: The text has another form.
         """
         weights = dict.fromkeys(_OPS, 0.0)
         try:
@@ -113,7 +113,7 @@ class Workload:
 
     @property
     def slots(self) -> int:
-        """Slots of the primary tier that it takes."""
+        """Number of slots of the primary tier."""
         return self.jobs * self.blocks_per_job
 
     @property
@@ -129,10 +129,10 @@ class Workload:
 
 
 def listed(text: str, parse: Callable[[str], _T], option: str) -> list[_T]:
-    """Parse a list with commas.
+    """Parse a list separated by commas.
 
     Raises:
-        ConfigError: It is empty, or one part of it can't be parsed.
+        ConfigError: The list is empty, or a part can't be parsed.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
@@ -149,17 +149,12 @@ def listed(text: str, parse: Callable[[str], _T], option: str) -> list[_T]:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Parse ``"128KiB,2MiB"``, lengths of blocks.
+    """Parse block lengths, such as ``"128KiB,2MiB"``.
 
     Raises:
         ConfigError: A size is invalid, or outside the limits of a block.
     """
     return listed(text, _block_size, "--block-size")
-
-
-def parse_seconds(text: str, option: str) -> float:
-    """Parse a duration such as ``"3s"``."""
-    return float(duration_option(text, option))
 
 
 def _block_size(text: str) -> int:

@@ -1,1 +1,1 @@
-"""Traces of requests, and their way through the manager and its tiers."""
+"""Traces of requests, and their replay through the manager and its tiers."""

@@ -1,4 +1,4 @@
-"""The engine of a replay: makes the calls of a scheduler to the manager, and computes nothing."""
+"""The engine of a replay: calls the manager like a scheduler, without computing anything."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PRIMARY: Final = "cpu"
 """Name of the primary tier in results, as in policies."""
 
 _STORE_WAIT_S: Final = 5.0
-"""Time that a request waits for room for its blocks; then they are not stored. An engine also continues then."""
+"""Longest wait of a request for free slots; then it continues without storing its blocks, like in an engine."""
 
 _IDLE_S: Final = 0.0005
-"""Pause of a step in which nothing happened: a step of an engine is longer."""
+"""Pause after a step without progress; an engine's step is longer."""
 
 _SIMULATED_IDLE_S: Final = 0.01
-"""Longest pause in simulated time: an engine that waits for loads looks at them that often at least."""
+"""Longest pause in simulated time; an engine polls pending loads at least this often."""
 
 _MIX: Final = 0x9E3779B97F4A7C15
 """Spreads the numbers of blocks over all bits of their contents (2^64 divided by the golden ratio)."""
@@ -53,11 +53,11 @@ class Pace:
         self._now_s = 0.0
 
     def now_s(self) -> float:
-        """Return the time."""
+        """Return the current real or simulated time, in seconds."""
         return time.monotonic() if self._real else self._now_s
 
     def wait_s(self, request: TraceRequest) -> float:
-        """Return how long it is until a request arrives; 0 if it has."""
+        """Return the time until a request arrives; 0 if it has arrived."""
         at_s = request.timestamp / 1000 / (self._speed or 1.0)
         if self._real:
             return max(0.0, at_s - (time.monotonic() - self._started)) if self._speed else 0.0
@@ -67,7 +67,7 @@ class Pace:
         return 0.0
 
     def idle(self, wait_s: float) -> None:
-        """Let some time pass."""
+        """Sleep, or advance the simulated time."""
         if self._real:
             time.sleep(wait_s)
         else:
@@ -107,14 +107,14 @@ class ReplayCounts:
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request on its way."""
+    """A request in progress."""
 
     request: TraceRequest
     ctx: RequestContext
     keys: Sequence[BlockKey]
     arrived_s: float
     done: int = -1
-    """Blocks loaded or stored; -1 while it looks."""
+    """Blocks loaded or stored; -1 until the lookup is complete."""
     refused_s: float | None = None
 
 
@@ -133,8 +133,8 @@ class ReplayEngine:
         step_blocks: Blocks computed and stored in one step of a request.
         concurrency: Most concurrent requests.
         with_bytes: Whether blocks have contents, which are compared when they are loaded.
-        tenants: Who the requests may belong to.
-        prefill_tokens_per_s: Rate of computing, where the pace is timed; all requests of a step share its tokens then.
+        tenants: Tenants of the requests.
+        prefill_tokens_per_s: Rate of computing with a timed pace; all requests of a step share it.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class ReplayEngine:
         self._names = {} if tenants is None else dict(tenants.values())
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._computed: list[tuple[int, int]] = []
-        """Tokens computed in this step, and those before them, by request."""
+        """Computed tokens and preceding tokens of each request in this step."""
         self._room = self._step_blocks
-        """Blocks that may still be computed in this step, where the pace is timed."""
+        """Blocks that may still be computed in this step, with a timed pace."""
         self.counts = ReplayCounts()
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> None:
@@ -205,7 +205,7 @@ class ReplayEngine:
             self._manager.on_step_end()
 
     def _pass_time(self, wait_s: float) -> None:
-        """Let the time of a step pass: that of computing, or until a load ends or the next request arrives."""
+        """Advance the time by the step's computing, or until a load ends or the next request arrives."""
         computed, self._computed, self._room = self._computed, [], self._step_blocks
         if computed:
             seconds = sum(tokens for tokens, _ in computed) / self._prefill_tokens_per_s
@@ -272,7 +272,7 @@ class ReplayEngine:
         if plan is None:
             now_s = self._pace.now_s()
             live.refused_s = live.refused_s or now_s
-            # Without I/O in progress no room will become free; and an engine computes what it can't store.
+            # Without I/O in progress no slot will become free. An engine also computes blocks that it can't store.
             is_over = self._pace.is_timed or now_s - live.refused_s > _STORE_WAIT_S
             return is_over or not manager.has_pending_work
         live.refused_s = None
@@ -286,7 +286,7 @@ class ReplayEngine:
         return live.done >= end
 
     def _compute(self, live: _Live, end: int) -> None:
-        """Note that a request computes its blocks up to one, if that takes time."""
+        """With a timed pace, record that a request computes its blocks up to ``end``."""
         if self._pace.is_timed:
             before = self._trace.tokens_of(live.request, live.done)
             self._computed.append((self._trace.tokens_of(live.request, end) - before, before))
@@ -305,7 +305,7 @@ class ReplayEngine:
         counts.tokens += request.input_length
         loads = [(tier.name, found) for tier in self._tiers if (found := tier.loads.pop(live.ctx.request_id, None))]
         if not loads:
-            # All were in the primary tier, or were promoted for other requests.
+            # All hits were in the primary tier, or were promoted for other requests.
             if hits:
                 counts.hit_blocks[PRIMARY] += hits
                 counts.hit_tokens[PRIMARY] += trace.tokens_of(request, hits)
@@ -324,7 +324,7 @@ class ReplayEngine:
 
 
 def tenant_of(request: TraceRequest) -> str:
-    """Return the value that tells the tenant of a request; empty for none."""
+    """Return the tenant value of a request; empty without one."""
     value = request.kvstore.get("tenant", "")
     return value if isinstance(value, str) else ""
 
@@ -336,5 +336,5 @@ def block_keys(request: TraceRequest, tags: Tags | None = None) -> tuple[BlockKe
 
 
 def _content(number: int) -> np.uint64:
-    """Return the word that a block is filled with."""
+    """Return the fill word of a block."""
     return np.uint64((number + 1) * _MIX % (1 << 64))

@@ -34,11 +34,12 @@ class TraceShape:
         answer_tokens: Tokens generated per turn, which are part of the next turn's prompt.
         chats_per_s: Chats that begin per second.
         think_s: Time between two turns of a chat, in seconds.
-        tool_share: Share of turns after which the next one comes not from a person but from a tool that was called.
-        tool_s: Time that a tool takes, in seconds.
-        tool_spread: Standard deviation of the logarithm of that time; 0: it always takes as long.
-        hints: Whether requests carry hints (``retain`` and ``demote``) of what a chat program knows: that a tool was
-            called, that a person will answer, or that the chat has ended.
+        tool_share: Share of turns, except the last of a chat, that are followed by a tool's result instead of a user's
+            question.
+        tool_s: Median time of a tool call, in seconds.
+        tool_spread: Standard deviation of the logarithm of that time; 0 makes it constant.
+        hints: Whether requests carry hints (``retain`` and ``demote``) based on a chat program's knowledge: a tool
+            call, an expected answer of the user, or the end of the chat.
     """
 
     requests: int = 4000
@@ -77,7 +78,7 @@ class TraceShape:
 
 
 def generate_trace(shape: TraceShape | None = None) -> Trace:
-    """Make a trace. The same shape gives the same trace, on every machine."""
+    """Make a trace. The same shape gives the same trace on every machine."""
     shape = shape or TraceShape()
     return Trace(
         itertools.islice(_Maker(shape).requests(), shape.requests),
@@ -118,10 +119,10 @@ class _Maker:
         self._document_lengths = [self._length(shape.document_tokens) for _ in range(shape.documents)]
         self._document_weights = _weights(shape.documents, shape.popularity)
         self._about: dict[tuple[int, int], _Prompt] = {}
-        """A document behind a system prompt. Ids depend on both, because a block includes its prefix."""
+        """Documents after system prompts, by both. Ids depend on both, because a block's key covers its prefix."""
 
     def requests(self) -> Iterator[TraceRequest]:
-        """Yield requests without end, in the order of their arrival."""
+        """Yield an endless sequence of requests in the order of their arrival."""
         shape = self._shape
         next_chat_s = 0.0
         numbers = itertools.count()
@@ -175,7 +176,7 @@ class _Maker:
         return request
 
     def _hints(self, chat: _Chat, is_tool: bool) -> dict[str, Any]:
-        """Return what the program knows: which part of the prompt chats share, and about when the next turn comes."""
+        """Return the hints of a turn: the shared part of the prompt, and the expected time until the next turn."""
         shared = {"after": chat.shared_tokens}
         if not chat.turns_left:
             return {"demote": shared}
@@ -187,10 +188,10 @@ class _Maker:
         return prompt
 
     def _length(self, mean_tokens: int) -> int:
-        """Return a length with a mean: exponential, as few are long, and never none."""
+        """Return an exponentially distributed length with this mean: at least 1, or 0 for a mean of 0."""
         return max(1, round(self._random.expovariate(1 / mean_tokens))) if mean_tokens else 0
 
 
 def _weights(count: int, popularity: float) -> Sequence[float]:
-    """Return weights by Zipf's law, as sums, for ``random.choices``."""
+    """Return weights by Zipf's law, for ``random.choices``."""
     return [rank**-popularity for rank in range(1, count + 1)]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
+import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, cast
 
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.cli.interruption import Runner
 from kvstore.cli.replaying.engine import PRIMARY, Pace, ReplayCounts, ReplayEngine, block_keys
-from kvstore.cli.replaying.optimum import OPTIMUM, optimal_hits
 from kvstore.cli.replaying.tiers import DryTier, Link, WatchedTier
 from kvstore.cli.replaying.traces import Trace
 from kvstore.cli.tier_argument import TierArgument
@@ -27,7 +29,10 @@ from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiers import SecondaryTierManager, open_tier
 from kvstore.types import BlockKey, RemovalCause
 
-__all__ = ["ReplayCase", "ReplaySettings", "auto_capacities", "check_case", "replay", "replay_row"]
+__all__ = ["OPTIMUM", "ReplayCase", "ReplaySettings", "auto_capacities", "check_case", "replay"]
+
+OPTIMUM: Final = "belady"
+"""Name of the optimal policy, used in place of an eviction policy."""
 
 _AUTO_SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _PERCENTILES: Final = (50, 95, 99)
@@ -50,18 +55,19 @@ class ReplaySettings:
 
     Attributes:
         tiers: The tiers below the primary one, the fastest first.
-        cpu_bytes: Capacity of the primary tier; None: that of the case without other tiers, otherwise unlimited.
+        cpu_bytes: Capacity of the primary tier; None: unlimited, in a dry replay only. Without other tiers, the case's
+            capacity overrides it.
         cpu_policy: Eviction policy of the primary tier, with other tiers.
         dry: Keys and sizes only: no bytes, no media, no waiting.
         bytes_per_token: KV cache of one token; the default is that of Llama 3.1 8B in 16 bits.
         prefill_tokens_per_s: Rate of the engine, to compute the time saved.
         step_tokens: Tokens that the engine computes, and stores, in one step.
-        concurrency: Concurrent requests; a dry replay without ``links`` runs one after the other.
+        concurrency: Concurrent requests; a dry replay without ``links`` runs one request at a time.
         speed: Factor to the recorded speed; None: as fast as possible.
         offload: Offload policy of all requests, as for ``TieringConfig.policy``.
-        tenants: Who shares the tiers; requests name their tenants in the parameter ``tenant`` of their policies.
-        links: How fast the tiers of a dry replay deliver; loads and computing take simulated time then.
-        gate: Whether the manager's gate decides what is worth loading.
+        tenants: Tenants that share the tiers; requests name theirs in the parameter ``tenant`` of their policies.
+        links: Bandwidth and latency of each tier of a dry replay; with links, loads and computing take simulated time.
+        gate: Whether the manager's gate decides which blocks are worth loading.
     """
 
     tiers: Sequence[TierArgument] = ()
@@ -94,18 +100,18 @@ class ReplaySettings:
         return 1 if self.dry and not self.links else self.concurrency
 
     def block_bytes(self, trace: Trace) -> int:
-        """Return the bytes of a block; where they are real, whole pages."""
+        """Return the length of a block, rounded up to whole pages unless the replay is dry."""
         size_bytes = self.bytes_per_token * trace.block_tokens
         return size_bytes if self.dry else rounded_up(size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayCase:
-    """Parameters that vary between replays of one trace, for the last tier, or the primary one without others.
+    """Parameters that vary between replays of one trace. They apply to the last tier, or to a lone primary tier.
 
     Attributes:
         policy: Eviction policy.
-        capacity_bytes: Capacity; None: unlimited (in a dry replay), or that of its JSON.
+        capacity_bytes: Capacity; None: as configured in the tier's JSON, or ``cpu_bytes`` for the primary tier.
     """
 
     policy: str = "lru"
@@ -118,153 +124,252 @@ def replay(
     settings: ReplaySettings | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Replay a trace once; return the row of a report (see :func:`replay_row`).
+    """Replay a trace once; return the row of a report: shares from 0 to 1, sizes in bytes, times in seconds.
 
-    Other contents of real tiers stay: the blocks have their own namespace, and are removed at the end. ``on_progress``
-    is called occasionally with the number of ended requests.
+    For each tier the row has its capacity (None for no limit), the bytes written and read, the evicted blocks, the
+    blocks not stored, and the blocks and tokens that requests loaded from it.
+
+    Existing contents of real tiers stay: the replay's blocks have a namespace of their own and are removed at the end.
+    ``on_progress`` is called occasionally with the number of ended requests.
 
     Raises:
         ConfigError: Tiers, policies or sizes can't be used.
-        BackendError: A medium refuses.
+        BackendError: A medium fails.
     """
     settings = settings or ReplaySettings()
-    check_case(trace, case, settings)
-    block_bytes = settings.block_bytes(trace)
+    found = _Replay(trace, case, settings)
     if case.policy == OPTIMUM:
-        return _optimal_row(trace, case, settings)
+        return found.optimum()
     pace = Pace(settings.speed, real=not settings.dry, timed=bool(settings.links))
     config = TieringConfig(
         policy=settings.offload, tokens_per_block=trace.block_tokens, tenants=settings.tenants, gate=settings.gate
     )
     with contextlib.ExitStack() as stack:
-        primary = stack.enter_context(_primary(trace, case, settings, block_bytes))
-        tiers = [
-            WatchedTier(tier) for tier in stack.enter_context(_tiers(trace, case, settings, primary, block_bytes, pace))
-        ]
+        primary = found.primary(stack)
+        tiers = [WatchedTier(tier) for tier in found.tiers(stack, primary, pace.now_s)]
         manager = TieringManager(primary, cast("list[SecondaryTierManager]", tiers), config, clock=pace.now_s)
         stack.callback(manager.close)
         engine = ReplayEngine(
-            trace,
-            manager,
-            primary,
-            tiers,
-            pace,
-            step_blocks=settings.step_tokens // trace.block_tokens,
-            concurrency=settings.requests_at_once,
-            with_bytes=not settings.dry,
-            tenants=settings.tenants,
+            trace, manager, primary, tiers, pace, step_blocks=settings.step_tokens // trace.block_tokens,
+            concurrency=settings.requests_at_once, with_bytes=not settings.dry, tenants=settings.tenants,
             prefill_tokens_per_s=settings.prefill_tokens_per_s,
-        )
+        )  # fmt: skip
         started = time.perf_counter()
         engine.run(on_progress)
-        seconds = time.perf_counter() - started
-        return replay_row(trace, case, settings, engine, manager, seconds)
+        return found.row_of(engine.counts, manager, time.perf_counter() - started)
 
 
-def _optimal_row(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> dict[str, Any]:
-    """Return the row of a cache that knows the rest of the trace."""
-    started = time.perf_counter()
-    counts, block_bytes = ReplayCounts(), settings.block_bytes(trace)
-    slots = _slots(trace, case, settings, block_bytes)
-    for request, hits in zip(trace, optimal_hits(trace, slots), strict=True):
-        counts.requests += 1
-        counts.blocks += len(request.hash_ids)
-        counts.tokens += request.input_length
-        counts.hit_blocks[PRIMARY] += hits
-        counts.hit_tokens[PRIMARY] += trace.tokens_of(request, hits)
-    missed = counts.blocks - counts.hit_blocks[PRIMARY]
-    tier = {
-        "name": PRIMARY,
-        "capacity_bytes": slots * block_bytes if slots < _distinct(trace, settings) else None,
-        "stored_bytes": missed * block_bytes,
-        "loaded_bytes": counts.hit_blocks[PRIMARY] * block_bytes,
-        "evicted_blocks": max(0, missed - slots),
-        "not_stored_blocks": 0,
-    }
-    return _row(trace, case, settings, counts, [tier], time.perf_counter() - started)
+def check_case(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> None:
+    """Check whether a case can be replayed; opens nothing.
 
-
-def replay_row(
-    trace: Trace,
-    case: ReplayCase,
-    settings: ReplaySettings,
-    engine: ReplayEngine,
-    manager: TieringManager,
-    seconds: float,
-) -> dict[str, Any]:
-    """Return the results as a row of a report: shares from 0 to 1, sizes in bytes, times in seconds.
-
-    Of each tier: its capacity (None for no limit), the bytes written to it and read from it, the blocks that it dropped
-    for space or did not store, and the blocks and tokens that requests loaded from it.
+    Raises:
+        ConfigError: Tiers, policies or sizes can't be used.
     """
-    counts, block_bytes = engine.counts, settings.block_bytes(trace)
-    primary, flows = manager.stats().primary, {flow.name: flow for flow in manager.stats().tiers}
-    tiers: list[dict[str, Any]] = [
-        {
+    _Replay(trace, case, settings)
+
+
+def auto_capacities(trace: Trace, settings: ReplaySettings) -> list[int]:
+    """Return capacities from a hundredth of the trace's blocks to all of them (no eviction)."""
+    needed, block_bytes = len(_keys(trace, settings)), settings.block_bytes(trace)
+    return sorted({max(1, round(needed * share)) * block_bytes for share in _AUTO_SHARES})
+
+
+def _keys(trace: Trace, settings: ReplaySettings) -> set[BlockKey]:
+    """Return the distinct keys of all blocks; a cache with room for all of them evicts nothing."""
+    tags = None if settings.tenants is None else Tags(settings.tenants)
+    return {key for request in trace for key in block_keys(request, tags)}
+
+
+class _Replay:
+    """A trace, a case and settings, checked together, and the values derived from them."""
+
+    def __init__(self, trace: Trace, case: ReplayCase, settings: ReplaySettings) -> None:
+        self._trace, self._case, self._settings = trace, case, settings
+        self._block_bytes = settings.block_bytes(trace)
+        self._keys = _keys(trace, settings)
+        if case.policy != OPTIMUM:
+            make_policy(case.policy)
+        elif settings.tiers or not settings.dry:
+            raise ConfigError(
+                f"The policy {OPTIMUM!r} is a calculation for CPU memory alone. Give --dry, and no --tier."
+            )
+        elif settings.tenants is not None:
+            raise ConfigError(f"The policy {OPTIMUM!r} knows no tenants. Replay it without --tenants.")
+        self._slots = self._primary_slots()
+        if settings.dry:
+            self._dry_tiers(float)
+        else:
+            self._arguments = self._real_tiers()
+
+    def primary(self, stack: contextlib.ExitStack) -> PrimaryTier:
+        """Make the primary tier; with ``dry`` its slots have one byte, because they are never written."""
+        policy = self._settings.cpu_policy if self._settings.tiers else self._case.policy
+        memory, slot_bytes = memoryview(bytearray(self._slots)), 1
+        if not self._settings.dry:
+            region = stack.enter_context(Region.create(self._slots, self._block_bytes, name="kvstore-replay"))
+            memory, slot_bytes = region.view(), region.slot_bytes
+        primary = PrimaryTier(memory, slot_bytes, policy=policy)
+        stack.callback(primary.close)
+        return primary
+
+    def tiers(
+        self, stack: contextlib.ExitStack, primary: PrimaryTier, clock: Callable[[], float]
+    ) -> Sequence[SecondaryTierManager]:
+        """Make the other tiers; the stack removes this replay's blocks from real ones."""
+        if self._settings.dry:
+            return self._dry_tiers(clock)
+        fields = {"kvstore": "replay", "run": secrets.token_hex(16), "block_bytes": self._block_bytes}
+        namespace = Namespace(fields)
+        tiers: list[SecondaryTierManager] = []
+        for argument in self._arguments:
+            stack.callback(_remove_blocks, argument, namespace, primary.slot_bytes, sorted(self._keys))
+            tier = open_tier(
+                argument.as_config(), primary=primary.memory, slot_bytes=primary.slot_bytes, namespace=namespace,
+                events=False, tenants=self._settings.tenants,
+            )  # fmt: skip
+            stack.callback(tier.close)
+            tiers.append(tier)
+        return tiers
+
+    def optimum(self) -> dict[str, Any]:
+        """Return the row of an optimal cache, which chooses victims by future requests."""
+        started = time.perf_counter()
+        counts = ReplayCounts()
+        for request, hits in zip(self._trace, _optimal_hits(self._trace, self._slots), strict=True):
+            counts.requests += 1
+            counts.blocks += len(request.hash_ids)
+            counts.tokens += request.input_length
+            counts.hit_blocks[PRIMARY] += hits
+            counts.hit_tokens[PRIMARY] += self._trace.tokens_of(request, hits)
+        missed = counts.blocks - counts.hit_blocks[PRIMARY]
+        tier = self._primary_row(counts, stored=missed, evicted=max(0, missed - self._slots))
+        return self._row(counts, [tier], time.perf_counter() - started)
+
+    def row_of(self, counts: ReplayCounts, manager: TieringManager, seconds: float) -> dict[str, Any]:
+        """Return the row of a finished replay."""
+        stats = manager.stats()
+        primary, flows = stats.primary, {flow.name: flow for flow in stats.tiers}
+        tiers = [self._primary_row(counts, stored=primary.ready + primary.evicted, evicted=primary.evicted)]
+        for tier in manager.tier_stats():
+            flow = flows[tier.name]
+            tiers.append(
+                {
+                    "name": tier.name,
+                    "capacity_bytes": tier.capacity_bytes or None,
+                    "stored_bytes": tier.bytes_stored,
+                    "loaded_bytes": tier.bytes_loaded,
+                    "evicted_blocks": tier.removals.get(RemovalCause.EVICTED.value, 0),
+                    "not_stored_blocks": flow.failed_stores + flow.dropped,
+                }
+            )
+        return self._row(counts, tiers, seconds) | {"gate": asdict(stats.gate)}
+
+    def _primary_row(self, counts: ReplayCounts, *, stored: int, evicted: int) -> dict[str, Any]:
+        return {
             "name": PRIMARY,
-            "capacity_bytes": primary.slots * block_bytes if primary.slots < _distinct(trace, settings) else None,
-            "stored_bytes": (primary.ready + primary.evicted) * block_bytes,
-            "loaded_bytes": sum(counts.hit_blocks.values()) * block_bytes,
-            "evicted_blocks": primary.evicted,
+            "capacity_bytes": self._slots * self._block_bytes if self._slots < len(self._keys) else None,
+            "stored_bytes": stored * self._block_bytes,
+            "loaded_bytes": sum(counts.hit_blocks.values()) * self._block_bytes,
+            "evicted_blocks": evicted,
             "not_stored_blocks": counts.refused_blocks,
         }
-    ]
-    for stats in manager.tier_stats():
-        flow = flows[stats.name]
-        tiers.append(
-            {
-                "name": stats.name,
-                "capacity_bytes": stats.capacity_bytes or None,
-                "stored_bytes": stats.bytes_stored,
-                "loaded_bytes": stats.bytes_loaded,
-                "evicted_blocks": stats.removals.get(RemovalCause.EVICTED.value, 0),
-                "not_stored_blocks": flow.failed_stores + flow.dropped,
-            }
-        )
-    return _row(trace, case, settings, counts, tiers, seconds) | {"gate": asdict(manager.stats().gate)}
 
+    def _row(self, counts: ReplayCounts, tiers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+        case, settings = self._case, self._settings
+        hit_blocks, hit_tokens = sum(counts.hit_blocks.values()), sum(counts.hit_tokens.values())
+        for tier in tiers:
+            tier |= {"hit_blocks": counts.hit_blocks[tier["name"]], "hit_tokens": counts.hit_tokens[tier["name"]]}
+        return {
+            "bench": "replay",
+            "system": "+".join(["kvstore", *(tier["name"] for tier in tiers)]),
+            "trace": self._trace.name,
+            "dry": settings.dry,
+            "policy": case.policy,
+            "capacity_bytes": tiers[-1]["capacity_bytes"] if case.capacity_bytes is None else case.capacity_bytes,
+            "requests": counts.requests,
+            "block_bytes": self._block_bytes,
+            "blocks": counts.blocks,
+            "tokens": counts.tokens,
+            "hit_blocks": hit_blocks,
+            "hit_tokens": hit_tokens,
+            "hit_rate": hit_blocks / counts.blocks if counts.blocks else 0.0,
+            "hit_rate_tokens": hit_tokens / counts.tokens if counts.tokens else 0.0,
+            "prefill_s_saved": hit_tokens / settings.prefill_tokens_per_s,
+            "prefill_s": counts.tokens / settings.prefill_tokens_per_s,
+            "evicted_blocks": sum(tier["evicted_blocks"] for tier in tiers),
+            "tiers": tiers,
+            "tenants": {
+                name: {"blocks": blocks, "hit_blocks": counts.tenant_hits[name]}
+                for name, blocks in sorted(counts.tenant_blocks.items())
+            },
+            **_percentiles("wait_s", counts.waits_s),
+            **_percentiles("ttft_s", counts.ttfts_s),
+            "wrong_blocks": counts.wrong_blocks,
+            "verified": not settings.dry,
+            "seconds": seconds,
+        }
 
-def _row(
-    trace: Trace,
-    case: ReplayCase,
-    settings: ReplaySettings,
-    counts: ReplayCounts,
-    tiers: list[dict[str, Any]],
-    seconds: float,
-) -> dict[str, Any]:
-    block_bytes = settings.block_bytes(trace)
-    hit_blocks, hit_tokens = sum(counts.hit_blocks.values()), sum(counts.hit_tokens.values())
-    for tier in tiers:
-        tier |= {"hit_blocks": counts.hit_blocks[tier["name"]], "hit_tokens": counts.hit_tokens[tier["name"]]}
-    return {
-        "bench": "replay",
-        "system": "+".join(["kvstore", *(tier["name"] for tier in tiers)]),
-        "trace": trace.name,
-        "dry": settings.dry,
-        "policy": case.policy,
-        "capacity_bytes": tiers[-1]["capacity_bytes"] if case.capacity_bytes is None else case.capacity_bytes,
-        "requests": counts.requests,
-        "block_bytes": block_bytes,
-        "blocks": counts.blocks,
-        "tokens": counts.tokens,
-        "hit_blocks": hit_blocks,
-        "hit_tokens": hit_tokens,
-        "hit_rate": hit_blocks / counts.blocks if counts.blocks else 0.0,
-        "hit_rate_tokens": hit_tokens / counts.tokens if counts.tokens else 0.0,
-        "prefill_s_saved": hit_tokens / settings.prefill_tokens_per_s,
-        "prefill_s": counts.tokens / settings.prefill_tokens_per_s,
-        "evicted_blocks": sum(tier["evicted_blocks"] for tier in tiers),
-        "tiers": tiers,
-        "tenants": {
-            name: {"blocks": blocks, "hit_blocks": counts.tenant_hits[name]}
-            for name, blocks in sorted(counts.tenant_blocks.items())
-        },
-        **_percentiles("wait_s", counts.waits_s),
-        **_percentiles("ttft_s", counts.ttfts_s),
-        "wrong_blocks": counts.wrong_blocks,
-        "verified": not settings.dry,
-        "seconds": seconds,
-    }
+    def _primary_slots(self) -> int:
+        """Return the number of slots of the primary tier: as many as fit, and at most one per block."""
+        capacity_bytes = self._settings.cpu_bytes
+        if not self._settings.tiers and self._case.capacity_bytes is not None:
+            capacity_bytes = self._case.capacity_bytes
+        if capacity_bytes is None and not self._settings.dry:
+            raise ConfigError("Where bytes are real, CPU memory needs a size. Give --cpu, such as 4GiB, or --dry.")
+        if capacity_bytes is None:
+            return len(self._keys)
+        return min(len(self._keys), self._blocks_in(capacity_bytes, PRIMARY))
+
+    def _real_tiers(self) -> list[TierArgument]:
+        """Return the tiers; the case's parameters apply to the last one."""
+        case, arguments = self._case, list(self._settings.tiers)
+        if arguments:
+            last = arguments[-1]
+            if "eviction" in last.config.__struct_fields__:
+                last = last.with_options(eviction=case.policy)
+            elif case.policy != ReplayCase().policy:
+                raise ConfigError(
+                    f"A {last.backend} tier can't evict by {case.policy!r}: it has no policy to choose. Replay it dry, "
+                    "or without the tier."
+                )
+            arguments[-1] = last if case.capacity_bytes is None else last.with_options(capacity=case.capacity_bytes)
+        # open_tier would add the option "namespace" to the blocks' namespace, but their removal would not.
+        return [argument.with_options(namespace="") for argument in arguments]
+
+    def _dry_tiers(self, clock: Callable[[], float]) -> list[DryTier]:
+        """Make simulated tiers in place of the real ones; the case's parameters apply to the last one."""
+        settings, tiers = self._settings, list[DryTier]()
+        links: Sequence[Link | None] = settings.links or [None] * len(settings.tiers)
+        for number, (argument, link) in enumerate(zip(settings.tiers, links, strict=True), 1):
+            capacity = getattr(argument.config, "capacity", None)
+            policy = getattr(argument.config, "eviction", "lru")
+            if number == len(settings.tiers):
+                policy = self._case.policy
+                capacity = capacity if self._case.capacity_bytes is None else self._case.capacity_bytes
+            if isinstance(capacity, Capacity):
+                capacity = capacity.size_bytes
+                if capacity is None:
+                    raise ConfigError(
+                        f"The capacity of the {argument.name} tier is a share of a filesystem, and a dry replay has "
+                        "none. Give bytes."
+                    )
+            # None and 0: without a limit.
+            blocks = self._blocks_in(capacity, argument.name) if capacity else None
+            tiers.append(
+                DryTier(
+                    argument.name, block_bytes=self._block_bytes, capacity_blocks=blocks, policy=policy,
+                    tenants=settings.tenants, link=link, clock=clock,
+                )
+            )  # fmt: skip
+        return tiers
+
+    def _blocks_in(self, capacity_bytes: int, name: str) -> int:
+        if capacity_bytes < self._block_bytes:
+            raise ConfigError(
+                f"The capacity of {name} is {capacity_bytes} bytes, less than one block of {self._block_bytes}. Give "
+                "more, or fewer bytes per token."
+            )
+        return capacity_bytes // self._block_bytes
 
 
 def _percentiles(name: str, times_s: Sequence[float]) -> dict[str, float]:
@@ -275,128 +380,8 @@ def _percentiles(name: str, times_s: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _distinct(trace: Trace, settings: ReplaySettings) -> int:
-    """Return the number of distinct blocks: with this capacity nothing is evicted."""
-    if settings.tenants is None:
-        return trace.distinct_blocks
-    tags = Tags(settings.tenants)
-    return len({key for request in trace for key in block_keys(request, tags)})
-
-
-def check_case(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> None:
-    """Check whether a case can be replayed; opens nothing.
-
-    Raises:
-        ConfigError: Tiers, policies or sizes can't be used.
-    """
-    if case.policy != OPTIMUM:
-        make_policy(case.policy)
-    elif settings.tiers or not settings.dry:
-        raise ConfigError(f"The policy {OPTIMUM!r} is a calculation for CPU memory alone. Give --dry, and no --tier.")
-    elif settings.tenants is not None:
-        raise ConfigError(f"The policy {OPTIMUM!r} knows no tenants. Replay it without --tenants.")
-    block_bytes = settings.block_bytes(trace)
-    _slots(trace, case, settings, block_bytes)
-    if settings.dry:
-        _dry_tiers(case, settings, block_bytes, float)
-    else:
-        _arguments(case, settings)
-
-
-def auto_capacities(trace: Trace, settings: ReplaySettings) -> list[int]:
-    """Return capacities from a hundredth of the trace's blocks to all of them, which needs no eviction."""
-    needed, block_bytes = _distinct(trace, settings), settings.block_bytes(trace)
-    return sorted({max(1, round(needed * share)) * block_bytes for share in _AUTO_SHARES})
-
-
-@contextlib.contextmanager
-def _primary(trace: Trace, case: ReplayCase, settings: ReplaySettings, block_bytes: int) -> Iterator[PrimaryTier]:
-    """Make the primary tier; with ``dry`` its slots have one byte, because they are never written."""
-    slots = _slots(trace, case, settings, block_bytes)
-    policy = settings.cpu_policy if settings.tiers else case.policy
-    if settings.dry:
-        primary = PrimaryTier(memoryview(bytearray(slots)), 1, policy=policy)
-        yield primary
-        primary.close()
-        return
-    with Region.create(slots, block_bytes, name="kvstore-replay") as region:
-        primary = PrimaryTier(region.view(), region.slot_bytes, policy=policy)
-        yield primary
-        primary.close()
-
-
-def _slots(trace: Trace, case: ReplayCase, settings: ReplaySettings, block_bytes: int) -> int:
-    """Return the number of slots of the primary tier: as many as fit, and at most one per block."""
-    capacity_bytes = settings.cpu_bytes
-    if not settings.tiers and case.capacity_bytes is not None:
-        capacity_bytes = case.capacity_bytes
-    if capacity_bytes is None and not settings.dry:
-        raise ConfigError("Where bytes are real, CPU memory needs a size. Give --cpu, such as 4GiB, or --dry.")
-    if capacity_bytes is None:
-        return _distinct(trace, settings)
-    return min(_distinct(trace, settings), _blocks(capacity_bytes, block_bytes, PRIMARY))
-
-
-def _arguments(case: ReplayCase, settings: ReplaySettings) -> list[TierArgument]:
-    """Return the real tiers of a case."""
-    arguments = list(settings.tiers)
-    if arguments:
-        last = arguments[-1]
-        if "eviction" in last.config.__struct_fields__:
-            last = last.with_options(eviction=case.policy)
-        elif case.policy != ReplayCase().policy:
-            raise ConfigError(
-                f"A {last.backend} tier can't evict by {case.policy!r}: it has no policy to choose. Replay it dry, or "
-                "without the tier."
-            )
-        arguments[-1] = last if case.capacity_bytes is None else last.with_options(capacity=case.capacity_bytes)
-    return arguments
-
-
-def _dry_tiers(
-    case: ReplayCase, settings: ReplaySettings, block_bytes: int, clock: Callable[[], float]
-) -> list[DryTier]:
-    """Make the tiers of a dry replay; the case is about the last of them."""
-    last = len(settings.tiers) - 1
-    links: Sequence[Link | None] = settings.links or [None] * len(settings.tiers)
-    return [
-        _dry_tier(argument, block_bytes, case if index == last else None, settings, link, clock)
-        for index, (argument, link) in enumerate(zip(settings.tiers, links, strict=True))
-    ]
-
-
-@contextlib.contextmanager
-def _tiers(
-    trace: Trace, case: ReplayCase, settings: ReplaySettings, primary: PrimaryTier, block_bytes: int, pace: Pace
-) -> Iterator[Sequence[SecondaryTierManager]]:
-    """Make the tiers; real ones are emptied of this replay's blocks at the end."""
-    if settings.dry:
-        yield _dry_tiers(case, settings, block_bytes, pace.now_s)
-        return
-    # open_tier would add the option "namespace" to this namespace, but the removal of the blocks would not.
-    arguments = [argument.with_options(namespace="") for argument in _arguments(case, settings)]
-    namespace = Namespace({"kvstore": "replay", "run": secrets.token_hex(16), "block_bytes": block_bytes})
-    tags = None if settings.tenants is None else Tags(settings.tenants)
-    keys = sorted({key for request in trace for key in block_keys(request, tags)})
-    with contextlib.ExitStack() as stack:
-        tiers: list[SecondaryTierManager] = []
-        for argument in arguments:
-            stack.callback(_remove_blocks, argument, namespace, primary.slot_bytes, keys)
-            tier = open_tier(
-                argument.as_config(),
-                primary=primary.memory,
-                slot_bytes=primary.slot_bytes,
-                namespace=namespace,
-                events=False,
-                tenants=settings.tenants,
-            )
-            stack.callback(tier.close)
-            tiers.append(tier)
-        yield tiers
-
-
 def _remove_blocks(argument: TierArgument, namespace: Namespace, slot_bytes: int, keys: Sequence[BlockKey]) -> None:
-    """Remove the blocks of a replay from the medium of a tier that is closed."""
+    """Remove the blocks of a replay from the medium of a closed tier."""
     if argument.backend == "memory":
         return
 
@@ -413,43 +398,34 @@ def _remove_blocks(argument: TierArgument, namespace: Namespace, slot_bytes: int
         runner.run(remove())
 
 
-def _dry_tier(
-    argument: TierArgument,
-    block_bytes: int,
-    case: ReplayCase | None,
-    settings: ReplaySettings,
-    link: Link | None,
-    clock: Callable[[], float],
-) -> DryTier:
-    """Make a simulated tier in place of a real one, with the parameters of the case, if given."""
-    capacity = getattr(argument.config, "capacity", None)
-    if case is not None and case.capacity_bytes is not None:
-        capacity = case.capacity_bytes
-    if isinstance(capacity, Capacity):
-        capacity = capacity.size_bytes
-        if capacity is None:
-            raise ConfigError(
-                f"The capacity of the {argument.name} tier is a share of a filesystem, and a dry replay has none. "
-                "Give bytes."
-            )
-    policy = case.policy if case is not None else getattr(argument.config, "eviction", "lru")
-    # None and 0: without a limit.
-    blocks = None if not capacity else _blocks(capacity, block_bytes, argument.name)
-    return DryTier(
-        argument.name,
-        block_bytes=block_bytes,
-        capacity_blocks=blocks,
-        policy=policy,
-        tenants=settings.tenants,
-        link=link,
-        clock=clock,
-    )
+def _optimal_hits(trace: Trace, slots: int) -> list[int]:
+    """Return the hit blocks of each request in a cache that always drops the block with the latest next use.
 
+    A new block may be dropped immediately. Among blocks used next by the same request, the end of the prompt is dropped
+    first, because only an unbroken prefix counts as hits. Requests run one after the other.
 
-def _blocks(capacity_bytes: int, block_bytes: int, name: str) -> int:
-    if capacity_bytes < block_bytes:
-        raise ConfigError(
-            f"The capacity of {name} is {capacity_bytes} bytes, less than one block of {block_bytes}. Give more, or "
-            "fewer bytes per token."
-        )
-    return capacity_bytes // block_bytes
+    Source: Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal, 1966.
+    """
+    uses: defaultdict[int, deque[int]] = defaultdict(deque)
+    for number, request in enumerate(trace):
+        for block in request.hash_ids:
+            uses[block].append(number)
+    cached: dict[int, float] = {}
+    """Number of the next request that uses each cached block."""
+    line: list[tuple[float, int, int]] = []
+    """Heap of the cached blocks, the latest next use first. Entries that differ from ``cached`` are outdated."""
+    hits: list[int] = []
+    for request in trace:
+        found = 0
+        while found < len(request.hash_ids) and request.hash_ids[found] in cached:
+            found += 1
+        hits.append(found)
+        for place, block in enumerate(request.hash_ids):
+            uses[block].popleft()
+            after = cached[block] = uses[block][0] if uses[block] else math.inf
+            heapq.heappush(line, (-after, -place, block))
+        while len(cached) > slots:
+            after, _, block = heapq.heappop(line)
+            if cached.get(block) == -after:
+                del cached[block]
+    return hits

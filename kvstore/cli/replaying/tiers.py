@@ -30,7 +30,7 @@ __all__ = ["DryTier", "Link", "WatchedTier"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How fast a simulated tier delivers blocks: one load after the other, each some latency after its last byte."""
+    """Bandwidth and latency of a simulated tier. Loads run one at a time; each ends one latency after its last byte."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -39,16 +39,17 @@ class Link:
 class DryTier(SecondaryTierManager):
     """A tier without a medium: it keeps keys and sizes, and uses the real eviction policies.
 
-    Its stores end when they are handed over, and so do its loads unless it has a link. So a replay is reproducible.
+    Stores finish immediately, and so do loads without a link. With a link, loads take simulated time. A replay is
+    therefore reproducible.
 
     Args:
         name: Its name.
         block_bytes: Length of a block.
         capacity_blocks: Capacity; None for no limit.
         policy: Eviction policy.
-        tenants: Who shares the tier.
-        link: How fast it delivers; None: at once.
-        clock: Simulated seconds.
+        tenants: Tenants that share the tier.
+        link: Bandwidth and latency of loads; None: loads finish immediately.
+        clock: Simulated time in seconds.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class DryTier(SecondaryTierManager):
         self._clock = clock
         self._free_at_s = 0.0
         self._under_way: deque[tuple[float, JobResult]] = deque()
-        """Loads with the times when they end, in this order."""
+        """End times and results of loads, in order of their ends."""
         self.medium = Medium.STORAGE
         self.locality = Locality.LOCAL
         self._block_bytes = block_bytes
@@ -193,7 +194,7 @@ class DryTier(SecondaryTierManager):
 
 
 class WatchedTier:
-    """A tier that notes the blocks that each request loads from it; everything else is the wrapped tier's.
+    """Wraps a tier and records the blocks that each request loads from it.
 
     Attributes:
         loads: Blocks of submitted loads, by request.
@@ -207,7 +208,7 @@ class WatchedTier:
         return getattr(self._tier, name)
 
     def submit_load(self, job: TransferJob) -> None:
-        """See :meth:`SecondaryTierManager.submit_load`; noted for the job's request."""
+        """See :meth:`SecondaryTierManager.submit_load`; records the keys for the job's request."""
         if job.ctx is not None:
             self.loads.setdefault(job.ctx.request_id, set()).update(job.keys)
         self._tier.submit_load(job)

@@ -1,11 +1,10 @@
 """Traces: recorded requests, in the format of Mooncake's public traces.
 
 One JSON object per line: ``timestamp`` (milliseconds since the start), ``input_length`` and ``output_length`` (tokens),
-and ``hash_ids``, one number per block of the prompt in prefix order: two requests whose prompts are equal up to the end
-of a block have the same number there. ``kvstore``, an addition, has the request's offload policy; other keys are
-ignored.
+and ``hash_ids``, one number per block of the prompt in prefix order. Prompts that are equal up to the end of a block
+have the same number for it. ``kvstore``, an extension, holds the request's offload policy; other keys are ignored.
 
-Source: Qin et al., "Mooncake: trading more storage for less computation", FAST 2025, and the traces beside it.
+Source: Qin et al., "Mooncake: trading more storage for less computation", FAST 2025, and its published traces.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ _BlockId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class TraceError(ConfigError):
-    """A file is no trace, can't be written, or does not fit how it is to be replayed."""
+    """A file is not a trace or can't be written, or a trace does not fit its parameters."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request; the names are those of the format.
 
     Attributes:
-        timestamp: When it arrived, milliseconds since the trace began.
+        timestamp: Time of arrival, in milliseconds since the start of the trace.
         input_length: Tokens of its prompt.
-        hash_ids: Its blocks in prefix order, the last one perhaps not full.
+        hash_ids: Its blocks in prefix order; the last one may be partial.
         output_length: Tokens that were generated.
         kvstore: Its offload policy, as in ``kv_transfer_params["kvstore"]``.
     """
@@ -83,7 +82,7 @@ class Trace:
 
     @property
     def distinct_blocks(self) -> int:
-        """Number of distinct blocks: with this capacity nothing is evicted."""
+        """Number of distinct blocks; a cache of this capacity evicts nothing."""
         return len({block for request in self.requests for block in request.hash_ids})
 
     @property
@@ -92,7 +91,7 @@ class Trace:
         return sum(request.input_length for request in self.requests)
 
     def tokens_of(self, request: TraceRequest, blocks: int) -> int:
-        """Return the tokens that the first blocks of a request's prompt hold."""
+        """Return the number of tokens in the first ``blocks`` blocks of a request's prompt."""
         return min(blocks * self.block_tokens, request.input_length)
 
 

@@ -1,4 +1,4 @@
-"""The one door to matplotlib: the pictures of a report, as PNG or SVG."""
+"""The pictures of a report, as PNG or SVG; the only module that uses matplotlib."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ Rows = Sequence[Mapping[str, Any]]
 Format = Literal["png", "svg"]
 
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F3C8D", "#4D4D4D")
-"""The palette of Okabe and Ito, distinguishable with any kind of colour vision, without its pale colours."""
+"""The palette of Okabe and Ito, which suits any kind of colour vision, without its pale colours."""
 
 _FIXED: Final = {"kvstore-file": _COLOURS[0], "vllm-fs": _COLOURS[1]}
-"""Systems that most reports have keep their colour from picture to picture."""
+"""Colours of common systems, the same in all pictures."""
 
 _CEILINGS: Final = {"fio": "#9A9A9A", "raw": "#C4C4C4"}
-"""The drive itself is grey ..."""
-
 _WITHOUT: Final = {"none": "#9A9A9A", "none-again": "#C4C4C4"}
-"""... and so are engines without offloading."""
+"""Grey for the bare drive and for engines without offloading."""
 
 _PERCENTILES: Final = {
     "latency_s_p50": 0.5,
@@ -95,7 +93,7 @@ class Picture:
             figure.suptitle(self.title, x=0.01, ha="left", weight="bold")
             self.draw(figure)
             out = io.BytesIO()
-            # A date would make each rendering another file.
+            # A date would make renderings of the same report differ.
             metadata = {"Date": None} if kind == "svg" else {"Software": None}
             figure.savefig(out, format=kind, dpi=150, metadata=metadata)
         return out.getvalue()
@@ -114,7 +112,7 @@ def check_pictures() -> None:
 
 
 def pictures_of(rows: Rows) -> list[Picture]:
-    """Return the pictures that the rows of a report, or of several, have the numbers for."""
+    """Return all pictures that can be drawn from the rows of one or more reports."""
     found = []
     moved = [row for row in rows if row.get("op") in _OPS and row.get("gb_per_s") is not None]
     if moved:
@@ -156,7 +154,7 @@ def pictures_of(rows: Rows) -> list[Picture]:
 
 
 def _throughput(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
-    """Draw a panel for stores and one for loads: groups of bars, a group for each block size."""
+    """Draw a panel for stores and one for loads, each with a group of bars for each block size."""
     ops = [op for op in _OPS if any(row["op"] == op for row in rows)]
     panels = figure.subplots(1, len(ops), sharey=False, squeeze=False)[0]
     names = _series(rows)
@@ -175,11 +173,15 @@ def _throughput(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
         panel.set_ylabel("GB/s")
         panel.tick_params(axis="x", length=0)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
+    _legend(figure, dict(zip(labels, handles, strict=True)))
+
+
+def _legend(figure: Any, handles: Mapping[str, Any]) -> None:
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(4, len(handles)))
 
 
 def _engines(rows: Rows, field: str, unit: str) -> Callable[[Any], None]:
-    """Return a function that draws a value of engines: a panel for each workload, a bar for each system."""
+    """Return a function that draws a value of engines, with a panel per workload and a bar per system."""
     ops = list(dict.fromkeys(row["op"] for row in rows))
     systems = list(dict.fromkeys(row["system"] for row in rows))
     systems.sort(key=lambda system: system not in _WITHOUT)
@@ -196,13 +198,13 @@ def _engines(rows: Rows, field: str, unit: str) -> Callable[[Any], None]:
             panel.set_title(op, loc="left")
             panel.set_xticks([])
         panels[0].set_ylabel(unit)
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(4, len(handles)))
+        _legend(figure, handles)
 
     return draw
 
 
 def _latency(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
-    """Draw a panel for each block size: curves over percentiles, loads whole, stores dashed."""
+    """Draw a panel for each block size: curves over percentiles, solid for loads, dashed for stores."""
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     most = max((row["jobs"] for row in rows if row["system"] not in _CEILINGS), default=1)
     shown = [row for row in rows if row["jobs"] == most or row["system"] in _CEILINGS]
@@ -233,7 +235,7 @@ def _latency(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
     for panel in panels:
         handles, labels = panel.get_legend_handles_labels()
         found |= dict(zip(labels, handles, strict=True))
-    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=min(4, len(found)))
+    _legend(figure, found)
 
 
 def _hit_rate(figure: Any, rows: Rows) -> None:
@@ -244,7 +246,7 @@ def _hit_rate(figure: Any, rows: Rows) -> None:
         points = sorted((row["capacity_bytes"], row["hit_rate"]) for row in rows if _policy(row, rows) == name)
         panel.plot(
             [size for size, _ in points], [100 * rate for _, rate in points], marker="o", markersize=5, linewidth=1.8,
-            # Lines on top of each other stay visible.
+            # Different line styles keep overlapping lines visible.
             linestyle=("-", "--", ":", "-.")[i % 4], color=_COLOURS[i % len(_COLOURS)], label=name,
         )  # fmt: skip
     panel.set_xscale("log", base=2)
@@ -295,18 +297,13 @@ def _name(row: Mapping[str, Any], rows: Rows) -> str:
     others = [other for other in rows if other["system"] == row["system"]]
     for key, text in (("host", "{} I/O"), ("jobs", "{} at once"), ("mix", "{}"), ("spin", "spin {}"), ("report", "{}")):
         values = {other.get(key) for other in others}
-        # Stores and loads of a sweep have different mixes, and different panels.
+        # Stores and loads of a sweep have different mixes, but are in different panels.
         if len(values) > 1 and not (key == "mix" and values <= {"store", "load"}):
             parts.append(text.format(row.get(key)))
     return ", ".join(parts)
 
 
 def _policy(row: Mapping[str, Any], rows: Rows) -> str:
-    systems = {other.get("system") for other in rows}
-    traces = {other.get("trace") for other in rows}
-    parts = [str(row.get("policy"))]
-    if len(systems) > 1:
-        parts.append(str(row.get("system")))
-    if len(traces) > 1:
-        parts.append(str(row.get("trace")))
-    return ", ".join(parts)
+    """Return the label of a line of hit rates: the policy, with system and trace where they differ."""
+    differing = [name for name in ("system", "trace") if len({other.get(name) for other in rows}) > 1]
+    return ", ".join(str(row.get(name)) for name in ("policy", *differing))

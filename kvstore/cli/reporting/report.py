@@ -1,7 +1,6 @@
-"""The JSON that all measurements are reported in: schema, environment, rows.
+"""The JSON format of all reports: schema, environment, rows.
 
-This is the one form of a report in the project: the programs in ``bench/`` write it, too. It needs nothing beyond the
-standard library.
+The programs in ``bench/`` also use it. It needs only the standard library.
 """
 
 from __future__ import annotations
@@ -26,24 +25,10 @@ from kvstore.errors import ConfigError
 __all__ = ["SCHEMA", "Report", "Row", "device_of", "environment", "median_row", "read_report"]
 
 Row = dict[str, Any]
-"""One line of a table; keys as docs/kvstore-bench.md lists them, units last."""
+"""One line of a table; docs/kvstore-bench.md lists the keys, which end with their units."""
 
 SCHEMA: Final = 1
 
-_NUMBERS: Final = (
-    "gb_per_s",
-    "ops_per_s",
-    "cpu_s_per_gb",
-    "latency_s_p50",
-    "latency_s_p90",
-    "latency_s_p99",
-    "latency_s_p99_9",
-    "latency_s_max",
-    "spin_rate",
-    "gil_free",
-    "of_device",
-    "hit_rate",
-)
 _PACKAGES: Final = (
     "numpy",
     "msgspec",
@@ -93,7 +78,7 @@ class Report:
         }
 
     def as_csv(self) -> str:
-        """Return the rows as CSV with a head, for spreadsheets; histograms are left out, counts are JSON."""
+        """Return the rows as CSV with a header line, without histograms; lists and objects are JSON."""
         names = [name for name in dict.fromkeys(name for row in self.rows for name in row) if name != "latency_hdr"]
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
@@ -112,7 +97,7 @@ def read_report(path: Path) -> dict[str, Any]:
     """Read a report back.
 
     Raises:
-        ConfigError: The file can't be read, or is no report of this schema.
+        ConfigError: The file can't be read, or is not a report of this schema.
     """
     try:
         value: Any = json.loads(path.read_text())
@@ -135,7 +120,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def environment(**more: object) -> dict[str, Any]:
-    """Return the facts about the machine that a reader needs, and the given ones."""
+    """Return the facts about the machine that matter for a measurement, and the given ones."""
     return {
         "kvstore": kvstore.__version__,
         "git": _git_commit(),
@@ -172,10 +157,10 @@ def device_of(path: Path) -> dict[str, Any]:
 
 
 def median_row(rows: Sequence[Mapping[str, Any]]) -> Row:
-    """Return one row for several runs of the same thing: the median of each number, and how many runs there were."""
+    """Merge the rows of several equal runs: the median of each measured number, and the number of runs."""
     merged = dict(rows[0])
-    for name in _NUMBERS:
-        values = [row[name] for row in rows if row.get(name) is not None]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in rows if isinstance(row.get(name), float)]
         if values:
             merged[name] = statistics.median(values)
     return {**merged, "runs": len(rows)}
@@ -200,7 +185,7 @@ def _versions() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of the checkout that kvstore is run from, "-dirty" if it was changed; None if it is none."""
+    """Return the commit of kvstore's checkout, with "-dirty" if it has changes; None outside a checkout."""
     root = Path(kvstore.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

@@ -54,7 +54,7 @@ def print_measurement(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def keep_telling(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> list[Column]:
-    """Return columns such that those that distinguish rows stay in a narrow terminal.
+    """Return the columns, with rank 0 for those that distinguish rows, so that a narrow terminal keeps them.
 
     ``host``, ``mix`` and ``jobs`` are removed from the rows if they are equal in all of them.
     """
@@ -82,9 +82,9 @@ def environment_line(environment: Mapping[str, Any], target: Mapping[str, Any]) 
 
 
 def cost_rows(system: str, block_bytes: int, stats: TierStats) -> list[Row]:
-    """Return one row per kind of request, and the total; none for a tier without costs per request.
+    """Return one row per kind of request, and the total; empty for a tier without costs per request.
 
-    Gauges ``cost_usd_<kind>`` of the tier are the costs since it was opened.
+    The tier's gauges ``cost_usd_<kind>`` are the costs since it was opened.
     """
     counters = stats.backend_counters
     costs = {name[len(_COST) :]: value for name, value in stats.backend_gauges.items() if name.startswith(_COST)}
@@ -107,7 +107,7 @@ def cost_rows(system: str, block_bytes: int, stats: TierStats) -> list[Row]:
 
 
 def print_costs(rows: Sequence[Row]) -> None:
-    """Print the table, if there is anything to pay."""
+    """Print the table of costs, if there are any."""
     if rows:
         print_line("Costs, of filling and clearing as well:")
         print_table([{**row, "dollars": f"{row['dollars']:.6f}"} for row in rows], _COST_COLUMNS)

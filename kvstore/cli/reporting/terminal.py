@@ -1,6 +1,6 @@
-"""All output, and the only use of rich: tables on stdout, progress on stderr where that is a terminal.
+"""All output, and the only use of rich: tables on stdout, progress on stderr if that is a terminal.
 
-Sizes, latencies and ages become texts of a few digits and a unit; :mod:`kvstore.quantity` is exact.
+Sizes, latencies and ages are rounded to a few digits and a unit; :mod:`kvstore.quantity` is exact.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 Frame = Table | Text
-"""A part of what :class:`Screen` shows."""
+"""A part of the contents of a :class:`Screen`."""
 
 _WIDTH_UNKNOWN = 80
 """Width of a terminal that does not report one."""
@@ -73,7 +73,7 @@ class Column:
         rank: Columns with the highest rank are dropped first if there is not enough room; 0 always stays.
         left: Whether it is aligned left (text), not right (numbers).
         style: Colour, on a terminal with colours.
-        folds: Whether its cells wrap if there is not enough room; other columns do not wrap then.
+        folds: Whether its cells wrap if there is not enough room; the other columns then do not wrap.
         healthy: Its values in normal operation; others are red on a terminal with colours. Empty if all are.
     """
 
@@ -87,7 +87,7 @@ class Column:
 
 
 def stdout_width() -> int:
-    """Return the columns that stdout has: those of the terminal or ``COLUMNS``; no end of them in a pipe."""
+    """Return the width of stdout: ``COLUMNS``, or that of the terminal, or 10 000 for a pipe or file."""
     given = os.environ.get("COLUMNS", "")
     if given.isdigit() and int(given) > 0:
         return int(given)
@@ -97,7 +97,7 @@ def stdout_width() -> int:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *, title: str = "") -> None:
-    """Print rows, without columns that no row has and, in narrow terminals, without those of the highest rank.
+    """Print rows, without empty columns and, in narrow terminals, without those of the highest rank.
 
     Before a column is dropped, wrapping columns become narrower. A missing value is an empty cell; :func:`cell` formats
     the others.
@@ -108,7 +108,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *,
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], width: int) -> Table:
-    """Return rows as a table that is as wide as this at most; see :func:`print_table`."""
+    """Return rows as a table, at most ``width`` wide if possible; see :func:`print_table`."""
     shown = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
     while len(shown) > 1 and _width(rows, shown) > width and (most := max(column.rank for column in shown)):
         last = [column for column in shown if column.rank == most][-1]
@@ -124,15 +124,15 @@ def table_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], width
 
 
 def line_of(text: str, style: str = "") -> Text:
-    """Return one line of a frame; its end is cut off where it does not fit."""
+    """Return one line of a frame, truncated if it does not fit."""
     return Text(printable(text).replace("\n", "\\n"), style=style, overflow="ellipsis", no_wrap=True)
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes in place of characters that a terminal executes instead of showing them.
+    """Replace unprintable characters, which a terminal would interpret, by escapes.
 
-    Names on a medium and texts of servers are untrusted: control characters could overwrite earlier output, and marks
-    of writing direction could disguise text. The escapes are those of JSON, so JSON keeps its meaning.
+    Names on a medium and messages of servers are untrusted: control characters could overwrite earlier output, and
+    marks of writing direction could disguise text. The escapes are those of JSON, so JSON keeps its meaning.
     """
     if text.isprintable():
         return text
@@ -145,19 +145,19 @@ def print_line(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Write a line to stderr, for the user and not for programs."""
+    """Write a line for the user to stderr."""
     sys.stderr.write(printable(text) + "\n")
     sys.stderr.flush()
 
 
 def print_json_text(text: str) -> None:
-    """Write a JSON text to stdout; only characters that a terminal does not show are escaped."""
+    """Write a JSON text to stdout, with escapes only for unprintable characters."""
     sys.stdout.write(printable(text.rstrip("\n")) + "\n")
     sys.stdout.flush()
 
 
 def cell(value: object) -> str:
-    """Return how a table shows a value: three digits of a float, yes and no, nothing for None."""
+    """Format a value for a table: three digits of a float below 100, yes and no, nothing for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -168,7 +168,7 @@ def cell(value: object) -> str:
 
 
 class Bar:
-    """Progress of a long command, on stderr if that is a terminal: amount, rate, and the time left.
+    """Progress of a long command, on stderr if that is a terminal: amount, rate and remaining time.
 
     The verb is the activity (``"scrubbed"``), the unit ``"B"`` for bytes, otherwise a noun.
     """
@@ -181,7 +181,7 @@ class Bar:
 
     @property
     def shown(self) -> bool:
-        """Whether it is visible; otherwise the total need not be counted."""
+        """Whether the bar is visible; otherwise it needs no total."""
         return sys.stderr.isatty()
 
     def expect(self, total: int) -> None:
@@ -200,7 +200,7 @@ class Bar:
         self._bar.stop()
 
     def pause(self) -> None:
-        """Make room for a question."""
+        """Hide the bar before a prompt."""
         self._bar.stop()
 
 
@@ -213,7 +213,7 @@ class Progress:
 
     @property
     def shown(self) -> bool:
-        """Whether it is visible."""
+        """Whether the line is visible."""
         return self._live is not None
 
     def __enter__(self) -> Progress:
@@ -232,7 +232,7 @@ class Progress:
 
 
 class Screen:
-    """A terminal's whole screen, drawn anew for each frame; what was there before comes back at the end."""
+    """The whole screen of a terminal, redrawn for each frame; its earlier contents are restored at the end."""
 
     def __init__(self) -> None:
         self._live = Live(console=Console(highlight=False), screen=True, auto_refresh=False)
@@ -245,7 +245,7 @@ class Screen:
         self._live.stop()
 
     def show(self, frame: Sequence[Frame]) -> None:
-        """Replace what is shown; what does not fit is cut off."""
+        """Replace the contents; lines that do not fit are cut off."""
         self._live.update(Group(*frame), refresh=True)
 
 
@@ -254,7 +254,7 @@ def print_frame(frame: Sequence[Frame], width: int) -> None:
     console = Console(width=width, highlight=False)
     with console.capture() as capture:
         console.print(Group(*frame))
-    # Cells are padded to the width of their column, also the last one.
+    # Strip the padding of the last column.
     sys.stdout.write("\n".join(line.rstrip() for line in capture.get().split("\n")))
     sys.stdout.flush()
 
@@ -271,7 +271,7 @@ def rounded_size(size_bytes: int) -> str:
 
 
 def latency_text(seconds: float | None) -> str | None:
-    """Return a latency with the unit that suits it: ``"85 us"``, ``"1.24 ms"``, ``"2.1 s"``."""
+    """Return a latency in us, ms or s: ``"85 us"``, ``"1.24 ms"``, ``"2.1 s"``."""
     if seconds is None:
         return None
     for unit, scale in (("us", 1e6), ("ms", 1e3), ("s", 1.0)):

@@ -1,4 +1,4 @@
-"""Tests of the GPU are collected only where there is one: a run without a GPU neither runs nor skips them."""
+"""GPU tests are collected only if there is a GPU: a run without one neither runs nor skips them."""
 
 from __future__ import annotations
 

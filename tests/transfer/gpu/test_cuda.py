@@ -62,7 +62,7 @@ def test_bytes_are_those_of_copying_one_by_one(
 @pytest.mark.parametrize("order", ["nhd", "hnd"])
 @pytest.mark.parametrize("tp_size", [2, 8])
 def test_a_ranks_share_of_large_slots(tp_size: int, order: str) -> None:
-    """Strided copies both ways, by the CUDA runtime that torch has loaded: right bytes, and no others touched."""
+    """Strided copies both ways, by torch's loaded CUDA runtime: right bytes, and no others touched."""
     rng = np.random.default_rng(tp_size)
     layers = tuple(attention_layer(f"l{i}", kv_heads=8, key_bytes=256, block_tokens=16, order=order) for i in range(32))
     plan = KVLayout((GroupLayout(layers, 16),)).plan(tp_size, 1)
@@ -87,7 +87,7 @@ def test_a_ranks_share_of_large_slots(tp_size: int, order: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_pinning_leaves_other_gpus_alone() -> None:
-    """A transfer of the second GPU makes no context on the first, which is the current one."""
+    """A transfer on the second GPU creates no context on the first, which is the current one."""
     layer = attention_layer("l", kv_heads=8, key_bytes=256, block_tokens=16)
     plan = KVLayout((GroupLayout((layer,), 16),)).plan(1, 0)
     cache = torch.zeros(4, plan.groups[0][0].local_bytes, dtype=torch.uint8, device="cuda:1")
@@ -100,7 +100,7 @@ def test_pinning_leaves_other_gpus_alone() -> None:
 
 
 def test_a_store_sees_what_the_engine_computed_before_it() -> None:
-    """Work launched on the current stream before submit is in the slot, though nobody waited for it."""
+    """Work launched on the current stream before submit is in the slot, without an explicit wait."""
     layer = attention_layer("l", kv_heads=8, key_bytes=256, block_tokens=16)
     plan = KVLayout((GroupLayout((layer,), 16),)).plan(1, 0)
     cache = torch.zeros(16, plan.groups[0][0].local_bytes, dtype=torch.uint8, device="cuda")
@@ -120,7 +120,7 @@ def test_a_store_sees_what_the_engine_computed_before_it() -> None:
 
 
 def test_a_failed_registration_leaves_no_error_behind() -> None:
-    """Pinning the same region twice is refused by CUDA; the next kernel runs as if nothing had been."""
+    """CUDA refuses to pin the same region twice; the next kernel runs without an error."""
     layer = attention_layer("l", kv_heads=8, key_bytes=256, block_tokens=16)
     plan = KVLayout((GroupLayout((layer,), 16),)).plan(1, 0)
     cache = torch.zeros(4, plan.groups[0][0].local_bytes, dtype=torch.uint8, device="cuda")

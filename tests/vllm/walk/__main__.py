@@ -1,9 +1,9 @@
-"""Walk: random requests to real engines with tiers that are slow and fail, every answer compared.
+"""Walk: random requests to real engines with slow and failing tiers, every answer compared.
 
     python -m tests.vllm.walk --seed 7 --requests 2000 --directory /tmp/walk
 
-Prints one JSON object a leg, and a last one with ``"done": true``. The exit status is 0 only if every answer was
-right, every engine lived, and none left anything behind. One seed is one plan; when copies end is no part of it.
+Prints one JSON object per leg, and a last one with ``"done": true``. The exit status is 0 only if every answer was
+right, every engine survived, and none left state behind. A seed determines the plan, but not the end times of copies.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.vllm.environment import ENGINE_IN_THIS_PROCESS
 
 os.environ |= ENGINE_IN_THIS_PROCESS
 os.environ |= {
-    # Two walks share two cores. Numba, which looks for n-grams, gives all of OpenMP as many threads as there are cores,
-    # and a step of a tiny model is then spent waiting for them; compiling takes longer than what is compiled.
+    # Two walks share two cores. Numba, used for n-grams, sets the number of OpenMP threads to the number of cores, and
+    # a step of a tiny model would mostly wait for them; compiling takes longer than running the compiled code.
     "OMP_NUM_THREADS": "1",
     "NUMBA_NUM_THREADS": "1",
     "NUMBA_DISABLE_JIT": "1",
@@ -60,7 +60,7 @@ def main() -> int:
         legs = [leg for leg in legs if args.only in f"{leg.model}-{leg.manager}"]
     mend_vllm(speculates=True)
     register_models()
-    gc.freeze()  # Each engine collects garbage several times, and what is imported is none.
+    gc.freeze()  # Each engine collects garbage several times, and the imports contain none.
     bad = 0
     for report in walk(legs, plan_prompts(args.seed), args.directory):
         bad += bool(report["wrong"] or report["error"] or report["left"])
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def walk(legs: list[Leg], prompts: list[list[int]], directory: Path) -> Iterator[dict[str, Any]]:
-    """Go all legs; yield a report of each."""
+    """Run all legs; yield a report of each."""
     for name, group in groupby(legs, key=lambda leg: leg.model):
         model = MAKERS[name](directory / name) if not (directory / name).exists() else directory / name
         before = _cpu_s()
@@ -105,7 +105,7 @@ def _leg(leg: Leg, model: str, prompts: list[list[int]], answers: Any, directory
                 report["left"] = leftovers(llm)
             finally:
                 del llm
-    # Whatever it is, it killed the engine, and the other legs are gone all the same.
+    # The error ended the engine, but the other legs still run.
     except Exception:
         report["error"] = traceback.format_exc()
     if walker is not None:

@@ -1,4 +1,4 @@
-"""The right answers: those of an engine without offloading and without a prefix cache, as far as they are certain."""
+"""The expected answers: those of an engine without offloading and prefix cache, as far as they are certain."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from tests.vllm.walk.engine import Weights, started
 from tests.vllm.walk.plan import TOKENS_MAX
 
 NEAR = 1e-3
-"""Logarithms of probabilities that lie no further apart are a tie, which the order of a sum may decide."""
+"""Log probabilities this close are a tie, which the order of a sum may decide."""
 
 Answers = list[list[list[int]]]
 """By version of the weights, and prompt."""
 
 
 def right_answers(model: str, prompts: list[list[int]], versions: int) -> Answers:
-    """Return the tokens that each prompt gives under each version of the weights, up to the first near tie."""
+    """Return the tokens of each prompt under each version of the weights, up to the first near tie."""
     answers = []
-    # Other batches than those of the walk, and larger ones: a step of few tokens costs as much as one of many.
+    # The batches differ from those of the walk and are larger, because a step of few tokens costs as much as one of
+    # many.
     with started(model, None, enable_prefix_caching=False, max_num_seqs=len(prompts)) as llm:
         weights = Weights(llm)
         for version in range(versions):
             weights.change(version)
             answers.append(certain_answers(llm, prompts, TOKENS_MAX))
-        # The comparison is worth something only if answers don't depend on what else is computed beside them.
+        # The comparison is meaningful only if answers don't depend on the other prompts of the batch.
         again = certain_answers(llm, prompts[::-3], TOKENS_MAX)[::-1]
     for first, second in zip(answers[-1][(len(prompts) - 1) % 3 :: 3], again, strict=True):
         certain = min(len(first), len(second))
@@ -38,7 +39,7 @@ def right_answers(model: str, prompts: list[list[int]], versions: int) -> Answer
 
 
 def certain_answers(llm: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """Return the tokens that an engine gives to each prompt, up to the first near tie."""
+    """Return an engine's tokens for each prompt, up to the first near tie."""
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=2)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [_certain(output.outputs[0]) for output in outputs]

@@ -1,4 +1,4 @@
-"""The engine of a walk, in the process of the walk: made, told to change its weights, put to sleep, taken down."""
+"""The engine of a walk, in the process of the walk: start, weight changes, sleep, shutdown."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ COMMON: dict[str, Any] = {
 
 
 def engine_ids() -> str:
-    """Return what the ids of this process's engines begin with, and so the names of what they have in /dev/shm."""
+    """Return the common prefix of the ids of this process's engines, and so of their files in /dev/shm."""
     return f"kvstore-walk-{os.getpid()}-"
 
 
 @contextmanager
 def started(model: str, offloading: dict[str, Any] | None, **llm: Any) -> Iterator[Any]:
-    """Start an engine; at the end it is taken down so far that another one can be started in this process."""
+    """Start an engine; at the end shut it down so that this process can start another one."""
     extra: dict[str, Any] = {}
     if offloading is not None:
         extra["kv_transfer_config"] = KVTransferConfig(
@@ -58,7 +58,7 @@ def core_of(llm: Any) -> Any:
 
 
 class Weights:
-    """The versions of a model's weights: 0 is that of its files, and any other a change of that, the same each time.
+    """The versions of a model's weights: 0 is that of its files, and each other one a fixed change of it.
 
     Args:
         llm: The engine.
@@ -76,7 +76,7 @@ class Weights:
         generator = torch.Generator().manual_seed(version)
         with torch.no_grad():
             for name, parameter in sorted(model.named_parameters()):
-                # Matrices may lie packed elsewhere (oneDNN), so that it is the vectors whose change takes effect.
+                # Matrices may be packed elsewhere (oneDNN), so only changes of vectors take effect.
                 if "layers" in name:
                     original = self._original.setdefault(name, parameter.detach().clone())
                     noise = torch.rand(original.shape, generator=generator) * bool(version)
@@ -84,7 +84,7 @@ class Weights:
 
 
 def scribble(llm: Any, rng: random.Random) -> None:
-    """Put other values into the whole KV cache: it is what sleep does on a GPU, whose memory is given back."""
+    """Overwrite the whole KV cache, as sleep does on a GPU, where the memory is freed."""
     runner = core_of(llm).model_executor.driver_worker.worker.model_runner
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     seen = set()
@@ -96,7 +96,7 @@ def scribble(llm: Any, rng: random.Random) -> None:
 
 
 def register_models() -> None:
-    """Name the classes of the models, which vLLM else imports in another process each, to ask them for their nature."""
+    """Register the models' classes, which vLLM otherwise imports in a separate process each to inspect them."""
     for name, path in (("LlamaForCausalLM", "llama"), ("GraniteMoeHybridForCausalLM", "granitemoehybrid")):
         module = importlib.import_module(f"vllm.model_executor.models.{path}")
         ModelRegistry.register_model(name, getattr(module, name))
@@ -108,14 +108,14 @@ def mend_vllm(speculates: bool) -> None:
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-    # From 0.31, Mamba 2 exports states out of the middle of a prefill, and its CPU kernel does not return them.
+    # From 0.31, Mamba 2 exports states from the middle of a prefill, and its CPU kernel does not return them.
     mamba_mixer2.MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
-    # 0.29 to 0.31 pack convolution weights on every CPU with AVX-512 BF16, and the kernel for that has no float32.
-    # Later versions pack only bfloat16, which no model of a walk has.
+    # 0.29 to 0.31 pack convolution weights on every CPU with AVX-512 BF16, and the kernel for them has no float32.
+    # Later versions pack only bfloat16, which no model of a walk uses.
     if hasattr(_custom_ops, "causal_conv1d_weight_pack"):
         del _custom_ops.causal_conv1d_weight_pack
     if speculates:
-        # 0.32 looks into the __dict__ of every object of every module, and llvmlite answers to any name.
+        # 0.32 inspects the __dict__ of every object of every module, and llvmlite returns a value for any name.
         from llvmlite.binding import ffi
 
         library = type(ffi.lib)

@@ -1,4 +1,4 @@
-"""What must not be left at the end of a leg: anything that is still held for a request or a job that has ended."""
+"""State that must not be left at the end of a leg: anything held for an ended request or job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OF_CONNECTOR = ("_jobs", "_req_status", "_block_id_to_pending_jobs", "_reset_fe
 
 
 def leftovers(llm: Any) -> dict[str, Any]:
-    """Return what is still held by an idle engine, by name; empty if all is well."""
+    """Return the state that an idle engine still holds, by name; empty if correct."""
     scheduler = core_of(llm).scheduler
     connector = scheduler.connector.connector_scheduler
     found = {f"connector.{name}": len(getattr(connector, name, ())) for name in _OF_CONNECTOR}
@@ -46,7 +46,7 @@ def _of_vllms(manager: Any) -> dict[str, Any]:
 
 
 def _blocks_of(policy: Any) -> list[Any]:
-    """Return the blocks of vLLM's primary tier, whichever policy it has."""
+    """Return the blocks of vLLM's primary tier, for any of its policies."""
     blocks: list[Any] = []
     for value in vars(policy).values():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a walk does, drawn from its seed: legs, each with an engine of its own, and the prompts that they share."""
+"""The plan of a walk, drawn from its seed: legs, each with its own engine, and the prompts that they share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEGS = (
     *(("dense", "kvstore"), ("dense", "kvstore"), ("dense", "vllm"), ("dense", "vllm")),
     *(("window", "kvstore"), ("window", "vllm"), ("mamba", "kvstore"), ("mamba", "vllm")),
 )
-"""Model and manager of each; only those of the dense model can have rows of several blocks, and one of two has."""
+"""Model and manager of each; only legs of the dense model can have rows of several blocks, and one in two does."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "policy": ("lru", "arc", "s3fifo"),
     "depth": (1, 2, 3),
@@ -25,29 +25,29 @@ WEIGHTS = 3
 """Versions of the weights."""
 PROMPT_TOKENS_MAX = 600
 BLOCK_BYTES = {"dense": 32768, "window": 16384, "mamba": 65536}
-"""A block of the primary tier, about."""
+"""Approximate size of a block of the primary tier."""
 PRIMARY_BLOCKS = {"dense": (24, 40), "window": (48, 80), "mamba": (12, 20)}
 """Blocks of the primary tier."""
 FLOOR_BLOCKS = {"dense": 60, "window": 80, "mamba": 140}
-"""Blocks of the device: too few for eight requests at once; not for the hybrid, of which 0.33 takes more blocks in a
-step than there are, and dies of its own ValueError, under vLLM's manager, too."""
+"""Blocks of the device: too few for eight requests at once. The hybrid has enough for them, because otherwise 0.33
+takes more blocks in a step than there are and ends with its own ValueError, under vLLM's manager, too."""
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One engine and what happens to it.
+    """One engine and its workload.
 
     Attributes:
-        seed: Of all that happens to it.
+        seed: Seed of the leg.
         model: ``"dense"``, ``"window"`` or ``"mamba"``.
         manager: ``"kvstore"`` or ``"vllm"``.
-        requests: How many.
-        offloading: ``kv_connector_extra_config``, but for ``path`` of the file tiers.
+        requests: Number of requests.
+        offloading: ``kv_connector_extra_config``, without ``path`` of the file tiers.
         llm: Arguments of ``LLM``.
-        weights: Versions of the weights that it goes through; the first is that of the model's files. If it is the only
-            one, blocks outlive resets in the tiers, and come back into slots that copies from before may still touch
-            (with vLLM's manager from 0.33 on).
-        resets_weights_first: Whether a weight update resets the caches before it changes the weights, not after.
+        weights: Number of versions of the weights; the first is that of the model's files. With a single version blocks
+            outlive resets in the tiers, and are loaded into slots that earlier copies may still touch (with vLLM's
+            manager from 0.33 on).
+        resets_weights_first: Whether a weight update resets the caches before it changes the weights, or after.
     """
 
     seed: int
@@ -72,19 +72,19 @@ def plan_legs(seed: int, requests: int, version: tuple[int, int]) -> list[Leg]:
     """Return the legs of a walk, model after model.
 
     Every walk has each model under each manager, each eviction policy, one to three tiers, rows of one block and of
-    several, with n-gram speculation and without, both scheduling policies, each budget of synchronous loads, kvstore's
-    manager with its gate and without, and, under each manager, a leg whose weights change and one whose don't; the seed
-    decides what meets what.
+    several, with and without n-gram speculation, both scheduling policies, each budget of synchronous loads, and
+    kvstore's manager with and without its gate. Under each manager, the weights change in one leg and stay in another.
+    The seed decides the combinations.
     """
     rng = random.Random(seed)
     weights = {manager: _deck(rng, (1, WEIGHTS), len(_LEGS)) for manager in ("kvstore", "vllm")}
-    # kvstore's manager is the default, and gets two thirds or more.
+    # kvstore's manager is the default, and gets at least two thirds.
     parts = [2 if manager == "kvstore" else 1 for _, manager in _LEGS]
     shares = [requests * part // sum(parts) for part in parts]
     shares[0] += requests - sum(shares)
     decks = {name: _deck(rng, values, len(_LEGS)) for name, values in _CHOICES.items()}
     rows = {manager: _deck(rng, (1, rng.choice((2, 4))), 2) for manager in ("kvstore", "vllm")}
-    # From a generator of its own: a seed draws everything else as before.
+    # From a separate generator, so that a seed draws everything else as before.
     gates = _deck(random.Random(seed), (True, False), len(_LEGS))
     legs = []
     for (model, manager), share in zip(_LEGS, shares, strict=True):
@@ -97,7 +97,7 @@ def plan_legs(seed: int, requests: int, version: tuple[int, int]) -> list[Leg]:
 
 
 def plan_prompts(seed: int) -> list[list[int]]:
-    """Return the prompts of a walk: some families with long common prefixes, of many lengths."""
+    """Return the prompts of a walk: families with long common prefixes of many lengths."""
     rng = random.Random(seed)
     families = [[rng.randrange(2, 512) for _ in range(PROMPT_TOKENS_MAX)] for _ in range(6)]
     prompts = []
@@ -108,7 +108,7 @@ def plan_prompts(seed: int) -> list[list[int]]:
 
 
 def plan_policy(rng: random.Random) -> dict[str, Any] | None:
-    """Return the offload policy of a request, mostly none."""
+    """Return the offload policy of a request, None for most."""
     if rng.random() < 0.7:
         return None
     return rng.choice(
@@ -126,7 +126,7 @@ def plan_policy(rng: random.Random) -> dict[str, Any] | None:
 
 
 def _deck(rng: random.Random, values: tuple[Any, ...], count: int) -> list[Any]:
-    """Return as many values as asked for, each as often as any other, in any order; the last ones hold all of them."""
+    """Return ``count`` values in random order, each equally often; the last ones include every value."""
     deck: list[Any] = []
     while len(deck) < count:
         deck = [*rng.sample(values, len(values)), *deck]
@@ -141,10 +141,10 @@ def _leg(
     drawn: dict[str, Any],
     version: tuple[int, int],
 ) -> Leg:
-    # The primary tier holds the blocks of a few prompts, the first tier some more, so that all of them evict.
+    # The primary tier holds the blocks of a few prompts, the first tier some more, so both evict.
     blocks = rng.choice(PRIMARY_BLOCKS[model])
     policy, weights = drawn["policy"], drawn["weights"]
-    # Before 0.33 vLLM's manager lets promotions into slots that copies from before a reset are still to touch.
+    # Before 0.33 vLLM's manager promotes into slots that copies from before a reset may still touch.
     reset = "keep" if weights == 1 and (manager == "kvstore" or version >= (0, 33)) else "forget"
     here = "tests.vllm.walk.slow_media"
     tiers: list[dict[str, Any]] = [
@@ -157,7 +157,7 @@ def _leg(
         "spec_module_path": "tests.vllm.walk.slow_copies",
         "manager": manager,
         "cpu_bytes_to_use": blocks * BLOCK_BYTES[model],
-        # vLLM's manager knows two policies.
+        # vLLM's manager has two policies.
         "eviction_policy": policy if manager == "kvstore" or policy != "s3fifo" else "lru",
         "secondary_tiers": [{**tier, "reset": reset} for tier in tiers[: drawn["depth"]]],
     }
@@ -174,7 +174,7 @@ def _leg(
         "max_num_batched_tokens": rng.choice((128, 256)),
         "scheduling_policy": drawn["scheduling"],
     }
-    # On the CPU platform 0.30 dies of the first draft, of a TypeError of its own: it looks for a kernel of Triton.
+    # On the CPU platform 0.30 fails at the first draft with its own TypeError, because it uses a Triton kernel.
     if model != "mamba" and drawn["speculates"] and version != (0, 30):
         llm["speculative_config"] = {
             "method": "ngram",

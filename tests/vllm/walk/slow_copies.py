@@ -1,4 +1,4 @@
-"""The spec of a walk: kvstore's, with a worker whose copies end later than they are submitted, as on a GPU."""
+"""The spec of a walk: kvstore's, with a worker whose copies end some time after submission, as on a GPU."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from vllm.v1.kv_offload.base import OffloadingWorker
 from kvstore.vllm import KVStoreOffloadingSpec
 
 DELAY_S_MEAN = 0.03
-"""Several steps of a tiny model: a copy is seldom over before its blocks are wanted for something else."""
+"""Several steps of a tiny model: a copy seldom ends before its blocks are needed again."""
 
 _Queue = deque[tuple[float, int, Callable[[], bool]]]
-"""When each copy is due, its job, and what makes it."""
+"""Due time of each copy, its job, and the function that makes it."""
 
 
 class SlowCopies(OffloadingWorker):
-    """Makes the copies of another worker when they are due, not when they are submitted.
+    """Makes another worker's copies at their due time instead of at submission.
 
-    Copies of one direction end in the order of their submission, as they do on a stream of a GPU. Nothing is copied
-    but within calls of the engine, so that a run with one seed is as repeatable as the engine is.
+    Copies of one direction end in the order of their submission, as on a GPU stream. Copies are made only within calls
+    of the engine, so a run with one seed is as repeatable as the engine.
 
     Args:
         inner: The worker that copies.
-        seed: Of the delays.
+        seed: Seed of the delays.
     """
 
     def __init__(self, inner: OffloadingWorker, seed: int) -> None:
@@ -37,11 +37,11 @@ class SlowCopies(OffloadingWorker):
         self._loads: _Queue = deque()
 
     def submit_store(self, job_id: int, *specs: Any) -> bool:
-        """Copy some time later."""
+        """Queue the copy."""
         return self._submit(self._stores, job_id, lambda: self._inner.submit_store(job_id, *specs))
 
     def submit_load(self, job_id: int, *specs: Any, **options: Any) -> bool:
-        """Copy some time later."""
+        """Queue the copy."""
         return self._submit(self._loads, job_id, lambda: self._inner.submit_load(job_id, *specs, **options))
 
     def get_finished(self) -> Any:
@@ -53,21 +53,21 @@ class SlowCopies(OffloadingWorker):
         return self._inner.get_finished()
 
     def wait(self, job_ids: set[int]) -> None:
-        """Make all copies up to the ones asked for."""
+        """Make all copies up to the requested ones."""
         for queue in (self._stores, self._loads):
             while any(job_id in job_ids for _, job_id, _ in queue):
                 queue.popleft()[2]()
         self._inner.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Forget what is not copied yet."""
+        """Drop the pending copies."""
         self._stores.clear()
         self._loads.clear()
         self._inner.shutdown()
 
     @property
     def pending(self) -> int:
-        """Copies that are submitted and not made."""
+        """Copies submitted and not yet made."""
         return len(self._stores) + len(self._loads)
 
     def _submit(self, queue: _Queue, job_id: int, copy: Callable[[], bool]) -> bool:
@@ -82,10 +82,10 @@ class SlowSpec(KVStoreOffloadingSpec):
 
     seed: ClassVar[int] = 0
     workers: ClassVar[list[SlowCopies]] = []
-    """The workers made so far; scheduler and worker of a walk live in one process."""
+    """The workers created so far; a walk's scheduler and worker live in one process."""
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        """Return the worker, slowed down."""
+        """Return the worker with slow copies."""
         worker = SlowCopies(super().get_worker(kv_caches), self.seed)
         self.workers.append(worker)
         return worker

@@ -1,4 +1,4 @@
-"""Backends of a walk: media that take their time, and now and then fail or damage what they give back."""
+"""Backends of a walk: slow media that sometimes fail or return damaged data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ALWAYS = 10**9
 
 
 def _plan() -> FaultPlan:
-    # Which calls are hit depends on how threads run anyway, so the plan needs no seed of its own.
+    # The affected calls depend on thread timing in any case, so the plan needs no seed.
     faults = [
         Fault(op, FaultKind.DELAY, times=None, probability=chance, seconds=seconds)
         for op in ("put", "get", "exists")

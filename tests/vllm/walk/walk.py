@@ -1,4 +1,4 @@
-"""One leg of a walk: random requests to one engine, whose every answer is compared, and what it leaves behind."""
+"""One leg of a walk: random requests to one engine, with every answer compared, and the state left at the end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.vllm.walk.engine import Weights, core_of, scribble
 from tests.vllm.walk.plan import TOKENS_MAX, Leg, plan_policy
 
 STUCK_S = 60
-"""Without any answer for this long, an engine with requests is taken to hang."""
+"""Without any answer for this long, an engine with requests counts as hanging."""
 DEADLOCK_S = 5
-"""Without any answer for this long, vLLM before 0.31 may wait for itself."""
+"""Without any answer for this long, vLLM before 0.31 may be in a deadlock."""
 LIVE_MAX = 14
 
 
@@ -29,13 +29,13 @@ class Walk:
 
     Args:
         llm: The engine.
-        leg: What to do.
+        leg: The plan.
         prompts: The prompts of the walk.
-        answers: The right answers to them.
+        answers: The expected answers to them.
 
     Attributes:
-        counts: What happened, by name.
-        wrong: Answers that were wrong, in words.
+        counts: Number of each kind of event, by name.
+        wrong: Descriptions of wrong answers.
     """
 
     def __init__(self, llm: Any, leg: Leg, prompts: list[list[int]], answers: Answers) -> None:
@@ -51,7 +51,7 @@ class Walk:
         self._count_preemptions()
 
     def run(self) -> None:
-        """Go the whole way, and wait until nothing is under way any more."""
+        """Run the complete leg, and wait until all requests and jobs have ended."""
         rng, changes_at = self._rng, self._changes_at()
         while self._asked < self._leg.requests or self._live:
             if self._asked < self._leg.requests and len(self._live) < LIVE_MAX:
@@ -66,7 +66,7 @@ class Walk:
         self._count_blocks()
 
     def settle(self) -> None:
-        """Step until the scheduler has nothing to do, stores included."""
+        """Step until the scheduler is idle, stores included."""
         deadline = time.monotonic() + STUCK_S
         self._flush()
         while self._core.scheduler.has_requests():
@@ -81,14 +81,15 @@ class Walk:
 
     def _interfere(self, dice: float) -> None:
         if 0.09 <= dice < 0.21 and self._leg.weights > 1 and self._rng.random() < 0.75:
-            return  # A reset forgets all blocks here, and some have to live until they are wanted again.
+            return  # A reset drops all blocks here, and some must survive until their next use.
         if dice < 0.06 and self._live:
             self._abort([self._rng.choice(list(self._live))])
         elif dice < 0.09:
             self.counts["device resets"] += self._reset(connector=False, running=False)
         elif dice < 0.14:
-            # Refused by the device while requests run, but not by the connector. Of requests that go on vLLM's manager
-            # then stores blocks of windows and states anew that were freed: wrong tokens, or a dead engine, by itself.
+            # The device refuses while requests run, but the connector does not. For requests that continue, vLLM's
+            # manager then stores freed blocks of windows and states again: wrong tokens, or a
+            # dead engine, even without our code.
             if self._leg.manager == "vllm" and self._leg.model != "dense":
                 self._drain()
             self._reset(connector=True, running=False)
@@ -101,7 +102,7 @@ class Walk:
         elif dice < 0.23:
             self._sleep()
         elif dice < 0.33:
-            time.sleep(self._rng.random() * 0.01)  # I/O goes on while the engine does something else.
+            time.sleep(self._rng.random() * 0.01)  # I/O continues while the engine is busy elsewhere.
 
     def _ask(self) -> None:
         if self._asked >= self._leg.requests:
@@ -137,23 +138,23 @@ class Walk:
             raise WalkError(f"no answer for {STUCK_S} s: {self._state()}")
 
     def _break_deadlock(self) -> None:
-        """Abort the requests without blocks if nothing else can go on.
+        """Abort the requests without blocks if no other request can continue.
 
-        vLLM before 0.31 stops at the first waiting request whose blocks do not fit, with those behind it that hold the
-        blocks. kvstore's manager resolves this unless that request needs no lookup; vLLM's manager never does.
+        vLLM before 0.31 stops at the first waiting request whose blocks do not fit, before those behind it that hold
+        the blocks. kvstore's manager resolves this unless that request needs no lookup; vLLM's manager never does.
         """
         scheduler = self._core.scheduler
         if hasattr(scheduler, "_holds_kv_blocks") or scheduler.running or not scheduler.finished_recving_kv_req_ids:
             return
         blocks = scheduler.kv_cache_manager
-        # vLLM appends a random part to the name of a request.
+        # vLLM appends a random part to a request's name.
         without = {name.rpartition("-")[0] for name in scheduler.requests if not any(blocks.get_block_ids(name))}
         if names := [name for name in self._live if name in without]:
             self.counts["deadlocks"] += 1
             self._abort(names)
 
     def _state(self) -> dict[str, Any]:
-        """Return what a report of a stuck engine needs: its requests, their device blocks, and the manager's jobs."""
+        """Return the state for a report of a stuck engine: requests, their device blocks, and the manager's jobs."""
         scheduler = self._core.scheduler
         blocks = scheduler.kv_cache_manager
         requests = {
@@ -195,7 +196,7 @@ class Walk:
         self._answered_at = time.monotonic()
 
     def _drain(self) -> None:
-        """Let all requests come to their end, but not what follows them."""
+        """Finish all requests, but not their remaining stores."""
         while self._live:
             self._step(1)
 
@@ -207,11 +208,11 @@ class Walk:
         return bool(self._engine.reset_prefix_cache(running, connector))
 
     def _finish_loads(self) -> None:
-        """Step until only running requests have blocks, which no request has that waits for a load or has just had it.
+        """Step until only running requests have blocks, so that no request waits for a load or has just had one.
 
-        vLLM refuses to reset running requests else, after it has preempted them, and dies of it a step later: one that
-        finds its blocks in the primary tier in the very next step has a load then, and vLLM asserts that a preempted
-        request has only stores (0.28 to 0.32; 0.33 leaves loads of that very step out of it).
+        Otherwise vLLM refuses to reset running requests after it has preempted them, and fails a step later: a request
+        that finds its blocks in the primary tier in the next step has a load then, and vLLM asserts that a preempted
+        request has only stores (0.28 to 0.32; 0.33 excludes loads of that same step).
         """
         scheduler, deadline = self._core.scheduler, time.monotonic() + STUCK_S
         while any(
@@ -223,9 +224,9 @@ class Walk:
                 raise WalkError("loads do not come to their end")
 
     def _flush(self) -> None:
-        """Step until vLLM's connector has told the worker what the last reset has ended, if it has not yet.
+        """Step until vLLM's connector has reported to the worker which jobs the last reset has ended.
 
-        Without a request it does not step, and a second reset before the next step is an assertion that kills the
+        Without a request it does not step, and a second reset before the next step fails an assertion that ends the
         engine (in each version from 0.28 to 0.33).
         """
         connector = self._core.scheduler.connector.connector_scheduler
@@ -235,7 +236,7 @@ class Walk:
             self._step(1)
 
     def _sleep(self) -> None:
-        """Sleep and wake up; the memory of the KV cache is not the same afterwards."""
+        """Sleep and wake up; the KV cache's memory has other content afterwards."""
         if self._rng.random() < 0.5:
             self._drain()
         self._abort(list(self._live))
@@ -267,7 +268,7 @@ class Walk:
                 raise WalkError("a reset is refused for ever")
 
     def _count_blocks(self) -> None:
-        """Count what had to be moved: cached tokens may all come from the device."""
+        """Count the moved blocks, because cached tokens may all come from the device."""
         manager = self._core.scheduler.connector.connector_scheduler.manager
         if self._leg.manager == "kvstore":
             stats = manager.manager.stats()

@@ -1,4 +1,4 @@
-"""The disk threads: many at once, loads first, cancellation that waits, and an end that does not."""
+"""Worker threads: parallel calls, loads first, cancellation that waits, and a close that does not."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvstore.diskio import Priority
-from kvstore.diskio.threads import DiskThreads
+from kvstore.runtime.limits import Precedence
+from kvstore.runtime.workers import Workers
 from kvstore.testing.waiting import eventually_async
 
 
 @asynccontextmanager
-async def pool_of(threads: int) -> AsyncIterator[DiskThreads]:
-    """Make a pool and close it."""
-    pool = DiskThreads(threads)
+async def pool_of(threads: int) -> AsyncIterator[Workers]:
+    """Create a pool and close it."""
+    pool = Workers(threads, "kvstore-test")
     try:
         yield pool
     finally:
         assert await pool.close()
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvstore-disk")]
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvstore-test")]
 
 
 def counting(done: list[int], n: int) -> Callable[[], None]:
-    """Return a call that notes its number."""
+    """Return a call that records its number."""
     return lambda: done.append(n)
 
 
-async def blocked(pool: DiskThreads, gate: threading.Event) -> asyncio.Task[None]:
+async def blocked(pool: Workers, gate: threading.Event) -> asyncio.Task[None]:
     """Keep one thread busy until the gate opens."""
     task = asyncio.create_task(pool.run([lambda: gate.wait() and None]))
     await asyncio.sleep(0)
@@ -48,7 +48,7 @@ async def test_every_call_is_made_once(count: int) -> None:
 
 
 async def test_a_batch_of_nothing_gives_others_a_turn() -> None:
-    """Whoever asks for batches of nothing in a row does not keep the loop from running others."""
+    """A series of empty batches does not prevent the loop from running other tasks."""
     async with pool_of(2) as pool:
         turns = 0
 
@@ -66,21 +66,21 @@ async def test_a_batch_of_nothing_gives_others_a_turn() -> None:
 
 
 async def test_one_batch_uses_all_threads_at_once() -> None:
-    """Eight calls meet at a barrier, which none passes alone."""
+    """Eight calls meet at a barrier, which needs all eight."""
     barrier = threading.Barrier(8, timeout=60)
     async with pool_of(8) as pool:
         await pool.run([lambda: barrier.wait() and None] * 8)
 
 
 async def test_loads_go_before_stores() -> None:
-    """A load submitted last is made next, before all stores that wait."""
+    """The load submitted last is executed next, before all waiting stores."""
     order: list[str] = []
     gate = threading.Event()
     async with pool_of(1) as pool:
         blocker = await blocked(pool, gate)
         stores = [asyncio.create_task(pool.run([lambda n=n: order.append(f"store {n}")])) for n in range(3)]
         await eventually_async(lambda: len(pool._queue) == 3)
-        load = asyncio.create_task(pool.run([lambda: order.append("load")], priority=Priority.LOAD))
+        load = asyncio.create_task(pool.run([lambda: order.append("load")], precedence=Precedence.LOAD))
         await eventually_async(lambda: len(pool._queue) == 4)
         gate.set()
         await asyncio.gather(blocker, load, *stores)
@@ -88,7 +88,7 @@ async def test_loads_go_before_stores() -> None:
 
 
 async def test_a_cancelled_wait_drops_the_rest_and_waits_for_what_runs() -> None:
-    """Calls that have not started are never made; the cancellation goes on when those that have are done."""
+    """Calls that have not started are never made; the cancellation is raised when running calls have ended."""
     gate = threading.Event()
     started: list[int] = []
 
@@ -110,7 +110,7 @@ async def test_a_cancelled_wait_drops_the_rest_and_waits_for_what_runs() -> None
 
 
 async def test_cancelling_a_batch_that_waits_behind_a_stuck_one_is_immediate() -> None:
-    """A batch of which nothing has started ends at once, however long the threads are busy."""
+    """A batch without a started call ends at once, however long the threads are busy."""
     gate = threading.Event()
     async with pool_of(1) as pool:
         stuck = await blocked(pool, gate)
@@ -142,9 +142,9 @@ async def test_what_a_call_raises_reaches_the_waiter() -> None:
 
 
 async def test_close_drops_what_waits_and_leaves_what_is_stuck() -> None:
-    """Closing ends within its time limit although a thread never comes back; those that wait are released."""
+    """Closing ends within its time limit even if a thread never returns; waiting callers are released."""
     gate = threading.Event()
-    pool = DiskThreads(1)
+    pool = Workers(1, "kvstore-test")
     stuck = await blocked(pool, gate)
     done: list[int] = []
     behind = asyncio.create_task(pool.run([counting(done, 1)]))
@@ -163,16 +163,16 @@ async def test_close_drops_what_waits_and_leaves_what_is_stuck() -> None:
 
 
 async def test_threads_that_could_not_be_started_are_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit that is reached for a moment fails a batch, or slows it, and is forgotten when it has passed."""
+    """A temporary thread limit fails or slows a batch, and has no lasting effect."""
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith("kvstore-disk") and thread.name != allowed:
+        if thread.name.startswith("kvstore-test") and thread.name != allowed:
             raise RuntimeError("can't start new thread")
         start(thread)
 
     def alive() -> int:
-        return sum(thread.name.startswith("kvstore-disk") for thread in threading.enumerate())
+        return sum(thread.name.startswith("kvstore-test") for thread in threading.enumerate())
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     async with pool_of(4) as pool:
@@ -184,7 +184,7 @@ async def test_threads_that_could_not_be_started_are_started_later(monkeypatch: 
                 await pool.run(calls)
         assert len(pool._queue) == 0
         assert done == []
-        allowed = "kvstore-disk-0"
+        allowed = "kvstore-test-0"
         await pool.run(calls)
         assert alive() == 1
         monkeypatch.undo()

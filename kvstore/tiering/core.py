@@ -1,0 +1,56 @@
+"""The state that the parts of a manager share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.primary.tier import PrimaryTier
+from kvstore.tiering.config import TieringConfig
+from kvstore.tiering.events import EventLog
+from kvstore.tiering.gate import Gate
+from kvstore.tiering.jobs import JobTable
+from kvstore.tiering.link import TierLink
+from kvstore.tiering.tenants import TenantTable
+from kvstore.types import BlockKey, RemovalCause
+
+__all__ = ["Core"]
+
+
+@dataclass(slots=True)
+class Core:
+    """The state that the parts of a manager share.
+
+    Attributes:
+        primary: The primary tier.
+        links: The other tiers, in order.
+        config: Options.
+        clock: Monotonic seconds.
+        jobs: The unfinished jobs of all tiers.
+        log: Events of the primary tier.
+        gate: Decides which blocks to load; None to load all blocks.
+        tenants: The tenants; None if none are configured.
+        on_left: Called with blocks that left the primary tier.
+    """
+
+    primary: PrimaryTier
+    links: Sequence[TierLink]
+    config: TieringConfig
+    clock: Callable[[], float]
+    jobs: JobTable
+    log: EventLog
+    gate: Gate | None
+    tenants: TenantTable | None
+    on_left: Callable[[Sequence[BlockKey]], None] = lambda keys: None
+
+    def left(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
+        """Record that blocks left the primary tier."""
+        self.on_left(keys)
+        self.log.primary(keys, cause)
+
+    def take_evicted(self) -> list[BlockKey]:
+        """Record and return the evicted blocks. Call this after each allocation."""
+        evicted = self.primary.take_evicted()
+        if evicted:
+            self.left(evicted, RemovalCause.EVICTED)
+        return evicted

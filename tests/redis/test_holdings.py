@@ -1,0 +1,82 @@
+"""Namespaces of a Redis tier as the admin tools list them, from given values, without a server."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+import pytest
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.backends.redis import holdings as module
+from kvstore.backends.redis.failures import RedisError
+from kvstore.backends.redis.holdings import RedisHoldings, _Name, _Value
+from kvstore.codec.record import MAGIC
+from kvstore.namespace import Namespace
+from kvstore.testing.records import RecordMaker
+from kvstore.types import NamespaceInfo
+from tests.redis.clients import NAMESPACE
+
+
+class Shown:
+    """A stand-in for the servers that describes given values."""
+
+    def __init__(self, values: Sequence[_Value]) -> None:
+        self._values = values
+
+    async def pages(self) -> AsyncGenerator[list[_Name], None]:
+        for value in self._values:
+            yield [value.name]
+
+    async def describe(self, names: Sequence[_Name]) -> list[_Value]:
+        return [value for value in self._values if value.name in names]
+
+
+def value_of(namespace: Namespace, head: bytes, age_s: float = 0.0, key: bytes = b"k" * 16) -> _Value:
+    """Return a value named like a block of a namespace."""
+    digits = namespace.hex[:32]
+    return _Value(_Name(f"kv:{digits}:{key.hex()}".encode(), digits, key, None), 1000, head, age_s)
+
+
+def header_of(namespace: Namespace) -> bytes:
+    """Return a record's header."""
+    records = RecordMaker(namespace, RecordGeometry(256, 4096), random.Random(3))
+    return bytes(records.write(records.key(), records.payload()).buffers[0][:256])
+
+
+async def listed(*values: _Value) -> list[NamespaceInfo]:
+    """Return the namespaces found by the tools."""
+    holdings = RedisHoldings(RedisBackend, RedisConfig())
+    holdings._values = Shown(values)  # type: ignore[assignment]
+    return await holdings.namespaces()
+
+
+async def test_a_header_of_another_namespace_gives_no_digest() -> None:
+    """A name contains half of the digest; a record of another namespace under it does not provide the other half."""
+    other = header_of(Namespace({"other": 1}))
+    (found,) = await listed(value_of(NAMESPACE, other))
+    assert found.hex == NAMESPACE.hex[:32] + "0" * 32
+    (found,) = await listed(value_of(NAMESPACE, other), value_of(NAMESPACE, header_of(NAMESPACE), key=b"2" * 16))
+    assert found.hex == NAMESPACE.hex
+
+
+@pytest.mark.parametrize("ages_s", [(100.0, 5000.0), (5000.0, 100.0)])
+async def test_the_last_use_is_that_of_the_block_used_last(ages_s: tuple[float, float]) -> None:
+    """The most recent use counts in any listing order; values that only resemble blocks do not count."""
+    damaged = MAGIC + bytes(248)
+    values = [value_of(NAMESPACE, damaged, age_s, bytes([i]) * 16) for i, age_s in enumerate(ages_s)]
+    (found,) = await listed(*values, value_of(NAMESPACE, b"something else", 1.0, b"e" * 16))
+    assert time.time() - found.used_at == pytest.approx(100.0, abs=30.0)
+    assert await listed(value_of(NAMESPACE, b"something else")) == []
+
+
+async def test_more_namespaces_than_there_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program's names under our prefix do not fill the memory: namespaces above the limit are an error."""
+    monkeypatch.setattr(module, "_NAMESPACES_MAX", 2)
+    namespaces = [Namespace({"n": n}) for n in range(3)]
+    values = [value_of(namespace, header_of(namespace)) for namespace in namespaces]
+    assert {found.hex for found in await listed(*values[:2])} == {namespace.hex for namespace in namespaces[:2]}
+    with pytest.raises(RedisError, match="more than 2 namespaces"):
+        await listed(*values)

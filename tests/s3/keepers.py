@@ -1,0 +1,69 @@
+"""Engines that enforce the capacity of a bucket, and their objects."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from kvstore.backends.s3 import S3Backend
+from kvstore.backends.s3.keeper import Keeper
+from kvstore.types import RemovalCause
+from tests.s3.clients import fresh_prefix, opened
+
+PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 20}
+
+
+SLOW: dict[str, Any] = {"keeper_interval": 3600}
+"""The test starts the rounds, not a timer."""
+
+
+def keeper_of(backend: S3Backend) -> Keeper:
+    """Return the housekeeper of a backend."""
+    keeper = backend._keeper
+    assert keeper is not None
+    return keeper
+
+
+def heard_by(backend: S3Backend) -> list[tuple[frozenset[bytes], RemovalCause]]:
+    """Return a list to which a backend's removals are added."""
+    found: list[tuple[frozenset[bytes], RemovalCause]] = []
+    backend.set_removal_listener(lambda keys, cause: found.append((frozenset(keys), cause)))
+    return found
+
+
+async def wait_for(condition: Any) -> None:
+    """Wait on the loop for a condition, a minute at most."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def engines(server: Any, count: int, **more: Any) -> AsyncIterator[list[S3Backend]]:
+    """Open backends over the same prefix, with rounds started by the test; always close them."""
+    options = {**PATIENT, **SLOW, "store_timeout": 60, "prefix": fresh_prefix(), **more}
+    async with contextlib.AsyncExitStack() as stack:
+        found = []
+        for _ in range(count):
+            found.append(await opened(server, **options))
+            stack.push_async_callback(found[-1].close)
+        yield found
+
+
+async def names_under(backend: S3Backend, folder: str) -> list[str]:
+    """Return the names of all objects under a folder of the prefix, without the prefix."""
+    prefix, found = backend.config.prefix, list[str]()
+    page = await backend._ready().list_page(prefix + folder, timeout_s=30)
+    found += [info.key for info in page.objects]
+    while page.more:
+        page = await backend._ready().list_page(prefix + folder, start_after=found[-1], timeout_s=30)
+        found += [info.key for info in page.objects]
+    return [name.removeprefix(prefix) for name in found]
+
+
+async def put_empty(backend: S3Backend, names: Iterable[str], body: bytes = b"x") -> None:
+    """Write objects for which only the names matter."""
+    for name in names:
+        await backend._ready().put(backend.config.prefix + name, [body], timeout_s=30)

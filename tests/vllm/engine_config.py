@@ -1,0 +1,48 @@
+"""A stand-in for VllmConfig with the parts that identify blocks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+
+class HFConfig:
+    """A model configuration with the interface of transformers."""
+
+    def __init__(self, commit: str = "c0ffee", **fields: Any) -> None:
+        self._commit_hash = commit
+        self.fields: dict[str, Any] = {
+            "_name_or_path": "/somewhere",
+            "transformers_version": "5.0",
+            "hidden_size": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "layer_types": ("full_attention", "sliding_attention"),
+            **fields,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields."""
+        return dict(self.fields)
+
+
+def engine(**changes: Any) -> Any:
+    """Return the relevant parts of a VllmConfig, with some replaced (``part.field``)."""
+    values: dict[str, Any] = {
+        "model_config.revision": None,
+        "model_config.quantization": None,
+        "model_config.max_model_len": 4096,
+        "model_config.hf_config": HFConfig(),
+        "cache_config.cache_dtype": "auto",
+        "cache_config.prefix_caching_hash_algo": "sha256",
+        "cache_config.calculate_kv_scales": False,
+        "attention_config.backend": None,
+        "parallel_config.nnodes_within_dp": 1,
+        "speculative_config.method": None,
+        "speculative_config.model": None,
+        **changes,
+    }
+    parts: dict[str, Any] = {}
+    for name, value in values.items():
+        part, _, field = name.partition(".")
+        parts.setdefault(part, SimpleNamespace()).__setattr__(field, value)
+    return SimpleNamespace(use_v2_model_runner=changes.get("v2", False), **parts)
