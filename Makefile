@@ -3,15 +3,15 @@
 # make test-versions  random walks of real engines of vLLM 0.28 to 0.33, each of 2,000 requests (WALK_REQUESTS)
 # make test-gpu PYTHON=python3   tests that need a CUDA GPU (minutes), with a Python that has torch for CUDA and the extra "test"
 # make test-docs  as root: the pages for users are followed in an empty Debian, to a restarted engine (tests/docs/empty_root.py)
-# make campaign  the reliability goals of docs/reliability.md, one line each (CAMPAIGN_MINUTES, CAMPAIGN_GOALS, CAMPAIGN_SEED)
+# make campaign  the reliability goals of docs/reliability.md, one line each (CAMPAIGN_MINUTES, CAMPAIGN_GOALS, CAMPAIGN_SEED), and test-versions
 # make lint   ruff, mypy, import contracts, schemas of deploy/
 # make docs   the documentation, into site/
 # make setup  the virtual environment that all of these need; each of them makes it first, and it is not made twice
 VENV ?= .venv
 export VENV
 PY := $(VENV)/bin/python
-# Tests run two at a time; heavy ones (engines, torture) by files, whose engines are started once. Both parts run, whatever
-# the first says.
+# Tests run two at a time, heavy ones (engines, torture) by files, which share engines. Failed tests run once more, alone.
+TESTED := $(PY) -m tests.second_chance -q -n 2 --dist loadgroup
 PYTEST_EXTRA ?=
 WALK_REQUESTS ?= 2000
 VERSIONS ?= 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0
@@ -30,15 +30,12 @@ demo: setup
 	$(PY) examples/vllm_restart.py --json out.json
 
 test: setup
-	failed=0; \
-	$(PY) -m pytest -q -n 2 -m "not heavy" $(PYTEST_EXTRA) || failed=1; \
-	$(PY) -m pytest -q -n 2 --dist loadfile -m "heavy and not walk" $(PYTEST_EXTRA) || failed=1; \
-	exit $$failed
+	$(TESTED) -m "not walk" $(PYTEST_EXTRA)
 
 # Where a version can't be had, its test skips itself, and says so.
 test-versions: setup
 	scripts/vllm_versions.sh $(VERSIONS) || true; \
-	KVSTORE_WALK_REQUESTS=$(WALK_REQUESTS) $(PY) -m pytest -q -n 2 --dist worksteal -m walk -k "$$(echo $(VERSIONS) | sed 's/ / or /g')" \
+	KVSTORE_WALK_REQUESTS=$(WALK_REQUESTS) $(PY) -m tests.second_chance -q -n 2 --dist worksteal -m walk -k "$$(echo $(VERSIONS) | sed 's/ / or /g')" \
 		tests/vllm/test_walk.py tests/vllm/test_waiting_order.py tests/vllm/test_event_versions.py $(PYTEST_EXTRA)
 
 test-gpu:
@@ -48,7 +45,10 @@ test-docs: setup
 	$(PY) -m tests.docs.empty_root $(PAGES)
 
 campaign: setup
-	$(PY) -m tests.campaign --minutes $(or $(CAMPAIGN_MINUTES),0) --seed $(or $(CAMPAIGN_SEED),0) $(CAMPAIGN_GOALS)
+	failed=0; \
+	$(PY) -m tests.campaign --minutes $(or $(CAMPAIGN_MINUTES),0) --seed $(or $(CAMPAIGN_SEED),0) $(CAMPAIGN_GOALS) || failed=1; \
+	test -n "$(CAMPAIGN_GOALS)" || $(MAKE) --no-print-directory test-versions || failed=1; \
+	exit $$failed
 
 lint: setup
 	$(PY) -m ruff check .

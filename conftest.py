@@ -1,7 +1,8 @@
-"""For every test run of the project: skips fail in CI, and heavy tests run apart from the others."""
+"""For every test run of the project: skips fail in CI, and heavy tests come first, each file in one worker."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark heavy tests, which ``make test`` runs separately, file by file.
+    """Mark heavy tests, put them first, and keep those of a file in one worker (``--dist loadgroup``).
 
     Tests that import vLLM count as heavy: the import is slow, and the tests of a file share engines, which use much
-    memory. This hook runs first because the selection by marks reads these marks.
+    memory. They come first so that no long file begins when the other worker has nothing left. This hook runs first
+    because the selection by marks reads these marks.
     """
     for item in items:
         imports_vllm = item.path.is_relative_to(VLLM_TESTS)
         if imports_vllm or any(item.get_closest_marker(name) for name in HEAVY_MARKERS):
             item.add_marker(pytest.mark.heavy)
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: item.get_closest_marker("heavy") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the objects of the collected suite, almost a million, from all further garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

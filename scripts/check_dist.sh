@@ -63,10 +63,10 @@ PY
 installed() {
     local venv=$SCRATCH/venv
     rm -rf "$venv"
-    "$1" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$2" >"$SCRATCH/log" 2>&1 ||
+    "$1" -m venv --without-pip "$venv"
+    "$TOOLS" -m pip --python "$venv/bin/python" install --quiet --no-compile --disable-pip-version-check --no-input "$2" >"$SCRATCH/log" 2>&1 ||
         fail "$2 can't be installed with $1"
-    "$venv/bin/python" -m pip check >"$SCRATCH/log" || fail "$2 with $1: what was installed does not go together"
+    "$TOOLS" -m pip --python "$venv/bin/python" check >"$SCRATCH/log" || fail "$2 with $1: what was installed does not go together"
     # Run in another directory, so that the installed package is imported and not the repository.
     (cd "$SCRATCH" && PATH=$venv/bin:$PATH "$venv/bin/python" -W error - "$3") <scripts/check_installed.py ||
         fail "$2 with $1 does not work"

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import kvstore
+from tests.project.scripts import load_script
 from tests.project.tree import PACKAGE, ROOT, name_of, tracked_texts
 
 # Assembled here, so that this file does not contain the texts that it searches for.
@@ -80,3 +81,9 @@ def test_changelog_has_this_version_or_says_unreleased() -> None:
     """The changelog has a section for the current tree."""
     text = (ROOT / "CHANGELOG.md").read_text()
     assert "## [Unreleased]" in text or f"## [{kvstore.__version__}]" in text
+
+
+def test_the_table_of_tests_is_current() -> None:
+    """The table of tests/README.md equals the script's output; after a change, run scripts/make_tests_table.py."""
+    script = load_script("make_tests_table")
+    assert script.page() == script.PAGE.read_text()
