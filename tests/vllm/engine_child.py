@@ -108,6 +108,7 @@ class Engine:
         while core.scheduler.has_requests():
             assert time.monotonic() < deadline, "stores did not end"
             self.llm.llm_engine.step()
+            time.sleep(0.005)  # For the I/O, which needs the cores, too.
 
     def repeat_events(self) -> None:
         """Report all blocks again, as kvstore does every five minutes."""
@@ -192,6 +193,12 @@ class Engine:
             engine.step()
             counts.append(len(waiting))
         return counts
+
+    def let_loads_end(self) -> None:
+        """Let the loads of ``SlowMemory`` end."""
+        from tests.vllm.slow_medium import LOADS_END
+
+        LOADS_END.set()
 
     def let_prefetch_wait_no_longer(self) -> None:
         """Advance the clock of kvstore's prefetch by two hours."""
