@@ -1,4 +1,4 @@
-"""Shared by the tests of all areas: waiting for a condition, and repeatable randomness."""
+"""Shared by the tests of all areas: waiting for a condition, repeatable randomness, and real engines."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from examples.tiny_llama import make_tiny_llama
 from kvstore.testing import eventually as _eventually
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
+from tests.vllm.engines import Engine, Start
 
 # The time to draw and run an example depends on the machine, so it is not limited. With a given seed the examples are
 # the same in each run, too.
@@ -47,3 +51,34 @@ def rng(request: pytest.FixtureRequest) -> Iterator[random.Random]:
     # Captured by pytest, which shows it when the test fails.
     print(f"{request.node.name}: repeat it with {SEED_VARIABLE}={seed}")
     yield random.Random(seed)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama."""
+    return make_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine without offloading, whose answers are the expected ones; other tests may have asked it the same."""
+    engine = Engine(model, tmp_path_factory.mktemp("plain") / "log")
+    yield engine
+    engine.kill()
+
+
+@pytest.fixture(scope="module")
+def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start engines; at the end of the module all have ended and their files in /dev/shm are gone."""
+    engines: list[Engine] = []
+    logs = tmp_path_factory.mktemp("logs")
+
+    def start_(**options: Any) -> Engine:
+        engine = Engine(model, logs / f"{len(engines)}.log", **options)
+        engines.append(engine)
+        return engine
+
+    yield start_
+    for engine in engines:
+        engine.kill()
+    assert [engine.shared_memory for engine in engines if engine.shared_memory] == []

@@ -1,13 +1,20 @@
-"""A real vLLM in its own process, controlled by JSON lines over a socket; see engines.py.
+"""Real vLLMs, each in its own process, controlled by JSON lines over a socket; see engines.py.
 
-python engine_child.py FD '{"model": …, "offloading": …}'
+python engine_child.py FD
+
+This process imports vLLM once, and forks an engine for each message on the socket FD.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
+import os
+import signal
 import socket
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -36,7 +43,8 @@ class Engine:
             wanted = options["events"] if isinstance(options["events"], dict) else {"publisher": "null"}
             extra["kv_events_config"] = KVEventsConfig(**{"enable_kv_cache_events": True, **wanted})
         common = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 8, "block_size": 32}
-        extra = {**common, "disable_log_stats": False, **extra, **options["llm"]}
+        common |= {"disable_log_stats": False, "kv_cache_memory_bytes": 128 * 2**20}
+        extra = {**common, **extra, **options["llm"]}
         self.llm = LLM(options["model"], **extra)
 
     def ask(
@@ -100,6 +108,7 @@ class Engine:
         while core.scheduler.has_requests():
             assert time.monotonic() < deadline, "stores did not end"
             self.llm.llm_engine.step()
+            time.sleep(0.005)  # For the I/O, which needs the cores, too.
 
     def repeat_events(self) -> None:
         """Report all blocks again, as kvstore does every five minutes."""
@@ -185,6 +194,12 @@ class Engine:
             counts.append(len(waiting))
         return counts
 
+    def let_loads_end(self) -> None:
+        """Let the loads of ``SlowMemory`` end."""
+        from tests.vllm.slow_medium import LOADS_END
+
+        LOADS_END.set()
+
     def let_prefetch_wait_no_longer(self) -> None:
         """Advance the clock of kvstore's prefetch by two hours."""
         manager = self._core().scheduler.connector.connector_scheduler.manager.manager
@@ -212,10 +227,40 @@ def _load_always(offloading: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve calls until the other side closes."""
-    channel = socket.socket(fileno=int(sys.argv[1])).makefile("rw")
+    """Fork an engine for each message, which has its socket and its output, until the other side closes."""
+    # Registered first, so it runs last: to free all objects one by one takes two seconds.
+    atexit.register(lambda: os._exit(0))
+    control = socket.socket(fileno=int(sys.argv[1]))
+    _import_vllm()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The other side waits for engines.
+    while descriptors := socket.recv_fds(control, 1, 2)[1]:
+        threads = os.listdir("/proc/self/task")
+        assert len(threads) == 1, f"{len(threads)} threads; a fork copies only one"
+        if os.fork() == 0:
+            control.close()
+            return serve(*descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def serve(socket_descriptor: int, output: int) -> None:
+    """Be an engine: lead a session, report the process, and serve calls until the other side closes."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.close(output)
+    side, pid = socket.socket(fileno=socket_descriptor), os.getpid()
+    process = os.pidfd_open(pid)
+    socket.send_fds(side, [b"%8d" % pid], [process])
+    os.close(process)
+    channel = side.makefile("rw")
+    options = json.loads(channel.readline())
+    os.environ.clear()
+    os.environ.update(options["environment"])
+    tempfile.tempdir = None  # It follows the environment.
     try:
-        engine = Engine(json.loads(sys.argv[2]))
+        engine = Engine(options)
     except BaseException as error:
         channel.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
         channel.flush()
@@ -226,6 +271,21 @@ def main() -> None:
         name, args = json.loads(line)
         channel.write(json.dumps({"result": getattr(engine, name)(*args)}) + "\n")
         channel.flush()
+
+
+def _import_vllm() -> None:
+    """Import the modules that each engine imports; none starts a thread."""
+    import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector
+    import vllm.entrypoints.llm
+    import vllm.model_executor.models.llama
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    import kvstore.vllm.plugin
+    import kvstore.vllm.spec  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # Engines don't examine these objects again and again.
 
 
 if __name__ == "__main__":

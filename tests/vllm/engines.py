@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import random
+import select
 import socket
 import subprocess
 import sys
@@ -54,22 +57,17 @@ class Engine:
     ) -> None:
         self.log = log
         self.engine_id = f"kvstore-test-{os.getpid()}-{uuid.uuid4().hex}"
-        ours, theirs = socket.socketpair()
         options = {"model": str(model), "offloading": offloading, "engine_id": self.engine_id, "events": events}
-        options["llm"] = llm or {}
-        with theirs, log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, str(_CHILD), str(theirs.fileno()), json.dumps(options)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env=_environment(in_process, log.parent),
-            )
+        options |= {"llm": llm or {}, "environment": _environment(in_process, log.parent)}
+        ours, theirs = socket.socketpair()
         ours.settimeout(500)
-        self._channel = ours.makefile("rw")
-        ours.close()
+        with theirs, log.open("ab") as output:
+            socket.send_fds(_forking(), [b"+"], [theirs.fileno(), output.fileno()])
+        with ours:
+            self._process = _Process(ours)
+            self._channel = ours.makefile("rw")
+        self._channel.write(json.dumps(options) + "\n")
+        self._channel.flush()
         self._answer()
 
     def call(self, name: str, *args: Any) -> Any:
@@ -119,6 +117,62 @@ class Engine:
         return answer["result"]
 
 
+class _Process:
+    """The first process of an engine, with the methods of ``Popen`` that callers use. It isn't a child of this process.
+
+    Args:
+        reports: Socket on which the process reports itself.
+
+    Raises:
+        EngineError: No process was started.
+    """
+
+    def __init__(self, reports: socket.socket) -> None:
+        pid, self._descriptors, *_ = socket.recv_fds(reports, 8, 1)
+        if not pid:
+            raise EngineError("the process that engines are forked from has ended")
+        self.pid = int(pid)
+
+    def poll(self) -> None:
+        """Do nothing: the process that it was forked from collects it."""
+
+    def wait(self, timeout: float) -> None:
+        """Wait for its end.
+
+        Raises:
+            TimeoutExpired: It still runs.
+        """
+        if self._descriptors and not select.select(self._descriptors, [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("engine", timeout)
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+@functools.cache
+def _forking() -> socket.socket:
+    """Start a process that has imported vLLM, from which engines are forked; it ends when the returned socket closes.
+
+    Its variables are those of engines which are read during imports.
+    """
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, str(_CHILD), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            env=_environment(True, Path("/nonexistent")),
+        )
+
+    @atexit.register
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    return ours
+
+
 Start = Callable[..., Engine]
 """Starts an engine of the module's model; takes the named arguments of :class:`Engine`."""
 
@@ -152,11 +206,12 @@ def _environment(in_process: bool, scratch: Path) -> dict[str, str]:
         "TMPDIR": str(scratch),
         "VLLM_RPC_BASE_PATH": str(scratch),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         # By default vLLM binds each rank to its own cores, and refuses to start with too few.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Threads of OpenMP spin while they wait for each other.
+        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }
     return {**os.environ, **settings}

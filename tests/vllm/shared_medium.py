@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from examples.tiny_llama import make_tiny_llama
-from tests.vllm.engines import BLOCK_TOKENS, Engine
+from tests.vllm.engines import BLOCK_TOKENS, Engine, Start
 
 TOKENS = (330, 320, 65)
 
@@ -30,46 +26,24 @@ def tokens_of(answers: list[dict[str, Any]]) -> list[list[int]]:
     return [answer["tokens"] for answer in answers]
 
 
-@contextmanager
-def engine_starter(directory: Path) -> Iterator[Any]:
-    """Start engines with one tiny model; all have ended at the end."""
-    model = make_tiny_llama(directory)
-    engines: list[Engine] = []
-
-    def start(offloading: dict[str, Any] | None = None) -> Engine:
-        engines.append(Engine(model, directory / f"{len(engines)}.log", offloading=offloading))
-        return engines[-1]
-
-    try:
-        yield start
-    finally:
-        for engine in engines:
-            engine.kill()
-
-
-def check_restart_and_sharing(directory: Path, tier: dict[str, Any]) -> None:
+def check_restart_and_sharing(start: Start, plain: Engine, tier: dict[str, Any]) -> None:
     """After SIGKILL the prompts' blocks come from the medium; then two engines use each other's blocks."""
-    with engine_starter(directory) as start:
-        _check(start, tier)
-
-
-def _check(start: Any, tier: dict[str, Any]) -> None:
     spec = {"spec_name": "KVStoreOffloadingSpec", "spec_module_path": "kvstore.vllm"}
     offloading = {**spec, "cpu_bytes_to_use": 64 * 2**20, "secondary_tiers": [tier]}
 
-    first = start(offloading)
+    first = start(offloading=offloading)
     answers = first.ask(*prompts(1))
     expected = tokens_of(answers)
     assert [answer["cached"] for answer in answers] == [0] * len(TOKENS)
     first.call("settle")
     first.kill()
 
-    second = start(offloading)
+    second = start(offloading=offloading)
     answers = second.ask(*prompts(1))
     assert tokens_of(answers) == expected
     assert [answer["cached"] for answer in answers] == full_blocks()
 
-    third = start(offloading)
+    third = start(offloading=offloading)
     for seed, (writer, reader) in ((2, (second, third)), (3, (third, second))):
         computed = tokens_of(writer.ask(*prompts(seed)))
         writer.call("settle")
@@ -77,5 +51,4 @@ def _check(start: Any, tier: dict[str, Any]) -> None:
         assert tokens_of(answers) == computed
         assert [answer["cached"] for answer in answers] == full_blocks()
     assert second.call("tier_errors") == third.call("tier_errors") == 0
-    plain = start()
     assert tokens_of(plain.ask(*prompts(1))) == expected

@@ -1,7 +1,4 @@
-"""The first user story with a real vLLM: after a kill, a new engine answers from disk with the same tokens.
-
-Engines are started once for many tests, because each start takes about ten seconds.
-"""
+"""The first user story with a real vLLM: after a kill, a new engine answers from disk with the same tokens."""
 
 from __future__ import annotations
 
@@ -48,12 +45,6 @@ def stored_blocks(directory: Path) -> int:
     ):
         return sum(1 for namespace in holdings.namespaces() for _ in holdings.blocks(namespace))
     return 0
-
-
-@pytest.fixture(scope="module")
-def plain(start: Start) -> Engine:
-    """An engine without offloading."""
-    return start()
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ PROMPTS = [prompt(7000 + number, tokens) for number, tokens in enumerate((650, 6
 
 
 def offloading(**tiering: Any) -> dict[str, Any]:
-    """Return an engine's ``kv_connector_extra_config`` with a medium whose loads take 20 s."""
+    """Return an engine's ``kv_connector_extra_config`` with a medium whose loads end at the test's call."""
     return {
         "spec_name": "KVStoreOffloadingSpec",
         "spec_module_path": "kvstore.vllm",
         "cpu_bytes_to_use": 64 * 2**20,
         "tiering": tiering,
-        "secondary_tiers": [{"type": "tests.vllm.slow_medium:SlowMemory", "load_timeout": 60, "reset": "keep"}],
+        "secondary_tiers": [{"type": "tests.vllm.slow_medium:SlowMemory", "load_timeout": 600, "reset": "keep"}],
     }
 
 
@@ -42,6 +42,7 @@ def test_a_slow_tier_is_not_waited_for(start: Start) -> None:
     assert gate["abandoned"] == full_blocks(len(PROMPTS[0])) // 32
     assert gate["recomputed"] == full_blocks(len(PROMPTS[1])) // 32
     assert gate["loaded"] == 0 and gate["lost_s"] > 0
+    engine.call("let_loads_end")
     engine.call("settle")
     engine.call("forget_device")
     tokens, cached = ask(engine, 1)

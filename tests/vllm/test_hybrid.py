@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,19 @@ def expected(start: Start) -> list[int]:
     assert len(set(tokens)) > 2, "the model repeats itself, whatever is in its KV cache"
     engine.close()
     return tokens
+
+
+@pytest.fixture
+def no_rank_files() -> Iterator[None]:
+    """Remove vLLM's own files that remain in /dev/shm after engines of several ranks; none of them is ours."""
+    found = set(_rank_files())
+    yield
+    for path in set(_rank_files()) - found:
+        path.unlink(missing_ok=True)
+
+
+def _rank_files() -> Iterator[Path]:
+    return Path("/dev/shm").glob("vllm_dist_*")
 
 
 def check(engine: Engine, expected: list[int]) -> None:

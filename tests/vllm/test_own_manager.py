@@ -19,12 +19,9 @@ PROMPTS = [prompt(i, tokens) for i, tokens in enumerate(PROMPT_TOKENS)]
 
 
 @pytest.fixture(scope="module")
-def expected(start: Start) -> list[list[int]]:
+def expected(plain: Engine) -> list[list[int]]:
     """The expected answers: those without any offloading."""
-    engine = start()
-    answers = [answer["tokens"] for answer in engine.ask(*PROMPTS)]
-    engine.close()
-    return answers
+    return [answer["tokens"] for answer in plain.ask(*PROMPTS)]
 
 
 @pytest.fixture(scope="module")

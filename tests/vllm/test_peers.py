@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.testing.waiting import eventually
 from tests.peer.ports import free_port
-from tests.redis.servers import plain, running
+from tests.redis import servers as redis
 from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, prompt
 from tests.vllm.peers import offloading
 
@@ -54,9 +54,8 @@ def first(start: Start, port: int) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def expected(start: Start) -> Callable[[int], list[list[int]]]:
+def expected(plain: Engine) -> Callable[[int], list[list[int]]]:
     """The expected answers: those of an engine without offloading."""
-    plain = start()
     return lambda seed: tokens_of(plain.ask(*prompts(seed)))
 
 
@@ -88,7 +87,7 @@ def test_a_second_engine_loads_what_the_first_computed(
 
 def test_two_engines_find_each_other_by_a_directory(start: Start, expected: Any, tmp_path: Path) -> None:
     """Neither engine has a list: each loads blocks computed by the other, and both survive the directory's end."""
-    with running(plain("redis", tmp_path / "redis")) as (server,):
+    with redis.running(redis.plain("redis", tmp_path / "redis")) as (server,):
         directory = {"url": server.url, "networks": ["127.0.0.1"], "interval": "200ms"}
         one, two = (
             start(offloading=offloading(listen=f"127.0.0.1:{free_port()}", directory=directory, negative_ttl="1ms"))
