@@ -17,6 +17,8 @@ from kvstore.backends.s3.packing import PackIndex
 from kvstore.backends.s3.packs import PackFormat, Unreadable
 from kvstore.namespace import Namespace
 from kvstore.testing import BackendTests, TierTests
+from kvstore.testing.backend_harness import BackendHarness
+from kvstore.testing.backend_tests import BackendValueTests
 from kvstore.types import Outcome, RemovalCause
 from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened, options_for
 from tests.s3.fault_server import Fault, FaultServer
@@ -26,10 +28,9 @@ from tests.s3.servers import S3Server
 PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 20}
 
 
-class PackedSuite(BackendTests):
+class PackedHarness(BackendHarness):
     """Shared parts of the suites below."""
 
-    __test__ = False
     scans: ClassVar[bool] = False
     cancel_rounds: ClassVar[int] = 24
     client: ClassVar[str] = "direct"
@@ -45,30 +46,30 @@ class PackedSuite(BackendTests):
         return S3Backend(backend.config)
 
 
-class TestMotoPacked(PackedSuite):
+class TestMotoPacked(PackedHarness, BackendValueTests):
     """The server of moto."""
-
-    __test__ = True
 
     @pytest.fixture(autouse=True)
     def _server(self, moto_server: S3Server) -> None:
         self.server = moto_server
 
 
-class TestWeedPacked(PackedSuite):
+class TestWeedPacked(PackedHarness, BackendTests):
     """SeaweedFS."""
-
-    __test__ = True
 
     @pytest.fixture(autouse=True)
     def _server(self, weed_server: S3Server) -> None:
         self.server = weed_server
 
 
-class TestWeedPackedAioboto3(TestWeedPacked):
+class TestWeedPackedAioboto3(PackedHarness, BackendValueTests):
     """SeaweedFS, aioboto3."""
 
     client: ClassVar[str] = "aioboto3"
+
+    @pytest.fixture(autouse=True)
+    def _server(self, weed_server: S3Server) -> None:
+        self.server = weed_server
 
 
 class TestTierPacked(TierTests):
