@@ -41,7 +41,7 @@ def hold_scans(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 
 
 async def test_a_cut_journal(tmp_path: Path) -> None:
-    """Of a journal cut inside any frame, the remaining records are known at once; other blocks are found in the slots."""
+    """Of a journal cut inside a frame, the remaining records are known at once; other blocks are found in the slots."""
     values = await filled(tmp_path / "a")
     size = journal(tmp_path / "a").stat().st_size
     # A journal that ends with a frame is whole.
