@@ -33,12 +33,11 @@ class PackedHarness(BackendHarness):
 
     scans: ClassVar[bool] = False
     cancel_rounds: ClassVar[int] = 24
-    client: ClassVar[str] = "direct"
     server: S3Server | FaultServer
 
     async def make_backend(self) -> Backend:
         """Return a backend under a prefix of its own."""
-        return S3Backend(config_for(self.server, client=self.client, **PACKED | PATIENT))
+        return S3Backend(config_for(self.server, **PACKED | PATIENT))
 
     async def reopen(self, backend: Backend) -> Backend:
         """Return another backend under the same prefix."""
@@ -56,16 +55,6 @@ class TestMotoPacked(PackedHarness, BackendValueTests):
 
 class TestWeedPacked(PackedHarness, BackendTests):
     """SeaweedFS."""
-
-    @pytest.fixture(autouse=True)
-    def _server(self, weed_server: S3Server) -> None:
-        self.server = weed_server
-
-
-class TestWeedPackedAioboto3(PackedHarness, BackendValueTests):
-    """SeaweedFS, aioboto3."""
-
-    client: ClassVar[str] = "aioboto3"
 
     @pytest.fixture(autouse=True)
     def _server(self, weed_server: S3Server) -> None:
