@@ -12,7 +12,7 @@ from kvstore.testing.backend_harness import BackendHarness, in_loop
 from kvstore.testing.records import RecordMaker, Target
 from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome, RemovalCause
 
-__all__ = ["BackendTests"]
+__all__ = ["BackendFailureTests", "BackendTests", "BackendValueTests"]
 
 
 class BackendValueTests(BackendHarness):
@@ -260,7 +260,7 @@ class BackendValueTests(BackendHarness):
 
 
 class BackendLifecycleTests(BackendHarness):
-    """Open, close, restart, capacity and media failures."""
+    """Open, close, restart and capacity."""
 
     @in_loop
     async def test_close_is_idempotent(self) -> None:
@@ -402,6 +402,23 @@ class BackendLifecycleTests(BackendHarness):
             await self.get_all(backend, [hot])
         assert list(await backend.exists([hot])) == [True], "the block that was used all the time was evicted"
 
+    async def _closed(self) -> Backend:
+        backend = await self.opened_backend()
+        await backend.close()
+        return backend
+
+    async def _settled(self, backend: Backend, values: dict[BlockKey, bytes], removed: list[BlockKey]) -> None:
+        """Wait until exactly the blocks that were put and not reported as removed exist; eviction may lag."""
+        keys = list(values)
+        deadline = asyncio.get_running_loop().time() + self.time_limit_s / 2
+        while list(await backend.exists(keys)) != [key not in removed for key in keys]:
+            assert asyncio.get_running_loop().time() < deadline, "blocks are gone of which nobody was told"
+            await asyncio.sleep(0.001)
+
+
+class BackendFailureTests(BackendHarness):
+    """A medium that fails, wholly or for one key."""
+
     @in_loop
     async def test_a_medium_that_fails_is_not_an_absent_block(self) -> None:
         """While the medium fails, ``exists`` and ``probe`` raise and transfers fail; later all blocks are found."""
@@ -444,19 +461,6 @@ class BackendLifecycleTests(BackendHarness):
         finally:
             await self.mend_medium(backend)
         assert list(await backend.exists([bad])) == [True], "a key that failed is lost"
-
-    async def _closed(self) -> Backend:
-        backend = await self.opened_backend()
-        await backend.close()
-        return backend
-
-    async def _settled(self, backend: Backend, values: dict[BlockKey, bytes], removed: list[BlockKey]) -> None:
-        """Wait until exactly the blocks that were put and not reported as removed exist; eviction may lag."""
-        keys = list(values)
-        deadline = asyncio.get_running_loop().time() + self.time_limit_s / 2
-        while list(await backend.exists(keys)) != [key not in removed for key in keys]:
-            assert asyncio.get_running_loop().time() < deadline, "blocks are gone of which nobody was told"
-            await asyncio.sleep(0.001)
 
     async def _fails(self, call: object, what: str) -> None:
         try:
@@ -641,7 +645,7 @@ class BackendConcurrencyTests(BackendHarness):
             assert set(await self.scanned(backend)) == there, "a scan yields blocks that can't be read"
 
 
-class BackendTests(BackendValueTests, BackendLifecycleTests, BackendConcurrencyTests):
+class BackendTests(BackendValueTests, BackendLifecycleTests, BackendFailureTests, BackendConcurrencyTests):
     """Contract of every backend, in about thirty tests.
 
     Subclass it in a test module, under a name that pytest collects, and create your backend::

@@ -24,7 +24,14 @@ from kvstore.types import (
     TransferJob,
 )
 
-__all__ = ["TierEpochTests", "TierFaultTests", "TierHarness", "TierTests", "TierValueTests"]
+__all__ = [
+    "TierEpochTests",
+    "TierFaultTests",
+    "TierHarness",
+    "TierLifecycleTests",
+    "TierTests",
+    "TierValueTests",
+]
 
 
 class TierHarness:
@@ -201,6 +208,60 @@ class TierValueTests(TierHarness):
             assert rig.tier.drain(timeout_s=rig.timeout_s), "a drain of nothing did not end"
 
     @with_seed
+    def test_nonsense_raises_nothing(self) -> None:
+        """With invalid arguments no method raises, every job is reported, and the tier continues to work."""
+        with self.rig() as rig:
+            good = self.keys(4)
+            rig.store(good)
+            odd_keys: list[Any] = [b"", b"x" * (KEY_BYTES_MAX + 1), "text", 7, None, b"\0" * 1000]
+            for key in odd_keys:
+                rig.tier.lookup(key)
+                rig.tier.touch([key])
+                rig.tier.remove([key])
+            odd_jobs: list[tuple[Any, Any]] = [
+                ((), ()),
+                (good[:1], (-1,)),
+                (good[:1], (self.slots,)),
+                (good[:1], (10**12,)),
+                (good[:2], (0,)),
+                (self.keys(1), (0, 1)),
+                (good[:1] * 2, (0, 1)),
+                *(((key,), (0,)) for key in odd_keys),
+            ]
+            submits: tuple[Callable[[TransferJob], None], ...] = (rig.tier.submit_load, rig.tier.submit_store)
+            for submit in submits:
+                for keys, slots in odd_jobs:
+                    submit(rig.job(keys, slots))
+                    rig.step()
+            rig.tier.on_request_finished(RequestContext("never seen"))
+            jobs = 1 + 2 * len(odd_jobs)
+            rig.until(lambda: len(rig.results) == jobs, f"reports of {jobs} jobs, most of them nonsense")
+            assert rig.load(good).success, "after nonsense, what was stored before can't be loaded"
+            assert rig.store(self.keys(3)).success, "after nonsense, nothing can be stored"
+
+    def _ended(self, rig: TierRig, running: dict[int, tuple[str, list[BlockKey], list[int]]]) -> Sequence[int]:
+        """Check the jobs that have ended; return their slots, filled with the canary."""
+        freed: list[int] = []
+        for job_id in [job_id for job_id in running if job_id in rig.results]:
+            kind, keys, slots = running.pop(job_id)
+            result: JobResult = rig.results[job_id]
+            if kind == "load":
+                rig.prove(result, keys, slots)
+                assert set(result.outcomes) <= {Outcome.OK, Outcome.MISS}, f"a load: {result}"
+            else:
+                assert result.success, f"a store: {result}"
+                unchanged = all(rig.content(slot) == rig.payload(key) for key, slot in zip(keys, slots, strict=True))
+                assert unchanged, "a store changed the slots that it stores from"
+            for slot in slots:
+                rig.fill(slot)
+            freed += slots
+        return freed
+
+
+class TierLifecycleTests(TierHarness):
+    """Close, restart, capacity, events and statistics."""
+
+    @with_seed
     def test_close_reports_what_runs_and_lets_go(self) -> None:
         """Jobs in flight at close are reported once, and the primary tier is released (checked by the rig)."""
         for _ in range(5):
@@ -329,56 +390,6 @@ class TierValueTests(TierHarness):
                 assert second.lookup(keys[0]) is LookupResult.MISS, "a tier finds blocks of another medium"
                 second.store(keys[:2])
             assert first.load(keys).success, "a tier can't load after another one was closed"
-
-    @with_seed
-    def test_nonsense_raises_nothing(self) -> None:
-        """With invalid arguments no method raises, every job is reported, and the tier continues to work."""
-        with self.rig() as rig:
-            good = self.keys(4)
-            rig.store(good)
-            odd_keys: list[Any] = [b"", b"x" * (KEY_BYTES_MAX + 1), "text", 7, None, b"\0" * 1000]
-            for key in odd_keys:
-                rig.tier.lookup(key)
-                rig.tier.touch([key])
-                rig.tier.remove([key])
-            odd_jobs: list[tuple[Any, Any]] = [
-                ((), ()),
-                (good[:1], (-1,)),
-                (good[:1], (self.slots,)),
-                (good[:1], (10**12,)),
-                (good[:2], (0,)),
-                (self.keys(1), (0, 1)),
-                (good[:1] * 2, (0, 1)),
-                *(((key,), (0,)) for key in odd_keys),
-            ]
-            submits: tuple[Callable[[TransferJob], None], ...] = (rig.tier.submit_load, rig.tier.submit_store)
-            for submit in submits:
-                for keys, slots in odd_jobs:
-                    submit(rig.job(keys, slots))
-                    rig.step()
-            rig.tier.on_request_finished(RequestContext("never seen"))
-            jobs = 1 + 2 * len(odd_jobs)
-            rig.until(lambda: len(rig.results) == jobs, f"reports of {jobs} jobs, most of them nonsense")
-            assert rig.load(good).success, "after nonsense, what was stored before can't be loaded"
-            assert rig.store(self.keys(3)).success, "after nonsense, nothing can be stored"
-
-    def _ended(self, rig: TierRig, running: dict[int, tuple[str, list[BlockKey], list[int]]]) -> Sequence[int]:
-        """Check the jobs that have ended; return their slots, filled with the canary."""
-        freed: list[int] = []
-        for job_id in [job_id for job_id in running if job_id in rig.results]:
-            kind, keys, slots = running.pop(job_id)
-            result: JobResult = rig.results[job_id]
-            if kind == "load":
-                rig.prove(result, keys, slots)
-                assert set(result.outcomes) <= {Outcome.OK, Outcome.MISS}, f"a load: {result}"
-            else:
-                assert result.success, f"a store: {result}"
-                unchanged = all(rig.content(slot) == rig.payload(key) for key, slot in zip(keys, slots, strict=True))
-                assert unchanged, "a store changed the slots that it stores from"
-            for slot in slots:
-                rig.fill(slot)
-            freed += slots
-        return freed
 
 
 class TierEpochTests(TierHarness):
@@ -796,7 +807,7 @@ class TierFaultTests(TierHarness):
             assert rig.load([bad]).success, f"{kind}: the new block can't be loaded"
 
 
-class TierTests(TierValueTests, TierEpochTests, TierFaultTests):
+class TierTests(TierValueTests, TierLifecycleTests, TierEpochTests, TierFaultTests):
     """Contract of a tier on a backend, in about thirty tests.
 
     It checks the whole path from a scheduler to the medium and back. Subclass it with the configuration of a tier on

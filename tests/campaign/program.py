@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
+from tests.sizes import FULL_VARIABLE
 
 __all__ = ["NOT_RUN", "SECONDS_VARIABLE", "failed", "not_run", "passed", "rounds", "run_tests", "seconds"]
 
@@ -59,17 +60,15 @@ def not_run(reason: str) -> NoReturn:
     _end(reason, NOT_RUN)
 
 
-def run_tests(*arguments: str, scaled: Mapping[str, int] | None = None) -> NoReturn:
-    """Run tests of the suite, again with another seed while there is time, and end with how many passed.
+def run_tests(*arguments: str) -> NoReturn:
+    """Run tests of the suite in full size, again with another seed while there is time, and end with how many passed.
 
     Args:
         arguments: Of pytest.
-        scaled: Variables that set a size, named in the figure.
     """
-    sizes = {name: str(size) for name, size in (scaled or {}).items()}
     total, turns, skips = 0, 0, 0
     for seed in rounds():
-        env = os.environ | sizes | {SEED_VARIABLE: str(seed)}
+        env = os.environ | {FULL_VARIABLE: "1", SEED_VARIABLE: str(seed)}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
         output, status = _printed(command, env)
         counts = {what: int(count) for count, what in _COUNT.findall(output.strip().splitlines()[-1])}
@@ -78,9 +77,8 @@ def run_tests(*arguments: str, scaled: Mapping[str, int] | None = None) -> NoRet
         total, turns, skips = total + counts.get("passed", 0), turns + 1, skips + counts.get("skipped", 0)
     if not total:
         not_run(f"all {skips} tests skipped themselves")
-    extra = "".join(f", {name.removeprefix('KVSTORE_')}={size}" for name, size in sizes.items())
     skipped = f", {skips} skipped" if skips else ""
-    passed(f"{total} tests passed in {turns} round{'s' * (turns > 1)}{skipped}{extra}")
+    passed(f"{total} tests passed in {turns} round{'s' * (turns > 1)}{skipped}")
 
 
 def _printed(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, int]:

@@ -15,5 +15,5 @@ if __name__ == "__main__":
         "tests/redis/test_operations.py::test_bad_network",
         "tests/peer/test_faults.py",
         "tests/peer/test_fault_requests.py",
-        scaled={"KVSTORE_FAULT_REQUESTS": 1000},
+        "tests/peer/test_walk.py",
     )

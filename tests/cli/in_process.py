@@ -11,15 +11,15 @@ from unittest import mock
 from kvstore.cli.app import run_kvstore
 
 
-def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``kvstore`` with these arguments, with its output in simulated pipes."""
+def run_here(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run ``kvstore`` with these arguments and simulated pipes, 80 columns wide unless ``COLUMNS`` is given."""
     out, err = io.StringIO(), io.StringIO()
     status: object = 0
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", ["kvstore", *arguments]),
-        mock.patch.dict("os.environ", {"COLUMNS": "80", "KVSTORE_YES": "1"}),
+        mock.patch.dict("os.environ", {"COLUMNS": "80", "KVSTORE_YES": "1"} | env),
     ):
         try:
             run_kvstore()

@@ -60,7 +60,7 @@ def test_every_column_is_there_at_80_characters_and_in_a_pipe(tier: str) -> None
     narrow = run_here("inspect", "--tier", tier).stdout
     assert titles <= set(narrow.splitlines()[1].split())
     assert max(map(len, narrow.splitlines())) <= 80
-    wide = run_program("inspect", "--tier", tier).stdout
+    wide = run_here("inspect", "--tier", tier, COLUMNS="").stdout
     assert titles <= set(wide.splitlines()[1].split())
     assert _MODEL.hex[:12] in wide
     (row,) = [line for line in wide.splitlines() if line.startswith(_MODEL.hex[:12])]
@@ -87,14 +87,14 @@ def test_a_reader_that_reads_nothing_is_no_failure(tier: str) -> None:
 
 def test_a_rate_without_a_unit_is_refused(tier: str) -> None:
     """A rate without a unit is refused, because five bytes per second would take years."""
-    done = run_program("scrub", "--tier", tier, "--rate", "5")
+    done = run_here("scrub", "--tier", tier, "--rate", "5")
     assert (done.returncode, done.stdout) == (2, "")
     assert "'200MiB'" in done.stderr
 
 
 def test_a_narrow_terminal_leaves_columns_out_and_cuts_none(tier: str) -> None:
     """A narrow terminal omits columns, but digest, blocks and size stay complete."""
-    narrow = run_program("inspect", "--tier", tier, COLUMNS="40").stdout
+    narrow = run_here("inspect", "--tier", tier, COLUMNS="40").stdout
     assert max(map(len, narrow.splitlines())) <= 40
     assert narrow.splitlines()[1].split() == ["namespace", "blocks", "size"]
     assert narrow.splitlines()[2].split()[:2] == [_MODEL.hex[:12], str(len(_KEYS))]
@@ -104,9 +104,9 @@ def test_gc_shows_what_it_would_remove(tier: str) -> None:
     """The list has the model, and in JSON the full digest."""
     time.sleep(0.01)
     dry = ("gc", "--tier", tier, "--unused-for", "0.001s", "--dry-run")
-    shown = run_program(*dry).stdout
+    shown = run_here(*dry, COLUMNS="").stdout
     assert str(_MODEL.document()["fields"]["model"]) in shown
-    (row,) = report_of(run_program(*dry, "--json"))["rows"]
+    (row,) = report_of(run_here(*dry, "--json"))["rows"]
     assert (row["name"], row["blocks"]) == (_MODEL.hex, len(_KEYS))
 
 

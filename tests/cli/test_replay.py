@@ -503,12 +503,12 @@ def test_tenants_of_the_command(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 1024, "hash_ids": [1, 2], "kvstore": {"tenant": "acme"}}
     trace.write_text("".join(json.dumps(line | {"timestamp": number}) + "\n" for number in range(4)))
-    shown = run_program("bench", "replay", str(trace), "--dry", "--tenants", '{"named": {"acme": {"guaranteed": 0.5}}}')
+    shown = run_here("bench", "replay", str(trace), "--dry", "--tenants", '{"named": {"acme": {"guaranteed": 0.5}}}')
     assert shown.returncode == 0 and "acme 75.0%" in shown.stdout
-    report = run_program("bench", "replay", str(trace), "--dry", "--tenants", '{"named": {"acme": {}}}', "--json")
+    report = run_here("bench", "replay", str(trace), "--dry", "--tenants", '{"named": {"acme": {}}}', "--json")
     assert report_of(report)["rows"][0]["tenants"] == {"acme": {"blocks": 8, "hit_blocks": 6}}
     for text, wrong in (('{"named": {"acme": {"guaranteed": 2}}}', "guaranteed is 2"), ("[]", "JSON object")):
-        failed = run_program("bench", "replay", str(trace), "--dry", "--tenants", text)
+        failed = run_here("bench", "replay", str(trace), "--dry", "--tenants", text)
         assert failed.returncode == 2 and wrong in failed.stderr and "--tenants" in failed.stderr
-    both = run_program("bench", "replay", str(trace), "--dry", "--policy", "belady", "--tenants", "{}")
+    both = run_here("bench", "replay", str(trace), "--dry", "--policy", "belady", "--tenants", "{}")
     assert both.returncode == 2 and "tenants" in both.stderr

@@ -13,6 +13,7 @@ import pytest
 from kvstore.config import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.testing import TierRig, TierTests
+from kvstore.testing.tier_tests import TierHarness, TierValueTests
 from kvstore.types import BlockKey, LookupResult, Outcome
 from tests.codec.coding import numbers
 from tests.redis.clients import options_for
@@ -154,7 +155,7 @@ def test_what_can_not_be_used_is_refused_at_start(tmp_path: Path) -> None:
             rig(config, "zstd:99")
 
 
-class CodedTierTests(TierTests):
+class CodedHarness(TierHarness):
     """The contract of tiers, with codecs before the backend."""
 
     codec: ClassVar[Any] = CODED
@@ -181,11 +182,11 @@ class CodedTierTests(TierTests):
         return made
 
 
-class TestFile(CodedTierTests):
+class TestFile(CodedHarness, TierTests):
     options: ClassVar[dict[str, Any]] = {"backend": "file"}
 
 
-class TestMemory(CodedTierTests):
+class TestMemory(CodedHarness, TierValueTests):
     persistent = False
     codec: ClassVar[Any] = ["zstd:-5"]
 

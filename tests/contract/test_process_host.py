@@ -1,16 +1,27 @@
-"""Tiers with an I/O process keep the contract of tiers, over each local backend, including faults."""
+"""Tiers with an I/O process keep the contract of tiers.
+
+The value part runs over each local backend, with one tier for all tests of a class, because the start of a process
+costs more than a test. The rest runs over a directory, by io_uring: it concerns the host, whatever the backend.
+"""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from kvstore.runtime.process import ProcessChannel
-from kvstore.testing import TierRig, TierTests
-from kvstore.testing.tier_tests import TierHarness, TierValueTests
+from kvstore.testing import TierRig
+from kvstore.testing.tier_tests import (
+    TierEpochTests,
+    TierFaultTests,
+    TierHarness,
+    TierLifecycleTests,
+    TierValueTests,
+)
 
 
 class ProcessRig(TierHarness):
@@ -38,25 +49,82 @@ class ProcessRig(TierHarness):
         return rig
 
 
-class TestFileProcess(ProcessRig, TierTests):
+class KeptRig(TierRig):
+    """A rig that one test after the other enters; its tier and process stay."""
+
+    def __enter__(self) -> KeptRig:
+        self.results.clear()
+        for slot in range(self.slots):
+            self.fill(slot)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        if kind is None:
+            self.until(lambda: not self.tier.stats().jobs_in_flight, "the end of all jobs")
+            assert set(self.reports.values()) <= {1}, "jobs reported more than once"
+            assert len(self.reports) == self._next_job_id - 1, "jobs that were never reported"
+
+    def close(self) -> None:
+        """Close the tier with the checks of every rig."""
+        super().__exit__(None)
+
+
+@pytest.fixture(scope="class")
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptRig]:
+    """The rig of a class."""
+    suite: OneProcess = request.cls()
+    suite.tmp_path = tmp_path_factory.mktemp("kept")
+    rig = KeptRig(suite.make_config(), namespace=suite.namespace, slot_bytes=suite.slot_bytes, slots=suite.slots)
+    assert isinstance(rig.tier._channel, ProcessChannel)
+    yield rig
+    rig.close()
+
+
+class OneProcess(ProcessRig, TierValueTests):
+    """The value part of the suite, over one tier for all of its tests."""
+
+    @pytest.fixture(autouse=True)
+    def _rig(self, kept: KeptRig) -> None:
+        self.kept = kept
+
+    def rig(self, *args: Any, **kwargs: Any) -> TierRig:
+        """Return the rig of the class; the value part opens none with options of its own."""
+        assert not args and not kwargs
+        return self.kept
+
+
+class TestFileProcess(OneProcess):
     """A directory, by io_uring."""
 
     options: ClassVar[dict[str, Any]] = {"backend": "file"}
 
 
-class TestFileThreadsProcess(ProcessRig, TierValueTests):
-    """A directory, by threads: its fault handling is the same as by io_uring."""
+class TestFileProcesses(ProcessRig, TierLifecycleTests, TierEpochTests, TierFaultTests):
+    """A directory, by io_uring: the rest of the suite, with a process for each tier."""
+
+    options: ClassVar[dict[str, Any]] = {"backend": "file"}
+
+
+class TestFileThreadsProcess(OneProcess):
+    """A directory, by threads."""
 
     options: ClassVar[dict[str, Any]] = {"backend": "file", "engine": "threads"}
 
 
-class TestNvmeProcess(ProcessRig, TierValueTests):
+class TestNvmeProcess(OneProcess):
     """A directory used by a single engine."""
 
     options: ClassVar[dict[str, Any]] = {"backend": "nvme"}
 
 
-class TestMemoryProcess(ProcessRig, TierTests):
+class TestNvmeProcessRestart(ProcessRig):
+    """The process of a closed tier leaves its directory to the next one."""
+
+    options: ClassVar[dict[str, Any]] = {"backend": "nvme"}
+    test_blocks_outlive_a_restart = TierLifecycleTests.test_blocks_outlive_a_restart
+
+
+class TestMemoryProcess(OneProcess):
     """Memory of the process, lost with the process."""
 
     options: ClassVar[dict[str, Any]] = {"backend": "memory"}

@@ -1,4 +1,4 @@
-"""Each form of the disk backend keeps the contract of backends."""
+"""Each form of the disk backend keeps the contract of backends; options of the file access run the value part."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from kvstore.backends.base import Backend
 from kvstore.backends.disk import DiskBackend, DiskConfig
 from kvstore.config import Capacity
 from kvstore.testing import BackendTests, HoldingsTests
+from kvstore.testing.backend_harness import BackendHarness
+from kvstore.testing.backend_tests import BackendValueTests
 from tests.diskio.faulty_disk import FaultyDisk
 
 
-class DiskSuite(BackendTests):
+class DiskHarness(BackendHarness):
     settings: ClassVar[dict[str, Any]] = {}
     drives: ClassVar[int] = 1
 
@@ -42,27 +44,27 @@ class DiskSuite(BackendTests):
         return self.backend(capacity_bytes)
 
 
-class TestUring(DiskSuite):
+class TestUring(DiskHarness, BackendTests):
     settings: ClassVar[dict[str, Any]] = {"engine": "io_uring"}
 
 
-class TestThreads(DiskSuite):
+class TestThreads(DiskHarness, BackendTests):
     settings: ClassVar[dict[str, Any]] = {"engine": "threads"}
 
 
-class TestBuffered(DiskSuite):
+class TestBuffered(DiskHarness, BackendValueTests):
     settings: ClassVar[dict[str, Any]] = {"direct": "off"}
 
 
-class TestDurable(DiskSuite):
+class TestDurable(DiskHarness, BackendValueTests):
     settings: ClassVar[dict[str, Any]] = {"durability": "data"}
 
 
-class TestExclusive(DiskSuite):
+class TestExclusive(DiskHarness, BackendTests):
     settings: ClassVar[dict[str, Any]] = {"exclusive": True}
 
 
-class TestDrives(DiskSuite):
+class TestDrives(DiskHarness, BackendTests):
     drives = 3
 
 
@@ -78,4 +80,4 @@ class TestHoldings(HoldingsTests):
         path = tempfile.mkdtemp(dir=self.directory)
         return DiskBackend(DiskConfig(path=[path], capacity=Capacity("48MiB"), reserve=Capacity(0)))
 
-    reopen = DiskSuite.reopen
+    reopen = DiskHarness.reopen

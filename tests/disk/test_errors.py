@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import random
 import shutil
 import threading
 from collections.abc import Sequence
@@ -20,10 +21,12 @@ from kvstore.backends.disk import backend as backend_module
 from kvstore.backends.disk import space as space_module
 from kvstore.diskio import OsDisk
 from kvstore.errors import KVStoreError
+from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
 from tests.disk.rig import PAYLOAD, Rig, opened, room_for
 from tests.diskio.faulty_disk import DiskFault, FaultyDisk
+from tests.sizes import sized
 
 FAULTS: dict[str, dict[str, Any]] = {
     "EIO": {"error": errno.EIO},
@@ -33,7 +36,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "short": {"short": True},
 }
 
-SAMPLES = 40
+SAMPLES = sized(8, full=40)
 """Number of calls made to fail in a lifecycle, by kind of fault."""
 
 
@@ -68,14 +71,14 @@ async def life(root: Path, disk: FaultyDisk, engine: str) -> tuple[dict[BlockKey
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.timeout(600)
 async def test_one_call_fails(tmp_path: Path, fault: str, engine: str) -> None:
-    """For each single failing call, errors are named, no wrong block is read, and the next engine stores and loads."""
+    """Whichever single call fails, errors are named, no wrong block is read, and the next engine stores and loads."""
     quiet = FaultyDisk()
     await life(tmp_path / "quiet", quiet, engine)
     total = quiet.count()
     assert total > 100
-    # Different calls for each kind of fault.
-    first = 1 + [*FAULTS].index(fault)
-    for nth in range(first, total, max(1, total // SAMPLES)):
+    # Different calls for each kind of fault, also with the same seed.
+    seed = fresh_seed()
+    for nth in random.Random(f"{seed} {fault} {engine}").sample(range(1, total), SAMPLES):
         root = tmp_path / f"root-{nth}"
         disk = FaultyDisk()
         struck = disk.add(DiskFault("any", nth, **FAULTS[fault]))
@@ -83,7 +86,7 @@ async def test_one_call_fails(tmp_path: Path, fault: str, engine: str) -> None:
         removed: set[BlockKey] = set()
         with contextlib.suppress(KVStoreError):
             values, removed = await life(root, disk, engine)
-        assert not disk.open_fds or struck.hits, (nth, disk.open_fds)
+        assert not disk.open_fds or struck.hits, (seed, nth, disk.open_fds)
         disk.heal()
         async with opened(root, room_for(16), disk=disk, engine=engine) as rig:
             await rig.session.recovered.wait()
@@ -94,9 +97,9 @@ async def test_one_call_fails(tmp_path: Path, fault: str, engine: str) -> None:
                 while set(await rig.put(fresh)) - {Outcome.OK, Outcome.EXISTS}:
                     await asyncio.sleep(0.01)
             await rig.has_all(fresh)
-            assert True not in await rig.backend.exists(list(removed)), nth
+            assert True not in await rig.backend.exists(list(removed)), (seed, nth)
             total_bytes = sum(path.stat().st_size for path in root.rglob("*.seg"))
-            assert total_bytes <= room_for(16), (nth, total_bytes)
+            assert total_bytes <= room_for(16), (seed, nth, total_bytes)
         shutil.rmtree(root)
 
 

@@ -37,6 +37,7 @@ from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome
 from tests.disk.filled_root import FRAME, filled, home, journal, proved
 from tests.disk.rig import GEOMETRY, NAMESPACE, OTHER_NAMESPACE, PAYLOAD, clone, opened, room_for
 from tests.diskio.faulty_disk import FaultyDisk
+from tests.sizes import sized
 
 LENGTH_AT = 256 + 24
 """Offset of the record's length in a slot's page."""
@@ -46,7 +47,7 @@ async def test_a_damaged_head_of_a_journal(tmp_path: Path) -> None:
     """Each bit of the header counts: a journal with a damaged one is ignored, and all blocks are found in slots."""
     rng = random.Random(seed := fresh_seed())
     values = await filled(tmp_path / "a", 6)
-    for bit in rng.sample(range(JOURNAL_HEADER_BYTES * 8), 40):
+    for bit in rng.sample(range(JOURNAL_HEADER_BYTES * 8), sized(8, full=40)):
         copy = clone(tmp_path / "a", tmp_path / f"b{bit}")
         content = bytearray(journal(copy).read_bytes())
         content[bit // 8] ^= 1 << bit % 8

@@ -14,12 +14,13 @@ import pytest
 from kvstore import Namespace, TransferJob, open_tier
 from kvstore.runtime.process import ProcessChannel
 from kvstore.testing.seeds import fresh_seed
+from tests.sizes import sized
 from tests.torture.blocks import key_of, payload_of
 
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(300)]
 
-KILLS = int(os.environ.get("KVSTORE_IO_KILLS", "5"))
-"""Number of kills of the I/O process; 100 take two minutes."""
+KILLS = sized(2, full=20)
+"""Number of kills of the I/O process."""
 
 
 class Load:

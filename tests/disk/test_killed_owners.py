@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +12,14 @@ import pytest
 
 from kvstore.testing.seeds import fresh_seed
 from tests.project.tree import ROOT
+from tests.sizes import sized
 
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(3600)]
 
-KILLS = int(os.environ.get("KVSTORE_OWNER_KILLS", "60"))
-"""Number of kills of a writer whose slots another engine reads; the 10,000 of the issue take about ten minutes."""
+KILLS = sized(10, full=100)
+"""Number of kills of a writer whose slots another engine reads."""
 
-RACES = int(os.environ.get("KVSTORE_OWNER_RACES", "8"))
+RACES = sized(2, full=10)
 
 
 def run(**plan: Any) -> dict[str, Any]:

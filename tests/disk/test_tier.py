@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import pytest
 
 from kvstore.testing import TierTests
+from kvstore.testing.tier_tests import TierHarness, TierValueTests
 
 
-class DiskTierSuite(TierTests):
+class DiskTierHarness(TierHarness):
     options: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture(autouse=True)
@@ -28,11 +29,11 @@ class DiskTierSuite(TierTests):
         return {"backend": "file", "path": path, "capacity": capacity_bytes, "reserve": 0, **self.options}
 
 
-class TestDiskTier(DiskTierSuite):
+class TestDiskTier(DiskTierHarness, TierTests):
     """By io_uring, on a thread of this process."""
 
 
-class TestDiskTierThreads(DiskTierSuite):
+class TestDiskTierThreads(DiskTierHarness, TierValueTests):
     """By threads."""
 
     options: ClassVar[dict[str, Any]] = {"engine": "threads"}

@@ -11,6 +11,9 @@ import pytest
 from kvstore.backends.base import Backend
 from kvstore.errors import BackendError
 from kvstore.testing import BackendTests, TierTests
+from kvstore.testing.backend_harness import BackendHarness
+from kvstore.testing.backend_tests import BackendValueTests
+from kvstore.testing.tier_tests import TierHarness, TierValueTests
 from tests.peer.ports import free_port
 from tests.peer.served import ServedConfig, ServedPeer
 
@@ -27,8 +30,8 @@ def options(medium_name: str, **more: Any) -> dict[str, Any]:
     return {**named, "breaker_cooldown": "50ms", "breaker_cooldown_max": "100ms", **PATIENT, **more}
 
 
-class TestPeer(BackendTests):
-    """Over TCP, with a secret."""
+class PeerHarness(BackendHarness):
+    """Shared parts of the suites below."""
 
     scans: ClassVar[bool] = False
     more: ClassVar[dict[str, Any]] = {"secret": "sixteen characters"}
@@ -62,9 +65,13 @@ class TestPeer(BackendTests):
                     await asyncio.sleep(0.01)
 
 
+class TestPeer(PeerHarness, BackendTests):
+    """Over TCP, with a secret."""
+
+
 # Python's wrap_socket leaves its socket to the garbage collector if the connection is reset while it runs.
 @pytest.mark.filterwarnings("ignore:unclosed <ssl.SSLSocket:ResourceWarning")
-class TestTLS(TestPeer):
+class TestTLS(PeerHarness, BackendValueTests):
     """TLS with certificates on both sides."""
 
     @pytest.fixture(autouse=True)
@@ -72,14 +79,14 @@ class TestTLS(TestPeer):
         self.more = certificates  # type: ignore[misc]
 
 
-class TestNixl(TestPeer):
+class TestNixl(PeerHarness, BackendTests):
     """NIXL, over TCP."""
 
     more: ClassVar[dict[str, Any]] = {"transport": "nixl", "secret": "sixteen characters"}
 
 
-class TestPeerTier(TierTests):
-    """A tier over a peer."""
+class PeerTierHarness(TierHarness):
+    """Shared parts of the suites below."""
 
     exclusive = False
     forgets = False
@@ -90,7 +97,11 @@ class TestPeerTier(TierTests):
         return {"backend": "tests.peer.served:ServedPeer", **options(uuid.uuid4().hex, **self.more)}
 
 
-class TestNixlTier(TestPeerTier):
+class TestPeerTier(PeerTierHarness, TierTests):
+    """A tier over a peer."""
+
+
+class TestNixlTier(PeerTierHarness, TierValueTests):
     """A tier over a peer whose memory NIXL reads."""
 
     more: ClassVar[dict[str, Any]] = {"transport": "nixl"}

@@ -1,7 +1,7 @@
 """Many requests under each fault of a peer or directory: right bytes or a miss, in time, and no slot lost.
 
-``KVSTORE_FAULT_REQUESTS=1000 pytest -n 0 -s tests/peer/test_fault_requests.py`` makes a thousand of each and prints the
-longest wait.
+``KVSTORE_TEST_FULL=1 pytest -n 0 -s tests/peer/test_fault_requests.py`` makes a thousand of each and prints the longest
+wait.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import os
 import random
 import socket
 import time
@@ -40,10 +39,11 @@ from tests.peer.faults import BREAKS, LIES
 from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
 from tests.redis.servers import running
+from tests.sizes import sized
 
 pytestmark = pytest.mark.timeout(3600)
 
-REQUESTS = int(os.environ.get("KVSTORE_FAULT_REQUESTS", "20"))
+REQUESTS = sized(20, full=1000)
 
 DEADLINE_S = 2.1
 """Maximum wait of a request with default timeouts, plus a tenth of a second."""

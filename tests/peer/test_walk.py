@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections import Counter
@@ -15,9 +14,9 @@ from kvstore.types import LookupResult, Outcome, RequestContext
 from tests.peer.fake_peer import FakePeer, honest
 from tests.peer.faults import BREAKS, LIES
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
+from tests.sizes import sized
 
-REQUESTS = int(os.environ.get("KVSTORE_WALK_REQUESTS", "150"))
-"""Number of requests; a thousand take some minutes."""
+REQUESTS = sized(40, full=400)
 
 LOOKUP_S, LOAD_S = 0.5, 1.0
 SLACK_S = 10.0

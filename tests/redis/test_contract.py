@@ -1,4 +1,7 @@
-"""The contract suites of backends and tiers, on all kinds of servers."""
+"""The contract suites of backends and tiers, on all kinds of servers.
+
+Variants that only change the connection or an option of the writes run the value part.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ import pytest
 from kvstore.backends.base import Backend
 from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.testing import BackendTests, HoldingsTests, TierTests
+from kvstore.testing.backend_harness import BackendHarness
+from kvstore.testing.backend_tests import BackendFailureTests, BackendValueTests
+from kvstore.testing.tier_tests import TierHarness, TierValueTests
 from tests.redis.clients import options_for
 from tests.redis.servers import Server
 
 
-class TestRedis(BackendTests):
-    """Redis from Debian over TCP."""
+class RedisHarness(BackendHarness):
+    """Shared parts of the suites below; the server is Redis from Debian."""
 
     scans: ClassVar[bool] = False
     more: ClassVar[dict[str, Any]] = {}
@@ -40,13 +46,17 @@ class TestRedis(BackendTests):
         return RedisBackend(backend.config)
 
 
-class TestRedisRESP2(TestRedis):
+class TestRedis(RedisHarness, BackendTests):
+    """Redis over TCP."""
+
+
+class TestRedisRESP2(RedisHarness, BackendValueTests):
     """Blocks without a time to live."""
 
     more: ClassVar[dict[str, Any]] = {"ttl": 0}
 
 
-class TestUnixSocket(TestRedis):
+class TestUnixSocket(RedisHarness, BackendValueTests):
     """Redis over a unix socket."""
 
     def options(self) -> dict[str, Any]:
@@ -60,7 +70,7 @@ class InParts(RedisBackend):
     part_bytes: ClassVar[int] = 16384
 
 
-class TestParts(TestRedis):
+class PartsHarness(RedisHarness):
     """Blocks stored in parts, of 16 KiB here."""
 
     async def make_backend(self) -> Backend:
@@ -73,7 +83,11 @@ class TestParts(TestRedis):
         return InParts(backend.config)
 
 
-class TestPartsInCluster(TestParts):
+class TestParts(PartsHarness, BackendValueTests):
+    """Parts on one node."""
+
+
+class TestPartsInCluster(PartsHarness, BackendTests):
     """Parts on different nodes."""
 
     @pytest.fixture(autouse=True)
@@ -89,7 +103,7 @@ class TestValkey(TestRedis):
         self.server = valkey_server
 
 
-class TestTLS(TestRedis):
+class TestTLS(RedisHarness, BackendValueTests):
     """TLS, with a user of least rights."""
 
     @pytest.fixture(autouse=True)
@@ -105,10 +119,10 @@ class TestCluster(TestRedis):
         self.server = cluster[0]
 
 
-class TestOutage(TestRedis):
+class TestOutage(RedisHarness, BackendFailureTests):
     """A server of its own, which the suite may stop."""
 
-    # The one check that stops the server waits for these timeouts a few times; the other checks use them too.
+    # The check that stops the server waits for these timeouts a few times.
     more: ClassVar[dict[str, Any]] = {"timeout": 3, "connect_timeout": 3}
 
     @pytest.fixture(autouse=True)
@@ -136,8 +150,8 @@ async def _until_back(backend: Backend) -> None:
                 await asyncio.sleep(0.02)
 
 
-class TestRedisTier(TierTests):
-    """A tier over Redis."""
+class RedisTierHarness(TierHarness):
+    """Shared parts of the suites below; the server is Redis from Debian."""
 
     exclusive = False
 
@@ -150,7 +164,11 @@ class TestRedisTier(TierTests):
         return {"backend": "redis", **options_for(self.server)}
 
 
-class TestValkeyTier(TestRedisTier):
+class TestRedisTier(RedisTierHarness, TierTests):
+    """A tier over Redis."""
+
+
+class TestValkeyTier(RedisTierHarness, TierValueTests):
     """A tier over Valkey."""
 
     @pytest.fixture(autouse=True)
@@ -158,7 +176,7 @@ class TestValkeyTier(TestRedisTier):
         self.server = valkey_server
 
 
-class TestTLSTier(TestRedisTier):
+class TestTLSTier(RedisTierHarness, TierValueTests):
     """A tier over TLS, whose user has the rights of an engine and may not list."""
 
     forgets = False
@@ -168,7 +186,7 @@ class TestTLSTier(TestRedisTier):
         self.server = tls_server
 
 
-class TestClusterTier(TestRedisTier):
+class TestClusterTier(RedisTierHarness, TierValueTests):
     """A tier over a cluster."""
 
     @pytest.fixture(autouse=True)
@@ -176,15 +194,5 @@ class TestClusterTier(TestRedisTier):
         self.server = cluster[0]
 
 
-class TestHoldings(HoldingsTests):
+class TestHoldings(RedisHarness, HoldingsTests):
     """Values of one part, listed by SCAN."""
-
-    more: ClassVar[dict[str, Any]] = {}
-    server: Server
-    options = TestRedis.options
-    make_backend = TestRedis.make_backend
-    reopen = TestRedis.reopen
-
-    @pytest.fixture(autouse=True)
-    def _server(self, redis_server: Server) -> None:
-        self.server = redis_server

@@ -8,7 +8,8 @@ import pytest
 
 from kvstore.cli.reporting.tables import cost_rows
 from kvstore.tiers.base import TierStats
-from tests.cli.cli import report_of, run_program
+from tests.cli.cli import report_of
+from tests.cli.in_process import run_here
 from tests.s3.clients import options_for
 from tests.s3.fault_server import FaultServer
 
@@ -19,7 +20,7 @@ def test_a_run_over_s3_tells_requests_bytes_and_dollars(faults: FaultServer) -> 
     tier = json.dumps({"type": "s3", **options})
     arguments = ["bench", "run", "--tier", tier, "--ops", "20", "--block-size", "64KiB", "--working-set", "2MiB"]
     arguments += ["--baseline", "none", "--reuse", "--jobs", "2", "--blocks-per-job", "4"]
-    done = run_program(*arguments, "--json")
+    done = run_here(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     report = report_of(done)
     costs = {row["what"]: row for row in report["costs"]}
@@ -30,7 +31,7 @@ def test_a_run_over_s3_tells_requests_bytes_and_dollars(faults: FaultServer) -> 
     assert costs["put"]["dollars"] == pytest.approx(seen["PUT"] / 100)
     assert costs["put"]["size_bytes"] >= 32 * 65536
     assert costs["total"]["requests"] == sum(row["requests"] for what, row in costs.items() if what != "total")
-    shown = run_program(*arguments).stdout
+    shown = run_here(*arguments).stdout
     assert "Costs" in shown
     assert "dollars" in shown
 

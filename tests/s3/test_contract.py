@@ -1,4 +1,7 @@
-"""The contract suites of backends and tiers: both clients, on moto's server, on SeaweedFS, and over https."""
+"""The contract suites of backends and tiers: both clients, on SeaweedFS, the strictest server.
+
+Another server and https run the value part: the code above the connection is the same.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ import pytest
 from kvstore.backends.base import Backend
 from kvstore.backends.s3 import S3Backend
 from kvstore.testing import BackendTests, HoldingsTests, TierTests
+from kvstore.testing.backend_harness import BackendHarness
+from kvstore.testing.backend_tests import BackendFailureTests, BackendValueTests
+from kvstore.testing.tier_tests import TierHarness, TierValueTests
 from kvstore.types import BlockKey
 from tests.s3.clients import config_for, options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.servers import S3Server
 
 
-class S3Suite(BackendTests):
+class S3Harness(BackendHarness):
     """Shared parts of the suites below."""
 
-    __test__ = False
     scans: ClassVar[bool] = False
     cancel_rounds: ClassVar[int] = 16
     more: ClassVar[dict[str, Any]] = {"client": "direct"}
@@ -39,26 +44,16 @@ class S3Suite(BackendTests):
         return S3Backend(backend.config)
 
 
-class TestMoto(S3Suite):
+class TestMoto(S3Harness, BackendValueTests):
     """moto's server, our own connections."""
-
-    __test__ = True
 
     @pytest.fixture(autouse=True)
     def _server(self, moto_server: S3Server) -> None:
         self.server = moto_server
 
 
-class TestMotoAioboto3(TestMoto):
-    """moto's server, aioboto3."""
-
-    more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
-
-
-class TestWeed(S3Suite):
+class TestWeed(S3Harness, BackendTests):
     """SeaweedFS, our own connections."""
-
-    __test__ = True
 
     @pytest.fixture(autouse=True)
     def _server(self, weed_server: S3Server) -> None:
@@ -71,7 +66,7 @@ class TestWeedAioboto3(TestWeed):
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
 
 
-class TestWeedTLS(TestWeed):
+class TestWeedTLS(S3Harness, BackendValueTests):
     """SeaweedFS over https, with checksums on writes."""
 
     more: ClassVar[dict[str, Any]] = {"client": "direct", "checksums": "when_supported"}
@@ -87,10 +82,9 @@ class TestWeedTLSAioboto3(TestWeedTLS):
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3", "checksums": "when_supported"}
 
 
-class TestRefused(S3Suite):
+class TestRefused(S3Harness, BackendFailureTests):
     """A service that refuses one object, as if its KMS key were disabled."""
 
-    __test__ = True
     faults: FaultServer
     fault: ClassVar[Fault] = Fault.KEY_DISABLED
 
@@ -114,10 +108,9 @@ class TestForbidden(TestRefused):
     fault: ClassVar[Fault] = Fault.FORBIDDEN
 
 
-class TestUnconditional(S3Suite):
+class TestUnconditional(S3Harness, BackendTests):
     """A service configured as having no conditional writes."""
 
-    __test__ = True
     more: ClassVar[dict[str, Any]] = {"client": "direct", "conditional_put": "no"}
 
     @pytest.fixture(autouse=True)
@@ -125,10 +118,9 @@ class TestUnconditional(S3Suite):
         self.server = faults
 
 
-class TestOutage(S3Suite):
+class TestOutage(S3Harness, BackendFailureTests):
     """A service that fails, and recovers."""
 
-    __test__ = True
     faults: FaultServer
 
     @pytest.fixture(autouse=True)
@@ -151,29 +143,19 @@ class TestOutageAioboto3(TestOutage):
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
 
 
-class TestMotoTier(TierTests):
-    """A tier over moto's server."""
+class S3TierHarness(TierHarness):
+    """Shared parts of the suites below."""
 
     exclusive = False
     client: ClassVar[str] = "direct"
     server: S3Server
 
-    @pytest.fixture(autouse=True)
-    def _server(self, moto_server: S3Server) -> None:
-        self.server = moto_server
-
     def make_config(self) -> dict[str, Any]:
         """Return the configuration of a tier under an unused prefix."""
-        return {"backend": "s3", **options_for(self.server, **S3Suite.patient, client=self.client)}
+        return {"backend": "s3", **options_for(self.server, **S3Harness.patient, client=self.client)}
 
 
-class TestMotoTierAioboto3(TestMotoTier):
-    """The same with aioboto3."""
-
-    client: ClassVar[str] = "aioboto3"
-
-
-class TestWeedTier(TestMotoTier):
+class TestWeedTier(S3TierHarness, TierTests):
     """A tier over SeaweedFS."""
 
     @pytest.fixture(autouse=True)
@@ -181,7 +163,25 @@ class TestWeedTier(TestMotoTier):
         self.server = weed_server
 
 
-class TestWeedTierTLS(TestMotoTier):
+class TestWeedTierAioboto3(S3TierHarness, TierValueTests):
+    """The same with aioboto3."""
+
+    client: ClassVar[str] = "aioboto3"
+
+    @pytest.fixture(autouse=True)
+    def _server(self, weed_server: S3Server) -> None:
+        self.server = weed_server
+
+
+class TestMotoTier(S3TierHarness, TierValueTests):
+    """A tier over moto's server."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, moto_server: S3Server) -> None:
+        self.server = moto_server
+
+
+class TestWeedTierTLS(S3TierHarness, TierValueTests):
     """A tier over SeaweedFS with https."""
 
     @pytest.fixture(autouse=True)
@@ -189,15 +189,8 @@ class TestWeedTierTLS(TestMotoTier):
         self.server = weed_tls
 
 
-class TestHoldings(HoldingsTests):
+class TestHoldings(S3Harness, HoldingsTests):
     """Objects of one block, listed from SeaweedFS."""
-
-    more: ClassVar[dict[str, Any]] = {"client": "direct"}
-    patient = S3Suite.patient
-    time_limit_s: float = 120.0
-    server: S3Server | FaultServer
-    make_backend = S3Suite.make_backend
-    reopen = S3Suite.reopen
 
     @pytest.fixture(autouse=True)
     def _server(self, weed_server: S3Server) -> None:

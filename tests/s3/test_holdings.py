@@ -183,13 +183,12 @@ def _foreign(namespace: Namespace) -> dict[str, bytes]:
     }
 
 
-@pytest.fixture(params=["moto", "weed packed aioboto3"])
+@pytest.fixture(params=["moto", "weed packed"])
 def tier(request: pytest.FixtureRequest, rng: random.Random) -> Tier:
     """A tier with two namespaces, beside foreign objects: on two servers, as single objects and in packs."""
     kind, *more = request.param.split()
     server: S3Server = request.getfixturevalue(f"{kind}_server")
-    options = {"client": "aioboto3" if "aioboto3" in more else "direct"}
-    found = Tier(server, rng, **options, **(_PACKED if "packed" in more else {}))
+    found = Tier(server, rng, **(_PACKED if more else {}))
     for namespace in (_LLAMA, _QWEN):
         found.fill(namespace)
     found.write(_foreign(_LLAMA))

@@ -17,6 +17,8 @@ from kvstore.backends.s3.packing import PackIndex
 from kvstore.backends.s3.packs import PackFormat, Unreadable
 from kvstore.namespace import Namespace
 from kvstore.testing import BackendTests, TierTests
+from kvstore.testing.backend_harness import BackendHarness
+from kvstore.testing.backend_tests import BackendValueTests
 from kvstore.types import Outcome, RemovalCause
 from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened, options_for
 from tests.s3.fault_server import Fault, FaultServer
@@ -26,18 +28,16 @@ from tests.s3.servers import S3Server
 PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 20}
 
 
-class PackedSuite(BackendTests):
+class PackedHarness(BackendHarness):
     """Shared parts of the suites below."""
 
-    __test__ = False
     scans: ClassVar[bool] = False
     cancel_rounds: ClassVar[int] = 24
-    client: ClassVar[str] = "direct"
     server: S3Server | FaultServer
 
     async def make_backend(self) -> Backend:
         """Return a backend under a prefix of its own."""
-        return S3Backend(config_for(self.server, client=self.client, **PACKED | PATIENT))
+        return S3Backend(config_for(self.server, **PACKED | PATIENT))
 
     async def reopen(self, backend: Backend) -> Backend:
         """Return another backend under the same prefix."""
@@ -45,30 +45,20 @@ class PackedSuite(BackendTests):
         return S3Backend(backend.config)
 
 
-class TestMotoPacked(PackedSuite):
+class TestMotoPacked(PackedHarness, BackendValueTests):
     """The server of moto."""
-
-    __test__ = True
 
     @pytest.fixture(autouse=True)
     def _server(self, moto_server: S3Server) -> None:
         self.server = moto_server
 
 
-class TestWeedPacked(PackedSuite):
+class TestWeedPacked(PackedHarness, BackendTests):
     """SeaweedFS."""
-
-    __test__ = True
 
     @pytest.fixture(autouse=True)
     def _server(self, weed_server: S3Server) -> None:
         self.server = weed_server
-
-
-class TestWeedPackedAioboto3(TestWeedPacked):
-    """SeaweedFS, aioboto3."""
-
-    client: ClassVar[str] = "aioboto3"
 
 
 class TestTierPacked(TierTests):
