@@ -94,9 +94,12 @@ async def at_once(
             latencies.append(time.perf_counter() - begun)
 
     started, cpu = time.perf_counter(), time.process_time()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(workers):
-            group.create_task(worker())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(workers):
+                group.create_task(worker())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     return time.perf_counter() - started, time.process_time() - cpu, latencies
 
 

@@ -24,13 +24,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.common import Row, arguments, in_turns, median_row, needs, reporting, runs_of
+
+needs("blosc2", "cryptography", "torch", "transformers", "zstandard")
+
 import blosc2
 import numpy as np
 import zstandard
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from bench.common import Row, arguments, in_turns, median_row, reporting, runs_of
 from bench.kv_tensors import DTYPES, kv_blocks
 from kvstore import Namespace
 from kvstore.codec.coding import Encoder

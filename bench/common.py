@@ -1,20 +1,46 @@
-"""Shared parts of the programs here: arguments, runs in turns, rows, tables and JSON.
+"""Shared parts of the programs here: arguments, runs in turns, rows, tables, JSON and exit statuses.
 
-Reports have the format of kvstore-bench, whose ``compare`` and ``plot`` read them.
+Reports have the format of kvstore-bench, whose ``compare`` and ``plot`` read them. Exit statuses are those of
+kvstore-bench, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import fcntl
+import importlib.util
 import json
 import mmap
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+
+def needs(*packages: str, programs: Sequence[str] = ()) -> None:
+    """End the program with status 2 if packages (by the names of their modules) or programs are not installed.
+
+    Modules call this before they import the packages.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    missing += [name for name in programs if shutil.which(name) is None]
+    if missing:
+        print(f"{_NAME} needs {', '.join(missing)}: not installed. See bench/README.md.", file=sys.stderr)
+        sys.exit(_UNUSABLE)
+
+
+_NAME: Final = Path(sys.argv[0]).name
+_FAILED, _UNUSABLE, _INTERRUPTED = 1, 2, 130
+_SET_DEATH_SIGNAL: Final = 1
+"""PR_SET_PDEATHSIG."""
+
+needs("hdrh", "rich", "typer")
 
 from kvstore.cli.measuring.driver import Driver, PhaseResult
 from kvstore.cli.measuring.measure import phase_row
@@ -22,19 +48,24 @@ from kvstore.cli.measuring.systems import Op
 from kvstore.cli.measuring.workload import Workload
 from kvstore.cli.reporting.report import SCHEMA, Row, environment, median_row
 from kvstore.cli.reporting.terminal import cell
+from kvstore.errors import ConfigError, KVStoreError
 
 __all__ = [
     "Row",
     "arguments",
+    "bytes_of",
     "driven_row",
+    "end_with_parent",
     "in_turns",
     "median_interval",
     "median_row",
+    "needs",
     "percentile",
     "print_table",
     "reporting",
     "run_phase",
     "runs_of",
+    "scratch",
     "shared_memory",
 ]  # fmt: skip
 
@@ -57,21 +88,68 @@ def runs_of(options: argparse.Namespace, usual: int, quick: int = 1) -> int:
     return max(1, options.runs or (quick if options.quick else usual))
 
 
+def bytes_of(options: argparse.Namespace, usual_mib: int, quick_mib: int) -> int:
+    """Return the bytes of a run: those given with ``--mib``, or the program's default."""
+    return (options.mib or (quick_mib if options.quick else usual_mib)) * 1024**2
+
+
 @contextlib.contextmanager
 def reporting(options: argparse.Namespace, columns: Sequence[str], **more: object) -> Iterator[list[Row]]:
-    """Yield a list for rows; at the end, or after an interruption, print it as a table and write ``--json``.
+    """Yield a list for rows; at the end, also after a failure, print it as a table and write ``--json``.
 
-    ``more`` is added to the environment of the report.
+    Failures of a medium, a server or another program become one line and an exit status, as do interruptions. ``more``
+    is added to the environment of the report.
     """
     rows: list[Row] = []
+    status: int | None = None
     try:
         yield rows
+        status = 0
     except KeyboardInterrupt:
+        status = _INTERRUPTED
         print("interrupted: what follows is what was complete", file=sys.stderr)
-    print_table(rows, columns)
-    if options.json is not None:
-        report = {"schema": SCHEMA, "environment": environment(**more), "rows": rows}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    except (KVStoreError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        status = _UNUSABLE if isinstance(error, ConfigError) else _FAILED
+        print(f"{_NAME}: {error}", file=sys.stderr)
+    finally:
+        print_table(rows, columns)
+        if options.json is not None:
+            report = {"schema": SCHEMA, "complete": status == 0, "environment": environment(**more), "rows": rows}
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if status:
+        sys.exit(status)
+
+
+@contextlib.contextmanager
+def scratch(parent: Path) -> Iterator[Path]:
+    """Yield an empty directory below ``parent``, named for the program; remove it at the end.
+
+    A run that was killed leaves its directory, which the next run empties.
+
+    Raises:
+        ConfigError: Another run uses the directory.
+    """
+    directory = parent / f"bench-{_NAME.removesuffix('.py')}.tmp"
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"Another run uses {directory}. Wait for its end, or use another --directory.") from None
+        for path in directory.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def end_with_parent() -> None:
+    """Make the kernel kill this process when its parent ends, so that a killed program leaves no process behind."""
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def in_turns(runs: int, systems: Mapping[str, Callable[[], Row]], *, warm_up: bool = False) -> dict[str, list[Row]]:

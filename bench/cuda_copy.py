@@ -14,13 +14,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from bench.common import Row, arguments, in_turns, median_row, needs, reporting, runs_of
+
+needs("torch")
+
 import numpy as np
 import torch
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
 from bench.clients import beside_spinner
-from bench.common import Row, arguments, in_turns, median_row, reporting, runs_of
 from kvstore.primary import GroupLayout, KVLayout, Region, attention_layer
 from kvstore.runtime.messages import JobKind
 from kvstore.transfer import BlockCopies, HostTransfer, Transfer

@@ -36,7 +36,19 @@ from typing import Any, Final
 # The repository replaces this directory, whose modules have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.common import Row, arguments, driven_row, in_turns, median_row, reporting, run_phase, runs_of
+from bench.common import (
+    Row,
+    arguments,
+    driven_row,
+    end_with_parent,
+    in_turns,
+    median_row,
+    needs,
+    reporting,
+    run_phase,
+    runs_of,
+    scratch,
+)
 from kvstore.cli.measuring.baselines import VllmFsSystem, fio_rows
 from kvstore.cli.measuring.driver import Driver
 from kvstore.cli.measuring.histogram import Latencies
@@ -63,6 +75,8 @@ RUN_MIB = {1: {128: 384, 512: 512, 2048: 1024, 8192: 2048}, 8: {128: 768, 512: 1
 """MiB per run, by concurrent jobs and KiB per block."""
 ENGINE_RUN_MIB = 512
 """MiB per run of each of several engines."""
+QUICK = 8
+"""Divisor of these with ``--quick``."""
 OPS: Final[tuple[Op, Op]] = ("store", "load")
 
 
@@ -75,17 +89,17 @@ def phase(op: Op, size: int, jobs: int, run_bytes: int, *, spin: bool = False) -
     )  # fmt: skip
 
 
-def capacity_for(size: int, engines: int = 1) -> int:
+def capacity_for(size: int, divisor: int, engines: int = 1) -> int:
     """Return room for about two of the longest runs but not for all runs, so that stores replace older blocks.
 
     Several engines get more, because each gives up whole segments until all have the same share.
     """
-    run_bytes = RUN_MIB[JOBS_AT_ONCE][size // KIB] * MIB
+    run_bytes = RUN_MIB[JOBS_AT_ONCE][size // KIB] * MIB // divisor
     return (2 if engines == 1 else 3) * engines * max(run_bytes, JOBS_AT_ONCE * BLOCKS_PER_JOB * size) + 256 * MIB
 
 
 @contextlib.contextmanager
-def opened(name: str, directory: Path, size: int, engines: int = 1) -> Iterator[tuple[System, Region]]:
+def opened(name: str, directory: Path, size: int, divisor: int, engines: int = 1) -> Iterator[tuple[System, Region]]:
     """Open ``vllm-fs`` or a tier (``-process``: with I/O in a process) with a directory and a primary tier."""
     with Region.create(JOBS_AT_ONCE * BLOCKS_PER_JOB, size, name="kvstore-bench", populate=True) as region:
         system: System
@@ -94,9 +108,9 @@ def opened(name: str, directory: Path, size: int, engines: int = 1) -> Iterator[
         else:
             backend, _, io = name.removeprefix("kvstore-").partition("-")
             config: dict[str, Any] = {
-                "backend": backend, "path": str(directory), "capacity": capacity_for(size, engines), "reserve": 0,
-                "io": io or "thread", "load_timeout": 60, "store_timeout": 60, "store_backlog_bytes": "16GiB",
-                "inflight_bytes": "2GiB",
+                "backend": backend, "path": str(directory), "capacity": capacity_for(size, divisor, engines),
+                "reserve": 0, "io": io or "thread", "load_timeout": 60, "store_timeout": 60,
+                "store_backlog_bytes": "16GiB", "inflight_bytes": "2GiB",
             }  # fmt: skip
             system = TierSystem(config, region.view(), size, Namespace({"bench": "disk", "size": size}), name=name)
         system.looks_up = False  # As with vLLM's tier: the driver tracks its stored blocks.
@@ -125,11 +139,12 @@ def forget(driver: Driver, directory: Path) -> None:
             path.unlink()
 
 
-def fio(directory: Path, op: Op, size: int, *, huge_pages: bool = False) -> Row:
+def fio(directory: Path, op: Op, size: int, divisor: int, *, huge_pages: bool = False) -> Row:
     """Return the row of fio."""
     (row,) = fio_rows(
-        directory, block_bytes=size, store_share=float(op == "store"), runtime_s=FIO_S, huge_pages=huge_pages
-    )
+        directory, block_bytes=size, store_share=float(op == "store"), runtime_s=FIO_S,
+        room_bytes=1024 * MIB // divisor, huge_pages=huge_pages,
+    )  # fmt: skip
     return {"bench": "disk", "engines": 1, **row, "verified": False}
 
 
@@ -143,19 +158,19 @@ def finished(found: Mapping[str, list[Row]]) -> Iterator[Row]:
         yield median_row(rows)
 
 
-def measure_one(options: argparse.Namespace, size: int, runs: int) -> Iterator[Row]:
+def measure_one(options: argparse.Namespace, root: Path, size: int, divisor: int, runs: int) -> Iterator[Row]:
     """Measure one engine of each system."""
     with contextlib.ExitStack() as stack:
         drivers: dict[str, Driver] = {}
         for name in options.systems:
-            directory = options.directory / name
-            stack.callback(shutil.rmtree, directory)
-            system, region = stack.enter_context(opened(name, directory, size))
+            directory = root / name
+            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            system, region = stack.enter_context(opened(name, directory, size, divisor))
             blocks = Payload("random", size, 1).prepare(region)
             stack.callback(blocks.release)
             drivers[name] = driver = Driver(system, blocks)
             # More than the tier holds, so that no counted store is the first write to its slot.
-            filled = phase("store", size, 1, 0 if name == "vllm-fs" else capacity_for(size))
+            filled = phase("store", size, 1, 0 if name == "vllm-fs" else capacity_for(size, divisor))
             run_phase(driver, filled)
             if driver.verify(filled).wrong:
                 raise RuntimeError(f"{name} loads other bytes than it stored")
@@ -163,13 +178,12 @@ def measure_one(options: argparse.Namespace, size: int, runs: int) -> Iterator[R
         for op in OPS:
             for jobs in (1, JOBS_AT_ONCE):
                 for spin in [False] if options.quick or options.no_spin else [False, True]:
-                    workload = phase(op, size, jobs, RUN_MIB[jobs][size // KIB] * MIB, spin=spin)
-                    systems: dict[str, Callable[[], Row]] = {"fio": partial(fio, options.directory, op, size)}
+                    workload = phase(op, size, jobs, RUN_MIB[jobs][size // KIB] * MIB // divisor, spin=spin)
+                    systems: dict[str, Callable[[], Row]] = {"fio": partial(fio, root, op, size, divisor)}
                     if not spin and jobs == 1:
-                        systems["fio-huge"] = partial(fio, options.directory, op, size, huge_pages=True)
+                        systems["fio-huge"] = partial(fio, root, op, size, divisor, huge_pages=True)
                     systems |= {
-                        name: partial(measure, driver, workload, options.directory / name)
-                        for name, driver in drivers.items()
+                        name: partial(measure, driver, workload, root / name) for name, driver in drivers.items()
                     }
                     yield from finished(in_turns(runs, systems, warm_up=True))
                     os.sync()
@@ -178,8 +192,8 @@ def measure_one(options: argparse.Namespace, size: int, runs: int) -> Iterator[R
 class Engine:
     """One of several engines: a process of this program, controlled by lines on its standard input."""
 
-    def __init__(self, system: str, directory: Path, size: int, number: int) -> None:
-        what = json.dumps([system, str(directory), size, number])
+    def __init__(self, system: str, directory: Path, size: int, divisor: int, number: int) -> None:
+        what = json.dumps([system, str(directory), size, divisor, number])
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--engine", what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -192,7 +206,10 @@ class Engine:
 
     def answer(self) -> Any:
         assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"an engine ended with status {self._process.wait()}")
+        return json.loads(line)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -200,13 +217,14 @@ class Engine:
         self._process.wait(60)
 
 
-def be_engine(name: str, directory: str, size: int, number: int) -> None:
+def be_engine(name: str, directory: str, size: int, divisor: int, number: int) -> None:
     """Execute the commands on standard input: the main program of an :class:`Engine`.
 
     The blocks of an engine have its number as their seed. It loads the blocks of the next engine.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the program, which then ends its engines.
-    with opened(name, Path(directory), size, ENGINES) as (system, region), contextlib.ExitStack() as stack:
+    end_with_parent()
+    with opened(name, Path(directory), size, divisor, ENGINES) as (system, region), contextlib.ExitStack() as stack:
         drivers = []
         for owner in (number, (number + 1) % ENGINES):
             blocks = Payload("random", size, owner).prepare(region)
@@ -215,7 +233,7 @@ def be_engine(name: str, directory: str, size: int, number: int) -> None:
         print(json.dumps("ready"), flush=True)
         for line in sys.stdin:
             op, first, jobs = json.loads(line)
-            workload = phase(op, size, jobs, ENGINE_RUN_MIB * MIB)
+            workload = phase(op, size, jobs, ENGINE_RUN_MIB * MIB // divisor)
             driver = drivers[op == "load"]
             driver.adopt(0 if op == "store" else workload.ops_max, BLOCKS_PER_JOB, first)
             started = time.monotonic()
@@ -251,20 +269,20 @@ def measure_engines(engines: list[Engine], name: str, op: Op, size: int, jobs: i
     }  # fmt: skip
 
 
-def measure_several(options: argparse.Namespace, size: int, runs: int) -> Iterator[Row]:
+def measure_several(options: argparse.Namespace, root: Path, size: int, divisor: int, runs: int) -> Iterator[Row]:
     """Measure four engines of each system over one root."""
     numbers = iter(range(0, 1 << 40, 1 << 24))
     for op in OPS:
         for jobs in (1, JOBS_AT_ONCE):
             with contextlib.ExitStack() as stack:
-                systems: dict[str, Callable[[], Row]] = {"fio": partial(fio, options.directory, op, size)}
+                systems: dict[str, Callable[[], Row]] = {"fio": partial(fio, root, op, size, divisor)}
                 for name in options.systems:
                     if name.endswith("-process"):
                         continue
-                    directory = options.directory / f"{name}-engines"
+                    directory = root / f"{name}-engines"
                     directory.mkdir(mode=0o700)
-                    stack.callback(shutil.rmtree, directory)
-                    engines = [Engine(name, directory, size, number) for number in range(ENGINES)]
+                    stack.callback(shutil.rmtree, directory, ignore_errors=True)
+                    engines = [Engine(name, directory, size, divisor, number) for number in range(ENGINES)]
                     for engine in engines:
                         stack.callback(engine.close)
                     systems[name] = partial(measure_engines, engines, name, op, size, jobs, numbers)
@@ -275,8 +293,8 @@ def measure_several(options: argparse.Namespace, size: int, runs: int) -> Iterat
 def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__)
-    parser.add_argument("--directory", type=Path, default=Path("bench-disk.tmp"), help="on the drive to measure")
-    parser.add_argument("--sizes", type=int, nargs="*", help="KiB per block")
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the drive to measure")
+    parser.add_argument("--sizes", type=int, nargs="*", choices=list(RUN_MIB[1]), help="KiB per block")
     parser.add_argument("--no-spin", action="store_true", help="nothing beside a thread that spins in Python")
     parser.add_argument("--systems", nargs="*", default=SYSTEMS[:3], choices=SYSTEMS)
     parser.add_argument("--engines", nargs="*", type=int, default=[1, ENGINES], choices=[1, ENGINES])
@@ -285,16 +303,14 @@ def main() -> None:
     if options.engine:
         be_engine(*options.engine)
         return
-    options.directory.mkdir(parents=True, exist_ok=True)
-    try:
-        with reporting(options, COLUMNS) as rows:
-            for kib in options.sizes or ([128] if options.quick else [128, 512, 2048, 8192]):
-                if 1 in options.engines:
-                    rows += measure_one(options, kib * KIB, runs_of(options, 5))
-                if ENGINES in options.engines:
-                    rows += measure_several(options, kib * KIB, runs_of(options, 5))
-    finally:
-        shutil.rmtree(options.directory, ignore_errors=True)
+    needs(*(["vllm"] if "vllm-fs" in options.systems else []), programs=["fio"])
+    divisor, runs = QUICK if options.quick else 1, runs_of(options, 5)
+    with reporting(options, COLUMNS) as rows, scratch(options.directory) as root:
+        for kib in options.sizes or ([128] if options.quick else [128, 512, 2048, 8192]):
+            if 1 in options.engines:
+                rows += measure_one(options, root, kib * KIB, divisor, runs)
+            if ENGINES in options.engines:
+                rows += measure_several(options, root, kib * KIB, divisor, runs)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Chats go through the real manager, over a simulated disk tier whose link has a r
 10,000 prompt tokens per second, of 128 KiB each; ``load`` is the share of time that it would compute without any hit.
 ``bench/gate.py`` measures a real engine, one request after the other.
 
-    python bench/gate_busy.py [--quick] [--json FILE]
+    python bench/gate_busy.py [--quick] [--requests N] [--json FILE]
 
 Time is simulated, so the result does not depend on the machine.
 """
@@ -68,9 +68,11 @@ def measure(requests: int) -> Iterator[Row]:
 
 def main() -> None:
     """Replay and print."""
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--requests", type=int, help="requests of the trace (default: 1000, with --quick 300)")
+    options = parser.parse_args()
     with reporting(options, COLUMNS) as rows:
-        rows.extend(measure(300 if options.quick else 1000))
+        rows.extend(measure(options.requests or (300 if options.quick else 1000)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ the load of the machine hardly matters.
 from __future__ import annotations
 
 import random
-import shutil
 import sys
 import time
 from functools import partial
@@ -20,7 +19,7 @@ from pathlib import Path
 # The repository replaces this directory, whose modules have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.common import Row, arguments, percentile, reporting, shared_memory
+from bench.common import Row, arguments, percentile, reporting, scratch, shared_memory
 from kvstore import LookupResult, Namespace, RequestContext, open_tier
 from kvstore.primary import PrimaryTier
 from kvstore.testing import Fault, FaultKind, FaultPlan, FaultyBackend
@@ -42,7 +41,6 @@ _COLUMNS = [
 
 def hedge_row(directory: Path, loads: int, *, hedge: bool) -> Row:
     """Store all blocks in both tiers, and load them one at a time."""
-    directory.mkdir(parents=True, exist_ok=True)
     memory, plan = memoryview(shared_memory(_SLOT_BYTES * _SLOTS)), FaultPlan()
     tiers = [
         open_tier(
@@ -110,14 +108,12 @@ def _load(manager: TieringManager, key: bytes) -> tuple[float, bytes]:
 def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__)
-    parser.add_argument("--directory", type=Path, default=Path("bench-hedge.tmp"), help="on the drive to measure")
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the drive to measure")
     options = parser.parse_args()
     with reporting(options, _COLUMNS) as rows:
         for hedge in (False, True):
-            try:
-                rows.append(hedge_row(options.directory, 400 if options.quick else 2000, hedge=hedge))
-            finally:
-                shutil.rmtree(options.directory, ignore_errors=True)
+            with scratch(options.directory) as directory:
+                rows.append(hedge_row(directory, 400 if options.quick else 2000, hedge=hedge))
             rows[-1]["p99_cut"] = rows[0]["latency_s_p99"] / rows[-1]["latency_s_p99"]
 
 

@@ -5,7 +5,7 @@ Most turns of a session are followed by a tool call, the others by a pause of th
 approximate time of the next turn, and the end of the session. ``of_optimum`` is the ratio of hits to those of Belady's
 optimum.
 
-    python bench/hints.py [--quick] [--json FILE]
+    python bench/hints.py [--quick] [--requests N] [--json FILE]
 
 This is a simulation with the real manager, sizes and keys only, so the result does not depend on the machine.
 """
@@ -60,9 +60,11 @@ def measure(requests: int) -> Iterator[Row]:
 
 def main() -> None:
     """Replay and print."""
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--requests", type=int, help="requests of each trace (default: 2000, with --quick 300)")
+    options = parser.parse_args()
     with reporting(options, COLUMNS) as rows:
-        rows.extend(measure(300 if options.quick else 2000))
+        rows.extend(measure(options.requests or (300 if options.quick else 2000)))
 
 
 if __name__ == "__main__":

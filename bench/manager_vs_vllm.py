@@ -10,7 +10,7 @@ takes longer with more blocks, because a smaller part of its data is in the proc
 show this cost alone: one ``in`` per block, on a plain dict of as many keys. ``kvstore-tenants`` is kvstore with eight
 tenants and the tags of their keys; new blocks belong to another tenant than the evicted blocks.
 
-    python bench/manager_vs_vllm.py [--quick] [--runs N] [--json FILE]
+    python bench/manager_vs_vllm.py [--quick] [--runs N] [--sizes BLOCKS ...] [--json FILE]
 
 Needs vLLM (0.32).
 """
@@ -29,6 +29,10 @@ from typing import Any
 # Add the repository, so that this file runs as a program.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.common import Row, arguments, needs, reporting, runs_of
+
+needs("vllm")
+
 import vllm
 from vllm.v1.kv_offload.base import LookupResult as VllmLookupResult
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, ScheduleEndContext
@@ -36,7 +40,6 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmSecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
-from bench.common import Row, arguments, reporting, runs_of
 from kvstore import SecondaryTierManager, TierStats
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tenants import TAG_BYTES, Tags, Tenant, Tenants
@@ -236,8 +239,10 @@ class _Region:
 
 def main() -> None:
     """Measure and print."""
-    options = arguments(__doc__).parse_args()
-    sizes = [1_000, 10_000] if options.quick else [1_000, 10_000, 100_000]
+    parser = arguments(__doc__)
+    parser.add_argument("--sizes", type=int, nargs="*", help="blocks in the primary tier")
+    options = parser.parse_args()
+    sizes = options.sizes or ([1_000, 10_000] if options.quick else [1_000, 10_000, 100_000])
     columns = ["system", "op", "keys", "us_per_block", "share", "runs"]
     with reporting(options, columns, vllm=vllm.__version__) as rows:
         for size in sizes:

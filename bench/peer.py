@@ -1,6 +1,6 @@
 """Loads from another process's memory over loopback: kvstore's peer tier, and plain sockets as the upper bound.
 
-    python bench/peer.py [--quick] [--runs N] [--json FILE]
+    python bench/peer.py [--quick] [--runs N] [--sizes KIB ...] [--mib N] [--json FILE]
 
 A second process serves rows of shared memory. ``plain-tcp`` sends them with ``sendmsg`` and receives them with
 ``recv_into`` into rows of this process, with a blocking thread per job and no header or checksum: the upper bound.
@@ -25,6 +25,7 @@ import itertools
 import json
 import mmap
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -39,7 +40,19 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.common import Row, arguments, driven_row, in_turns, median_row, reporting, run_phase, runs_of, shared_memory
+from bench.common import (
+    Row,
+    arguments,
+    bytes_of,
+    driven_row,
+    end_with_parent,
+    in_turns,
+    median_row,
+    reporting,
+    run_phase,
+    runs_of,
+    shared_memory,
+)
 from kvstore.cli.measuring.baselines import PooledSystem
 from kvstore.cli.measuring.driver import Driver
 from kvstore.cli.measuring.payload import Payload
@@ -91,6 +104,8 @@ class Holder:
 
 def serve(system: str, port: int, size: int, spin: bool) -> None:
     """Serve until the standard input ends: the main program of the serving process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the program, which then ends this process.
+    end_with_parent()
     memory = shared_memory(HELD_BYTES)
     view, count = memoryview(memory), HELD_BYTES // size
     payload = Payload("random", size, 1)
@@ -307,11 +322,11 @@ def measure_here(system: str, size: int, jobs: int, total: int, host: str, spin:
     return row
 
 
-def cases(quick: bool) -> Iterator[tuple[str, int, int, str, bool]]:
+def cases(sizes: Sequence[int]) -> Iterator[tuple[str, int, int, str, bool]]:
     """Yield system, block size, jobs, host and spin of each row."""
     systems = ["plain-tcp", "kvstore-peer", *(["mooncake"] if importlib.util.find_spec("mooncake") else [])]
     systems += ["nixl", "kvstore-peer-nixl"] if NIXL else []
-    for size in (512 * KIB, 2 * MIB) if quick else (128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB):
+    for size in sizes:
         for jobs in (1, 8):
             for system in systems:
                 yield system, size, jobs, "thread", False
@@ -328,11 +343,15 @@ def main() -> None:
     if sys.argv[1:2] == ["--measure"]:
         print(json.dumps(measure_here(*json.loads(sys.argv[2]))), flush=True)
         os._exit(0)
-    options = arguments(__doc__).parse_args()
-    total = (512 if options.quick else 2048) * MIB
+    parser = arguments(__doc__)
+    parser.add_argument("--sizes", type=int, nargs="*", help="KiB per block")
+    parser.add_argument("--mib", type=int, help="MiB per run (default: 2048, with --quick 512)")
+    options = parser.parse_args()
+    sizes = [kib * KIB for kib in options.sizes or ((512, 2048) if options.quick else (128, 512, 2048, 8192))]
+    total = bytes_of(options, 2048, 512)
     with reporting(options, COLUMNS) as rows:
         # Systems take turns within a block size and number of jobs, so that an interrupted run reports complete groups.
-        for _, group in itertools.groupby(cases(options.quick), key=lambda case: (case[1], case[2], case[4])):
+        for _, group in itertools.groupby(cases(sizes), key=lambda case: (case[1], case[2], case[4])):
             turns: dict[str, Callable[[], Row]] = {
                 json.dumps(case): partial(measure, *case[:3], total, *case[3:]) for case in group
             }

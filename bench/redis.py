@@ -1,15 +1,15 @@
 """Redis clients side by side on one server: redis-py with hiredis, valkey-glide, kvstore, and redis-benchmark.
 
-    python bench/redis.py [--quick] [--runs N] [--json FILE]
+    python bench/redis.py [--quick] [--runs N] [--sizes KIB ...] [--mib N] [--json FILE]
 
 Each system moves the same number of values of the same length, with the same number in flight, in one process on one
 event loop (uvloop). redis-py and glide return bytes, which are discarded without checks and without a copy into a slot.
 kvstore does the whole work: header and checksum for a set; for a get, reading into the slot, and checks of length,
 header, key, namespace and checksum. kvstore-tier is a whole tier under kvstore-bench's driver; kvstore-client is its
 client alone, without headers and checksums. Both have two jobs in flight. redis-py-asyncio is redis-py on Python's own
-event loop, as in most programs; it is measured at 2 MiB only. Sets go to a full server that evicts. Systems take turns,
-run by run; a row is the median. CPU time is that of this process. Beside a spinning thread, kvstore runs as a whole
-tier. After an interruption (also by SIGTERM), the complete rows are printed.
+event loop, as in most programs; it is measured at 2 MiB only. Sets go to a full server that evicts, and gets to one
+without a limit. Systems take turns, run by run; a row is the median. CPU time is that of this process. Beside a
+spinning thread, kvstore runs as a whole tier. After an interruption (also by SIGTERM), the complete rows are printed.
 
 redis-benchmark sends a value of a SET in one call, like kvstore, and is an upper bound there. For a GET it receives at
 most 16 KiB per call (``strace -f -e recvfrom``), so 128 calls for 2 MiB, and others may be faster. ``--threads`` does
@@ -19,6 +19,7 @@ time.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import csv
 import io
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +38,27 @@ from typing import Any
 # The repository replaces this directory, whose module redis would hide the package of that name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from bench.common import (
+    Row,
+    arguments,
+    bytes_of,
+    driven_row,
+    in_turns,
+    median_row,
+    needs,
+    print_table,
+    reporting,
+    run_phase,
+    runs_of,
+)
+
+needs("cryptography", "glide", "redis", "uvloop", programs=["redis-server", "redis-cli", "redis-benchmark"])
+
 import glide
 import redis.asyncio
 import uvloop
 
 from bench.clients import Client, MovedSlots, at_once, measured
-from bench.common import Row, arguments, driven_row, in_turns, median_row, print_table, reporting, run_phase, runs_of
 from kvstore.backends.base import RecordRead, RecordWrite
 from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.cli.measuring.driver import Driver
@@ -60,6 +77,8 @@ COLUMNS = [
     "gb_per_s", "ops_per_s", "cpu_s_per_gb", "latency_s_p50", "latency_s_p99", "spin_rate", "of_ceiling", "verified",
     "runs",
 ]  # fmt: skip
+MEMORY = "1gb"
+"""Capacity of a server that evicts."""
 ADMIN = {"username": "admin", "password": PASSWORD}
 
 
@@ -299,15 +318,27 @@ def fill(server: Server, count: int, size: int, name: str = "ceiling") -> None:
 
 def wipe(server: Server) -> None:
     """Empty the server between runs; it is the benchmark's own."""
-    server.username, server.password, kept = "admin", PASSWORD, (server.username, server.password)
-    cli(server, "FLUSHALL")
-    server.username, server.password = kept
+    administer(server, "FLUSHALL")
+
+
+def administer(server: Server, *command: str) -> None:
+    """Run a command as the server's administrator.
+
+    Raises:
+        RuntimeError: The answer is not OK.
+    """
+    admin = replace(server, username="admin", password=PASSWORD) if server.tls_ca else server
+    answer = cli(admin, *command)
+    if answer.strip() != "OK":
+        raise RuntimeError(f"redis-server answered {command} with {answer!r}")
 
 
 def compare(
     server: Server, op: str, size: int, inflight: int, total: int, runs: int, *, spin: bool = False
 ) -> list[Row]:
     """Return one row per system, its runs taken in turns with the others'."""
+    # Buffers of connections also count, so a server with a limit could evict values before a client reads them.
+    administer(server, "CONFIG", "SET", "maxmemory", MEMORY if op == "set" else "0")
     if op == "set":
         wipe(server)
         fill(server, 600, 2 * MIB, "filler")
@@ -368,17 +399,18 @@ def rates(rows: Sequence[Row], systems: Sequence[str], what: Row) -> list[float]
     ]
 
 
-def measure_all(clear: Server, secret: Server, rows: list[Row], runs: int, *, quick: bool) -> None:
+def measure_all(clear: Server, secret: Server, rows: list[Row], options: argparse.Namespace) -> None:
     """Measure everything, adding to the rows."""
-    sizes = [128 * KIB, 2 * MIB] if quick else [128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB]
+    runs, quick = runs_of(options, 3), options.quick
+    sizes = [kib * KIB for kib in options.sizes or ([128, 2048] if quick else [128, 512, 2048, 8192])]
     depths = [8] if quick else [1, 4, 8, 16]
     # At least some fifty milliseconds: redis-benchmark counts whole milliseconds, and new connections are slow.
-    total = 192 * MIB if quick else 384 * MIB
+    total = bytes_of(options, 384, 192)
     for size in sizes:
         for op in ("get", "set"):
             for inflight in depths:
                 rows += compare(clear, op, size, inflight, total, runs)
-    for size in (128 * KIB, 2 * MIB):
+    for size in [size for size in sizes if size in (128 * KIB, 2 * MIB)]:
         for op in ("get", "set"):
             # Beside a spinning thread some clients take 5 ms per call, so fewer bytes are enough.
             rows += compare(clear, op, size, 4, total // 8 if quick else total // 4, runs, spin=True)
@@ -390,16 +422,18 @@ def measure_all(clear: Server, secret: Server, rows: list[Row], runs: int, *, qu
 
 def main() -> None:
     """Start the servers, measure, print."""
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--sizes", type=int, nargs="*", help="KiB per value")
+    parser.add_argument("--mib", type=int, help="MiB per run (default: 384, with --quick 192)")
+    options = parser.parse_args()
     libraries = {"redis-py": redis.__version__, "openssl": ssl.OPENSSL_VERSION, "uvloop": uvloop.__version__}
     with (
         reporting(options, COLUMNS, server="redis-server from Debian", libraries=libraries) as rows,
         tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory,
     ):
-        clear = plain("redis", Path(directory) / "plain", memory="1gb")
-        secret = secured(Path(directory) / "tls", memory="1gb")
+        clear, secret = plain("redis", Path(directory) / "plain"), secured(Path(directory) / "tls")
         with running(clear, secret):
-            measure_all(clear, secret, rows, runs_of(options, 3), quick=options.quick)
+            measure_all(clear, secret, rows, options)
     print("\nkvstore against the better of some, both in GB/s, and the ratio that it is to have at least\n")
     columns = ["op", "block_bytes", "system", "spin", "host", "gb_per_s", "against", "theirs", "ratio", "wanted"]
     print_table(acceptance(rows), columns)

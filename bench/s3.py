@@ -1,6 +1,6 @@
 """S3 clients side by side: aioboto3 in its usual way, plain aiohttp, and kvstore's two clients.
 
-    python bench/s3.py [--quick] [--runs N] [--sizes KIB ...] [--json FILE]
+    python bench/s3.py [--quick] [--runs N] [--sizes KIB ...] [--mib N] [--only SERVER] [--json FILE]
 
 There are two servers: "null", a server of this repository that answers immediately from memory, in a process of its
 own, and discards stored objects; and SeaweedFS. Every system moves the same objects, with the same number in flight, in
@@ -13,6 +13,7 @@ process. With ``spin`` a thread spins in Python beside the clients, like a busy 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import os
@@ -28,6 +29,10 @@ from typing import Any
 # The repository replaces this directory, whose modules would hide packages of the same name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from bench.common import Row, arguments, bytes_of, in_turns, median_row, needs, reporting, runs_of
+
+needs("aioboto3", "aiohttp", "boto3", "cryptography", "httptools", "uvloop")
+
 import aioboto3
 import aiohttp
 import boto3
@@ -36,7 +41,6 @@ import uvloop
 from botocore.config import Config
 
 from bench.clients import Client, MovedSlots, at_once, measured
-from bench.common import Row, arguments, in_turns, median_row, reporting, runs_of
 from kvstore.backends.s3 import S3Backend, S3Config
 from kvstore.backends.s3.client import make_client
 from kvstore.namespace import Namespace
@@ -316,10 +320,10 @@ def compare(place: Place, op: str, total: int, runs: int, *, spin: bool = False)
 
 
 def measure_all(
-    name: str, server: FaultServer | S3Server, rows: list[Row], sizes: Sequence[int], runs: int, *, quick: bool
+    name: str, server: FaultServer | S3Server, rows: list[Row], sizes: Sequence[int], options: argparse.Namespace
 ) -> None:
     """Measure everything on one server, adding to the rows."""
-    total = (32 if quick else 256) * MIB
+    total, runs, quick = bytes_of(options, 256, 32), runs_of(options, 3), options.quick
     if name == "weed":
         # It writes only a few tens of MB/s.
         total //= 8
@@ -341,23 +345,25 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", choices=["null", "weed"], help="only one of the servers")
     parser.add_argument("--sizes", type=int, nargs="*", help="KiB per block")
+    parser.add_argument(
+        "--mib", type=int, help="MiB per run (default: 256, with --quick 32; an eighth of it in SeaweedFS)"
+    )
     options = parser.parse_args()
     # Keeps clients from searching credentials on the network.
     os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
-    runs = runs_of(options, 3)
     sizes = [kib * KIB for kib in options.sizes or ((128, 2048) if options.quick else (128, 512, 2048, 8192))]
     libraries = {module.__name__: module.__version__ for module in (aioboto3, aiohttp, httptools, uvloop)}
     with reporting(options, COLUMNS, libraries=libraries) as rows:
         if options.only != "weed":
             with fault_server() as null:
-                measure_all("null", null, rows, sizes, runs, quick=options.quick)
+                measure_all("null", null, rows, sizes, options)
         for size in sizes if options.only != "null" else ():
             # One server per size, because stored objects are removed only with their server.
             with (
                 tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory,
                 running(weed(Path(directory), volumes=WEED_VOLUMES)) as s3,
             ):
-                measure_all("weed", s3, rows, [size], runs, quick=options.quick)
+                measure_all("weed", s3, rows, [size], options)
 
 
 if __name__ == "__main__":

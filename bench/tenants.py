@@ -5,7 +5,7 @@ blocks. They share CPU memory: without tenants (``one cache``), as tenants witho
 guaranteed share for the victim (``guaranteed``). ``of_alone`` is the ratio of a tenant's hits to its hits alone in the
 whole memory, and ``of_share`` to its hits alone in its share.
 
-    python bench/tenants.py [--quick] [--trace FILE] [--json FILE]
+    python bench/tenants.py [--quick] [--requests N] [--trace FILE] [--json FILE]
 
 This is a simulation with the real manager, sizes and keys only, so the result does not depend on the machine.
 """
@@ -116,9 +116,10 @@ def main() -> None:
     """Replay and print."""
     parser = arguments(__doc__)
     parser.add_argument("--trace", metavar="FILE", help="the victim's trace, in Mooncake's format")
+    parser.add_argument("--requests", type=int, help="requests of each trace (default: 1000, with --quick 200)")
     options = parser.parse_args()
     with reporting(options, COLUMNS) as rows:
-        rows.extend(measure(200 if options.quick else 1000, options.trace))
+        rows.extend(measure(options.requests or (200 if options.quick else 1000), options.trace))
 
 
 if __name__ == "__main__":

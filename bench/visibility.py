@@ -8,7 +8,6 @@ tier to the first hit in the other, which looks the block up every 50 microsecon
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 # The repository replaces this directory, whose modules have the names of packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.common import Row, arguments, percentile, reporting, shared_memory
+from bench.common import Row, arguments, percentile, reporting, scratch, shared_memory
 from kvstore import AsyncTier, LookupResult, Namespace, TransferJob, open_tier
 
 _SLOT_BYTES = 128 * 1024
@@ -56,13 +55,10 @@ def visibility_row(directory: Path, stores: int) -> Row:
 def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__)
-    parser.add_argument("--directory", type=Path, default=Path("bench-visibility.tmp"), help="on the drive to measure")
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the drive to measure")
     options = parser.parse_args()
-    try:
-        with reporting(options, _COLUMNS) as rows:
-            rows.append(visibility_row(options.directory, 50 if options.quick else 1000))
-    finally:
-        shutil.rmtree(options.directory, ignore_errors=True)
+    with reporting(options, _COLUMNS) as rows, scratch(options.directory) as directory:
+        rows.append(visibility_row(directory, 50 if options.quick else 1000))
 
 
 if __name__ == "__main__":

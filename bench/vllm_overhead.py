@@ -34,7 +34,10 @@ from typing import Any
 # Add the repository, so that this file runs as a program.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Row, arguments, median_interval, reporting, runs_of
+from bench.common import Row, arguments, median_interval, needs, reporting, runs_of
+
+needs("torch", "transformers", "vllm")
+
 from examples.serving import Answer, Server
 from examples.tiny_llama import LlamaShape, make_tiny_llama
 

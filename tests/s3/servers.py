@@ -143,7 +143,7 @@ def weed(directory: Path, *, volumes: int = 8) -> S3Server:
     ]
     (directory / "s3.json").write_text(json.dumps({"identities": listed}))
     server.arguments = [
-        *[found, "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"],
+        *[found, f"-logdir={directory}", "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"],
         # By default it sends telemetry to a public host.
         "-master.telemetry=false",
         *[f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"],
