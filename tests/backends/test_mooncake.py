@@ -19,7 +19,8 @@ import pytest
 
 from kvstore.backends.base import Backend, RecordGeometry, RecordRead, RecordWrite
 from kvstore.namespace import Namespace
-from kvstore.testing import BackendTests
+from kvstore.testing.backend_harness import BackendHarness
+from kvstore.testing.backend_tests import BackendConcurrencyTests, BackendLifecycleTests, BackendValueTests
 from kvstore.types import Outcome
 from tests.stopping import stop
 
@@ -60,7 +61,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subp
     log.close()
 
 
-class TestMooncake(BackendTests):
+class MooncakeHarness(BackendHarness):
     """A client over TCP that contributes memory; its records are lost with it."""
 
     scans: ClassVar[bool] = False
@@ -75,6 +76,54 @@ class TestMooncake(BackendTests):
         """Return a backend of a new, empty namespace."""
         self.namespace = Namespace({"suite": uuid.uuid4().hex})
         return MooncakeBackend(MooncakeConfig(master=self.address, segment="256MiB"))
+
+
+class KeptStore:
+    """A client that backends use one after the other, because the end of a client takes seconds."""
+
+    def __init__(self) -> None:
+        self._store = store.MooncakeDistributedStore()
+        self._code: int | None = None
+        self._registered: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def setup(self, *args: Any) -> int:
+        """Join the pool, the first time."""
+        if self._code is None:
+            self._code = self._store.setup(*args)
+        return self._code
+
+    def register_buffer(self, address: int, size_bytes: int) -> int:
+        """Register memory until the backend closes."""
+        self._registered.append(address)
+        return int(self._store.register_buffer(address, size_bytes))
+
+    def close(self) -> None:
+        """Stay in the pool; the next backend has a namespace of its own."""
+        while self._registered:
+            self._store.unregister_buffer(self._registered.pop())
+
+
+@pytest.fixture(scope="module")
+def kept_store() -> Iterator[KeptStore]:
+    """The client of the suites' backends."""
+    kept = KeptStore()
+    yield kept
+    kept._store.close()
+
+
+class TestMooncake(MooncakeHarness, BackendValueTests, BackendConcurrencyTests):
+    """The values of a client that stays in the pool."""
+
+    @pytest.fixture(autouse=True)
+    def _store(self, monkeypatch: pytest.MonkeyPatch, kept_store: KeptStore) -> None:
+        monkeypatch.setattr("kvstore.backends.mooncake.MooncakeDistributedStore", lambda: kept_store)
+
+
+class TestMooncakeLifecycle(MooncakeHarness, BackendLifecycleTests):
+    """The rest of the suite, with a client for each backend; no test can make the medium fail."""
 
 
 def test_a_call_that_outlives_its_deadline_leaves_the_buffers_alone(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -95,6 +96,7 @@ def test_hit_rates_grow_with_the_capacity_up_to_all_that_is_shared() -> None:
     assert rates[0] < rates[-1] == lru_hits(trace) / trace.blocks
 
 
+@functools.cache
 def _most_hits(prompts: tuple[tuple[int, ...], ...], cached: frozenset[int], slots: int) -> int:
     """Return the highest possible number of hits: try every set of blocks that may be kept after every request."""
     if not prompts:

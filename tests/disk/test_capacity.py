@@ -11,12 +11,11 @@ import pytest
 
 from kvstore.testing.seeds import fresh_seed
 from tests.disk.mounts import ext4, mounted
-from tests.sizes import sized
 from tests.torture.plan import run_plan
 
 pytestmark = [pytest.mark.torture, pytest.mark.root, pytest.mark.timeout(120)]
 
-SECONDS = sized(1, full=6)
+SECONDS = 6
 BOOKKEEPING = 8 << 20
 """Journals of eight owners, which do not count against the capacity: a snapshot replaces each longer than a MiB."""
 

@@ -43,7 +43,7 @@ from tests.sizes import sized
 
 pytestmark = pytest.mark.timeout(3600)
 
-REQUESTS = sized(20, full=1000)
+REQUESTS = sized(10, full=1000)
 
 DEADLINE_S = 2.1
 """Maximum wait of a request with default timeouts, plus a tenth of a second."""
@@ -377,7 +377,7 @@ def test_requests_beside_a_directory_that_fails(fault: str, kind: str, tmp_path:
             state["down"] = not state["down"]
 
         def act(number: int, rng: random.Random) -> None:
-            if number % max(10, REQUESTS // 10) != 9:
+            if number % max(5, REQUESTS // 10) != 4:
                 return
             if fault != "wrong":
                 toggle()

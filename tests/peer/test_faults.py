@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -228,12 +228,19 @@ def test_another_secret_is_told(fake: FakePeer) -> None:
     assert fake.questions == []
 
 
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A process that serves blocks, for tests that neither stop nor kill it."""
+    with Serving(tmp_path_factory.mktemp("healthy")) as process:
+        yield process
+
+
 @pytest.mark.parametrize("answer", [*LIES.values(), *BREAKS.values()], ids=[*LIES.keys(), *BREAKS.keys()])
-def test_a_bad_peer_costs_only_itself(fake: FakePeer, serving: Serving, answer: Answer) -> None:
+def test_a_bad_peer_costs_only_itself(fake: FakePeer, healthy: Serving, answer: Answer) -> None:
     """Beside a peer that sends false data or hangs, another peer's blocks are all found and loaded in the end."""
     fake.slot_bytes = SLOT_BYTES
     fake.answer = answer
-    with rig_of(fake.address, serving.address, slot_bytes=SLOT_BYTES) as rig:
+    with rig_of(fake.address, healthy.address, slot_bytes=SLOT_BYTES) as rig:
         keys = [key_of(number) for number in range(8)]
 
         def all_load() -> bool:
