@@ -75,7 +75,7 @@ def test_two_ranks_find_what_one_has_stored(start: Start, tmp_path: Path, expect
     assert "Canonical KV layout enabled" in engine.text()
     check(engine, expected)
     engine.close()
-    two = start(offloading=managed(tmp_path), llm={**LLM, "tensor_parallel_size": 2}, in_process=True)
+    two = start(offloading=managed(tmp_path), llm={**LLM, "tensor_parallel_size": 2}, in_process=False)
     (answer,) = two.ask(prompt(1, 700))
     assert answer == {"tokens": expected, "cached": full_blocks(700)}
     two.close()
