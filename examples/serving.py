@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Answer", "Server", "complete", "free_port", "greedy", "kill_session"]
+__all__ = ["Answer", "Server", "complete", "free_port", "greedy", "kill_session", "session_pids"]
 
 _START_TIMEOUT_S = 600.0
 _REQUEST_TIMEOUT_S = 120.0
@@ -180,7 +180,7 @@ def kill_session(leader: subprocess.Popen[Any]) -> None:
     """
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     mapped: set[int] = set()
-    while pids := _session_pids(leader.pid):
+    while pids := session_pids(leader.pid):
         for pid in pids:
             mapped |= _shared_memory(pid)
         for pid in pids:
@@ -194,6 +194,21 @@ def kill_session(leader: subprocess.Popen[Any]) -> None:
         with contextlib.suppress(FileNotFoundError):  # Other processes also remove files there.
             if path.lstat().st_ino in mapped:
                 path.unlink()
+
+
+def session_pids(session: int) -> list[int]:
+    """Return the running processes of a session, without zombies."""
+    pids: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # It ended while we looked.
+        if int(fields[3]) == session and fields[0] not in "ZX":
+            pids.append(int(entry.name))
+    return pids
 
 
 def _shared_memory(pid: int) -> set[int]:
@@ -264,21 +279,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _session_pids(session: int) -> list[int]:
-    """Return the running processes of a session, without zombies."""
-    pids: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # It ended while we looked.
-        if int(fields[3]) == session and fields[0] not in "ZX":
-            pids.append(int(entry.name))
-    return pids
 
 
 def _signal(pid: int, number: int) -> None:

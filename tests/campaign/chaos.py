@@ -126,8 +126,6 @@ class Rig:
         self.scratch.mkdir()
         self.switch = work / "errors"
         os.environ[SWITCH] = str(self.switch)
-        # Threads of OpenMP spin while they wait for each other, which takes long on a busy machine.
-        os.environ["OMP_NUM_THREADS"] = "1"
         self._model = make_tiny_llama(work / "model")
         (disk / "tiers").mkdir()
 

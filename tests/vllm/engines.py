@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.serving import kill_session
+from examples.serving import kill_session, session_pids
+from kvstore.testing import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 32
@@ -91,8 +92,10 @@ class Engine:
         """Let the engine end by itself, as ``vllm serve`` does on request; kill it if it does not."""
         with contextlib.suppress(OSError):
             self._channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired, AssertionError):
             self._process.wait(30)
+            # Then its resource tracker removes the shared memory of processes that vLLM has killed.
+            eventually(lambda: not session_pids(self._process.pid), 30, "the end of its other processes")
         self.kill()
 
     @property
