@@ -126,16 +126,23 @@ def shared() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.fixture
+def work() -> Iterator[Path]:
+    """Return a program's directory, with a path short enough for vLLM's sockets."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-test-") as name:
+        yield Path(name)
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "program", [pytest.param(name, marks=pytest.mark.vllm if name in ENGINES else ()) for name in PROGRAMS]
 )
-def test_a_program_ends(program: str, tmp_path: Path, shared: Path) -> None:
+def test_a_program_ends(program: str, tmp_path: Path, work: Path, shared: Path) -> None:
     """A program ends with status 0, prints its results, and leaves no process and no file, even one of a killed run."""
     name = Path(program).stem
-    work, report = tmp_path / "work", tmp_path / "report.json"
-    stale = work / f"bench-{name}.tmp" / "kvstore-file-engines" / "stale"
-    (stale if name in DIRECTORIES else work).mkdir(parents=True)
+    report = tmp_path / "report.json"
+    if name in DIRECTORIES:
+        (work / f"bench-{name}.tmp" / "kvstore-file-engines" / "stale").mkdir(parents=True)
     command = [str(ROOT / program)]
     if program in WITHOUT_ENGINES:
         command = ["-c", WITH_SERVER.format(server=ANSWERING_SERVER), f"bench.{name}"]
