@@ -25,7 +25,6 @@ import itertools
 import json
 import mmap
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -87,7 +86,10 @@ class Holder:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         arguments = [sys.executable, __file__, "--serve", json.dumps([system, self.port, size, spin, held])]
-        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            process_group=0,  # Ctrl-C ends the program, which then ends this process.
+        )  # fmt: skip
         assert self._process.stdout is not None
         hello = json.loads(self._process.stdout.readline())
         self.port, self.address = hello.get("port", self.port), hello.get("address", 0)
@@ -105,7 +107,6 @@ class Holder:
 
 def serve(system: str, port: int, size: int, spin: bool, held: int) -> None:
     """Serve until the standard input ends: the main program of the serving process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the program, which then ends this process.
     end_with_parent()
     memory = shared_memory(held)
     view, count = memoryview(memory), held // size
