@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -202,7 +202,7 @@ def on_cuda(count: int, runs: int) -> list[Row]:
     return rows
 
 
-def on_host(count: int, runs: int) -> list[Row]:
+def on_host(count: int, runs: int, spins: Sequence[bool]) -> list[Row]:
     """Measure within host memory, by all variants of the host transfer."""
     rows: list[Row] = []
     bench = Bench(torch.device("cpu"), count, pinned=False)
@@ -212,7 +212,7 @@ def on_host(count: int, runs: int) -> list[Row]:
         "kvstore-host-numpy": HostTransfer(bench.plan, arrays, bench.region, vectored=False),
         "kvstore-host-inline": HostTransfer(bench.plan, arrays, bench.region, threaded=False),
     }
-    for spin in (False, True):
+    for spin in spins:
         rows += measure(bench, transfers, runs, spin=spin)
     for transfer in transfers.values():
         transfer.close()
@@ -223,11 +223,13 @@ def on_host(count: int, runs: int) -> list[Row]:
 
 def main() -> None:
     """Measure and print, also the reasons for missing rows; exit with 1 if a byte was wrong."""
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--no-spin", action="store_true", help="nothing beside a thread that spins in Python")
+    options = parser.parse_args()
     count, runs = (16, 3) if options.quick else (64, 9)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     with reporting(options, COLUMNS, device=device, torch=torch.__version__, cuda=torch.version.cuda) as rows:
-        rows += on_host(count, runs_of(options, runs, runs))
+        rows += on_host(count, runs_of(options, runs, runs), [False] if options.no_spin else [False, True])
         if device is None:
             print("No CUDA device here (torch.cuda.is_available() is false): host memory only.\n")
         else:

@@ -24,7 +24,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -195,9 +194,9 @@ class Engine:
     def __init__(self, system: str, directory: Path, size: int, divisor: int, number: int) -> None:
         what = json.dumps([system, str(directory), size, divisor, number])
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--engine", what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.answer()
+            [sys.executable, __file__, "--engine", what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            process_group=0,  # Ctrl-C ends the program, which then ends its engines.
+        )  # fmt: skip
 
     def order(self, *what: object) -> None:
         assert self._process.stdin is not None
@@ -222,7 +221,6 @@ def be_engine(name: str, directory: str, size: int, divisor: int, number: int) -
 
     The blocks of an engine have its number as their seed. It loads the blocks of the next engine.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the program, which then ends its engines.
     end_with_parent()
     with opened(name, Path(directory), size, divisor, ENGINES) as (system, region), contextlib.ExitStack() as stack:
         drivers = []
@@ -285,6 +283,8 @@ def measure_several(options: argparse.Namespace, root: Path, size: int, divisor:
                     engines = [Engine(name, directory, size, divisor, number) for number in range(ENGINES)]
                     for engine in engines:
                         stack.callback(engine.close)
+                    for engine in engines:
+                        engine.answer()
                     systems[name] = partial(measure_engines, engines, name, op, size, jobs, numbers)
                 found = in_turns(runs, systems, warm_up=True)
             yield from (row for row in finished(found) if row["system"] != "fio")

@@ -42,9 +42,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import msgspec
+
+from bench.common import Row, arguments, end_with_parent, median_interval, needs, reporting
+
+needs("cryptography", "torch", "transformers", "vllm", "zmq")
+
 import zmq
 
-from bench.common import Row, arguments, median_interval, reporting
 from examples.tiny_llama import LlamaShape, make_tiny_llama
 from kvstore.namespace import Namespace
 from kvstore.tiers import open_tier
@@ -189,6 +193,9 @@ def start_child(work: Path, model: Path, tier: dict[str, Any], task: str, **more
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
+        # vLLM leaves files and sockets in both.
+        "TMPDIR": str(work),
+        "VLLM_RPC_BASE_PATH": str(work),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     log = (work / "engine.log").open("ab")
@@ -206,22 +213,26 @@ def start_child(work: Path, model: Path, tier: dict[str, Any], task: str, **more
 def child(work: Path, model: Path, tier: dict[str, Any], task: str, **more: Any) -> dict[str, Any]:
     """Run a task in an engine; return its result."""
     process = start_child(work, model, tier, task, **more)
-    output, _ = process.communicate(timeout=600)
+    try:
+        output, _ = process.communicate(timeout=600)
+    finally:
+        process.kill()
     if process.returncode:
-        raise SystemExit((work / "engine.log").read_text()[-4000:])
+        raise RuntimeError(f"An engine failed. The end of its log:\n{(work / 'engine.log').read_text()[-4000:]}")
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
 
 
 def run_child(options: dict[str, Any]) -> None:
     """Run an engine: the main program of a child process."""
+    end_with_parent()
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 
     extra: dict[str, Any] = {}
     system = options.get("system", "without")
     if system != "without":
-        endpoint = options.get("endpoint", f"ipc://{tempfile.mkdtemp()}/events")
+        endpoint = options.get("endpoint", f"ipc://{tempfile.gettempdir()}/events")
         extra["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
     if system == "vllm events":
         from kvstore.vllm import manager as own_manager

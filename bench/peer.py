@@ -25,7 +25,6 @@ import itertools
 import json
 import mmap
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -67,8 +66,8 @@ from kvstore.types import LookupResult, Outcome
 
 KIB, MIB = 1024, 1024**2
 JOB_BYTES = 16 * MIB
-HELD_BYTES = 256 * MIB
-"""Bytes that the server holds, far more than a processor's cache."""
+HELD_BYTES_MAX = 256 * MIB
+"""Bytes that the server holds, far more than a processor's cache; not more than a run loads."""
 NAMESPACE = Namespace({"bench": "peer"})
 QUESTION = struct.Struct("<II")
 NIXL = next((name for name in ("nixl", "nixl_cu12", "nixl_cu13") if importlib.util.find_spec(name)), "")
@@ -82,11 +81,15 @@ COLUMNS = [
 class Holder:
     """The serving process; it is controlled on its standard input."""
 
-    def __init__(self, system: str, size: int, spin: bool) -> None:
+    def __init__(self, system: str, size: int, spin: bool, held: int) -> None:
+        self.blocks = held // size
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
-        arguments = [sys.executable, __file__, "--serve", json.dumps([system, self.port, size, spin])]
-        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        arguments = [sys.executable, __file__, "--serve", json.dumps([system, self.port, size, spin, held])]
+        self._process = subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            process_group=0,  # Ctrl-C ends the program, which then ends this process.
+        )  # fmt: skip
         assert self._process.stdout is not None
         hello = json.loads(self._process.stdout.readline())
         self.port, self.address = hello.get("port", self.port), hello.get("address", 0)
@@ -102,12 +105,11 @@ class Holder:
         self._process.communicate()
 
 
-def serve(system: str, port: int, size: int, spin: bool) -> None:
+def serve(system: str, port: int, size: int, spin: bool, held: int) -> None:
     """Serve until the standard input ends: the main program of the serving process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the program, which then ends this process.
     end_with_parent()
-    memory = shared_memory(HELD_BYTES)
-    view, count = memoryview(memory), HELD_BYTES // size
+    memory = shared_memory(held)
+    view, count = memoryview(memory), held // size
     payload = Payload("random", size, 1)
     payload.prepare(Region.wrap(memory, size)).write(range(count), range(count))
     hello: dict[str, Any] = {}
@@ -196,9 +198,7 @@ class PlainSockets(PooledSystem):
     def __init__(self, holder: Holder, region: Region, jobs: int) -> None:
         super().__init__(jobs)
         self.holder, self.region, self.size = holder, region, region.slot_bytes
-        self.number_of = {
-            Payload("random", self.size, 1).key(number): number for number in range(HELD_BYTES // self.size)
-        }
+        self.number_of = {Payload("random", self.size, 1).key(number): number for number in range(holder.blocks)}
         self._local = threading.local()
 
     def move(self, op: Op, keys: Sequence[bytes], slots: Sequence[int]) -> Sequence[Outcome]:
@@ -275,7 +275,7 @@ def opened_tier(system: str, holder: Holder, region: Region, host: str) -> Syste
     patient = {"load_timeout": 60, "lookup_timeout": 10, "timeout": 60, "transport": transport_of(system)}
     size = region.slot_bytes
     tier = TierSystem({**options, **patient}, region.view(), size, NAMESPACE, name=system)
-    keys = [Payload("random", size, 1).key(number) for number in range(HELD_BYTES // size)]
+    keys = [Payload("random", size, 1).key(number) for number in range(holder.blocks)]
     while {tier.lookup(key, 0) for key in keys} != {LookupResult.HIT}:
         tier.finished()
         time.sleep(1e-3)
@@ -301,12 +301,12 @@ def measure_here(system: str, size: int, jobs: int, total: int, host: str, spin:
         size, per_job, jobs, Mix(0.0), duration_s=600.0, ops_max=max(4, total // (per_job * size)), warmup_s=0.0,
         verify="none", spin=spin,
     )  # fmt: skip
-    holder = Holder(system, size, spin)
+    holder = Holder(system, size, spin, min(HELD_BYTES_MAX, total))
     region = Region.wrap(shared_memory(workload.slots * size), size)
     opened = opened_tier(system, holder, region, host) if system not in OTHERS else OTHERS[system](holder, region, jobs)
     try:
         driver = Driver(opened, Payload("random", size, 1).prepare(region))
-        driver.adopt(HELD_BYTES // size // per_job, per_job)
+        driver.adopt(holder.blocks // per_job, per_job)
         if driver.verify(workload).wrong:  # Also makes connections.
             raise RuntimeError(f"{system}: wrong bytes")
         server_s = holder.cpu_s()
@@ -330,7 +330,7 @@ def cases(sizes: Sequence[int]) -> Iterator[tuple[str, int, int, str, bool]]:
         for jobs in (1, 8):
             for system in systems:
                 yield system, size, jobs, "thread", False
-    for host in ("thread", "process"):
+    for host in ("thread", "process") if 2 * MIB in sizes else ():
         yield "kvstore-peer", 2 * MIB, 8, host, True
 
 
@@ -345,7 +345,7 @@ def main() -> None:
         os._exit(0)
     parser = arguments(__doc__)
     parser.add_argument("--sizes", type=int, nargs="*", help="KiB per block")
-    parser.add_argument("--mib", type=int, help="MiB per run (default: 2048, with --quick 512)")
+    parser.add_argument("--mib", type=int, help="MiB per run, at least 16 (default: 2048, with --quick 512)")
     options = parser.parse_args()
     sizes = [kib * KIB for kib in options.sizes or ((512, 2048) if options.quick else (128, 512, 2048, 8192))]
     total = bytes_of(options, 2048, 512)

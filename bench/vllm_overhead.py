@@ -157,6 +157,7 @@ def overhead(
 ) -> Iterator[Row]:
     """Send all systems new prompts in each run of each start; yield a row for each system."""
     loads: dict[str, list[Load]] = {system: [] for system in systems}
+    interruption: KeyboardInterrupt | None = None
     for start in range(starts):
         of_start: dict[str, list[Load]] = {system: [] for system in systems}
         try:
@@ -168,10 +169,10 @@ def overhead(
                     prompts = make_prompts(rng, count, tokens, VOCABULARY)
                     for system in in_turns(systems, start + number):
                         of_start[system].append(serve(servers[system], prompts, 16))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             if not start:
                 raise
-            say("interrupted: these are the starts before")
+            interruption = error
             break
         finally:
             shutil.rmtree(work / f"overhead-{start}", ignore_errors=True)
@@ -181,6 +182,8 @@ def overhead(
         say(f"  start {start + 1}: {', '.join(times)} tokens/s")
     for system in systems:
         yield row_of("overhead", system, loads[system], loads["none"], runs)
+    if interruption is not None:
+        raise interruption
 
 
 def row_of(op: str, system: str, loads: Sequence[Load], references: Sequence[Load], runs: int = 1) -> Row:

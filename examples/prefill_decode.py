@@ -16,11 +16,8 @@ import argparse
 import http.client
 import json
 import os
-import shutil
-import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -31,7 +28,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from serving import Answer, Server, complete, free_port, greedy
+from serving import Answer, Server, complete, free_port, greedy, working_directory
 from tiny_llama import LlamaShape, make_tiny_llama
 from vllm_restart import make_prompts, say
 
@@ -141,12 +138,8 @@ def loaded_bytes(server: Server) -> float:
 def main() -> int:
     """Command line; returns 0 if outputs are equal and blocks were loaded while prompts were computed."""
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    work = Path(tempfile.mkdtemp(prefix="kvstore-pd-", dir=args.dir))
-    try:
+    with working_directory("kvstore-pd-", args.dir) as work:
         report = measure(work, args)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     print_table(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
 import signal
@@ -13,13 +14,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Answer", "Server", "complete", "free_port", "greedy", "kill_session", "session_pids"]
+__all__ = ["Answer", "Server", "complete", "free_port", "greedy", "kill_session", "session_pids", "working_directory"]
 
 _START_TIMEOUT_S = 600.0
 _REQUEST_TIMEOUT_S = 120.0
@@ -137,6 +138,25 @@ class Server:
         """Return the first errors of the server's log, which usually explain a failed start, and its end."""
         lines = self._log.read_text(errors="replace").splitlines()
         return "\n".join([*[line for line in lines[:-20] if "Error" in line][:10], *lines[-20:]])
+
+
+@contextlib.contextmanager
+def working_directory(prefix: str, parent: Path | None) -> Iterator[Path]:
+    """Yield a directory for a program with servers, and remove it at the end.
+
+    The program ends with status 2 if vLLM is not installed, 1 if a server fails, and 130 after Ctrl-C or SIGTERM, after
+    it has killed its servers.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        print("This program needs vLLM, which is not installed. See docs/getting-started.md.", file=sys.stderr)
+        sys.exit(2)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(130))
+    try:
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as work:
+            yield Path(work)
+    except (RuntimeError, OSError) as error:
+        sys.exit(str(error))
 
 
 def greedy(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ The weights are drawn from a fixed seed, so the same arguments give the same mod
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,8 @@ def main() -> None:
     for name, default in (("layers", 2), ("hidden", 128), ("heads", 4), ("kv-heads", 2), ("vocabulary", 512)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
+    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
+        parser.error(f"not installed: {', '.join(missing)}")
     shape = LlamaShape(args.layers, args.hidden, args.heads, args.kv_heads, args.vocabulary)
     print(make_tiny_llama(args.directory, shape))
 

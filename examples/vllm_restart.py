@@ -16,11 +16,8 @@ import json
 import os
 import platform
 import random
-import shutil
-import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from serving import Answer, Server
+from serving import Answer, Server, working_directory
 from tiny_llama import LlamaShape, make_tiny_llama
 
 from kvstore.cli.holdings.medium import Medium
@@ -62,15 +59,10 @@ class Run:
 def main() -> int:
     """Command line; returns 0 if every output is right and every full block came from the cache."""
     args = _arguments()
-    # Makes SIGTERM also kill the engines and remove their files.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    work = Path(tempfile.mkdtemp(prefix="kvstore-demo-", dir=args.dir))
     started = time.monotonic()
-    say("This takes three minutes on two idle cores.")
-    try:
+    with working_directory("kvstore-demo-", args.dir) as work:
+        say("This takes three minutes on two idle cores.")
         report = measure(work, args)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     report["seconds"] = round(time.monotonic() - started, 1)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -1,15 +1,21 @@
-"""Programs in bench/ clean up when SIGTERM ends them."""
+"""Every program in bench/ and examples/ ends, reports, and cleans up: by itself, after a killed run, and on SIGTERM."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
+from kvstore.testing import eventually
 from tests.project.tree import ROOT
 
 WAIT_S = 120
@@ -21,15 +27,144 @@ time.sleep(600)
 """
 """Replaces `vllm serve`: a process with a child that never answers."""
 
-E2E = f"""
+ANSWERING_SERVER = """
 import sys
-from examples import serving
-from bench import vllm_e2e, vllm_overhead
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-serving._serve_command = lambda model: [sys.executable, "-c", {SERVER!r}, model]
-vllm_overhead.make_tiny_llama = lambda path, shape: path
-sys.exit(vllm_e2e.main())
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+        self.wfile.write(b'data: {"choices": [{"text": "w3 "}], "usage": {"prompt_tokens": 1}}\\n\\ndata: [DONE]\\n\\n')
+
+    def log_message(self, *arguments):
+        pass
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
+"""Replaces `vllm serve`: every answer is the same word."""
+
+WITH_SERVER = """
+import importlib, sys
+from examples import serving
+from bench import vllm_overhead
+
+serving._serve_command = lambda model: [sys.executable, "-c", {server!r}, model]
+vllm_overhead.make_tiny_llama = lambda path, shape: path
+module = importlib.import_module(sys.argv.pop(1))
+vllm_overhead._REST_S = module._REST_S = module._SETTLE_S = 0.0
+sys.exit(module.main())
+"""
+"""Runs a benchmark of servers, by the name of its module, with another command than `vllm serve`."""
+
+DIRECTORIES = ("disk", "hedge", "visibility")
+"""Benchmarks that store in a directory, which a killed run leaves behind."""
+
+PROGRAMS = {
+    "bench/codec.py": "--quick --runs 1 --dtypes bf16",
+    "bench/cuda_copy.py": "--quick --runs 1 --no-spin",
+    "bench/disk.py": "--quick --systems kvstore-file --engines 1 4 --runs 1",
+    "bench/events.py": "--quick",
+    "bench/fleet.py": "--quick",
+    "bench/gate.py": "--quick --requests 2",
+    "bench/gate_busy.py": "--requests 20",
+    "bench/hedge.py": "--quick",
+    "bench/hints.py": "--requests 20",
+    "bench/manager_vs_vllm.py": "--runs 1 --sizes 4096",
+    "bench/peer.py": "--runs 1 --sizes 8192 --mib 16",
+    "bench/redis.py": "--quick --sizes 128 --mib 1",
+    "bench/s3.py": "--quick --only null --sizes 4 --mib 1",
+    "bench/tenants.py": "--requests 20",
+    "bench/visibility.py": "--quick",
+    "bench/vllm_e2e.py": "--quick --runs 1",
+    "bench/vllm_overhead.py": "--quick --runs 1",
+    "examples/custom_backend.py": "",
+    "examples/library.py": "",
+    "examples/tiny_llama.py": "model",
+    "examples/vllm_restart.py": "--runs 1 --layers 2 --hidden 192 --prompt-tokens 300",
+}
+"""Arguments with which each program is as short as possible."""
+
+OUTPUT = {
+    "examples/custom_backend.py": "the same bytes: True",
+    "examples/library.py": "8 ranks loaded 40 blocks; every byte is right.",
+    "examples/tiny_llama.py": "model",
+    "examples/vllm_restart.py": "kvstore file tier",
+}
+"""A part of the output of each example; benchmarks print a table."""
+
+MODULES = {
+    "bench/clients.py",
+    "bench/common.py",
+    "bench/kv_tensors.py",
+    "bench/linked_memory.py",
+    "examples/serving.py",
+}
+TESTED_ELSEWHERE = {"examples/prefill_decode.py": "tests/vllm/test_prefill_decode.py"}
+ENGINES = {"bench/events.py", "bench/manager_vs_vllm.py", "examples/vllm_restart.py"}
+"""Programs that start or import vLLM."""
+WITHOUT_ENGINES = {"bench/gate.py", "bench/vllm_e2e.py", "bench/vllm_overhead.py"}
+"""Programs whose servers are replaced."""
+
+
+def test_every_program_is_run() -> None:
+    """Each module in bench/ and examples/ is run here or in the named test, or is no program."""
+    found = {str(path.relative_to(ROOT)) for name in ("bench", "examples") for path in (ROOT / name).glob("*.py")}
+    assert found == {*PROGRAMS, *MODULES, *TESTED_ELSEWHERE}
+    for program, test in TESTED_ELSEWHERE.items():
+        assert program in (ROOT / test).read_text()
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """Return a directory that replaces /dev/shm for a program."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-test-", dir="/dev/shm") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def work() -> Iterator[Path]:
+    """Return a program's directory, with a path short enough for vLLM's sockets."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-test-") as name:
+        yield Path(name)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=pytest.mark.vllm if name in ENGINES else ()) for name in PROGRAMS]
+)
+def test_a_program_ends(program: str, tmp_path: Path, work: Path, shared: Path) -> None:
+    """A program ends with status 0, prints its results, and leaves no process and no file, even one of a killed run."""
+    name = Path(program).stem
+    report = tmp_path / "report.json"
+    if name in DIRECTORIES:
+        (work / f"bench-{name}.tmp" / "kvstore-file-engines" / "stale").mkdir(parents=True)
+    command = [str(ROOT / program)]
+    if program in WITHOUT_ENGINES:
+        command = ["-c", WITH_SERVER.format(server=ANSWERING_SERVER), f"bench.{name}"]
+    arguments = [*PROGRAMS[program].split(), *(["--json", str(report)] if program not in OUTPUT else [])]
+    running = _start(work, *command, *arguments, shared=shared)
+    try:
+        out, errors = running.communicate(timeout=1100)
+        assert running.returncode == 0, errors
+        if program in OUTPUT:
+            assert OUTPUT[program] in out
+        else:
+            rows = json.loads(report.read_text())["rows"]
+            assert rows and out.count("\n|") >= len(rows)
+        assert "Traceback" not in errors
+        eventually(lambda: not _living(_has_environment(work)), what="the end of all processes")
+        assert list(shared.iterdir()) == []
+        if program == "examples/tiny_llama.py":
+            shutil.rmtree(work / "model")  # Its result.
+        # torch makes this directory when it is imported; all its programs share it.
+        assert [path.name for path in work.iterdir() if not path.name.startswith("torchinductor_")] == []
+    finally:
+        _end(_has_environment(work))
 
 
 def test_servers_of_a_benchmark_of_clients_end(tmp_path: Path) -> None:
@@ -41,6 +176,7 @@ def test_servers_of_a_benchmark_of_clients_end(tmp_path: Path) -> None:
         program.terminate()
         out, _ = program.communicate(timeout=WAIT_S)
         assert "of_fastest_plain" in out
+        assert program.returncode == 130
         assert _living(lambda pid: os.getsid(pid) == program.pid) == []
         assert list(tmp_path.iterdir()) == []
     finally:
@@ -53,7 +189,8 @@ def test_engines_of_a_benchmark_end(tmp_path: Path) -> None:
     def is_ours(pid: int) -> bool:
         return str(tmp_path) in Path(f"/proc/{pid}/cmdline").read_text()
 
-    program = _start(tmp_path, "-c", E2E, "--quick", "--only", "restart", "--dir", str(tmp_path))
+    code = WITH_SERVER.format(server=SERVER)
+    program = _start(tmp_path, "-c", code, "bench.vllm_e2e", "--quick", "--only", "restart", "--dir", str(tmp_path))
     try:
         deadline = time.monotonic() + WAIT_S
         while sum("is up" in log.read_text() for log in tmp_path.rglob("*.log")) < 3:
@@ -64,15 +201,23 @@ def test_engines_of_a_benchmark_end(tmp_path: Path) -> None:
         program.terminate()
         _, errors = program.communicate(timeout=WAIT_S)
         assert "interrupted" in errors
+        assert program.returncode == 130
         assert _living(is_ours) == []
         assert list(tmp_path.iterdir()) == []
     finally:
         _end(is_ours)
 
 
-def _start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
+def _start(temporary: Path, *arguments: str, shared: Path | None = None) -> subprocess.Popen[str]:
+    """Start Python in a directory, which also has its temporary files; ``shared`` replaces /dev/shm, if allowed."""
+    prefix = []
+    if shared is not None:
+        prefix = ["unshare", *([] if os.geteuid() == 0 else ["--map-root-user"]), "--mount"]
+        prefix += ["sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(shared)]
+        if subprocess.run([*prefix, "true"], stderr=subprocess.DEVNULL, check=False).returncode:
+            prefix = []  # Neither root nor user namespaces.
     return subprocess.Popen(
-        [sys.executable, *arguments], cwd=temporary, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        [*prefix, sys.executable, *arguments], cwd=temporary, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
     )  # fmt: skip
@@ -89,6 +234,11 @@ def _living(is_ours: Callable[[int], bool]) -> list[int]:
         except OSError:  # The process has ended meanwhile.
             continue
     return found
+
+
+def _has_environment(directory: Path) -> Callable[[int], bool]:
+    """Return whether a process has the directory in its environment, like all processes of a started program."""
+    return lambda pid: bytes(directory) in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def _end(is_ours: Callable[[int], bool]) -> None:
