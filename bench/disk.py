@@ -184,7 +184,7 @@ def measure_one(options: argparse.Namespace, root: Path, size: int, divisor: int
                     systems |= {
                         name: partial(measure, driver, workload, root / name) for name, driver in drivers.items()
                     }
-                    yield from finished(in_turns(runs, systems, warm_up=True))
+                    yield from finished(in_turns(runs, systems, warm_up=not options.quick))
                     os.sync()
 
 
@@ -286,7 +286,7 @@ def measure_several(options: argparse.Namespace, root: Path, size: int, divisor:
                     for engine in engines:
                         engine.answer()
                     systems[name] = partial(measure_engines, engines, name, op, size, jobs, numbers)
-                found = in_turns(runs, systems, warm_up=True)
+                found = in_turns(runs, systems, warm_up=not options.quick)
             yield from (row for row in finished(found) if row["system"] != "fio")
 
 

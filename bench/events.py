@@ -13,7 +13,7 @@ A disk tier with the seal ``aead`` is filled with blocks of prompts and their li
   and elsewhere. They do not depend on the load of the machine. ``share`` is the ratio of kvstore's events to everything
   else; the goal is at most 0.02.
 
-    python bench/events.py [--quick] [--blocks N] [--starts N] [--json FILE]
+    python bench/events.py [--quick] [--blocks N] [--starts N] [--steps N] [--json FILE]
 
 Needs vLLM on the CPU platform, and the extra ``aead``. Takes about four minutes per start on two cores, and 12 KiB of
 disk per block.
@@ -57,8 +57,6 @@ from kvstore.types import TransferJob
 BLOCK_TOKENS = 32
 PROMPT_BLOCKS = 50
 JOB = 64
-STEPS = 400
-COUNTED_STEPS = 200
 EVENT_MODULES = ("kvstore/tiers/inventory.py", "kvstore/tiering/events.py", "kvstore/vllm/lineage.py")
 OWNER = "kvstore/file"
 SYSTEMS = ("without", "vllm events", "all events")
@@ -70,6 +68,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--blocks", type=int, default=100_000)
     parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=400, help="timed steps of each engine; half as many are counted")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
@@ -77,10 +76,10 @@ def main() -> None:
         return
     blocks, starts = (5_000, 1) if args.quick else (args.blocks, args.starts)
     with reporting(args, COLUMNS) as rows, tempfile.TemporaryDirectory(prefix="kvstore-events-") as name:
-        rows += measure(Path(name), blocks, starts)
+        rows += measure(Path(name), blocks, starts, args.steps)
 
 
-def measure(work: Path, blocks: int, starts: int) -> list[Row]:
+def measure(work: Path, blocks: int, starts: int, timed: int) -> list[Row]:
     """Return the rows."""
     model = make_tiny_llama(work / "model", LlamaShape(layers=1, hidden=64, heads=2, kv_heads=1))
     ring = {"current": 1, "keys": {"1": base64.b64encode(secrets.token_bytes(32)).decode()}}
@@ -103,7 +102,7 @@ def measure(work: Path, blocks: int, starts: int) -> list[Row]:
     for start in range(starts):
         reports.append(report(work, model, tier, blocks))
         for system in SYSTEMS[:: -1 if start % 2 else 1]:
-            found = child(work, model, tier, "steps", system=system, seed=start)
+            found = child(work, model, tier, "steps", system=system, seed=start, steps=timed)
             steps[system].append(found["us"])
             if system == "all events":
                 own.append(found["own_us"])
@@ -270,13 +269,13 @@ def run_child(options: dict[str, Any]) -> None:
         return
     settle(llm, scheduler, manager)
     choose = random.Random(options["seed"])
-    found = timed_steps(llm, scheduler, manager, choose)
+    found = timed_steps(llm, scheduler, manager, choose, options["steps"])
     if system == "all events":
-        found |= counted_steps(llm, scheduler, choose)
+        found |= counted_steps(llm, scheduler, choose, options["steps"] // 2)
     print(json.dumps(found))
 
 
-def timed_steps(llm: Any, scheduler: Any, manager: Any, choose: random.Random) -> dict[str, float]:
+def timed_steps(llm: Any, scheduler: Any, manager: Any, choose: random.Random, least: int) -> dict[str, float]:
     """Return microseconds per step, of the scheduler and of kvstore's events."""
     spent: list[float] = []
     own: list[float] = []
@@ -299,13 +298,13 @@ def timed_steps(llm: Any, scheduler: Any, manager: Any, choose: random.Random) -
     schedule = timed(originals[0], spent)
     scheduler.schedule, scheduler.update_from_output = begin, timed(originals[1], spent)
     manager.take_events = timed(originals[2], own)
-    while len(spent) < STEPS:
+    while len(spent) < least:
         generate(llm, choose)
     scheduler.schedule, scheduler.update_from_output, manager.take_events = originals
     return {"us": 1e6 * sum(spent) / len(spent), "own_us": 1e6 * sum(own) / len(own)}
 
 
-def counted_steps(llm: Any, scheduler: Any, choose: random.Random) -> dict[str, float]:
+def counted_steps(llm: Any, scheduler: Any, choose: random.Random, least: int) -> dict[str, float]:
     """Return the scheduler's bytecodes per step, in kvstore's code for events and elsewhere."""
     steps = of_events = others = 0
     taking = False
@@ -344,7 +343,7 @@ def counted_steps(llm: Any, scheduler: Any, choose: random.Random) -> dict[str, 
 
     schedule, update = counted(scheduler.schedule), counted(scheduler.update_from_output)
     scheduler.schedule, scheduler.update_from_output = begin, update
-    while steps < COUNTED_STEPS:
+    while steps < least:
         generate(llm, choose)
     return {"event_bytecodes": of_events / steps, "other_bytecodes": others / steps}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from kvstore.backends.disk.layout import FRAME_BYTES, RECORD
+from kvstore.backends.disk.layout import FRAME_BYTES, JOURNAL_HEADER_BYTES, RECORD
 from kvstore.types import BlockKey
 from tests.disk.rig import NAMESPACE, Rig, clone, opened
 
@@ -22,6 +22,16 @@ def home(root: Path) -> Path:
 def journal(root: Path) -> Path:
     """Return the journal that is being written."""
     return max(home(root).glob("journal.*"))
+
+
+def frame_ends(content: bytes) -> list[int]:
+    """Return the end offsets of a journal's frames."""
+    ends = [JOURNAL_HEADER_BYTES]
+    while ends[-1] + FRAME_BYTES <= len(content):
+        count = int.from_bytes(content[ends[-1] + 4 : ends[-1] + 8], "little")
+        ends.append(ends[-1] + FRAME_BYTES + count * RECORD.itemsize)
+    assert ends[-1] == len(content)
+    return ends
 
 
 async def filled(root: Path, count: int = 20) -> dict[BlockKey, bytes]:

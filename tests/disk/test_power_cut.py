@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.backends.disk.layout import FRAME_BYTES, JOURNAL_HEADER_BYTES, RECORD
 from kvstore.errors import RecordError
 from kvstore.testing.seeds import fresh_seed
 from kvstore.types import BlockKey, Outcome
-from tests.disk.filled_root import home
+from tests.disk.filled_root import frame_ends, home
 from tests.disk.power import Event, RecordingDisk, after_power_cut
 from tests.disk.rig import Rig, clone, opened, room_for
 from tests.sizes import sized
@@ -144,16 +143,6 @@ async def test_files_are_synced_before_others_refer_to_them(tmp_path: Path) -> N
 def created(events: Sequence[Event], until: Event) -> set[int]:
     """Return the files created before an event."""
     return {event.file for event in itertools.takewhile(lambda e: e is not until, events) if event.kind == "create"}
-
-
-def frame_ends(content: bytes) -> list[int]:
-    """Return the end offsets of a journal's frames."""
-    ends = [JOURNAL_HEADER_BYTES]
-    while ends[-1] + FRAME_BYTES <= len(content):
-        count = int.from_bytes(content[ends[-1] + 4 : ends[-1] + 8], "little")
-        ends.append(ends[-1] + FRAME_BYTES + count * RECORD.itemsize)
-    assert ends[-1] == len(content)
-    return ends
 
 
 def cuts_of(ends: Sequence[int]) -> list[int]:

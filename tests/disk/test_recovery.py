@@ -21,7 +21,7 @@ from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.disk.filled_root import FRAME, filled, home, journal, proved
+from tests.disk.filled_root import FRAME, filled, frame_ends, home, journal, proved
 from tests.disk.rig import NAMESPACE, SLOT, clone, opened, room_for
 from tests.diskio.faulty_disk import FaultyDisk
 from tests.sizes import sized
@@ -43,9 +43,9 @@ def hold_scans(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 async def test_a_cut_journal(tmp_path: Path) -> None:
     """Of a journal cut inside a frame, the remaining records are known at once; other blocks are found in the slots."""
     values = await filled(tmp_path / "a")
-    size = journal(tmp_path / "a").stat().st_size
-    # A journal that ends with a frame is whole.
-    places = [at for at in range(size) if (at - JOURNAL_HEADER_BYTES) % FRAME]
+    content = journal(tmp_path / "a").read_bytes()
+    # A journal that ends with a frame counts as whole.
+    places = sorted(set(range(len(content))) - set(frame_ends(content)))
     for number, at in enumerate(random.Random(seed := fresh_seed()).sample(places, sized(8, full=40))):
         copy = clone(tmp_path / "a", tmp_path / f"b{number}")
         os.truncate(journal(copy), at)

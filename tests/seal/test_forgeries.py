@@ -250,7 +250,8 @@ def test_no_forgery_is_believed(tmp_path: Path, codec: str, encoded: bool) -> No
     for name in ("swapped_payload", "swapped_seal", "other_key", "other_namespace", "flipped_payload", "made_up"):
         assert set(causes[name]) == {RecordFault.SEAL.value}, (name, causes[name])
     assert set(causes["other_key_id"]) == {RecordFault.SEAL.value, RecordFault.CODEC.value}
-    assert causes["flipped_header"][RecordFault.SEAL.value] > 30, causes["flipped_header"]
+    # One in nine on average: 42.
+    assert causes["flipped_header"][RecordFault.SEAL.value] > 10, causes["flipped_header"]
     assert set(causes["stripped"]) == {RecordFault.CODEC.value}
 
 
