@@ -187,7 +187,6 @@ def start_child(work: Path, model: Path, tier: dict[str, Any], task: str, **more
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if task == "serve" else "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -244,6 +243,7 @@ def run_child(options: dict[str, Any]) -> None:
         max_model_len=2048,
         max_num_seqs=8,
         block_size=BLOCK_TOKENS,
+        kv_cache_memory_bytes=128 * 2**20,
         kv_transfer_config=KVTransferConfig(
             kv_connector="OffloadingConnector",
             kv_role="kv_both",

@@ -68,7 +68,7 @@ PROGRAMS = {
     "bench/codec.py": "--quick --runs 1 --dtypes bf16",
     "bench/cuda_copy.py": "--quick --runs 1 --no-spin",
     "bench/disk.py": "--quick --systems kvstore-file --engines 1 4 --runs 1",
-    "bench/events.py": "--quick --steps 1",
+    "bench/events.py": "--quick --steps 2",
     "bench/fleet.py": "--quick",
     "bench/gate.py": "--quick --requests 2",
     "bench/gate_busy.py": "--requests 20",
