@@ -22,6 +22,7 @@ from kvstore.testing.tier_tests import (
     TierLifecycleTests,
     TierValueTests,
 )
+from kvstore.types import BlockKey
 
 
 class ProcessRig(TierHarness):
@@ -84,8 +85,13 @@ class OneProcess(ProcessRig, TierValueTests):
     """The value part of the suite, over one tier for all of its tests."""
 
     @pytest.fixture(autouse=True)
-    def _rig(self, kept: KeptRig) -> None:
+    def _rig(self, kept: KeptRig, request: pytest.FixtureRequest) -> None:
         self.kept = kept
+        self.prefix = request.node.name.encode()[-32:]
+
+    def keys(self, count: int) -> list[BlockKey]:
+        """Return keys that no other test of the class has, even if all have the same seed."""
+        return [self.prefix + key for key in super().keys(count)]
 
     def rig(self, *args: Any, **kwargs: Any) -> TierRig:
         """Return the rig of the class; the value part opens none with options of its own."""
