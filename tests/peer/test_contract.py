@@ -12,7 +12,7 @@ from kvstore.backends.base import Backend
 from kvstore.errors import BackendError
 from kvstore.testing import BackendTests, TierTests
 from kvstore.testing.backend_harness import BackendHarness
-from kvstore.testing.backend_tests import BackendValueTests
+from kvstore.testing.backend_tests import BackendConcurrencyTests, BackendValueTests
 from kvstore.testing.tier_tests import TierHarness, TierValueTests
 from tests.peer.ports import free_port
 from tests.peer.served import ServedConfig, ServedPeer
@@ -71,7 +71,7 @@ class TestPeer(PeerHarness, BackendTests):
 
 # Python's wrap_socket leaves its socket to the garbage collector if the connection is reset while it runs.
 @pytest.mark.filterwarnings("ignore:unclosed <ssl.SSLSocket:ResourceWarning")
-class TestTLS(PeerHarness, BackendValueTests):
+class TestTLS(PeerHarness, BackendValueTests, BackendConcurrencyTests):
     """TLS with certificates on both sides."""
 
     @pytest.fixture(autouse=True)

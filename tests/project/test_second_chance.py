@@ -20,7 +20,7 @@ def test_it(name):
     seen = pathlib.Path(__file__).with_name(name.replace(" ", "-"))
     if not seen.exists():
         seen.touch()
-        raise ValueError("not ready yet")
+        raise ValueError(f"{{name}} is not ready")
 def test_good():
     pass
 """
@@ -63,7 +63,7 @@ def test_a_test_that_fails_once_is_flaky(tmp_path: Path) -> None:
     status, output = run(tmp_path, FAILS_ONCE.format(names=["a", "a b"]))
     assert status == 0, output
     for name in ("a", "a b"):
-        assert f"flaky: test_it.py::test_it[{name}] (first failure: ValueError: not ready yet)" in output
+        assert f"flaky: test_it.py::test_it[{name}] (first failure: ValueError: {name} is not ready)" in output
     assert "2 failed, 1 passed" in output and "2 passed" in output
 
 
@@ -80,7 +80,7 @@ def test_a_test_that_fails_twice_fails_the_run(tmp_path: Path) -> None:
     code = FAILS_ONCE.format(names=["a"]) + "def test_bad():\n    assert False\n"
     status, output = run(tmp_path, code)
     assert status == 1, output
-    assert "failed twice: test_it.py::test_bad" in output
+    assert "failed, and did not pass alone: test_it.py::test_bad" in output
     assert "flaky: test_it.py::test_it[a] " in output
 
 
@@ -90,7 +90,7 @@ def test_more_than_five_flaky_tests_fail_the_run(tmp_path: Path) -> None:
     assert status == 0, output
     status, output = run(tmp_path, FAILS_ONCE.format(names=list("ghijkl")))
     assert status == 1, output
-    assert "6 tests are flaky" in output
+    assert "6 flaky failures" in output
 
 
 @pytest.mark.parametrize("code", ["def test_it(:\n", "raise ValueError\n"], ids=["syntax", "import"])
@@ -98,6 +98,46 @@ def test_a_broken_file_fails_the_run(tmp_path: Path, code: str) -> None:
     """A file without a test that could run has no second chance to pass."""
     status, output = run(tmp_path, code)
     assert status not in (0, 5), output
+
+
+LEAKS = """
+import pytest
+left = []
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left():
+    yield
+    assert not left
+def test_leaking():
+    left.append(1)
+def test_last():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        LEAKS,
+        FAILS_ONCE.format(names=["a"]) + "def test_last():\n    pytest.exit('enough', returncode=1)\n",
+        FAILS_ONCE.format(names=["a"]).replace("def test_good", "    pytest.skip()\ndef test_good"),
+    ],
+    ids=["teardown", "exit", "skip"],
+)
+def test_other_errors_than_luck_fail_the_run(tmp_path: Path, code: str) -> None:
+    """An earlier test's leftovers, an early end, or a test that skips itself the second time are no luck."""
+    status, output = run(tmp_path, code, "-n", "0")
+    assert status not in (0, 5), output
+
+
+def test_one_failure_with_many_users_is_one(tmp_path: Path) -> None:
+    """A fixture of ten tests that fails once does not fail the run."""
+    code = "import pathlib, pytest\n@pytest.fixture(scope='module')\ndef server():\n"
+    code += "    seen = pathlib.Path(__file__).with_name('seen')\n"
+    code += "    if not seen.exists():\n        seen.touch()\n        raise ValueError('no port')\n"
+    code += "@pytest.mark.parametrize('number', range(10))\ndef test_it(number, server):\n    pass\n"
+    status, output = run(tmp_path, code, "-n", "0")
+    assert status == 0, output
+    assert output.count("flaky: ") == 10
 
 
 def test_a_run_without_tests_fails(tmp_path: Path) -> None:

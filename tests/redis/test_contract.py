@@ -15,7 +15,7 @@ from kvstore.backends.base import Backend
 from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.testing import BackendTests, HoldingsTests, TierTests
 from kvstore.testing.backend_harness import BackendHarness
-from kvstore.testing.backend_tests import BackendFailureTests, BackendValueTests
+from kvstore.testing.backend_tests import BackendConcurrencyTests, BackendFailureTests, BackendValueTests
 from kvstore.testing.tier_tests import TierHarness, TierValueTests
 from tests.redis.clients import options_for
 from tests.redis.servers import Server
@@ -103,7 +103,7 @@ class TestValkey(TestRedis):
         self.server = valkey_server
 
 
-class TestTLS(RedisHarness, BackendValueTests):
+class TestTLS(RedisHarness, BackendValueTests, BackendConcurrencyTests):
     """TLS, with a user of least rights."""
 
     @pytest.fixture(autouse=True)

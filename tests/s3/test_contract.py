@@ -14,7 +14,7 @@ from kvstore.backends.base import Backend
 from kvstore.backends.s3 import S3Backend
 from kvstore.testing import BackendTests, HoldingsTests, TierTests
 from kvstore.testing.backend_harness import BackendHarness
-from kvstore.testing.backend_tests import BackendFailureTests, BackendValueTests
+from kvstore.testing.backend_tests import BackendConcurrencyTests, BackendFailureTests, BackendValueTests
 from kvstore.testing.tier_tests import TierHarness, TierValueTests
 from kvstore.types import BlockKey
 from tests.s3.clients import config_for, options_for
@@ -66,7 +66,7 @@ class TestWeedAioboto3(TestWeed):
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
 
 
-class TestWeedTLS(S3Harness, BackendValueTests):
+class TestWeedTLS(S3Harness, BackendValueTests, BackendConcurrencyTests):
     """SeaweedFS over https, with checksums on writes."""
 
     more: ClassVar[dict[str, Any]] = {"client": "direct", "checksums": "when_supported"}
