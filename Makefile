@@ -11,7 +11,7 @@ VENV ?= .venv
 export VENV
 PY := $(VENV)/bin/python
 # Tests run two at a time, heavy ones (engines, torture) by files, which share engines. Failed tests run once more, alone.
-TESTED := $(PY) -m tests.second_chance -q -n 2 --dist loadgroup
+TESTED := $(PY) -m tests.second_chance -q -n 2
 PYTEST_EXTRA ?=
 WALK_REQUESTS ?= 2000
 VERSIONS ?= 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0
@@ -30,12 +30,12 @@ demo: setup
 	$(PY) examples/vllm_restart.py --json out.json
 
 test: setup
-	$(TESTED) -m "not walk" $(PYTEST_EXTRA)
+	$(TESTED) --dist loadgroup -m "not walk" $(PYTEST_EXTRA)
 
 # Where a version can't be had, its test skips itself, and says so.
 test-versions: setup
 	scripts/vllm_versions.sh $(VERSIONS) || true; \
-	KVSTORE_WALK_REQUESTS=$(WALK_REQUESTS) $(PY) -m tests.second_chance -q -n 2 --dist worksteal -m walk -k "$$(echo $(VERSIONS) | sed 's/ / or /g')" \
+	KVSTORE_WALK_REQUESTS=$(WALK_REQUESTS) $(TESTED) --dist worksteal -m walk -k "$$(echo $(VERSIONS) | sed 's/ / or /g')" \
 		tests/vllm/test_walk.py tests/vllm/test_waiting_order.py tests/vllm/test_event_versions.py $(PYTEST_EXTRA)
 
 test-gpu:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.serving import kill_session, session_pids
 from kvstore.testing import eventually
 from tests.project.tree import ROOT
 
@@ -177,10 +178,10 @@ def test_servers_of_a_benchmark_of_clients_end(tmp_path: Path) -> None:
         out, _ = program.communicate(timeout=WAIT_S)
         assert "of_fastest_plain" in out
         assert program.returncode == 130
-        assert _living(lambda pid: os.getsid(pid) == program.pid) == []
+        assert session_pids(program.pid) == []
         assert list(tmp_path.iterdir()) == []
     finally:
-        _end(lambda pid: os.getsid(pid) == program.pid)
+        kill_session(program)
 
 
 def test_engines_of_a_benchmark_end(tmp_path: Path) -> None:
