@@ -58,7 +58,6 @@ BLOCK_TOKENS = 32
 PROMPT_BLOCKS = 50
 JOB = 64
 EVENT_MODULES = ("kvstore/tiers/inventory.py", "kvstore/tiering/events.py", "kvstore/vllm/lineage.py")
-OWNER = "kvstore/file"
 SYSTEMS = ("without", "vllm events", "all events")
 COLUMNS = ("op", "system", "blocks", "seconds", "us_per_call", "per_step", "share", "low", "high", "runs")
 
@@ -170,7 +169,7 @@ def report(work: Path, model: Path, tier: dict[str, Any], blocks: int) -> float:
             payload = socket.recv_multipart()[2]
             last = time.perf_counter()
             for event in msgspec.msgpack.decode(payload)[1]:
-                if event.get("ownership") == OWNER and event["type"] == "BlockStored":
+                if event["medium"] == "STORAGE" and event["type"] == "BlockStored":
                     assert len(event["token_ids"]) == BLOCK_TOKENS, "with its tokens"
                     first = first or last
                     held.update(event["block_hashes"])

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from kvstore.tiering.link import TierLink
 from kvstore.tiers.inventory import Inventory
 from kvstore.types import BlockKey, Locality, Medium, RemovalCause
 
-__all__ = ["PRIMARY_NAME", "BlockEvent", "EventLog", "Repeats"]
+__all__ = ["PRIMARY_NAME", "BlockEvent", "EventLog"]
 
 PRIMARY_NAME = "cpu"
 """Name of the primary tier in events and policies."""
-
-_REPEAT_S: Final = 300.0
-"""Time between two repetitions of the inventory. A consumer that lost events or connected late is complete again once
-the next repetition has been sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +45,6 @@ class EventLog:
         self._enabled = enabled
         self._inventory = Inventory(enabled=enabled)
 
-    def set_parents(self, parent_of: Callable[[BlockKey], BlockKey | None]) -> None:
-        """Report the parents of a primary-tier block before the block itself."""
-        self._inventory.parent_of = parent_of
-
     def primary(self, keys: Sequence[BlockKey], cause: RemovalCause | None = None) -> None:
         """Record blocks that entered (no cause) or left the primary tier."""
         if cause is None:
@@ -66,11 +57,11 @@ class EventLog:
         """Whether :meth:`take` has an event of the primary tier to return."""
         return bool(self._inventory)
 
-    def repeat(self, links: Sequence[TierLink]) -> None:
+    def restate(self, links: Sequence[TierLink]) -> None:
         """Make the next calls of :meth:`take` report all blocks of all tiers as stored, some at a time."""
-        self._inventory.repeat()
+        self._inventory.restate()
         for link in links:
-            link.call("repeat_events", otherwise=None)
+            link.call("restate_events", otherwise=None)
 
     def take(self, links: Sequence[TierLink]) -> list[BlockEvent]:
         """Return the events of all tiers since the last call.
@@ -88,17 +79,3 @@ class EventLog:
         for event in self._inventory.take():
             events.append(BlockEvent(PRIMARY_NAME, Medium.CPU, Locality.LOCAL, event.keys, event.cause))
         return events
-
-
-class Repeats:
-    """Schedule for repeating the inventory."""
-
-    def __init__(self) -> None:
-        self._due = 0.0
-
-    def is_due(self, now: float) -> bool:
-        """Return whether a repetition begins now (monotonic seconds)."""
-        if now < self._due:
-            return False
-        is_first, self._due = not self._due, now + _REPEAT_S
-        return not is_first

@@ -500,17 +500,9 @@ class TieringManager:
         """Whether :meth:`take_events` has an event of the primary tier to return."""
         return self._log.has_unreported
 
-    def set_parents(self, parent_of: Callable[[BlockKey], BlockKey | None]) -> None:
-        """Make events of the primary tier report a block's parents before the block.
-
-        Args:
-            parent_of: See :class:`kvstore.tiers.inventory.Inventory`.
-        """
-        self._log.set_parents(parent_of)
-
-    def repeat_events(self) -> None:
-        """Make the next calls of :meth:`take_events` report all blocks as stored, for consumers that lost events."""
-        self._log.repeat(self._links)
+    def restate_events(self) -> None:
+        """Note that consumers of events have dropped all blocks: the next calls of :meth:`take_events` report them."""
+        self._log.restate(self._links)
 
     def stats(self) -> TieringStats:
         """Return a snapshot; cheap."""

@@ -70,7 +70,10 @@ _RECOVERED_PER_STEP = 32768
 """Recovered keys processed per step: some milliseconds of the scheduler's thread."""
 
 _VERIFIED_PER_STEP = 128
-"""Reported blocks looked up per step: as many as a repetition reports per step. Redis answers within 1 ms."""
+"""Reported blocks looked up per step. Redis answers within 1 ms."""
+
+_VERIFICATION_INTERVAL_S = 300.0
+"""Time between two lookups of all reported blocks on a medium that evicts silently."""
 
 _RECOVERY_AWAITED_S = 60.0
 """Longest time that an engine without requests keeps stepping to report recovered blocks. A healthy disk recovers far
@@ -122,6 +125,7 @@ class AsyncTier(SecondaryTierManager):
         self._verifies_events = verifies_events
         self._unverified: list[BlockKey] = []
         """Blocks reported by events, still to be looked up on the medium."""
+        self._verification_due = clock() + _VERIFICATION_INTERVAL_S
         self._epoch = Epoch(name, named=config.epoch is not None, lender=lender)
         self._forget_medium()
         self._failed_loads = FailedLoads(retry_after_s=config.negative_ttl)
@@ -176,7 +180,7 @@ class AsyncTier(SecondaryTierManager):
 
     def flush(self) -> None:
         """See :meth:`SecondaryTierManager.flush`."""
-        if self._unverified and self._is_up:
+        if self._verifies_events and self._is_up:
             self._look_up_reported()
         if self._existence.unasked:
             self._outbox += self._existence.take_questions(self._clock())
@@ -236,15 +240,9 @@ class AsyncTier(SecondaryTierManager):
         """See :meth:`SecondaryTierManager.take_events`; none unless the tier was opened with events."""
         return self._inventory.take()
 
-    def repeat_events(self) -> None:
-        """See :meth:`SecondaryTierManager.repeat_events`. Blocks that may be evicted silently are looked up first."""
-        self._inventory.repeat()
-        if self._verifies_events:
-            self._unverified = self._inventory.known
-
-    def set_parents(self, parent_of: Callable[[BlockKey], BlockKey | None]) -> None:
-        """Report parents before their blocks in events; see :class:`kvstore.tiers.inventory.Inventory`."""
-        self._inventory.parent_of = parent_of
+    def restate_events(self) -> None:
+        """See :meth:`SecondaryTierManager.restate_events`."""
+        self._inventory.restate()
 
     def keep_lineage(self, keys: Sequence[BlockKey], lineage: Sequence[bytes], secrets: Sequence[bytes]) -> None:
         """Store the lineage of present blocks for a later engine, if the medium supports it; it may be lost.
@@ -362,6 +360,9 @@ class AsyncTier(SecondaryTierManager):
     def _look_up_reported(self) -> None:
         """Look up some reported blocks with the next query; missing ones are then reported as removed."""
         now = self._clock()
+        if not self._unverified and now >= self._verification_due:
+            self._verification_due = now + _VERIFICATION_INTERVAL_S
+            self._unverified = self._inventory.known
         for key in self._unverified[-_VERIFIED_PER_STEP:]:
             self._existence.wants_answer(key, now)
         del self._unverified[-_VERIFIED_PER_STEP:]

@@ -172,10 +172,10 @@ class SecondaryTierManager(ABC):
         Blocks from earlier runs count as stored, at a bounded rate. A block that left and returned is not reported.
         """
 
-    def repeat_events(self) -> None:  # noqa: B027
-        """Make the next calls of :meth:`take_events` report all blocks as stored, at a bounded rate.
+    def restate_events(self) -> None:  # noqa: B027
+        """Note that consumers of events have dropped all blocks, such as after vLLM's ``AllBlocksCleared``.
 
-        For consumers that have lost events. The default does nothing.
+        The next calls of :meth:`take_events` report all blocks as stored, at a bounded rate. The default does nothing.
         """
 
     @abstractmethod

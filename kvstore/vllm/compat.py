@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload.base import OffloadingEvent
@@ -151,25 +152,44 @@ def make_transfer_job(
     return TransferJob(job_id=job_id, keys=list(keys), is_promotion=is_load, req_context=request, **fields)
 
 
-def make_event(
-    keys: Sequence[bytes], medium: Any, *, removed: bool, tier: str | None = None, locality: Any = None
-) -> OffloadingEvent:
-    """Build an ``OffloadingEvent`` with the fields of this version (``ownership`` came with 0.29).
+def make_event(keys: Sequence[bytes], medium: Any, *, removed: bool, locality: Any = None) -> OffloadingEvent:
+    """Build an ``OffloadingEvent`` with the fields of this version (``removal_expected`` came with 0.29).
 
-    vLLM counts the copies of a block by medium and ownership, and frees its payload at the last removal. Therefore each
-    tier has its own ownership. The primary tier has none because vLLM registers that copy itself.
+    It has no ownership: Dynamo's router drops events with another one than those that it knows.
 
     Args:
         keys: The blocks.
         medium: vLLM's ``Medium``.
         removed: Whether the blocks were removed (otherwise stored).
-        tier: Name of the secondary tier; None for the primary tier.
         locality: vLLM's ``Locality``; None for the primary tier.
     """
     # Each of our BlockStored events is eventually followed by a BlockRemoved.
-    known = {"ownership": None if tier is None else f"kvstore/{tier}", "removal_expected": not removed}
-    fields = _known_fields(OffloadingEvent, known)
+    fields = _known_fields(OffloadingEvent, {"removal_expected": not removed})
     return OffloadingEvent(keys=list(keys), medium=medium, removed=removed, locality=locality, **fields)
+
+
+def on_blocks_cleared(callback: Callable[[], None]) -> None:
+    """Call ``callback`` each time vLLM's scheduler, now under construction, has queued an ``AllBlocksCleared`` event.
+
+    Consumers then drop all blocks of the engine, those of tiers included, even if only the device's cache was reset.
+    Tiers are not told of such a reset.
+    """
+    callers = (frame.f_locals.get("self") for frame in calls_above())
+    named = ("reset_prefix_cache", "schedule")
+    scheduler: Any = next((one for one in callers if all(hasattr(one, name) for name in named)), None)
+    if scheduler is None:
+        return
+    reset = scheduler.reset_prefix_cache
+
+    def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return reset(*args, **kwargs)
+        finally:
+            queued = scheduler.kv_cache_manager.block_pool.kv_event_queue
+            if any(isinstance(event, AllBlocksCleared) for event in queued):
+                callback()
+
+    scheduler.reset_prefix_cache = reset_prefix_cache
 
 
 def current_connector_scheduler() -> Any:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -76,8 +76,11 @@ class Lineage:
         self._payloads: MutableMapping[BlockKey, Any] | None = None
         """vLLM's payloads; None until vLLM has made its tracker, and unless events are self-describing."""
         self._make: Callable[..., Any] | None = None
+        tiers = list(tiers)
+        media = Counter(tier.medium for tier in tiers)
+        self._copied = {tier.name for tier in tiers if media[tier.medium] > 1}
+        """Tiers that share their medium. vLLM drops a payload at the first removal from any of them."""
         for tier in tiers:
-            tier.set_parents(partial(self.parent_of, tier))
             if tier.medium is Medium.STORAGE and tier.locality is Locality.LOCAL:
                 self._kept[tier.name] = set()
 
@@ -100,29 +103,22 @@ class Lineage:
             if payload is not None and not payload.token_ids:
                 del payloads[key]
 
-    def parent_of(self, tier: AsyncTier | None, key: BlockKey) -> BlockKey | None:
-        """Return the parent of a block; None if there is none or it is unknown."""
-        payloads = self._payloads
-        if payloads is None:
-            return None
-        tag_bytes = self._tag_bytes
-        payload = payloads.get(key[tag_bytes:])
-        if payload is None and tier is not None:
-            payload = self._restore(tier, key, payloads)
-        if payload is None or payload.parent_block_hash is None:
-            return None
-        parent: bytes = key[:tag_bytes] + payload.parent_block_hash + key[-_GROUP_BYTES:]
-        return parent
-
     def note(self, tier: AsyncTier, keys: Sequence[BlockKey], *, removed: bool) -> None:
-        """Store the payloads of blocks that are reported as stored, unless the tier already has them."""
+        """Store the payloads of blocks about to be reported as stored, and restore those of an earlier engine."""
         kept, payloads = self._kept.get(tier.name), self._payloads
-        if kept is None or payloads is None:
+        if payloads is None:
+            return
+        if tier.name in self._copied:
+            self._hold(tier.name, keys, payloads, removed=removed)
+        if kept is None:
             return
         if removed:
             kept.difference_update(keys)
             return
         tag_bytes = self._tag_bytes
+        for key in keys:
+            if key[tag_bytes:] not in payloads:
+                self._restore(tier, key, payloads)
         new = [key for key in keys if key not in kept and key[tag_bytes:] in payloads]
         if new:
             kept.update(new)
@@ -134,16 +130,25 @@ class Lineage:
                 secrets = [_encode((_packed(p.token_ids), p.lora_name)) for p in found]
             tier.keep_lineage(new, lineage, secrets)
 
-    def _restore(self, tier: AsyncTier, key: BlockKey, payloads: MutableMapping[BlockKey, Any]) -> Any:
-        """Restore the payload of a block kept by an earlier engine to vLLM, and return it; None if there is none."""
+    def _hold(
+        self, name: str, keys: Sequence[BlockKey], payloads: MutableMapping[BlockKey, Any], *, removed: bool
+    ) -> None:
+        """Make vLLM keep the payloads of blocks while this tier has them (without effect in 0.28)."""
+        for key in keys:
+            holders = getattr(payloads.get(key[self._tag_bytes :]), "active_residencies", None)
+            if holders is not None:
+                (holders.discard if removed else holders.add)((name, None))
+
+    def _restore(self, tier: AsyncTier, key: BlockKey, payloads: MutableMapping[BlockKey, Any]) -> None:
+        """Restore the payload of a block kept by an earlier engine to vLLM, if there is one."""
         found = tier.take_lineage(key)
         if found is None or self._make is None:
-            return None
+            return
         try:
             kept = _read_kept(found[0])
             secret = _read_secret(found[1]) if found[1] else _NO_SECRET
         except msgspec.MsgspecError:
-            return None
+            return
         theirs = key[self._tag_bytes :]
         hashes, parent = (*kept.hashes, theirs[:-_GROUP_BYTES]), kept.parent
         tokens: tuple[int, ...] = ()
@@ -163,11 +168,9 @@ class Lineage:
                 lora_name=secret.lora_name,
             )
         except IndexError:
-            return None  # Kept for a model with other groups of layers.
+            return  # Kept for a model with other groups of layers.
         payloads[theirs] = payload
-        if tier.name in self._kept:
-            self._kept[tier.name].add(key)
-        return payload
+        self._kept[tier.name].add(key)
 
 
 def _packed(tokens: Sequence[int]) -> bytes:

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from vllm.v1.kv_offload.base import Locality as VllmLocality
@@ -31,7 +30,7 @@ from kvstore.primary.lending import Lender
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tenants import TAG_BYTES, Tenants
 from kvstore.tiering import TieringConfig, TieringManager
-from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, Repeats
+from kvstore.tiering.events import PRIMARY_NAME, BlockEvent
 from kvstore.tiers import AsyncTier, open_tier
 from kvstore.types import BlockKey, Locality, LookupResult, Medium
 from kvstore.vllm.compat import (
@@ -39,6 +38,7 @@ from kvstore.vllm.compat import (
     current_connector_config,
     emits_events,
     make_event,
+    on_blocks_cleared,
     open_region,
     primary_info,
     request_ends,
@@ -54,6 +54,7 @@ from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
 from kvstore.vllm.remote import of_replica, remote_fields, serves_peers
 from kvstore.vllm.standard_metrics import StandardMetrics
 from kvstore.vllm.startup import said_in_the_log, show_logs
+from kvstore.vllm.statements import Statements
 from kvstore.vllm.steps import StepTimes
 from kvstore.vllm.tenants import RequestTags
 
@@ -105,12 +106,14 @@ class KVStoreOffloadingManager(OffloadingManager):
             else:
                 locality = VllmLocality(options.get("locality") or tier.locality.value)
                 self._media[tier.name] = VllmMedium[tier.medium.name], locality
-        self._repeats = Repeats()
+        natures = [(VllmMedium.CPU, VllmLocality.LOCAL), *self._media.values()]
+        self._statements = Statements(natures, all_shared=tenants is not None)
+        if self._emits_events:
+            on_blocks_cleared(self._restate_events)
         self._tags = None if tenants is None else RequestTags(tenants)
         self._tag_bytes = 0 if tenants is None else TAG_BYTES
         self._lineage = Lineage(self._tiers if self._emits_events else (), self._tag_bytes)
         self._by_name = {tier.name: tier for tier in self._tiers}
-        manager.set_parents(partial(self._lineage.parent_of, None))
         self._without_keys: set[str] = set()
         self._window_groups = spec.window_groups
         self._hands_over = serves_peers(spec.secondary_tier_configs)
@@ -235,15 +238,13 @@ class KVStoreOffloadingManager(OffloadingManager):
         """Return the blocks that entered and left each tier."""
         if not self._emits_events:
             return []
-        if self._repeats.is_due(time.monotonic()):
-            self.manager.repeat_events()
         self._lineage.begin()
         theirs = [event for tier in self._foreign for event in tier.take_vllm_events()]
         ours = self.manager.take_events()
         for event in ours:
             if event.tier in self._by_name:
                 self._lineage.note(self._by_name[event.tier], event.keys, removed=event.cause is not None)
-        return [*theirs, *map(self._vllm_event, ours)]
+        return self._statements.merge([*theirs, *map(self._vllm_event, ours)])
 
     @guarded(lambda: None)
     def reset_cache(self) -> None:
@@ -260,8 +261,6 @@ class KVStoreOffloadingManager(OffloadingManager):
                 self.manager.stats().jobs,
                 _DRAIN_S,
             )
-        # vLLM reports a reset as the removal of all blocks, but some tiers keep theirs.
-        self.manager.repeat_events()
 
     @guarded(lambda: None)
     def on_reset_flushed(self) -> None:
@@ -317,7 +316,12 @@ class KVStoreOffloadingManager(OffloadingManager):
         if event.tier == PRIMARY_NAME:
             return make_event(keys, VllmMedium.CPU, removed=removed)
         medium, locality = self._media[event.tier]
-        return make_event(keys, medium, removed=removed, tier=event.tier, locality=locality)
+        return make_event(keys, medium, removed=removed, locality=locality)
+
+    @guarded(lambda: None)
+    def _restate_events(self) -> None:
+        self._statements.clear()
+        self.manager.restate_events()
 
     def _theirs(self, keys: Sequence[BlockKey]) -> list[bytes]:
         """Return vLLM's keys of blocks."""

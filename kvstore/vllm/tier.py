@@ -23,7 +23,6 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.base import TransferJob as VllmTransferJob
 
-from kvstore.tiering.events import Repeats
 from kvstore.tiers import open_tier
 from kvstore.types import JobResult, LookupResult, RequestContext, TransferJob
 from kvstore.vllm.compat import (
@@ -33,6 +32,7 @@ from kvstore.vllm.compat import (
     emits_events,
     make_event,
     make_result,
+    on_blocks_cleared,
     request_ends,
     request_params,
     supported_kwargs,
@@ -106,7 +106,8 @@ class KVStoreTier(SecondaryTierManager):
         self._has_stepped = False
         self._unreported_jobs = False
         self._emits_events = emits_events(offloading_spec)
-        self._repeats = Repeats()
+        if self._emits_events:
+            on_blocks_cleared(self._restate_events)
         # Only a flat memoryview can be sliced into views of rows.
         self._rows: memoryview = primary_kv_view.cast("B")
         try:
@@ -183,20 +184,12 @@ class KVStoreTier(SecondaryTierManager):
         """Return the blocks that entered or left the tier since the last call."""
         if not self._emits_events:
             return []
-        if self._repeats.is_due(time.monotonic()):
-            self._tier.repeat_events()
         self._lineage.begin()
         events = self._tier.take_events()
         for event in events:
             self._lineage.note(self._tier, event.keys, removed=event.cause is not None)
         return [
-            make_event(
-                event.keys,
-                self.medium,
-                removed=event.cause is not None,
-                tier=self._tier.name,
-                locality=self.locality,
-            )
+            make_event(event.keys, self.medium, removed=event.cause is not None, locality=self.locality)
             for event in events
         ]
 
@@ -252,6 +245,10 @@ class KVStoreTier(SecondaryTierManager):
         with contextlib.suppress(BufferError):
             # Fails if I/O that did not end in time still uses the memory; close() has logged that.
             self._rows.release()
+
+    @guarded(lambda: None)
+    def _restate_events(self) -> None:
+        self._tier.restate_events()
 
     def _submit(self, job: VllmTransferJob, submit: Callable[[TransferJob], None]) -> None:
         keys = tuple(job.keys)

@@ -678,7 +678,7 @@ def test_only_exceptions_in_a_row_end_a_tier(method: str) -> None:
     ("method", "value"),
     [
         ("flush", partial(int, "no number")),  # A callable without a name.
-        ("repeat_events", None),  # No such method.
+        ("restate_events", None),  # No such method.
         ("drain", lambda timeout_s: None),
     ],
 )
@@ -688,7 +688,7 @@ def test_a_tier_with_a_defective_method_stops_nothing(method: str, value: Any) -
     engine.store(A)
     setattr(engine.tier, method, value)
     engine.step()
-    engine.manager.repeat_events()
+    engine.manager.restate_events()
     engine.manager.reset()
     engine.manager.close()
 

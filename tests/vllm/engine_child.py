@@ -110,11 +110,9 @@ class Engine:
             self.llm.llm_engine.step()
             time.sleep(0.005)  # For the I/O, which needs the cores, too.
 
-    def repeat_events(self) -> None:
-        """Report all blocks again, as kvstore does every five minutes."""
-        core = self._core()
-        core.scheduler.connector.connector_scheduler.manager.manager.repeat_events()
-        self.settle()
+    def reset_device(self) -> None:
+        """Empty the cache in device memory only."""
+        assert self.llm.reset_prefix_cache()
 
     def reset(self) -> None:
         """Empty vLLM's own caches, in device and host memory; the tiers follow their option ``reset``."""

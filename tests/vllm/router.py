@@ -6,17 +6,22 @@ from tests.vllm.harness import Driver
 
 
 class Router:
-    """Blocks by engine and owner, according to events."""
+    """Blocks by engine and medium, according to events. Like llm-d's, it counts the reports of a block."""
 
     def __init__(self) -> None:
         self.engines: dict[str, dict[str, set[bytes]]] = {}
 
     def follow(self, name: str, driver: Driver) -> dict[str, set[bytes]]:
-        """Process all events of an engine; return its blocks by owner."""
-        owners = self.engines.setdefault(name, {})
+        """Process all events of an engine; return its blocks by medium."""
+        media = self.engines.setdefault(name, {})
         driver.settle()
         for event in driver.events:
-            blocks = owners.setdefault(event.ownership or "cpu", set())
-            blocks.difference_update(event.keys) if event.removed else blocks.update(event.keys)
+            blocks, keys = media.setdefault(event.medium.name, set()), set(event.keys)
+            if event.removed:
+                assert keys <= blocks, "removed without having been stored"
+                blocks -= keys
+            else:
+                assert not keys & blocks, "stored twice"
+                blocks |= keys
         driver.events.clear()
-        return owners
+        return media

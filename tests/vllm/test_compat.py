@@ -104,16 +104,12 @@ def test_results_have_the_fields_of_the_version(monkeypatch: pytest.MonkeyPatch)
     assert compat.make_result(1, False, transfer_time=0.5, transfer_bytes=7) == OldResult(1, False, None, 0.5)
 
 
-@pytest.mark.parametrize(("shape", "has_ownership"), [(OldEvent, False), (NewEvent, True)])
-@pytest.mark.parametrize(("tier", "ownership"), [("nvme", "kvstore/nvme"), (None, None)])
-def test_events_have_the_fields_of_the_version(
-    monkeypatch: pytest.MonkeyPatch, shape: Any, has_ownership: bool, tier: str | None, ownership: str | None
-) -> None:
-    """Each tier has an ownership if vLLM has a field for it, and the primary tier has none."""
+@pytest.mark.parametrize("shape", [OldEvent, NewEvent])
+def test_events_have_the_fields_of_the_version(monkeypatch: pytest.MonkeyPatch, shape: Any) -> None:
+    """A removal is announced if vLLM has a field for it."""
     monkeypatch.setattr(compat, "OffloadingEvent", shape)
-    event = compat.make_event((b"k",), "STORAGE", removed=False, tier=tier, locality="LOCAL")
+    event = compat.make_event((b"k",), "STORAGE", removed=False, locality="LOCAL")
     assert event.keys == [b"k"] and not event.removed and event.locality == "LOCAL"
-    assert getattr(event, "ownership", None) == (ownership if has_ownership else None)
     assert getattr(event, "removal_expected", True)
 
 

@@ -1,11 +1,11 @@
-"""Events of real engines over ZMQ: routers list exactly the blocks that ``kvstore inspect`` finds on the disk."""
+"""Events of real engines over ZMQ: Dynamo and llm-d know exactly the blocks that ``kvstore inspect`` finds."""
 
 from __future__ import annotations
 
 import base64
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from tests.vllm.event_stream import Stream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-OWNER = "kvstore/file"
 CAPACITY = "6MiB"
 """About 170 blocks of the tiny model."""
 
@@ -85,89 +84,84 @@ def noted(tier: dict[str, Any]) -> bytes:
     return notes()
 
 
-def subscribe(streams: list[Stream], folder: Path, **options: Any) -> Stream:
+def subscribe(streams: list[Stream], folder: Path) -> Stream:
     """Subscribe to an engine that will start next."""
     place = folder / f"s{len(streams)}"
     place.mkdir()
-    streams.append(Stream(place, **options))
+    streams.append(Stream(place, BLOCK_TOKENS))
     return streams[-1]
 
 
-def agree(engine: Engine | None, stream: Stream, tier: dict[str, Any]) -> set[int]:
-    """Wait until the stream's blocks equal those on the disk; return them."""
+def agree(
+    engine: Engine | None, stream: Stream, tier: dict[str, Any], prompts: Sequence[Sequence[int]] = ()
+) -> set[int]:
+    """Wait until llm-d lists the blocks on the disk, and Dynamo finds the prompts in the tiers; return the former."""
     held: set[int] = set()
+    wrong: list[str] = []
 
     def same() -> bool:
-        nonlocal held
+        nonlocal held, wrong
         if engine is not None:
             engine.call("settle")
-        router, held = stream.pump(), on_disk(tier)
-        if router.blocks.get(OWNER, set()) != held:
+        found, held = stream.pump(), on_disk(tier)
+        if found.on("STORAGE") != held:
             stream.replay()  # An engine that has just started publishes before subscribers have connected.
-        return router.blocks.get(OWNER, set()) == held
+        wrong = stream.mistakes(prompts)
+        return found.on("STORAGE") == held and not wrong
 
-    eventually(same, 60, what="the blocks of the disk and of the events are the same")
+    try:
+        eventually(same, 60, what="events describe the blocks on the disk")
+    except AssertionError as error:
+        error.add_note(f"{wrong}; llm-d has {len(stream.filter.on('STORAGE') ^ held)} other blocks")
+        raise
+    assert not stream.filter.restated, "a block is stated once"
     return held
 
 
-def test_routers_know_what_is_on_the_disk(start: Start, tmp_path: Path, streams: list[Stream], keyring: Path) -> None:
-    """Routers match the disk through fill, eviction, expiry, SIGKILL, restart, reset; Dynamo finds whole prefixes."""
+def test_routers_know_what_is_in_the_tiers(start: Start, tmp_path: Path, streams: list[Stream], keyring: Path) -> None:
+    """Routers match the tiers through fill, eviction, resets, expiry, SIGKILL and restart."""
     codec = [{"aead": {"keys": {"file": str(keyring)}}}]
     tier = tier_of(tmp_path / "kv", codec=codec)
     prompts = [prompt(i, 640 + 32 * i) for i in range(12)]
     stream = subscribe(streams, tmp_path)
     engine = start(offloading=offloading(tier), events=stream.config())
     engine.ask(*prompts[:3])
-    held = agree(engine, stream, tier)
-    assert len(held) > 50
-    assert stream.router.indexed(OWNER) == held, "nothing was evicted, so every prefix is whole"
+    filled = agree(engine, stream, tier, prompts)
+    assert len(filled) > 50
     engine.ask(*prompts[3:])  # Twice the capacity.
-    held = agree(engine, stream, tier)
-    assert not held >= set(stream.router.parents), "something was evicted"
-    assert stream.router.indexed(OWNER) <= held, "no phantom"
-    engine.call("repeat_events")
-
-    def whole() -> bool:
-        router = stream.pump()
-        return router.indexed(OWNER) == router.reachable(held)
-
-    # It may take a while until all messages have arrived.
-    eventually(whole, 60, what="Dynamo finds all whole prefixes")
-    agree(engine, stream, tier)
-    older = set(stream.router.parents)
+    held = agree(engine, stream, tier, prompts)
+    assert not held >= filled, "something was evicted"
+    engine.call("reset_device")
+    assert agree(engine, stream, tier, prompts) == held, "stated again after AllBlocksCleared"
+    assert stream.filter.on("CPU")
     engine.call("ask", [prompt(20, 320)], 6, {"ttl": "10s"})
-    agree(engine, stream, tier)
-    short = set(stream.router.parents) - older
+    agree(engine, stream, tier, prompts)
+    short = set(stream.filter.path(prompt(20, 320), BLOCK_TOKENS))
     assert len(short) >= 320 // BLOCK_TOKENS - 1
 
     def expired() -> bool:
         engine.ask(prompts[-1])  # An idle engine runs no steps.
-        return not short & stream.pump().blocks.get(OWNER, set())
+        return not short & stream.pump().on("STORAGE")
 
     eventually(expired, 120, what="the events state that blocks have expired")
-    assert not short & agree(engine, stream, tier)
-    before = stream.router.parents
+    assert not short & agree(engine, stream, tier, prompts)
+    before = stream.filter.chain
     noted(tier)
     engine.kill()
 
     again = subscribe(streams, tmp_path)
     engine = start(offloading=offloading(tier), events=again.config(), in_process=False)
-    held = agree(None, again, tier)
+    held = agree(None, again, tier, prompts)
     assert len(held) > 50, "recovered without a request"
-    recovered = again.router
-    assert recovered.parents.items() <= before.items(), "the same parents as before"
-    missing = held - recovered.parents.keys()
-    assert not missing, "with their tokens"
-    assert recovered.indexed(OWNER) == recovered.reachable(held)
-    assert recovered.reachable(held)
-    matches = [recovered.match(OWNER, tokens, BLOCK_TOKENS) for tokens in prompts]
-    assert sum(matches) == len(recovered.reachable(held))
+    assert again.filter.chain.items() <= before.items(), "with the same parents and tokens as before"
+    assert held <= set(again.filter.chain.values())
+    matches = [again.indexer.match(tokens)[2] for tokens in prompts]
     best = matches.index(max(matches))
     (answer,) = engine.ask(prompts[best])
-    assert answer["cached"] >= (matches[best] - 1) * BLOCK_TOKENS > 0, "the router was right"
+    assert answer["cached"] >= matches[best] - BLOCK_TOKENS > 0, "the router was right"
     engine.call("reset")
-    eventually(lambda: not again.pump().blocks.get(OWNER), 60, what="nothing is left of the epoch before the reset")
-    assert again.router.indexed(OWNER) == set()
+    eventually(lambda: not again.pump().on("STORAGE"), 60, what="nothing is left of the epoch before the reset")
+    eventually(lambda: not again.mistakes(prompts), 60, what="Dynamo expects nothing, either")
     engine.close()
 
 
@@ -178,7 +172,7 @@ def test_without_encryption_no_token_is_on_the_disk(start: Start, tmp_path: Path
     stream = subscribe(streams, tmp_path)
     engine = start(offloading=offloading(tier), events=stream.config())
     engine.ask(tokens)
-    held = agree(engine, stream, tier)
+    held = agree(engine, stream, tier, [tokens])
     notes = noted(tier)
     engine.kill()
     for width in (2, 4):
@@ -187,41 +181,26 @@ def test_without_encryption_no_token_is_on_the_disk(start: Start, tmp_path: Path
 
     again = subscribe(streams, tmp_path)
     engine = start(offloading=offloading(tier), events=again.config())
-    assert agree(engine, again, tier) == held
-    assert again.router.indexed(OWNER) == set()
-    engine.ask(tokens)
-    engine.call("settle")
-    engine.call("repeat_events")
-    # It may take a while until all messages have arrived.
-    eventually(lambda: again.pump().indexed(OWNER) == held, 60, what="vLLM has met the tokens again")
-    agree(engine, again, tier)
+    assert agree(engine, again, tier, [tokens]) == held
+    assert again.indexer.match(tokens) == (0, 0, 0)
     engine.close()
 
 
-@pytest.mark.parametrize("buffer_steps", [10_000, 4])
-def test_a_subscriber_that_loses_messages_converges(
-    start: Start, tmp_path: Path, streams: list[Stream], buffer_steps: int
-) -> None:
-    """One message in twenty is lost; a replay restores them, or all state is dropped until the next repetition."""
+def test_a_subscriber_that_loses_messages_converges(start: Start, tmp_path: Path, streams: list[Stream]) -> None:
+    """One message in twenty is lost; each consumer requests the replay of those."""
     tier = tier_of(tmp_path / "kv")
-    seed = secrets.randbits(32)
-    stream = subscribe(streams, tmp_path, loss=0.05, seed=seed)
-    engine = start(offloading=offloading(tier), events=stream.config(buffer_steps=buffer_steps))
-    for i in range(60):
-        engine.ask(prompt(1000 + i, 200))
+    prompts = [prompt(1000 + i, 200) for i in range(60)]
+    stream = subscribe(streams, tmp_path)
+    engine = start(offloading=offloading(tier), events=stream.config())
+    agree(engine, stream, tier)
+    stream.lose_every = 20
+    for tokens in prompts:
+        engine.ask(tokens)
         engine.call("settle")
         stream.pump()
-    assert stream.lost, f"seed {seed}"
-
-    def same() -> bool:
-        engine.call("repeat_events")
-        engine.call("settle")
-        stream.pump()
-        stream.replay()  # The last message may be lost, too.
-        return stream.router.blocks.get(OWNER, set()) == on_disk(tier)
-
-    eventually(same, 60, what=f"convergence, seed {seed}")
-    assert stream.replayed or stream.dropped
-    router = stream.router
-    assert router.indexed(OWNER) == router.reachable(on_disk(tier))
+    assert stream.lost
+    stream.lose_every = 0
+    engine.ask(prompt(2000, 64))  # A message after the last lost one shows the gap.
+    agree(engine, stream, tier, prompts)
+    assert stream.replayed
     engine.close()

@@ -66,7 +66,7 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def test_events_of_each_version(driver: tuple[str, Driver]) -> None:
-    """A job is one event with exactly the version's fields; the primary tier has neither owner nor locality."""
+    """A job is one event with exactly the version's fields; none has an owner, nor the primary tier a locality."""
     version, driven = driver
     rows = driven.slots
     waves = [[key_of(wave * rows + i) for i in range(rows)] for wave in range(2)]
@@ -74,24 +74,22 @@ def test_events_of_each_version(driver: tuple[str, Driver]) -> None:
         driven.store(wave)
     driven.settle()
     driven.step()
-    owned = "ownership" in FIELDS[version]
+    expects = "removal_expected" in FIELDS[version]
 
     def shown(event: Any) -> tuple[Any, ...]:
         assert {field.name for field in dataclasses.fields(event)} == FIELDS[version].keys()
-        owner = (event.ownership, event.removal_expected) if owned else ()
-        return (event.medium, event.locality, event.removed, *owner)
+        assert getattr(event, "ownership", None) is None, "Dynamo would drop it"
+        return (event.medium, event.locality, event.removed, *((event.removal_expected,) if expects else ()))
 
     primary = [event for event in driven.events if event.locality is None]
     below = [event for event in driven.events if event.locality is not None]
     told = [(shown(event), sorted(event.keys)) for event in primary]
-    stored = (Medium.CPU, None, False, *((None, True) if owned else ()))
-    removed = (Medium.CPU, None, True, *((None, False) if owned else ()))
+    stored = (Medium.CPU, None, False, *((True,) if expects else ()))
+    removed = (Medium.CPU, None, True, *((False,) if expects else ()))
     assert sorted(told, key=str) == sorted(
         [(stored, sorted(waves[0])), (stored, sorted(waves[1])), (removed, sorted(waves[0]))], key=str
     )
-    assert {shown(event) for event in below} == {
-        (Medium.CPU, Locality.REMOTE, False, *(("kvstore/fast", True) if owned else ()))
-    }
+    assert {shown(event) for event in below} == {(Medium.CPU, Locality.REMOTE, False, *((True,) if expects else ()))}
     assert sorted(key for event in below for key in event.keys) == sorted(waves[0] + waves[1])
     assert not any(getattr(event, "metadata_only", False) for event in driven.events)
 
@@ -105,7 +103,7 @@ def on_disk(directory: Path) -> set[bytes]:
 def test_a_router_knows_what_is_on_the_disk(tmp_path: Path) -> None:
     """A router matches the disk through fill, eviction, restart and reset; the second engine reports all old blocks."""
     tier = {"type": "file", "path": str(tmp_path), "capacity": "1MiB"}
-    owner = "kvstore/file"
+    owner = "STORAGE"
     for run in range(3):
         # A router drops the blocks of an engine that ended.
         router, driver = Router(), Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
@@ -118,12 +116,12 @@ def test_a_router_knows_what_is_on_the_disk(tmp_path: Path) -> None:
                 driver.store([key_of(1000 * run + 30 * wave + i) for i in range(30)])
             eventually(lambda: router.follow("a", driver)[owner] == on_disk(tmp_path), what="the same blocks")  # noqa: B023
             kept = {key_of(1000 * run + i) for i in range(240)}
-            assert blocks["cpu"] == {key for key in kept if driver.manager.manager.primary.lookup(key)}
+            assert blocks["CPU"] == {key for key in kept if driver.manager.manager.primary.lookup(key)}
             blocks.clear()
-            driver.manager.manager.repeat_events()
+            driver.manager._restate_events()
             again = router.follow("a", driver)
-            assert again[owner] == on_disk(tmp_path), "repeated for a router that lost events"
-            assert len(again["cpu"]) == len(kept & again["cpu"]) > 50
+            assert again[owner] == on_disk(tmp_path), "stated again once routers have dropped all"
+            assert len(again["CPU"]) == len(kept & again["CPU"]) > 50
         finally:
             driver.close()
     driver = Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
@@ -152,19 +150,19 @@ def test_engines_of_one_directory_report_each_block_once(tmp_path: Path) -> None
                 known |= keys
 
         def agree() -> bool:
-            mine, other = (router.follow(name, driver)["kvstore/file"] for name, driver in drivers.items())
+            mine, other = (router.follow(name, driver)["STORAGE"] for name, driver in drivers.items())
             return mine | other == on_disk(tmp_path)
 
         eventually(agree, what="all blocks reported")
-        mine, other = (owners["kvstore/file"] for owners in router.engines.values())
+        mine, other = (owners["STORAGE"] for owners in router.engines.values())
         assert mine | other == known
         assert mine and other and not mine & other
         drivers["a"].forget_primary()
         assert drivers["a"].load(sorted(other)[:10]) == sorted(other)[:10]
-        assert router.follow("a", drivers["a"])["kvstore/file"] == mine, "loaded from the other's part"
+        assert router.follow("a", drivers["a"])["STORAGE"] == mine, "loaded from the other's part"
         drivers.pop("a").close()
         drivers["c"] = Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
-        assert router.follow("c", drivers["c"])["kvstore/file"] == mine, "the blocks of an ended engine are adopted"
+        assert router.follow("c", drivers["c"])["STORAGE"] == mine, "the blocks of an ended engine are adopted"
     finally:
         for driver in drivers.values():
             driver.close()
@@ -172,7 +170,7 @@ def test_engines_of_one_directory_report_each_block_once(tmp_path: Path) -> None
 
 def test_expired_blocks_leave_and_those_that_gc_removed_do_not_come_back(tmp_path: Path) -> None:
     """A request's ``ttl`` removes blocks while the engine runs, and ``kvstore gc`` between two engines."""
-    tier, owner = {"type": "file", "path": str(tmp_path), "capacity": "4MiB"}, "kvstore/file"
+    tier, owner = {"type": "file", "path": str(tmp_path), "capacity": "4MiB"}, "STORAGE"
     short, long = ([key_of(start + i) for i in range(10)] for start in (0, 100))
     router, driver = Router(), Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
     try:
@@ -185,7 +183,7 @@ def test_expired_blocks_leave_and_those_that_gc_removed_do_not_come_back(tmp_pat
         eventually(
             lambda: router.follow("a", driver)[owner] == set(long) == on_disk(tmp_path), what="the others have expired"
         )
-        assert router.follow("a", driver) == {"cpu": set(long), owner: set(long)}
+        assert router.follow("a", driver) == {"CPU": set(long), owner: set(long)}
         held = clean(tmp_path, "--expire", "1ms")
         assert router.follow("a", driver)[owner] == set(long) == on_disk(tmp_path), "left to the engine"
         assert held["held"]

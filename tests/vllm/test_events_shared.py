@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.testing import eventually
+from kvstore.tiers import async_tier
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.peer.ports import free_port
 from tests.redis import clients as redis_clients
@@ -21,7 +22,7 @@ from tests.vllm.router import Router
 FRESH = {"negative_ttl": "1ms", "positive_ttl": "1ms", "reset": "keep", "label": "shared"}
 """Every lookup queries the medium."""
 
-OWNER = "kvstore/shared"
+OWNER = "STORAGE"
 
 
 @pytest.fixture(scope="module", params=["redis", "s3"])
@@ -104,10 +105,10 @@ def test_a_removal_by_another_engine_is_reported(medium: Callable[[], Any], engi
     assert router.follow("a", owner)[OWNER] == set(keys[4:])
 
 
-def test_a_block_that_redis_evicted_is_reported_at_the_next_repetition(
-    tmp_path: Path, engines: dict[str, Driver]
+def test_a_block_that_redis_evicted_is_reported(
+    tmp_path: Path, engines: dict[str, Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An evicted block is reported at the next repetition, without a request for it."""
+    """An evicted block is reported after the next lookup of all reported blocks, without a request for it."""
     with redis.running(redis.plain("redis", tmp_path)) as (server,):
         driver, router = start(engines, "a", {"type": "redis", **redis_clients.options_for(server), **FRESH}), Router()
         keys = keys_of(range(300))
@@ -118,7 +119,8 @@ def test_a_block_that_redis_evicted_is_reported_at_the_next_repetition(
         assert len(names) == 1
         assert redis.cli(server, "DEL", *names).strip() == "1"
         assert router.follow("a", driver)[OWNER] == set(keys), "as yet nothing shows it"
-        driver.manager.manager.repeat_events()
+        monkeypatch.setattr(async_tier, "_VERIFICATION_INTERVAL_S", 0.0)
+        driver.manager.manager.tiers[0]._verification_due = 0.0
         eventually(lambda: router.follow("a", driver)[OWNER] == {*keys} - {keys[7]}, what="the evicted block is gone")
         engines.pop("a").close()
 
@@ -131,12 +133,12 @@ def test_blocks_in_the_memory_of_peers_are_reported_by_their_engines(engines: di
     b = start(engines, "b", {**common, "peers": [f"127.0.0.1:{port}"]})
     keys = keys_of(range(10))
     a.store(keys)
-    assert router.follow("a", a) == {"cpu": set(keys)}
+    assert router.follow("a", a) == {"CPU": set(keys)}
     assert not any(router.follow("b", b).values()), "asked for nothing"
     assert b.load(keys[:6]) == keys[:6]
-    assert router.follow("b", b) == {"cpu": set(keys[:6])}
+    assert router.follow("b", b) == {"CPU": set(keys[:6])}
     a.forget_primary()
     assert not any(router.follow("a", a).values())
     engines.pop("a").close()
     assert b.load(keys) == keys[:6], "its own copies outlive the other engine"
-    assert router.follow("b", b) == {"cpu": set(keys[:6])}
+    assert router.follow("b", b) == {"CPU": set(keys[:6])}

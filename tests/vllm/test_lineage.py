@@ -30,14 +30,16 @@ TOKENS = 16
 class OffloadingConnectorScheduler:
     """The parts of vLLM's class of this name that kvstore uses."""
 
-    def __init__(self, tier: dict[str, Any], *, self_describing: bool = True) -> None:
+    def __init__(self, *tiers: dict[str, Any], self_describing: bool = True) -> None:
         self.config = SimpleNamespace(kv_group_configs=(SimpleNamespace(kv_event_group_spec=GROUP),))
-        self.driver = Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
+        self.driver = Driver(list(tiers), spec_class=KVStoreOffloadingSpec, events=True)
         self._events_tracker = OffloadingEventsTracker(
             OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=self_describing)
         )
         self.stored: dict[int, BlockStored] = {}
         self.removed: list[int] = []
+        self.held: dict[tuple[str | None, str | None], set[Any]] = {}
+        """Stated blocks by medium and locality."""
 
     def store(self, numbers: list[int], hashes_per_key: int = 1) -> None:
         """Compute a prompt of blocks and offload it; vLLM records the payloads first."""
@@ -57,8 +59,11 @@ class OffloadingConnectorScheduler:
         self.driver.settle()
         events, self.driver.events[:] = list(self.driver.events), []
         for event in self._events_tracker.take_events(events):
-            # 0.28 has no ownership.
-            if getattr(event, "ownership", "kvstore/file") != "kvstore/file" or event.medium != "STORAGE":
+            assert isinstance(event, BlockStored | BlockRemoved)
+            held, blocks = self.held.setdefault((event.medium, event.locality), set()), set(event.block_hashes)
+            assert blocks <= held if isinstance(event, BlockRemoved) else not blocks & held, "stated twice"
+            held.symmetric_difference_update(blocks)
+            if event.medium != "STORAGE":
                 continue
             if isinstance(event, BlockStored):
                 self.stored.update((block, event) for block in event.block_hashes)  # type: ignore[misc]
@@ -66,6 +71,11 @@ class OffloadingConnectorScheduler:
                 self.removed += event.block_hashes  # type: ignore[arg-type]
                 for block in event.block_hashes:
                     self.stored.pop(block, None)  # type: ignore[call-overload]
+
+    def clear(self) -> None:
+        """Drop all blocks, as consumers do when vLLM empties the device's cache."""
+        self.held.clear()
+        self.driver.manager._restate_events()
 
     def wait_stored(self, count: int) -> None:
         """Wait until this many blocks are stored."""
@@ -178,9 +188,46 @@ def test_other_tiers_keep_parents_and_lengths(run: Start, hashes: int) -> None:
     again.driver.manager.manager.tiers[0].remove([key_of(1), key_of(3)])
     again.wait_stored(1)
     assert sorted(again.removed) == [1, 3]
-    again.driver.manager.manager.repeat_events()
+    again.clear()
     again.wait_stored(hashes)
     assert again.stored[2].token_ids == list(tokens_of(2, hashes)), "not hidden by what was kept"
+
+
+@pytest.mark.parametrize("locality", ["LOCAL", "REMOTE"])
+def test_tiers_of_one_medium_do_not_erase_each_others_blocks(tmp_path: Path, locality: str) -> None:
+    """A block is stated once per medium and locality, and vLLM keeps its payload until the last tier drops it."""
+    small = {"type": "file", "path": str(tmp_path / "small"), "capacity": "192KiB"}
+    large = {"type": "file", "path": str(tmp_path / "large"), "capacity": "1GiB", "locality": locality}
+    scheduler = OffloadingConnectorScheduler(small, large)
+    driver, payloads = scheduler.driver, scheduler._events_tracker._pending_event_metadata
+    rows = driver.slots
+    everything = list(range(1, 4 * rows + 1))
+    try:
+        for start in range(0, len(everything), rows):
+            scheduler.store(everything[start : start + rows], 3)
+
+        def evicts() -> bool:
+            scheduler.read()
+            return bool(driver.manager.manager.tier_stats()[0].removals)
+
+        eventually(evicts, what="evictions from the small tier")
+        scheduler.read()
+        assert len(payloads) == len(everything), "no payload is lost while a tier has the block"
+        assert len(scheduler.held["STORAGE", locality]) == 3 * len(everything)
+        assert len(scheduler.held["CPU", None]) == 3 * rows
+        assert bool(scheduler.removed) is (locality == "REMOTE"), "the other tier states the block, too"
+        driver.forget_primary()
+        driver.manager.manager.tiers[0].remove([key_of(number) for number in everything])
+        driver.manager.manager.tiers[1].remove([key_of(number) for number in everything])
+
+        def empty() -> bool:
+            scheduler.read()
+            return not any(scheduler.held.values())
+
+        eventually(empty, what="every hash of every block is stated as removed")
+        assert not payloads
+    finally:
+        driver.close()
 
 
 def test_damaged_and_foreign_notes_are_ignored(run: Start) -> None:

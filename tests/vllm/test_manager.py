@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
-    OffloadingEventGroupSpec,
-    OffloadingEventsTracker,
-    _OffloadEventMetadata,
-)
-from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingKVEventsConfig, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -139,7 +134,7 @@ def test_events_tell_of_stores_and_removals(opened: Open, spec_class: Any, tmp_p
     def ours(*, removed: bool) -> set[bytes]:
         events = [event for event in driver.events if event.medium is Medium.STORAGE and event.removed is removed]
         assert all(event.removal_expected is not removed for event in events)
-        assert {event.ownership for event in events} <= {"kvstore/file"}
+        assert {event.ownership for event in events} <= {None}
         return {key for event in events for key in event.keys}
 
     for start in range(0, 60, 10):
@@ -170,52 +165,6 @@ def test_a_job_is_one_event(opened: Open, spec_class: Any, tmp_path: Path) -> No
     assert sum(sizes[False]) == sum(sizes[True]) == len(promoted)
     if spec_class is KVStoreOffloadingSpec:
         assert len(sizes[True]) == 1, "what one step evicted is one event"
-
-
-@both_managers
-def test_events_of_tiers_do_not_erase_each_other(opened: Open, spec_class: Any, tmp_path: Path) -> None:
-    """VLLM keeps a block's payload exactly as long as some tier has the block, even if another tier dropped it."""
-    tiers = [
-        file_tier(tmp_path / "small", capacity="192KiB"),
-        file_tier(tmp_path / "large", capacity="1GiB"),
-    ]
-    driver = opened(tiers, spec_class=spec_class, events=True)
-    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
-    rows = driver.slots
-    everything = [key_of(i) for i in range(4 * rows)]
-    for start in range(0, len(everything), rows):
-        keys = everything[start : start + rows]
-        tracker._pending_event_metadata.update((key, described(key)) for key in keys)
-        driver.store(keys)
-
-    def residencies() -> set[frozenset[tuple[Medium, str | None]]]:
-        driver.step()
-        list(tracker.take_events(driver.events))
-        driver.events.clear()
-        return {frozenset(meta.active_residencies) for meta in tracker._pending_event_metadata.values()}
-
-    owners = [f"kvstore/{name}" for name in ("file", "file-1")]
-    in_large = frozenset({(Medium.STORAGE, owners[1])})
-    eventually(lambda: in_large in residencies(), what="blocks that only the large tier has")
-    assert tracker._pending_event_metadata.keys() == set(everything), "no payload is lost while a tier has the block"
-    primary = [k for k, m in tracker._pending_event_metadata.items() if (Medium.CPU, None) in m.active_residencies]
-    assert primary == everything[-rows:], "blocks that left the primary tier are not counted there"
-
-
-def described(key: bytes) -> _OffloadEventMetadata:
-    """Return the payload that vLLM records for a block that is stored in the primary tier only."""
-    return _OffloadEventMetadata(
-        block_hashes=(key[:-4],),
-        parent_block_hash=None,
-        token_ids=tuple(range(16)),
-        block_size=16,
-        lora_id=None,
-        lora_name=None,
-        extra_keys=None,
-        group_idx=0,
-        kv_cache_spec=OffloadingEventGroupSpec(None, None),
-        active_residencies={(Medium.CPU, None)},
-    )
 
 
 @both_managers
