@@ -713,7 +713,7 @@ class TieringManager:
         if policy.forget_tokens is not None:
             self.remove(state.after(policy.forget_tokens, keys))
         if policy.forget_tenant and self._tenants is not None and (state.ctx.tag or keys):
-            self.forget_tenant(state.ctx.tag or keys[0][:TAG_BYTES])
+            self.forget_tenant((state.ctx.tag or keys[0])[:TAG_BYTES])
         if policy.prefetch_s is not None and state.load_links and not self._closed:
             self._prefetch.add_later(self._requests.returning(state, keys), policy.prefetch_s)
 

@@ -17,12 +17,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload.base import OffloadingEvent
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -64,9 +65,6 @@ __all__ = [
 
 _EVENTS_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.events"
 
-_FRAMES_MAX = 32
-"""Maximum frames searched for vLLM's objects; its connector is about eight calls above a tier."""
-
 
 def calls_above() -> Iterator[FrameType]:
     """Yield the frames of the caller's callers, nearest first.
@@ -76,9 +74,7 @@ def calls_above() -> Iterator[FrameType]:
     """
     # Skip the generator's own frame, and the function that iterates over it.
     frame: FrameType | None = sys._getframe(2)
-    for _ in range(_FRAMES_MAX):
-        if frame is None:
-            return
+    while frame is not None:
         yield frame
         frame = frame.f_back
 
@@ -196,6 +192,44 @@ def current_connector_scheduler() -> Any:
     """Return vLLM's ``OffloadingConnectorScheduler`` under construction; None if there is none."""
     callers = (frame.f_locals.get("self") for frame in calls_above())
     return next((one for one in callers if type(one).__name__ == "OffloadingConnectorScheduler"), None)
+
+
+def on_adapter_loaded(callback: Callable[[Any], Any]) -> None:
+    """Call ``callback`` with each ``LoRARequest`` that vLLM's engine, now under construction, loads before its use."""
+    callers = (frame.f_locals.get("self") for frame in calls_above())
+    named = ("add_lora", "model_executor")
+    engine: Any = next((one for one in callers if all(hasattr(one, name) for name in named)), None)
+    if engine is None:
+        return
+    load = engine.add_lora
+
+    def add_lora(request: Any) -> Any:
+        callback(request)
+        return load(request)
+
+    engine.add_lora = add_lora
+
+
+def adapter_directory(path: str) -> str:
+    """Return the directory of a LoRA adapter, which vLLM may have to download."""
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    return str(get_adapter_absolute_path(path))
+
+
+def hashes_adapter_paths() -> bool:
+    """Return whether vLLM's block hashes distinguish adapters of one name by their paths (0.32 and later)."""
+    adapter = SimpleNamespace(lora_name="name", lora_path="path")
+    return "path" in str(_gen_lora_extra_hash_keys(SimpleNamespace(lora_request=adapter)))
+
+
+def has_adapters(engine_config: Any) -> bool:
+    """Return whether an engine's requests may have LoRA adapters.
+
+    Args:
+        engine_config: A ``VllmConfig``.
+    """
+    return getattr(engine_config, "lora_config", None) is not None
 
 
 def event_payloads(scheduler: Any) -> MutableMapping[bytes, Any] | None:

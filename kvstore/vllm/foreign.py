@@ -38,6 +38,7 @@ from kvstore.namespace import Namespace
 from kvstore.tiering import TieringManager
 from kvstore.tiers.base import SecondaryTierManager, TierStats
 from kvstore.types import BlockKey, JobResult, Locality, LookupResult, Medium, RequestContext, TierEvent, TransferJob
+from kvstore.vllm.adapters import Check
 from kvstore.vllm.compat import make_transfer_job
 from kvstore.vllm.options import FOREIGN_OPTIONS
 
@@ -61,10 +62,23 @@ class VllmRequest(RequestContext):
     Attributes:
         vllm: vLLM's context, which its tiers expect.
         origin: The tier that made this request for another engine; that tier is not called for it.
+        adapter: The check of its LoRA adapter, whose digest ends the tag; None once the tag is complete.
+        is_excluded: Whether it neither loads nor stores, because the content of its adapter is not known exactly.
     """
 
     vllm: ReqContext | None = None
     origin: ForeignTier | None = None
+    adapter: Check | None = None
+    is_excluded: bool = False
+
+    @property
+    def is_tagged(self) -> bool:
+        """Whether its keys are known; completes the tag once the adapter's check has ended."""
+        if self.adapter is not None and self.adapter.is_done:
+            self.is_excluded = self.adapter.digest is None
+            self.tag += self.adapter.digest or b""
+            self.adapter = None
+        return self.adapter is None
 
     def ours(self, keys: Collection[bytes]) -> Collection[BlockKey]:
         """Return our keys for vLLM's keys, in the same order if they are ordered."""

@@ -28,7 +28,6 @@ from kvstore.backends.base import Backend
 from kvstore.errors import KVStoreError
 from kvstore.primary.lending import Lender
 from kvstore.primary.tier import PrimaryTier
-from kvstore.tenants import TAG_BYTES, Tenants
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiering.events import PRIMARY_NAME, BlockEvent
 from kvstore.tiers import AsyncTier, open_tier
@@ -37,6 +36,7 @@ from kvstore.vllm.compat import (
     cache_hit_source,
     current_connector_config,
     emits_events,
+    has_adapters,
     make_event,
     on_blocks_cleared,
     open_region,
@@ -82,7 +82,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         region: Any,
         views: Sequence[memoryview],
         spec: Any,
-        tenants: Tenants | None = None,
+        tags: RequestTags,
     ) -> None:
         self.manager = manager
         self.errors = ErrorLog("manager")
@@ -107,11 +107,11 @@ class KVStoreOffloadingManager(OffloadingManager):
                 locality = VllmLocality(options.get("locality") or tier.locality.value)
                 self._media[tier.name] = VllmMedium[tier.medium.name], locality
         natures = [(VllmMedium.CPU, VllmLocality.LOCAL), *self._media.values()]
-        self._statements = Statements(natures, all_shared=tenants is not None)
+        self._statements = Statements(natures, all_shared=bool(tags.tag_bytes))
         if self._emits_events:
             on_blocks_cleared(self._restate_events)
-        self._tags = None if tenants is None else RequestTags(tenants)
-        self._tag_bytes = 0 if tenants is None else TAG_BYTES
+        self._tags = tags
+        self._tag_bytes = tags.tag_bytes
         self._lineage = Lineage(self._tiers if self._emits_events else (), self._tag_bytes)
         self._by_name = {tier.name: tier for tier in self._tiers}
         self._without_keys: set[str] = set()
@@ -137,6 +137,10 @@ class KVStoreOffloadingManager(OffloadingManager):
     def lookup(self, key: bytes, req_context: ReqContext) -> VllmLookupResult:
         """Look up a block; answers in the same step if the tiers can."""
         ctx = self._context(req_context)
+        if not ctx.is_tagged:
+            return VllmLookupResult.RETRY
+        if ctx.is_excluded:
+            return VllmLookupResult.MISS
         if ctx.request_id in self._without_keys:
             self._set_keys(ctx, req_context)
         return _ANSWERS[self.manager.lookup(ctx.tag + key, ctx)]
@@ -178,6 +182,10 @@ class KVStoreOffloadingManager(OffloadingManager):
         hold another request's tokens. Blocks of such layers are not accepted.
         """
         ctx = self._context(req_context)
+        if not ctx.is_tagged:
+            return None
+        if ctx.is_excluded:
+            return PrepareStoreOutput([], Slots([], self.manager.copy_lane), [])
         if ctx.request_id in self._outlived_reset:
             keys = [key for key in keys if not self._is_windowed(key)]
         if ctx.request_id in self._without_keys:
@@ -365,8 +373,10 @@ class KVStoreOffloadingManager(OffloadingManager):
             allowed.remove(origin.name)
         load_tiers = tuple(allowed) if len(allowed) < len(self._media) else None
         remote = remote_fields(req_context.kv_transfer_params, serves=self._hands_over)
-        tag = b"" if self._tags is None else self._tags.of(params)
-        ours = VllmRequest(req_context.req_id, params, load_tiers, **remote, vllm=req_context, origin=origin, tag=tag)
+        tag, check = self._tags.of(params)
+        ours = VllmRequest(
+            req_context.req_id, params, load_tiers, **remote, vllm=req_context, origin=origin, tag=tag, adapter=check
+        )
         req_context.set_state(ours)
         return ours
 
@@ -403,10 +413,13 @@ def open_manager(
         views.insert(0, counters)
         primary = PrimaryTier(rows, slot_bytes, policy=spec.eviction_policy, slots=slots)
         reports = WorkerReports(counters, spec.config.parallel.world_size)
-        namespace = engine_namespace(spec, slot_bytes, current_connector_config()[0])
-        if config.tenants is not None:
+        engine_config = current_connector_config()[0]
+        namespace = engine_namespace(spec, slot_bytes, engine_config)
+        has_lora = has_adapters(engine_config)
+        if config.tenants is not None or has_lora:
             # Part of the namespace, so that a peer with other keys reports the mismatch instead of finding nothing.
-            namespace = namespace.with_fields(keys="tenants")
+            tags = ["tenants"] * (config.tenants is not None) + ["adapters"] * has_lora
+            namespace = namespace.with_fields(keys="+".join(tags))
         stored: list[Backend] = []
         for options in spec.secondary_tier_configs:
             if options["type"] != TIER_TYPE:
@@ -426,7 +439,7 @@ def open_manager(
             )
             tiers.append(opened)
         manager = TieringManager(primary, tiers, config, reports=reports)
-        own = kind(manager, tiers, region, views, spec, config.tenants)
+        own = kind(manager, tiers, region, views, spec, RequestTags(config.tenants, has_adapters=has_lora))
     except BaseException:
         for tier in tiers:
             with contextlib.suppress(KVStoreError):

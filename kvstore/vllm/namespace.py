@@ -45,17 +45,23 @@ _LENGTH_DEPENDENT_ROPE = ("longrope", "su", "dynamic")
 """Kinds of rotary embedding that depend on the engine's longest context."""
 
 
-def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any = None) -> Namespace:
+def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any) -> Namespace:
     """Return the namespace of the blocks that one engine offloads.
 
     Args:
         spec: vLLM's ``OffloadingSpec``.
         slot_bytes: Length of a row of the primary tier.
-        engine_config: The engine's ``VllmConfig``, or None if unavailable.
+        engine_config: The engine's ``VllmConfig``; None if it was not found.
 
     Raises:
-        ConfigError: The engine spans several nodes; a tier would see the blocks of only one.
+        ConfigError: There is no configuration, so engines with different bytes could not be distinguished; or the
+            engine spans several nodes, and a tier would see the blocks of only one.
     """
+    if engine_config is None:
+        raise ConfigError(
+            f"kvstore did not find the engine's configuration (VllmConfig) in vLLM {VLLM_VERSION}, so it can't tell "
+            "this model's blocks from others. Use a supported version of vLLM (docs/vllm.md), or remove kvstore."
+        )
     config = spec.config
     parallel = _parallel(config)
     _refuse_several_nodes(engine_config)
@@ -84,7 +90,7 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any = None) -> N
         "parallel": parallel,
         "device": _device(),
         "attention": _attention(engine_config, getattr(spec, "attention", None)),
-        "engine_config": None if engine_config is None else _engine_fields(engine_config),
+        "engine_config": _engine_fields(engine_config),
     }
     return Namespace(_plain(fields))
 

@@ -1,59 +1,74 @@
-"""The tenants of vLLM's requests."""
+"""The tags of vLLM's requests, which precede vLLM's keys in kvstore's: the tenant, and the LoRA adapter's content."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore.tenants import Tags, Tenants
-from kvstore.vllm.compat import current_connector_scheduler
+from kvstore.tenants import TAG_BYTES, Tags, Tenants
+from kvstore.vllm.adapters import DIGEST_BYTES, NO_ADAPTER, Adapters, Check
+from kvstore.vllm.compat import current_connector_scheduler, on_adapter_loaded
 
 __all__ = ["RequestTags"]
 
 
 class RequestTags:
-    """Finds the tag of a request's tenant.
+    """Finds the tags of requests.
 
     vLLM does not pass a request's cache salt or adapter to the manager, so these are read by wrapping the connector's
     ``on_new_request``. Create it during the construction of vLLM's connector, because it finds the scheduler's half in
     the call stack.
 
     Args:
-        tenants: The rule.
+        tenants: The rule of tenants; None without tenants.
+        has_adapters: Whether requests may have LoRA adapters.
+
+    Attributes:
+        tag_bytes: Length of a tag.
     """
 
-    def __init__(self, tenants: Tenants) -> None:
-        self._tags = Tags(tenants)
-        self._by = tenants.by
-        self._value = ""
-        """Value of the rule for the request being added."""
+    def __init__(self, tenants: Tenants | None, *, has_adapters: bool = False) -> None:
+        self._tags = None if tenants is None else Tags(tenants)
+        self._by = "" if tenants is None else tenants.by
+        self._adapters = Adapters() if has_adapters else None
+        self.tag_bytes = (TAG_BYTES if tenants is not None else 0) + (DIGEST_BYTES if has_adapters else 0)
+        self._request: Any = None
+        """The request being added."""
+        if self._adapters is not None:
+            on_adapter_loaded(self._adapters.check)
         scheduler: Any = current_connector_scheduler()
         begin = getattr(scheduler, "on_new_request", None)
-        if begin is None:
+        if begin is None or not self.tag_bytes:
             return
 
         def on_new_request(request: Any) -> Any:
-            self._value = self._read(request)
+            self._request = request
             try:
                 return begin(request)
             finally:
-                self._value = ""
+                self._request = None
 
         scheduler.on_new_request = on_new_request
 
-    def of(self, params: Any) -> bytes:
-        """Return the tag for the request being added.
+    def of(self, params: Any) -> tuple[bytes, Check | None]:
+        """Return the tag for the request being added, and the check whose digest is still to be appended to it.
 
         Args:
             params: Its parameters for kvstore, unchecked.
         """
-        value: object = self._value
-        if self._by == "parameter":
-            value = params.get("tenant") if isinstance(params, Mapping) else ""
-        return self._tags.of(value if isinstance(value, str) else "")
+        tag = b"" if self._tags is None else self._tags.of(self._tenant(params))
+        if self._adapters is None:
+            return tag, None
+        adapter = getattr(self._request, "lora_request", None)
+        if adapter is None:
+            return tag + NO_ADAPTER, None
+        return tag, self._adapters.check(adapter)
 
-    def _read(self, request: Any) -> str:
+    def _tenant(self, params: Any) -> str:
+        if self._by == "parameter":
+            value = params.get("tenant") if isinstance(params, Mapping) else None
+            return value if isinstance(value, str) else ""
         if self._by == "cache_salt":
-            return str(request.cache_salt or "")
-        adapter = getattr(request, "lora_request", None)
+            return str(getattr(self._request, "cache_salt", None) or "")
+        adapter = getattr(self._request, "lora_request", None)
         return "" if adapter is None else str(adapter.lora_name)

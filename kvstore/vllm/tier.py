@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ from kvstore.vllm.compat import (
     chunk_ids,
     current_connector_config,
     emits_events,
+    has_adapters,
     make_event,
     make_result,
     on_blocks_cleared,
@@ -98,7 +100,16 @@ class KVStoreTier(SecondaryTierManager):
         if primary_kv_view.strides is None:
             raise TypeError("the view of the primary tier has no strides; expected rows of one length")
         slot_bytes = primary_kv_view.strides[0]
-        namespace = engine_namespace(offloading_spec, slot_bytes, current_connector_config()[0])
+        engine_config = current_connector_config()[0]
+        namespace = engine_namespace(offloading_spec, slot_bytes, engine_config)
+        if has_adapters(engine_config):
+            # vLLM's keys don't have an adapter's content, so this engine's blocks are for itself alone.
+            namespace = namespace.with_fields(engine=uuid.uuid4().hex)
+            logger.warning(
+                "With LoRA and vLLM's manager, tier %s keeps blocks for this engine only. For blocks that outlive it, "
+                "use kvstore's manager (KVStoreOffloadingSpec).",
+                tier_name(options),
+            )
         self._jobs: dict[int, frozenset[bytes]] = {}
         self._lost: list[int] = []
         self._results: list[VllmJobResult] = []

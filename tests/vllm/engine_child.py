@@ -54,16 +54,19 @@ class Engine:
         policy: dict[str, Any] | None = None,
         named: dict[str, Any] | None = None,
         salt: str | None = None,
+        adapter: list[Any] | None = None,
     ) -> list[dict[str, Any]]:
-        """Answer prompts in one batch, with an offload policy, other transfer parameters and a cache salt."""
+        """Answer prompts in one batch, with an offload policy, other transfer parameters, a cache salt and a LoRA."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         params = {**({"kvstore": policy} if policy is not None else {}), **(named or {})}
         extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, extra_args=extra)
         salted = {"cache_salt": salt} if salt else {}
         inputs = [{"prompt_token_ids": prompt, **salted} for prompt in prompts]
-        outputs = self.llm.generate(inputs, sampling, use_tqdm=False)
+        lora = None if adapter is None else LoRARequest(*adapter)
+        outputs = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
         return [{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs]
 
     def ask_hinted(self, prompt: list[int], payload: dict[str, Any]) -> None:
@@ -109,10 +112,6 @@ class Engine:
             assert time.monotonic() < deadline, "stores did not end"
             self.llm.llm_engine.step()
             time.sleep(0.005)  # For the I/O, which needs the cores, too.
-
-    def reset_device(self) -> None:
-        """Empty the cache in device memory only."""
-        assert self.llm.reset_prefix_cache()
 
     def reset(self) -> None:
         """Empty vLLM's own caches, in device and host memory; the tiers follow their option ``reset``."""

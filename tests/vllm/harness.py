@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvstore.testing.waiting import eventually
 from kvstore.vllm.compat import chunk_ids, region_shape
 from kvstore.vllm.copies import CountingWorker, LoadFailures, counters_of
+from tests.vllm.engine_config import engine
 
 _NO_BLOCKS = GPULoadStoreSpec([], group_sizes=[0], block_indices=[0])
 """There is no device."""
@@ -136,12 +137,20 @@ class Driver:
         tiers: ``secondary_tiers``.
         spec_class: The spec.
         events: Whether KV cache events are enabled.
+        vllm_config: The engine's configuration.
         changes: Other fields of the configuration.
     """
 
     def __init__(
-        self, tiers: Sequence[dict[str, Any]], *, spec_class: Any = TieringOffloadingSpec, **changes: Any
+        self,
+        tiers: Sequence[dict[str, Any]],
+        *,
+        spec_class: Any = TieringOffloadingSpec,
+        vllm_config: Any = None,
+        **changes: Any,
     ) -> None:
+        # kvstore finds this local variable in the call stack, as in vLLM's connector.
+        vllm_config = vllm_config or engine()
         self.spec = spec_class(offloading_config(tiers, **changes))
         self.manager = self.spec.get_manager()
         self.tiers = getattr(self.manager, "secondary_tiers", [])

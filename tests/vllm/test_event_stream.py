@@ -131,7 +131,7 @@ def test_routers_know_what_is_in_the_tiers(start: Start, tmp_path: Path, streams
     engine.ask(*prompts[3:])  # Twice the capacity.
     held = agree(engine, stream, tier, prompts)
     assert not held >= filled, "something was evicted"
-    engine.call("reset_device")
+    engine.call("forget_device")
     assert agree(engine, stream, tier, prompts) == held, "stated again after AllBlocksCleared"
     assert stream.filter.on("CPU")
     engine.call("ask", [prompt(20, 320)], 6, {"ttl": "10s"})

@@ -20,7 +20,7 @@ from tests.vllm.harness import offloading_config, parallel
 def digest(config: Any = None, engine_config: Any = None, slot_bytes: int = 4096) -> str:
     """Return the namespace of a configuration."""
     spec = SimpleNamespace(config=config or offloading_config([]))
-    return engine_namespace(spec, slot_bytes, engine_config).hex
+    return engine_namespace(spec, slot_bytes, engine_config or engine()).hex
 
 
 GROUP = offloading_config([]).groups[0]
@@ -78,7 +78,7 @@ def test_all_namespaces_differ() -> None:
     """All of these changes have different namespaces."""
     digests = [digest(offloading_config([], **change)) for change in OFFLOADING_CHANGES.values()]
     digests += [digest(engine_config=engine(**change)) for change in ENGINE_CHANGES.values()]
-    digests += [digest(), digest(engine_config=engine()), digest(slot_bytes=8192)]
+    digests += [digest(), digest(slot_bytes=8192)]
     assert len(set(digests)) == len(digests) >= 30
 
 
@@ -148,6 +148,20 @@ def test_the_engine_configuration_is_found_up_the_stack() -> None:
     config = engine()
     assert connector(config) is config
     assert connector("not a configuration") is None
+
+    def far_above(vllm_config: Any, calls: int) -> Any:
+        return spec() if not calls else far_above_again(calls - 1)
+
+    def far_above_again(calls: int) -> Any:
+        return spec() if not calls else far_above_again(calls - 1)
+
+    assert far_above(config, 200) is config
+
+
+def test_an_engine_without_a_configuration_is_refused() -> None:
+    """Without the engine's configuration, engines of different models could read each other's blocks."""
+    with pytest.raises(ConfigError, match="did not find the engine's configuration"):
+        engine_namespace(SimpleNamespace(config=offloading_config([])), 4096, None)
 
 
 def layers(*backends: type) -> dict[str, Any]:

@@ -1,0 +1,150 @@
+"""LoRA adapters: blocks computed with other weights, also of an adapter replaced under its name, are never found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvstore.testing import eventually
+from kvstore.vllm import adapters, compat
+from kvstore.vllm.adapters import Adapters
+from tests.vllm.engines import Engine, Start, full_blocks, managed, prompt
+
+TEXT = prompt(1, 320)
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+
+
+def make_adapter(path: Path, model: Path, seed: int) -> Path:
+    """Write a random adapter of the attention of a model."""
+    config = json.loads((model / "config.json").read_text())
+    hidden = config["hidden_size"]
+    keys = config["num_key_value_heads"] * hidden // config["num_attention_heads"]
+    generator, weights = torch.Generator().manual_seed(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, size in (("q_proj", hidden), ("k_proj", keys), ("v_proj", keys)):
+            part = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{part}.lora_A.weight"] = torch.randn(8, hidden, generator=generator) * 0.3
+            weights[f"{part}.lora_B.weight"] = torch.randn(size, 8, generator=generator) * 0.3
+    path.mkdir(exist_ok=True)
+    save_file(weights, path / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps({**described, "bias": "none", "task_type": "CAUSAL_LM"}))
+    return path
+
+
+def digest(known: Adapters, path: Path, name: str = "a") -> bytes | None:
+    """Return the digest of an adapter."""
+    check = known.check(SimpleNamespace(lora_name=name, lora_path=str(path)))
+    eventually(lambda: check.is_done, 60, what="the check")
+    return check.digest
+
+
+def test_a_digest_is_that_of_the_content(tmp_path: Path) -> None:
+    """Equal files have equal digests in every process and directory; another weight or configuration changes it."""
+    digests = set()
+    for number, (config, weights) in enumerate([(b"{}", b"1"), (b"{ }", b"1"), (b"{}", b"2"), (b"{}1", b"")]):
+        path = tmp_path / str(number)
+        path.mkdir()
+        (path / "adapter_config.json").write_bytes(config)
+        (path / "adapter_model.bin").write_bytes(weights)
+        digests.add(digest(Adapters(), path))
+        copy = shutil.copytree(path, tmp_path / f"copy of {number}")
+        (copy / "README.md").write_text("other")
+        digests.add(digest(Adapters(), copy))
+    assert len(digests) == 4 and None not in digests
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_an_adapter_that_changed_in_use_has_no_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_path: bool
+) -> None:
+    """Which content the engine has is unknown then; a restarted engine, or another path that vLLM hashes, has one."""
+    monkeypatch.setattr(adapters, "hashes_adapter_paths", lambda: by_path)
+    known, path, other = Adapters(), tmp_path / "a", tmp_path / "b"
+    for place, content in ((path, b"1"), (other, b"2")):
+        place.mkdir()
+        (place / "adapter_model.bin").write_bytes(content)
+    first = digest(known, path)
+    assert first is not None
+    (path / "adapter_model.bin").touch()
+    assert digest(known, path) == first, "the same content"
+    assert (digest(known, other) is not None) is by_path
+    (path / "adapter_model.bin").write_bytes(b"2")
+    assert digest(known, path) is None
+    (path / "adapter_model.bin").write_bytes(b"1")
+    assert digest(known, path) is None, "a worker may have loaded the other content meanwhile"
+    assert digest(Adapters(), path) == first
+
+
+def test_an_adapter_that_cannot_be_read_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing files, a download that fails and a file system that hangs leave other adapters as they are."""
+    known = Adapters()
+    assert digest(known, tmp_path / "nowhere") is None
+    (tmp_path / "empty").mkdir()
+    assert digest(known, tmp_path / "empty") is None
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "adapter_model.bin").write_bytes(b"1")
+    assert digest(known, tmp_path / "good", "good") is not None
+    (tmp_path / "hangs").mkdir()
+    os.mkfifo(tmp_path / "hangs" / "adapter_model.bin")
+    monkeypatch.setattr(adapters, "_CHECK_S", 0.2)
+    assert digest(known, tmp_path / "hangs", "hangs") is None
+    with open(tmp_path / "hangs" / "adapter_model.bin", "wb"):
+        pass
+
+
+def test_vllm_hashes_the_paths_of_adapters() -> None:
+    """The feature is found in the installed version."""
+    assert compat.hashes_adapter_paths()
+
+
+def ask(engine: Engine, adapter: list[Any] | None = None, salt: str | None = None) -> tuple[list[int], int]:
+    """Send the prompt to an engine with an empty device cache; return the answer and the number of cached tokens."""
+    engine.call("forget_device")
+    (answer,) = engine.call("ask", [TEXT], 6, None, None, salt, adapter)
+    engine.call("settle")
+    return answer["tokens"], answer["cached"]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_requests_with_other_weights_share_nothing(start: Start, tmp_path: Path, model: Path) -> None:
+    """Base model, adapters and cache salts have separate blocks in each tier, also after a restart."""
+    one, two = (make_adapter(tmp_path / name, model, seed) for seed, name in enumerate(("one", "two")))
+    kinds = [(None, None), (["one", 1, str(one)], None), (["two", 2, str(two)], None), (None, "salt")]
+    plain = start(llm=LORA)
+    expected = [ask(plain, *kind)[0] for kind in kinds]
+    plain.close()
+    assert expected[0] == expected[3] and len({*map(tuple, expected)}) == 3
+    shared = managed(tmp_path / "kv")
+    engine = start(offloading=shared, llm=LORA)
+    assert [ask(engine, *kind) for kind in kinds] == [(tokens, 0) for tokens in expected]
+    for _ in range(2):
+        assert [ask(engine, *kind) for kind in kinds] == [(tokens, full_blocks(320)) for tokens in expected]
+        engine.kill()
+        engine = start(offloading=shared, llm=LORA)
+
+    # Replaced under its name and path: while the engine runs, and before the next engine starts.
+    make_adapter(one, model, 7)
+    engine.kill()
+    plain = start(llm=LORA)
+    replaced, _ = ask(plain, ["one", 1, str(one)])
+    plain.close()
+    assert replaced not in expected
+    engine = start(offloading=shared, llm=LORA)
+    assert ask(engine, ["one", 1, str(one)]) == (replaced, 0), "nothing of its predecessor"
+    assert ask(engine, ["one", 1, str(one)]) == (replaced, full_blocks(320))
+    make_adapter(one, model, 8)
+    for _ in range(2):
+        assert ask(engine, ["one", 1, str(one)]) == (replaced, 0), "its workers have the old one, the disk the new one"
+    assert "changed while this engine used it" in engine.text()
+    assert ask(engine, *kinds[2]) == (expected[2], full_blocks(320)), "other adapters are unaffected"
+    engine.close()
