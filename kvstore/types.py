@@ -187,6 +187,7 @@ class RequestContext:
         since: Time at which the request gave the source, monotonic seconds; earlier absences don't count.
         patience_s: Seconds after ``since`` for which the request waits for blocks that the source is still computing;
             0 to compute missing blocks here immediately.
+        unheard_s: Seconds after ``since`` for which the source may not know of the request yet.
         hand_over_s: Seconds for which its blocks are kept for another engine; 0 to not keep them.
         hand_over: Digest of the other engine's name for this hand-over; empty without one.
         tag: Tag of its tenant, the first bytes of its blocks' keys; empty without tenants.
@@ -198,6 +199,7 @@ class RequestContext:
     source: Source | None = None
     since: float = 0.0
     patience_s: float = 0.0
+    unheard_s: float = 1.0
     hand_over_s: float = 0.0
     hand_over: bytes = b""
     tag: bytes = b""

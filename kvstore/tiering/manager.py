@@ -235,7 +235,7 @@ class TieringManager:
             return result
         if unknown is None:
             return LookupResult.MISS
-        result = promotions.wait(state, state.ctx.patience_s)
+        result = promotions.wait(state, key)
         if result is LookupResult.MISS:
             self._lookups.stop_waiting(key, state)
         return result

@@ -11,6 +11,7 @@ from kvstore.tiering.gate import SLACK_S_MAX, Gate
 from kvstore.tiering.hedges import Hedges
 from kvstore.tiering.jobs import OpenJob
 from kvstore.tiering.link import TierLink
+from kvstore.tiering.patience import Patience
 from kvstore.tiering.requests import RequestState
 from kvstore.types import BlockKey, JobResult, LookupResult, TransferJob
 
@@ -46,6 +47,7 @@ class Promotions:
         self._clock = core.clock
         self._gate = core.gate
         self._rates = None if core.tenants is None else core.tenants.loads
+        self._patience = Patience(core.gate)
         self._hedges = hedges
         self._on_abandoned = on_abandoned
         self._measurements: list[tuple[TierLink, Sequence[BlockKey], RequestState]] = []
@@ -116,15 +118,22 @@ class Promotions:
             return LookupResult.MISS
         return self.wait(state)
 
-    def wait(self, state: RequestState, patience_s: float = 0.0) -> LookupResult:
-        """Return RETRY until the request has waited long enough, then MISS."""
+    def wait(self, state: RequestState, key: BlockKey | None = None) -> LookupResult:
+        """Return RETRY until the request has waited long enough, then MISS.
+
+        Args:
+            state: The request.
+            key: Block whose tier has not answered; None for a request that waits for room.
+        """
         now = self._clock()
-        if state.wait_until is None:
+        end = None if key is None else self._patience.end(key, state, now)
+        if end is None and state.wait_until is None:
             longest = state.gated.patience_s
+            patience_s = 0.0 if key is None else state.ctx.patience_s
             state.wait_until = now + (
                 max(self._wait_s_max, patience_s) if longest is None else min(self._wait_s_max, longest)
             )
-        if now < state.wait_until:
+        if now < (end or state.wait_until or now):
             return LookupResult.RETRY
         self._refused.pop(state, None)
         return LookupResult.MISS
@@ -155,6 +164,8 @@ class Promotions:
             job.deadline = min(job.deadline, job.since + limit_s)
             decision.since = job.since if decision.since is None else decision.since
             decision.under_way = job.under_way
+        elif (end := self._patience.end(keys[0], state, job.since)) is not None:
+            job.deadline = min(job.deadline, max(end, job.since + SLACK_S_MAX))
         if self._hedges is not None:
             self._hedges.note_load(job)
         if not self._jobs.submit(job):

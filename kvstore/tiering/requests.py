@@ -46,6 +46,21 @@ class Decision:
     under_way: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class HandOverWait:
+    """A request's wait for another engine.
+
+    Attributes:
+        since: Time of its first lookup of a block that it waits for.
+        start: Tokens before that block.
+        total_s: Estimated time to compute the prompt from there.
+    """
+
+    since: float
+    start: int
+    total_s: float
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """A request, from its first mention until its last work has ended.
@@ -73,6 +88,7 @@ class RequestState:
         handed: Blocks held for the engine that takes over the request.
         stored: Blocks that it stored, if its policy acts at its end.
         wait_until: End of its wait for a tier's answer or for room.
+        handed_over: Its wait for another engine's blocks, once it has begun.
         gated: The gate's decision on it.
         prefetched: Number of ``keys`` that prefetch has looked up.
         finished: Whether it has ended for the engine.
@@ -100,6 +116,7 @@ class RequestState:
     handed: set[BlockKey] = field(default_factory=set)
     stored: list[BlockKey] = field(default_factory=list)
     wait_until: float | None = None
+    handed_over: HandOverWait | None = None
     gated: Decision = field(default_factory=Decision)
     prefetched: int = 0
     finished: bool = False

@@ -37,9 +37,6 @@ _QUESTION_SOURCES_MAX: Final = 256
 _ASK_AGAIN_S: Final = 0.02
 """Pause between queries for a block that another engine is computing: a step of a large model takes this long."""
 
-_ANNOUNCED_S: Final = 1.0
-"""Time after the start of a request during which its source may not know it yet: a proxy sends both halves together."""
-
 _OPEN_MAX: Final = 1 << 16
 """Answers about sources remembered; forgotten ones are queried again."""
 
@@ -268,7 +265,7 @@ class Existence:
         answer = self._open.get(key)
         if answer is None or ctx.source not in answer.settled:
             return True
-        return answer.found == Found.COMING or (answer.found == Found.ABSENT and now < ctx.since + _ANNOUNCED_S)
+        return answer.found == Found.COMING or (answer.found == Found.ABSENT and now < ctx.since + ctx.unheard_s)
 
     def take_questions(self, now: float) -> list[AskExistence]:
         """Return the questions to send."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -368,20 +369,54 @@ def test_without_knowledge_or_turned_off_everything_is_loaded() -> None:
         assert engine.counts.recomputed == engine.counts.loaded == 0
 
 
-def test_a_request_that_waits_for_a_prefill_keeps_its_own_deadline() -> None:
-    """Requests wait for blocks that another engine computes for them, however slow the tier is."""
-    engine = Gated((1.0, 0.1))
-    engine.learn(4)
-    assert engine.serve(engine.blocks(10))[1] == 0
-    assert engine.serve(engine.blocks(10), RequestContext("decode", patience_s=60.0))[1] == 10
-    keys = engine.blocks(10)
+def hand_over(engine: Gated, arrivals: Sequence[float]) -> tuple[float, int]:
+    """Wait for a prefill whose blocks arrive at these times; return the seconds of the wait, and the blocks found."""
+    keys = engine.blocks(len(arrivals))
     engine.tier.unknown.update(keys)
-    ctx, began = engine.begin(keys, RequestContext("decode-2", patience_s=60.0)), engine.clock.now
+    began = engine.clock.now
+    ctx = engine.begin(keys, RequestContext(f"decode-{began}", since=began, patience_s=60.0))
     while (hits := engine.prefix(keys, ctx)) is None:
         engine.tick()
-        if engine.clock.now - began > 30:
-            engine.tier.unknown.clear()
-    assert hits == 10
+        arrived = [key for key, at in zip(keys, arrivals, strict=True) if engine.clock.now - began >= at]
+        engine.tier.unknown.difference_update(arrived)
+    return engine.clock.now - began, hits
+
+
+def test_a_hand_over_costs_at_most_twice_the_time_of_computing() -> None:
+    """A request waits while blocks arrive faster than it computes them, and for a silent engine as long as that."""
+    whole_s = 40 * BLOCK * TOKEN_S
+    engine = Gated((0.001, 0.0001))
+    engine.learn(4)
+    never = [math.inf] * 40
+    waited, hits = hand_over(engine, never)
+    assert hits == 0 and waited == pytest.approx(whole_s, rel=0.2)
+    waited, hits = hand_over(engine, [0.8 * BLOCK * TOKEN_S * (i + 1) for i in range(40)])
+    assert hits == 40 and waited == pytest.approx(0.8 * whole_s, rel=0.1)
+    late = [0.9 * whole_s + 0.01 * i for i in range(40)]
+    waited, hits = hand_over(engine, late)
+    assert hits == 40, "the other engine was busy before it began"
+    for slow in (1.5, 3.0, 10.0, 60.0):
+        waited, hits = hand_over(engine, [slow * BLOCK * TOKEN_S * (i + 1) for i in range(40)])
+        rest_s = (40 - hits) * BLOCK * TOKEN_S
+        assert waited + rest_s < 2.1 * whole_s
+    waited, hits = hand_over(engine, [0.1 * whole_s] * 20 + never[:20])
+    assert hits == 20 and waited < 1.7 * whole_s, "the other engine stopped"
+
+
+def test_a_hand_over_waits_its_patience_while_the_computing_speed_is_unknown() -> None:
+    """The first request of an engine has nothing to compare with."""
+    engine = Gated((0.001, 0.0001))
+    waited, hits = hand_over(engine, [math.inf])
+    assert hits == 0 and waited == pytest.approx(60.0, rel=0.1)
+
+
+def test_a_hand_over_from_an_engine_that_stops_within_a_load_costs_at_most_twice_the_time_of_computing() -> None:
+    """A load without an end is abandoned when the wait ends."""
+    engine = Gated((1000.0, 0.0))
+    engine.learn_computing()
+    keys = engine.blocks(100)
+    seconds, hits = engine.serve(keys, RequestContext("decode", since=engine.clock.now, patience_s=60.0))
+    assert hits == 0 and seconds < 2.1 * 100 * BLOCK * TOKEN_S
 
 
 def test_a_tier_that_does_not_answer_lookups_costs_little() -> None:

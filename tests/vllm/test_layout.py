@@ -41,6 +41,7 @@ from kvstore.vllm.layout import (
     with_whole_rows,
     without_synchronous_loads,
 )
+from tests.vllm.engine_config import engine
 from tests.vllm.harness import BLOCK_BYTES, Driver, key_of, offloading_config, parallel
 
 TOKENS = 16
@@ -49,6 +50,12 @@ WINDOW = SlidingWindowSpec(block_size=TOKENS, num_kv_heads=4, head_size=8, dtype
 HALF = dataclasses.replace(FULL, num_kv_heads=2)
 LATENT = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=64, dtype=torch.float32)
 STATE = MambaSpec(block_size=TOKENS, shapes=((4, 16),), dtypes=(torch.float32,))
+
+
+@pytest.fixture
+def vllm_config() -> Any:
+    """The engine's configuration, which kvstore finds in the test's local variables, as in vLLM's connector."""
+    return engine()
 
 
 def connect(specs: list[Any], *, tp_size: int = 1, extra: dict[str, Any] | None = None) -> OffloadingConfig:
@@ -243,7 +250,7 @@ def test_rows_that_are_not_canonical_are_not_shared(tmp_path: Path, portable: bo
 
 @pytest.mark.parametrize("direct_is_replicated", [False, True])
 def test_replicated_rows_that_can_not_be_mapped_become_direct_ones(
-    monkeypatch: pytest.MonkeyPatch, direct_is_replicated: bool
+    monkeypatch: pytest.MonkeyPatch, direct_is_replicated: bool, vllm_config: Any
 ) -> None:
     """With latent attention all ranks share one copy in a canonical row; workers and scheduler fall back together."""
 
@@ -274,7 +281,7 @@ def test_replicated_rows_that_can_not_be_mapped_become_direct_ones(
 
 @pytest.mark.parametrize("unnamed", [True, False])
 def test_a_worker_of_vllms_ends_in_peace_without_the_regions_name(
-    unnamed: bool, caplog: pytest.LogCaptureFixture
+    unnamed: bool, caplog: pytest.LogCaptureFixture, vllm_config: Any
 ) -> None:
     """On an accelerator, too, the scheduler removes the name; if it never started, the worker does at its end."""
     spec = KVStoreOffloadingSpec(offloading_config([{"type": "memory"}]))
