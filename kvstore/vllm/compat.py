@@ -44,6 +44,7 @@ __all__ = [
     "current_connector_config",
     "current_connector_scheduler",
     "emits_events",
+    "engine_under_construction",
     "event_payloads",
     "has_states",
     "make_event",
@@ -51,12 +52,14 @@ __all__ = [
     "make_transfer_job",
     "open_region",
     "payload_maker",
+    "poll_briefly",
     "primary_info",
     "region_path",
     "region_shape",
     "request_ends",
     "request_params",
     "scheduled_tokens",
+    "scheduler_under_construction",
     "steps_under_way_max",
     "supported_kwargs",
     "tolerate_unnaming",
@@ -170,9 +173,7 @@ def on_blocks_cleared(callback: Callable[[], None]) -> None:
     Consumers then drop all blocks of the engine, those of tiers included, even if only the device's cache was reset.
     Tiers are not told of such a reset.
     """
-    callers = (frame.f_locals.get("self") for frame in calls_above())
-    named = ("reset_prefix_cache", "schedule")
-    scheduler: Any = next((one for one in callers if all(hasattr(one, name) for name in named)), None)
+    scheduler = scheduler_under_construction()
     if scheduler is None:
         return
     reset = scheduler.reset_prefix_cache
@@ -194,11 +195,36 @@ def current_connector_scheduler() -> Any:
     return next((one for one in callers if type(one).__name__ == "OffloadingConnectorScheduler"), None)
 
 
+def scheduler_under_construction() -> Any:
+    """Return vLLM's ``Scheduler`` under construction; None if there is none."""
+    return _caller_with("reset_prefix_cache", "schedule")
+
+
+def engine_under_construction() -> Any:
+    """Return vLLM's ``EngineCore`` under construction; None if there is none."""
+    return _caller_with("add_lora", "model_executor")
+
+
+def poll_briefly() -> None:
+    """Make vLLM's worker process that calls this sleep a millisecond after its last message, not a second.
+
+    On the CPU platform, a worker that polls takes a core from another that computes.
+    """
+    process = _caller_with("rpc_broadcast_mq", "worker_busy_loop")
+    condition: Any = getattr(getattr(process, "rpc_broadcast_mq", None), "_spin_condition", None)
+    if getattr(condition, "busy_loop_s", None):
+        condition.busy_loop_s = 0.001
+
+
+def _caller_with(*names: str) -> Any:
+    """Return the nearest calling object with these attributes; None if there is none."""
+    callers = (frame.f_locals.get("self") for frame in calls_above())
+    return next((one for one in callers if all(hasattr(one, name) for name in names)), None)
+
+
 def on_adapter_loaded(callback: Callable[[Any], Any]) -> None:
     """Call ``callback`` with each ``LoRARequest`` that vLLM's engine, now under construction, loads before its use."""
-    callers = (frame.f_locals.get("self") for frame in calls_above())
-    named = ("add_lora", "model_executor")
-    engine: Any = next((one for one in callers if all(hasattr(one, name) for name in named)), None)
+    engine = engine_under_construction()
     if engine is None:
         return
     load = engine.add_lora

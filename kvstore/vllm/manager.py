@@ -51,6 +51,7 @@ from kvstore.vllm.lineage import Lineage
 from kvstore.vllm.metrics import ManagerMetrics, TierMetrics
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
+from kvstore.vllm.pauses import Pauses
 from kvstore.vllm.remote import of_replica, remote_fields, serves_peers
 from kvstore.vllm.standard_metrics import StandardMetrics
 from kvstore.vllm.startup import said_in_the_log, show_logs
@@ -122,6 +123,9 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._reported_at = 0.0
         self._has_stepped = False
         self._busy = False
+        self._pauses = Pauses()
+        self._loading: set[str] = set()
+        """Requests whose blocks are being copied to the device."""
         self._steps = StepTimes(manager.note_step) if manager.is_gated else None
 
     @guarded(RequestOffloadingContext)
@@ -143,7 +147,10 @@ class KVStoreOffloadingManager(OffloadingManager):
             return VllmLookupResult.MISS
         if ctx.request_id in self._without_keys:
             self._set_keys(ctx, req_context)
-        return _ANSWERS[self.manager.lookup(ctx.tag + key, ctx)]
+        answer = _ANSWERS[self.manager.lookup(ctx.tag + key, ctx)]
+        if ctx.patience_s and answer is VllmLookupResult.RETRY:
+            self._pauses.note_awaiting()
+        return answer
 
     @guarded(lambda: cache_hit_source(Medium.CPU, Locality.LOCAL))
     def get_load_source(self, key: bytes, req_context: ReqContext) -> Any:
@@ -164,6 +171,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         copies nothing and reports the load as failed (see :class:`kvstore.vllm.copies.LoadFailures`).
         """
         slots = self._pin(list(keys), req_context)
+        self._loading.add(req_context.req_id)
         if slots is None:
             return Slots([0] * len(keys), 0, is_void=True)
         return Slots(slots, self.manager.copy_lane)
@@ -172,6 +180,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         """End the copy to the device."""
         ctx = self._context(req_context)
+        self._loading.discard(ctx.request_id)
         self.manager.complete_load(ctx.ours(keys), ctx)
 
     @guarded(lambda: None)
@@ -215,7 +224,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Record the end of a request."""
         ctx = self._context(req_context)
-        for names in (self._without_keys, self._live, self._outlived_reset):
+        for names in (self._without_keys, self._live, self._outlived_reset, self._loading):
             names.discard(ctx.request_id)
         self._foreign.finish(ctx)
         self.manager.on_request_finished(ctx)
@@ -227,6 +236,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._foreign.step(context)
         self.manager.on_step_end(context.new_req_ids)
         self._busy = self._busy or self.manager.has_pending_work
+        self._pauses.end_step(is_loading=bool(self._loading))
 
     @guarded(lambda: False)
     def has_pending_work(self) -> bool:

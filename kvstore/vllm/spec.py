@@ -22,6 +22,7 @@ from kvstore.vllm.compat import (
     current_connector,
     current_connector_config,
     open_region,
+    poll_briefly,
     region_shape,
     tolerate_unnaming,
     window_groups,
@@ -162,6 +163,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
             tolerate_unnaming(worker)
             return worker
         if self._host_worker is None:
+            poll_briefly()
             region = open_region(self, rank=0 if self.replicated_layout else self.config.parallel.rank)
             try:
                 if self.config.canonical_layout:

@@ -1,0 +1,56 @@
+"""Pauses of an engine that only waits for other engines."""
+
+from __future__ import annotations
+
+import queue
+import time
+import weakref
+from typing import Final
+
+from kvstore.vllm.compat import engine_under_construction, scheduler_under_construction
+
+__all__ = ["Pauses"]
+
+_SHARE: Final = 0.05
+"""Length of a pause, as a share of the wait so far, so that a pause delays a request by no more than that."""
+
+_LONGEST_S: Final = 0.05
+"""Longest pause. A new request ends it."""
+
+
+class Pauses:
+    """Pauses between the steps of an engine that computes nothing, because all of its requests wait for other engines.
+
+    vLLM would make a thousand steps per second and wake its workers in each, which takes cores from the engines that
+    are waited for. Create it during the construction of vLLM's connector, because it finds vLLM's objects in the call
+    stack.
+    """
+
+    def __init__(self) -> None:
+        scheduler, engine = scheduler_under_construction(), engine_under_construction()
+        self._scheduler = None if scheduler is None else weakref.ref(scheduler)
+        self._engine = None if engine is None else weakref.ref(engine)
+        self._since: float | None = None
+        self._awaits = False
+
+    def note_awaiting(self) -> None:
+        """Note that a request of this step waits for another engine."""
+        self._awaits = True
+
+    def end_step(self, *, is_loading: bool) -> None:
+        """End a step, with a pause if nothing but waiting is left to do.
+
+        Args:
+            is_loading: Whether blocks are being copied to the device, whose end a step has to notice.
+        """
+        awaits, self._awaits = self._awaits, False
+        scheduler = None if self._scheduler is None else self._scheduler()
+        inputs = None if self._engine is None else getattr(self._engine(), "input_queue", None)
+        if not (awaits and isinstance(inputs, queue.Queue)) or is_loading or scheduler is None or scheduler.running:
+            self._since = None
+            return
+        now = time.monotonic()
+        self._since = self._since or now
+        with inputs.not_empty:
+            if not inputs.queue:
+                inputs.not_empty.wait(min(_LONGEST_S, _SHARE * (now - self._since)))

@@ -1,0 +1,88 @@
+"""Pauses of an engine whose requests all wait for other engines."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.vllm import pauses
+
+
+class Condition(threading.Condition):
+    """Records waits instead of waiting."""
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__(lock)
+        self.waits: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Record a wait."""
+        self.waits.append(timeout)
+        return False
+
+
+class Scheduler:
+    """The attributes of vLLM's scheduler that kvstore uses."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.pauses = pauses.Pauses()
+
+    def schedule(self) -> None:
+        """Identify vLLM's class."""
+
+    def reset_prefix_cache(self) -> None:
+        """Identify vLLM's class."""
+
+
+class EngineCore:
+    """The attributes of vLLM's engine that kvstore uses."""
+
+    def __init__(self) -> None:
+        self.model_executor = None
+        self.input_queue: queue.Queue[str] = queue.Queue()
+        self.input_queue.not_empty = self.condition = Condition(self.input_queue.mutex)
+        self.scheduler = Scheduler()
+
+    def add_lora(self) -> None:
+        """Identify vLLM's class."""
+
+
+def test_only_an_engine_that_does_nothing_else_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause is at most a share of the wait so far and bounded; work, a copy or a new request prevents it."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(pauses.time, "monotonic", lambda: clock.now)
+    engine = EngineCore()
+    paused, waits = engine.scheduler.pauses, engine.condition.waits
+
+    def step(*, awaits: bool = True, is_loading: bool = False, seconds: float = 0.1) -> list[float | None]:
+        before = len(waits)
+        if awaits:
+            paused.note_awaiting()
+        paused.end_step(is_loading=is_loading)
+        clock.now += seconds
+        return waits[before:]
+
+    assert step() == [0.0]
+    assert step() == [pytest.approx(0.005)]
+    assert step(seconds=10.0) == [pytest.approx(0.01)]
+    assert step() == [0.05]
+    assert step(awaits=False) == []
+    assert step() == [0.0], "a new wait"
+    assert step(is_loading=True) == []
+    engine.scheduler.running.append("request")
+    assert step() == []
+    engine.scheduler.running.clear()
+    engine.input_queue.put("request")
+    assert step() == []
+
+
+def test_elsewhere_there_are_no_pauses() -> None:
+    """Without vLLM's engine in the call stack nothing can end a pause, so there is none."""
+    alone = pauses.Pauses()
+    alone.note_awaiting()
+    alone.end_step(is_loading=False)
