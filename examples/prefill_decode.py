@@ -181,7 +181,7 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
             own_ttfts.append(max(0.0, asked + answer.ttft_s - proxy.last.ended_s))
             began.append(proxy.last.began_before)
             say(
-                f"  prompt {number}: recomputed in {computed.ttft_s:.3f} s; through the proxy in {answer.ttft_s:.3f} s, "
+                f"  prompt {number}: recomputed in {computed.ttft_s:.3f} s; the proxy took {answer.ttft_s:.3f} s, "
                 f"{own_ttfts[-1]:.3f} s of it after the prefill, {answer.cached_tokens} tokens loaded"
             )
     return make_report(recomputed, pulled, prefills, own_ttfts, began)
