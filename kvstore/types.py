@@ -245,7 +245,14 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True)
 class TierEvent:
-    """Blocks entered (``cause`` is None) or left a tier; vLLM's ``BlockStored`` and ``BlockRemoved``."""
+    """Blocks entered a tier, left it or, with ``accessed``, were read; vLLM's ``BlockStored`` and ``BlockRemoved``.
+
+    Attributes:
+        keys: The blocks.
+        cause: Cause of the removal; None if they did not leave.
+        accessed: Whether they were read, and neither entered nor left.
+    """
 
     keys: Sequence[BlockKey]
     cause: RemovalCause | None = None
+    accessed: bool = False

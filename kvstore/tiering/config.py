@@ -17,7 +17,7 @@ from kvstore.tiering.recording import SOCKET_PATH_BYTES_MAX
 
 __all__ = ["Backfill", "TieringConfig", "engine_tiering"]
 
-_OF_ENGINE: Final = frozenset({"prefetch", "events"})
+_OF_ENGINE: Final = frozenset({"prefetch", "events", "access_events"})
 """Options set by the engine's connector, not by users."""
 
 
@@ -70,6 +70,7 @@ class TieringConfig:
         sightings_max: Maximum blocks with a count of sightings, for ``min_uses``.
         tenants: Tenants that share the tiers, with their quotas and rates; None: all blocks are alike.
         events: Whether events are kept for ``take_events``.
+        access_events: Whether reads of blocks are events, too; tiers have their own option (:func:`open_tier`).
         trace_socket: Path of the Unix socket of ``kvstore-bench record``. Requests are sent there while a recorder
             runs. Empty: never.
 
@@ -94,6 +95,7 @@ class TieringConfig:
     sightings_max: int = 1 << 17
     tenants: Tenants | None = None
     events: bool = False
+    access_events: bool = False
     trace_socket: str = ""
 
     @property

@@ -24,7 +24,8 @@ class BlockEvent:
         medium: Kind of device of the tier.
         locality: Whether the tier is local or behind a network.
         keys: The blocks.
-        cause: Cause of the removal; None if the blocks were stored.
+        cause: Cause of the removal; None if the blocks did not leave.
+        accessed: Whether the blocks were read, and neither entered nor left.
     """
 
     tier: str
@@ -32,6 +33,7 @@ class BlockEvent:
     locality: Locality
     keys: Sequence[BlockKey]
     cause: RemovalCause | None = None
+    accessed: bool = False
 
 
 class EventLog:
@@ -39,11 +41,12 @@ class EventLog:
 
     Args:
         enabled: Whether events are kept.
+        accesses: Whether reads of blocks in the primary tier are events.
     """
 
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self, enabled: bool, accesses: bool) -> None:
         self._enabled = enabled
-        self._inventory = Inventory(enabled=enabled)
+        self._inventory = Inventory(enabled=enabled, accesses=enabled and accesses)
 
     def primary(self, keys: Sequence[BlockKey], cause: RemovalCause | None = None) -> None:
         """Record blocks that entered (no cause) or left the primary tier."""
@@ -51,6 +54,10 @@ class EventLog:
             self._inventory.stored(keys)
         else:
             self._inventory.removed(keys, cause)
+
+    def accessed(self, keys: Sequence[BlockKey]) -> None:
+        """Record that the engine reads blocks of the primary tier."""
+        self._inventory.accessed(keys)
 
     @property
     def has_unreported(self) -> bool:
@@ -75,7 +82,9 @@ class EventLog:
             tier = link.tier
             taken = link.call("take_events", otherwise=())
             for event in taken if self._enabled else ():
-                events.append(BlockEvent(link.name, tier.medium, tier.locality, event.keys, event.cause))
+                events.append(
+                    BlockEvent(link.name, tier.medium, tier.locality, event.keys, event.cause, event.accessed)
+                )
         for event in self._inventory.take():
-            events.append(BlockEvent(PRIMARY_NAME, Medium.CPU, Locality.LOCAL, event.keys, event.cause))
+            events.append(BlockEvent(PRIMARY_NAME, Medium.CPU, Locality.LOCAL, event.keys, event.cause, event.accessed))
         return events

@@ -104,7 +104,7 @@ class TieringManager:
         feed = RequestFeed(config.trace_socket) if config.trace_socket else None
         self._requests = Requests(self._links, self._parser, config.tokens_per_block, feed)
         self._jobs = JobTable()
-        self._log = EventLog(config.events)
+        self._log = EventLog(config.events, config.access_events)
         self._copies = Copies(primary, reports, clock)
         self._counts = LookupCounts()
         self.tally = Tally([link.tally for link in self._links])
@@ -267,6 +267,7 @@ class TieringManager:
         primary.touch(keys)
         self._use(keys, state)
         self._copies.begin(is_load=True)
+        self._log.accessed(keys)
         return slots
 
     def complete_load(self, keys: Collection[BlockKey], ctx: RequestContext) -> None:

@@ -108,6 +108,7 @@ class AsyncTier(SecondaryTierManager):
         verifies_events: bool = False,
         lender: Lender | None = None,
         events: bool = True,
+        access_events: bool = False,
     ) -> None:
         self.name, self.takes_stores = name, takes_stores
         self.medium, self.locality = medium, locality
@@ -121,7 +122,7 @@ class AsyncTier(SecondaryTierManager):
         self._forgets: dict[bytes, float] = {}
         """Earliest time of the next attempt to forget each prefix; infinity during an attempt."""
         self._forgotten: set[bytes] = set()
-        self._inventory, self._events = Inventory(enabled=events), events
+        self._inventory, self._events = Inventory(enabled=events, accesses=events and access_events), events
         self._verifies_events = verifies_events
         self._unverified: list[BlockKey] = []
         """Blocks reported by events, still to be looked up on the medium."""
@@ -447,6 +448,8 @@ class AsyncTier(SecondaryTierManager):
             return  # Its blocks belong to the previous epoch.
         self._send_probe(self._health.judge(job.message.kind, outcomes, done.error, now))
         if job.message.kind is JobKind.LOAD:
+            keys = job.job.keys
+            self._inventory.accessed([key for key, outcome in zip(keys, outcomes, strict=True) if outcome.ok])
             self._note_failed_loads(job.job, outcomes, now)
 
     def _note_failed_loads(self, job: TransferJob, outcomes: Sequence[Outcome], now: float) -> None:

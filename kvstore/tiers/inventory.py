@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Final
@@ -15,6 +15,9 @@ __all__ = ["Inventory"]
 _FOUND_KEYS: Final = 1024
 """Recovered blocks per report, and so per step of the engine: some milliseconds of its scheduler. An idle engine pauses
 for a millisecond after each step, so shorter reports would take longer in total."""
+
+_ACCESSES_MAX: Final = 4096
+"""Jobs that read blocks, remembered until the next report."""
 
 _TURNS: Final = 4
 """Maximum blocks examined per block that may be reported."""
@@ -31,10 +34,12 @@ class Inventory:
 
     Args:
         enabled: Whether blocks and changes are recorded.
+        accesses: Whether reads of blocks are recorded, too.
     """
 
-    def __init__(self, *, enabled: bool = True) -> None:
+    def __init__(self, *, enabled: bool = True, accesses: bool = False) -> None:
         self._enabled = enabled
+        self._accesses: deque[TierEvent] | None = deque(maxlen=_ACCESSES_MAX) if accesses else None
         self._known: dict[BlockKey, None] = {}
         """Held and reported, in the order of their reports."""
         self._found: set[BlockKey] = set()
@@ -87,6 +92,11 @@ class Inventory:
             elif key in changes and changes[key] is None:
                 del changes[key]
 
+    def accessed(self, keys: Sequence[BlockKey]) -> None:
+        """Note that a job has read blocks. Only the last jobs are kept, and an engine takes no step to report them."""
+        if self._accesses is not None and keys:
+            self._accesses.append(TierEvent(tuple(keys), accessed=True))
+
     def clear(self, cause: RemovalCause) -> None:
         """Note that all blocks left the tier."""
         held = [key for key, change in self._changes.items() if change is None]
@@ -105,17 +115,20 @@ class Inventory:
     def take(self) -> list[TierEvent]:
         """Return the changes since the last call, and some of the found blocks.
 
-        There is at most one event of stored blocks, and one event per run of removals with the same cause, because each
-        event has a cost for consumers.
+        There is at most one event of stored blocks, one event per job that read blocks, and one event per run of
+        removals with the same cause, because each event has a cost for consumers.
         """
         self._is_dropped = False
-        if not (self._changes or self._queue):
+        if not (self._changes or self._queue or self._accesses):
             return []
         changes, self._changes = self._changes, {}
         stored = [key for key, cause in changes.items() if cause is None]
         stored += self._take_found()
         self._known.update(dict.fromkeys(stored))
         events = [TierEvent(tuple(stored))] if stored else []
+        if self._accesses:
+            events += self._accesses
+            self._accesses.clear()
         left = ((key, cause) for key, cause in changes.items() if cause is not None)
         events += [TierEvent(tuple(key for key, _ in run), cause) for cause, run in groupby(left, itemgetter(1))]
         return events

@@ -50,6 +50,7 @@ def open_tier(
     wrap_backend: Callable[[Backend], Backend] | None = None,
     lender: Lender | None = None,
     events: bool = True,
+    access_events: bool = False,
     tenants: Tenants | None = None,
 ) -> AsyncTier:
     """Open a secondary tier.
@@ -65,6 +66,7 @@ def open_tier(
         wrap_backend: Wraps the backend, for example in ``kvstore.testing.FaultyBackend``; thread host only.
         lender: Source of rows that a backend may serve to other engines.
         events: Whether ``take_events`` reports the blocks; this needs memory for their keys.
+        access_events: Whether it also reports which blocks were loaded, one event per job.
         tenants: The tenants that share the medium; keys begin with their tags.
 
     Raises:
@@ -107,6 +109,7 @@ def open_tier(
             verifies_events=events and backend.evicts_silently,
             lender=lender,
             events=events,
+            access_events=access_events,
         )
         tier.wait_recovered(_RECOVERY_WAIT_S)
         return tier

@@ -151,6 +151,18 @@ def test_eviction_in_primary() -> None:
     assert [(event.tier, event.medium, list(event.keys)) for event in events] == [("cpu", Medium.CPU, keys_of(2))]
 
 
+def test_reads_of_the_primary_tier_are_events_if_asked_for() -> None:
+    """One event per load, with its blocks; a store or a lookup is no access."""
+    for wanted in (True, False):
+        engine = Engine(access_events=wanted)
+        engine.store_and_forget(keys_of(1, 2))
+        engine.load(keys_of(1, 2), engine.request())
+        reads = [event for event in engine.manager.take_events() if event.accessed]
+        assert [(event.tier, list(event.keys), event.cause) for event in reads] == [
+            ("cpu", keys_of(1, 2), None)
+        ] * wanted
+
+
 def test_a_request_ends_once() -> None:
     """A second report of a request's end does not count as a second use, even if one of its copies is running."""
     engine = Engine(slots=3)

@@ -79,6 +79,7 @@ class Bench:
         recovered: bool = True,
         events: bool = True,
         verifies_events: bool = False,
+        access_events: bool = False,
         **options: Any,
     ) -> None:
         self.now = 1000.0
@@ -97,6 +98,7 @@ class Bench:
             clock=lambda: self.now,
             events=events,
             verifies_events=verifies_events,
+            access_events=access_events,
         )
         if recovered:
             self.answer(PresenceComplete(exclusive, 0, 0.0))

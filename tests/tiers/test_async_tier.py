@@ -356,6 +356,16 @@ def test_blocks_of_a_medium_that_evicts_silently_are_looked_up_from_time_to_time
     assert not silent.channel.sent
 
 
+def test_loaded_blocks_are_reported_as_accessed() -> None:
+    """One event per load, with the blocks that arrived."""
+    bench = Bench(access_events=True)
+    bench.hold(b"a", b"b")
+    bench.tier.take_events()
+    bench.tier.submit_load(job(1, [b"a", b"b"]))
+    bench.finish_number(1, Outcome.OK, Outcome.IO_ERROR)
+    assert [event for event in bench.tier.take_events() if event.accessed] == [TierEvent((b"a",), accessed=True)]
+
+
 def test_an_idle_engine_steps_until_recovered_blocks_are_reported() -> None:
     """The engine steps even if the scan has found no block yet, but not forever, nor if events are disabled."""
     bench = Bench(recovered=False)

@@ -113,3 +113,25 @@ def test_nothing_is_kept_unless_enabled() -> None:
     inventory.restate()
     assert not inventory
     assert inventory.take() == []
+
+
+def test_accesses_are_reported_once_a_job_between_arrival_and_removal() -> None:
+    """Reads are reported only if asked for; the oldest are dropped, and an idle engine takes no step for them."""
+    inventory = Inventory(accesses=True)
+    inventory.stored([b"a", b"b"])
+    inventory.take()
+    inventory.accessed([b"a", b"b"])
+    inventory.accessed([b"a"])
+    inventory.accessed([])
+    assert not inventory
+    inventory.stored([b"c"])
+    inventory.removed([b"a"], RemovalCause.EVICTED)
+    reads = [TierEvent((b"a", b"b"), accessed=True), TierEvent((b"a",), accessed=True)]
+    assert inventory.take() == [TierEvent((b"c",)), *reads, TierEvent((b"a",), RemovalCause.EVICTED)]
+    assert inventory.take() == []
+    for number in range(5000):
+        inventory.accessed([b"%d" % number])
+    assert [event.keys[0] for event in inventory.take()] == [b"%d" % number for number in range(904, 5000)]
+    without = Inventory()
+    without.accessed([b"a"])
+    assert without.take() == []
