@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -120,7 +120,9 @@ class Proxy:
         try:
             params = {"kv_transfer_params": {"remote_decoder": {"kv_request_id": request_id}}}
             half.began_s = time.perf_counter()
-            complete(self._prefill.port, {**body, "max_tokens": 1, **params})
+            # If this engine fails, the other one computes the prompt.
+            with suppress(OSError, RuntimeError, http.client.HTTPException):
+                complete(self._prefill.port, {**body, "max_tokens": 1, **params})
             half.ended_s = time.perf_counter()
         finally:
             done.set()

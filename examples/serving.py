@@ -103,6 +103,11 @@ class Server:
                 start_new_session=True,
             )
 
+    @property
+    def pids(self) -> list[int]:
+        """Its running processes."""
+        return session_pids(self._process.pid)
+
     def wait_ready(self) -> None:
         """Block until the server answers.
 

@@ -182,7 +182,8 @@ def on_blocks_cleared(callback: Callable[[], None]) -> None:
         try:
             return reset(*args, **kwargs)
         finally:
-            queued = scheduler.kv_cache_manager.block_pool.kv_event_queue
+            pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
+            queued = getattr(pool, "kv_event_queue", ())
             if any(isinstance(event, AllBlocksCleared) for event in queued):
                 callback()
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,12 @@ def test_the_decode_engine_loads_while_the_other_computes(tmp_path: Path) -> Non
     """A 4,000-token prompt's blocks arrive one by one, loading begins before the prefill ends, tokens are equal."""
     out = tmp_path / "out.json"
     model = ["--layers", "4", "--hidden", "384"]
-    files = ["--json", str(out), "--dir", str(tmp_path)]
-    command = [sys.executable, "examples/prefill_decode.py", "--runs", "1", *model, *files]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700)
+    # A short path: otherwise vLLM leaves its sockets in the temporary directory.
+    with tempfile.TemporaryDirectory(prefix="pd-") as folder:
+        files = ["--json", str(out), "--dir", folder]
+        command = [sys.executable, "examples/prefill_decode.py", "--runs", "1", *model, *files]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
     assert report["prompt_tokens"] == 4000

@@ -1,0 +1,129 @@
+"""R30: a hand-over gives the right tokens in at most twice the time of computing, whatever the prefill engine does.
+
+Method: two real engines and the proxy of ``examples/prefill_decode.py``; at a random moment of each request the prefill
+engine goes on, stops (SIGSTOP), pauses, or is killed (SIGKILL) and later started again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from prefill_decode import Proxy, start
+from serving import Server, complete, free_port, greedy
+from tiny_llama import LlamaShape, make_tiny_llama
+from vllm_restart import make_prompts
+
+from tests.campaign.program import failed, passed, rounds
+
+REQUESTS: Final = 200
+OUTPUT_TOKENS: Final = 8
+SLACK_S: Final = 0.5
+"""Time that a proxied request may take beyond twice its computing time: two servers and a proxy share two cores."""
+
+
+class Prefill:
+    """The prefill engine, and what happens to it.
+
+    Args:
+        choose: Draws the faults.
+        begin: Starts the engine.
+    """
+
+    def __init__(self, choose: random.Random, begin: Callable[[], Server]) -> None:
+        self.counts: dict[str, int] = {}
+        self._choose, self._begin = choose, begin
+        self.server: Server = begin()
+        self.server.wait_ready()
+        self.kind = ""
+        self._stopped: list[int] = []
+
+    def disturb(self, within_s: float) -> threading.Thread:
+        """Begin a fault at a random moment of the next seconds."""
+        kind = self.kind = self._choose.choices(["nothing", "stop", "pause", "kill"], [4, 3, 2, 1])[0]
+        at_s, pause_s = self._choose.uniform(0, within_s), self._choose.uniform(0, within_s)
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+
+        def act() -> None:
+            time.sleep(at_s)
+            if kind == "kill":
+                self.server.kill()
+            elif kind != "nothing":
+                self._stopped = self.server.pids
+                self._send(signal.SIGSTOP)
+                if kind == "pause":
+                    time.sleep(pause_s)
+                    self._send(signal.SIGCONT)
+
+        thread = threading.Thread(target=act)
+        thread.start()
+        return thread
+
+    def mend(self) -> None:
+        """Let the engine go on, or start it again."""
+        self._send(signal.SIGCONT)
+        self._stopped = []
+        if not self.server.pids:
+            self.server = self._begin()
+            self.server.wait_ready()
+
+    def _send(self, number: signal.Signals) -> None:
+        for pid in self._stopped:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+def hand_over(seed: int) -> str:
+    """Make the requests; return the figure."""
+    choose = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="kvstore-r30-") as folder, ExitStack() as stack:
+        work = Path(folder)
+        model = make_tiny_llama(work / "model", LlamaShape(layers=4, hidden=384, heads=6, kv_heads=2))
+        peer_port, cores = free_port(), sorted(os.sched_getaffinity(0))
+        half = (len(cores) + 1) // 2
+        listen = {"listen": f"127.0.0.1:{peer_port}"}
+        prefill = Prefill(choose, lambda: start(stack, "prefill", work, model, listen, cores[:half]))
+        decode = start(stack, "decode", work, model, {"request_peers": ["127.0.0.0/8"]}, cores[-half:])
+        decode.wait_ready()
+        slowest, loaded = 0.0, 0
+        for number in range(REQUESTS + 1):
+            prompt = make_prompts([choose.randrange(1000, 4000)], 512, choose.getrandbits(32))[0]
+            body = {"model": decode.model, **greedy(prompt, OUTPUT_TOKENS)}
+            computed = complete(decode.port, {**body, "cache_salt": f"recompute-{number}"})
+            proxy = Proxy(prefill.server, decode, peer_port)
+            fault = prefill.disturb(1.2 * computed.ttft_s)
+            answer = complete(proxy.port, body)
+            fault.join()
+            prefill.mend()
+            proxy.close()
+            took = f"{answer.ttft_s:.2f} s, computing {computed.ttft_s:.2f} s, {answer.cached_tokens} tokens loaded"
+            print(f"request {number}: {prefill.kind}, {took}", flush=True)
+            if answer.text != computed.text:
+                failed(f"request {number}, seed {seed}: {answer.text!r} instead of {computed.text!r}")
+            if not number:
+                continue  # It finds no computing speed measured.
+            if answer.ttft_s > 2 * computed.ttft_s + SLACK_S:
+                failed(f"request {number}, seed {seed}: {took}")
+            slowest = max(slowest, answer.ttft_s / computed.ttft_s)
+            loaded += answer.cached_tokens > 0
+        faults = ", ".join(f"{count} {kind}" for kind, count in sorted(prefill.counts.items()))
+        return f"{REQUESTS} requests ({faults}), {loaded} loaded blocks, slowest {slowest:.2f} times its computing time"
+
+
+if __name__ == "__main__":
+    for seed in rounds():
+        figure = hand_over(seed)
+    passed(figure)
