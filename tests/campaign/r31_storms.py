@@ -158,10 +158,11 @@ class Engine:
         )
         self.manager = TieringManager(self.primary, tiers, config, reports=self.lanes)
         self.stack.callback(self.close)
-        self._canaries: set[int] = set()
+        self._free: list[int] = []
 
     def begin(self, hand_over: bytes = b"", source: Source | None = None, family: int | None = None) -> None:
         """Start a request."""
+        self._check_free()
         choose = self.choose
         name, tag = choose.choice(NAMES), b""
         if self.tenants is not None:
@@ -180,6 +181,7 @@ class Engine:
 
     def step(self) -> None:
         """Run a step of the scheduler and of the workers."""
+        self._check_free()
         self.steps += 1
         computed: list[tuple[int, int]] = []
         for request in self.choose.sample(list(self.live.values()), len(self.live)):
@@ -191,29 +193,20 @@ class Engine:
                 computed += self._compute(request)
         for copy in [copy for copy in self.copies if copy.due <= self.steps]:
             self._end(copy)
-        self.check()
         self.manager.on_step_end()
         if computed:
             self.manager.note_step(computed, sum(tokens for tokens, _ in computed) * 2e-4 + 5e-4)
         if not self.steps % 20:
             self.manager.take_events()
         self._disturb()
-        self.check()
-
-    def check(self) -> None:
-        """Compare the slots with the model."""
-        slots = range(self.primary.slots)
-        free = {slot for slot in slots if self.primary.state_of(slot) is SlotState.FREE}
-        self._canaries &= free
-        for slot in free:
-            if slot not in self._canaries:
-                self._write(slot, CANARY)
-                self._canaries.add(slot)
-            elif self._read(slot) != CANARY:
-                raise WrongError(f"free slot {slot} was written")
+        # Until the next step, in which the manager may give them away, nothing may write to free slots.
+        self._free = [slot for slot in range(self.primary.slots) if self.primary.state_of(slot) is SlotState.FREE]
+        for slot in self._free:
+            self._write(slot, CANARY)
 
     def end(self) -> None:
         """Let everything end."""
+        self._check_free()
         for plan in self.plans:
             plan.clear()
         while self.copies:
@@ -225,7 +218,6 @@ class Engine:
         deadline = time.monotonic() + 30
         while (left := self._left()) and time.monotonic() < deadline:
             self.manager.on_step_end()
-            self.check()
             time.sleep(0.005)
         if left:
             raise WrongError(f"left at the end: {left}")
@@ -243,6 +235,12 @@ class Engine:
         left = {"jobs": stats.jobs, "promoting": stats.promoting, "requests": stats.requests}
         left |= {"writing": stats.primary.writing, "abandoned": stats.primary.abandoned, "pinned": stats.primary.pinned}
         return {name: count for name, count in left.items() if count}
+
+    def _check_free(self) -> None:
+        for slot in self._free:
+            if self._read(slot) != CANARY:
+                raise WrongError(f"free slot {slot} was written")
+        self._free = []
 
     def _policy(self) -> dict[str, Any]:
         choose = self.choose
@@ -354,7 +352,6 @@ class Engine:
             choose.choice(self.plans).clear()
 
     def _write(self, slot: int, content: bytes) -> None:
-        self._canaries.discard(slot)
         self.memory[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = content
 
     def _read(self, slot: int) -> bytes:

@@ -403,6 +403,18 @@ def test_a_hand_over_costs_at_most_twice_the_time_of_computing() -> None:
     assert hits == 20 and waited < 1.7 * whole_s, "the other engine stopped"
 
 
+def test_the_other_engine_has_half_of_the_computing_time_to_hear_of_the_request() -> None:
+    """A busy engine hears late of its half of a long prompt; a short one is computed after the usual second."""
+    engine = Gated((0.001, 0.0001))
+    engine.learn_computing()
+    for blocks, unheard_s in ((500, 4.0), (10, 1.0)):
+        keys = engine.blocks(blocks)
+        engine.tier.unknown.update(keys)
+        ctx = engine.begin(keys, RequestContext(f"decode-{blocks}", since=engine.clock.now, patience_s=60.0))
+        assert engine.prefix(keys, ctx) is None
+        assert ctx.unheard_s == pytest.approx(unheard_s, rel=0.2)
+
+
 def test_a_hand_over_waits_its_patience_while_the_computing_speed_is_unknown() -> None:
     """The first request of an engine has nothing to compare with."""
     engine = Gated((0.001, 0.0001))

@@ -302,6 +302,17 @@ def test_a_source_that_learns_of_its_hand_over_later_is_waited_for() -> None:
     assert existence.is_open(b"a", 5.0, ctx)
 
 
+def test_a_source_may_be_given_more_time_to_learn_of_its_hand_over() -> None:
+    """A source without the block is asked again for as long as it may not know of the request."""
+    existence = Existence(timeout_s=1, error_pause_s=1)
+    ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0, unheard_s=4.0)
+    assert existence.wants_answer(b"a", 0.1, ONE)
+    (question,) = existence.take_questions(0.1)
+    existence.answered(question.question_id, bytes((Found.ABSENT,)), 0.1)
+    assert existence.is_open(b"a", 3.9, ctx)
+    assert not existence.is_open(b"a", 4.1, ctx)
+
+
 def test_the_sources_remembered_for_a_block_are_bounded() -> None:
     """A missing block that many requests look up does not accumulate all their sources."""
     existence = Existence(timeout_s=1, error_pause_s=1)
