@@ -91,11 +91,7 @@ def open_tier(
         if channel is None:
             spec = TierIOSpec(backend, decoded, namespace, memory, slot_bytes, lineage=events, kind=kind)
             channel = attach_to_shared_host(lambda post: TierIO(spec, post))
-        try:
-            channel.open(_OPEN_TIMEOUT_S)
-        except BaseException:
-            channel.close(_OPEN_TIMEOUT_S)
-            raise
+        _open(channel)
         tier = AsyncTier(
             channel,
             decoded,
@@ -113,6 +109,14 @@ def open_tier(
         )
         tier.wait_recovered(_RECOVERY_WAIT_S)
         return tier
+
+
+def _open(channel: Channel) -> None:
+    try:
+        channel.open(_OPEN_TIMEOUT_S)
+    except BaseException:
+        channel.close(_OPEN_TIMEOUT_S)
+        raise
 
 
 def make_io_side(

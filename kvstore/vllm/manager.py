@@ -417,19 +417,16 @@ def open_manager(
         rows = shaped.cast("B")
         views += [rows, shaped]
         slot_bytes = shaped.strides[0]
-        # The last row holds the workers' counters.
-        slots = shaped.shape[0] - 1
+        slots = shaped.shape[0] - 1  # The last row holds the workers' counters.
         counters = rows[slots * slot_bytes :]
         views.insert(0, counters)
         primary = PrimaryTier(rows, slot_bytes, policy=spec.eviction_policy, slots=slots)
         reports = WorkerReports(counters, spec.config.parallel.world_size)
         engine_config = current_connector_config()[0]
-        namespace = engine_namespace(spec, slot_bytes, engine_config)
-        has_lora = has_adapters(engine_config)
-        if config.tenants is not None or has_lora:
-            # Part of the namespace, so that a peer with other keys reports the mismatch instead of finding nothing.
-            tags = ["tenants"] * (config.tenants is not None) + ["adapters"] * has_lora
-            namespace = namespace.with_fields(keys="+".join(tags))
+        tags = RequestTags(config.tenants, has_adapters=has_adapters(engine_config))
+        # With its tags, so that a peer with other keys reports the mismatch instead of finding nothing.
+        fields = {"keys": "+".join(tags.parts)} if tags.parts else {}
+        namespace = engine_namespace(spec, slot_bytes, engine_config).with_fields(**fields)
         stored: list[Backend] = []
         for options in spec.secondary_tier_configs:
             if options["type"] != TIER_TYPE:
@@ -449,7 +446,7 @@ def open_manager(
             )
             tiers.append(opened)
         manager = TieringManager(primary, tiers, config, reports=reports)
-        own = kind(manager, tiers, region, views, spec, RequestTags(config.tenants, has_adapters=has_lora))
+        own = kind(manager, tiers, region, views, spec, tags)
     except BaseException:
         for tier in tiers:
             with contextlib.suppress(KVStoreError):

@@ -24,6 +24,7 @@ class RequestTags:
         has_adapters: Whether requests may have LoRA adapters.
 
     Attributes:
+        parts: Names of the parts of a tag.
         tag_bytes: Length of a tag.
     """
 
@@ -31,6 +32,7 @@ class RequestTags:
         self._tags = None if tenants is None else Tags(tenants)
         self._by = "" if tenants is None else tenants.by
         self._adapters = Adapters() if has_adapters else None
+        self.parts = ["tenants"] * (tenants is not None) + ["adapters"] * has_adapters
         self.tag_bytes = (TAG_BYTES if tenants is not None else 0) + (DIGEST_BYTES if has_adapters else 0)
         self._request: Any = None
         """The request being added."""
