@@ -149,6 +149,9 @@ class Backend(ABC):
         locality: Whether the medium is local or behind a network.
         holdings_type: ``"module:class"`` of the :class:`~kvstore.backends.holdings.Holdings` through which the admin
             tools read the medium. The default needs ``namespaces``, ``scan``, ``get_into`` and ``delete``.
+        path_option: Option that names the directory, or the list of directories, that the backend makes and fills
+            alone. It is then checked before an engine starts (the parent exists, no other user may write to it), and
+            kvstore-bench measures in a directory below it. Empty: no such option, whatever the options are called.
         alignment: Buffers whose address and length are multiples of this are moved without a copy; the header buffer is
             padded to it.
         last_error: Text of the latest failure of a block, for statistics and logs; outcomes carry none.
@@ -158,6 +161,7 @@ class Backend(ABC):
     name: ClassVar[str]
     config_type: ClassVar[type[TierConfig]] = TierConfig
     holdings_type: ClassVar[str] = "kvstore.backends.holdings:Holdings"
+    path_option: ClassVar[str] = ""
     alignment: ClassVar[int] = 256
     medium: Medium = Medium.STORAGE
     locality: Locality = Locality.LOCAL

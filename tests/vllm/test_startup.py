@@ -58,6 +58,14 @@ def test_what_is_right_or_not_ours_passes(tmp_path: Path) -> None:
     check_offloading({})
 
 
+def test_a_third_party_may_keep_its_records_in_a_file(tmp_path: Path) -> None:
+    """An engine whose third-party backend has a file as ``path`` starts also after the file has been made."""
+    tier = {"type": "tests.cli.file_database:FileDatabase", "path": str(tmp_path / "records.db")}
+    check_offloading({**_OURS, "secondary_tiers": [tier]})
+    (tmp_path / "records.db").touch()
+    check_offloading({**_OURS, "secondary_tiers": [tier]})
+
+
 def test_another_machine_is_not_checked_from_here(tmp_path: Path) -> None:
     """Directories are not checked on another machine, because they exist only on the engine's."""
     check_offloading(_extra(tmp_path, {}, {"path": "DIR/a/b/c"}), here=False)
