@@ -143,6 +143,7 @@ class Backend(ABC):
         exclusive: True if blocks not found by ``scan`` are absent: there are no other writers, or the arrival listener
             receives the blocks of other writers.
         takes_stores: False if others fill the medium: its tier then receives no stores.
+        scans: False if the medium can't list its blocks: ``scan`` yields none, and a tenant can't be forgotten.
         evicts_silently: True if blocks leave the medium without any notice, and ``exists`` is cheap. Blocks reported in
             events are then looked up from time to time.
         medium: Kind of device.
@@ -167,6 +168,7 @@ class Backend(ABC):
     locality: Locality = Locality.LOCAL
     exclusive: bool = False
     takes_stores: bool = True
+    scans: bool = True
     evicts_silently: bool = False
     last_error: str = ""
     tenants: Tenants | None = None
