@@ -272,6 +272,11 @@ class AsyncTier(SecondaryTierManager):
         """Whether ``get_finished`` or ``take_events`` has results, or recovered blocks are expected soon."""
         return self._jobs.has_finished or bool(self._inventory) or self._awaits_recovered
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether the I/O half has sent something that ``get_finished`` will receive; may be called on any thread."""
+        return not self._channel.closed and self._channel.has_answers
+
     def stats(self) -> TierStats:
         """See :meth:`SecondaryTierManager.stats`."""
         jobs, health, presence = self._jobs, self._health, self._presence

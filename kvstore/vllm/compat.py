@@ -42,6 +42,7 @@ __all__ = [
     "current_connector_config",
     "current_connector_scheduler",
     "emits_events",
+    "engine_queue",
     "event_payloads",
     "has_states",
     "make_event",
@@ -176,6 +177,12 @@ def current_connector_scheduler() -> Any:
     """Return vLLM's ``OffloadingConnectorScheduler`` under construction; None if there is none."""
     callers = (frame.f_locals.get("self") for frame in calls_above())
     return next((one for one in callers if type(one).__name__ == "OffloadingConnectorScheduler"), None)
+
+
+def engine_queue() -> Any:
+    """Return the queue of requests of the ``EngineCoreProc`` under construction; None in a program's own process."""
+    callers = (frame.f_locals.get("self") for frame in calls_above())
+    return next((queue for one in callers if (queue := getattr(one, "input_queue", None)) is not None), None)
 
 
 def event_payloads(scheduler: Any) -> MutableMapping[bytes, Any] | None:
