@@ -3,10 +3,10 @@
     python examples/vllm_restart.py --json out.json
 
 Makes a small Llama with random weights and runs `vllm serve` three ways: without offloading (for reference outputs and
-times), with a kvstore file tier, and with vLLM's own `fs` tier. All run side by side and receive a set of long prompts
-in turns, so that other load of the machine affects all of them. They are killed with SIGKILL. Those with a tier are
-started again on their directories, and receive the same prompts. Takes three minutes on two idle cores, and 2 GB under
---dir.
+times), with a kvstore file tier, and with vLLM's own `fs` tier under vLLM's own manager. All run side by side and
+receive a set of long prompts in turns, so that other load of the machine affects all of them. They are killed with
+SIGKILL. Those with a tier are started again on their directories, and receive the same prompts. Takes three minutes on
+two idle cores, and 2 GB under --dir.
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ def start(stack: ExitStack, system: str, work: Path, model: Path) -> Server:
 
 
 def offloading_of(system: str, work: Path) -> dict[str, Any] | None:
-    """Return ``kv_connector_extra_config``; the same spec for both, because vLLM's own does not run on a CPU."""
+    """Return ``kv_connector_extra_config``; the same spec for both, because vLLM's own does not run on a CPU.
+
+    vLLM's tier runs under vLLM's manager, so that only the workers' copies are kvstore's.
+    """
     if system == "none":
         return None
     directory = work / system
@@ -127,6 +130,7 @@ def offloading_of(system: str, work: Path) -> dict[str, Any] | None:
     return {
         "spec_name": "KVStoreOffloadingSpec",
         "spec_module_path": "kvstore.vllm",
+        "manager": "vllm" if system == "vllm_fs" else "kvstore",
         "cpu_bytes_to_use": _PRIMARY_BYTES,
         "secondary_tiers": [tier],
     }
@@ -197,16 +201,15 @@ def make_report(args: argparse.Namespace, runs: dict[str, Run]) -> dict[str, Any
 def print_table(report: dict[str, Any]) -> None:
     """Print the report as a table."""
     print()
-    head = ("", "TTFT cold", "TTFT after restart", "speed-up", "cached tokens", "outputs equal")
-    rows = [head, ("no offloading", f"{report['none']['cold_ttft_s']:.3f} s", "", "", "", "")]
+    head = ("", "TTFT cold", "TTFT after restart", "cached tokens", "outputs equal")
+    rows = [head, ("no offloading", f"{report['none']['cold_ttft_s']:.3f} s", "", "", "")]
     for system in _TIERED:
         r = report[system]
         rows.append(
             (
-                {"kvstore": "kvstore file tier", "vllm_fs": "vLLM fs tier"}[system],
+                {"kvstore": "kvstore file tier", "vllm_fs": "vLLM fs tier and manager"}[system],
                 f"{r['cold_ttft_s']:.3f} s",
                 f"{r['restart_ttft_s']:.3f} s",
-                f"{r['cold_ttft_s'] / r['restart_ttft_s']:.1f}x",
                 f"{r['restart_cached_tokens']} of {r['prompt_tokens']}",
                 "yes" if r["outputs_equal"] else "NO",
             )

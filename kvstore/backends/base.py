@@ -143,12 +143,16 @@ class Backend(ABC):
         exclusive: True if blocks not found by ``scan`` are absent: there are no other writers, or the arrival listener
             receives the blocks of other writers.
         takes_stores: False if others fill the medium: its tier then receives no stores.
+        scans: False if the medium can't list its blocks: ``scan`` yields none, and a tenant can't be forgotten.
         evicts_silently: True if blocks leave the medium without any notice, and ``exists`` is cheap. Blocks reported in
             events are then looked up from time to time.
         medium: Kind of device.
         locality: Whether the medium is local or behind a network.
         holdings_type: ``"module:class"`` of the :class:`~kvstore.backends.holdings.Holdings` through which the admin
             tools read the medium. The default needs ``namespaces``, ``scan``, ``get_into`` and ``delete``.
+        path_option: Option that names the directory, or the list of directories, that the backend makes and fills
+            alone. It is then checked before an engine starts (the parent exists, no other user may write to it), and
+            kvstore-bench measures in a directory below it. Empty: no such option, whatever the options are called.
         alignment: Buffers whose address and length are multiples of this are moved without a copy; the header buffer is
             padded to it.
         last_error: Text of the latest failure of a block, for statistics and logs; outcomes carry none.
@@ -158,11 +162,13 @@ class Backend(ABC):
     name: ClassVar[str]
     config_type: ClassVar[type[TierConfig]] = TierConfig
     holdings_type: ClassVar[str] = "kvstore.backends.holdings:Holdings"
+    path_option: ClassVar[str] = ""
     alignment: ClassVar[int] = 256
     medium: Medium = Medium.STORAGE
     locality: Locality = Locality.LOCAL
     exclusive: bool = False
     takes_stores: bool = True
+    scans: bool = True
     evicts_silently: bool = False
     last_error: str = ""
     tenants: Tenants | None = None

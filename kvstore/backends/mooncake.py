@@ -87,6 +87,7 @@ class MooncakeBackend(Backend):
     config_type: ClassVar[type[TierConfig]] = MooncakeConfig
     medium = Medium.CPU
     locality = Locality.REMOTE
+    scans = False
 
     def __init__(self, config: MooncakeConfig) -> None:
         super().__init__(config)

@@ -50,6 +50,7 @@ class SimpleBackend(Backend):
 
     def __init__(self, config: TierConfig) -> None:
         super().__init__(config)
+        self.scans = self.scans and type(self).scan is not SimpleBackend.scan
         self._is_open = False
         self._under_way = CallsUnderWay()
         self._logged: set[tuple[str, type[BaseException]]] = set()

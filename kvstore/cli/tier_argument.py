@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ class TierArgument:
 
     @property
     def paths(self) -> list[Path]:
-        """The directories of the tier; empty without a local path."""
-        return paths_of(self.config)
+        """The directories that the tier makes and fills alone; empty without them."""
+        return paths_of(self.backend, self.config)
 
     def as_config(self, **more: Any) -> dict[str, Any]:
         """Return the configuration for :func:`kvstore.open_tier`, with changed options. May contain secrets."""
@@ -61,6 +61,13 @@ class TierArgument:
     def with_options(self, **more: Any) -> TierArgument:
         """Return the tier with options added or replaced, checked again."""
         return make_tier(self.backend, {**self.options, **more})
+
+    def moved(self, paths: Sequence[Path]) -> TierArgument:
+        """Return the tier with other directories."""
+        option = BACKENDS.find(self.backend).path_option
+        kept = {name: value for name, value in self.options.items() if self.config.aliases.get(name, name) != option}
+        named = [str(path) for path in paths]
+        return make_tier(self.backend, {**kept, option: named if len(named) > 1 else named[0]})
 
     def shown(self) -> dict[str, Any]:
         """Return the configuration for display: with all defaults, without secrets."""

@@ -87,6 +87,11 @@ class ThreadChannel:
         except IndexError:
             return None
 
+    @property
+    def has_answers(self) -> bool:
+        """See :attr:`kvstore.runtime.messages.Channel.has_answers`."""
+        return bool(self._outbox)
+
     def hurry(self) -> None:
         """See :meth:`kvstore.runtime.messages.Channel.hurry`; a thread does not stop without its process."""
 

@@ -298,6 +298,10 @@ class Channel(Protocol):
     def receive(self) -> FromIO | None:
         """Return the next answer, or None if none has arrived."""
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether an answer has arrived; may be called on any thread."""
+
     def hurry(self) -> None:
         """Note that a load is late, so that a stopped I/O half is detected soon; never waits."""
 

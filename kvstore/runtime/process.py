@@ -193,6 +193,15 @@ class ProcessChannel:
             self._connection, self._successor = self._successor, None
         return message
 
+    @property
+    def has_answers(self) -> bool:
+        """See :attr:`kvstore.runtime.messages.Channel.has_answers`."""
+        connection = self._connection
+        # The socket may be closed at any time by the thread that reads it.
+        with contextlib.suppress(OSError, ValueError):
+            return bool(self._incoming) or (connection is not None and connection.wait(0))
+        return True
+
     def hurry(self) -> None:
         """See :meth:`kvstore.runtime.messages.Channel.hurry`; a child that does not answer soon is killed."""
         self._watch(is_late=True)

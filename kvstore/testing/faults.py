@@ -204,6 +204,7 @@ class FaultyBackend(Backend):
         self.locality = inner.locality
         self.exclusive = inner.exclusive
         self.evicts_silently = inner.evicts_silently
+        self.scans = inner.scans
         # Class attributes in other backends; here those of the wrapped one.
         for attribute in ("name", "config_type", "alignment"):
             setattr(self, attribute, getattr(inner, attribute))

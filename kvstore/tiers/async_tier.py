@@ -215,7 +215,10 @@ class AsyncTier(SecondaryTierManager):
             self._outbox.append(Delete(sound))
 
     def forget(self, prefix: bytes) -> bool:
-        """See :meth:`SecondaryTierManager.forget`. Retries a failed attempt after ``breaker_cooldown``."""
+        """See :meth:`SecondaryTierManager.forget`. Retries a failed attempt after ``breaker_cooldown``.
+
+        Never true, and logged once, if the medium can't list its blocks: it may still hold some.
+        """
         if prefix in self._forgotten:
             self._forgotten.discard(prefix)
             return True
@@ -267,6 +270,11 @@ class AsyncTier(SecondaryTierManager):
     def has_unreported(self) -> bool:
         """Whether ``get_finished`` or ``take_events`` has results, or recovered blocks are expected soon."""
         return self._jobs.has_finished or bool(self._inventory) or self._awaits_recovered
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the I/O half has sent something that ``get_finished`` will receive; may be called on any thread."""
+        return not self._channel.closed and self._channel.has_answers
 
     def stats(self) -> TierStats:
         """See :meth:`SecondaryTierManager.stats`."""
@@ -431,7 +439,9 @@ class AsyncTier(SecondaryTierManager):
 
     def _note_forgotten(self, answer: Forgotten, now: float) -> None:
         if answer.error:
-            logger.warning("Tier %s could not forget a tenant and will try again: %s", self.name, answer.error)
+            if answer.error != self._last_error:
+                logger.warning("Tier %s could not forget a tenant and will try again: %s", self.name, answer.error)
+            self._last_error = answer.error
             self._forgets[answer.prefix] = now + float(self._config.breaker_cooldown)
         elif self._forgets.pop(answer.prefix, None) is not None:
             self._forgotten.add(answer.prefix)

@@ -13,7 +13,7 @@ from kvstore.codec.chain import AUTO, build_chain, parse_chain
 from kvstore.config import Capacity, TierConfig
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
-from kvstore.registry import CODECS
+from kvstore.registry import BACKENDS, CODECS
 
 __all__ = ["check_before_opening", "nearest_existing", "path_faults", "paths_of"]
 
@@ -27,24 +27,28 @@ def check_before_opening(backend: str, config: TierConfig) -> None:
     Raises:
         ConfigError: An engine could not open this tier.
     """
-    where = f"{backend} tier"
     for spec in parse_chain(config.codec):
         # Seals are skipped: they read their keys, which may exist only on the engine's machine.
         if spec.name != AUTO and not issubclass(CODECS.find(spec.name), Seal):
             item = {spec.name: spec.options} if spec.argument is None else f"{spec.name}:{spec.argument}"
             build_chain([item], CodecContext(Namespace({})), CODECS.find)
-    capacity = getattr(config, "capacity", None)
-    if isinstance(capacity, Capacity) and capacity.percent is None and capacity.resolve(0) < _CAPACITY_LEAST:
-        raise ConfigError(f"{where}: 'capacity' is {capacity}, less than a block. Give it a unit, such as '500GiB'.")
-    for path in paths_of(config):
+    for path in paths_of(backend, config):
+        capacity = getattr(config, "capacity", None)
+        if isinstance(capacity, Capacity) and capacity.percent is None and capacity.resolve(0) < _CAPACITY_LEAST:
+            found, advice = f"'capacity' is {capacity}, less than a block", "Give it a unit, such as '500GiB'."
+            raise ConfigError(f"{backend} tier: {found}. {advice}")
         for found, advice in path_faults(path):
-            raise ConfigError(f"{where}: {found}. {advice}")
+            raise ConfigError(f"{backend} tier: {found}. {advice}")
 
 
-def paths_of(config: TierConfig) -> list[Path]:
-    """Return the directories of a tier; empty for a tier without a local path."""
-    found = getattr(config, "paths", None) or [getattr(config, "path", None)]
-    return [Path(path).expanduser() for path in found if isinstance(path, str | Path)]
+def paths_of(backend: str, config: TierConfig) -> list[Path]:
+    """Return the directories that a tier makes and fills alone; empty for a tier without them.
+
+    See :attr:`kvstore.backends.base.Backend.path_option`.
+    """
+    option = BACKENDS.find(backend).path_option
+    found = getattr(config, option) if option else []
+    return [Path(path).expanduser() for path in ([found] if isinstance(found, str | Path) else found)]
 
 
 def path_faults(path: Path, *, is_tier: bool = True) -> Iterator[tuple[str, str]]:
@@ -57,7 +61,7 @@ def path_faults(path: Path, *, is_tier: bool = True) -> Iterator[tuple[str, str]
     elif is_tier and path == there and path.stat().st_mode & stat.S_IWOTH:
         yield (
             f"every user of the machine may write to {path}",
-            f"Others could plant files there: chmod 700 {path}",
+            f"Use a directory below it, such as {path / 'kv'}; kvstore makes it for this user alone.",
         )
 
 

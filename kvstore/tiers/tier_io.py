@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvstore.backends.base import Backend, RecordGeometry
-from kvstore.backends.holdings import open_holdings
+from kvstore.backends.holdings import Holdings, open_holdings
 from kvstore.bounded import BoundedDict
 from kvstore.codec.base import KeyNames
 from kvstore.config import TierConfig
@@ -439,7 +439,7 @@ class TierIO:
             await self._delete([key for key in message.keys if key in put])
 
     async def _run_forget(self, message: Forget, before: Sequence[RunningJob]) -> None:
-        """Delete all blocks with a prefix after earlier stores have ended."""
+        """Delete all blocks with a prefix after earlier stores have ended; unanswered if the medium can't do it."""
         for store in before:
             await store.ended.wait()
         error = ""
@@ -447,20 +447,34 @@ class TierIO:
             async with aclosing(self._listed()) as pages:
                 async for names in pages:
                     if theirs := self._begin(names, message.prefix):
-                        await self._delete_or_raise(theirs)
+                        await self._delete_all(theirs)
         except ConfigError as failure:
-            logger.error("The %s tier can't forget the blocks of a tenant: %s", self._backend.name, failure)
+            logger.error(
+                "The %s tier can't forget a tenant, which finds and stores nothing until this engine ends. Remove its "
+                "blocks from the medium. %s",
+                self._backend.name,
+                failure,
+            )
+            return
         except _FAILURES as failure:
             error = f"{type(failure).__name__}: {failure}"
         self._post(Forgotten(message.prefix, error))
 
     async def _listed(self) -> AsyncGenerator[Sequence[BlockKey], None]:
-        """Yield the names of all blocks on the medium; a shared medium is listed through its holdings."""
-        if self._backend.exclusive:
+        """Yield the names of all blocks on the medium; a shared medium is listed through its holdings.
+
+        Raises:
+            ConfigError: The medium can't be listed.
+        """
+        if not self._backend.takes_stores:
+            return
+        if self._backend.exclusive and self._backend.scans:
             async for names in self._backend.scan_keys():
                 yield names
             return
         holdings = open_holdings(self._spec.kind or self._backend.name, self._config)
+        if not self._backend.scans and type(holdings).scan is Holdings.scan:
+            raise ConfigError(f"{self._backend.name} can't list its blocks: it has no scan().")
         try:
             await holdings.open()
             async with aclosing(holdings.scan(NamespaceInfo(self._parts.namespace.hex))) as pages:
@@ -479,12 +493,21 @@ class TierIO:
         except _FAILURES as error:
             logger.warning("Blocks of the %s tier could not be removed: %s", self._backend.name, error)
 
-    async def _delete_or_raise(self, keys: Sequence[BlockKey]) -> None:
+    async def _delete_all(self, keys: Sequence[BlockKey]) -> None:
+        """Delete blocks; raises if one of them stays."""
+        doubtful = await self._delete_or_raise(keys)
+        there = await self._backend.exists(doubtful) if doubtful else ()
+        if any(answer is not False for answer in there):
+            raise BackendError("not all blocks could be removed", backend=self._backend.name)
+
+    async def _delete_or_raise(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Delete blocks; return those that the backend did not find, or can't delete."""
         removed = await self._backend.delete(keys)
         self._parts.refused.forget(keys)
         gone = tuple(key for key, is_gone in zip(keys, removed, strict=True) if is_gone)
         if gone:
             self._on_removal(gone, RemovalCause.REMOVED)
+        return [key for key, is_gone in zip(keys, removed, strict=True) if not is_gone]
 
     async def _probe_until_ok(self, probe: Probe) -> None:
         pause_s, tries = probe.pause_s, 0

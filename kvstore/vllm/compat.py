@@ -44,6 +44,7 @@ __all__ = [
     "current_connector_config",
     "current_connector_scheduler",
     "emits_events",
+    "engine_queue",
     "engine_under_construction",
     "event_payloads",
     "has_states",
@@ -257,6 +258,11 @@ def has_adapters(engine_config: Any) -> bool:
         engine_config: A ``VllmConfig``.
     """
     return getattr(engine_config, "lora_config", None) is not None
+
+
+def engine_queue() -> Any:
+    """Return the queue of requests of the ``EngineCoreProc`` under construction; None in a program's own process."""
+    return getattr(_caller_with("input_queue"), "input_queue", None)
 
 
 def event_payloads(scheduler: Any) -> MutableMapping[bytes, Any] | None:

@@ -47,6 +47,7 @@ from kvstore.vllm.compat import (
 from kvstore.vllm.copies import Slots, WorkerReports
 from kvstore.vllm.foreign import ForeignTier, ForeignTiers, VllmRequest, open_foreign_tier
 from kvstore.vllm.guard import ErrorLog, guarded
+from kvstore.vllm.idle import IdleWaker
 from kvstore.vllm.lineage import Lineage
 from kvstore.vllm.metrics import ManagerMetrics, TierMetrics
 from kvstore.vllm.namespace import engine_namespace
@@ -126,6 +127,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._pauses = Pauses()
         self._loading: set[str] = set()
         """Requests whose blocks are being copied to the device."""
+        self._waker = IdleWaker(self._tiers)
         self._steps = StepTimes(manager.note_step) if manager.is_gated else None
 
     @guarded(RequestOffloadingContext)
@@ -233,6 +235,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Submit the I/O of the step with one wake-up of the I/O side."""
         self._has_stepped = True
+        self._waker.note_step()
         self._foreign.step(context)
         self.manager.on_step_end(context.new_req_ids)
         self._busy = self._busy or self.manager.has_pending_work
@@ -240,13 +243,14 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: False)
     def has_pending_work(self) -> bool:
-        """Whether the engine should keep stepping: I/O is in progress, or events or the first metrics are pending."""
+        """Whether the engine should keep stepping: I/O is in progress, or events or metrics are pending."""
         busy = self.manager.has_pending_work
         self._busy = self._busy or busy
         return (
             busy
             or self._foreign.has_pending_work
             or not self._has_stepped
+            or self._waker.due
             or (self._emits_events and self.manager.has_unreported)
             or (self._emits_events and any(tier.has_unreported for tier in self._tiers))
         )
@@ -321,6 +325,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     @guarded(lambda: None)
     def shutdown(self) -> None:
         """Write back lazy blocks, end all I/O within seconds, and release the memory. Idempotent."""
+        self._waker.close()
         ended = self.manager.close(_CLOSE_S)
         for view in self._views:
             with contextlib.suppress(BufferError):

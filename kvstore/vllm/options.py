@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from kvstore.config import decode_config, did_you_mean
+from kvstore.config import ByteSize, decode_config, did_you_mean
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
 from kvstore.registry import BACKENDS
@@ -20,7 +21,10 @@ __all__ = [
     "check_options",
     "check_tiering",
     "is_own_manager",
+    "option_faults",
+    "spelled_out",
     "tier_name",
+    "unknown_options",
     "with_short_types",
 ]
 
@@ -29,6 +33,34 @@ TIER_TYPE = "KVStoreTier"
 
 _OF_VLLM = frozenset({"type", "module_path", "backpressure", "locality"})
 """Keys read by vLLM's factory or manager."""
+
+_OPTIONS: Final = frozenset(
+    {
+        "spec_name",
+        "spec_module_path",
+        "manager",
+        "tiering",
+        "eviction_policy",
+        "canonical_layout",
+        "cpu_bytes_to_use",
+        "secondary_tiers",
+    }
+)
+"""Keys of ``kv_connector_extra_config`` that kvstore reads."""
+
+_VLLM_COUNTS: Final = frozenset({"block_size", "blocks_per_chunk"})
+_VLLM_FLAGS: Final = frozenset({"offload_prompt_only", "self_describing_kv_events", "canonical_layout"})
+_VLLM_NUMBERS: Final = frozenset(
+    {"store_threshold", "max_tracker_size", "sync_load_budget_bytes", "tier_poll_interval_s"}
+)
+_VLLM_OTHERS: Final = frozenset({"cache_policy_module_path", "backpressure"})
+"""Keys that only vLLM reads (0.28 to 0.33), by kind of their values."""
+
+_MISSPELT: Final = 0.8
+"""Similarity (of difflib) from which an unknown key is a misspelt one: "teiring" has 0.86, "tier_manager" has 0.74."""
+
+_SLOT_BYTES_LEAST: Final = 4096
+"""Smallest row of the primary tier; a smaller primary tier probably lacks its unit."""
 
 FOREIGN_OPTIONS = frozenset({"label", "reset"})
 """Keys of another package's tier that kvstore's manager reads and does not pass on to the tier."""
@@ -68,9 +100,10 @@ def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
         if tier["type"] != TIER_TYPE and tier.get("reset", "forget") not in ("forget", "keep"):
             raise ConfigError(f"reset of the tier {tier['type']} is {tier['reset']!r}. Expected 'forget' or 'keep'.")
     make_policy(extra_config.get("eviction_policy", "lru"))
-    if int(extra_config.get("store_threshold", 0)) > 1:
+    threshold = extra_config.get("store_threshold", 0)
+    if _is_number(threshold, int) and int(threshold) > 1:
         raise ConfigError(
-            f"store_threshold is {extra_config['store_threshold']}, which vLLM's tiering does not have either. Give "
+            f"store_threshold is {threshold}, which vLLM's tiering does not have either. Give "
             "'tiering': {'policy': {'min_uses': n}} for blocks to be stored at their n-th use."
         )
     names = [tier_name(tier) for tier in extra_config["secondary_tiers"]]
@@ -80,7 +113,8 @@ def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
 def with_short_types(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``kv_connector_extra_config`` with kvstore's short type names expanded for vLLM's factory.
 
-    A second tier of the same backend without a label gets a label with its position, so that metrics differ.
+    A second tier of the same backend without a label gets a label with its position, so that metrics differ. A size
+    with a unit becomes a number.
 
     Raises:
         ConfigError: ``secondary_tiers`` is not a list of objects, or neither kvstore nor vLLM has a type.
@@ -92,7 +126,7 @@ def with_short_types(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     seen: set[str] = set()
     spelled: list[dict[str, Any]] = []
     for index, tier in enumerate(tiers):
-        full = _spelled_out(tier, f"secondary_tiers[{index}]")
+        full = spelled_out(tier, f"secondary_tiers[{index}]")
         backend = full.get("backend")
         kind = backend if full["type"] == TIER_TYPE else full["type"] if is_ours else None
         if isinstance(kind, str) and not full.get("label"):
@@ -100,7 +134,58 @@ def with_short_types(extra_config: Mapping[str, Any]) -> dict[str, Any]:
                 full["label"] = f"{kind.rpartition(':')[2]}-{index}"
             seen.add(kind)
         spelled.append(full)
-    return {**extra_config, "secondary_tiers": spelled}
+    size = extra_config.get("cpu_bytes_to_use")
+    sized = {"cpu_bytes_to_use": int(ByteSize(size))} if isinstance(size, str) else {}
+    return {**extra_config, **sized, "secondary_tiers": spelled}
+
+
+def option_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the faults of the values that vLLM would report late, or read as something else."""
+    size = extra_config.get("cpu_bytes_to_use")
+    if not size:
+        yield (
+            "'cpu_bytes_to_use' is missing. Expected the size of the primary tier, such as '8GiB' or 8589934592. Every "
+            "block passes through it."
+        )
+    else:
+        try:
+            # vLLM computes a fraction of a byte from --kv-offloading-size.
+            if ByteSize(int(size) if isinstance(size, float) else size) < _SLOT_BYTES_LEAST:
+                yield f"'cpu_bytes_to_use' is {size!r}, less than a block. Give it a unit, such as '8GiB'."
+        except (ConfigError, ValueError, OverflowError) as error:
+            yield f"'cpu_bytes_to_use': {error}"
+    if extra_config.keys() >= _VLLM_COUNTS:
+        yield "'block_size' and 'blocks_per_chunk' both give the size of a block. Remove one."
+    for name in sorted(_VLLM_COUNTS & extra_config.keys()):
+        if not _is_number(value := extra_config[name], int) or int(value) < 1:
+            yield f"{name!r} is {value!r}. Expected a whole number, 1 or more, without a unit."
+    for name in sorted(_VLLM_FLAGS & extra_config.keys()):
+        if extra_config[name] not in (True, False):
+            yield f"{name!r} is {extra_config[name]!r}. Expected true or false, without quotes."
+    for name in sorted(_VLLM_NUMBERS & extra_config.keys()):
+        if not _is_number(value := extra_config[name], float) or float(value) < 0:
+            yield f"{name!r} is {value!r}. Expected a number, 0 or more, without a unit."
+
+
+def unknown_options(extra_config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the faults of unknown keys, and warnings.
+
+    A key that resembles one of kvstore's is a fault: the option would have no effect. All others are warnings, because
+    another version of vLLM may read them.
+    """
+    faults, warnings = [], []
+    known = _OPTIONS | _VLLM_COUNTS | _VLLM_FLAGS | _VLLM_NUMBERS | _VLLM_OTHERS
+    for name in extra_config:
+        if name in known:
+            continue
+        if meant := difflib.get_close_matches(str(name).lower(), _OPTIONS, n=1, cutoff=_MISSPELT):
+            faults.append(f"Unknown key {name!r}. Did you mean {meant[0]!r}?")
+        else:
+            warnings.append(
+                f"{name!r} is not an option of kvstore, nor of a vLLM that kvstore knows. It has no effect unless this "
+                f"vLLM reads it.{did_you_mean(name, known)}"
+            )
+    return faults, warnings
 
 
 def check_options(options: Mapping[str, Any], *, tier_type: str) -> dict[str, Any]:
@@ -139,8 +224,12 @@ def tier_name(options: Mapping[str, Any]) -> str:
     return str(options.get("label") or BACKENDS.find(str(options.get("backend"))).name)
 
 
-def _spelled_out(tier: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the object of one tier in the form that vLLM's factory expects."""
+def spelled_out(tier: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the object of one tier in the form that vLLM's factory expects; ``where`` is its place, for errors.
+
+    Raises:
+        ConfigError: Neither kvstore nor vLLM has its type.
+    """
     name = tier.get("type")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{where} has the type {name!r}. Expected the name of a backend, such as 'file'.")
@@ -155,3 +244,12 @@ def _spelled_out(tier: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where} has the unknown type {name!r}. Known: {', '.join(known)}.{did_you_mean(name, known)}"
         )
     return dict(tier)
+
+
+def _is_number(value: Any, kind: type[int] | type[float]) -> bool:
+    """Return whether vLLM, which calls ``kind``, gets a number from a value."""
+    try:
+        kind(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return not isinstance(value, bool)

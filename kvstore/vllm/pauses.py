@@ -7,7 +7,7 @@ import time
 import weakref
 from typing import Final
 
-from kvstore.vllm.compat import engine_under_construction, scheduler_under_construction
+from kvstore.vllm.compat import engine_queue, scheduler_under_construction
 
 __all__ = ["Pauses"]
 
@@ -27,9 +27,9 @@ class Pauses:
     """
 
     def __init__(self) -> None:
-        scheduler, engine = scheduler_under_construction(), engine_under_construction()
+        scheduler = scheduler_under_construction()
         self._scheduler = None if scheduler is None else weakref.ref(scheduler)
-        self._engine = None if engine is None else weakref.ref(engine)
+        self._inputs = engine_queue()
         self._since: float | None = None
         self._awaits = False
 
@@ -45,7 +45,7 @@ class Pauses:
         """
         awaits, self._awaits = self._awaits, False
         scheduler = None if self._scheduler is None else self._scheduler()
-        inputs = None if self._engine is None else getattr(self._engine(), "input_queue", None)
+        inputs = self._inputs
         if not (awaits and isinstance(inputs, queue.Queue)) or is_loading or scheduler is None or scheduler.running:
             self._since = None
             return

@@ -40,7 +40,15 @@ from kvstore.vllm.layout import (
 )
 from kvstore.vllm.manager import KVStoreOffloadingManager, open_manager
 from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
-from kvstore.vllm.options import TIER_TYPE, check_options, check_tiering, is_own_manager, with_short_types
+from kvstore.vllm.options import (
+    TIER_TYPE,
+    check_options,
+    check_tiering,
+    is_own_manager,
+    option_faults,
+    unknown_options,
+    with_short_types,
+)
 from kvstore.vllm.worker import HostOffloadingWorker
 
 __all__ = ["KVStoreOffloadingSpec"]
@@ -71,6 +79,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         for tier in extra["secondary_tiers"]:
             if tier["type"] == TIER_TYPE:
                 check_options(tier, tier_type=TIER_TYPE)
+        for fault in (*option_faults(extra), *unknown_options(extra)[0]):
+            raise ConfigError(fault)
         self._tiering = check_tiering(extra)
         whole = with_whole_rows(dataclasses.replace(config, extra_config=extra))
         self._direct_config: OffloadingConfig = without_synchronous_loads(whole)

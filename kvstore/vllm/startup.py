@@ -9,18 +9,29 @@ import logging
 import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
 
+from vllm import envs as vllm_envs
 from vllm.platforms import current_platform
 
 from kvstore.config import decode_config
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.registry import BACKENDS
-from kvstore.tiers.preflight import check_before_opening
-from kvstore.vllm.options import TIER_TYPE, check_options, check_tiering, with_short_types
+from kvstore.tiers.preflight import check_before_opening, paths_of
+from kvstore.vllm.options import (
+    TIER_TYPE,
+    check_options,
+    check_tiering,
+    option_faults,
+    spelled_out,
+    unknown_options,
+    with_short_types,
+)
 
-__all__ = ["check_offloading", "check_start", "said_in_the_log", "show_logs"]
+__all__ = ["Fault", "check_offloading", "check_start", "faults_of", "said_in_the_log", "show_logs"]
 
 logger = logging.getLogger("kvstore.vllm.startup")
 
@@ -50,6 +61,7 @@ def check_start() -> None:
     else:
         transfer, here = _of_command_line(sys.argv), not any(word in each for each in sys.argv for word in _ELSEWHERE)
     try:
+        _check_connector(transfer, engine_args)
         for extra in _offloadings(transfer):
             check_offloading(extra, here=here)
     except ConfigError as error:
@@ -67,38 +79,100 @@ def check_offloading(extra: Mapping[str, Any], *, here: bool = True) -> None:
         here: Whether the engine will run on this machine. If so, directories and device are checked as well.
 
     Raises:
-        ConfigError: The configuration is invalid.
+        ConfigError: The configuration is invalid; with all its faults, one per line.
     """
-    spec = extra.get("spec_name")
-    tiers = extra.get("secondary_tiers", [])
-    if spec == _OUR_SPEC:
-        extra = with_short_types(extra)
-        check_tiering(extra)
-        ours = [tier for tier in extra["secondary_tiers"] if tier["type"] == TIER_TYPE]
-    elif spec == _VLLMS_SPEC and isinstance(tiers, Sequence):
-        ours = [
-            tier for tier in tiers if isinstance(tier, Mapping) and tier.get("type") in {TIER_TYPE, *BACKENDS.names()}
-        ]
-    else:
-        return
-    if not ours:
-        return
+    faults, warnings = faults_of(extra, here=here)
+    if faults:
+        raise ConfigError("\nkvstore: ".join(map(str, faults)))
+    # Only in the first process of an engine; the others check the same object.
+    for warning in warnings if multiprocessing.parent_process() is None else ():
+        logger.warning("kvstore: %s", warning)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of a configuration, or a warning.
+
+    Attributes:
+        place: The tier, such as ``secondary_tiers[0]``; empty for the object itself.
+        text: The fault with its remedy.
+    """
+
+    place: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text if not self.place or self.text.startswith(self.place) else f"{self.place}: {self.text}"
+
+
+def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Fault], list[Fault]]:
+    """Return all faults of one ``kv_connector_extra_config``, and warnings; see :func:`check_offloading`."""
+    faults: list[Fault] = []
+    warnings: list[Fault] = []
+    spec, tiers = extra.get("spec_name"), extra.get("secondary_tiers", [])
+    is_our_spec = spec == _OUR_SPEC
+    if not is_our_spec and spec != _VLLMS_SPEC:
+        return [], []
+    if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
+        with _noting(faults):
+            with_short_types(extra)
+        return (faults, []) if is_our_spec else ([], [])
+    named = {TIER_TYPE, *BACKENDS.names()}
+    sound: dict[str, Mapping[str, Any]] = {}
+    for index, tier in enumerate(tiers):
+        place = f"secondary_tiers[{index}]"
+        if is_our_spec or tier.get("type") in named:
+            with _noting(faults, place):
+                sound[place] = spelled_out(tier, place) if is_our_spec else tier
+    ours = {place: tier for place, tier in sound.items() if tier["type"] in named}
+    if not is_our_spec and not ours:
+        return [], []
     if spec == _VLLMS_SPEC and here and current_platform.is_cpu():
-        raise ConfigError(
-            f"vLLM's {_VLLMS_SPEC} runs on accelerators only, and this vLLM is for the CPU. Give "
-            f'"spec_name": "{_OUR_SPEC}", "spec_module_path": "kvstore.vllm" with the same tiers.'
+        faults.append(
+            Fault(
+                "",
+                f"vLLM's {_VLLMS_SPEC} runs on accelerators only, and this vLLM is for the CPU. Give "
+                f'"spec_name": "{_OUR_SPEC}", "spec_module_path": "kvstore.vllm" with the same tiers.',
+            )
         )
-    if not extra.get("cpu_bytes_to_use"):
-        raise ConfigError(
-            "'cpu_bytes_to_use' is missing. Expected the size of the primary tier in bytes, such as 8589934592. Every "
-            "block passes through it."
-        )
-    for tier in ours:
-        options = check_options(tier, tier_type=tier["type"])
-        backend = options.pop("backend")
-        if here:
+    faults += [Fault("", text) for text in option_faults(extra)]
+    if spec == _VLLMS_SPEC and isinstance(extra.get("cpu_bytes_to_use"), str):
+        text = f"vLLM's {_VLLMS_SPEC} takes 'cpu_bytes_to_use' as a number of bytes, such as 8589934592."
+        faults.append(Fault("", text))
+    if is_our_spec:
+        unknown, doubtful = unknown_options(extra)
+        faults += [Fault("", text) for text in unknown]
+        warnings += [Fault("", text) for text in doubtful]
+        if len(sound) == len(tiers):
+            with _noting(faults):
+                check_tiering(with_short_types({**extra, "cpu_bytes_to_use": 0}))
+    used: dict[Path, str] = {}
+    names: dict[str, str] = {}
+    for place, tier in ours.items():
+        with _noting(faults, place):
+            options = check_options(tier, tier_type=tier["type"])
+            backend = options.pop("backend")
             config = decode_config(BACKENDS.find(backend).config_type, options, where=f"{backend} tier")
-            check_before_opening(backend, config)
+            for path in paths_of(backend, config):
+                if (other := used.setdefault(path.resolve(), place)) != place:
+                    raise ConfigError(f"{other} uses {str(path)!r} too. Give each tier a directory of its own.")
+            if here:
+                check_before_opening(backend, config)
+            if (other := names.setdefault(config.label or backend, place)) != place:
+                if config.label:
+                    raise ConfigError(f"{other} is called {config.label!r} too. Give each tier a label of its own.")
+                text = f"without a label, as {other}: metrics and policies call it by its position. Give each a label."
+                warnings.append(Fault(place, text))
+    return faults, warnings
+
+
+@contextlib.contextmanager
+def _noting(faults: list[Fault], place: str = "") -> Iterator[None]:
+    """Collect a fault instead of raising it."""
+    try:
+        yield
+    except ConfigError as error:
+        faults.append(Fault(place, str(error)))
 
 
 @contextlib.contextmanager
@@ -124,6 +198,30 @@ def show_logs() -> None:
         ours.addHandler(_like(handler))
     if theirs.handlers:
         ours.setLevel(theirs.level)
+
+
+def _check_connector(transfer: Any, engine_args: Any) -> None:
+    """Refuse a configuration of kvstore that vLLM passes to a connector without specs.
+
+    ``--kv-offloading-size`` replaces the connector, of which the engine's process sees only the result.
+
+    Raises:
+        ConfigError: The connector would not use kvstore.
+    """
+    connector, extra = _connector_of(transfer)
+    if not isinstance(extra, Mapping) or extra.get("spec_name") != _OUR_SPEC:
+        return
+    if getattr(engine_args, "kv_offloading_size", None) is not None:
+        if getattr(engine_args, "kv_offloading_backend", "native") != "native":
+            connector = "LMCacheMPConnector"
+        elif vllm_envs.VLLM_USE_SIMPLE_KV_OFFLOAD:
+            connector = "SimpleCPUOffloadConnector"
+    if connector != "OffloadingConnector":
+        raise ConfigError(
+            f"'kv_connector' is {connector!r}, which does not use kvstore. Expected 'OffloadingConnector'. Leave out "
+            "--kv-offloading-size, which replaces it with VLLM_USE_SIMPLE_KV_OFFLOAD=1 or --kv-offloading-backend: "
+            "'cpu_bytes_to_use' is the size of the primary tier."
+        )
 
 
 def _refuse(error: ConfigError, *, is_ours: bool) -> NoReturn:
@@ -160,9 +258,7 @@ def _of_command_line(arguments: Sequence[str]) -> Any:
 
 def _offloadings(transfer: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the ``kv_connector_extra_config`` of each ``OffloadingConnector``, including those in a MultiConnector."""
-    names = ("kv_connector", "kv_connector_extra_config")
-    known = transfer if isinstance(transfer, Mapping) else {name: getattr(transfer, name, None) for name in names}
-    connector, extra = (known.get(name) for name in names)
+    connector, extra = _connector_of(transfer)
     if not isinstance(extra, Mapping):
         return
     if connector == "OffloadingConnector":
@@ -170,6 +266,14 @@ def _offloadings(transfer: Any) -> Iterator[Mapping[str, Any]]:
     elif connector == "MultiConnector" and isinstance(extra.get("connectors"), list):
         for each in extra["connectors"]:
             yield from _offloadings(each)
+
+
+def _connector_of(transfer: Any) -> tuple[Any, Any]:
+    """Return the name of the connector and its ``kv_connector_extra_config``; None for what is missing."""
+    names = ("kv_connector", "kv_connector_extra_config")
+    if isinstance(transfer, Mapping):
+        return transfer.get(names[0]), transfer.get(names[1])
+    return getattr(transfer, names[0], None), getattr(transfer, names[1], None)
 
 
 def _like(handler: logging.Handler) -> logging.Handler:

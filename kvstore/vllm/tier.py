@@ -40,6 +40,7 @@ from kvstore.vllm.compat import (
     supported_kwargs,
 )
 from kvstore.vllm.guard import ErrorLog, guarded
+from kvstore.vllm.idle import IdleWaker
 from kvstore.vllm.lineage import Lineage
 from kvstore.vllm.metrics import TierMetrics, metric_definitions
 from kvstore.vllm.namespace import engine_namespace
@@ -141,6 +142,7 @@ class KVStoreTier(SecondaryTierManager):
         self.errors = ErrorLog(self._tier.name)
         self._lineage = Lineage([self._tier] if self._emits_events else ())
         self._metrics = TierMetrics(self._tier.name)
+        self._waker = IdleWaker([self._tier])
         logger.info("kvstore tier %s opened, namespace %s", self._tier.name, namespace.hex)
 
     @classmethod
@@ -187,7 +189,7 @@ class KVStoreTier(SecondaryTierManager):
 
         True until the first step, which reports the metrics with their initial zeros.
         """
-        waits = not self._has_stepped or bool(self._lost or self._results)
+        waits = not self._has_stepped or self._waker.due or bool(self._lost or self._results)
         return waits or (self._emits_events and self._tier.has_unreported)
 
     @guarded(list)
@@ -219,6 +221,7 @@ class KVStoreTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Submit the jobs of the step with one wake-up of the I/O side."""
         self._has_stepped = True
+        self._waker.note_step()
         self._tier.flush()
 
     @guarded(lambda: None)
@@ -252,6 +255,7 @@ class KVStoreTier(SecondaryTierManager):
     @guarded(lambda: None)
     def shutdown(self) -> None:
         """End all I/O and release the primary tier's memory. Idempotent."""
+        self._waker.close()
         self._tier.close()
         with contextlib.suppress(BufferError):
             # Fails if I/O that did not end in time still uses the memory; close() has logged that.

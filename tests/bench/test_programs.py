@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -94,7 +95,7 @@ OUTPUT = {
     "examples/custom_backend.py": "the same bytes: True",
     "examples/library.py": "8 ranks loaded 40 blocks; every byte is right.",
     "examples/tiny_llama.py": "model",
-    "examples/vllm_restart.py": "kvstore file tier",
+    "examples/vllm_restart.py": "vLLM fs tier and manager",
 }
 """A part of the output of each example; benchmarks print a table."""
 
@@ -246,3 +247,11 @@ def _end(is_ours: Callable[[int], bool]) -> None:
     """End the processes left by a failed test."""
     for pid in _living(is_ours):
         os.kill(pid, signal.SIGKILL)
+
+
+def test_the_demo_compares_with_vllms_own_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's tier of the demo runs under vLLM's manager, and kvstore's tier under kvstore's."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    demo = importlib.import_module("vllm_restart")
+    managers = {system: (demo.offloading_of(system, tmp_path) or {}).get("manager") for system in demo._SYSTEMS}
+    assert managers == {"none": None, "kvstore": "kvstore", "vllm_fs": "vllm"}

@@ -159,3 +159,22 @@ def test_cpu_memory_without_a_unit_is_refused(tmp_path: Path) -> None:
     done = run_here("config", "--vllm", "--tier", f"file://{tmp_path}/kv?capacity=1GiB", "--cpu", "8")
     assert (done.returncode, done.stdout) == (2, "")
     assert "'8GiB'" in done.stderr
+
+
+def test_rules_for_directories_are_not_for_the_path_of_a_third_party(tmp_path: Path) -> None:
+    """A third party's ``path`` may be a file, missing or present: no command refuses it, and none makes a directory."""
+    path = tmp_path / "records.db"
+    tier = json.dumps({"type": "tests.cli.file_database:FileDatabase", "path": str(path)})
+    assert run_here("config", "--tier", tier).returncode == 0
+    run_here("bench", "verify", "--tier", tier, "--bytes", "1MiB", "--reuse")
+    assert not path.exists()
+    path.touch()
+    assert run_here("config", "--tier", tier).returncode == 0
+    assert run_here("bench", "doctor", "--tier", tier).returncode == 0
+
+
+def test_no_remedy_changes_a_directory_of_the_machine() -> None:
+    """The remedy for a directory that everybody may write to is a directory below it, not another mode."""
+    done = run_here("config", "--tier", "file:///tmp?capacity=1GiB")
+    assert done.returncode == 2
+    assert "such as /tmp/kv" in done.stderr and "chmod" not in done.stderr

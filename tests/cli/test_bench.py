@@ -11,14 +11,17 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore import LookupResult, Namespace, TransferJob, open_tier
 from kvstore.cli.commands import run as run_command
 from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.measuring.histogram import Latencies
+from kvstore.cli.measuring.target import Target
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.testing import eventually
 from tests.cli.cli import report_of, run_program
@@ -224,6 +227,26 @@ def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
     with Medium(parse_tier(given)) as holdings:
         assert [list(holdings.blocks(namespace)) for namespace in holdings.namespaces()] == [[]]
     assert list((tmp_path / "kv").glob(".kvstore-bench*")) == []
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_engine_that_starts_meanwhile_keeps_its_files(tmp_path: Path, is_there: bool) -> None:
+    """A measurement removes only its own files, even in a directory that it made or found empty."""
+    path = tmp_path / "kv"
+    if is_there:
+        path.mkdir(mode=0o700)
+    given = parse_tier(tier("file", path))
+    primary = memoryview(bytearray(4096))
+    with Target(given) as target:
+        assert target.directory is not None and path in target.directory.parents
+        with closing(open_tier(given.as_config(), primary=primary, slot_bytes=4096, namespace=Namespace({}))) as engine:
+            engine.submit_store(TransferJob(1, keys=[b"key"], slots=[0]))
+            assert engine.drain(10)
+            target.renew()
+    with closing(open_tier(given.as_config(), primary=primary, slot_bytes=4096, namespace=Namespace({}))) as engine:
+        assert engine.wait_recovered(10)
+        assert engine.lookup(b"key") is LookupResult.HIT
+    assert list(path.glob(".kvstore-bench*")) == []
 
 
 def test_a_server_is_used_only_if_it_may_be(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_doctor_finds_a_fit_machine(tmp_path: Path) -> None:
     [
         (["-t", "redis://:hunter2@127.0.0.1:1/0"], "redis tier", "Connection refused"),
         (["-t", "file:///no/such/place?capacity=1GiB"], "path", "does not exist"),
-        (["-t", "file:///tmp?capacity=1GiB"], "path", "chmod 700"),
+        (["-t", "file:///tmp?capacity=1GiB"], "path", "a directory below it, such as /tmp/kv"),
         (["--region", "1PiB"], "/dev/shm", "does not fit"),
     ],
 )

@@ -129,6 +129,14 @@ def test_our_spec_reads_what_vllms_reads(tmp_path: Path) -> None:
     assert KVStoreOffloadingSpec(config).eviction_policy == "arc"
 
 
+def test_the_primary_tier_may_have_a_unit() -> None:
+    """A size with a unit gives as many slots as the same number of bytes."""
+    config = offloading_config([{"type": "memory"}])
+    size = int(config.extra_config["cpu_bytes_to_use"])
+    config.extra_config["cpu_bytes_to_use"] = f"{size} B"  # type: ignore[index]
+    assert KVStoreOffloadingSpec(config).num_chunks == size // KVStoreOffloadingSpec(config).kv_bytes_per_chunk > 0
+
+
 MEMORY: dict[str, Any] = {"type": "memory"}
 FS = {"type": "fs", "root_dir": "/x"}
 

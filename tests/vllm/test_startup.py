@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.vllm.options import with_short_types
 from kvstore.vllm.startup import check_offloading, check_start
 from tests.project.tree import ROOT
 
@@ -28,6 +29,15 @@ _BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no parent": ({}, {"path": "DIR/a/b/c"}, "does not exist"),
     "no primary tier": ({"cpu_bytes_to_use": None}, {}, "cpu_bytes_to_use"),
     "misspelt option of the manager": ({"tiering": {"polcy": {}}}, {}, "Did you mean 'policy'"),
+    "misspelt option of the spec": ({"evicton_policy": "s3fifo"}, {}, "Did you mean 'eviction_policy'"),
+    "misspelt object": ({"teiring": {}}, {}, "Did you mean 'tiering'"),
+    "primary tier in words": ({"cpu_bytes_to_use": "much"}, {}, "'much' is not a valid size"),
+    "primary tier without a unit": ({"cpu_bytes_to_use": 8}, {}, "Give it a unit"),
+    "negative primary tier": ({"cpu_bytes_to_use": -5}, {}, "-5 is not a valid size"),
+    "block size with a unit": ({"block_size": "16k"}, {}, "'block_size' is '16k'"),
+    "two block sizes": ({"block_size": 16, "blocks_per_chunk": 2}, {}, "Remove one"),
+    "flag in quotes": ({"offload_prompt_only": "false"}, {}, "without quotes"),
+    "threshold in words": ({"store_threshold": "two"}, {}, "'store_threshold' is 'two'"),
     "vLLM's spec on the CPU": ({"spec_name": "TieringOffloadingSpec"}, {}, "KVStoreOffloadingSpec"),
 }
 
@@ -50,12 +60,77 @@ def test_a_mistake_is_found(tmp_path: Path, name: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_all_mistakes_are_reported_at_once_with_their_places(tmp_path: Path) -> None:
+    """Each fault has a line of its own, with its tier."""
+    tiers = [{"type": "file", "path": str(tmp_path / "kv")}, {"type": "fiel"}, {"type": "memory", "capasity": 1}]
+    with pytest.raises(ConfigError) as refused:
+        check_offloading({**_OURS, "block_size": "16k", "teiring": {}, "secondary_tiers": tiers})
+    lines = str(refused.value).split("\nkvstore: ")
+    starts = ["secondary_tiers[1]", "'block_size'", "Unknown key 'teiring'", "secondary_tiers[0]", "secondary_tiers[2]"]
+    assert len(lines) == len(starts) and all(map(str.startswith, lines, starts)), lines
+
+
+def test_two_tiers_may_not_share_a_directory(tmp_path: Path) -> None:
+    """Two tiers on one directory, in any spelling of the path, are refused with both places."""
+    tiers = [_FILE | {"path": str(tmp_path / "kv")}, _FILE | {"path": f"{tmp_path}/./kv", "label": "second"}]
+    with pytest.raises(ConfigError, match=re.escape("secondary_tiers[1]: secondary_tiers[0] uses")):
+        check_offloading({**_OURS, "secondary_tiers": tiers})
+
+
+def test_what_is_right_but_doubtful_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A key that a newer vLLM may read, and a second tier without a label, are warnings and do not stop an engine."""
+    tiers = [_FILE | {"path": str(tmp_path / name)} for name in "ab"]
+    check_offloading({**_OURS, "lazy_offload": True, "secondary_tiers": tiers})
+    assert "'lazy_offload' is not an option of kvstore" in caplog.text
+    assert "secondary_tiers[1]: without a label" in caplog.text
+
+
+@pytest.mark.parametrize("size", ["64MiB", "67108864", 1 << 26, float(1 << 26), 0.1 + (1 << 26)])
+def test_the_primary_tier_takes_a_size_with_a_unit(tmp_path: Path, size: object) -> None:
+    """``cpu_bytes_to_use`` may be a size with a unit, as every other size; vLLM gets a number."""
+    extra = _extra(tmp_path, {"cpu_bytes_to_use": size}, {})
+    check_offloading(extra)
+    assert int(with_short_types(extra)["cpu_bytes_to_use"]) == 1 << 26
+
+
+@pytest.mark.parametrize("backend", ["native", "lmcache"])
+def test_an_option_of_vllm_that_replaces_the_connector_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """``--kv-offloading-size`` with another connector would run the engine without kvstore."""
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
+    monkeypatch.setattr(sys, "argv", ["program"])
+
+    def __post_init__(self: Any) -> None:
+        check_start()
+
+    def engine_core(vllm_config: Any, executor_class: Any) -> None:
+        check_start()
+
+    ours = _transfer(_extra(tmp_path, {}, {}))
+    __post_init__(SimpleNamespace(kv_transfer_config=ours, kv_offloading_size=None))
+    replaced = SimpleNamespace(kv_transfer_config=ours, kv_offloading_size=1.0, kv_offloading_backend=backend)
+    with pytest.raises(ConfigError, match="kv-offloading-size"):
+        __post_init__(replaced)
+    changed = SimpleNamespace(kv_transfer_config=ours | {"kv_connector": "SimpleCPUOffloadConnector"})
+    with pytest.raises(ConfigError, match="does not use kvstore"):
+        engine_core(changed, None)
+
+
 def test_what_is_right_or_not_ours_passes(tmp_path: Path) -> None:
     """A valid configuration, one of vLLM's own tiers, and one of another spec pass."""
     check_offloading(_extra(tmp_path, {}, {}))
     check_offloading({"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": "/x"}]})
     check_offloading({"spec_name": "CPUOffloadingSpec"})
     check_offloading({})
+
+
+def test_a_third_party_may_keep_its_records_in_a_file(tmp_path: Path) -> None:
+    """An engine whose third-party backend has a file as ``path`` starts also after the file has been made."""
+    tier = {"type": "tests.cli.file_database:FileDatabase", "path": str(tmp_path / "records.db")}
+    check_offloading({**_OURS, "secondary_tiers": [tier]})
+    (tmp_path / "records.db").touch()
+    check_offloading({**_OURS, "secondary_tiers": [tier]})
 
 
 def test_another_machine_is_not_checked_from_here(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ class DiskBackend(Backend):
     name: ClassVar[str] = "file"
     config_type: ClassVar[type[TierConfig]] = DiskConfig
     holdings_type: ClassVar[str] = "kvstore.backends.disk.holdings:DiskHoldings"
+    path_option: ClassVar[str] = "path"
     # The header is copied into our header page; payloads of whole pages are transferred without a copy.
     alignment: ClassVar[int] = HEADER_BYTES
     # True even with other writers, because their changes are followed and reported.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -32,7 +32,7 @@ from kvstore.cli.replaying.traces import BLOCK_TOKENS, Trace, read_trace, write_
 from kvstore.cli.reporting.plots import check_pictures, pictures_of
 from kvstore.cli.reporting.report import Report
 from kvstore.cli.reporting.terminal import Column, Progress, print_json_text, print_table, rounded_size, say
-from kvstore.cli.tier_argument import parse_tier
+from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
 from kvstore.tenants import Tenants
@@ -169,18 +169,22 @@ def replay_command(
     for case in cases:
         check_case(found, case, settings)
     with contextlib.ExitStack() as stack:
-        for each in () if dry else settings.tiers:
-            stack.enter_context(Target(each, reuse=reuse))
-        report = _replay_all(found, cases, settings)
+        opened = settings.tiers
+        if not dry:
+            opened = [stack.enter_context(Target(each, reuse=reuse)).tier for each in settings.tiers]
+        report = _replay_all(found, cases, settings, opened)
     _print(report, json, out)
     if plot is not None:
         _draw(report, plot)
     _exit(report)
 
 
-def _replay_all(trace: Trace, cases: Sequence[ReplayCase], settings: ReplaySettings) -> Report:
+def _replay_all(
+    trace: Trace, cases: Sequence[ReplayCase], settings: ReplaySettings, opened: Sequence[TierArgument]
+) -> Report:
     """Replay case after case; after an interruption the finished cases are reported."""
     report = Report("replay", parameters=_parameters(trace, settings))
+    settings = replace(settings, tiers=opened)
     with Progress() as progress:
         try:
             for case in cases:

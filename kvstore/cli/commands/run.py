@@ -285,7 +285,7 @@ def _parameters(
     first = workloads[0]
     plain = ("blocks_per_job", "jobs", "hit_rate", "rate", "ops", "cold", "verify", "spin", "seed", "runs", "quick")
     return {
-        "tiers": [target.tier.shown() for target in targets],
+        "tiers": [target.given.shown() for target in targets],
         "baselines": list(baselines),
         "block_bytes": sorted({workload.block_bytes for workload in workloads}),
         "mix": list(dict.fromkeys(str(workload.mix) for workload in workloads)),

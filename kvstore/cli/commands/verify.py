@@ -79,7 +79,7 @@ def verify(
             )
         report = Report("verify", environment={"targets": [target.described()]})
         report.parameters = {
-            "tiers": [target.tier.shown()], "block_bytes": sizes[0], "working_set_bytes": workload.stored_bytes,
+            "tiers": [target.given.shown()], "block_bytes": sizes[0], "working_set_bytes": workload.stored_bytes,
             "blocks_per_job": blocks_per_job, "payload": payload, "seed": seed,
         }  # fmt: skip
         progress = stack.enter_context(Progress())

@@ -1,14 +1,14 @@
 """The target of a measurement: its creation, permission to write to it, and its removal.
 
-Writing to a server or a non-empty directory requires permission. Files and directories created here are removed here.
-On an existing target, only the blocks of the measurement are removed.
+Writing to a server or a non-empty directory requires permission. In other directories, each measurement makes one of
+its own and removes it at the end, so an engine that meanwhile starts in the same place keeps its files. On an existing
+target, only the blocks of the measurement are removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from kvstore.cli.measuring.systems import probe_direct
 from kvstore.cli.reporting.report import device_of
+from kvstore.cli.reporting.terminal import say
 from kvstore.cli.tier_argument import TierArgument, make_tier
 from kvstore.config import Capacity
 from kvstore.errors import ConfigError
@@ -29,6 +30,9 @@ _DEFAULT_CAPACITY_BYTES: Final = 2 << 30
 _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 """File systems without a drive, in the page cache only."""
 
+_PREFIX: Final = "kvstore-bench-"
+"""Start of the names of directories made here; hidden within a tier's directory."""
+
 _IN_PROCESS: Final = frozenset({"memory"})
 """Backends that store nothing outside the process."""
 
@@ -37,7 +41,8 @@ class Target:
     """A context in which the medium of a tier may be used; without a tier, a file tier in a temporary directory.
 
     Attributes:
-        tier: The tier.
+        given: The tier as given, for reports.
+        tier: The tier to open.
         owned: Whether everything on the medium belongs to this measurement.
         keep: Whether created files and stored blocks stay.
 
@@ -47,19 +52,24 @@ class Target:
 
     def __init__(self, tier: TierArgument | None, *, reuse: bool = False, keep: bool = False) -> None:
         self._made: list[Path] = []
-        self._emptied: list[Path] = []
+        self._own: list[Path] = []
+        """Directories in which only this measurement writes."""
         self._scratch: Path | None = None
         self.keep = keep
         if tier is None:
-            root = Path(tempfile.mkdtemp(prefix="kvstore-bench-"))
+            root = Path(tempfile.mkdtemp(prefix=_PREFIX))
             self._made.append(root)
             free = shutil.disk_usage(root).free
             capacity = min(_DEFAULT_CAPACITY_BYTES, free // 4)
             # Without a reserve a nearly full disk is accepted; the capacity is at most a quarter of the free space.
-            tier = make_tier("file", {"path": str(root / "tier"), "capacity": capacity, "reserve": 0})
-        self.tier = tier
+            tier = make_tier("file", {"path": str(root), "capacity": capacity, "reserve": 0})
+        self.given = self.tier = tier
         try:
             self.owned = self._claim(tier, reuse)
+            if self.owned and tier.paths and not keep:
+                for path in tier.paths:
+                    self._own.append(Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=path)))
+                self.tier = tier.moved(self._own)
         except BaseException:
             self._remove()
             raise
@@ -103,16 +113,15 @@ class Target:
                 f"A {self.tier.backend} tier is on no local drive, so no drive can be measured beside it."
             )
         if self._scratch is None:
-            self._scratch = self.directory / f".kvstore-bench-{secrets.token_hex(4)}"
-            self._scratch.mkdir(mode=0o700)
+            self._scratch = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=self.directory))
         return self._scratch
 
     def renew(self) -> None:
-        """Empty the medium, if it belongs to this measurement and ``keep`` is not set."""
-        if self.owned and not self.keep:
-            self._drop_scratch()
-            for path in self.tier.paths:
-                _empty(path)
+        """Empty the directories of this measurement, unless ``keep`` is set."""
+        self._drop_scratch()
+        for path in self._own:
+            for found in path.iterdir():
+                shutil.rmtree(found, ignore_errors=True)
 
     def drop_page_cache(self) -> bool:
         """Write back the tier's files and drop them from the page cache; return whether it has files."""
@@ -139,15 +148,15 @@ class Target:
         if not tier.paths:
             if tier.backend not in _IN_PROCESS and not reuse:
                 raise ConfigError(
-                    f"A {tier.backend} tier is on a server that others may use, and a measurement fills it. Give "
+                    f"A {tier.backend} tier stores where others may store too, and a measurement fills it. Give "
                     "--reuse if it may; its own blocks are removed at the end."
                 )
             return tier.backend in _IN_PROCESS
         owned = True
         for path in tier.paths:
-            if path.is_dir() and not any(path.iterdir()):
-                self._emptied.append(path)
-            elif path.exists():
+            if path.exists():
+                if path.is_dir() and all(each.name.startswith(f".{_PREFIX}") for each in path.iterdir()):
+                    continue
                 if not reuse:
                     raise ConfigError(
                         f"{str(path)!r} is not an empty directory, and was not made by this measurement. Give a path "
@@ -174,15 +183,11 @@ class Target:
         self._drop_scratch()
         if self.keep:
             return
-        for path in reversed(self._made):
+        for path in self._own:
             shutil.rmtree(path, ignore_errors=True)
-        for path in self._emptied:
-            _empty(path)
-
-
-def _empty(path: Path) -> None:
-    for found in path.iterdir():
-        if found.is_dir() and not found.is_symlink():
-            shutil.rmtree(found, ignore_errors=True)
-        else:
-            found.unlink(missing_ok=True)
+        for path in reversed(self._made):
+            try:
+                path.rmdir()
+            except OSError as error:
+                # Only an empty directory is removed, because an engine may have started in it meanwhile.
+                say(f"{str(path)!r} was made by this command and stays: {error.strerror}.")
