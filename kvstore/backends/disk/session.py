@@ -252,7 +252,7 @@ class Session:
                 await self.space.count_uses()
                 # Before recovery, a segment with unknown blocks would count as empty.
                 if self.recovered.is_set():
-                    await self.space.note_missing()
+                    await self.space.match_files()
                     if not self.config.exclusive:
                         await self.space.give_up_excess()
                 long = self.journal.end.offset > max(_JOURNAL_BYTES, len(self.index) * layout.RECORD.itemsize)
