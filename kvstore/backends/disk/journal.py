@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvstore.backends.disk import layout
 from kvstore.backends.disk.columns import Columns
-from kvstore.backends.disk.files import close_all, names_in, open_regular, read_at, segments_in, write_at
+from kvstore.backends.disk.files import close_all, names_in, open_regular, opened, read_at, segments_in, write_at
 from kvstore.backends.disk.layout import Geometry, Kind, Row
 from kvstore.diskio import OsDisk, Transfer, TransferEngine, bare
 from kvstore.runtime.limits import Precedence
@@ -366,6 +366,23 @@ def load_owner(disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> O
                 if state is None:
                     reader.close()
     return None
+
+
+def append_rows(disk: OsDisk, dir_fd: int, state: OwnerState, owner: int, rows: Sequence[Row]) -> None:
+    """Write a frame to the journal of an ended owner, at which its reader is; the caller holds its lock. Blocks.
+
+    A damaged journal is left unchanged, because the owner's next engine scans the slots.
+    """
+    end = state.reader.end
+    if not rows or not state.intact or not state.reader.is_whole:
+        return
+    frame = layout.encode_frame(layout.records_of(rows), end.sequence, owner, end.number)
+    with opened(disk, layout.journal_name(end.number), os.O_WRONLY, dir_fd) as (fd, _):
+        times = disk.fstat(fd)
+        write_at(disk, fd, frame, end.offset)
+        # Owners are adopted and reclaimed by the time of their own last change.
+        disk.syscall("utime", os.utime, fd, ns=(times.st_atime_ns, times.st_mtime_ns))
+        disk.fdatasync(fd)
 
 
 def _load(disk: OsDisk, fds: Sequence[int], reader: JournalReader) -> OwnerState | None:
