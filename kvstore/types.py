@@ -60,7 +60,10 @@ class Outcome(enum.IntEnum):
     TIMEOUT = 4
     """The deadline passed before the block was finished."""
     NO_SPACE = 5
-    """Store only: the medium is full, or the capacity or reserve is reached, and no block may be evicted."""
+    """Store only: the medium is full, or the capacity or reserve is reached, and no block may be evicted.
+
+    It opens the breaker of stores, as failures do.
+    """
     SHED = 6
     """Store only: dropped because too much was in flight, or because the medium or the sealing key was unavailable."""
     IO_ERROR = 7
@@ -81,7 +84,7 @@ class Outcome(enum.IntEnum):
         return self in _FAILURES
 
 
-_FAILURES = frozenset({Outcome.TIMEOUT, Outcome.IO_ERROR, Outcome.REFUSED})
+_FAILURES = frozenset({Outcome.TIMEOUT, Outcome.NO_SPACE, Outcome.IO_ERROR, Outcome.REFUSED})
 
 
 class Found(enum.IntEnum):

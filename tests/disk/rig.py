@@ -54,15 +54,16 @@ def segment_bytes(root: Path) -> int:
 
 
 class NoFrames(OsDisk):
-    """A disk that refuses every frame of a journal while ``fails`` is set."""
+    """A disk that refuses every frame of a journal, with ``error``, while ``fails`` is set."""
 
     fails = False
+    error = errno.EIO
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         """See :meth:`OsDisk.pwritev`."""
         name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
         if self.fails and name.startswith("journal.") and offset:
-            raise OSError(errno.EIO, "no frame is written")
+            raise OSError(self.error, "no frame is written")
         return super().pwritev(fd, buffers, offset)
 
 

@@ -24,7 +24,7 @@ from kvstore.errors import KVStoreError
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.disk.rig import PAYLOAD, Rig, opened, room_for
+from tests.disk.rig import NAMESPACE, OTHER_NAMESPACE, PAYLOAD, Rig, opened, room_for, segment_bytes
 from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 from tests.sizes import sized
 
@@ -357,3 +357,49 @@ async def test_a_record_that_fits_no_slot_is_refused(tmp_path: Path, key: bytes,
         assert await rig.backend.put([too_long]) == [Outcome.REFUSED]
         del values[first]
         await rig.has_all(values)
+
+
+class UnreadableDirectory(OsDisk):
+    """A disk that fails to open the directory named ``bad``."""
+
+    bad = ""
+
+    def open_dir(self, name: str, dir_fd: int) -> int:
+        """See :meth:`OsDisk.open_dir`."""
+        if name == self.bad:
+            raise OSError(errno.EIO, "not read")
+        return super().open_dir(name, dir_fd)
+
+
+@pytest.mark.parametrize("what", ["owner", "namespace"])
+async def test_an_unreadable_directory_costs_itself_alone(tmp_path: Path, what: str) -> None:
+    """Engines store and write snapshots beside it, and count it with its last known size."""
+    disk = UnreadableDirectory()
+    async with opened(tmp_path, room_for(64), namespace=OTHER_NAMESPACE) as ended:
+        await ended.put_new(24)
+        name = ended.session.owner.name
+    async with opened(tmp_path, room_for(64), disk=disk, engine="threads") as rig:
+        await rig.put_new(8)
+        disk.bad = name if what == "owner" else OTHER_NAMESPACE.hex
+        for _ in range(20):
+            await rig.put_new(4)
+        assert segment_bytes(tmp_path / NAMESPACE.hex) == room_for(64 - 24)
+        await rig.session._write_snapshot()
+        assert rig.session.counts["snapshots"] == 1
+        assert rig.session.counts["segments_given_up"] == 0
+    async with opened(tmp_path, room_for(64), disk=disk, engine="threads") as rig:
+        await rig.put_new(4)
+
+
+async def test_a_failing_duty_of_upkeep_stops_no_other(tmp_path: Path) -> None:
+    """While free space can't be measured, snapshots are written; the failures are counted for each duty."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, room_for(64), disk=disk, snapshot_interval=0.01) as rig:
+        await rig.put_new(1)
+        disk.fail("statvfs", errno.EIO, forever=True)
+        counts = rig.session.counts
+        await eventually_async(lambda: counts["upkeep_shares_errors"] >= 2, what="the duty has failed twice")
+        await rig.put_new(1)
+        before = counts["snapshots"]
+        await eventually_async(lambda: counts["snapshots"] > before, what="a snapshot is written")
+        assert counts["upkeep_errors"] == counts["upkeep_shares_errors"]

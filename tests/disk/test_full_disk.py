@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.waiting import eventually_async
-from kvstore.types import Outcome
+from kvstore.types import BlockKey, Outcome
 from tests.disk.mounts import ext4, filled, mounted
 from tests.disk.rig import opened, room_for
 from tests.project.tree import ROOT
@@ -72,14 +72,20 @@ async def test_room_is_given_back_to_a_full_disk(tmp_path: Path) -> None:
 
 
 async def test_stores_end_and_loads_go_on_when_the_disk_is_full(tmp_path: Path) -> None:
-    """Without a reserve no segment is removed: stored blocks are found, and stores succeed once there is room."""
+    """Without a reserve, stores that would have to evict are refused until there is room; stored blocks are found."""
     with ext4(tmp_path) as point:
         async with opened(point / "kv", room_for(1024)) as rig:
-            values = await rig.put_new(100)
+            values: dict[BlockKey, bytes] = {}
+            while len(values) < 1024:
+                values |= await rig.put_new(64)
+            values = await rig.still_there(values)
             with filled(point):
-                for _ in range(8):
+                for _ in range(16):
                     assert set(await rig.put(rig.new(64))) <= {Outcome.OK, Outcome.NO_SPACE}
-                await rig.has_all(await rig.still_there(values))
+                # The last block of the journal may have room for a frame.
+                left = await rig.still_there(values)
+                assert len(left) >= len(values) - 64
+                await rig.has_all(left)
             new = rig.new(2)
             while set(await rig.put(new)) - {Outcome.OK, Outcome.EXISTS}:
                 pass

@@ -25,8 +25,8 @@ def test_a_slot_that_is_read_is_given_to_nobody() -> None:
     index, (slot,) = filled(1)
     index.pin((slot,))
     index.pin((slot,))
-    assert index.remove(b"%d" % slot) == slot
-    index.release((slot,))
+    assert index.hide(b"%d" % slot) == slot
+    index.leave(index.depart((slot,)))
     assert index.take(1) == []
     index.unpin((slot,))
     assert index.take(1) == []
@@ -41,7 +41,7 @@ def test_a_slot_that_is_read_is_not_evicted() -> None:
     rows = index.evict(8)
     assert [slot for _, slot, *_ in rows] == slots[1:]
     assert index.take(8) == []
-    index.give_back(slots[1:])
+    index.leave(rows)
     assert index.take(8) == slots[1:]
 
 
@@ -49,7 +49,10 @@ def test_the_least_recently_used_leave_first() -> None:
     """Blocks are evicted in the order of their last use, new ones last."""
     index, slots = filled(20)
     index.touch(slots[:10])
-    assert [slot for _, slot, *_ in index.evict(4)] == slots[10:14]
+    rows = index.evict(4)
+    assert [slot for _, slot, *_ in rows] == slots[10:14]
+    index.leave(rows)
+    index.take(4)
     for slot in slots[10:14]:
         index.add([(Kind.ADD, slot, 100, digest_of(b"new %d" % slot), b"new %d" % slot)])
         index.unpin((slot,))

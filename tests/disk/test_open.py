@@ -271,3 +271,21 @@ async def test_one_of_two_roots_refuses_direct_io(tmp_path: Path) -> None:
     async with opened([tmp_path / "direct", tmp_path / "buffered"], room_for(64), disk=NoDirectThere()) as rig:
         await rig.has_all(await rig.put_new(48))
         assert len(list((tmp_path / "buffered").rglob("*.seg"))) > 1
+
+
+@pytest.mark.parametrize("age", ["new", "without positions"])
+async def test_roots_in_another_order_are_refused(tmp_path: Path, age: str) -> None:
+    """Nothing is removed, and in the former order all blocks are found; also if the roots are older than positions."""
+    roots = [tmp_path / "a", tmp_path / "b"]
+    async with opened(roots, room_for(64)) as rig:
+        values = await rig.put_new(40)
+    if age != "new":
+        for root in roots:
+            (root / ".kvstore" / "disk.json").write_text(json.dumps({"format": 2}))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"directory [01] of 'path', counting from 0.* former order"):
+            async with opened(roots[::-1], room_for(64)):
+                pass
+    async with opened(roots, room_for(64)) as rig:
+        await rig.has_all(values)
+    assert [json.loads((root / ".kvstore" / "disk.json").read_text())["position"] for root in roots] == [0, 1]

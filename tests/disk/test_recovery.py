@@ -105,7 +105,9 @@ async def test_a_scan_finds_an_older_copy_of_a_known_block(tmp_path: Path) -> No
         (key,) = values
         first = rig.session.index.slot(key)
         # Eviction leaves the slot's bytes unchanged; the next journal records the block in another slot.
-        await rig.session.journal.append(rig.session.index.evict(1))
+        rows = rig.session.index.evict(1)
+        rig.session.index.pin((0,))
+        await rig.session.space.leave(rows, None)
         disk.fail("rename", errno.EIO)
         await rig.session._write_snapshot()
         assert await rig.put(values) == [Outcome.OK]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.backends.disk.layout import Row
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
@@ -270,10 +271,10 @@ async def test_an_eviction_goes_on_when_its_store_is_cancelled(tmp_path: Path, m
         await rig.put_new(16)
         append = rig.session.journal.append
 
-        async def late(*args: Any) -> None:
+        async def late(*args: Any, **options: Any) -> None:
             begun.set()
             await goes_on.wait()
-            await append(*args)
+            await append(*args, **options)
 
         with monkeypatch.context() as context:
             context.setattr(rig.session.journal, "append", late)
@@ -293,17 +294,17 @@ async def test_slots_that_another_store_takes_first_are_made_up_for(
     async with opened(tmp_path, room_for(16)) as rig:
         await rig.put_new(16)
         index = rig.session.index
-        give_back, taken = index.give_back, list[int]()
+        leave, taken = index.leave, list[int]()
 
-        def contended(slots: Sequence[int]) -> None:
-            give_back(slots)
+        def contended(rows: Sequence[Row]) -> None:
+            leave(rows)
             if not taken:
                 taken.extend(index.take(3))
 
-        monkeypatch.setattr(index, "give_back", contended)
+        monkeypatch.setattr(index, "leave", contended)
         await rig.has_all(await rig.put_new(4))
         assert len(taken) == 3
-        give_back(taken)
+        index.give_back(taken)
 
 
 async def test_a_full_filesystem_is_no_failure(tmp_path: Path) -> None:
@@ -314,3 +315,76 @@ async def test_a_full_filesystem_is_no_failure(tmp_path: Path) -> None:
         disk.fail("fallocate", errno.ENOSPC, forever=True)
         await rig.put_new(4)
         assert len(rig.removed) == 4
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
+async def test_a_medium_without_frames_keeps_its_blocks(tmp_path: Path, error: int) -> None:
+    """However many stores are refused, all blocks stay except those of the first refused store, and no slot is lost."""
+    disk = NoFrames()
+    disk.error = error
+    async with opened(tmp_path, room_for(64), disk=disk, engine="threads") as rig:
+        values: dict[BlockKey, bytes] = {}
+        for _ in range(20):
+            values |= await rig.put_new(4)
+        held = await rig.still_there(values)
+        disk.fails = True
+        refused = Outcome.NO_SPACE if error == errno.ENOSPC else Outcome.REFUSED
+        for _ in range(16):
+            assert await rig.put(rig.new(4)) == [refused] * 4
+        assert await rig.still_there(values) == held, "blocks were reported as removed although no frame was written"
+        await rig.has_all(held)
+        disk.fails = False
+        new = await rig.put_new(4)
+        assert len(await rig.still_there(held)) >= len(held) - 8
+        await rig.has_all(new | await rig.still_there(held))
+        index = rig.session.index
+        assert len(index) + index.free_slots == 64
+
+
+async def test_no_slot_is_reused_before_its_removal_is_journalled(tmp_path: Path) -> None:
+    """After failed frames of evictions and removals, other engines never find a block in the slot of another one."""
+    disk = NoFrames()
+    async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
+        values = await rig.put_new(16)
+        disk.fails = True
+        await rig.put(rig.new(2))
+        removed = list(values)[-2:]
+        await rig.backend.delete(removed)
+        assert await rig.backend.exists(removed) == [False] * 2
+        assert rig.session.index.free_slots == 0
+        disk.fails = False
+        await rig.backend.probe()
+        assert rig.session.index.free_slots == 4
+        await rig.put_new(4)
+        copy = clone(tmp_path, tmp_path.with_name(tmp_path.name + "-copy"))
+        left = await rig.still_there(values)
+    async with opened(copy, room_for(16)) as heir:
+        assert heir.session.owner.intact
+        assert await heir.backend.exists(removed) == [False] * 2
+        kept = {key: payload for key, payload in left.items() if key not in removed}
+        await heir.has_all(kept)
+
+
+async def test_a_segment_on_a_read_only_disk_stays_until_it_can_go(tmp_path: Path) -> None:
+    """Where neither frame nor file can be changed, one segment at most is to be given up, and its blocks are found."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, room_for(64), disk=disk, engine="threads") as rig:
+        values: dict[BlockKey, bytes] = {}
+        for _ in range(16):
+            values |= await rig.put_new(4)
+        values = await rig.still_there(values)
+        disk.fail("pwritev", errno.EROFS, forever=True)
+        disk.fail("ftruncate", errno.EROFS, forever=True)
+        disk.fail("unlink", errno.EROFS, forever=True)
+        own, told = rig.session.space._own_segments(), list(rig.removed)
+        for _ in range(3):
+            with pytest.raises(OSError, match="ead-only"):
+                await rig.session.space._give_up(own)
+        assert rig.removed == told
+        await rig.has_all(values)
+        disk.heal()
+        await rig.session.space.retry()
+        assert len(await rig.still_there(values)) >= len(values) - 4
+        await rig.session.space.match_files()
+        assert segment_bytes(tmp_path) == rig.backend.stats().gauges["segment_bytes"] == room_for(60)
+        await rig.has_all(await rig.put_new(4))

@@ -15,7 +15,7 @@ import pytest
 from kvstore.backends.disk import followers as followers_module
 from kvstore.errors import ConfigError, LockedError
 from kvstore.testing.waiting import eventually_async
-from kvstore.types import Outcome, RemovalCause
+from kvstore.types import BlockKey, Outcome, RemovalCause
 from tests.disk.rig import NAMESPACE, OTHER_NAMESPACE, NoFrames, clone, opened, room_for, segment_bytes
 from tests.diskio.faulty_disk import FaultyDisk
 
@@ -495,3 +495,34 @@ async def test_an_owner_found_while_the_engine_closes_is_closed(
             may_go_on.set()
             await closing
     assert disk.open_fds == {}
+
+
+@pytest.mark.parametrize("roots", [1, 2])
+async def test_blocks_in_reclaimed_segments_are_no_longer_found(tmp_path: Path, roots: int) -> None:
+    """Engines that follow an ended owner notice the removal of its segments: its blocks there can be stored again."""
+    paths = [tmp_path / str(number) for number in range(roots)]
+    async with contextlib.AsyncExitStack() as stack:
+        rigs = [await stack.enter_async_context(opened(paths, room_for(64))) for _ in range(3)]
+        values: dict[BlockKey, bytes] = {}
+        for rig in rigs:
+            values |= await rig.put_new(20)
+    async with opened(paths, room_for(64)) as one, opened(paths, room_for(64)) as two:
+        indexes = one.session.index, two.session.index
+        theirs = [key for key in values if all(index.slot(key) is None for index in indexes)]
+        assert len(theirs) == 20
+        (name,) = owners(paths[0]) - {one.session.owner.name, two.session.owner.name}
+
+        def left() -> int:
+            return sum(len(list(path.glob(f"*/{name}/*.seg"))) for path in paths)
+
+        before = left()
+        while left() > before - 3:
+            await one.put(one.new(4))
+        for rig in (one, two):
+            await rig.session.followers.refresh()
+            found = [key for key, there in zip(theirs, await rig.backend.exists(theirs), strict=True) if there]
+            assert 0 < len(found) <= 4 * left()
+            await rig.has_all({key: values[key] for key in found})
+            assert {key for key, _ in rig.removed} >= set(theirs) - set(found)
+        gone = next(key for key in theirs if key not in found)
+        assert await two.put({gone: values[gone]}) == [Outcome.OK]

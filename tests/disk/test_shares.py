@@ -107,15 +107,12 @@ def test_an_index_counts_what_it_holds() -> None:
                 segments.add(segment)
             case 1 if segments and rng.random() < 0.1:
                 segment = segments.pop()
-                index.close_segment(segment)
-                columns.drop_segment(segment)
+                index.leave(index.close_segment(segment))
             case 2:
-                index.give_back([slot for _, slot, *_ in index.evict(rng.randint(1, 6))])
+                index.leave(index.evict(rng.randint(1, 6)))
             case 3:
                 held = columns.held().tolist()
-                for slot in rng.sample(held, min(3, len(held))):
-                    index.remove(columns.key(slot))
-                    index.release((slot,))
+                index.leave(index.depart(rng.sample(held, min(3, len(held)))))
             case 4:
                 index.touch(columns.held().tolist()[:10])
             case _:

@@ -1,14 +1,16 @@
 """Store, load and removal of blocks, each with a fixed order of steps.
 
 - Store: write the slot, ``fdatasync`` it if stores are durable, write the journal frame, report the block.
-- Eviction (:mod:`kvstore.backends.disk.space`): write the journal frame; only then may the slot be reused.
-- Removal: zero the slot's header page, write the journal frame, report the removal.
+- Eviction (:mod:`kvstore.backends.disk.space`): write the journal frame; only then is the block not found any more, and
+  only then may the slot be reused.
+- Removal: let the block no longer be found, write the journal frame, zero the slot's header page, report the removal.
 - Load: read the slot; if it is another engine's, read its journal again; only then deliver the block.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 from collections.abc import Sequence
@@ -80,15 +82,15 @@ class Blocks:
         # Wait for earlier puts of these keys; their blocks are then removed.
         while others := {self._claims[key] for key in keys if key in self._claims}:
             await asyncio.wait(others)
-        places = [self.session.index.remove(key) for key in keys]
-        await self._wipe([(key, at) for key, at in zip(keys, places, strict=True) if 0 <= at <= SLOT_MASK])
+        places = [self.session.index.hide(key) for key in keys]
+        await self._wipe([place for place in places if 0 <= place <= SLOT_MASK], Kind.REMOVE)
         return [place != NOWHERE for place in places]
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
         """See :meth:`Backend.quarantine`."""
-        found = [(key, at) for key in keys if 0 <= (at := self.session.index.remove(key)) <= SLOT_MASK]
-        self._counts["quarantined_blocks"] += len(found)
-        await self._wipe(found, retire=True)
+        slots = [place for key in keys if 0 <= (place := self.session.index.hide(key)) <= SLOT_MASK]
+        self._counts["quarantined_blocks"] += len(slots)
+        await self._wipe(slots, Kind.BAD)
 
     def _choose(
         self, writes: Sequence[RecordWrite], outcomes: list[Outcome | None]
@@ -182,13 +184,14 @@ class Blocks:
     ) -> None:
         session = self.session
         ops: list[SlotRead] = []
+        lost: list[tuple[BlockKey, int]] = []
         try:
             async with session.segments.files_of([place for _, place in wanted]) as fds:
                 for (i, place), fd in zip(wanted, fds, strict=True):
                     if fd >= 0:
                         ops.append(self._read_op(i, reads[i], place, fd))
                     elif -fd in _GONE:
-                        self._note_lost(reads[i].key, place)
+                        lost.append((reads[i].key, place))
                     else:
                         outcomes[i] = self._failed(OSError(-fd, "the segment can't be opened"))
                 await session.engine.read(ops)
@@ -201,9 +204,11 @@ class Blocks:
                         for op in of_others:
                             op.error = error
             for op in ops:
-                outcomes[op.index] = self._read_outcome(op)
+                outcomes[op.index] = self._read_outcome(op, lost)
         finally:
             session.mover.release(ops)
+        if lost:
+            await self._lose(lost)
         session.note_use([op.place for op in ops if outcomes[op.index] is Outcome.OK])
 
     def _read_op(self, i: int, read: RecordRead, place: int, fd: int) -> SlotRead:
@@ -213,7 +218,7 @@ class Blocks:
         size = session.index.columns.size_view[place] if place <= SLOT_MASK else 0
         return session.mover.read(i, read, place, size, fd, geometry.offset_of(place & SLOT_MASK), geometry.slot_bytes)
 
-    def _read_outcome(self, op: SlotRead) -> Outcome:
+    def _read_outcome(self, op: SlotRead, lost: list[tuple[BlockKey, int]]) -> Outcome:
         session, key = self.session, op.read.key
         if op.error is not None:
             return self._failed(op.error)
@@ -223,7 +228,7 @@ class Blocks:
             # The owner freed the slot during the read, or its journal is no longer readable.
             return Outcome.MISS
         if not session.mover.is_asked_for(op):
-            self._note_lost(key, op.place)
+            lost.append((key, op.place))
             return Outcome.MISS
         if op.record_bytes > op.read.capacity_bytes:
             return Outcome.CORRUPT
@@ -231,31 +236,40 @@ class Blocks:
         session.mover.deliver(op)
         return Outcome.OK
 
-    def _note_lost(self, key: BlockKey, place: int) -> None:
-        """Remove a block from the index that is not in its slot."""
-        if self.session.index.place(key) != place:
-            return
-        self._counts["stale_blocks"] += 1
-        self.session.index.remove(key)
-        if place <= SLOT_MASK:
-            self.session.index.release((place,))
-        self.session.on_removed([key], RemovalCause.LOST)
+    async def _lose(self, lost: Sequence[tuple[BlockKey, int]]) -> None:
+        """Remove blocks that are not in their slots, unless they have been stored elsewhere since."""
+        index = self.session.index
+        gone = [(key, place) for key, place in lost if index.place(key) == place]
+        self._counts["stale_blocks"] += len(gone)
+        for key, _ in gone:
+            index.hide(key)
+        if others := [key for key, place in gone if place > SLOT_MASK]:
+            self.session.on_removed(others, RemovalCause.LOST)
+        with contextlib.suppress(OSError):
+            await self.session.space.leave(
+                index.depart([place for _, place in gone if place <= SLOT_MASK]), RemovalCause.LOST
+            )
 
-    async def _wipe(self, found: Sequence[tuple[BlockKey, int]], *, retire: bool = False) -> None:
-        """Zero the header pages of blocks that were removed from the index, and journal their removal.
+    async def _wipe(self, hidden: Sequence[int], kind: int) -> None:
+        """Journal the removal of hidden blocks and zero their header pages; ``kind`` may retire their slots.
 
         Puts of these keys wait, so that the tier is notified of the removal before the new block.
         """
-        if not found:
-            return
         session, index = self.session, self.session.index
-        slots = [slot for _, slot in found]
+        rows = index.depart(hidden, kind)
+        if not rows:
+            return
+        slots = [slot for _, slot, *_ in rows]
         index.pin(slots)
-        kind = Kind.BAD if retire else Kind.REMOVE
-        rows: list[Row] = [(kind, slot, 0, digest_of(key), key) for key, slot in found]
         zeros = aligned_buffer(PAGE)
-        with session.claimed([key for key, _ in found]):
-            try:
+        try:
+            with session.claimed([key for *_, key in rows]):
+                try:
+                    await session.space.leave(rows, None)
+                except OSError as error:
+                    # After a restart, a recovery scan may find a block again if its slot was not zeroed.
+                    self._counts["wipe_errors"] += len(rows)
+                    _log.warning("the removal of %d blocks is not yet in the journal: %s", len(rows), error)
                 async with session.segments.files_of(slots) as fds:
                     wipes = [
                         Transfer(fd, session.geometry.offset_of(slot), [zeros], PAGE)
@@ -263,19 +277,9 @@ class Blocks:
                         if fd >= 0
                     ]
                     await session.engine.write(wipes)
-                await session.journal.append(rows)
                 self._counts["wipe_errors"] += sum(wipe.error is not None for wipe in wipes)
-            except OSError as error:
-                # The blocks are out of the index. A recovery scan may find one again if its slot was not zeroed.
-                self._counts["wipe_errors"] += len(found)
-                _log.warning("%d removed blocks could not be noted: %s", len(found), error)
-            finally:
-                for slot in slots:
-                    if retire:
-                        index.retire(slot)
-                    else:
-                        index.release((slot,))
-                index.unpin(slots)
+        finally:
+            index.unpin(slots)
 
     def _failed(self, error: OSError) -> Outcome:
         """Count a failed block; return its outcome."""

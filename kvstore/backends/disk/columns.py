@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.backends.disk.layout import RECORD, Kind
+from kvstore.backends.disk.layout import RECORD, Kind, Row
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
 __all__ = ["EMPTY", "OUT_OF_USE", "Columns"]
@@ -80,6 +80,11 @@ class Columns:
         if len(rows) and not (lengths == self.width).all():
             rows = [key[:length] for key, length in zip(rows, lengths.tolist(), strict=True)]
         return rows
+
+    def removals(self, slots: npt.NDArray[np.int64]) -> list[Row]:
+        """Return journal records that remove the blocks in slots."""
+        digests, keys = self.digest[slots].tolist(), self.keys_in(slots)
+        return [(Kind.REMOVE, slot, 0, *block) for slot, *block in zip(slots.tolist(), digests, keys, strict=True)]
 
     def open_segment(self, segment: int, path: int) -> None:
         """Add a segment, with all of its slots free."""

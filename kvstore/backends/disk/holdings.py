@@ -19,7 +19,7 @@ from kvstore.backends.disk import files, layout
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.files import FileLock
-from kvstore.backends.disk.journal import OwnerState, load_owner
+from kvstore.backends.disk.journal import OwnerState, append_rows, load_owner
 from kvstore.backends.disk.layout import PAGE, Kind
 from kvstore.backends.disk.notes import NOTES_TMP_NAME
 from kvstore.backends.disk.root import not_ours
@@ -323,14 +323,8 @@ class _Owner:
         for block in found:
             fd = self._open(block.place.slot, os.O_RDWR)
             self._disk.pwritev(fd, [_EMPTY_PAGE], self._state.geometry.offset_of(block.place.slot))
-        end = self._state.reader.end
-        # If the journal is damaged, the next engine scans the slots, so the journal is left unchanged.
-        if found and self._state.intact and self._state.reader.is_whole:
-            rows = [(kind, block.place.slot, 0, layout.digest_of(block.key), block.key) for block in found]
-            with files.opened(self._disk, layout.journal_name(end.number), os.O_WRONLY, self.fds[0]) as (fd, _):
-                frame = layout.encode_frame(layout.records_of(rows), end.sequence, int(self.name, 16), end.number)
-                self._disk.pwritev(fd, [frame], end.offset)
-                self._disk.fdatasync(fd)
+        rows = [(kind, block.place.slot, 0, layout.digest_of(block.key), block.key) for block in found]
+        append_rows(self._disk, self.fds[0], self._state, int(self.name, 16), rows)
         self._refresh()
         return len(found)
 

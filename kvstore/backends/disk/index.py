@@ -30,6 +30,8 @@ class Index:
         self._free: list[int] = []
         self._readers: Counter[int] = Counter()
         self._left_behind: set[int] = set()
+        self._closed: set[int] = set()
+        """Segments that are being given up; their slots are not freed."""
         held = columns.held()
         noted = self.table.add_all(columns.digest[held], held)
         # An earlier engine stored these blocks twice; one copy is enough.
@@ -105,6 +107,8 @@ class Index:
     def release(self, slots: Iterable[int]) -> None:
         """Free slots, immediately or when their last reader has ended."""
         for slot in slots:
+            if slot // self.columns.segment_slots in self._closed:
+                continue
             if slot in self._readers:
                 self._left_behind.add(slot)
             else:
@@ -120,29 +124,21 @@ class Index:
                 self._shares.enter(slot, key)
         self._blocks += len(rows)
 
-    def remove(self, key: BlockKey) -> int:
-        """Remove a block; return its place, or ``NOWHERE``. The caller must :meth:`release` a slot of ours."""
+    def hide(self, key: BlockKey) -> int:
+        """Let a block no longer be found; return its place, or ``NOWHERE``. A block of ours must then depart."""
         place = self.place(key)
-        if place > SLOT_MASK:
-            self.table.remove(digest_of(key), place)
-        elif place != NOWHERE:
-            self._forget(place)
+        if place != NOWHERE:
+            self._remove_place(digest_of(key), place)
         return place
 
-    def retire(self, slot: int) -> None:
-        """Take an empty slot out of use permanently."""
-        self.columns.size_view[slot] = OUT_OF_USE
-
     def evict(self, count: int) -> list[Row]:
-        """Remove at most ``count`` blocks of ours and pin their slots; return the journal records."""
+        """Let at most ``count`` blocks of ours depart; return the journal records."""
         rows: list[Row] = []
 
         def take(line: Line, size: int) -> int:
             before = len(rows)
             while len(rows) < before + size and (slot := line.victim(self._readers.__contains__)) is not None:
-                rows.append((Kind.REMOVE, slot, 0, self.columns.digest_view[slot], self.columns.key(slot)))
-                self._forget(slot)
-                self.pin((slot,))
+                rows.extend(self.depart((slot,)))
             return len(rows) - before
 
         if self._shares is None:
@@ -151,30 +147,57 @@ class Index:
             self._shares.collect(count, take)
         return rows
 
+    def depart(self, slots: Iterable[int], kind: int = Kind.REMOVE) -> list[Row]:
+        """Pin blocks that are to leave, and end their aging; return the journal records.
+
+        The blocks can be found, unless they are hidden, until :meth:`leave`. Blocks that have already departed are
+        skipped.
+        """
+        rows: list[Row] = []
+        for slot in slots:
+            if self.columns.age_view[slot] != EMPTY:
+                self.columns.age_view[slot] = EMPTY
+                if self._shares is not None:
+                    self._shares.leave(slot)
+                self.pin((slot,))
+                rows.append((kind, slot, 0, self.columns.digest_view[slot], self.columns.key(slot)))
+        return rows
+
+    def leave(self, rows: Sequence[Row]) -> None:
+        """Remove departed blocks after the journal has recorded it, and free their slots, unless they are bad."""
+        for kind, slot, _, digest, _ in rows:
+            if kind == Kind.DROP:
+                segment = slot // self.columns.segment_slots
+                self.columns.drop_segment(segment)
+                self._closed.discard(segment)
+                continue
+            self._remove_place(digest, slot)
+            self.columns.size_view[slot] = OUT_OF_USE if kind == Kind.BAD else 0
+            if kind != Kind.BAD:
+                self.release((slot,))
+            self.unpin((slot,))
+
     def least_used_segment(self, among: Sequence[int]) -> int | None:
         """Return the segment to give up first: an empty one, or the one with the lowest mean age of its blocks.
 
-        Segments with pinned slots are skipped.
+        Segments with pinned slots, and segments that are being given up, are skipped.
         """
         columns = self.columns
         pinned = {slot // columns.segment_slots for slot in self._readers}
         coldest: tuple[float, int] | None = None
         for segment in among:
-            if segment not in pinned:
+            if segment not in pinned and segment not in self._closed:
                 age = columns.age[columns.held(*self._slots_of(segment))]
                 heat = (float(age.mean()) if len(age) else -1.0, segment)
                 coldest = heat if coldest is None else min(coldest, heat)
         return None if coldest is None else coldest[1]
 
     def close_segment(self, segment: int) -> list[Row]:
-        """Remove all blocks and all free slots of a segment; return the journal records."""
+        """Let all blocks of a segment depart, and give out none of its slots; return the journal records."""
         first, end = self._slots_of(segment)
+        self._closed.add(segment)
         self._free = [slot for slot in self._free if not first <= slot < end]
-        slots = self.columns.held(first, end)
-        digests, keys = self.columns.digest[slots].tolist(), self.columns.keys_in(slots)
-        for slot in slots.tolist():
-            self._forget(slot)
-        return [(Kind.REMOVE, *row) for row in zip(slots.tolist(), [0] * len(keys), digests, keys, strict=True)]
+        return [*self.depart(self.columns.held(first, end).tolist()), (Kind.DROP, first, 0, 0, b"")]
 
     def open_segment(self, segment: int, path: int) -> None:
         """Add a new segment, with all of its slots free."""
@@ -185,10 +208,6 @@ class Index:
         first = segment * self.columns.segment_slots
         return first, first + self.columns.segment_slots
 
-    def _forget(self, slot: int) -> None:
-        self.table.remove(self.columns.digest_view[slot], slot)
-        self.columns.size_view[slot] = 0
-        self.columns.age_view[slot] = EMPTY
-        self._blocks -= 1
-        if self._shares is not None:
-            self._shares.leave(slot)
+    def _remove_place(self, digest: int, place: int) -> None:
+        if self.table.remove(digest, place) and place <= SLOT_MASK:
+            self._blocks -= 1

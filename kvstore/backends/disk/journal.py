@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvstore.backends.disk import layout
 from kvstore.backends.disk.columns import Columns
-from kvstore.backends.disk.files import close_all, names_in, open_regular, read_at, segments_in, write_at
+from kvstore.backends.disk.files import close_all, names_in, open_regular, opened, read_at, segments_in, write_at
 from kvstore.backends.disk.layout import Geometry, Kind, Row
 from kvstore.diskio import OsDisk, Transfer, TransferEngine, bare
 from kvstore.runtime.limits import Precedence
@@ -58,6 +58,27 @@ class JournalEnd:
     fd: int
 
 
+@dataclass(slots=True)
+class _Entry:
+    """Records to write, the change that follows them, and a future that ends with their frame."""
+
+    rows: Sequence[Row]
+    apply: Callable[[], None]
+    lasting: bool
+    written: asyncio.Future[None]
+
+    def end(self, error: OSError | None) -> None:
+        """Report the result of writing the frame."""
+        if self.written.done():
+            return
+        if error is None:
+            self.written.set_result(None)
+        else:
+            self.written.set_exception(OSError(error.errno, error.strerror or "the journal could not be written"))
+            # Marks the exception as retrieved: a cancelled caller must not cause a warning.
+            self.written.exception()
+
+
 class Journal:
     """Appends frames, one after the other; used from the loop.
 
@@ -75,24 +96,37 @@ class Journal:
         self._engine = engine
         self._owner = owner
         self._durable = durable
-        self._queue: deque[tuple[Sequence[Row], Callable[[], None], asyncio.Future[None]]] = deque()
+        self._queue: deque[_Entry] = deque()
+        self._untold: deque[_Entry] = deque()
+        """Lasting entries whose frame failed; they precede all others in the next frame."""
         self._undo: list[Row] = []
         self._next: JournalEnd | None = None
         self._writer: asyncio.Task[None] | None = None
 
-    async def append(self, rows: Sequence[Row], apply: Callable[[], None] = lambda: None) -> None:
+    @property
+    def is_behind(self) -> bool:
+        """Whether records could not be written so far; the next frame repeats them."""
+        return bool(self._untold)
+
+    async def append(
+        self, rows: Sequence[Row], apply: Callable[[], None] = lambda: None, *, lasting: bool = False
+    ) -> None:
         """Write records, then call ``apply`` before the next frame is written.
 
         Memory and journal therefore differ by at most one frame. If this call is cancelled, the records are still
-        written and applied.
+        written and applied. ``lasting`` records, which must be removals, are repeated before all others until they
+        are written and applied.
 
         Raises:
             OSError: They could not be written; ``apply`` was not called.
         """
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append((rows, apply, future))
+        parts = range(0, len(rows), _FRAME_ROWS_MAX) if lasting else ()
+        for start in parts[:-1]:
+            self._queue.append(self._entry(rows[start : start + _FRAME_ROWS_MAX], lambda: None, lasting))
+        last = self._entry(rows[parts[-1] :] if parts else rows, apply, lasting)
+        self._queue.append(last)
         self._start()
-        await asyncio.shield(future)
+        await asyncio.shield(last.written)
 
     async def switch(self, to: JournalEnd) -> None:
         """Continue in another journal, which exists already; if this one can't be ended, it stays in use."""
@@ -105,6 +139,10 @@ class Journal:
         close_all(self._engine.disk, self.end.fd)
         self.end.fd = -1
 
+    @staticmethod
+    def _entry(rows: Sequence[Row], apply: Callable[[], None], lasting: bool) -> _Entry:
+        return _Entry(rows, apply, lasting, asyncio.get_running_loop().create_future())
+
     def _start(self) -> asyncio.Task[None]:
         if self._writer is None or self._writer.done():
             self._writer = asyncio.get_running_loop().create_task(self._write_all())
@@ -115,21 +153,31 @@ class Journal:
             if self._next is not None:
                 await self._go_on_in(self._next)
                 continue
-            taken = [self._queue.popleft()]
-            rows = list(taken[0][0])
-            while self._queue and len(rows) + len(self._queue[0][0]) <= _FRAME_ROWS_MAX:
-                taken.append(self._queue.popleft())
-                rows += taken[-1][0]
-            error = await self._publish(rows)
-            for _, apply, future in taken:
-                if error is None:
-                    apply()
-                    if not future.done():
-                        future.set_result(None)
-                elif not future.done():
-                    future.set_exception(OSError(error.errno, error.strerror or "the journal could not be written"))
-                    # Marks the exception as retrieved: a cancelled caller must not cause a warning.
-                    future.exception()
+            taken = self._take_frame()
+            error = await self._publish([row for entry in taken for row in entry.rows])
+            if error is None:
+                for entry in taken:
+                    entry.apply()
+                    entry.end(None)
+            else:
+                # Waiting entries would fail as well.
+                failed = [*taken, *self._untold, *self._queue]
+                self._queue.clear()
+                self._untold = deque(entry for entry in failed if entry.lasting)
+                for entry in failed:
+                    entry.end(error)
+
+    def _take_frame(self) -> list[_Entry]:
+        """Take the entries of the next frame off the queues."""
+        taken: list[_Entry] = []
+        count = 0
+        for queue in (self._untold, self._queue):
+            while queue and (not taken or count + len(queue[0].rows) <= _FRAME_ROWS_MAX):
+                taken.append(queue.popleft())
+                count += len(taken[-1].rows)
+            if queue:
+                break
+        return taken
 
     async def _publish(self, rows: list[Row]) -> OSError | None:
         """Write a frame; if it fails after followers may have read it, write another frame that reverts it."""
@@ -318,6 +366,23 @@ def load_owner(disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> O
                 if state is None:
                     reader.close()
     return None
+
+
+def append_rows(disk: OsDisk, dir_fd: int, state: OwnerState, owner: int, rows: Sequence[Row]) -> None:
+    """Write a frame to the journal of an ended owner, at which its reader is; the caller holds its lock. Blocks.
+
+    A damaged journal is left unchanged, because the owner's next engine scans the slots.
+    """
+    end = state.reader.end
+    if not rows or not state.intact or not state.reader.is_whole:
+        return
+    frame = layout.encode_frame(layout.records_of(rows), end.sequence, owner, end.number)
+    with opened(disk, layout.journal_name(end.number), os.O_WRONLY, dir_fd) as (fd, _):
+        times = disk.fstat(fd)
+        write_at(disk, fd, frame, end.offset)
+        # Owners are adopted and reclaimed by the time of their own last change.
+        disk.syscall("utime", os.utime, fd, ns=(times.st_atime_ns, times.st_mtime_ns))
+        disk.fdatasync(fd)
 
 
 def _load(disk: OsDisk, fds: Sequence[int], reader: JournalReader) -> OwnerState | None:

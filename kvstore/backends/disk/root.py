@@ -17,6 +17,8 @@ from typing import Any, Final
 from kvstore.backends.disk import files, layout
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.files import FileLock
+from kvstore.backends.disk.journal import append_rows, journals_in, load_owner
+from kvstore.backends.disk.layout import Kind, Row
 from kvstore.diskio import OsDisk
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
@@ -41,7 +43,10 @@ class LedgerBusyError(Exception):
 
 @dataclass(slots=True)
 class OwnerDirectory:
-    """An owner: the lengths of its segments, its last change, and its lock if this process now holds it."""
+    """An owner: the lengths of its segments, its last change, and its lock if this process now holds it.
+
+    If its directory can't be read, ``fd`` is -1 and one entry of ``segments`` has its last known size.
+    """
 
     namespace: str
     name: str
@@ -66,6 +71,7 @@ class Root:
         reserve_bytes: Bytes of the filesystem to keep free.
         direct: Whether segments are read and written with direct I/O.
         members: Lock held by every engine that uses the root: shared, or exclusive if the engine is ``exclusive``.
+        first: The first root, which has the journals; None: this one.
     """
 
     disk: OsDisk
@@ -78,7 +84,20 @@ class Root:
     direct: bool = True
     members: FileLock | None = None
     namespace: str = ""
+    first: Root | None = None
     _wishes: dict[str, int] = field(default_factory=dict)
+    _sizes: dict[tuple[str, str], int] = field(default_factory=dict)
+    _unreadable: set[str] = field(default_factory=set)
+
+    def note_position(self, position: int) -> None:
+        """Note format and position of the root, if they are not yet; the position decides which segments it has."""
+        found = files.read_json(self.disk, _LAYOUT_NAME, self.state_fd)
+        if found is not None and "position" in found:
+            return
+        # An older root without a position is usable, also on a full disk.
+        with contextlib.suppress(*(() if found is None else (OSError,))):
+            document = {"format": layout.FORMAT, "position": position}
+            files.write_json(self.disk, _LAYOUT_NAME, self.state_fd, document)
 
     def join(self, *, exclusive: bool) -> bool:
         """Take the lock ``members``; return whether it is held."""
@@ -132,7 +151,7 @@ class Root:
         if not wanting and lacking <= 0:
             return 0
         with self.owners(locks=True) as owners:
-            alive = {each.name for each in owners if each.lock is None} | {owner}
+            alive = {each.name for each in owners if each.lock is None and each.fd >= 0} | {owner}
             if any(each.lock is not None and each.segments for each in owners):
                 # Segments of ended owners are removed first, when an engine makes a segment.
                 return 0
@@ -167,14 +186,47 @@ class Root:
             busy = {owner.namespace for owner in owners if owner.lock is None} | {self.namespace}
             dead = [owner for owner in owners if owner.lock is not None]
             for owner in sorted(dead, key=lambda o: (o.namespace in busy, o.changed_at)):
+                if size_bytes <= 0:
+                    return
+                if not owner.segments:
+                    # Its last segments were removed earlier, so other engines have read its journal since.
+                    self._remove_owner(owner)
+                    continue
+                taken: list[str] = []
                 # The highest number first, because it was filled last.
                 for name in sorted(owner.segments, reverse=True):
-                    if size_bytes <= 0:
-                        return
-                    size_bytes -= owner.segments.pop(name)
+                    if size_bytes > 0:
+                        size_bytes -= owner.segments[name]
+                        taken.append(name)
+                # Without the record, other engines find out when they load a block.
+                with contextlib.suppress(OSError):
+                    self._record_removal(owner, taken)
+                for name in taken:
                     files.remove_segment(self.disk, owner.fd, name)
-                if not owner.segments:
-                    self._remove_owner(owner)
+
+    def _record_removal(self, owner: OwnerDirectory, segments: list[str]) -> None:
+        """Journal the removal of an ended owner's segments: engines that follow it then no longer find their blocks."""
+        with contextlib.ExitStack() as stack:
+            dir_fd = owner.fd
+            if self.first is not None:
+                namespace_fd = files.open_own_directory(self.disk, owner.namespace, self.first.fd)
+                stack.callback(files.close_all, self.disk, namespace_fd)
+                dir_fd = files.open_own_directory(self.disk, owner.name, namespace_fd)
+                stack.callback(files.close_all, self.disk, dir_fd)
+                lock = FileLock(self.disk, dir_fd, layout.LOCK_NAME)
+                if not lock.try_acquire():
+                    return
+                stack.callback(lock.release)
+            number, digest = int(owner.name, 16), bytes.fromhex(owner.namespace)
+            state = load_owner(self.disk, [dir_fd, owner.fd], number, digest)
+            if state is not None:
+                stack.callback(state.reader.close)
+                rows: list[Row] = []
+                for name in segments:
+                    first = (layout.segment_number(name) or 0) * state.geometry.segment_slots
+                    rows += state.columns.removals(state.columns.held(first, first + state.geometry.segment_slots))
+                    rows.append((Kind.DROP, first, 0, 0, b""))
+                append_rows(self.disk, dir_fd, state, number, rows)
 
     def _remove_owner(self, owner: OwnerDirectory) -> None:
         with contextlib.suppress(OSError):
@@ -209,12 +261,20 @@ class Root:
 
     @contextlib.contextmanager
     def owners(self, *, locks: bool = False) -> Iterator[list[OwnerDirectory]]:
-        """List the owners of all namespaces; with ``locks``, hold the locks of ended owners within the context."""
+        """List the owners of all namespaces; with ``locks``, hold the locks of ended owners within the context.
+
+        Objects of other users are skipped. A directory that can't be read counts with its last known size.
+        """
         found: list[OwnerDirectory] = []
         try:
             for namespace in filter(layout.is_namespace, files.names_in(self.disk, self.fd)):
-                with not_ours():
-                    self._add_owners(namespace, locks, found)
+                try:
+                    with not_ours():
+                        self._add_owners(namespace, locks, found)
+                except OSError as error:
+                    for name in [name for known, name in self._sizes if known == namespace]:
+                        self._add_unreadable(namespace, name, error, found)
+            self._sizes = {(owner.namespace, owner.name): owner.size_bytes for owner in found}
             yield found
         finally:
             for owner in found:
@@ -223,39 +283,57 @@ class Root:
                 files.close_all(self.disk, owner.fd)
 
     def _add_owners(self, namespace: str, locks: bool, found: list[OwnerDirectory]) -> None:
-        # Skips objects of other users. Raises all other failures: an overlooked segment would count as free space.
         namespace_fd = files.open_own_directory(self.disk, namespace, self.fd)
         try:
-            for name in filter(layout.is_owner, files.names_in(self.disk, namespace_fd)):
-                with not_ours():
-                    fd = files.open_own_directory(self.disk, name, namespace_fd)
-                    owner = OwnerDirectory(namespace, name, fd)
-                    found.append(owner)
-                    for each, status in files.entries_in(self.disk, fd).items():
-                        owner.changed_at = max(owner.changed_at, status.st_mtime)
-                        if layout.segment_number(each) is not None and stat.S_ISREG(status.st_mode):
-                            owner.segments[each] = status.st_size
-                    if locks:
-                        lock = FileLock(self.disk, fd, layout.LOCK_NAME)
-                        with contextlib.suppress(PermissionError):
-                            owner.lock = lock if lock.try_acquire() else None
+            names = files.names_in(self.disk, namespace_fd)
+            for name in filter(layout.is_owner, names):
+                try:
+                    with not_ours():
+                        found.append(self._owner(namespace_fd, namespace, name, locks))
+                except OSError as error:
+                    self._add_unreadable(namespace, name, error, found)
         finally:
             self.disk.close(namespace_fd)
 
+    def _owner(self, namespace_fd: int, namespace: str, name: str, locks: bool) -> OwnerDirectory:
+        owner = OwnerDirectory(namespace, name, files.open_own_directory(self.disk, name, namespace_fd))
+        try:
+            for each, status in files.entries_in(self.disk, owner.fd).items():
+                owner.changed_at = max(owner.changed_at, status.st_mtime)
+                if layout.segment_number(each) is not None and stat.S_ISREG(status.st_mode):
+                    owner.segments[each] = status.st_size
+            if locks:
+                lock = FileLock(self.disk, owner.fd, layout.LOCK_NAME)
+                with contextlib.suppress(PermissionError):
+                    owner.lock = lock if lock.try_acquire() else None
+        except BaseException:
+            files.close_all(self.disk, owner.fd)
+            raise
+        return owner
 
-def open_root(disk: OsDisk, path: str, config: DiskConfig, namespace: Namespace) -> Root:
+    def _add_unreadable(self, namespace: str, name: str, error: OSError, found: list[OwnerDirectory]) -> None:
+        path = os.path.join(self.path, namespace, name)
+        if path not in self._unreadable:
+            self._unreadable.add(path)
+            _log.warning("%s can't be read and counts with its last known size: %s", path, error)
+        found.append(OwnerDirectory(namespace, name, -1, {"": self._sizes.get((namespace, name), 0)}))
+
+
+def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namespace) -> Root:
     """Open a root directory, check it, and create its state directory and the namespace's directory.
+
+    ``position`` is that of the root in ``config.paths``. The caller notes it once all roots are open.
 
     Raises:
         ConfigError: The directory can't be used as it is.
     """
-    path = os.path.abspath(os.path.expanduser(path))
+    path = os.path.abspath(os.path.expanduser(config.paths[position]))
     root: Root | None = None
     try:
         root = Root(disk, path, _open_directory(disk, path))
         _check_mode(disk.fstat(root.fd).st_mode, path)
         root.state_fd = _enter(disk, layout.STATE_DIR, root.fd, path)
-        _check_layout(disk, root)
+        _check_layout(disk, root, position)
         filesystem = disk.statvfs(root.fd)
         total = filesystem.f_blocks * filesystem.f_frsize
         shares = 1 if config.capacity.percent is not None else len(config.paths)
@@ -345,7 +423,7 @@ def _enter(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
     return files.open_own_directory(disk, name, dir_fd)
 
 
-def _check_layout(disk: OsDisk, root: Root) -> None:
+def _check_layout(disk: OsDisk, root: Root, position: int) -> None:
     if _OLD_LAYOUT_NAME in files.names_in(disk, root.state_fd):
         raise ConfigError(
             f"{root.path!r} holds blocks of the file tier of version 0.1, one file each, which this one does not "
@@ -353,12 +431,25 @@ def _check_layout(disk: OsDisk, root: Root) -> None:
         )
     found = files.read_json(disk, _LAYOUT_NAME, root.state_fd)
     if found is None:
-        files.write_json(disk, _LAYOUT_NAME, root.state_fd, {"format": layout.FORMAT})
-    elif found.get("format") != layout.FORMAT:
+        return
+    if found.get("format") != layout.FORMAT:
         raise ConfigError(
             f"{root.path!r} is of format {found.get('format')!r}, this kvstore knows {layout.FORMAT}. Use the kvstore "
             "that made it, or name another 'path'."
         )
+    # An older root does not state its position, but only the first one has journals.
+    stated = found.get("position", 0 if position and _has_journals(disk, root) else position)
+    if stated != position:
+        raise ConfigError(
+            f"{root.path!r} was made as directory {stated!r} of 'path', counting from 0, and is now directory "
+            f"{position}, where other segments belong. List the directories in their former order, or empty this one."
+        )
+
+
+def _has_journals(disk: OsDisk, root: Root) -> bool:
+    """Return whether an owner has a journal here, as in the first root only."""
+    with root.owners() as owners:
+        return any(journals_in(disk, owner.fd) for owner in owners if owner.fd >= 0)
 
 
 def _describe(disk: OsDisk, root: Root, document: dict[str, Any]) -> None:

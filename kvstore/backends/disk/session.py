@@ -8,7 +8,7 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -171,9 +171,12 @@ class Session:
                 other.read_slots.add(place & SLOT_MASK)
 
     def _open_roots(self, namespace: Namespace) -> None:
-        for path in self.config.paths:
-            self.roots.append(open_root(self.disk, path, self.config, namespace))
+        for position in range(len(self.config.paths)):
+            self.roots.append(open_root(self.disk, position, self.config, namespace))
+            self.roots[-1].first = self.roots[0] if position else None
             self._files.callback(self.roots[-1].close)
+        for position, root in enumerate(self.roots):
+            root.note_position(position)
 
     async def _join(self) -> None:
         """Take the members' lock of each root, waiting for an engine that does not share."""
@@ -237,35 +240,51 @@ class Session:
         self._start(self._keep_up())
 
     async def _keep_up(self) -> None:
-        """Release space to other engines and write snapshots, until cancelled; the next round retries failures."""
+        """Perform the duties of upkeep until cancelled; each fails alone, and the next round retries it."""
         # A journal that is long at the start was left by a killed engine.
         self._snapshot_frames = -1 if self.journal.end.offset > _JOURNAL_BYTES else 0
-        snapshot_at = time.monotonic() + self.config.snapshot_interval
+        self._snapshot_at = time.monotonic() + self.config.snapshot_interval
         while True:
-            try:
-                status = await self.engine.call(partial(self.disk.fstat, self.owner.fds[0]))
-                if not status.st_nlink and not self.removed:
-                    _log.warning("%r was removed while in use; start the engine again", self.roots[0].path)
-                    self.removed = True
-                    # The space of removed files is freed when no process has them open.
-                    self.segments.forget_owner(0)
-                await self.space.count_uses()
-                # Before recovery, a segment with unknown blocks would count as empty.
-                if self.recovered.is_set():
-                    await self.space.note_missing()
-                    if not self.config.exclusive:
-                        await self.space.give_up_excess()
-                long = self.journal.end.offset > max(_JOURNAL_BYTES, len(self.index) * layout.RECORD.itemsize)
-                due = bool(self.config.snapshot_interval) and time.monotonic() > snapshot_at
-                if due:
-                    await self._note_presence()
-                if long or due:
-                    snapshot_at = time.monotonic() + self.config.snapshot_interval
-                    await self._write_snapshot()
-            except (OSError, LedgerBusyError) as error:
-                self.counts["upkeep_errors"] += 1
-                _log.debug("upkeep failed: %s", error)
+            for name, duty in self._duties().items():
+                try:
+                    await duty()
+                except (OSError, LedgerBusyError) as error:
+                    level = logging.DEBUG if self.counts[f"upkeep_{name}_errors"] else logging.WARNING
+                    _log.log(level, "upkeep (%s) failed: %s", name, error)
+                    self.counts[f"upkeep_{name}_errors"] += 1
+                    self.counts["upkeep_errors"] += 1
             await asyncio.sleep(_UPKEEP_S)
+
+    def _duties(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        duties: dict[str, Callable[[], Awaitable[None]]] = {
+            "directory": self._notice_removal,
+            "uses": self.space.count_uses,
+            "journal": self.space.retry,
+        }
+        # Before recovery, a segment with unknown blocks would count as empty.
+        if self.recovered.is_set():
+            duties["files"] = self.space.match_files
+            if not self.config.exclusive:
+                duties["shares"] = self.space.give_up_excess
+        duties["snapshot"] = self._write_due_snapshot
+        return duties
+
+    async def _notice_removal(self) -> None:
+        status = await self.engine.call(partial(self.disk.fstat, self.owner.fds[0]))
+        if not status.st_nlink and not self.removed:
+            _log.warning("%r was removed while in use; start the engine again", self.roots[0].path)
+            self.removed = True
+            # The space of removed files is freed when no process has them open.
+            self.segments.forget_owner(0)
+
+    async def _write_due_snapshot(self) -> None:
+        long = self.journal.end.offset > max(_JOURNAL_BYTES, len(self.index) * layout.RECORD.itemsize)
+        due = bool(self.config.snapshot_interval) and time.monotonic() > self._snapshot_at
+        if due:
+            await self._note_presence()
+        if long or due:
+            self._snapshot_at = time.monotonic() + self.config.snapshot_interval
+            await self._write_snapshot()
 
     async def _note_presence(self, rows: Sequence[Row] = ()) -> None:
         """Write a frame, possibly empty, so that this directory is newer than unused ones."""

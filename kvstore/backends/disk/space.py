@@ -1,7 +1,7 @@
 """Space for new blocks: free slots, then new segments, then eviction. Also gives up segments for other engines.
 
-The slot of an evicted block is reused only after the journal has recorded the eviction, from which readers of the slot
-detect it. Some slots are freed ahead of need, so that stores need not wait.
+Every block leaves through :meth:`Space.leave`: its slot is reused only after the journal has recorded the removal, from
+which readers of the slot detect it. Some slots are freed ahead of need, so that stores need not wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from kvstore.backends.disk.files import names_in, remove_segment
+from kvstore.backends.disk.files import remove_segment, segments_in
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.journal import Journal
 from kvstore.backends.disk.layout import Kind, Row, segment_name
@@ -52,7 +52,7 @@ _BUSY_PAUSE_S: Final = 0.01
 class Space:
     """Provides slots. Used from the loop thread; segments are created and removed on threads of the engine.
 
-    ``on_removed`` is called with blocks that are evicted or lost.
+    ``on_removed`` is called with blocks that are evicted or lost, once the journal has recorded it.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class Space:
         self._full_until = 0.0
         self._failing_since = 0.0
         self._wants = False
-        self._unwritten: list[Row] = []
+        self._closing: int | None = None
+        """Segment that is being given up and still has its file."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def take(self, count: int) -> list[int]:
@@ -115,14 +116,51 @@ class Space:
                 self._full_until = time.monotonic() + _ASK_AGAIN_S
                 await self._give_up(own)
 
-    async def note_missing(self) -> None:
-        """Give up segments whose files were deleted: other engines could not read blocks stored there."""
-        own = self._own_segments()
-        there = await self._engine.call(lambda: [set(names_in(self._disk, fd)) for fd in self._owner.fds])
+    async def match_files(self) -> None:
+        """Give up segments whose files were deleted, and remove files that belong to no segment.
+
+        Other engines could not read blocks stored in a deleted file. A file without a segment is left if it could not
+        be removed when its segment was given up or could not be journalled.
+        """
+        async with self._growing:
+            there = await self._engine.call(lambda: [set(segments_in(self._disk, fd)) for fd in self._owner.fds])
+            own = self._own_segments()
+            for path, numbers in enumerate(there):
+                for number in numbers.difference(own):
+                    await self._remove_file(number, path)
         for number in own:
-            if segment_name(number) not in there[number % len(there)]:
+            if number not in there[number % len(there)] and await self._give_up([number], RemovalCause.LOST):
                 self._full_until = 0.0
-                await self._give_up([number], RemovalCause.LOST)
+
+    async def leave(self, rows: Sequence[Row], cause: RemovalCause | None) -> None:
+        """Journal the removal of departed blocks; only then update the index and report them with ``cause``, if any.
+
+        Raises:
+            OSError: The journal could not be written. The blocks leave once it can be.
+        """
+
+        def leave_index() -> None:
+            self._index.leave(rows)
+            for kind, slot, *_ in rows:
+                if kind == Kind.DROP:
+                    self._closing = None
+                    self._segments.forget(0, slot // self._geometry.segment_slots)
+            keys = [key for kind, *_, key in rows if kind != Kind.DROP]
+            self._counts["evicted_blocks"] += len(keys) if cause is RemovalCause.EVICTED else 0
+            if keys and cause is not None:
+                self._on_removed(keys, cause)
+
+        if rows:
+            await self._journal.append(rows, leave_index, lasting=True)
+
+    async def retry(self) -> None:
+        """Repeat the records that the journal has not taken so far, if there are any.
+
+        Raises:
+            OSError: It does not take them now, either.
+        """
+        if self._journal.is_behind:
+            await self._journal.append([])
 
     async def count_uses(self) -> None:
         """Count the reads by other engines as uses."""
@@ -205,45 +243,39 @@ class Space:
         try:
             await self._journal.append([row], partial(self._index.open_segment, number, path))
         except OSError:
-            await self._engine.call(partial(remove_segment, self._disk, self._owner.fds[path], name))
+            await self._remove_file(number, path)
             raise
         self._counts["segments_made"] += 1
         return True
 
     async def _evict(self, count: int) -> bool:
         """Evict at most ``count`` blocks and free their slots; return whether any slot was freed."""
+        # On a medium that takes no frames, no further block departs.
+        await self.retry()
         rows = self._index.evict(count)
-        self._report(rows)
-        # Includes earlier evictions that could not be journalled.
-        rows, self._unwritten = self._unwritten + rows, []
-        try:
-            if rows:
-                await self._journal.append(rows)
-        except OSError:
-            self._unwritten += rows
-            raise
-        self._index.give_back([slot for _, slot, *_ in rows])
+        await self.leave(rows, RemovalCause.EVICTED)
         return bool(rows)
 
-    async def _give_up(self, own: Sequence[int], cause: RemovalCause = RemovalCause.EVICTED) -> None:
-        index, geometry = self._index, self._geometry
-        number = index.least_used_segment(own)
-        if number is None:
-            return
-        path = number % len(self._roots)
-        rows = index.close_segment(number)
-        self._report(rows, cause)
-        self._segments.forget(0, number)
-        # The file first: on a full disk, there is no room for a frame before. Readers find no file there.
-        await self._engine.call(partial(remove_segment, self._disk, self._owner.fds[path], segment_name(number)))
-        self._counts["segments_given_up"] += 1
-        rows.append((Kind.DROP, number * geometry.segment_slots, 0, 0, b""))
-        await self._journal.append(rows, partial(index.columns.drop_segment, number))
+    async def _give_up(self, own: Sequence[int], cause: RemovalCause = RemovalCause.EVICTED) -> bool:
+        """Give up the least used of these segments; return whether one was given up."""
+        async with self._growing:
+            number = self._closing
+            if number is None:
+                number = self._closing = self._index.least_used_segment(own)
+                if number is None:
+                    return False
+                # On a full disk, there is no room for the frame until the file is removed.
+                with contextlib.suppress(OSError):
+                    await self.leave(self._index.close_segment(number), cause)
+            await self._remove_file(number, number % len(self._roots))
+            self._closing = None
+            self._counts["segments_given_up"] += 1
+        await self.retry()
+        return True
 
-    def _report(self, rows: Sequence[Row], cause: RemovalCause = RemovalCause.EVICTED) -> None:
-        self._counts["evicted_blocks"] += len(rows) if cause is RemovalCause.EVICTED else 0
-        if rows:
-            self._on_removed([key for *_, key in rows], cause)
+    async def _remove_file(self, number: int, path: int) -> None:
+        remove = partial(remove_segment, self._disk, self._owner.fds[path], segment_name(number))
+        await self._engine.call(remove)
 
     def _own_segments(self) -> list[int]:
         own: list[int] = np.flatnonzero(self._index.columns.segments).tolist()
