@@ -322,6 +322,8 @@ class TieringManager:
         if here or self._counts_sightings:
             self._use(here, state, new)
         if slots is None:
+            # Blocks may have been evicted in vain, if their slots are on loan.
+            self._core.take_evicted()
             self._refused_stores += len(new)
             self._cascades.write_wanted()
             return None

@@ -306,6 +306,23 @@ def test_a_request_that_goes_without_the_rest_does_not_wait_for_it() -> None:
     assert lone_request_after(engine, part, keys_of(*range(6))) == ["hit_pending"] * 6
 
 
+def test_a_store_without_room_leaves_no_trace_of_the_blocks_evicted_for_it() -> None:
+    """Lent slots stay in use after their blocks are evicted; blocks that waited for a tier are waited for no longer."""
+    engine = Engine(slots=4, store_share=0.25)
+    ctx = engine.request(keys_of(1, 2, 3, 4))
+    engine.store(keys_of(1, 2, 3, 4), ctx)
+    for key in keys_of(2, 3, 4):
+        slot = engine.primary.slot_of(key)
+        assert slot is not None
+        engine.primary.loans.begin(slot)
+    engine.manager.take_events()
+    assert engine.manager.prepare_store(keys_of(5), engine.request()) is None
+    assert engine.resident() == keys_of(1)
+    assert {key for event in engine.manager.take_events() if event.cause for key in event.keys} == {*keys_of(2, 3, 4)}
+    engine.settle()
+    assert engine.tier.blocks.keys() == {*keys_of(1)}
+
+
 def test_a_request_whose_patience_is_over_waits_no_longer() -> None:
     """Once its wait has ended in a miss, a request that found no room limits other requests no longer."""
     engine = Engine(slots=8, promotion_share=0.5, wait_s_max=2.0)
