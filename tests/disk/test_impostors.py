@@ -361,3 +361,22 @@ def test_a_fifo_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(PermissionError, match="not a regular file"):
         open_regular(OsDisk(), "index", os.O_RDWR, here)
     os.close(here)
+
+
+def test_a_frame_is_read_in_its_own_place_only() -> None:
+    """A frame is read up to the last byte; one with another number, or of another journal or owner, ends the read."""
+    frame = encode_frame(records_of([(Kind.SEGMENT, 0, 1, 0, b"")]), 3, 5, 7)
+    assert len(read_frames(memoryview(frame), 5, 7, 3).records) == 1
+    assert len(read_frames(memoryview(frame)[:-1], 5, 7, 3).records) == 0
+    # In each pair, sequence number, journal and owner alone differ.
+    for owner, journal_number, sequence in ((5, 7, 2), (5, 7, 4), (5, 8, 3), (5, 6, 3), (6, 7, 3)):
+        assert len(read_frames(memoryview(frame), owner, journal_number, sequence).records) == 0
+
+
+def test_the_header_of_another_journal_is_refused() -> None:
+    """A journal under the name of another one is not read, nor is one of another owner or namespace."""
+    geometry, digest = Geometry(8192, 4, 2), bytes(32)
+    header = encode_journal_header(7, 5, geometry, digest)
+    assert decode_journal_header(header, 7, 5, digest) == geometry
+    for number, owner, namespace in ((8, 5, digest), (7, 6, digest), (7, 5, bytes(31) + b"x")):
+        assert decode_journal_header(header, number, owner, namespace) is None

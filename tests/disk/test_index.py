@@ -117,3 +117,36 @@ def test_a_key_with_the_digest_of_another_is_absent() -> None:
     index.add([(Kind.ADD, slot, 10, 7, b"a")])
     assert index.place(b"a", 7) == slot
     assert index.place(b"b", 7) == NOWHERE
+
+
+def test_a_segment_that_is_given_up_gives_out_no_slot() -> None:
+    """Neither its free slots nor those of its departed blocks are written again, before and after its removal."""
+    index = Index(Columns(4), 0)
+    for segment in range(2):
+        index.open_segment(segment, 0)
+    slots = index.take(2)
+    index.add([(Kind.ADD, slot, 100, digest_of(b"%d" % slot), b"%d" % slot) for slot in slots])
+    index.unpin(slots)
+    closed = slots[0] // 4
+    rows = index.close_segment(closed)
+    assert [kind for kind, *_ in rows] == [Kind.REMOVE, Kind.REMOVE, Kind.DROP]
+    assert index.place(b"%d" % slots[0]) == slots[0], "the removal is not journalled yet"
+    assert index.least_used_segment([closed]) is None
+    others = index.take(8)
+    assert {slot // 4 for slot in others} == {1 - closed}
+    index.leave(rows)
+    assert index.take(8) == []
+    assert (len(index), index.place(b"%d" % slots[0])) == (0, NOWHERE)
+    index.open_segment(closed, 0)
+    assert len(index.take(8)) == 4
+
+
+def test_a_block_departs_once() -> None:
+    """A block that is being evicted and is then removed has one journal record, and its slot becomes free once."""
+    index, slots = filled(4)
+    rows = index.evict(2)
+    assert index.hide(b"%d" % slots[0]) == slots[0]
+    assert index.depart(slots[:1]) == []
+    assert (len(index), index.place(b"%d" % slots[0])) == (3, NOWHERE)
+    index.leave(rows)
+    assert (len(index), index.take(4)) == (2, slots[:2])

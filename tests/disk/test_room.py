@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
-import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from kvstore.backends.disk.layout import Row
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.disk.rig import NAMESPACE, OTHER_NAMESPACE, SLOT, NoFrames, clone, opened, room_for, segment_bytes
+from tests.disk.rig import NAMESPACE, OTHER_NAMESPACE, SLOT, NoFrames, Rig, clone, opened, room_for, segment_bytes
 from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 
@@ -119,14 +119,14 @@ async def test_nothing_is_given_up_while_ended_owners_hold_room(tmp_path: Path) 
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
         async with opened(tmp_path, room_for(64)) as ended:
             await ended.put_new(4)
-            name = ended.session.owner.name
         await two.put_new(4)
-        for _ in range(10):
+        for _ in range(14):
             await one.put_new(4)
         two.session.roots[0].want(two.session.owner.name, wanted=True)
         await one.session.space.give_up_excess()
         assert one.session.counts["segments_given_up"] == 0
-        shutil.rmtree(tmp_path / NAMESPACE.hex / name)
+        # The space of the ended engine is reclaimed.
+        await one.put_new(4)
         two.session.roots[0].want(two.session.owner.name, wanted=True)
         await one.session.space.give_up_excess()
         assert one.session.counts["segments_given_up"] > 0
@@ -147,7 +147,8 @@ async def test_a_wish_counts_once_and_only_of_a_running_engine(tmp_path: Path) -
         for _ in range(3):
             await one.session.space.give_up_excess()
             assert given_up["segments_given_up"] == 1
-        os.utime(tmp_path / ".kvstore" / f"want.{name}", (1000, 1000))
+        await two.put_new(1)
+        root.want(name, wanted=True)
         await one.session.space.give_up_excess()
         assert given_up["segments_given_up"] == 2
 
@@ -388,3 +389,52 @@ async def test_a_segment_on_a_read_only_disk_stays_until_it_can_go(tmp_path: Pat
         await rig.session.space.match_files()
         assert segment_bytes(tmp_path) == rig.backend.stats().gauges["segment_bytes"] == room_for(60)
         await rig.has_all(await rig.put_new(4))
+
+
+async def shared_out(rigs: Sequence[Rig], rounds: int) -> list[int]:
+    """Let engines in turn store and do their upkeep; return the number of segments of each."""
+    for _ in range(rounds):
+        for rig in rigs:
+            rig.session.space._full_until = 0.0
+            await rig.put(rig.new(1))
+            await rig.session.space.close()
+        for rig in rigs:
+            await rig.session.space.give_up_excess()
+    return [int(rig.backend.stats().gauges["segments"]) for rig in rigs]
+
+
+async def test_shares_settle(tmp_path: Path) -> None:
+    """Shares differ by a segment at most where the capacity is no multiple; then no segment changes hands any more."""
+    async with contextlib.AsyncExitStack() as stack:
+        rigs = [await stack.enter_async_context(opened(tmp_path, room_for(64))) for _ in range(3)]
+        for _ in range(16):
+            await rigs[0].put_new(4)
+        assert sorted(await shared_out(rigs, 40)) == [5, 5, 6]
+        given_up = [rig.session.counts["segments_given_up"] for rig in rigs]
+        assert sorted(await shared_out(rigs, 10)) == [5, 5, 6]
+        assert given_up == [rig.session.counts["segments_given_up"] for rig in rigs]
+
+
+async def test_one_engine_gives_up_what_is_missing(tmp_path: Path) -> None:
+    """If several engines see that the reserve is missed by less than a segment, they give up one segment in all."""
+
+    class Reserved(OsDisk):
+        missing = False
+
+        def statvfs(self, fd: int) -> Any:
+            free = (1 << 20) + room_for(32) - segment_bytes(tmp_path) - self.missing
+            return SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=1 << 40)
+
+    disk = Reserved()
+    async with contextlib.AsyncExitStack() as stack:
+        rigs = [
+            await stack.enter_async_context(opened(tmp_path, room_for(64), disk=disk, reserve="1MiB")) for _ in "ab"
+        ]
+        for _ in range(4):
+            for rig in rigs:
+                await rig.put_new(4)
+        assert segment_bytes(tmp_path) == room_for(32)
+        disk.missing = True
+        await asyncio.gather(*[rig.session.space.give_up_excess() for rig in rigs for _ in range(3)])
+        assert sum(rig.session.counts["segments_given_up"] for rig in rigs) == 1
+        assert segment_bytes(tmp_path) == room_for(28)

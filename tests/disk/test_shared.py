@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -526,3 +527,80 @@ async def test_blocks_in_reclaimed_segments_are_no_longer_found(tmp_path: Path, 
             assert {key for key, _ in rig.removed} >= set(theirs) - set(found)
         gone = next(key for key in theirs if key not in found)
         assert await two.put({gone: values[gone]}) == [Outcome.OK]
+
+
+async def test_a_directory_locked_in_any_root_is_not_adopted(tmp_path: Path) -> None:
+    """An engine that still writes to the second root only keeps its directory."""
+    roots = [tmp_path / "a", tmp_path / "b"]
+    async with opened(roots, room_for(64)) as rig:
+        await rig.put_new(8)
+        name = rig.session.owner.name
+    with (roots[1] / NAMESPACE.hex / name / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        async with opened(roots, room_for(64)) as rig:
+            assert rig.session.owner.name != name
+    async with opened(roots, room_for(64)):
+        pass
+
+
+async def test_owners_of_other_roots_are_not_adopted(tmp_path: Path) -> None:
+    """A directory whose segments are spread over two roots is not adopted for one of them, nor are segments removed."""
+    roots = [tmp_path / "a", tmp_path / "b"]
+    async with opened(roots, room_for(128)) as rig:
+        await rig.put_new(8)
+        name = rig.session.owner.name
+    before = segment_bytes(roots[0])
+    # The same segments as before, in one root.
+    async with opened(roots[:1], room_for(64)) as rig:
+        assert rig.session.owner.name != name
+        assert segment_bytes(roots[0]) == before
+
+
+async def test_a_block_of_ours_is_not_replaced_by_another_engines(tmp_path: Path) -> None:
+    """If two engines store a block at once, each goes on to read its own."""
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        values = one.new(4)
+        # The follower of the second engine reads the first engine's journal after its own store.
+        await asyncio.gather(one.put(values), two.put(values))
+        for rig in (one, two):
+            await rig.session.followers.refresh()
+            assert list(rig.backend.own(list(values))) == [True] * 4
+            await rig.has_all(values)
+
+
+async def test_a_segment_given_up_frees_its_space_and_leaves_no_record(tmp_path: Path) -> None:
+    """Its space is free although another engine has the file open, followers forget its blocks, and so does an heir."""
+    async with opened(tmp_path / "a", room_for(64)) as one, opened(tmp_path / "a", room_for(64)) as two:
+        values = await one.put_new(8)
+        await eventually_async(lambda: len(two.arrived) == 8, what="the other engine is told")
+        await two.has_all(values)
+        (segment, _) = sorted((tmp_path / "a").rglob("*.seg"))
+        with segment.open("rb") as file:
+            await one.session.space._give_up([0])
+            assert os.fstat(file.fileno()).st_size == 0
+        await two.session.followers.refresh()
+        assert sum(await two.backend.exists(list(values))) == 4
+        assert sorted(two.removed) == sorted(one.removed)
+        clone(tmp_path / "a", tmp_path / "b")
+    async with opened(tmp_path / "b", room_for(64)) as heir:
+        assert (heir.session.owner.intact, heir.session.owner.corrections) == (True, [])
+        assert heir.backend.stats().gauges["segments"] == 1
+
+
+async def test_a_block_stored_again_during_a_read_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that finds another block in a slot removes its own block only if the index still has it there."""
+    async with opened(tmp_path, room_for(16)) as rig:
+        values = await rig.put_new(1)
+        (key,) = values
+        engine, read = rig.session.engine, rig.session.engine.read
+
+        async def late(transfers: Any, *args: Any) -> None:
+            monkeypatch.setattr(engine, "read", read)
+            await rig.backend.delete([key])
+            assert await rig.put(values) == [Outcome.OK]
+            await read(transfers, *args)
+
+        monkeypatch.setattr(engine, "read", late)
+        assert await rig.get([key]) == [None]
+        await rig.has_all(values)
+        assert rig.removed == []

@@ -85,7 +85,6 @@ class Root:
     members: FileLock | None = None
     namespace: str = ""
     first: Root | None = None
-    _wishes: dict[str, int] = field(default_factory=dict)
     _sizes: dict[tuple[str, str], int] = field(default_factory=dict)
     _unreadable: set[str] = field(default_factory=set)
 
@@ -122,7 +121,7 @@ class Root:
             LedgerBusyError: Another engine holds the ledger's lock.
             OSError: The disk fails.
         """
-        lock = FileLock(self.disk, self.state_fd, _LEDGER_NAME)
+        lock = self.ledger()
         if not lock.try_acquire():
             raise LedgerBusyError
         try:
@@ -144,33 +143,42 @@ class Root:
             else:
                 self.disk.unlink(name, self.state_fd)
 
-    def excess_bytes(self, owner: str, own_bytes: int) -> int:
-        """Return how many bytes an owner should give up: for requests of others, a lower capacity, or the reserve."""
-        wanting = self._wanting() - {owner}
-        lacking = self._missing_bytes(0)
-        if not wanting and lacking <= 0:
-            return 0
+    def ledger(self) -> FileLock:
+        """Return the lock under which segments are made and given up; it is not held yet."""
+        return FileLock(self.disk, self.state_fd, _LEDGER_NAME)
+
+    def must_give_up(self, ledger: FileLock, owner: str, segment_bytes: int) -> bool:
+        """Return whether an owner must give up a segment, and if so hold the ledger's lock.
+
+        Either the capacity or the reserve is exceeded, or another owner requests space and would then have at most as
+        much as this one. A request is fulfilled once.
+        """
+        if not self._wishes() - {owner} and self._missing_bytes(0) <= 0:
+            return False
+        if not ledger.try_acquire():
+            return False
+        lacking = self._missing_bytes(0) > 0
         with self.owners(locks=True) as owners:
-            alive = {each.name for each in owners if each.lock is None and each.fd >= 0} | {owner}
             if any(each.lock is not None and each.segments for each in owners):
                 # Segments of ended owners are removed first, when an engine makes a segment.
-                return 0
-        for name in wanting - alive:
+                return False
+            sizes = {each.name: each.size_bytes for each in owners if each.lock is None and each.fd >= 0}
+        wishes = self._wishes() - {owner}
+        for name in wishes - sizes.keys():
             self.want(name, wanted=False)
-        excess = own_bytes - self.capacity_bytes // len(alive) if wanting & alive else 0
-        return max(excess, min(own_bytes, lacking))
+        if lacking or not wishes & sizes.keys():
+            return lacking
+        poorest = min(wishes & sizes.keys(), key=lambda name: sizes[name])
+        # If there is room for the segment, another owner has just given one up.
+        is_due = sizes.get(owner, 0) - sizes[poorest] >= 2 * segment_bytes and self._missing_bytes(segment_bytes) > 0
+        if is_due:
+            self.want(poorest, wanted=False)
+        return is_due
 
-    def _wanting(self) -> set[str]:
-        """Return the owners that have requested space since the last call.
-
-        File times are only compared for equality, because the clocks of machines may differ.
-        """
-        before, self._wishes = self._wishes, {}
-        for name in files.names_in(self.disk, self.state_fd):
-            if name.startswith(_WANT_PREFIX):
-                with contextlib.suppress(OSError):
-                    self._wishes[name[len(_WANT_PREFIX) :]] = self.disk.stat(name, self.state_fd).st_mtime_ns
-        return {owner for owner, asked_at in self._wishes.items() if before.get(owner) != asked_at}
+    def _wishes(self) -> set[str]:
+        """Return the owners that request space."""
+        names = files.names_in(self.disk, self.state_fd)
+        return {name.removeprefix(_WANT_PREFIX) for name in names if name.startswith(_WANT_PREFIX)}
 
     def _missing_bytes(self, more_bytes: int) -> int:
         """Return how far ``more_bytes`` would exceed the capacity or the free space."""

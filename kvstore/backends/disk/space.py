@@ -107,14 +107,20 @@ class Space:
         self._full_until = 0.0
 
     async def give_up_excess(self) -> None:
-        """Give up a segment if other engines have less than their share, or free space is below the reserve."""
+        """Give up a segment if other engines have less and request space, or free space is below the reserve."""
         for path, root in enumerate(self._roots):
-            own = [number for number in self._own_segments() if number % len(self._roots) == path]
-            own_bytes = len(own) * self._geometry.segment_bytes
-            excess = await self._engine.call(partial(root.excess_bytes, self._owner.name, own_bytes))
-            if excess > 0 and own:
-                self._full_until = time.monotonic() + _ASK_AGAIN_S
-                await self._give_up(own)
+            async with self._growing:
+                own = [number for number in self._own_segments() if number % len(self._roots) == path]
+                # Held until the file is gone, so that no other engine gives up a segment for the same bytes.
+                lock = root.ledger()
+                needed = partial(root.must_give_up, lock, self._owner.name, self._geometry.segment_bytes)
+                try:
+                    is_needed = await self._engine.call(needed)
+                    if is_needed and own:
+                        self._full_until = time.monotonic() + _ASK_AGAIN_S
+                        await self._give_up(own)
+                finally:
+                    await self._engine.call(lock.release)
 
     async def match_files(self) -> None:
         """Give up segments whose files were deleted, and remove files that belong to no segment.
@@ -128,9 +134,9 @@ class Space:
             for path, numbers in enumerate(there):
                 for number in numbers.difference(own):
                     await self._remove_file(number, path)
-        for number in own:
-            if number not in there[number % len(there)] and await self._give_up([number], RemovalCause.LOST):
-                self._full_until = 0.0
+            for number in own:
+                if number not in there[number % len(there)] and await self._give_up([number], RemovalCause.LOST):
+                    self._full_until = 0.0
 
     async def leave(self, rows: Sequence[Row], cause: RemovalCause | None) -> None:
         """Journal the removal of departed blocks; only then update the index and report them with ``cause``, if any.
@@ -257,19 +263,18 @@ class Space:
         return bool(rows)
 
     async def _give_up(self, own: Sequence[int], cause: RemovalCause = RemovalCause.EVICTED) -> bool:
-        """Give up the least used of these segments; return whether one was given up."""
-        async with self._growing:
-            number = self._closing
+        """Give up the least used of these segments; return whether one was given up. The caller holds ``_growing``."""
+        number = self._closing
+        if number is None:
+            number = self._closing = self._index.least_used_segment(own)
             if number is None:
-                number = self._closing = self._index.least_used_segment(own)
-                if number is None:
-                    return False
-                # On a full disk, there is no room for the frame until the file is removed.
-                with contextlib.suppress(OSError):
-                    await self.leave(self._index.close_segment(number), cause)
-            await self._remove_file(number, number % len(self._roots))
-            self._closing = None
-            self._counts["segments_given_up"] += 1
+                return False
+            # On a full disk, there is no room for the frame until the file is removed.
+            with contextlib.suppress(OSError):
+                await self.leave(self._index.close_segment(number), cause)
+        await self._remove_file(number, number % len(self._roots))
+        self._closing = None
+        self._counts["segments_given_up"] += 1
         await self.retry()
         return True
 
