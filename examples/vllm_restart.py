@@ -3,10 +3,10 @@
     python examples/vllm_restart.py --json out.json
 
 Makes a small Llama with random weights and runs `vllm serve` three ways: without offloading (for reference outputs and
-times), with a kvstore file tier, and with vLLM's own `fs` tier under vLLM's own manager. All run side by side and receive a set of long prompts
-in turns, so that other load of the machine affects all of them. They are killed with SIGKILL. Those with a tier are
-started again on their directories, and receive the same prompts. Takes three minutes on two idle cores, and 2 GB under
---dir.
+times), with a kvstore file tier, and with vLLM's own `fs` tier under vLLM's manager. All run side by side and receive a
+set of long prompts in turns, so that other load of the machine affects all of them. They are killed with SIGKILL. Those
+with a tier are started again on their directories, and receive the same prompts. Takes three minutes on two idle cores,
+and 2 GB under --dir.
 """
 
 from __future__ import annotations
