@@ -5,25 +5,19 @@ Run it: ``python examples/custom_backend.py``. It stores a block, overwrites its
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-import aiofiles
-import aiofiles.os
 
 from kvstore import BlockInfo, Namespace, NamespaceInfo, SimpleBackend, TransferJob, open_tier
+from kvstore.backends.threads import run_in_thread
 from kvstore.backends.vectored import scatter
 from kvstore.config import TierConfig
-
-T = TypeVar("T")
 
 NAME = re.compile("[0-9a-f]{64}-(?:[0-9a-f]{2}){1,64}")
 
@@ -42,21 +36,24 @@ class FilesBackend(SimpleBackend):
 
     async def put_one(self, key: bytes, buffers: Sequence[memoryview]) -> bool:
         """Publish a record unless its key exists; a file receives its final name only when complete."""
-        return await to_its_end(_publish(self._path(key), buffers))
+        return await run_in_thread(_publish, self._path(key), buffers)
 
     async def get_one_into(self, key: bytes, buffers: Sequence[memoryview]) -> int | None:
         """Fill the buffers; return the length of the record, or None without one."""
-        record = await to_its_end(_read(self._path(key)))
-        return None if record is None else scatter(record, buffers)
+        try:
+            record = await run_in_thread(self._path(key).read_bytes)
+        except FileNotFoundError:
+            return None
+        return scatter(record, buffers)
 
     async def exists_one(self, key: bytes) -> bool:
         """Return whether there is a record."""
-        return await aiofiles.os.path.exists(self._path(key))
+        return await run_in_thread(self._path(key).exists)
 
     async def delete_one(self, key: bytes) -> bool:
         """Remove a record; return whether there was one. The tier also uses this to remove damaged records."""
         try:
-            await aiofiles.os.unlink(self._path(key))
+            await run_in_thread(self._path(key).unlink)
         except FileNotFoundError:
             return False
         return True
@@ -65,14 +62,14 @@ class FilesBackend(SimpleBackend):
         """Yield every block of the namespace, for the admin tools."""
         self.check_open()
         start = f"{self.namespace.hex}-"
-        for name, status in await asyncio.to_thread(self._files):
+        for name, status in await run_in_thread(self._files):
             if name.startswith(start):
                 yield BlockInfo(bytes.fromhex(name.removeprefix(start)), status.st_size, status.st_mtime)
 
     async def namespaces(self) -> Sequence[NamespaceInfo]:
         """Return the namespaces in the directory, for the admin tools."""
         used_at: dict[str, float] = {}
-        for name, status in await asyncio.to_thread(self._files):
+        for name, status in await run_in_thread(self._files):
             namespace = name.partition("-")[0]
             used_at[namespace] = max(used_at.get(namespace, 0.0), status.st_mtime)
         return [NamespaceInfo(namespace, used_at=at) for namespace, at in used_at.items()]
@@ -94,35 +91,17 @@ class FilesBackend(SimpleBackend):
         return self.config.path
 
 
-async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Complete the work even if cancelled, because aiofiles' threads continue to use files and buffers."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    finally:
-        await asyncio.wait({task})
-
-
-async def _publish(path: Path, buffers: Sequence[memoryview]) -> bool:
+def _publish(path: Path, buffers: Sequence[memoryview]) -> bool:
     begun = path.with_suffix(f".{secrets.token_hex(8)}")
     try:
-        async with aiofiles.open(begun, "xb") as file:
-            for buffer in buffers:
-                await file.write(buffer)
-        await aiofiles.os.link(begun, path)
+        with begun.open("xb") as file:
+            file.writelines(buffers)
+        path.hardlink_to(begun)
     except FileExistsError:
         return False
     finally:
-        await aiofiles.os.unlink(begun)
+        begun.unlink()
     return True
-
-
-async def _read(path: Path) -> bytes | None:
-    try:
-        async with aiofiles.open(path, "rb") as file:
-            return await file.read()
-    except FileNotFoundError:
-        return None
 
 
 def main() -> None:

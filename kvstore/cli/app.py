@@ -11,6 +11,7 @@ from typing import Final, Self
 from kvstore.cli.command_line import Context, Exit, ExitCode, Typer, VersionFlag, forget_stdout, make_app
 from kvstore.cli.commands import (
     backends,
+    check,
     compare,
     config,
     doctor,
@@ -42,6 +43,7 @@ _OF_BENCH: Final[dict[str, Callable[..., None]]] = {
 }
 _OF_KVSTORE: Final[dict[str, Callable[..., None]]] = {
     "config": config.config_command,
+    "check": check.check_command,
     "doctor": doctor.doctor,
     "size": size.size_command,
     "top": top.top,

@@ -215,7 +215,7 @@ class LoopGuard:
                 return
             frame = frame.f_back
         where = "".join(traceback.format_list(traceback.extract_stack(caller)[-4:]))
-        self.found = f"{event} blocks the event loop; do it on a thread (asyncio.to_thread):\n{where}"
+        self.found = f"{event} blocks the event loop; do it with kvstore.backends.threads.run_in_thread:\n{where}"
 
     def _sleep(self, seconds: float | SupportsIndex, /) -> None:
         self.note("time.sleep", (seconds,))

@@ -31,7 +31,15 @@ from kvstore.vllm.options import (
     with_short_types,
 )
 
-__all__ = ["Fault", "check_offloading", "check_start", "faults_of", "said_in_the_log", "show_logs"]
+__all__ = [
+    "Fault",
+    "check_offloading",
+    "check_start",
+    "faults_of",
+    "said_in_the_log",
+    "show_logs",
+    "transfer_faults",
+]
 
 logger = logging.getLogger("kvstore.vllm.startup")
 
@@ -61,9 +69,7 @@ def check_start() -> None:
     else:
         transfer, here = _of_command_line(sys.argv), not any(word in each for each in sys.argv for word in _ELSEWHERE)
     try:
-        _check_connector(transfer, engine_args)
-        for extra in _offloadings(transfer):
-            check_offloading(extra, here=here)
+        _raise(*transfer_faults(transfer, engine_args, here=here) or ())
     except ConfigError as error:
         _refuse(
             error,
@@ -81,12 +87,31 @@ def check_offloading(extra: Mapping[str, Any], *, here: bool = True) -> None:
     Raises:
         ConfigError: The configuration is invalid; with all its faults, one per line.
     """
-    faults, warnings = faults_of(extra, here=here)
-    if faults:
-        raise ConfigError("\nkvstore: ".join(map(str, faults)))
-    # Only in the first process of an engine; the others check the same object.
-    for warning in warnings if multiprocessing.parent_process() is None else ():
-        logger.warning("kvstore: %s", warning)
+    _raise(*faults_of(extra, here=here) or ())
+
+
+def transfer_faults(
+    transfer: Any, engine_args: Any = None, *, here: bool = True
+) -> tuple[list[Fault], list[Fault]] | None:
+    """Return all faults of a ``--kv-transfer-config``, and warnings; None if it does not use kvstore.
+
+    Args:
+        transfer: The object, decoded or as vLLM's ``KVTransferConfig``.
+        engine_args: vLLM's other arguments, if known.
+        here: See :func:`check_offloading`.
+    """
+    faults: list[Fault] = []
+    with _noting(faults, "kv_connector"):
+        _check_connector(transfer, engine_args)
+    found = [faults_of(extra, here=here) for extra in _offloadings(transfer)]
+    if not faults and all(each is None for each in found):
+        return None
+    warnings: list[Fault] = []
+    for each in found:
+        if each is not None:
+            faults += each[0]
+            warnings += each[1]
+    return faults, warnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +130,21 @@ class Fault:
         return self.text if not self.place or self.text.startswith(self.place) else f"{self.place}: {self.text}"
 
 
-def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Fault], list[Fault]]:
-    """Return all faults of one ``kv_connector_extra_config``, and warnings; see :func:`check_offloading`."""
+def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Fault], list[Fault]] | None:
+    """Return all faults of one ``kv_connector_extra_config``, and warnings; None if it does not use kvstore.
+
+    See :func:`check_offloading`.
+    """
     faults: list[Fault] = []
     warnings: list[Fault] = []
     spec, tiers = extra.get("spec_name"), extra.get("secondary_tiers", [])
     is_our_spec = spec == _OUR_SPEC
     if not is_our_spec and spec != _VLLMS_SPEC:
-        return [], []
+        return None
     if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
         with _noting(faults):
             with_short_types(extra)
-        return (faults, []) if is_our_spec else ([], [])
+        return (faults, []) if is_our_spec else None
     named = {TIER_TYPE, *BACKENDS.names()}
     sound: dict[str, Mapping[str, Any]] = {}
     for index, tier in enumerate(tiers):
@@ -126,7 +154,7 @@ def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Faul
                 sound[place] = spelled_out(tier, place) if is_our_spec else tier
     ours = {place: tier for place, tier in sound.items() if tier["type"] in named}
     if not is_our_spec and not ours:
-        return [], []
+        return None
     if spec == _VLLMS_SPEC and here and current_platform.is_cpu():
         faults.append(
             Fault(
@@ -200,6 +228,15 @@ def show_logs() -> None:
         ours.setLevel(theirs.level)
 
 
+def _raise(faults: Sequence[Fault] = (), warnings: Sequence[Fault] = ()) -> None:
+    """Raise faults as one error, a line for each; log warnings."""
+    if faults:
+        raise ConfigError("\nkvstore: ".join(map(str, faults)))
+    # Only in the first process of an engine; the others check the same object.
+    for warning in warnings if multiprocessing.parent_process() is None else ():
+        logger.warning("kvstore: %s", warning)
+
+
 def _check_connector(transfer: Any, engine_args: Any) -> None:
     """Refuse a configuration of kvstore that vLLM passes to a connector without specs.
 
@@ -218,7 +255,7 @@ def _check_connector(transfer: Any, engine_args: Any) -> None:
             connector = "SimpleCPUOffloadConnector"
     if connector != "OffloadingConnector":
         raise ConfigError(
-            f"'kv_connector' is {connector!r}, which does not use kvstore. Expected 'OffloadingConnector'. Leave out "
+            f"kv_connector is {connector!r}, which does not use kvstore. Expected 'OffloadingConnector'. Leave out "
             "--kv-offloading-size, which replaces it with VLLM_USE_SIMPLE_KV_OFFLOAD=1 or --kv-offloading-backend: "
             "'cpu_bytes_to_use' is the size of the primary tier."
         )

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from kvstore.backends.base import Backend
-from kvstore.config import TierConfig
 from kvstore.testing import BackendTests, HoldingsTests, TierTests
 from tests.project.tree import code_blocks
 
@@ -32,13 +31,21 @@ def _import(name: str, path: Path) -> ModuleType:
 example = _import("custom_backend", EXAMPLE)
 
 
-@pytest.fixture(scope="session")
-def page(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """Return the class of the page on custom backends, as a module."""
-    block = next(block for block in code_blocks() if block.page == "docs/custom-backend.md")
-    path = tmp_path_factory.mktemp("page") / "page.py"
-    path.write_text(block.text)
-    return _import("page", path)
+def _import_page(directory: Path) -> tuple[ModuleType, ModuleType]:
+    """Return the class and the suites of the page on custom backends, as the modules that the page names."""
+    found = []
+    for name, part in (("my_backend", "class DictBackend"), ("test_my_backend", "class TestDictBackend")):
+        texts = [each.text for each in code_blocks() if each.page == "docs/custom-backend.md" and part in each.text]
+        path = directory / f"{name}.py"
+        path.write_text(texts[0])
+        found.append(_import(name, path))
+    return found[0], found[1]
+
+
+_DIRECTORY = tempfile.TemporaryDirectory(prefix="kvstore-test-page-")
+# An I/O process imports the page's class from there.
+sys.path.append(_DIRECTORY.name)
+page, suites = _import_page(Path(_DIRECTORY.name))
 
 
 class TestFilesBackend(BackendTests):
@@ -73,21 +80,12 @@ class TestFilesTier(TierTests):
         return {"backend": "custom_backend:FilesBackend", "path": tempfile.mkdtemp(dir=self.directory)}
 
 
-class TestBackendOfThePage(BackendTests):
-    """The short version from the page, without deletion."""
+class TestBackendOfThePage(suites.TestDictBackend):  # type: ignore[misc, name-defined]
+    """The class of the page passes the suite as printed there."""
 
-    scans = False
-    deletes = False
 
-    @pytest.fixture(autouse=True)
-    def _page(self, page: ModuleType) -> None:
-        self.page = page
-
-    async def make_backend(self) -> Backend:
-        """Return a backend over an empty dict."""
-        backend: Backend = self.page.DictBackend(TierConfig())
-        backend.records = {}  # type: ignore[attr-defined]
-        return backend
+class TestTierOfThePage(suites.TestDictTier):  # type: ignore[misc, name-defined]
+    """A tier on the class of the page passes the suite as printed there."""
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -371,7 +371,7 @@ def s3(root: EmptyRoot) -> None:
 def custom_backend(root: EmptyRoot) -> None:
     """The page's programs; its entry point, with the backend of examples/custom_backend.py; a restart with it."""
     page = "docs/custom-backend.md"
-    root.shell("pip install . && pip install -q aiofiles")
+    root.shell("pip install .")
     run_python(root, page)
     package = root.path / "user/mine"
     shutil.rmtree(package, ignore_errors=True)

@@ -71,7 +71,8 @@ RegionSize = Annotated[
 def doctor(tier: Tiers = None, path: At = None, region: RegionSize = None, json: JsonFlag = False) -> None:
     """Check this machine and tiers. Each line is ok, warn or fail, with advice.
 
-    Nothing is stored. A tier on a server is connected to; the exit status is 1 if any line says fail.
+    Nothing is stored. A tier on a server is connected to; the exit status is 1 if any line says fail. The whole
+    configuration of an engine is checked by kvstore check.
     """
     tiers = [parse_tier(text) for text in tier or []]
     region_bytes = None if region is None else int(size_option(region, "--region"))
@@ -227,7 +228,7 @@ def _check_vllm() -> Iterator[_Finding]:
     text = f"{name} {version}, supported: {low[0]}.{low[1]} to {high[0]}.{high[1] - 1}"
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if low <= numbers < high:
-        yield _Finding("ok", "vLLM", text)
+        yield _Finding("ok", "vLLM", f"{text}; check an engine's whole configuration with kvstore check")
     else:
         yield _Finding(
             "warn", "vLLM", text, "It may work, but was not tested. Update kvstore, or use a supported release."

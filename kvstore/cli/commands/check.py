@@ -1,0 +1,74 @@
+"""``kvstore check``: checks the whole ``--kv-transfer-config``, with the code of the engine's start."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import pkgutil
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, opened_input
+from kvstore.cli.reporting.report import Report
+from kvstore.cli.reporting.terminal import print_json_text, print_line
+from kvstore.errors import ConfigError
+
+__all__ = ["check_command"]
+
+_BYTES_MAX = 1 << 20
+"""Longest file; a longer one is the wrong file."""
+
+_Config = Annotated[
+    str, Argument(metavar="JSON|@FILE", help="The value of vLLM's --kv-transfer-config; @- reads it from stdin.")
+]
+
+
+def check_command(config: _Config, json: JsonFlag = False) -> None:
+    """Check an engine's configuration. Reports all faults of a --kv-transfer-config, as the engine's start does.
+
+    Run it in the engine's environment, because it imports vLLM. Nothing is opened or created; kvstore doctor checks the
+    machine and reaches servers.
+    """
+    transfer = _decoded(config)
+    # vLLM would otherwise log its version and platform.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        transfer_faults = pkgutil.resolve_name("kvstore.vllm.startup:transfer_faults")
+    except ImportError as error:
+        raise ConfigError(f"vLLM can't be imported ({error}). Run this command in the engine's environment.") from error
+    found = transfer_faults(transfer)
+    if found is None:
+        raise ConfigError(
+            "This configuration does not use kvstore. Expected an OffloadingConnector with "
+            '"spec_name": "KVStoreOffloadingSpec" in \'kv_connector_extra_config\'.'
+        )
+    by_status = list(zip(("fail", "warn"), found, strict=True))
+    if json:
+        rows = [{"status": status, **asdict(each)} for status, some in by_status for each in some]
+        print_json_text(Report("check", rows=rows).as_json())
+    else:
+        for status, some in by_status:
+            for each in some:
+                print_line(f"{status}  {each}")
+        if not any(found):
+            print_line("ok")
+    if found[0]:
+        raise Exit(ExitCode.USAGE)
+
+
+def _decoded(text: str) -> dict[str, Any]:
+    if text.startswith("@"):
+        with opened_input(text[1:], "configuration") as file:
+            data = file.read(_BYTES_MAX + 1)
+        if len(data) > _BYTES_MAX:
+            raise ConfigError(f"{text[1:]!r} has more than {_BYTES_MAX} bytes. Give a file with the JSON.")
+        text = data.decode(errors="replace")
+    try:
+        value = json_module.loads(text)
+    except json_module.JSONDecodeError as error:
+        # Not chained, and the text is not shown: it may hold a password.
+        place = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"The configuration is not valid JSON: {place}. Give it as to vLLM, or as @FILE.") from None
+    if not isinstance(value, dict) or "kv_connector" not in value:
+        raise ConfigError("The configuration has no 'kv_connector'. Give the whole value of --kv-transfer-config.")
+    return value

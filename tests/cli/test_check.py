@@ -1,0 +1,71 @@
+"""``kvstore check``: the start-up check of an engine, without the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.errors import ConfigError
+from tests.cli.cli import report_of
+from tests.cli.in_process import run_here
+
+pytest.importorskip("vllm")
+
+
+def _transfer(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "1GiB"}
+    extra = {"spec_name": "KVStoreOffloadingSpec", "cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier], **more}
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def test_a_right_configuration_is_ok(tmp_path: Path) -> None:
+    """The JSON or a file with it is accepted, and nothing is created."""
+    text = json.dumps(_transfer(tmp_path))
+    (tmp_path / "config.json").write_text(text)
+    for given in (text, f"@{tmp_path}/config.json"):
+        done = run_here("check", given)
+        assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_all_faults_are_those_of_the_engines_start(tmp_path: Path) -> None:
+    """Every fault is reported with its place, in the words of the engine's start; a warning is no fault."""
+    from kvstore.vllm.startup import check_offloading
+
+    tiers = [{"type": "file", "path": "/tmp", "capacity": "1GiB"}, {"type": "fiel"}]
+    transfer = _transfer(tmp_path, block_size="16k", teiring={}, lazy_offload=True, secondary_tiers=tiers)
+    with pytest.raises(ConfigError) as refused:
+        check_offloading(transfer["kv_connector_extra_config"])
+    done = run_here("check", json.dumps(transfer))
+    assert done.returncode == 2
+    *faults, warning = done.stdout.splitlines()
+    assert [line.removeprefix("fail  ") for line in faults] == str(refused.value).split("\nkvstore: ")
+    assert len(faults) == 4 and warning.startswith("warn  'lazy_offload'")
+    rows = report_of(run_here("check", json.dumps(transfer), "--json"))["rows"]
+    assert [row["status"] for row in rows] == ["fail"] * 4 + ["warn"]
+    assert {"secondary_tiers[0]", "secondary_tiers[1]"} < {row["place"] for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not valid JSON"),
+        ('{"spec_name": "KVStoreOffloadingSpec"}', "Give the whole value"),
+        ('{"kv_connector": "OffloadingConnector"}', "does not use kvstore"),
+        ("@/no/such/file", "can't be read"),
+    ],
+)
+def test_what_is_no_configuration_of_kvstore_is_refused(text: str, said: str) -> None:
+    """One line says what to give instead."""
+    done = run_here("check", text)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_connector_that_ignores_kvstore_is_a_fault(tmp_path: Path) -> None:
+    """Another connector with kvstore's options is reported."""
+    done = run_here("check", json.dumps(_transfer(tmp_path) | {"kv_connector": "SimpleCPUOffloadConnector"}))
+    assert done.returncode == 2 and "does not use kvstore" in done.stdout
