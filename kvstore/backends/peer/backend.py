@@ -14,7 +14,6 @@ from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordR
 from kvstore.backends.peer.client import Peer, PeerCounters, PeerError
 from kvstore.backends.peer.config import PeerConfig, endpoint_of
 from kvstore.backends.peer.directory import Directory, DirectoryCounters
-from kvstore.backends.peer.nixl import NixlReader, SharedMemory
 from kvstore.backends.peer.server import PeerServer, ServerCounters
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.bounded import BoundedDict
@@ -68,8 +67,6 @@ class PeerBackend(Backend):
         self.config: PeerConfig = config
         self._source: Lender | None = None
         self._server: PeerServer | None = None
-        self._memory: SharedMemory | None = None
-        self._reader: NixlReader | None = None
         self._namespace: Namespace | None = None
         self._context: ssl.SSLContext | None = None
         self._listed: list[Peer] = []
@@ -93,8 +90,8 @@ class PeerBackend(Backend):
         """Listen, if configured. Connections to peers are opened on first use.
 
         Raises:
-            ConfigError: There is no primary tier to serve, a certificate can't be used, or NIXL is not installed.
-            BackendUnavailableError: The listening address is not available, or NIXL does not work.
+            ConfigError: There is no primary tier to serve, or a certificate can't be used.
+            BackendUnavailableError: The listening address is not available.
         """
         config = self.config
         if config.tls:
@@ -108,16 +105,9 @@ class PeerBackend(Backend):
                     "'listen' serves blocks of kvstore's own primary tier, and there is none. Use kvstore's manager "
                     "(KVStoreOffloadingSpec without 'manager': 'vllm'), or leave out 'listen'."
                 )
-            if config.transport == "nixl":
-                # Pinning a large memory takes seconds.
-                self._memory = await asyncio.to_thread(SharedMemory, self._source.memory)
-            self._server = PeerServer(
-                config, self._source, namespace, self._served, geometry.payload_bytes_max, self._memory
-            )
+            self._server = PeerServer(config, self._source, namespace, self._served, geometry.payload_bytes_max)
             await self._server.open()
             logger.info("Serving blocks to peers on %s", config.listen)
-        if config.transport == "nixl":
-            self._reader = NixlReader(geometry.payload_bytes_max)
         self._namespace = namespace
         self._listed = [self._peer(endpoint_of(address)) for address in config.peers if address != config.listen]
         if config.directory is not None:
@@ -131,10 +121,6 @@ class PeerBackend(Backend):
         peers = [*self._listed, *self._named.values(), *self._found.values()]
         self._listed, server, self._server = [], self._server, None
         directory, self._directory = self._directory, None
-        memory, self._memory = self._memory, None
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.stop()
         self._named.clear()
         self._found.clear()
         self._places.clear()
@@ -148,10 +134,6 @@ class PeerBackend(Backend):
             await server.close()
         # Running calls have failed by now and are about to return.
         await self._under_way.ended()
-        if reader is not None:
-            reader.close()
-        if memory is not None:
-            await asyncio.to_thread(memory.close)
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
         """See :meth:`Backend.exists`."""
@@ -324,7 +306,7 @@ class PeerBackend(Backend):
         return self._namespace
 
     def _peer(self, endpoint: Endpoint) -> Peer:
-        return Peer(endpoint, self.config, self._context, self._ready().digest, self._asked, self._reader)
+        return Peer(endpoint, self.config, self._context, self._ready().digest, self._asked)
 
     def _named_peer(self, source: str) -> Peer | None:
         """Return the peer that a request names; None if the address is invalid or not permitted."""
