@@ -170,16 +170,16 @@ async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
     with FakePeer() as one, FakePeer() as two, FakePeer() as three:
         try:
-            assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [])
+            assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [Found.ABSENT])
             (first,) = backend._named.values()
             for peer in (two, three):
-                assert await backend.exists_at([b"key"], [Source(peer.address)]) == ([Found.THERE], [])
+                assert await backend.exists_at([b"key"], [Source(peer.address)]) == ([Found.THERE], [Found.ABSENT])
             assert backend.stats().gauges["peers"] == 2
             async with asyncio.timeout(20):
                 while not all(pipe.closed for pipe in first._pipes):
                     await asyncio.sleep(0.001)
             assert not first.admits()
-            assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [])
+            assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [Found.ABSENT])
         finally:
             await backend.close()
 

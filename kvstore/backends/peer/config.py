@@ -120,6 +120,7 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """
 
     aliases: ClassVar[dict[str, str]] = {"tls_ca_cert": "tls_ca"}
+    has_own_load_breakers: ClassVar[bool] = True
 
     listen: str = ""
     peers: tuple[str, ...] = ()
