@@ -7,9 +7,8 @@ A second process serves rows of shared memory. ``plain-tcp`` sends them with ``s
 ``kvstore-peer`` is a whole tier. Lookups are answered before the clock starts; then kvstore-bench's driver submits jobs
 and polls. The server hashes each row, and the client verifies each record in its slot. With ``spin`` a thread of each
 process spins in Python meanwhile. ``mooncake`` is Mooncake's TransferEngine over TCP, if
-mooncake-transfer-engine-non-cuda is installed. ``nixl`` is NIXL with UCX over TCP, if nixl, nixl-cu12 or nixl-cu13 is
-installed (``pip install --no-deps nixl-cu12``; it needs no GPU). Both make one batched, unverified read per job, on a
-thread per job. ``kvstore-peer-nixl`` is the tier with ``"transport": "nixl"``.
+mooncake-transfer-engine-non-cuda is installed; it makes one batched, unverified read per job, on a thread per job.
+``kvstore-peer-secret`` is the tier with a ``secret``, so that every byte is authenticated.
 
 ``cpu_s_per_gb`` is the CPU time of this process, ``server_cpu_s_per_gb`` that of the server. Before each run all blocks
 are loaded and compared. Systems take turns, run by run; a row is the median.
@@ -70,8 +69,6 @@ HELD_BYTES_MAX = 256 * MIB
 """Bytes that the server holds, far more than a processor's cache; not more than a run loads."""
 NAMESPACE = Namespace({"bench": "peer"})
 QUESTION = struct.Struct("<II")
-NIXL = next((name for name in ("nixl", "nixl_cu12", "nixl_cu13") if importlib.util.find_spec(name)), "")
-"""Name of NIXL's package; empty if it is not installed."""
 COLUMNS = [
     "system", "op", "block_bytes", "blocks_per_job", "jobs", "host", "spin", "gb_per_s", "cpu_s_per_gb",
     "server_cpu_s_per_gb", "latency_s_p50", "latency_s_p99", "of_plain", "verified", "runs",
@@ -93,7 +90,6 @@ class Holder:
         assert self._process.stdout is not None
         hello = json.loads(self._process.stdout.readline())
         self.port, self.address = hello.get("port", self.port), hello.get("address", 0)
-        self.metadata = bytes.fromhex(hello.get("metadata", ""))
 
     def cpu_s(self) -> float:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -117,9 +113,6 @@ def serve(system: str, port: int, size: int, spin: bool, held: int) -> None:
     if system == "mooncake":
         engine = mooncake_over(memory)
         hello = {"port": engine.get_rpc_port(), "address": address_of(memory)}
-    elif system == "nixl":
-        agent = nixl_over(memory)
-        hello = {"address": address_of(memory), "metadata": agent.get_agent_metadata().hex()}
     elif system == "plain-tcp":
         listener = socket.create_server(("127.0.0.1", port))
         threading.Thread(target=serve_plain, args=(listener, view, size), daemon=True).start()
@@ -128,7 +121,7 @@ def serve(system: str, port: int, size: int, spin: bool, held: int) -> None:
         keys = [payload.key(number) for number in range(count)]
         assert primary.allocate(keys) == list(range(count))
         primary.commit(keys)
-        options = {"backend": "peer", "listen": f"127.0.0.1:{port}", "timeout": 60, "transport": transport_of(system)}
+        options = {"backend": "peer", "listen": f"127.0.0.1:{port}", "timeout": 60, **secret_of(system)}
         tier = open_tier(options, primary=view, slot_bytes=size, namespace=NAMESPACE, lender=Lender(primary))
     with the_spinner() if spin else contextlib.nullcontext():
         print(json.dumps(hello), flush=True)
@@ -139,9 +132,9 @@ def serve(system: str, port: int, size: int, spin: bool, held: int) -> None:
     os._exit(0)  # Threads that serve plain sockets hold the memory.
 
 
-def transport_of(system: str) -> str:
-    """Return the peer tier's ``transport``."""
-    return "nixl" if system.endswith("nixl") else "tcp"
+def secret_of(system: str) -> dict[str, str]:
+    """Return the option ``secret`` of a peer tier, if it has one."""
+    return {"secret": "a secret of sixteen"} if system.endswith("secret") else {}
 
 
 def address_of(memory: mmap.mmap | memoryview) -> int:
@@ -159,15 +152,6 @@ def mooncake_over(memory: mmap.mmap | memoryview) -> Any:
         if status:
             raise RuntimeError(f"mooncake: status {status}")
     return engine
-
-
-def nixl_over(memory: mmap.mmap | memoryview) -> Any:
-    """Return an agent of NIXL over TCP with registered memory; it is released only when the process ends."""
-    api = importlib.import_module(f"{NIXL}._api")
-    config = api.nixl_agent_config(sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
-    agent = api.nixl_agent(f"kvstore-{os.getpid()}", config)
-    agent.register_memory([(address_of(memory), len(memory), 0, "")], "DRAM")
-    return agent
 
 
 def serve_plain(listener: socket.socket, view: memoryview, size: int) -> None:
@@ -242,37 +226,13 @@ class Mooncake(Addressed):
             raise RuntimeError("mooncake: a read failed")
 
 
-class Nixl(Addressed):
-    """NIXL."""
-
-    name = "nixl"
-
-    def __init__(self, holder: Holder, region: Region, jobs: int) -> None:
-        super().__init__(holder, region, jobs)
-        self.agent = nixl_over(region.view())
-        self.remote = self.agent.add_remote_agent(holder.metadata)
-
-    def read(self, ours: list[int], theirs: list[int]) -> None:
-        local, distant = (
-            self.agent.get_xfer_descs([(each, self.size, 0) for each in side], "DRAM") for side in (ours, theirs)
-        )
-        transfer = self.agent.initialize_xfer("READ", local, distant, self.remote)
-        state = self.agent.transfer(transfer)
-        while state == "PROC":
-            time.sleep(5e-4)
-            state = self.agent.check_xfer_state(transfer)
-        transfer.release()
-        if state != "DONE":
-            raise RuntimeError(f"nixl: {state}")
-
-
-OTHERS: dict[str, type[Any]] = {"plain-tcp": PlainSockets, "mooncake": Mooncake, "nixl": Nixl}
+OTHERS: dict[str, type[Any]] = {"plain-tcp": PlainSockets, "mooncake": Mooncake}
 
 
 def opened_tier(system: str, holder: Holder, region: Region, host: str) -> System:
     """Open a tier and wait until lookups of all blocks of the serving process are hits."""
     options = {"backend": "peer", "peers": [f"127.0.0.1:{holder.port}"], "io": host, "positive_ttl": 3600}
-    patient = {"load_timeout": 60, "lookup_timeout": 10, "timeout": 60, "transport": transport_of(system)}
+    patient = {"load_timeout": 60, "lookup_timeout": 10, "timeout": 60, **secret_of(system)}
     size = region.slot_bytes
     tier = TierSystem({**options, **patient}, region.view(), size, NAMESPACE, name=system)
     keys = [Payload("random", size, 1).key(number) for number in range(holder.blocks)]
@@ -285,9 +245,9 @@ def opened_tier(system: str, holder: Holder, region: Region, host: str) -> Syste
 
 def measure(system: str, size: int, jobs: int, total: int, host: str, spin: bool) -> Row:
     """Make one run, in a process of its own if necessary; return its row."""
-    if system not in ("mooncake", "nixl"):
+    if system != "mooncake":
         return measure_here(system, size, jobs, total, host, spin)
-    # Their engines are released only when their process ends.
+    # Its engine is released only when its process ends.
     order = [sys.executable, __file__, "--measure", json.dumps([system, size, jobs, total, host, spin])]
     done = subprocess.run(order, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
     row: Row = json.loads(done.stdout)
@@ -324,8 +284,12 @@ def measure_here(system: str, size: int, jobs: int, total: int, host: str, spin:
 
 def cases(sizes: Sequence[int]) -> Iterator[tuple[str, int, int, str, bool]]:
     """Yield system, block size, jobs, host and spin of each row."""
-    systems = ["plain-tcp", "kvstore-peer", *(["mooncake"] if importlib.util.find_spec("mooncake") else [])]
-    systems += ["nixl", "kvstore-peer-nixl"] if NIXL else []
+    systems = [
+        "plain-tcp",
+        "kvstore-peer",
+        "kvstore-peer-secret",
+        *(["mooncake"] if importlib.util.find_spec("mooncake") else []),
+    ]
     for size in sizes:
         for jobs in (1, 8):
             for system in systems:
@@ -336,7 +300,6 @@ def cases(sizes: Sequence[int]) -> Iterator[tuple[str, int, int, str, bool]]:
 
 def main() -> None:
     """Command line."""
-    os.environ |= {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "FATAL"}  # NIXL logs to the standard output.
     if sys.argv[1:2] == ["--serve"]:
         serve(*json.loads(sys.argv[2]))
         return

@@ -107,6 +107,9 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     aliases: ClassVar[dict[str, str]] = {}
     """Field names by other common spellings; includes those of base classes."""
 
+    has_own_load_breakers: ClassVar[bool] = False
+    """Whether the backend has a breaker for each of its servers, so that failed loads do not stop the whole tier."""
+
     retired: ClassVar[dict[str, str]] = {}
     """Remedies by option of earlier releases; includes those of base classes."""
 

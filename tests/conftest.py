@@ -32,11 +32,6 @@ settings.load_profile("kvstore")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# NIXL logs to the standard output. UCX would leave the shared memory of killed processes behind.
-os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-os.environ.setdefault("UCX_TLS", "tcp")
-os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
-
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:

@@ -222,17 +222,19 @@ class Backend(ABC):
 
     async def exists_at(
         self, keys: Sequence[BlockKey], sources: Sequence[Source]
-    ) -> tuple[Sequence[Found], Sequence[Source]]:
-        """Do the same as :meth:`exists` for requests that name other engines as holders or producers of the blocks.
+    ) -> tuple[Sequence[Found], Sequence[Found]]:
+        """Do the same as :meth:`exists` for requests that name another engine as holder or producer of the blocks.
 
         Args:
             keys: As for :meth:`exists`.
-            sources: The engines. The default ignores them.
+            sources: Hand-overs of this engine. The default ignores them.
 
         Returns:
-            The answer for each key; and the sources with a hand-over whose blocks the source does not know yet.
+            The answer for each key; and for each source COMING if the engine does not know the blocks of its hand-over
+            yet, UNKNOWN if the engine did not answer, else ABSENT.
         """
-        return [Found.UNKNOWN if there is None else _FOUND[bool(there)] for there in await self.exists(keys)], ()
+        found = [Found.UNKNOWN if there is None else _FOUND[bool(there)] for there in await self.exists(keys)]
+        return found, [Found.ABSENT] * len(sources)
 
     @abstractmethod
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:

@@ -85,6 +85,17 @@ class Stream:
         self.is_encrypted = self._tls is not None
         self._held = HeldCalls() if self._tls is None and are_available() else None
 
+    @property
+    def remote_address(self) -> tuple[str, int]:
+        """Numeric host and port of the other end of an IP connection."""
+        host, port = self._sock.getpeername()[:2]
+        return host, port
+
+    @property
+    def binding(self) -> bytes:
+        """Bytes that only both ends of this TLS connection share (of TLS 1.3, the client's Finished); else empty."""
+        return (self._tls.get_channel_binding("tls-unique") or b"") if self._tls is not None else b""
+
     def fileno(self) -> int:
         """Return the descriptor to watch."""
         return self._sock.fileno()

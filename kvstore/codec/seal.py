@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import AEADEncryptionContext, Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESSIV
 
 from kvstore.codec.base import MAC_FIELD_BYTES, CodecContext, Seal
@@ -23,7 +23,7 @@ from kvstore.codec.record import RecordFault
 from kvstore.errors import ConfigError, RecordError
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
-__all__ = ["AeadSeal", "KeyedNames", "MacSeal", "SealOptions"]
+__all__ = ["AeadSeal", "KeyedNames", "MacSeal", "SealOptions", "gcm"]
 
 AEAD_WIRE_ID: Final = 64
 MAC_WIRE_ID: Final = 65
@@ -37,6 +37,11 @@ _WRITER: Final = slice(96, 112)
 
 _PURPOSES: Final = {AEAD_WIRE_ID: b"kvstore aead 1", MAC_WIRE_ID: b"kvstore mac 1"}
 """Each seal has its own keys: with a common key, a record of one seal could be presented as one of the other."""
+
+
+def gcm(key: bytes, nonce: bytes) -> AEADEncryptionContext:
+    """Begin an encryption or MAC by AES-256-GCM; no nonce may be used twice with a key."""
+    return Cipher(algorithms.AES(key), modes.GCM(nonce)).encryptor()
 
 
 class SealOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -80,7 +85,7 @@ class _GcmSeal(Seal):
     def seal(self, key_id: int, associated: bytes, payload: memoryview, out: memoryview) -> bytes:
         """See :meth:`kvstore.codec.base.Seal.seal`. ``out`` may be ``payload``."""
         nonce = os.urandom(_NONCE_BYTES)
-        cipher = Cipher(algorithms.AES(self._key(self.wire_id, key_id, associated)), modes.GCM(nonce)).encryptor()
+        cipher = gcm(self._key(self.wire_id, key_id, associated), nonce)
         cipher.authenticate_additional_data(associated)
         if self.hides:
             cipher.update_into(payload, out)

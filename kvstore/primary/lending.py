@@ -50,11 +50,6 @@ class Lender:
         """Slots of the primary tier."""
         return self._primary.slots
 
-    @property
-    def memory(self) -> memoryview:
-        """The memory of the primary tier."""
-        return self._primary.memory
-
     def keys(self) -> list[BlockKey]:
         """Return all blocks, including blocks being filled."""
         return self._primary.keys() if self.is_open else []

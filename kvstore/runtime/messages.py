@@ -73,7 +73,7 @@ class SubmitJob(_Message, frozen=True):
 class AskExistence(_Message, frozen=True):
     """Query the presence of keys; answered by one :class:`ExistsDone`.
 
-    ``sources`` are the engines that requests give as holders of these blocks.
+    ``sources`` are the hand-overs of one engine, which requests give as the holder of these blocks.
     """
 
     question_id: int
@@ -162,13 +162,13 @@ class JobDone(_Message, frozen=True):
 class ExistsDone(_Message, frozen=True):
     """Answer to :class:`AskExistence`: one byte per key, a ``Found``; empty if ``error`` gives a reason.
 
-    ``waiting`` are the sources that hand over a request but do not know its blocks yet.
+    ``sources`` has one byte per source of the question, as :meth:`Backend.exists_at` returns them.
     """
 
     question_id: int
     found: bytes
     error: str
-    waiting: tuple[Source, ...] = ()
+    sources: bytes = b""
 
 
 class PresenceAdded(_Message, frozen=True):

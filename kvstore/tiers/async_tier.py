@@ -351,7 +351,8 @@ class AsyncTier(SecondaryTierManager):
         held = self._presence.holds(key, now, since)
         if held:
             return LookupResult.HIT
-        if held is False and not self._existence.is_open(key, now, ctx):
+        is_known = held is False or self._existence.has_failed(key, now, source)
+        if is_known and not self._existence.is_open(key, now, ctx):
             return LookupResult.MISS
         asks = is_key(key) and self._existence.wants_answer(key, now, source)
         return LookupResult.RETRY if asks else LookupResult.MISS
@@ -477,7 +478,7 @@ class AsyncTier(SecondaryTierManager):
             self._outbox.append(probe)
 
     def _existence_answered(self, done: ExistsDone, now: float) -> None:
-        present, absent, unknown = self._existence.answered(done.question_id, done.found, now, done.waiting)
+        present, absent, unknown = self._existence.answered(done.question_id, done.found, now, done.sources)
         if done.error:
             self._last_error = done.error
             self._send_probe(self._health.note_failure(JobKind.LOAD, done.error, now))

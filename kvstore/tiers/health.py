@@ -55,6 +55,8 @@ class TierHealth:
         """Judge the medium by a job's outcomes; return the probe to send if the breaker of loads opened."""
         found = set(outcomes)
         failed = Outcome.OK not in found and any(outcome.is_failure for outcome in found)
+        if failed and kind is JobKind.LOAD and self._config.has_own_load_breakers:
+            return None
         if kind is JobKind.LOAD:
             self._failed_loads = self._failed_loads + 1 if failed else 0
         if failed:

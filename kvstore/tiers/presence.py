@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Final, NamedTuple
 
@@ -28,11 +28,11 @@ forgotten ones. For an exclusive tier all are kept: its capacity is the bound.""
 _QUESTION_KEYS_MAX: Final = 4096
 """Keys per question; a request of 500,000 tokens has about as many blocks."""
 
-_QUESTION_ADDRESSES_MAX: Final = 8
-"""Engines per question; each receives all of its keys. Further engines wait for the next step."""
+_ADDRESSES_MAX: Final = 64
+"""Engines that the requests of one step may name; requests that name further ones wait for the next step."""
 
 _QUESTION_SOURCES_MAX: Final = 256
-"""Hand-overs of these engines per question; as many as concurrent requests of an engine."""
+"""Hand-overs of one engine per question; as many as concurrent requests of an engine."""
 
 _ASK_AGAIN_S: Final = 0.02
 """Pause between queries for a block that another engine is computing: a step of a large model takes this long."""
@@ -197,30 +197,33 @@ class Presence:
 
 
 class _Answer(NamedTuple):
-    """The last answer of sources about a block missing there."""
+    """The last answer of the sources at one address about a block missing there."""
 
     ask_again_at: float
     found: int
-    """A ``Found``: ABSENT, COMING, or UNKNOWN if a source failed to answer."""
+    """A ``Found``: ABSENT, COMING, or UNKNOWN if the sources failed to answer."""
     settled: frozenset[Source]
     """Sources with a final answer: they knew the blocks of their hand-over, or failed."""
+    failed_until: float
+    """End of the pause after an answer that lacks the source's, or that of the rest of the medium; 0 if complete."""
 
 
 class Existence:
     """Open questions to the medium about unknown keys: single-flighted, batched, with a deadline.
 
-    The caller sends the questions and passes on the answers.
+    Requests that name a source have questions of their own, one per address, so that a source delays only them. The
+    caller sends the questions and passes on the answers.
     """
 
     def __init__(self, timeout_s: float, error_pause_s: float) -> None:
         self._timeout_s = timeout_s
         self._error_pause_s = error_pause_s
-        self._pending: dict[BlockKey, float] = {}
-        self._unasked: list[BlockKey] = []
-        self._sources: dict[Source, None] = {}
-        self._addresses: set[str] = set()
+        self._pending: dict[tuple[str, BlockKey], float] = {}
+        """Deadline of each open question, by address of the source (empty without one) and key."""
+        self._unasked: dict[str, list[BlockKey]] = {}
+        self._sources: dict[str, dict[Source, None]] = {}
         self._questions: dict[int, AskExistence] = {}
-        self._open: BoundedDict[BlockKey, _Answer] = BoundedDict(_OPEN_MAX)
+        self._open: BoundedDict[tuple[str, BlockKey], _Answer] = BoundedDict(_OPEN_MAX)
         """The last answer about each block queried at sources and missing there."""
         self._quiet_until = 0.0
         self._last_id = 0
@@ -231,99 +234,109 @@ class Existence:
         Returns:
             Whether the caller should wait for the answer.
         """
-        deadline = self._pending.get(key)
+        place = _address(source), key
+        deadline = self._pending.get(place)
         if deadline is None:
-            if key in self._open and now < self._open[key].ask_again_at:
+            if place in self._open and now < self._open[place].ask_again_at:
                 return True  # It was queried a moment ago.
             # After an error, the answer is unknown, and a question in every step would burden a failing medium.
             if now < self._quiet_until or len(self._pending) >= _PENDING_MAX:
                 return False
             if not self._admits_source(source):
                 return True  # It is queried in the next step.
-            deadline = self._pending[key] = now + self._timeout_s
-            self._unasked.append(key)
-        elif self._unasked:
-            # Another request queries it in this step, perhaps with another source.
+            deadline = self._pending[place] = now + self._timeout_s
+            self._unasked.setdefault(place[0], []).append(key)
+        elif place[0] in self._unasked:
+            # Another request queries it in this step, perhaps for another hand-over.
             self._admits_source(source)
         return now < deadline
 
     def _admits_source(self, source: Source | None) -> bool:
-        """Add a source to the next question; False if it has too many."""
-        if source is not None and source not in self._sources:
-            if len(self._sources) >= _QUESTION_SOURCES_MAX:
-                return False
-            if len(self._addresses | {source.address}) > _QUESTION_ADDRESSES_MAX:
-                return False
-            self._sources[source] = None
-            self._addresses.add(source.address)
+        """Add a source to the next questions; False if they have too many."""
+        if source is None:
+            return True
+        if source.address not in self._sources and len(self._sources) >= _ADDRESSES_MAX:
+            return False
+        sources = self._sources.setdefault(source.address, {})
+        if source not in sources and len(sources) >= _QUESTION_SOURCES_MAX:
+            return False
+        sources[source] = None
         return True
 
     def is_open(self, key: BlockKey, now: float, ctx: RequestContext | None) -> bool:
         """Return whether the source of a request may soon have a block that it lacked."""
         if ctx is None or ctx.source is None or now >= ctx.since + ctx.patience_s:
             return False
-        answer = self._open.get(key)
+        answer = self._open.get((ctx.source.address, key))
         if answer is None or ctx.source not in answer.settled:
             return True
         return answer.found == Found.COMING or (answer.found == Found.ABSENT and now < ctx.since + ctx.unheard_s)
 
+    def has_failed(self, key: BlockKey, now: float, source: Source | None) -> bool:
+        """Return whether the last answer to requests with this source was incomplete, a moment ago."""
+        answer = self._open.get((_address(source), key))
+        return answer is not None and now < answer.failed_until
+
     def take_questions(self, now: float) -> list[AskExistence]:
         """Return the questions to send."""
-        questions, sources = [], tuple(self._sources)
-        for start in range(0, len(self._unasked), _QUESTION_KEYS_MAX):
-            keys = tuple(self._unasked[start : start + _QUESTION_KEYS_MAX])
-            self._last_id += 1
-            question = AskExistence(self._last_id, keys, now + self._timeout_s, sources)
-            self._questions[self._last_id] = question
-            questions.append(question)
+        questions = []
+        for address, unasked in self._unasked.items():
+            sources = tuple(self._sources.get(address, ()))
+            for start in range(0, len(unasked), _QUESTION_KEYS_MAX):
+                keys = tuple(unasked[start : start + _QUESTION_KEYS_MAX])
+                self._last_id += 1
+                question = AskExistence(self._last_id, keys, now + self._timeout_s, sources)
+                self._questions[self._last_id] = question
+                questions.append(question)
         self._unasked.clear()
         self._sources.clear()
-        self._addresses.clear()
         return questions
 
     def answered(
-        self, question_id: int, found: bytes, now: float, waiting: Sequence[Source] = ()
+        self, question_id: int, found: bytes, now: float, sources: bytes = b""
     ) -> tuple[list[BlockKey], list[BlockKey], list[BlockKey]]:
-        """Note an answer: one byte per key, or none if the question failed, and the sources in ``waiting``.
+        """Note an answer: one byte per key and one per source, or none if the question failed.
 
         Returns:
-            The keys of present, absent and unknown blocks. Announced blocks count as absent, for requests that do not
-            wait for them.
+            The keys of present and absent blocks, and of those unknown to requests without a source. Announced blocks
+            count as absent, for requests that do not wait for them.
         """
         question = self._questions.pop(question_id, None)
         if question is None:
             return [], [], []
         answers = list(zip(question.keys, found or repeat(Found.UNKNOWN), strict=False))
+        address = _address(next(iter(question.sources), None))
         for key, _ in answers:
-            self._pending.pop(key, None)
+            self._pending.pop((address, key), None)
         if question.sources:
-            self._note_sources(answers, frozenset(question.sources), frozenset(waiting), now)
+            states = dict(zip(question.sources, sources or repeat(Found.UNKNOWN), strict=False))
+            self._note_sources(address, answers, states, now)
         if not found:
             self._quiet_until = now + self._error_pause_s
             return [], [], []
         present = [key for key, answer in answers if answer == Found.THERE]
         absent = [key for key, answer in answers if answer in (Found.ABSENT, Found.COMING)]
-        return present, absent, [key for key, answer in answers if answer == Found.UNKNOWN]
+        unknown = [key for key, answer in answers if answer == Found.UNKNOWN and not address]
+        return present, absent, unknown
 
     def _note_sources(
-        self,
-        answers: Sequence[tuple[BlockKey, int]],
-        sources: frozenset[Source],
-        waiting: frozenset[Source],
-        now: float,
+        self, address: str, answers: Sequence[tuple[BlockKey, int]], states: Mapping[Source, int], now: float
     ) -> None:
-        """Note the answers of sources; those in ``waiting`` do not know the blocks of their hand-over yet."""
-        known = sources - waiting
+        """Note the answers of an address; a source in the state COMING does not know its hand-over's blocks yet."""
+        # Requests do not wait for a failed source.
+        failed = Found.UNKNOWN in states.values()
+        known = frozenset(source for source, state in states.items() if state != Found.COMING)
         for key, answer in answers:
-            before = self._open.pop(key, None)
+            before = self._open.pop((address, key), None)
             if answer == Found.THERE:
                 continue
-            # Requests do not wait for a failed source.
-            settled, pause_s = (sources, 0.0) if answer == Found.UNKNOWN else (known, _ASK_AGAIN_S)
-            others = frozenset() if before is None else before.settled - sources
+            settled, others = known, frozenset() if before is None else before.settled - states.keys()
             if len(settled) + len(others) <= _SETTLED_MAX:
                 settled |= others
-            self._open[key] = _Answer(now + pause_s, answer, settled)
+            found = Found.UNKNOWN if failed else Found.COMING if answer == Found.COMING else Found.ABSENT
+            failed_until = now + self._error_pause_s if answer == Found.UNKNOWN else 0.0
+            again_at = now if failed else now + _ASK_AGAIN_S
+            self._open[address, key] = _Answer(again_at, found, settled, failed_until)
 
     @property
     def unasked(self) -> bool:
@@ -421,3 +434,7 @@ class RefusedRecords:
         """Return the keys that count as absent at present."""
         now = self._clock()
         return {key for key in self.among(keys) if now < self._known[key][0]}
+
+
+def _address(source: Source | None) -> str:
+    return source.address if source is not None else ""

@@ -54,7 +54,7 @@ from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.epochs import EpochNames
 from kvstore.tiers.lineage import LineageNotes
 from kvstore.tiers.presence import RefusedRecords
-from kvstore.types import BlockKey, Found, NamespaceInfo, Outcome, RemovalCause, Source
+from kvstore.types import BlockKey, Found, NamespaceInfo, Outcome, RemovalCause
 
 __all__ = ["TierIO", "TierIOSpec"]
 
@@ -415,19 +415,19 @@ class TierIO:
         self._on_removal(keys, RemovalCause.CORRUPT)
 
     async def _run_exists(self, question: AskExistence) -> None:
-        found, error = b"", ""
-        waiting: Sequence[Source] = ()
+        found, sources, error = b"", b"", ""
         try:
             async with asyncio.timeout(max(0.0, question.deadline - time.monotonic())):
-                answers, waiting = await self._backend.exists_at(question.keys, question.sources)
+                answers, states = await self._backend.exists_at(question.keys, question.sources)
             hidden = self._parts.refused.hidden_among(question.keys)
             pairs = zip(question.keys, answers, strict=True)
             found = bytes(Found.ABSENT if hidden and key in hidden else answer for key, answer in pairs)
+            sources = bytes(states)
         except TimeoutError:
             error = f"existence of {len(question.keys)} blocks was not known by the deadline"
         except _FAILURES as failure:
             error = f"{type(failure).__name__}: {failure}"
-        self._post(ExistsDone(question.question_id, found, error, tuple(waiting)))
+        self._post(ExistsDone(question.question_id, found, error, sources))
 
     async def _run_delete(self, message: Delete, before: Sequence[RunningJob]) -> None:
         """Delete blocks, and delete them again after earlier stores of them have ended."""

@@ -404,14 +404,19 @@ def http_seeds() -> list[bytes]:
 
 def run_peer(data: bytes) -> None:
     """Frames are refused by a PeerProtocolError, or are written back to the same bytes."""
-    which, data = (data[:1] or b"\0")[0] % 3, data[1:]
-    sizes = (protocol.GREETING_BYTES, protocol.QUESTION_BYTES, protocol.PART_BYTES)
+    which, data = (data[:1] or b"\0")[0] % 4, data[1:]
+    sizes = (protocol.HELLO_BYTES, protocol.WELCOME_BYTES, protocol.QUESTION_BYTES, protocol.PART_BYTES)
     start, rest = data[: sizes[which]].ljust(sizes[which], b"\0"), data[sizes[which] :]
     try:
-        if which == 0:
-            greeting = protocol.read_greeting(start)
-            assert protocol.read_greeting(protocol.pack_greeting(greeting)) == greeting
-        elif which == 1:
+        if which <= 1:
+            protocol.check_head(start[: protocol.HEAD_BYTES])
+            if which == 0:
+                hello = protocol.read_hello(start)
+                assert protocol.read_hello(protocol.pack_hello(hello)) == hello
+            else:
+                welcome = protocol.read_welcome(start)
+                assert protocol.read_welcome(protocol.pack_welcome(welcome)) == welcome
+        elif which == 2:
             question = protocol.read_question(start)
             assert question.body_bytes <= 65 * protocol.KEYS_MAX
             keys = protocol.read_keys(rest, question.count)
@@ -427,9 +432,11 @@ def run_peer(data: bytes) -> None:
 def peer_seeds() -> list[bytes]:
     """Return a frame of each kind."""
     return [
-        b"\0" + protocol.pack_greeting(protocol.Greeting(bytes(32), NAMESPACE.digest)),
-        b"\1" + protocol.pack_question(protocol.Op.LOAD, [KEY, b"k"]),
-        b"\2" + protocol.pack_part(protocol.Part.RECORD, 5000),
+        b"\0"
+        + protocol.pack_hello(protocol.Hello(bytes(32), NAMESPACE.digest, protocol.address_of("127.0.0.1", 5710))),
+        b"\1" + protocol.pack_welcome(protocol.Welcome(bytes(32), protocol.Note.FOREIGN)),
+        b"\2" + protocol.pack_question(protocol.Op.LOAD, [KEY, b"k"]),
+        b"\3" + protocol.pack_part(protocol.Part.RECORD, 5000),
     ]
 
 

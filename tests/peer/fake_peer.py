@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
 import threading
@@ -11,12 +10,13 @@ from collections.abc import Callable
 from typing import Self
 
 from kvstore.backends.peer import protocol
-from kvstore.backends.peer.protocol import Greeting, Op, Part
+from kvstore.backends.peer.protocol import Op, Part
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
 from kvstore.namespace import Namespace
 from tests.peer.ports import free_port
+from tests.peer.wire import Wire, welcome
 
-Answer = Callable[["FakePeer", socket.socket, Op, list[bytes]], None]
+Answer = Callable[["FakePeer", Wire, Op, list[bytes]], None]
 
 
 class FakePeer:
@@ -91,26 +91,11 @@ class FakePeer:
             if self.greets is not None:
                 self.greets(sock)
                 return
-            hello = receive(sock, protocol.GREETING_BYTES)
-            nonce = os.urandom(protocol.NONCE_BYTES)
-            sock.sendall(protocol.pack_greeting(Greeting(nonce, protocol.server_proof(self.secret, hello, nonce))))
-            receive(sock, protocol.PROOF_BYTES)
+            wire = welcome(sock, self.secret)
             while True:
-                question = protocol.read_question(receive(sock, protocol.QUESTION_BYTES))
-                keys = protocol.read_keys(receive(sock, question.body_bytes), question.count)
-                self.questions.append((question.op, question.count))
-                self.answer(self, sock, question.op, keys)
-
-
-def receive(sock: socket.socket, count: int) -> bytes:
-    """Receive exactly ``count`` bytes."""
-    data = b""
-    while len(data) < count:
-        more = sock.recv(count - len(data))
-        if not more:
-            raise EOFError
-        data += more
-    return data
+                op, keys = wire.receive_question()
+                self.questions.append((op, len(keys)))
+                self.answer(self, wire, op, keys)
 
 
 def part(record: bytes) -> bytes:
@@ -118,18 +103,19 @@ def part(record: bytes) -> bytes:
     return protocol.pack_part(Part.RECORD, len(record)) + record
 
 
-def honest(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
+def honest(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
     """Hold and send every block."""
     if op is Op.LOOKUP:
         sock.sendall(b"\1" * len(keys))
     else:
-        sock.sendall(b"".join([part(peer.record(key)) for key in keys]))
+        for key in keys:
+            sock.sendall(part(peer.record(key)))
 
 
-def on_load(act: Callable[[FakePeer, socket.socket, list[bytes]], None]) -> Answer:
+def on_load(act: Callable[[FakePeer, Wire, list[bytes]], None]) -> Answer:
     """Report every block as present, and answer loads by ``act``."""
 
-    def answer(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
+    def answer(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
         if op is Op.LOOKUP:
             honest(peer, sock, op, keys)
         else:

@@ -21,9 +21,9 @@ SECRET = "a secret of sixteen"
     ("options", "says"),
     [
         ({}, "does nothing"),
-        ({"listen": "0.0.0.0:5710"}, "which others can reach"),
-        ({"listen": "[::]:5710"}, "which others can reach"),
-        ({"listen": "10.0.0.1:5710", "tls": True, "tls_cert": "c", "tls_key": "k"}, "which others can reach"),
+        ({"listen": "0.0.0.0:5710"}, "beyond this machine"),
+        ({"listen": "[::]:5710"}, "beyond this machine"),
+        ({"listen": "10.0.0.1:5710", "tls": True, "tls_cert": "c", "tls_key": "k"}, "beyond this machine"),
         ({"listen": "127.0.0.1:5710", "tls": True}, "needs 'tls_cert' and 'tls_key'"),
         ({"listen": "127.0.0.1:5710", "io": "process"}, "a second tier of this type"),
         ({"listen": "5710"}, "'host:port'"),
@@ -38,6 +38,16 @@ SECRET = "a secret of sixteen"
         ({"peers": ["a:1"], "timeout": 0}, "above 0"),
         ({"peers": ["a:1"], "codec": "zstd"}, "'raw'"),
         ({"peer": ["a:1"]}, "Did you mean 'peers'"),
+        ({"peers": ["10.0.0.2:5710"]}, "'peers' has '10.0.0.2', beyond this machine"),
+        ({"request_peers": ["127.0.0.1", "10.0.0.0/8"]}, "'request_peers' has '10.0.0.0/8', beyond this machine"),
+        ({"request_peers": ["engine-7"]}, "Give 'secret', or 'tls' with 'tls_ca'"),
+        ({"request_peers": ["10.0.0.0/8"], "tls": True}, "Give 'secret', or 'tls' with 'tls_ca'"),
+        ({"directory": {"url": "redis://127.0.0.1", "networks": ["10.0.0.0/8"]}}, "'directory' has '10.0.0.0/8'"),
+        ({"request_peers": ["10.0.0.1/8"], "secret": SECRET}, "'request_peers' is '10.0.0.1/8'. Expected 10.0.0.0/8"),
+        (
+            {"directory": {"url": "redis://127.0.0.1", "networks": ["10.0.0.0/33"]}, "secret": SECRET},
+            "Expected a network such as '10.0.0.0/8', or a host name",
+        ),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], says: str) -> None:
@@ -54,12 +64,15 @@ def test_what_is_refused(options: dict[str, Any], says: str) -> None:
         {"listen": "[::1]:5710"},
         {"listen": "0.0.0.0:5710", "secret": SECRET},
         {"listen": "10.0.0.1:5710", "tls": True, "tls_cert": "c", "tls_key": "k", "tls_ca": "a"},
-        {"peers": ["a:1", "[fe80::1]:2"], "io": "process"},
-        {"request_peers": ["10.0.0.0/8", "engine-7"]},
+        {"peers": ["a:1", "[fe80::1]:2"], "io": "process", "secret": SECRET},
+        {"request_peers": ["10.0.0.0/8", "engine-7"], "secret": SECRET},
+        {"request_peers": ["10.0.0.0/8"], "tls": True, "tls_ca": "a"},
+        {"request_peers": ["127.0.0.0/8", "::1", "localhost"], "peers": ["127.0.0.1:5711"]},
+        {"directory": {"url": "redis://127.0.0.1", "networks": ["127.0.0.0/8"]}},
     ],
 )
 def test_what_is_taken(options: dict[str, Any]) -> None:
-    """Listening on loopback needs no more options; elsewhere it needs a secret or client certificates."""
+    """On loopback no more options are needed; beyond it, a secret or certificates of the fleet."""
     decode_config(PeerConfig, options, where="peer tier")
 
 
@@ -74,10 +87,10 @@ def test_a_secret_is_never_shown() -> None:
 
 def test_which_peers_a_request_may_name() -> None:
     """Networks cover their addresses, names cover themselves; an empty list covers nothing."""
-    config = PeerConfig(request_peers=("10.0.0.0/8", "fd00::/8", "engine-7"))
+    config = PeerConfig(request_peers=("10.0.0.0/8", "fd00::/8", "engine-7"), secret=SECRET)
     assert all(config.may_name(host) for host in ("10.1.2.3", "fd00::1", "engine-7"))
     assert not any(config.may_name(host) for host in ("11.0.0.1", "::1", "engine-70", "localhost", ""))
-    assert not PeerConfig(peers=("a:1",)).may_name("a")
+    assert not PeerConfig(peers=("a:1",), secret=SECRET).may_name("a")
 
 
 def test_addresses() -> None:

@@ -13,7 +13,7 @@ from kvstore.errors import BackendError
 from kvstore.testing import BackendTests, TierTests
 from kvstore.testing.backend_harness import BackendHarness
 from kvstore.testing.backend_tests import BackendConcurrencyTests, BackendValueTests
-from kvstore.testing.tier_tests import TierHarness, TierValueTests
+from kvstore.testing.tier_tests import TierHarness
 from tests.peer.ports import free_port
 from tests.peer.served import ServedConfig, ServedPeer
 
@@ -79,12 +79,6 @@ class TestTLS(PeerHarness, BackendValueTests, BackendConcurrencyTests):
         self.more = certificates  # type: ignore[misc]
 
 
-class TestNixl(PeerHarness, BackendTests):
-    """NIXL, over TCP."""
-
-    more: ClassVar[dict[str, Any]] = {"transport": "nixl", "secret": "sixteen characters"}
-
-
 class PeerTierHarness(TierHarness):
     """Shared parts of the suites below."""
 
@@ -99,9 +93,3 @@ class PeerTierHarness(TierHarness):
 
 class TestPeerTier(PeerTierHarness, TierTests):
     """A tier over a peer."""
-
-
-class TestNixlTier(PeerTierHarness, TierValueTests):
-    """A tier over a peer whose memory NIXL reads."""
-
-    more: ClassVar[dict[str, Any]] = {"transport": "nixl"}

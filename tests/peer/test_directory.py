@@ -572,13 +572,6 @@ def test_etcd_with_tls_a_user_and_the_least_rights(tmp_path: Path) -> None:
             rig.until(lambda: stat(rig.tier, "directory_failures") >= 2, "rounds that fail")
 
 
-def test_a_directory_needs_a_secret() -> None:
-    """A writer of the directory must not be able to list engines from outside the fleet."""
-    directory = {"url": "redis://a:1", "networks": ["127.0.0.1"]}
-    with pytest.raises(ConfigError, match="belong to the fleet"):
-        decode_config(PeerConfig, {"directory": directory}, where="peer tier")
-
-
 @pytest.mark.parametrize(
     ("directory", "says"),
     [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
 import random
 import socket
 import time
@@ -21,11 +20,8 @@ from typing import Any
 import pytest
 
 from kvstore.backends.peer import protocol
-from kvstore.backends.peer.nixl import SharedMemory
-from kvstore.backends.peer.protocol import Greeting, Op, Part
+from kvstore.backends.peer.protocol import Note, Op, Welcome
 from kvstore.backends.peer.summary import Sample, pack
-from kvstore.codec.record import HEADER_BYTES
-from kvstore.codec.rows import address_of
 from kvstore.namespace import Namespace
 from kvstore.primary import PrimaryTier, Region
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
@@ -34,10 +30,11 @@ from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiers import open_tier
 from kvstore.types import BlockKey, Found, LookupResult, RequestContext, Source
 from tests.peer.directory_servers import Entry, admin_of, server_of
-from tests.peer.fake_peer import FakePeer, honest
+from tests.peer.fake_peer import FakePeer, honest, part
 from tests.peer.faults import BREAKS, LIES
 from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
+from tests.peer.wire import Wire
 from tests.redis.servers import running
 from tests.sizes import sized
 
@@ -62,7 +59,6 @@ def _short_distrust(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the pause after records that did not verify or memory that could not be read."""
     monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S", 0.02)
     monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S_MAX", 0.2)
-    monkeypatch.setattr("kvstore.backends.peer.client._NIXL_PAUSE_S", 0.02)
 
 
 class Engine:
@@ -144,7 +140,7 @@ def announcing(then: Callable[..., None]) -> Callable[..., None]:
     """Answer every other lookup with "all blocks are coming", and do something else in between."""
     lookups = itertools.count()
 
-    def answer(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
+    def answer(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
         if op is Op.LOOKUP and next(lookups) % 2 == 0:
             sock.sendall(bytes([Found.COMING]) * len(keys))
         elif op is Op.HAND_OVERS:
@@ -155,20 +151,21 @@ def announcing(then: Callable[..., None]) -> Callable[..., None]:
     return answer
 
 
-def one_bit(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
+def one_bit(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
     """Flip one random bit of the answer."""
     if op is Op.LOOKUP:
         honest(peer, sock, op, keys)
         return
-    record = b"".join([protocol.pack_part(protocol.Part.RECORD, 256 + SLOT_BYTES) + peer.record(key) for key in keys])
-    data = bytearray(record)
+    frames = [bytearray(part(peer.record(key))) for key in keys]
+    data = random.choice(frames)
     data[random.randrange(len(data))] ^= 1 << random.randrange(8)
-    sock.sendall(data)
+    for frame in frames:
+        sock.sendall(frame)
 
 
 def version(number: int) -> Callable[[socket.socket], None]:
     """Greet with another protocol version."""
-    greeting = bytearray(protocol.pack_greeting(Greeting(bytes(32), bytes(32))))
+    greeting = bytearray(protocol.pack_welcome(Welcome(bytes(32), Note(0))))
     greeting[8] = number
 
     def greets(sock: socket.socket) -> None:
@@ -187,149 +184,37 @@ FAKES: dict[str, dict[str, Any]] = {
     **{name: {"answer": answer} for name, answer in {**LIES, **BREAKS}.items()},
     "one bit": {"answer": one_bit},
     "half-open": {"greets": silent},
-    "older version": {"greets": version(1)},
-    "newer version": {"greets": version(3)},
+    "older version": {"greets": version(2)},
+    "newer version": {"greets": version(4)},
     "wrong secret": {"secret": b"another secret of fakes"},
     "coming, then closed": {"answer": announcing(BREAKS["early close"]), "coming": True},
     "coming, then silent": {"answer": announcing(BREAKS["stall"]), "coming": True},
 }
 
 
-@pytest.mark.parametrize(
-    ("fault", "transport"),
-    [
-        *((fault, "tcp") for fault in FAKES),
-        *((fault, "nixl") for fault in ("half-open", "older version", "newer version", "wrong secret")),
-    ],
-)
-def test_requests_beside_a_peer_that_misbehaves(fault: str, transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", FAKES)
+def test_requests_beside_a_peer_that_misbehaves(fault: str, tmp_path: Path) -> None:
     """Faults of the protocol or of the bytes."""
     fields = dict(FAKES[fault])
     coming = fields.pop("coming", False)
-    with FakePeer(Namespace(FIELDS), SLOT_BYTES) as fake, Serving(tmp_path, transport=transport) as healthy:
+    with FakePeer(Namespace(FIELDS), SLOT_BYTES) as fake, Serving(tmp_path) as healthy:
         for name, value in fields.items():
             setattr(fake, name, value)
         source = Source(fake.address, b"r") if coming else None
         # A request that waits for announced blocks is resumed after the pause of failed blocks.
         more = {"negative_ttl": "5s"} if coming else {}
-        engine = Engine(healthy.address, fake.address, transport=transport, **more)
-        run(f"{transport}, {fault}", engine, lambda number, rng: None, source=source)
+        engine = Engine(healthy.address, fake.address, **more)
+        run(fault, engine, lambda number, rng: None, source=source)
 
 
-class LentRows:
-    """Rows that a fake peer lends by NIXL; lookups and loads are answered correctly.
-
-    Args:
-        spoil: Changes the record of a key before its row is lent.
-        then: Replaces the wait for the rows' return.
-        metadata: Replaces the metadata of the memory.
-    """
-
-    def __init__(
-        self,
-        spoil: Callable[[FakePeer, bytes, bytearray], None] = lambda peer, key, record: None,
-        then: Callable[[FakePeer, socket.socket, memoryview], None] | None = None,
-        metadata: bytes | None = None,
-    ) -> None:
-        self._rows = memoryview(mmap.mmap(-1, 256 * SLOT_BYTES))
-        self._memory = SharedMemory(self._rows)
-        self._spoil, self._then = spoil, then
-        self._metadata = self._memory.metadata if metadata is None else metadata
-        self._used = 0
-
-    def __call__(self, peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
-        """Answer one request."""
-        if op is Op.MEMORY:
-            sock.sendall(protocol.pack_metadata(self._metadata))
-            return
-        if op is not Op.LEND:
-            honest(peer, sock, op, keys)
-            return
-        for key in keys:
-            record = bytearray(peer.record(key))
-            self._spoil(peer, key, record)
-            self._used = (self._used + 1) % 256
-            row = self._rows[self._used * SLOT_BYTES :][: len(record) - HEADER_BYTES]
-            row[:] = record[HEADER_BYTES:]
-            head = protocol.pack_part(Part.LENT, len(record)) + protocol.pack_address(address_of(row))
-            sock.sendall(head + record[:HEADER_BYTES])
-        if self._then is not None:
-            self._then(peer, sock, self._rows)
-        else:
-            sock.recv(1)
-
-
-def bit_of_row(peer: FakePeer, key: bytes, record: bytearray) -> None:
-    """Flip one bit of the header or the row."""
-    record[random.randrange(len(record))] ^= 1 << random.randrange(8)
-
-
-def half(peer: FakePeer, key: bytes, record: bytearray) -> None:
-    """Cut off the second half."""
-    del record[len(record) // 2 :]
-
-
-def doubled(peer: FakePeer, key: bytes, record: bytearray) -> None:
-    """Repeat the first 100 bytes."""
-    record[:] = (record[:100] + record)[: len(record)]
-
-
-def overwrite(peer: FakePeer, sock: socket.socket, rows: memoryview) -> None:
-    """Overwrite the rows before they are returned."""
-    rows[:] = random.randbytes(4096) * (rows.nbytes // 4096)
-    sock.recv(1)
-
-
-def abandon(peer: FakePeer, sock: socket.socket, rows: memoryview) -> None:
-    """Close the connection before the rows are returned, and reuse them."""
-    sock.shutdown(socket.SHUT_RDWR)
-    rows[:] = random.randbytes(4096) * (rows.nbytes // 4096)
-
-
-def hold(peer: FakePeer, sock: socket.socket, rows: memoryview) -> None:
-    """Stop receiving."""
-    peer.released.wait(60)
-    raise EOFError
-
-
-LENDERS: dict[str, Callable[[], LentRows]] = {
-    "honest": LentRows,
-    "one bit": lambda: LentRows(bit_of_row),
-    "shorter": lambda: LentRows(half),
-    "duplicated": lambda: LentRows(doubled),
-    "wrong block": lambda: LentRows(lambda peer, key, record: _replace(record, peer.record(key, of=b"another"))),
-    "wrong namespace": lambda: LentRows(
-        lambda peer, key, record: _replace(record, peer.record(key, namespace=Namespace({"suite": "other"})))
-    ),
-    "overwritten rows": lambda: LentRows(then=overwrite),
-    "closed": lambda: LentRows(then=abandon),
-    "stall": lambda: LentRows(then=hold),
-    "wrong metadata": lambda: LentRows(metadata=b"no metadata at all"),
-}
-
-
-def _replace(record: bytearray, other: bytes) -> None:
-    record[:] = other
-
-
-@pytest.mark.parametrize("fault", LENDERS)
-def test_requests_beside_a_lender_that_misbehaves(fault: str, tmp_path: Path) -> None:
-    """Faults of rows that are read by NIXL."""
-    with FakePeer(Namespace(FIELDS), SLOT_BYTES) as fake, Serving(tmp_path, transport="nixl") as healthy:
-        fake.answer = LENDERS[fault]()
-        engine = Engine(healthy.address, fake.address, transport="nixl")
-        run(f"nixl, {fault}", engine, lambda number, rng: None)
-
-
-@pytest.mark.parametrize("transport", ["tcp", "nixl"])
 @pytest.mark.parametrize("fault", ["killed", "stopped", "restarted"])
-def test_requests_beside_a_peer_that_fails(fault: str, transport: str, tmp_path: Path) -> None:
+def test_requests_beside_a_peer_that_fails(fault: str, tmp_path: Path) -> None:
     """Faults of the process."""
     with ExitStack() as stack:
         for name in ("healthy", "faulty"):
             (tmp_path / name).mkdir()
-        healthy = stack.enter_context(Serving(tmp_path / "healthy", transport=transport))
-        faulty = stack.enter_context(Serving(tmp_path / "faulty", transport=transport))
+        healthy = stack.enter_context(Serving(tmp_path / "healthy"))
+        faulty = stack.enter_context(Serving(tmp_path / "faulty"))
         stack.callback(faulty.go_on)  # Killing also works on a stopped process; resuming it ends the wait for its exit.
         state = {"down": False}
 
@@ -347,7 +232,7 @@ def test_requests_beside_a_peer_that_fails(fault: str, transport: str, tmp_path:
                 faulty.start()
             state["down"] = not state["down"]
 
-        run(f"{transport}, {fault}", Engine(healthy.address, faulty.address, transport=transport), act)
+        run(fault, Engine(healthy.address, faulty.address), act)
         if fault == "killed" and state["down"]:
             faulty.start()
 

@@ -11,12 +11,12 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry, RecordRead
 from kvstore.backends.peer import PeerBackend, PeerConfig, protocol
-from kvstore.backends.peer.protocol import Greeting, Op
+from kvstore.backends.peer.protocol import Note, Op, Welcome
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.namespace import Namespace
 from kvstore.testing.tier_rig import TierRig
 from kvstore.types import Found, LookupResult, Outcome, RequestContext, Source
-from tests.peer.fake_peer import Answer, FakePeer, honest, on_load, part, receive
+from tests.peer.fake_peer import Answer, FakePeer, honest, on_load, part
 from tests.peer.faults import (
     BREAKS,
     LIES,
@@ -25,6 +25,7 @@ from tests.peer.faults import (
 )
 from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
+from tests.peer.wire import Wire, receive
 
 NAMESPACE = Namespace(FIELDS)
 QUICK = {"lookup_timeout": "1s", "load_timeout": 2, "timeout": "500ms", "connect_timeout": "500ms"}
@@ -60,7 +61,7 @@ def test_what_does_not_verify_is_not_loaded(fake: FakePeer, answer: Answer) -> N
 async def test_a_record_longer_than_a_block_is_corrupt(fake: FakePeer) -> None:
     """With one byte too many a block is CORRUPT, and the rest of the answer is not received."""
 
-    def longer(peer: FakePeer, sock: socket.socket, keys: list[bytes]) -> None:
+    def longer(peer: FakePeer, sock: Wire, keys: list[bytes]) -> None:
         for key in keys:
             sock.sendall(part(peer.record(key) + b"x"))
 
@@ -144,7 +145,7 @@ def test_more_than_was_asked_for_closes_the_connection(fake: FakePeer) -> None:
 async def test_what_nobody_asked_for_closes_an_idle_connection(fake: FakePeer) -> None:
     """Bytes after the answer to a lookup are not the answer to the next one: the connection is not reused."""
 
-    def more(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
+    def more(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
         sock.sendall(b"\1" * len(keys) + b"\0" * 100)
 
     fake.answer = more
@@ -169,16 +170,16 @@ async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
     with FakePeer() as one, FakePeer() as two, FakePeer() as three:
         try:
-            assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [])
+            assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [Found.ABSENT])
             (first,) = backend._named.values()
             for peer in (two, three):
-                assert await backend.exists_at([b"key"], [Source(peer.address)]) == ([Found.THERE], [])
+                assert await backend.exists_at([b"key"], [Source(peer.address)]) == ([Found.THERE], [Found.ABSENT])
             assert backend.stats().gauges["peers"] == 2
             async with asyncio.timeout(20):
                 while not all(pipe.closed for pipe in first._pipes):
                     await asyncio.sleep(0.001)
             assert not first.admits()
-            assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [])
+            assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [Found.ABSENT])
         finally:
             await backend.close()
 
@@ -186,8 +187,8 @@ async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_single_bytes_make_whole_blocks(fake: FakePeer) -> None:
     """An answer that arrives in single bytes is assembled correctly."""
 
-    def in_bytes(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def in_bytes(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
+        sock.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         answer = b"\1" * len(keys) if op is Op.LOOKUP else b"".join([part(peer.record(key)) for key in keys])
         for byte in answer:
             sock.sendall(bytes([byte]))
@@ -203,8 +204,8 @@ def test_single_bytes_make_whole_blocks(fake: FakePeer) -> None:
 GREETINGS = {
     "nothing": lambda sock: sock.recv(1),
     "garbage": lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(200)),
-    "another secret": lambda sock: sock.sendall(protocol.pack_greeting(Greeting(bytes(32), bytes(32)))),
-    "another version": lambda sock: sock.sendall(b"\x89kvpeer\n\3\0" + bytes(70)),
+    "another secret": lambda sock: sock.sendall(protocol.pack_welcome(Welcome(bytes(32), Note(0)))),
+    "another version": lambda sock: sock.sendall(b"\x89kvpeer\n\2\0" + bytes(70)),
     "silence": lambda sock: receive(sock, 10_000),
 }
 
@@ -322,7 +323,7 @@ def test_a_request_names_a_peer(serving: Serving) -> None:
         named = RequestContext("request-1", source=Source(serving.address), since=rig.tier._clock())
         assert rig.lookup(key_of(0), named) is LookupResult.HIT
         assert rig.load([key_of(0)], named).success
-    with rig_of("127.0.0.1:1", slot_bytes=SLOT_BYTES, request_peers=["10.0.0.0/8"]) as rig:
+    with rig_of("127.0.0.1:1", slot_bytes=SLOT_BYTES, request_peers=["127.0.0.2"]) as rig:
         named = RequestContext("request-2", source=Source(serving.address), since=rig.tier._clock())
         assert rig.lookup(key_of(0), named) is LookupResult.MISS
 

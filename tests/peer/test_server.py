@@ -8,19 +8,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.peer import PeerBackend, PeerConfig, protocol
-from kvstore.backends.peer.protocol import Greeting, Op, Part
+from kvstore.backends.peer.protocol import Address, Agreement, FrameMac, Hello, Op, Part, Welcome
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
 from kvstore.errors import BackendUnavailableError
 from kvstore.namespace import Namespace
 from kvstore.primary import PrimaryTier
 from kvstore.primary.lending import Lender
-from kvstore.primary.tier import SlotState
 from tests.peer.ports import free_port
+from tests.peer.wire import hello_of
 
 NAMESPACE = Namespace({"suite": "peer"})
 SLOT_BYTES = 1 << 20
@@ -72,30 +71,59 @@ class Client:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
+        self.sent, self.received = FrameMac(b""), FrameMac(b"")
 
-    async def greet(self, secret: str = SECRET, namespace: Namespace = NAMESPACE) -> None:
+    async def greet(
+        self, secret: str = SECRET, namespace: Namespace = NAMESPACE, dialled: Address | None = None
+    ) -> Welcome:
         """Greet as a client of this version does."""
-        hello = protocol.pack_greeting(Greeting(os.urandom(32), namespace.digest))
+        dialled = dialled or protocol.address_of(*self.writer.get_extra_info("peername")[:2])
+        hello = protocol.pack_hello(Hello(os.urandom(32), namespace.digest, dialled))
         self.writer.write(hello)
-        welcome = protocol.read_greeting(await self.reader.readexactly(protocol.GREETING_BYTES))
-        self.writer.write(protocol.client_proof(secret.encode(), hello, welcome.nonce))
+        data = await self.reader.readexactly(protocol.WELCOME_BYTES)
+        agreement = Agreement(secret.encode(), hello, data, b"")
+        self.writer.write(agreement.client_proof)
+        self.sent, self.received = agreement.questions(), agreement.answers()
+        return protocol.read_welcome(data)
+
+    def ask(self, op: Op, keys: list[bytes]) -> None:
+        """Send a question."""
+        self.write(protocol.pack_question(op, keys))
+
+    def write(self, frame: bytes) -> None:
+        """Send a frame."""
+        self.sent.update(frame)
+        self.writer.write(frame + self.sent.end())
+
+    async def receive(self, count: int, *, to_the_end: bool = True) -> bytes:
+        """Receive some bytes of a frame; check it after the last ones."""
+        data = await self.reader.readexactly(count)
+        self.received.update(data)
+        if to_the_end:
+            assert await self.reader.readexactly(self.received.tag_bytes) == self.received.end()
+        return data
+
+    async def receive_part(self) -> bytes | int:
+        """Receive a part of the answer to a load: a record, or the number of absent blocks."""
+        part, number = protocol.read_part(await self.receive(protocol.PART_BYTES, to_the_end=False))
+        data = await self.receive(number if part is Part.RECORD else 0)
+        return data if part is Part.RECORD else number
 
     async def load(self, key: bytes, namespace: Namespace = NAMESPACE) -> bytes | None:
         """Load one block and verify it; None if it is absent."""
-        self.writer.write(protocol.pack_question(Op.LOAD, [key]))
-        part, length = protocol.read_part(await self.reader.readexactly(protocol.PART_BYTES))
-        if part is Part.ABSENT:
+        self.ask(Op.LOAD, [key])
+        answer = await self.receive_part()
+        if isinstance(answer, int):
             return None
-        record = bytearray(await self.reader.readexactly(length))
-        view = memoryview(record)
+        view = memoryview(bytearray(answer))
         codec = RecordCodec(namespace, header_bytes=HEADER_BYTES)
-        codec.verify(key, view[:HEADER_BYTES], view[HEADER_BYTES:], length)
-        return bytes(record[HEADER_BYTES:])
+        codec.verify(key, view[:HEADER_BYTES], view[HEADER_BYTES:], len(answer))
+        return answer[HEADER_BYTES:]
 
     async def lookup(self, keys: list[bytes]) -> bytes:
         """Ask the server which blocks it holds."""
-        self.writer.write(protocol.pack_question(Op.LOOKUP, keys))
-        return await self.reader.readexactly(len(keys))
+        self.ask(Op.LOOKUP, keys)
+        return await self.receive(len(keys))
 
     async def is_closed(self) -> bool:
         """Wait for the end of the connection; False if data arrives instead."""
@@ -136,7 +164,7 @@ async def test_a_wrong_secret_gets_nothing() -> None:
         for secret in ("another secret of", ""):
             async with client_of(served) as client:
                 await client.greet(secret)
-                client.writer.write(protocol.pack_question(Op.LOAD, served.keys[:1]))
+                client.ask(Op.LOAD, served.keys[:1])
                 assert await client.is_closed()
         assert served.backend.stats().counters["served_connections_refused"] == 2
         assert served.backend.stats().counters["served_blocks_sent"] == 0
@@ -145,15 +173,15 @@ async def test_a_wrong_secret_gets_nothing() -> None:
 async def test_a_proof_can_not_be_sent_back() -> None:
     """Neither the server's own proof nor an earlier client's proof is accepted."""
     async with serving() as served:
-        hello = protocol.pack_greeting(Greeting(bytes(32), NAMESPACE.digest))
+        hello = hello_of(NAMESPACE.digest, served.port)
         heard = b""
         for is_echo in (True, False):
             async with client_of(served) as client:
                 client.writer.write(hello)
-                welcome = protocol.read_greeting(await client.reader.readexactly(protocol.GREETING_BYTES))
-                client.writer.write(welcome.content if is_echo else heard)
-                heard = protocol.client_proof(SECRET.encode(), hello, welcome.nonce)
-                client.writer.write(protocol.pack_question(Op.LOOKUP, served.keys))
+                data = await client.reader.readexactly(protocol.WELCOME_BYTES)
+                client.writer.write(protocol.read_welcome(data).proof if is_echo else heard)
+                heard = Agreement(SECRET.encode(), hello, data, b"").client_proof
+                client.ask(Op.LOOKUP, served.keys)
                 assert await client.is_closed()
 
 
@@ -165,14 +193,14 @@ async def test_another_namespace_gets_nothing() -> None:
         assert await client.load(served.keys[0]) is None
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 2, 4])
 async def test_another_version_is_answered_with_ours(version: int) -> None:
     """A client of an earlier or later version receives our version before the connection ends."""
     async with serving() as served, client_of(served) as client:
-        hello = bytearray(protocol.pack_greeting(Greeting(bytes(32), NAMESPACE.digest)))
+        hello = bytearray(hello_of(NAMESPACE.digest, served.port))
         hello[8] = version
-        client.writer.write(bytes(hello))
-        assert (await client.reader.readexactly(protocol.GREETING_BYTES))[8:10] == b"\2\0"
+        client.writer.write(bytes(hello[:80]))
+        assert (await client.reader.readexactly(80))[8:10] == b"\3\0"
         assert await client.is_closed()
 
 
@@ -193,7 +221,7 @@ async def test_what_is_no_question_ends_the_connection(data: bytes) -> None:
     async with serving(serve_connections=4) as served:
         async with client_of(served) as client:
             await client.greet()
-            client.writer.write(data)
+            client.write(data)
             client.writer.write_eof()
             with suppress(ConnectionError):
                 async with asyncio.timeout(20):
@@ -208,13 +236,11 @@ async def test_questions_may_come_before_the_answers() -> None:
     async with serving(timeout=20) as served, client_of(served) as client:
         await client.greet()
         for number in range(8):
-            client.writer.write(protocol.pack_question(Op.LOAD, [served.keys[number]] * 8))
+            client.ask(Op.LOAD, [served.keys[number]] * 8)
         for number in range(8):
             for _ in range(8):
-                part, length = protocol.read_part(await client.reader.readexactly(protocol.PART_BYTES))
-                assert part is Part.RECORD
-                record = await client.reader.readexactly(length)
-                assert record[HEADER_BYTES:] == bytes([65 + number]) * SLOT_BYTES
+                record = await client.receive_part()
+                assert isinstance(record, bytes) and record[HEADER_BYTES:] == bytes([65 + number]) * SLOT_BYTES
 
 
 async def test_a_silent_client_is_not_kept() -> None:
@@ -265,7 +291,7 @@ async def test_a_client_that_does_not_read_holds_one_row_for_a_while() -> None:
     """A client that requests every block and reads nothing holds one row, and none after the timeout."""
     async with serving() as served, client_of(served) as client:
         await client.greet()
-        client.writer.write(protocol.pack_question(Op.LOAD, served.keys * 8))
+        client.ask(Op.LOAD, served.keys * 8)
         await _until(lambda: served.lent == 1)
         while served.lent:
             assert served.lent == 1
@@ -282,7 +308,7 @@ async def test_rows_lent_are_a_share_of_the_tier() -> None:
         async with client_of(served) as one, client_of(served) as two, client_of(served) as three:
             for client in (one, two, three):
                 await client.greet()
-                client.writer.write(protocol.pack_question(Op.LOAD, served.keys * 8))
+                client.ask(Op.LOAD, served.keys * 8)
             await _until(lambda: served.lent == 2)
             for _ in range(20):
                 await asyncio.sleep(0)
@@ -294,21 +320,19 @@ async def test_a_block_that_is_evicted_while_it_is_sent() -> None:
     """The row of a block evicted while being sent stays unchanged to the end, and its slot is free afterwards."""
     async with serving(timeout=20) as served, client_of(served) as client:
         await client.greet()
-        client.writer.write(protocol.pack_question(Op.LOAD, [served.keys[0]] * 64))
+        client.ask(Op.LOAD, [served.keys[0]] * 64)
         await _until(lambda: served.lent == 1)
         assert served.primary.remove(served.keys[0])
         assert served.primary.stats().abandoned == 1
         new = [b"new"]
         assert served.primary.allocate(new) is not None
-        parts = []
-        while len(parts) < 64:
-            part, length = protocol.read_part(await client.reader.readexactly(protocol.PART_BYTES))
-            parts.append(part)
-            if part is Part.RECORD:
-                record = memoryview(bytearray(await client.reader.readexactly(length)))
-                codec = RecordCodec(NAMESPACE, header_bytes=HEADER_BYTES)
-                codec.verify(served.keys[0], record[:HEADER_BYTES], record[HEADER_BYTES:], length)
-        assert parts[-1] is Part.ABSENT
+        left = 64
+        while isinstance(answer := await client.receive_part(), bytes):
+            left -= 1
+            record = memoryview(bytearray(answer))
+            codec = RecordCodec(NAMESPACE, header_bytes=HEADER_BYTES)
+            codec.verify(served.keys[0], record[:HEADER_BYTES], record[HEADER_BYTES:], len(answer))
+        assert answer == left
         await _until(lambda: served.lent == 0)
         for slot in served.primary.loans.take_ended():
             served.primary.reclaim(slot)
@@ -339,89 +363,3 @@ async def _until(predicate: Any) -> None:
     async with asyncio.timeout(20):
         while not predicate():
             await asyncio.sleep(0.001)
-
-
-NIXL_ROWS = {"transport": "nixl", "serve_share": 0.5}
-"""The share allows four lent rows."""
-
-
-async def lend(client: Client, keys: list[bytes]) -> list[tuple[Part, bytes]]:
-    """Request rows; return for each block the part, and its header or record."""
-    client.writer.write(protocol.pack_question(Op.LEND, keys))
-    answers = []
-    for _ in keys:
-        part, length = protocol.read_part(await client.reader.readexactly(protocol.PART_BYTES))
-        follows = {Part.RECORD: length, Part.ABSENT: 0, Part.LENT: protocol.ADDRESS_BYTES + HEADER_BYTES}[part]
-        answers.append((part, await client.reader.readexactly(follows)))
-    return answers
-
-
-async def test_rows_are_lent_until_they_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most the share is lent; the rest is sent. A lent row outlives its block, and is free after the return."""
-    async with serving(**NIXL_ROWS) as served, client_of(served) as client:
-        sent: list[bytes] = []
-        monkeypatch.setattr(served.lender, "note_sent", sent.append)
-        await client.greet()
-        answers = await lend(client, [*served.keys[:2], b"unknown", *served.keys[2:6]])
-        kinds = [part for part, _ in answers]
-        assert kinds == [Part.LENT] * 2 + [Part.ABSENT] + [Part.LENT] * 2 + [Part.RECORD] * 2
-        assert served.lent == 4
-        assert sent == served.keys[4:6], "a lent row has not been sent yet"
-        view = memoryview(served.memory)
-        base = np.frombuffer(view, np.uint8).ctypes.data
-        codec = RecordCodec(NAMESPACE, header_bytes=HEADER_BYTES)
-        for key, (part, data) in zip(served.keys[:2], answers[:2], strict=True):
-            assert part is Part.LENT
-            start = protocol.read_address(data[: protocol.ADDRESS_BYTES]) - base
-            header = memoryview(bytearray(data[protocol.ADDRESS_BYTES :]))
-            codec.verify(key, header, view[start : start + SLOT_BYTES], HEADER_BYTES + SLOT_BYTES)
-        slot = served.primary.slot_of(served.keys[0])
-        assert slot is not None and served.primary.remove(served.keys[0])
-        assert served.primary.state_of(slot) is SlotState.ABANDONED
-        assert served.primary.loans.take_ended() == []
-        client.writer.write(protocol.RETURNED)
-        assert await client.lookup([served.keys[1]]) == b"\1"
-        assert served.lent == 0
-        assert served.primary.loans.take_ended() == [slot]
-        assert sent == [*served.keys[4:6], *served.keys[:4]]
-        assert served.backend.stats().counters["served_blocks_lent"] == 4
-        view.release()
-
-
-async def test_rows_that_are_not_returned() -> None:
-    """The connection is closed after the time that sending would take, or at an invalid byte; no row stays lent."""
-    async with serving(**NIXL_ROWS, bytes_per_second_min=100 << 20) as served:
-        async with client_of(served) as client:
-            await client.greet()
-            await lend(client, served.keys[:3])
-            assert served.lent == 3
-            assert await client.is_closed()
-            assert served.lent == 0
-        async with client_of(served) as client:
-            await client.greet()
-            await lend(client, served.keys[:3])
-            client.writer.write(b"\1")
-            assert await client.is_closed()
-        assert served.backend.stats().counters["served_blocks_lent"] == 0
-
-
-async def test_memory_is_described_to_who_may_read_it() -> None:
-    """The memory is described only to clients of the namespace, for a known transport, and with NIXL."""
-
-    async def metadata(client: Client, name: bytes = protocol.NIXL) -> bytes:
-        client.writer.write(protocol.pack_question(Op.MEMORY, [name]))
-        length = protocol.read_length(await client.reader.readexactly(protocol.LENGTH_BYTES))
-        return await client.reader.readexactly(length)
-
-    async with serving(**NIXL_ROWS) as served, client_of(served) as client, client_of(served) as stranger:
-        await client.greet()
-        assert await metadata(client)
-        assert not await metadata(client, b"carrier pigeon")
-        await stranger.greet(namespace=Namespace({"suite": "other"}))
-        assert not await metadata(stranger)
-        assert await lend(stranger, served.keys[:2]) == [(Part.ABSENT, b"")] * 2
-    async with serving() as served, client_of(served) as client:
-        await client.greet()
-        assert not await metadata(client)
-        assert [part for part, _ in await lend(client, served.keys[:2])] == [Part.RECORD] * 2
-        assert await client.lookup([served.keys[0]]) == b"\1", "nothing has to be returned"

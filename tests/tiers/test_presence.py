@@ -184,13 +184,14 @@ def test_an_absence_from_before_a_request_named_its_source_does_not_count() -> N
 
 
 def test_requests_of_one_step_may_name_different_sources() -> None:
-    """If two requests look up a block in one step, each with its own source, both sources are queried."""
+    """Requests that look up a block in one step, each with another source or none, do not share a question."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     assert existence.wants_answer(b"a", 0.0, ONE)
     assert existence.wants_answer(b"a", 0.0, TWO)
-    (question,) = existence.take_questions(0.0)
-    assert question.sources == (ONE, TWO)
-    assert existence.wants_answer(b"a", 0.1, THREE)
+    assert existence.wants_answer(b"a", 0.0)
+    asked = [(question.keys, question.sources) for question in existence.take_questions(0.0)]
+    assert asked == [((b"a",), (ONE,)), ((b"a",), (TWO,)), ((b"a",), ())]
+    assert existence.wants_answer(b"a", 0.1, TWO)
     assert existence.take_questions(0.1) == []
 
 
@@ -204,29 +205,44 @@ def test_the_number_of_open_questions_is_bounded(monkeypatch: pytest.MonkeyPatch
     assert existence.wants_answer(b"c", 0.1)
 
 
-def test_the_sources_of_a_question_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A further source is queried in the next step, when its request looks up the block again."""
-    monkeypatch.setattr("kvstore.tiers.presence._QUESTION_SOURCES_MAX", 1)
+@pytest.mark.parametrize(("limit", "second"), [("_QUESTION_SOURCES_MAX", Source("one", b"2")), ("_ADDRESSES_MAX", TWO)])
+def test_the_sources_of_a_step_are_bounded(limit: str, second: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further source or address is queried in the next step, when its request looks up the block again."""
+    monkeypatch.setattr(f"kvstore.tiers.presence.{limit}", 1)
     existence = Existence(timeout_s=1, error_pause_s=1)
-    assert existence.wants_answer(b"a", 0, ONE)
-    assert existence.wants_answer(b"b", 0, TWO)
+    first = Source("one", b"1")
+    assert existence.wants_answer(b"a", 0, first)
+    assert existence.wants_answer(b"b", 0, second)
     (question,) = existence.take_questions(0)
-    assert (question.keys, question.sources) == ((b"a",), (ONE,))
-    assert existence.wants_answer(b"b", 0, TWO)
+    assert (question.keys, question.sources) == ((b"a",), (first,))
+    assert existence.wants_answer(b"b", 0, second)
     (question,) = existence.take_questions(0)
-    assert (question.keys, question.sources) == ((b"b",), (TWO,))
+    assert (question.keys, question.sources) == ((b"b",), (second,))
 
 
-def test_the_engines_of_a_question_are_bounded_apart_from_their_hand_overs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many hand-overs of one engine share a query; a further engine is queried in the next step."""
-    monkeypatch.setattr("kvstore.tiers.presence._QUESTION_ADDRESSES_MAX", 1)
+def test_hand_overs_of_one_engine_share_a_question() -> None:
+    """Many requests of one step that name the same engine cost one question."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     sources = [Source("one", b"%d" % number) for number in range(20)]
     for number, source in enumerate(sources):
         assert existence.wants_answer(b"%d" % number, 0, source)
-    assert existence.wants_answer(b"last", 0, TWO)
     (question,) = existence.take_questions(0)
     assert question.sources == tuple(sources) and len(question.keys) == 20
+
+
+def test_a_failure_elsewhere_does_not_end_the_wait_for_a_source() -> None:
+    """While a source waits for its hand-over, an unknown answer of the others counts for requests without it only."""
+    existence = Existence(timeout_s=1, error_pause_s=1)
+    ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
+    for now, state in ((5.0, Found.COMING), (6.0, Found.ABSENT)):
+        assert existence.wants_answer(b"a", now, ONE)
+        (question,) = existence.take_questions(now)
+        answered = existence.answered(question.question_id, bytes((Found.UNKNOWN,)), now, bytes((state,)))
+        assert answered == ([], [], []), "unknown to this request only"
+        assert existence.is_open(b"a", now + 0.1, ctx) is (state is Found.COMING)
+    # The block may be elsewhere, so it is a miss, and queried again after a pause.
+    assert existence.has_failed(b"a", 6.9, ONE) and not existence.has_failed(b"a", 7.1, ONE)
+    assert not existence.has_failed(b"a", 6.9, TWO) and not existence.has_failed(b"a", 6.9, None)
 
 
 def test_only_the_blocks_of_a_hand_over_are_waited_for_on_its_account() -> None:
@@ -238,7 +254,7 @@ def test_only_the_blocks_of_a_hand_over_are_waited_for_on_its_account() -> None:
     for source in (early, late):
         assert existence.wants_answer(b"a", 5.0, source)
     (question,) = existence.take_questions(5.0)
-    existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.1, [late])
+    existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.1, bytes((Found.ABSENT, Found.COMING)))
     assert existence.is_open(b"a", 5.2, waits)
     assert not existence.is_open(b"a", 5.2, lost)
     # Answers found for other requests don't answer a request whose source has not been queried.
@@ -247,7 +263,7 @@ def test_only_the_blocks_of_a_hand_over_are_waited_for_on_its_account() -> None:
     assert existence.wants_answer(b"a", 5.2, new.source)
     (question,) = existence.take_questions(5.2)
     assert question.sources == (new.source,)
-    existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.3, [])
+    existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.3, bytes((Found.ABSENT,)))
     assert not existence.is_open(b"a", 5.4, new)
     assert existence.is_open(b"a", 5.4, waits)
     assert not existence.is_open(b"a", 60.0, waits)
@@ -261,13 +277,13 @@ def test_a_block_looked_up_before_its_hand_over_was_known_is_looked_up_again() -
     for key in (b"a", b"b"):
         assert existence.wants_answer(key, 5.0, ONE)
         questions += existence.take_questions(5.0)
-    existence.answered(questions[0].question_id, bytes((Found.ABSENT,)), 5.1, [ONE])
-    existence.answered(questions[1].question_id, bytes((Found.ABSENT,)), 5.1, [])
+    existence.answered(questions[0].question_id, bytes((Found.ABSENT,)), 5.1, bytes((Found.COMING,)))
+    existence.answered(questions[1].question_id, bytes((Found.ABSENT,)), 5.1, bytes((Found.ABSENT,)))
     assert existence.is_open(b"a", 5.2, ctx)
     assert not existence.is_open(b"b", 5.2, ctx)
     assert existence.wants_answer(b"a", 5.2, ONE)
     (question,) = existence.take_questions(5.2)
-    existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.3, [])
+    existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.3, bytes((Found.ABSENT,)))
     assert not existence.is_open(b"a", 5.4, ctx)
 
 
@@ -285,7 +301,7 @@ def test_a_block_to_come_is_looked_up_every_20_ms_at_most() -> None:
     existence = Existence(timeout_s=1, error_pause_s=1)
     assert existence.wants_answer(b"a", 0.0, ONE)
     (question,) = existence.take_questions(0.0)
-    existence.answered(question.question_id, bytes((Found.COMING,)), 1.0)
+    existence.answered(question.question_id, bytes((Found.COMING,)), 1.0, bytes((Found.ABSENT,)))
     assert existence.wants_answer(b"a", 1.01, ONE) and not existence.unasked
     assert existence.wants_answer(b"a", 1.03, ONE) and existence.unasked
 
@@ -294,11 +310,11 @@ def test_a_source_that_learns_of_its_hand_over_later_is_waited_for() -> None:
     """A router may send a request to the decoding engine first, before the other engine has the hand-over."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
-    for now, waiting in ((0.1, []), (0.5, [ONE])):
+    for now, state in ((0.1, Found.ABSENT), (0.5, Found.COMING)):
         assert existence.is_open(b"a", now, ctx)
         assert existence.wants_answer(b"a", now, ONE)
         (question,) = existence.take_questions(now)
-        existence.answered(question.question_id, bytes((Found.ABSENT,)), now, waiting)
+        existence.answered(question.question_id, bytes((Found.ABSENT,)), now, bytes((state,)))
     assert existence.is_open(b"a", 5.0, ctx)
 
 
@@ -308,7 +324,7 @@ def test_a_source_may_be_given_more_time_to_learn_of_its_hand_over() -> None:
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0, unheard_s=4.0)
     assert existence.wants_answer(b"a", 0.1, ONE)
     (question,) = existence.take_questions(0.1)
-    existence.answered(question.question_id, bytes((Found.ABSENT,)), 0.1)
+    existence.answered(question.question_id, bytes((Found.ABSENT,)), 0.1, bytes((Found.ABSENT,)))
     assert existence.is_open(b"a", 3.9, ctx)
     assert not existence.is_open(b"a", 4.1, ctx)
 
@@ -320,7 +336,7 @@ def test_the_sources_remembered_for_a_block_are_bounded() -> None:
         source = Source("one", b"%d" % number)
         assert existence.wants_answer(b"a", float(number), source)
         (question,) = existence.take_questions(float(number))
-        existence.answered(question.question_id, bytes((Found.ABSENT,)), number + 0.1)
+        existence.answered(question.question_id, bytes((Found.ABSENT,)), number + 0.1, bytes((Found.ABSENT,)))
         ctx = RequestContext("r", source=source, since=number - 5.0, patience_s=60.0)
         assert not existence.is_open(b"a", number + 0.2, ctx)
     (answer,) = existence._open.values()
@@ -334,9 +350,9 @@ def test_a_block_whose_source_failed_is_not_waited_for(answer: bytes) -> None:
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
     assert existence.wants_answer(b"a", 0.0, ONE)
     (question,) = existence.take_questions(0.0)
-    existence.answered(question.question_id, bytes((Found.COMING,)), 0.1)
+    existence.answered(question.question_id, bytes((Found.COMING,)), 0.1, bytes((Found.ABSENT,)))
     assert existence.is_open(b"a", 0.2, ctx)
     assert existence.wants_answer(b"a", 0.2, ONE)
     (question,) = existence.take_questions(0.2)
-    existence.answered(question.question_id, answer, 0.3)
+    existence.answered(question.question_id, answer, 0.3, answer)
     assert not existence.is_open(b"a", 0.4, ctx)

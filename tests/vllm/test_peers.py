@@ -50,7 +50,7 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def first(start: Start, port: int) -> Engine:
     """An engine that serves its blocks."""
-    return start(offloading=offloading(listen=f"127.0.0.1:{port}", transport="nixl"))
+    return start(offloading=offloading(listen=f"127.0.0.1:{port}"))
 
 
 @pytest.fixture(scope="module")
@@ -59,27 +59,15 @@ def expected(plain: Engine) -> Callable[[int], list[list[int]]]:
     return lambda seed: tokens_of(plain.ask(*prompts(seed)))
 
 
-@pytest.mark.parametrize("transport", ["tcp", "nixl"])
-def test_a_second_engine_loads_what_the_first_computed(
-    start: Start, first: Engine, port: int, expected: Any, transport: str
-) -> None:
+def test_a_second_engine_loads_what_the_first_computed(start: Start, first: Engine, port: int, expected: Any) -> None:
     """Blocks are loaded from an idle engine's memory, by a static list; outputs equal those without offloading."""
-    seed = {"tcp": 1, "nixl": 10}[transport]
-    computed = first.ask(*prompts(seed))
+    computed = first.ask(*prompts(1))
     assert cached_of(computed) == [0] * len(LENGTHS)
-    second = start(offloading=offloading(peers=[f"127.0.0.1:{port}"], transport=transport))
-    loaded = second.ask(*prompts(seed))
+    second = start(offloading=offloading(peers=[f"127.0.0.1:{port}"]))
+    loaded = second.ask(*prompts(1))
     assert cached_of(loaded) == ALL_CACHED
-    assert tokens_of(loaded) == tokens_of(computed) == expected(seed)
-    read = sum(ALL_CACHED) // BLOCK_TOKENS if transport == "nixl" else 0
+    assert tokens_of(loaded) == tokens_of(computed) == expected(1)
     assert first.call("tier_errors") == second.call("tier_errors") == 0
-
-    def count() -> int:
-        # Counters are updated by steps.
-        second.ask(prompt(997, 320))
-        return int(second.call("backend_counters")["blocks_by_nixl"])
-
-    eventually(lambda: count() == read, 60, "the count of blocks")
     # Blocks that neither has are computed, and no request waits for them.
     assert cached_of(second.ask(prompt(999, 320))) == [0]
     second.close()
@@ -140,7 +128,8 @@ def test_a_request_names_its_source(start: Start, first: Engine, port: int, expe
 def test_an_engine_that_dies_in_the_middle_of_a_load(start: Start, expected: Any) -> None:
     """The serving engine is killed when half of the blocks have arrived: the other one computes, and continues."""
     serving_port = free_port()
-    dying = start(offloading=offloading(listen=f"127.0.0.1:{serving_port}"))
+    # On all addresses, because the other one connects through a proxy.
+    dying = start(offloading=offloading(listen=f"0.0.0.0:{serving_port}"))
     dying.ask(*prompts(3))
     with cut_after(serving_port, 400_000, dying.kill) as (proxy_port, was_cut):
         second = start(offloading=offloading(peers=[f"127.0.0.1:{proxy_port}"], connections=1, timeout=2))

@@ -7,14 +7,13 @@ import logging
 import ssl
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.peer.client import Peer, PeerCounters, PeerError
 from kvstore.backends.peer.config import PeerConfig, endpoint_of
 from kvstore.backends.peer.directory import Directory, DirectoryCounters
-from kvstore.backends.peer.nixl import NixlReader, SharedMemory
 from kvstore.backends.peer.server import PeerServer, ServerCounters
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.bounded import BoundedDict
@@ -49,6 +48,23 @@ _RETRY_SHARE: Final = 0.1
 another peer has the block."""
 
 
+@dataclass(slots=True)
+class _Search:
+    """Answers of several peers.
+
+    Attributes:
+        found: The best answer about each block that is there or coming.
+        waiting: Hand-overs whose blocks the named peer does not know yet.
+        answered: Peers that answered.
+        error: Error of a peer that did not, or an empty string.
+    """
+
+    found: dict[BlockKey, Found] = field(default_factory=dict)
+    waiting: set[bytes] = field(default_factory=set)
+    answered: set[Peer] = field(default_factory=set)
+    error: str = ""
+
+
 class PeerBackend(Backend):
     """Loads blocks from other engines, and serves them the blocks of our own primary tier.
 
@@ -68,8 +84,6 @@ class PeerBackend(Backend):
         self.config: PeerConfig = config
         self._source: Lender | None = None
         self._server: PeerServer | None = None
-        self._memory: SharedMemory | None = None
-        self._reader: NixlReader | None = None
         self._namespace: Namespace | None = None
         self._context: ssl.SSLContext | None = None
         self._listed: list[Peer] = []
@@ -93,8 +107,8 @@ class PeerBackend(Backend):
         """Listen, if configured. Connections to peers are opened on first use.
 
         Raises:
-            ConfigError: There is no primary tier to serve, a certificate can't be used, or NIXL is not installed.
-            BackendUnavailableError: The listening address is not available, or NIXL does not work.
+            ConfigError: There is no primary tier to serve, or a certificate can't be used.
+            BackendUnavailableError: The listening address is not available.
         """
         config = self.config
         if config.tls:
@@ -108,16 +122,9 @@ class PeerBackend(Backend):
                     "'listen' serves blocks of kvstore's own primary tier, and there is none. Use kvstore's manager "
                     "(KVStoreOffloadingSpec without 'manager': 'vllm'), or leave out 'listen'."
                 )
-            if config.transport == "nixl":
-                # Pinning a large memory takes seconds.
-                self._memory = await asyncio.to_thread(SharedMemory, self._source.memory)
-            self._server = PeerServer(
-                config, self._source, namespace, self._served, geometry.payload_bytes_max, self._memory
-            )
+            self._server = PeerServer(config, self._source, namespace, self._served, geometry.payload_bytes_max)
             await self._server.open()
             logger.info("Serving blocks to peers on %s", config.listen)
-        if config.transport == "nixl":
-            self._reader = NixlReader(geometry.payload_bytes_max)
         self._namespace = namespace
         self._listed = [self._peer(endpoint_of(address)) for address in config.peers if address != config.listen]
         if config.directory is not None:
@@ -131,10 +138,6 @@ class PeerBackend(Backend):
         peers = [*self._listed, *self._named.values(), *self._found.values()]
         self._listed, server, self._server = [], self._server, None
         directory, self._directory = self._directory, None
-        memory, self._memory = self._memory, None
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.stop()
         self._named.clear()
         self._found.clear()
         self._places.clear()
@@ -148,10 +151,6 @@ class PeerBackend(Backend):
             await server.close()
         # Running calls have failed by now and are about to return.
         await self._under_way.ended()
-        if reader is not None:
-            reader.close()
-        if memory is not None:
-            await asyncio.to_thread(memory.close)
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
         """See :meth:`Backend.exists`."""
@@ -160,29 +159,31 @@ class PeerBackend(Backend):
 
     async def exists_at(
         self, keys: Sequence[BlockKey], sources: Sequence[Source]
-    ) -> tuple[Sequence[Found], Sequence[Source]]:
-        """Query the configured peers, the permitted peers that requests name, and two that the directory names.
+    ) -> tuple[Sequence[Found], Sequence[Found]]:
+        """Query the configured peers, the peer that requests name if permitted, and two that the directory names.
 
         Returns:
             For each key THERE if a peer has the block; else COMING if one computes it; else UNKNOWN if a peer that
-            might have it did not answer; else ABSENT. And the sources with a hand-over whose blocks the source does not
-            know yet.
+            might have it did not answer; else ABSENT. And the state of each source, see :meth:`Backend.exists_at`.
 
         Raises:
             PeerError: No peer could be queried.
         """
         self._ready()
         with self._under_way:
-            named: defaultdict[Peer, list[Source]] = defaultdict(list)
-            for source in sources:
-                if (peer := self._named_peer(source.address)) is not None:
-                    named[peer].append(source)
-            asked = dict.fromkeys((*self._listed, *named, *self._candidates(keys)))
-            found, waiting, answered, error = await self._find(keys, tuple(asked), named)
+            named = self._named_peer(sources[0].address) if sources else None
+            peers = dict.fromkeys((*self._listed, *self._candidates(keys)))
+            if named is not None:
+                peers[named] = None
+            search = await self._find(dict.fromkeys(peers, keys), named, [one.hand_over for one in sources])
         # If the set of peers changes, a failed peer must not make the tier stop querying the others.
-        if error and not answered and not self.config.request_peers and self._directory is None:
-            raise PeerError(error)
-        return [Found.UNKNOWN if error and answer is Found.ABSENT else answer for answer in found], waiting
+        if search.error and not search.answered and not self.config.request_peers and self._directory is None:
+            raise PeerError(search.error)
+        missing = Found.UNKNOWN if search.error else Found.ABSENT
+        states = [Found.COMING if one.hand_over in search.waiting else Found.ABSENT for one in sources]
+        if named not in search.answered:
+            states = [Found.UNKNOWN] * len(sources)
+        return [search.found.get(key, missing) for key in keys], states
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """Store nothing: blocks stay where they were computed."""
@@ -199,9 +200,7 @@ class PeerBackend(Backend):
             failed = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.IO_ERROR]
             if failed and self._budget.spend():
                 self._ready()
-                for index in failed:
-                    self._places.pop(reads[index].key, None)
-                await self._load(reads, failed, outcomes)
+                await self._load(reads, failed, outcomes, again=True)
             self._ready()
         return outcomes
 
@@ -248,49 +247,61 @@ class PeerBackend(Backend):
         )
 
     async def _find(
-        self, keys: Sequence[BlockKey], peers: Sequence[Peer], named: Mapping[Peer, Sequence[Source]]
-    ) -> tuple[list[Found], list[Source], int, str]:
-        """Query peers for blocks concurrently, and remember a peer for each block found.
+        self, wanted: Mapping[Peer, Sequence[BlockKey]], named: Peer | None = None, hand_overs: Sequence[bytes] = ()
+    ) -> _Search:
+        """Query each peer for some blocks, concurrently, and remember a peer for each block found.
 
-        Returns:
-            The best answer for each key; the sources with unknown hand-overs; the number of peers that answered; and
-            the error of a peer that did not, or an empty string.
+        Args:
+            wanted: Blocks by peer.
+            named: The peer to query for hand-overs.
+            hand_overs: Their names; empty ones are skipped.
         """
-        asked = [peer for peer in peers if peer.admits()]
-        answered, error = 0, next((peer.last_error for peer in peers if peer not in asked), "")
-        found, places = [Found.ABSENT] * len(keys), list[Peer | None]([None] * len(keys))
-        waiting: list[Source] = []
-        hand_overs = {peer: [one.hand_over for one in sources if one.hand_over] for peer, sources in named.items()}
-        calls = [peer.lookup(keys, hand_overs.get(peer, ())) for peer in asked]
+        search = _Search()
+        asked = [peer for peer in wanted if peer.admits()]
+        search.error = next((peer.last_error for peer in wanted if peer not in asked), "")
+        names = [name for name in hand_overs if name]
+        calls = [peer.lookup(wanted[peer], names if peer is named else ()) for peer in asked]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         self._ready()
+        places: dict[BlockKey, Peer] = {}
         for peer, answer in zip(asked, answers, strict=True):
             if isinstance(answer, PeerError):
-                error = peer.last_error
+                search.error = peer.last_error
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                answered += 1
-                codes, names = answer
-                waiting += [source for source in named.get(peer, ()) if source.hand_over in names]
-                for index, there in enumerate(codes):
-                    best = places[index]
+                search.answered.add(peer)
+                codes, waiting = answer
+                search.waiting |= waiting
+                for key, there in zip(wanted[peer], codes, strict=True):
+                    best = places.get(key)
                     if there == Found.THERE and (best is None or peer.loading < best.loading):
-                        places[index], found[index] = peer, Found.THERE
+                        places[key], search.found[key] = peer, Found.THERE
                     elif there == Found.COMING and best is None:
-                        found[index] = Found.COMING
-        for key, place in zip(keys, places, strict=True):
-            if place is not None:
-                self._places[key] = place
-        return found, waiting, answered, error
+                        search.found[key] = Found.COMING
+        for key, place in places.items():
+            self._places[key] = place
+        return search
 
-    async def _load(self, reads: Sequence[RecordRead], wanted: Sequence[int], outcomes: list[Outcome]) -> None:
-        """Load some of the reads, each from a peer that has the block, and set their outcomes."""
-        lost = [reads[index].key for index in wanted if self._peer_of(reads[index].key) is None]
+    async def _load(
+        self, reads: Sequence[RecordRead], wanted: Sequence[int], outcomes: list[Outcome], *, again: bool = False
+    ) -> None:
+        """Load some of the reads, each from a peer that has the block, and set their outcomes.
+
+        With ``again``, each block is first looked up once more, also at the peer that had it.
+        """
+        keys = [reads[index].key for index in wanted]
+        lost = keys if again else [key for key in keys if self._peer_of(key) is None]
         error = ""
         if lost:
-            peers = dict.fromkeys((*self._listed, *self._named.values(), *self._candidates(lost)))
-            *_, error = await self._find(lost, tuple(peers), {})
+            peers = dict.fromkeys((*self._listed, *self._candidates(lost)))
+            questions = {peer: list(lost) for peer in peers}
+            for key in lost:
+                # A peer named by a request is queried only about blocks that it had.
+                holder = self._places.pop(key, None)
+                if holder is not None and holder not in peers:
+                    questions.setdefault(holder, []).append(key)
+            error = (await self._find(questions)).error
         groups: dict[Peer, list[int]] = defaultdict(list)
         for index in wanted:
             peer = self._peer_of(reads[index].key)
@@ -324,7 +335,7 @@ class PeerBackend(Backend):
         return self._namespace
 
     def _peer(self, endpoint: Endpoint) -> Peer:
-        return Peer(endpoint, self.config, self._context, self._ready().digest, self._asked, self._reader)
+        return Peer(endpoint, self.config, self._context, self._ready().digest, self._asked)
 
     def _named_peer(self, source: str) -> Peer | None:
         """Return the peer that a request names; None if the address is invalid or not permitted."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import math
 import os
 import ssl
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,13 +15,11 @@ from typing import Final
 
 from kvstore.backends.base import RecordRead
 from kvstore.backends.peer import protocol
+from kvstore.backends.peer.channel import Channel
 from kvstore.backends.peer.config import PeerConfig
-from kvstore.backends.peer.nixl import NixlError, NixlReader, RemoteRow
-from kvstore.backends.peer.pipe import Pipe
-from kvstore.backends.peer.protocol import Greeting, Op, Part, PeerProtocolError
+from kvstore.backends.peer.protocol import Agreement, Hello, Note, Op, Part, PeerProtocolError
 from kvstore.backends.stream import Endpoint, open_stream
 from kvstore.backends.vectored import cut
-from kvstore.codec.record import HEADER_BYTES
 from kvstore.errors import BackendUnavailableError
 from kvstore.runtime.breaker import Breaker
 from kvstore.runtime.limits import Limiter
@@ -44,12 +42,6 @@ _FAILURES_MAX: Final = 2
 _DISTRUST_S: Final = 30.0
 _DISTRUST_S_MAX: Final = 600.0
 """Pause of a peer after a record that failed verification; it doubles each time."""
-
-_NIXL_SHARE: Final = 0.5
-"""Share of a load's timeout for a read by NIXL; a retry loads rows not read by then over the connection."""
-
-_NIXL_PAUSE_S: Final = 30.0
-"""Time until a peer's memory is requested again, after the peer shared none or a read failed."""
 
 _IDLE_S: Final = 30.0
 """Idle connections are closed after this time, before a firewall silently drops them."""
@@ -80,8 +72,6 @@ class PeerCounters:
     connections_failed: int = 0
     answers_late: int = 0
     peers_distrusted: int = 0
-    blocks_by_nixl: int = 0
-    nixl_failures: int = 0
 
 
 class Peer:
@@ -98,7 +88,6 @@ class Peer:
         context: TLS settings, if any.
         namespace_digest: Namespace of the blocks.
         counters: Counters shared by all peers.
-        reader: Reads rows that the peer lends; with None, the peer sends all blocks.
 
     Attributes:
         loading: Number of blocks being loaded from the peer.
@@ -113,7 +102,6 @@ class Peer:
         context: ssl.SSLContext | None,
         namespace_digest: bytes,
         counters: PeerCounters,
-        reader: NixlReader | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.loading = 0
@@ -131,14 +119,10 @@ class Peer:
         self._loads = Breaker(_FAILURES_MAX, *pauses_s, trial_s=0.0)
         self._load_places = Limiter(config.connections)
         self._lookup_places = Limiter(_LOOKUPS_MAX)
-        self._pipes: set[Pipe] = set()
-        self._idle: list[tuple[Pipe, float]] = []
+        self._pipes: set[Channel] = set()
+        self._idle: list[tuple[Channel, float]] = []
         self._trial: asyncio.Task[None] | None = None
         self._closed = False
-        self._reader = reader
-        self._memory = b""
-        """Metadata for reading the peer's memory by NIXL; empty if it is not read."""
-        self._memory_asked_at = -math.inf
 
     @property
     def down(self) -> bool:
@@ -182,9 +166,8 @@ class Peer:
         self.loading += len(reads)
         try:
             async with self._judged(), self._load_places.hold(1):
-                count = protocol.KEYS_MAX if self._reader is None else self._reader.rows_max
-                for start in range(0, len(reads), count):
-                    places = range(start, min(start + count, len(reads)))
+                for start in range(0, len(reads), protocol.KEYS_MAX):
+                    places = range(start, min(start + protocol.KEYS_MAX, len(reads)))
                     async with self._pipe() as pipe:
                         await self._load_part(pipe, reads, places, outcomes)
         except PeerError as error:
@@ -224,77 +207,41 @@ class Peer:
             self._trial.cancel()
             await asyncio.wait([self._trial])
 
-    async def _ask(self, pipe: Pipe, op: Op, names: Sequence[bytes]) -> bytes:
+    async def _ask(self, pipe: Channel, op: Op, names: Sequence[bytes]) -> bytes:
         answers = b""
         for start in range(0, len(names), protocol.KEYS_MAX):
             part = names[start : start + protocol.KEYS_MAX]
-            await pipe.send([protocol.pack_question(op, part)])
-            answer = await pipe.receive_bytes(len(part))
+            await pipe.send_frames([protocol.pack_question(op, part)])
+            answer = await pipe.receive_frame(len(part))
             if answer.translate(None, _ANSWERS[op]):
                 raise PeerProtocolError(f"an answer has other bytes than {', '.join(map(str, _ANSWERS[op]))}")
             answers += answer
         return answers
 
     async def _load_part(
-        self, pipe: Pipe, reads: Sequence[RecordRead], places: Sequence[int], outcomes: list[Outcome]
+        self, pipe: Channel, reads: Sequence[RecordRead], places: Sequence[int], outcomes: list[Outcome]
     ) -> None:
         """Load some of the reads, and set their outcomes."""
         expected_bytes = sum([reads[place].capacity_bytes for place in places])
-        limit_s = self._config.timeout + expected_bytes / self._config.bytes_per_second_min
-        lent: dict[int, RemoteRow] = {}
-        head, address = bytearray(protocol.PART_BYTES), bytearray(protocol.ADDRESS_BYTES)
-        async with asyncio.timeout(limit_s):
-            memory = await self._memory_of(pipe)
-            question = Op.LEND if memory else Op.LOAD
-            await pipe.send([protocol.pack_question(question, [reads[place].key for place in places])])
-            with memoryview(head) as next_head, memoryview(address) as next_address:
-                await pipe.receive([next_head])
-                for place in places:
-                    read = reads[place]
-                    part, length = protocol.read_part(head)
-                    # The head of the next part is received together with the end of this one.
-                    tail = [next_head] if place != places[-1] else []
-                    if part is Part.ABSENT:
-                        # Set before the wait, so that a connection loss during the wait is not a failure of this block.
-                        outcomes[place] = Outcome.MISS
-                        await pipe.receive(tail)
-                        continue
-                    if length > read.capacity_bytes:
-                        outcomes[place] = Outcome.CORRUPT
-                        raise PeerProtocolError(f"a record of {length} bytes, longer than a block")
-                    read.filled_bytes = length
-                    if part is Part.LENT:
-                        if not memory or length <= HEADER_BYTES:
-                            raise PeerProtocolError(f"a row of {length} bytes is lent that was not asked for")
-                        await pipe.receive([next_address, *cut(read.buffers, HEADER_BYTES), *tail])
-                        lent[place] = RemoteRow(protocol.read_address(address), cut(read.buffers, length, HEADER_BYTES))
-                        continue
-                    await pipe.receive([*cut(read.buffers, length), *tail])
-                    outcomes[place] = Outcome.OK
-            if not lent or self._reader is None:
-                return
-            try:
-                await self._reader.read(memory, tuple(lent.values()), _NIXL_SHARE * limit_s)
-            except NixlError as error:
-                # As text: a log handler that keeps the error would keep its frames and their buffers alive.
-                text = str(error)
-                logger.warning("NIXL is not used with peer %s for %.0f s: %s", self.endpoint, _NIXL_PAUSE_S, text)
-                self._counters.nixl_failures += 1
-                self._memory, self._memory_asked_at = b"", self._loop.time()
-            else:
-                self._counters.blocks_by_nixl += len(lent)
-                for place in lent:
-                    outcomes[place] = Outcome.OK
-            await pipe.send([protocol.RETURNED])
-
-    async def _memory_of(self, pipe: Pipe) -> bytes:
-        """Return the metadata of the peer's memory; request it when that is due."""
-        if not self._memory and self._reader and self._loop.time() >= self._memory_asked_at + _NIXL_PAUSE_S:
-            self._memory_asked_at = self._loop.time()
-            await pipe.send([protocol.pack_question(Op.MEMORY, [protocol.NIXL])])
-            length = protocol.read_length(await pipe.receive_bytes(protocol.LENGTH_BYTES))
-            self._memory = await pipe.receive_bytes(length)
-        return self._memory
+        left = deque(places)
+        async with asyncio.timeout(self._config.timeout + expected_bytes / self._config.bytes_per_second_min):
+            await pipe.send_frames([protocol.pack_question(Op.LOAD, [reads[place].key for place in places])])
+            while left:
+                part, number = protocol.read_part(await pipe.begin_frame(protocol.PART_BYTES))
+                if part is Part.ABSENT:
+                    await pipe.end_frame()
+                    if number > len(left):
+                        raise PeerProtocolError(f"{number} blocks are absent of {len(left)}")
+                    for _ in range(number):
+                        outcomes[left.popleft()] = Outcome.MISS
+                    continue
+                read = reads[left[0]]
+                if number > read.capacity_bytes:
+                    outcomes[left[0]] = Outcome.CORRUPT
+                    raise PeerProtocolError(f"a record of {number} bytes, longer than a block")
+                await pipe.end_frame(cut(read.buffers, number))
+                read.filled_bytes = number
+                outcomes[left.popleft()] = Outcome.OK
 
     @asynccontextmanager
     async def _judged(self) -> AsyncIterator[None]:
@@ -317,7 +264,7 @@ class Peer:
         self._health.record_success()
 
     @asynccontextmanager
-    async def _pipe(self) -> AsyncIterator[Pipe]:
+    async def _pipe(self) -> AsyncIterator[Channel]:
         """Yield a connection, an idle one if possible; it is kept only if the context ends without an exception."""
         pipe = self._idle_pipe() or await self._connected()
         try:
@@ -329,7 +276,7 @@ class Peer:
         pipe.watch()
         self._idle.append((pipe, self._loop.time()))
 
-    def _idle_pipe(self) -> Pipe | None:
+    def _idle_pipe(self) -> Channel | None:
         """Return the most recently used idle connection, and close those that were idle for too long."""
         stale = self._loop.time() - _IDLE_S
         while self._idle and (self._idle[0][1] < stale or self._idle[0][0].closed):
@@ -343,7 +290,7 @@ class Peer:
             self._pipes.discard(pipe)
         return None
 
-    async def _connected(self) -> Pipe:
+    async def _connected(self) -> Channel:
         """Connect and greet.
 
         Raises:
@@ -353,7 +300,7 @@ class Peer:
             raise ConnectionError("the backend is closed")
         try:
             async with asyncio.timeout(self._config.connect_timeout):
-                pipe = Pipe(await open_stream(self.endpoint, self._context))
+                pipe = Channel(await open_stream(self.endpoint, self._context))
                 try:
                     await self._greet(pipe)
                 except BaseException:
@@ -369,26 +316,37 @@ class Peer:
             raise ConnectionError("the backend is closed")
         self._counters.connections_opened += 1
         self._pipes.add(pipe)
-        # The peer may have been restarted, which invalidates the metadata.
-        self._memory, self._memory_asked_at = b"", -math.inf
         return pipe
 
-    async def _greet(self, pipe: Pipe) -> None:
-        secret = self._config.secret_bytes
-        hello = protocol.pack_greeting(Greeting(os.urandom(protocol.NONCE_BYTES), self._namespace_digest))
+    async def _greet(self, pipe: Channel) -> None:
+        dialled = protocol.address_of(*pipe.stream.remote_address)
+        hello = protocol.pack_hello(Hello(os.urandom(protocol.NONCE_BYTES), self._namespace_digest, dialled))
         await pipe.send([hello])
-        welcome = protocol.read_greeting(await pipe.receive_bytes(protocol.GREETING_BYTES))
-        if not hmac.compare_digest(welcome.content, protocol.server_proof(secret, hello, welcome.nonce)):
-            raise PeerProtocolError("it has another 'secret'. Give all engines the same")
-        if welcome.is_foreign and not self.is_foreign:
+        data = await pipe.receive_bytes(protocol.HEAD_BYTES)
+        protocol.check_head(data)
+        data += await pipe.receive_bytes(protocol.WELCOME_BYTES - protocol.HEAD_BYTES)
+        welcome = protocol.read_welcome(data)
+        agreement = Agreement(self._config.secret_bytes, hello, data, pipe.stream.binding)
+        if not hmac.compare_digest(welcome.proof, agreement.server_proof):
+            raise PeerProtocolError(
+                "it has another 'secret', or the connection leads to another engine. Give all engines the same secret"
+            )
+        if Note.MISDIRECTED in welcome.notes:
+            raise PeerProtocolError(
+                "the connection leads to an engine that listens elsewhere. If addresses are translated on the way, "
+                "set 'listen' of that engine to 0.0.0.0, or 'host' of its 'directory' to the address dialled here"
+            )
+        is_foreign = Note.FOREIGN in welcome.notes
+        if is_foreign and not self.is_foreign:
             logger.warning(
                 "Peer %s has blocks of another namespace, so none of them can be loaded here: model, revision, data "
                 "type, block size, vLLM version, attention backend or parallel sizes differ, or one of the engines was "
                 "reset. Start both with the same; the logger kvstore.vllm.manager prints all fields at DEBUG.",
                 self.endpoint,
             )
-        self.is_foreign = welcome.is_foreign
-        await pipe.send([protocol.client_proof(secret, hello, welcome.nonce)])
+        self.is_foreign = is_foreign
+        await pipe.send([agreement.client_proof])
+        pipe.agree(agreement, is_server=False)
 
     async def _try_again(self) -> None:
         """Look up a block that never exists. Success closes the breaker; failure lengthens its pause."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final
 
 import msgspec
 
@@ -76,6 +77,7 @@ class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
             0 < self.connect_timeout <= 60, "connect_timeout", self.connect_timeout, "above 0, at most 1 minute"
         )
         check_field(bool(self.networks), "networks", "empty", "networks such as '10.0.0.0/8', or host names")
+        _check_networks("networks", self.networks)
         check_field(_PREFIX.fullmatch(self.prefix) is not None, "prefix", self.prefix, "1 to 64 of A-Z a-z 0-9 _ . : -")
         if "@" in self.url:
             raise ConfigError("'url' (not shown) has a user or password in it. Give 'username' and 'password'.")
@@ -106,8 +108,6 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         tls_cert: PEM file of our certificate.
         tls_key: PEM file of the certificate's key.
         tls_check_hostname: Whether a server's certificate must be for the requested host.
-        transport: Transport of blocks. ``"tcp"``: over the connection. ``"nixl"``: blocks in memory are read from
-            there, by RDMA if UCX finds it, and all others are sent over TCP.
         connections: Connections to each peer for loads.
         connect_timeout: Time limit for connecting and greeting.
         timeout: Time limit for one answer, plus the time for its bytes at ``bytes_per_second_min``; then the connection
@@ -120,6 +120,7 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """
 
     aliases: ClassVar[dict[str, str]] = {"tls_ca_cert": "tls_ca"}
+    has_own_load_breakers: ClassVar[bool] = True
 
     listen: str = ""
     peers: tuple[str, ...] = ()
@@ -132,7 +133,6 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_check_hostname: bool = True
-    transport: Literal["tcp", "nixl"] = "tcp"
     # The next batch is transferred while one is verified. One connection saturates a link; four also use an idle core.
     connections: int = 4
     # A peer in the same data centre answers in a millisecond.
@@ -161,8 +161,6 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         check_field(0 < self.serve_share <= 1, "serve_share", self.serve_share, "above 0 and at most 1")
         for name in ("connect_timeout", "timeout"):
             check_field(0 < getattr(self, name) <= 300, name, getattr(self, name), "above 0 and at most 5 minutes")
-        if self.transport == "nixl" and self.tls:
-            raise ConfigError("'transport' 'nixl' does not encrypt. Leave out 'tls', or 'transport'.")
         check_field(self.codec == "raw", "codec", self.codec, "'raw': peers send rows as they are in memory")
         if self.secret is not None and len(self.secret.reveal()) < _SECRET_MIN:
             raise ConfigError(f"'secret' is too short to keep strangers out. Give at least {_SECRET_MIN} characters.")
@@ -170,6 +168,8 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             raise ConfigError(
                 "A peer tier without 'listen', 'peers', 'request_peers' and 'directory' does nothing. Give one."
             )
+        _check_networks("request_peers", self.request_peers)
+        self._check_strangers()
         self._check_listening()
         self._check_directory()
 
@@ -190,14 +190,27 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         endpoint = endpoint_of(self.listen)
         return Endpoint(self.directory.host or endpoint.host, endpoint.port)
 
+    def _check_strangers(self) -> None:
+        """Check that engines of other machines have to prove that they belong to the fleet."""
+        if self.secret is not None or (self.tls and self.tls_ca):
+            return
+        hosts = {
+            "listen": [endpoint_of(self.listen).host] if self.listen else [],
+            "peers": [endpoint_of(address).host for address in self.peers],
+            "request_peers": self.request_peers,
+            "directory": self.directory.networks if self.directory is not None else (),
+        }
+        for name, found in hosts.items():
+            for host in found:
+                if not _is_loopback(host):
+                    raise ConfigError(
+                        f"{name!r} has {host!r}, beyond this machine, so engines must prove that they belong to the "
+                        "fleet. Give 'secret', or 'tls' with 'tls_ca', or only addresses of 127.0.0.0/8."
+                    )
+
     def _check_directory(self) -> None:
         if self.directory is None:
             return
-        if self.secret is None and not (self.tls and self.tls_ca):
-            raise ConfigError(
-                "'directory' needs 'secret', or 'tls' with 'tls_ca': whoever can write to it names engines, and these "
-                "have to prove that they belong to the fleet."
-            )
         endpoint = self.published
         if endpoint is not None and not self.directory.admits(endpoint):
             raise ConfigError(
@@ -215,12 +228,6 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             )
         if self.tls and not (self.tls_cert and self.tls_key):
             raise ConfigError("'listen' with 'tls' needs 'tls_cert' and 'tls_key'. Give both.")
-        endpoint = endpoint_of(self.listen)
-        if not (endpoint.is_local or self.secret is not None or (self.tls and self.tls_ca)):
-            raise ConfigError(
-                f"'listen' is {self.listen}, which others can reach. Give 'secret', or 'tls' with 'tls_ca' (so that "
-                "clients need a certificate), or listen on 127.0.0.1."
-            )
 
 
 def endpoint_of(address: str) -> Endpoint:
@@ -241,6 +248,26 @@ def _endpoint(address: str) -> Endpoint | None:
     if not host or not port.isdecimal() or not port.isascii() or not 0 < int(port[:6]) < 65536 or len(host) > 255:
         return None
     return Endpoint(host, int(port))
+
+
+def _check_networks(name: str, networks: Sequence[str]) -> None:
+    """Raise ConfigError for a network that would cover no address, such as one with bits after its prefix."""
+    for network in networks:
+        if "/" in network:
+            expected = "a network such as '10.0.0.0/8', or a host name"
+            try:
+                expected = str(ipaddress.ip_network(network, strict=False))
+                ipaddress.ip_network(network)
+            except ValueError:
+                check_field(False, name, network, expected)
+
+
+def _is_loopback(allowed: str) -> bool:
+    """Return whether a network or name covers only this machine."""
+    try:
+        return allowed == "localhost" or ipaddress.ip_network(allowed).is_loopback
+    except ValueError:
+        return False
 
 
 def _covers(allowed: str, host: str) -> bool:

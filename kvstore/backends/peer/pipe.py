@@ -23,13 +23,14 @@ class Pipe:
         stream: A connected stream.
 
     Attributes:
+        stream: The stream.
         closed: Whether the pipe was closed, by :meth:`close` or because data or the end of the stream arrived while it
             was idle.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stream = stream
+        self.stream = stream
         self._descriptor = stream.fileno()
         self._readable: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
@@ -47,7 +48,7 @@ class Pipe:
         while left:
             self._check()
             try:
-                count = self._stream.receive(left)
+                count = self.stream.receive(left)
             except BlockingIOError:
                 await self._until_readable()
                 continue
@@ -73,7 +74,7 @@ class Pipe:
         while queue:
             self._check()
             try:
-                drop_front(queue, self._stream.send(list(queue)))
+                drop_front(queue, self.stream.send(list(queue)))
             except BlockingIOError:
                 await self._until_writable()
 
@@ -94,7 +95,7 @@ class Pipe:
         for waiter in (self._readable, self._writable):
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
-        self._stream.close(abort=abort)
+        self.stream.close(abort=abort)
 
     def _check(self) -> None:
         if self.closed:
@@ -127,7 +128,7 @@ class Pipe:
         # The bytes behind this event may have been received already. Otherwise this is the end or unsolicited data.
         with suppress(OSError), memoryview(bytearray(1)) as unasked:
             try:
-                self._stream.receive([unasked])
+                self.stream.receive([unasked])
             except BlockingIOError:
                 return
         self.close()

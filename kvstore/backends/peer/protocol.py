@@ -1,54 +1,57 @@
-"""The peer protocol, version 2: frames as bytes. docs/peer.md describes it; this module does no I/O.
+"""The peer protocol, version 3: frames as bytes. docs/peer.md describes it; this module does no I/O.
 
-All numbers are little-endian. A connection begins with a greeting, in which both sides prove that they have the secret.
-Then the client sends one question at a time, and the server answers it.
+All numbers are little-endian. A connection begins with a greeting, in which both sides prove that they have the secret
+and agree on keys. Then the client sends one question at a time, and the server answers it. Each of these frames ends
+with a MAC by these keys.
 """
 
 from __future__ import annotations
 
 import enum
-import hashlib
 import hmac
+import ipaddress
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.codec.seal import gcm
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
 __all__ = [
-    "ADDRESS_BYTES",
-    "GREETING_BYTES",
+    "HEAD_BYTES",
+    "HELLO_BYTES",
     "KEYS_MAX",
-    "LENGTH_BYTES",
-    "METADATA_MAX",
-    "NIXL",
+    "NONCE_BYTES",
     "PART_BYTES",
     "PROOF_BYTES",
     "QUESTION_BYTES",
-    "RETURNED",
     "VERSION",
-    "Greeting",
+    "WELCOME_BYTES",
+    "Address",
+    "Agreement",
+    "FrameMac",
+    "Hello",
+    "Note",
     "Op",
     "Part",
     "PeerProtocolError",
     "Question",
-    "client_proof",
-    "pack_address",
-    "pack_greeting",
-    "pack_metadata",
+    "Welcome",
+    "address_of",
+    "check_head",
+    "pack_hello",
     "pack_part",
     "pack_question",
-    "read_address",
-    "read_greeting",
+    "pack_welcome",
+    "read_hello",
     "read_keys",
-    "read_length",
     "read_part",
     "read_question",
-    "server_proof",
+    "read_welcome",
 ]
 
-VERSION: Final = 2
+VERSION: Final = 3
 MAGIC: Final = b"\x89kvpeer\n"
 """First bytes of either side. Magic and version have the same position in every version."""
 
@@ -57,34 +60,21 @@ KEYS_MAX: Final = 4096
 
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
+_TAG_BYTES: Final = 16
+_NONCE_BYTES: Final = 12
 
-_FOREIGN: Final = 1
-"""Bit of a welcome's notes; releases without this bit ignore it."""
-
-_GREETING: Final = struct.Struct("<8sHHI32s32s")
+_HEAD: Final = struct.Struct("<8sHHI")
+_HELLO: Final = struct.Struct("<8sHHI32s32s16sH")
+_WELCOME: Final = struct.Struct("<8sHHI32s32s")
 _QUESTION: Final = struct.Struct("<BBHI")
 _PART: Final = struct.Struct("<II")
-_U32: Final = struct.Struct("<I")
-_U64: Final = struct.Struct("<Q")
 
-GREETING_BYTES: Final = _GREETING.size
+HEAD_BYTES: Final = _HEAD.size
+"""Length of the bytes that begin a greeting of every version: magic, version, flags and notes."""
+HELLO_BYTES: Final = _HELLO.size
+WELCOME_BYTES: Final = _WELCOME.size
 QUESTION_BYTES: Final = _QUESTION.size
 PART_BYTES: Final = _PART.size
-LENGTH_BYTES: Final = _U32.size
-ADDRESS_BYTES: Final = _U64.size
-
-METADATA_MAX: Final = 65536
-"""Most bytes of the metadata of a memory."""
-
-NIXL: Final = b"nixl"
-"""Name of a transport that reads memory."""
-
-RETURNED: Final = b"\0"
-"""Sent by a client after it has read all rows that were lent to it."""
-
-_SERVER: Final = b"kvstore peer server 2"
-_CLIENT: Final = b"kvstore peer client 2"
-"""Distinguish the two proofs, so that the proof of one side cannot be replayed to it."""
 
 
 class PeerProtocolError(Exception):
@@ -97,40 +87,65 @@ class Op(enum.IntEnum):
     LOOKUP = 1
     """Look up blocks. Answer: one byte per key, a ``Found`` other than UNKNOWN."""
     LOAD = 2
-    """Send blocks. Answer: one part per key, followed by the record if there is one."""
+    """Send blocks. Answer: parts, in the order of the keys."""
     HAND_OVERS = 3
     """Query hand-overs. Answer: one byte per name, COMING if its blocks are not known yet, else ABSENT."""
-    MEMORY = 4
-    """Request metadata for reading memory by these transports. Answer: length (0: not available) and metadata."""
-    LEND = 5
-    """As ``LOAD``, but the server may lend rows. If it lends any, the client sends ``RETURNED`` after reading them."""
 
 
 class Part(enum.IntEnum):
-    """Kind of the answer for one block of a load."""
+    """Kind of a frame that answers a load."""
 
     RECORD = 0
-    """The record follows."""
+    """The record of the next block follows."""
     ABSENT = 1
-    """The block is not there, or not any more."""
-    LENT = 2
-    """The address of the row and the header of its record follow. The row is not changed until it is returned."""
+    """The next blocks are not there, or not any more."""
+
+
+class Note(enum.IntFlag):
+    """Notes of a server in its welcome."""
+
+    FOREIGN = 1
+    """The server's blocks are of another namespace than the hello names."""
+    MISDIRECTED = 2
+    """The client dialled another address than the server's; the server closes the connection."""
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
-    """First frame of either side.
+class Address:
+    """IP address and port of a socket, with an IPv4 address as its IPv4-mapped IPv6 address."""
+
+    packed: bytes
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First frame of the client.
 
     Attributes:
         nonce: Random bytes.
-        content: In the client's greeting (hello), the digest of the namespace of its questions; in the server's
-            (welcome), the proof that it has the secret.
-        is_foreign: In a welcome, whether the server's blocks are of another namespace than that of the hello.
+        namespace_digest: Namespace of its questions.
+        dialled: Address to which the client has connected.
     """
 
     nonce: bytes
-    content: bytes
-    is_foreign: bool = False
+    namespace_digest: bytes
+    dialled: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """First frame of the server.
+
+    Attributes:
+        nonce: Random bytes.
+        notes: Notes to the client.
+        proof: See :class:`Agreement`.
+    """
+
+    nonce: bytes
+    notes: Note
+    proof: bytes = bytes(PROOF_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,33 +157,126 @@ class Question:
     body_bytes: int
 
 
-def pack_greeting(greeting: Greeting) -> bytes:
-    """Return a hello or a welcome as bytes."""
-    return _GREETING.pack(MAGIC, VERSION, 0, _FOREIGN * greeting.is_foreign, greeting.nonce, greeting.content)
+class Agreement:
+    """Proofs and keys of one connection, from the secret and all other bytes of its greeting.
+
+    Args:
+        secret: The shared secret; empty for none.
+        hello: The client's hello.
+        welcome: The server's welcome; its proof is not read.
+        binding: Bytes that only both ends of this TLS connection share; empty without TLS.
+    """
+
+    def __init__(self, secret: bytes, hello: bytes, welcome: bytes, binding: bytes) -> None:
+        self._secret = secret
+        self._transcript = hello + welcome[:-PROOF_BYTES] + binding
+        self._has_macs = bool(secret) and not binding
+
+    @property
+    def server_proof(self) -> bytes:
+        """Proof of the server that it has the secret."""
+        return self._derived(b"server")
+
+    @property
+    def client_proof(self) -> bytes:
+        """Proof of the client. It differs from the server's, so that neither can be sent back."""
+        return self._derived(b"client")
+
+    def questions(self) -> FrameMac:
+        """Return the MAC of the client's frames."""
+        return FrameMac(self._derived(b"questions") if self._has_macs else b"")
+
+    def answers(self) -> FrameMac:
+        """Return the MAC of the server's frames."""
+        return FrameMac(self._derived(b"answers") if self._has_macs else b"")
+
+    def _derived(self, purpose: bytes) -> bytes:
+        return hmac.digest(self._secret, b"kvstore peer %d %s:" % (VERSION, purpose) + self._transcript, "sha256")
 
 
-def read_greeting(data: bytes) -> Greeting:
-    """Read a hello or a welcome.
+class FrameMac:
+    """MACs of the frames of one direction: AES-256-GMAC, with a frame's number as the nonce.
+
+    Args:
+        key: Key of the connection and direction. Empty: frames have no MAC, because TLS authenticates them or both ends
+            do without a secret.
+
+    Attributes:
+        tag_bytes: Length of a MAC.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self.tag_bytes = _TAG_BYTES if key else 0
+        self._key = key
+        self._frames = 0
+        self._begin()
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Add bytes of the current frame."""
+        if self._key:
+            self._gcm.authenticate_additional_data(data)
+
+    def end(self) -> bytes:
+        """Return the MAC of the current frame, and begin the next frame."""
+        if not self._key:
+            return b""
+        self._gcm.finalize()
+        tag = self._gcm.tag
+        self._frames += 1
+        self._begin()
+        return tag
+
+    def _begin(self) -> None:
+        if self._key:
+            self._gcm = gcm(self._key, self._frames.to_bytes(_NONCE_BYTES, "little"))
+
+
+def address_of(host: str, port: int) -> Address:
+    """Return the address of a numeric host.
 
     Raises:
-        PeerProtocolError: The data is not a greeting, or of another version.
+        ValueError: The host is a name.
     """
-    magic, version, flags, notes, nonce, content = _GREETING.unpack(data)
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv4Address):
+        address = ipaddress.IPv6Address(b"\0" * 10 + b"\xff\xff" + address.packed)
+    return Address(address.packed, port)
+
+
+def check_head(data: bytes) -> None:
+    """Check the first ``HEAD_BYTES`` of a greeting.
+
+    Raises:
+        PeerProtocolError: The data does not begin a greeting, or one of another version.
+    """
+    magic, version, flags, _ = _HEAD.unpack(data)
     if magic != MAGIC:
         raise PeerProtocolError("it does not speak the peer protocol. Is this the port of a kvstore peer?")
     if version != VERSION or flags:
         raise PeerProtocolError(f"it speaks version {version} (flags {flags:#x}), expected {VERSION}. Run one release")
-    return Greeting(nonce, content, bool(notes & _FOREIGN))
 
 
-def server_proof(secret: bytes, hello: bytes, nonce: bytes) -> bytes:
-    """Return the proof of a server: HMAC-SHA-256 over the client's hello and the server's nonce."""
-    return hmac.digest(secret, _SERVER + hello + nonce, hashlib.sha256)
+def pack_hello(hello: Hello) -> bytes:
+    """Return a hello as bytes."""
+    dialled = hello.dialled
+    return _HELLO.pack(MAGIC, VERSION, 0, 0, hello.nonce, hello.namespace_digest, dialled.packed, dialled.port)
 
 
-def client_proof(secret: bytes, hello: bytes, nonce: bytes) -> bytes:
-    """Return the proof of a client, over the same data."""
-    return hmac.digest(secret, _CLIENT + hello + nonce, hashlib.sha256)
+def read_hello(data: bytes) -> Hello:
+    """Read a hello whose head was checked."""
+    *_, nonce, namespace_digest, packed, port = _HELLO.unpack(data)
+    return Hello(nonce, namespace_digest, Address(packed, port))
+
+
+def pack_welcome(welcome: Welcome) -> bytes:
+    """Return a welcome as bytes."""
+    return _WELCOME.pack(MAGIC, VERSION, 0, welcome.notes, welcome.nonce, welcome.proof)
+
+
+def read_welcome(data: bytes) -> Welcome:
+    """Read a welcome whose head was checked; unknown notes are ignored."""
+    *_, notes, nonce, proof = _WELCOME.unpack(data)
+    return Welcome(nonce, Note(notes & (Note.FOREIGN | Note.MISDIRECTED)), proof)
 
 
 def pack_question(op: Op, keys: Sequence[BlockKey]) -> bytes:
@@ -210,45 +318,18 @@ def read_keys(body: bytes, count: int) -> list[BlockKey]:
     return keys
 
 
-def pack_part(part: Part, record_bytes: int = 0) -> bytes:
-    """Return the bytes before each record of a load; for an absent block, only these are sent."""
-    return _PART.pack(part, record_bytes)
+def pack_part(part: Part, number: int) -> bytes:
+    """Return the bytes that begin an answer of a load; ``number``: length of the record, or number of absent blocks."""
+    return _PART.pack(part, number)
 
 
-def read_part(data: bytes | bytearray) -> tuple[Part, int]:
-    """Read the bytes of :func:`pack_part`: the part, and the length of the record.
+def read_part(data: bytes) -> tuple[Part, int]:
+    """Read the bytes of :func:`pack_part`.
 
     Raises:
         PeerProtocolError: The data is not a valid part.
     """
-    part, record_bytes = _PART.unpack(data)
-    if part not in tuple(Part) or (record_bytes and part == Part.ABSENT):
-        raise PeerProtocolError(f"no part of an answer: {part}, {record_bytes} bytes")
-    return Part(part), record_bytes
-
-
-def pack_metadata(metadata: bytes) -> bytes:
-    """Return the answer to a question about memory."""
-    return _U32.pack(len(metadata)) + metadata
-
-
-def read_length(data: bytes) -> int:
-    """Read the length of metadata.
-
-    Raises:
-        PeerProtocolError: The length exceeds ``METADATA_MAX``.
-    """
-    (length,) = _U32.unpack(data)
-    if length > METADATA_MAX:
-        raise PeerProtocolError(f"{length} bytes of metadata, expected {METADATA_MAX} at most")
-    return int(length)
-
-
-def pack_address(address: int) -> bytes:
-    """Return an address as bytes."""
-    return _U64.pack(address)
-
-
-def read_address(data: bytes | bytearray) -> int:
-    """Read an address."""
-    return int(_U64.unpack(data)[0])
+    part, number = _PART.unpack(data)
+    if part not in tuple(Part) or not number:
+        raise PeerProtocolError(f"no part of an answer: {part}, {number}")
+    return Part(part), number

@@ -9,16 +9,15 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from ipaddress import ip_address
 from itertools import takewhile
 from typing import Final
 
 from kvstore.backends.peer import protocol
+from kvstore.backends.peer.channel import Channel
 from kvstore.backends.peer.config import PeerConfig, endpoint_of
-from kvstore.backends.peer.nixl import SharedMemory
-from kvstore.backends.peer.pipe import Pipe
-from kvstore.backends.peer.protocol import Greeting, Op, Part, PeerProtocolError
+from kvstore.backends.peer.protocol import Address, Agreement, Note, Op, Part, PeerProtocolError, Welcome
 from kvstore.backends.peer.stored import BATCH_MAX, StoredRecords
 from kvstore.backends.stream import accepted_stream, listening_socket, server_context
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
@@ -53,7 +52,6 @@ class ServerCounters:
     connections_refused: int = 0
     keys_looked_up: int = 0
     blocks_sent: int = 0
-    blocks_lent: int = 0
     bytes_sent: int = 0
     blocks_from_storage: int = 0
     blocks_absent: int = 0
@@ -68,7 +66,6 @@ class PeerServer:
         namespace: Namespace of these blocks. For a client of another namespace, every block is absent.
         counters: Owned by the backend, because each epoch has a new server.
         payload_bytes: Length of the longest block.
-        memory: The source's memory, if clients may read it by NIXL.
     """
 
     def __init__(
@@ -78,11 +75,9 @@ class PeerServer:
         namespace: Namespace,
         counters: ServerCounters,
         payload_bytes: int,
-        memory: SharedMemory | None = None,
     ) -> None:
         self._config = config
         self._source = source
-        self._memory = memory
         self._stored = StoredRecords(source.backends, config, namespace, payload_bytes)
         self._digest = namespace.digest
         self._records = RecordCodec(namespace, header_bytes=HEADER_BYTES)
@@ -90,7 +85,7 @@ class PeerServer:
         self._context: ssl.SSLContext | None = None
         if config.tls and config.tls_cert and config.tls_key:
             self._context = server_context(cert=config.tls_cert, key=config.tls_key, client_ca=config.tls_ca)
-        # A load lends one row at a time, unless the client reads its rows by NIXL.
+        # Each load lends one row at a time.
         self._rows = Limiter(max(1, int(source.slots * config.serve_share)))
         self._greeting = 0
         self._connections: set[asyncio.Task[None]] = set()
@@ -174,12 +169,13 @@ class PeerServer:
 
     async def _serve(self, sock: socket.socket) -> None:
         """Serve one connection until it ends."""
-        pipe: Pipe | None = None
+        pipe: Channel | None = None
         try:
             try:
                 async with asyncio.timeout(self._config.connect_timeout):
-                    pipe = Pipe(await accepted_stream(sock, self._context))
-                    is_ours = await self._greet(pipe)
+                    arrived_at = protocol.address_of(*sock.getsockname()[:2])
+                    pipe = Channel(await accepted_stream(sock, self._context))
+                    is_ours = await self._greet(pipe, arrived_at)
             finally:
                 self._greeting -= 1
             self._counters.connections_accepted += 1
@@ -193,54 +189,69 @@ class PeerServer:
             if pipe is not None:
                 pipe.close()
 
-    async def _greet(self, pipe: Pipe) -> bool:
+    async def _greet(self, pipe: Channel, arrived_at: Address) -> bool:
         """Greet and authenticate a client; return whether its questions are about our namespace."""
-        secret, nonce = self._config.secret_bytes, os.urandom(protocol.NONCE_BYTES)
-        data = await pipe.receive_bytes(protocol.GREETING_BYTES)
+        nonce = os.urandom(protocol.NONCE_BYTES)
+        hello = await pipe.receive_bytes(protocol.HEAD_BYTES)
         try:
-            hello = protocol.read_greeting(data)
+            protocol.check_head(hello)
         except PeerProtocolError:
             # Reports our version to the client, for its log.
-            await pipe.send([protocol.pack_greeting(Greeting(nonce, bytes(protocol.PROOF_BYTES)))])
+            await pipe.send([protocol.pack_welcome(Welcome(nonce, Note(0)))])
             self._counters.connections_refused += 1
             raise
-        is_ours = hello.content == self._digest
-        welcome = Greeting(nonce, protocol.server_proof(secret, data, nonce), is_foreign=not is_ours)
-        await pipe.send([protocol.pack_greeting(welcome)])
+        hello += await pipe.receive_bytes(protocol.HELLO_BYTES - protocol.HEAD_BYTES)
+        wanted = protocol.read_hello(hello)
+        is_ours = wanted.namespace_digest == self._digest
+        is_misdirected = wanted.dialled != arrived_at and not self._may_be_known_as(wanted.dialled)
+        notes = Note(Note.FOREIGN * (not is_ours) | Note.MISDIRECTED * is_misdirected)
+        draft = protocol.pack_welcome(Welcome(nonce, notes))
+        agreement = Agreement(self._config.secret_bytes, hello, draft, pipe.stream.binding)
+        await pipe.send([protocol.pack_welcome(Welcome(nonce, notes, agreement.server_proof))])
+        if is_misdirected:
+            self._counters.connections_refused += 1
+            raise PeerProtocolError("the client dialled another address")
         proof = await pipe.receive_bytes(protocol.PROOF_BYTES)
-        if not hmac.compare_digest(proof, protocol.client_proof(secret, data, nonce)):
+        if not hmac.compare_digest(proof, agreement.client_proof):
             self._counters.connections_refused += 1
             raise PeerProtocolError("the client has another secret")
+        pipe.agree(agreement, is_server=True)
         return is_ours
 
-    async def _answer_one(self, pipe: Pipe, header: memoryview, *, is_ours: bool) -> None:
+    def _may_be_known_as(self, dialled: Address) -> bool:
+        """Return whether addresses may be translated from a dialled one to ours.
+
+        This cannot be decided for a server that is known by a name, or that listens on all addresses. Then a relay may
+        read what it passes on, but MACs (or TLS) keep it from changing anything.
+        """
+        host = self._config.directory.host if self._config.directory is not None else ""
+        if self._listener is None:
+            return False
+        bound, port = self._listener.getsockname()[:2]
+        try:
+            return dialled == protocol.address_of(host or bound, port) or ip_address(host or bound).is_unspecified
+        except ValueError:
+            return True
+
+    async def _answer_one(self, pipe: Channel, header: memoryview, *, is_ours: bool) -> None:
         async with asyncio.timeout(_IDLE_S) as patience:
-            question = protocol.read_question(await pipe.receive_bytes(protocol.QUESTION_BYTES))
+            question = protocol.read_question(await pipe.begin_frame(protocol.QUESTION_BYTES))
             patience.reschedule(self._loop.time() + self._config.timeout)
-            keys = protocol.read_keys(await pipe.receive_bytes(question.body_bytes), question.count)
+            body = await pipe.begin_frame(question.body_bytes)
+            await pipe.end_frame()
+            keys = protocol.read_keys(body, question.count)
         if question.op is Op.LOOKUP:
             self._counters.keys_looked_up += len(keys)
             answer = await self._find(keys) if is_ours else bytes(len(keys))
             async with asyncio.timeout(self._config.timeout):
-                await pipe.send([answer])
+                await pipe.send_frames([answer])
         elif question.op is Op.HAND_OVERS:
             waiting = [is_ours and self._source.is_waiting(name) for name in keys]
             async with asyncio.timeout(self._config.timeout):
-                await pipe.send([bytes(Found.COMING if one else Found.ABSENT for one in waiting)])
-        elif question.op is Op.MEMORY:
-            metadata = self._memory.metadata if self._memory is not None and is_ours and protocol.NIXL in keys else b""
-            async with asyncio.timeout(self._config.timeout):
-                await pipe.send([protocol.pack_metadata(metadata)])
+                await pipe.send_frames([bytes(Found.COMING if one else Found.ABSENT for one in waiting)])
         else:
-            memory = self._memory if question.op is Op.LEND else None
-            rows = await self._rows.enter(len(keys) if memory is not None else 1)
-            try:
-                if is_ours:
-                    await _LoadAnswer(self, pipe).send(keys, header, memory, rows)
-                else:
-                    await self._send_absent(pipe, len(keys))
-            finally:
-                self._rows.leave(rows)
+            async with self._rows.hold(1):
+                await _LoadAnswer(self, pipe).send(keys if is_ours else (), header, absent=0 if is_ours else len(keys))
 
     async def _find(self, keys: Sequence[BlockKey]) -> bytes:
         found = bytes(map(self._source.find, keys))
@@ -250,16 +261,11 @@ class PeerServer:
         stored = await self._stored.find(missing, self._config.timeout)
         return bytes(Found.THERE if key in stored else one for key, one in zip(keys, found, strict=True))
 
-    async def _send_absent(self, pipe: Pipe, count: int) -> None:
-        self._counters.blocks_absent += count
-        async with asyncio.timeout(self._config.timeout):
-            await pipe.send([protocol.pack_part(Part.ABSENT) * count])
-
 
 class _LoadAnswer:
     """Sends the records of one load, in the order of its keys: from lent rows of the primary tier, and from storage."""
 
-    def __init__(self, server: PeerServer, pipe: Pipe) -> None:
+    def __init__(self, server: PeerServer, pipe: Channel) -> None:
         self._config = server._config
         self._counters = server._counters
         self._source = server._source
@@ -267,64 +273,47 @@ class _LoadAnswer:
         self._records = server._records
         self._pipe = pipe
         self._absent = 0
-        """Number of absent blocks whose parts were not sent yet."""
+        """Number of absent blocks that were not reported yet."""
         self._patience = asyncio.timeout(self._config.timeout)
 
-    async def send(self, keys: Sequence[BlockKey], header: memoryview, memory: SharedMemory | None, rows: int) -> None:
+    async def send(self, keys: Sequence[BlockKey], header: memoryview, *, absent: int = 0) -> None:
         """Send all parts.
 
         Args:
             keys: Keys of the requested blocks.
             header: Buffer for one header.
-            memory: Memory whose rows may be lent to the client, which reads them by NIXL.
-            rows: Most rows to lend by NIXL; all others are lent one at a time, while they are sent.
+            absent: Number of further blocks, all of them absent.
 
         Raises:
             OSError: The client is gone or too slow (``TimeoutError``).
-            PeerProtocolError: The client did not return the rows.
         """
-        lent: list[BlockKey] = []
-        in_turn = at = lent_bytes = 0
-        with ExitStack() as loans:
-            async with self._patience:
-                while at < len(keys):
-                    key = keys[at]
-                    loan = self._source.lend(key)
-                    if loan is not None:
-                        with ExitStack() as held:
-                            held.callback(self._source.give_back, loan)
-                            # Encoded before the first await, while the row certainly belongs to this namespace.
-                            self._records.encode_header(header, key, loan.row)
-                            in_turn += loan.row.nbytes
-                            address = memory.address_of(loan.row) if memory is not None and len(lent) < rows else None
-                            if address is None:
-                                await self._send_record(key, header, loan.row)
-                            else:
-                                length = HEADER_BYTES + loan.row.nbytes
-                                await self._send(Part.LENT, length, protocol.pack_address(address), header)
-                                loans.push(held.pop_all())
-                                lent.append(key)
-                                lent_bytes += length
-                        at += 1
-                    elif self._stored:
-                        ahead = keys[at + 1 : at + BATCH_MAX]
-                        run = [key, *takewhile(lambda one: self._source.find(one) is not Found.THERE, ahead)]
-                        await self._send_stored(run)
-                        at += len(run)
-                    else:
-                        self._absent += 1
-                        at += 1
-                    if in_turn >= _TURN_BYTES:
-                        in_turn = 0
-                        await asyncio.sleep(0)
-                await self._pipe.send(self._absent_parts())
-                if lent:
-                    self._wait_longer(lent_bytes)
-                    if await self._pipe.receive_bytes(len(protocol.RETURNED)) != protocol.RETURNED:
-                        raise PeerProtocolError("the client did not return the rows that were lent to it")
-                    for key in lent:
-                        self._source.note_sent(key)
-                    self._counters.blocks_lent += len(lent)
+        at = in_turn = 0
+        async with self._patience:
+            while at < len(keys):
+                key = keys[at]
+                loan = self._source.lend(key)
+                if loan is not None:
+                    try:
+                        # Encoded before the first await, while the row certainly belongs to this namespace.
+                        self._records.encode_header(header, key, loan.row)
+                        in_turn += loan.row.nbytes
+                        await self._send_record(key, header, loan.row)
+                    finally:
+                        self._source.give_back(loan)
+                    at += 1
+                elif self._stored:
+                    ahead = keys[at + 1 : at + BATCH_MAX]
+                    run = [key, *takewhile(lambda one: self._source.find(one) is not Found.THERE, ahead)]
+                    await self._send_stored(run)
+                    at += len(run)
+                else:
+                    self._absent += 1
+                    at += 1
+                if in_turn >= _TURN_BYTES:
+                    in_turn = 0
+                    await asyncio.sleep(0)
+            self._absent += absent
+            await self._pipe.send_frames(*self._absent_frames())
 
     async def _send_stored(self, keys: Sequence[BlockKey]) -> None:
         """Send a few blocks from storage."""
@@ -340,20 +329,18 @@ class _LoadAnswer:
 
     async def _send_record(self, key: BlockKey, header: memoryview, payload: memoryview) -> None:
         length = HEADER_BYTES + payload.nbytes
-        await self._send(Part.RECORD, length, header, payload)
+        self._wait_longer(length)
+        frame = (protocol.pack_part(Part.RECORD, length), header, payload)
+        await self._pipe.send_frames(*self._absent_frames(), frame)
         self._source.note_sent(key)
         self._counters.blocks_sent += 1
         self._counters.bytes_sent += length
 
-    async def _send(self, part: Part, length: int, *pieces: bytes | memoryview) -> None:
-        self._wait_longer(length)
-        await self._pipe.send([*self._absent_parts(), protocol.pack_part(part, length), *pieces])
-
-    def _absent_parts(self) -> Sequence[bytes]:
-        """Return the unsent parts of absent blocks."""
+    def _absent_frames(self) -> Sequence[Sequence[bytes]]:
+        """Return the frame about absent blocks that were not reported yet, if any."""
         count, self._absent = self._absent, 0
         self._counters.blocks_absent += count
-        return [protocol.pack_part(Part.ABSENT) * count] if count else []
+        return [[protocol.pack_part(Part.ABSENT, count)]] if count else []
 
     def _wait_longer(self, length: int) -> None:
         """Restart the client's time limit, with the time that ``length`` bytes may take."""
