@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.peer import PeerBackend, PeerConfig, protocol
-from kvstore.backends.peer.protocol import Address, Agreement, FrameMac, Hello, Op, Part, Welcome
+from kvstore.backends.peer.protocol import Address, Agreement, FrameMac, Hello, Note, Op, Part, Welcome
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
 from kvstore.errors import BackendUnavailableError
 from kvstore.namespace import Namespace
@@ -191,6 +191,28 @@ async def test_another_namespace_gets_nothing() -> None:
         await client.greet(namespace=Namespace({"suite": "other"}))
         assert await client.lookup(served.keys) == bytes(8)
         assert await client.load(served.keys[0]) is None
+
+
+async def test_another_namespace_is_not_told_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a client of another namespace, no hand-over is waiting, because its blocks would never come."""
+    async with serving() as served, client_of(served) as ours, client_of(served) as other:
+        monkeypatch.setattr(served.lender, "is_waiting", lambda name: True)
+        await ours.greet()
+        ours.ask(Op.HAND_OVERS, [b"name"])
+        assert await ours.receive(1) == b"\2"
+        await other.greet(namespace=Namespace({"suite": "other"}))
+        other.ask(Op.HAND_OVERS, [b"name"])
+        assert await other.receive(1) == b"\0"
+
+
+async def test_a_client_that_dialled_another_address_is_refused() -> None:
+    """The welcome says so, and no question is answered."""
+    elsewhere = protocol.address_of("127.0.0.9", 5710)
+    async with serving() as served, client_of(served) as client:
+        welcome = await client.greet(dialled=elsewhere)
+        assert welcome.notes == Note.MISDIRECTED
+        client.ask(Op.LOOKUP, served.keys)
+        assert await client.is_closed()
 
 
 @pytest.mark.parametrize("version", [1, 2, 4])
