@@ -190,9 +190,9 @@ def test_failed_loads_from_one_peer_do_not_stop_the_tier() -> None:
             dying.__exit__()
             for number, key in enumerate(lost):
                 assert not rig.load([key]).success
-                there = b"healthy-%d" % number
-                assert rig.lookup(there) is LookupResult.HIT
-                rig.prove(rig.load([there]), [there], range(1))
+                assert rig.lookup(b"healthy-%d" % number) is LookupResult.HIT
+            there = [b"healthy-%d" % number for number in range(12)]
+            rig.prove(rig.load(there), there, range(12))
             assert rig.tier.stats().load_breaker == "closed"
 
 
