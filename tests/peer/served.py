@@ -73,6 +73,7 @@ _MEDIA: defaultdict[tuple[str, str], Records] = defaultdict(Records)
 class ServedConfig(PeerConfig, kw_only=True, frozen=True):
     """A peer that loads from itself; ``medium_name`` names its records."""
 
+    has_own_load_breakers: ClassVar[bool] = False  # The suites test the tier's breaker, with faults above the peers.
     medium_name: str
 
 

@@ -335,6 +335,17 @@ def test_a_summary_that_was_missing_comes_back(redis_only: Server) -> None:
         eventually(lambda: rig.lookup(SPARE) is LookupResult.MISS and fake.questions, what="a question to the engine")
 
 
+def test_summaries_are_read_at_a_bounded_rate(redis_only: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the allowance of bytes is used up, no summary is read, however many rounds are made."""
+    monkeypatch.setattr("kvstore.backends.peer.directory._READ_BYTES_MAX", 1)
+    monkeypatch.setattr("kvstore.backends.peer.directory._READ_BYTES_PER_S", 0)
+    admin(redis_only).write([Entry(f"127.0.0.1:{free_port()}".encode(), summary_of(KEYS)) for _ in range(20)])
+    with asking(redis_only) as rig:
+        rig.until(lambda: stat(rig.tier, "directory_rounds") >= 4, "some rounds")
+        assert stat(rig.tier, "directory_engines") == 20
+        assert stat(rig.tier, "directory_summaries_read") == 8, "one batch"
+
+
 def test_a_directory_of_another_type(redis_only: Server) -> None:
     """If the list of engines has another type, the directory is unusable; it works again once that key is removed."""
     client = admin(redis_only).client

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from kvstore.backends.peer.protocol import Op
 from kvstore.backends.peer.summary import Sample, pack
@@ -139,6 +142,32 @@ def test_a_block_of_a_named_peer_is_loaded_again_after_a_lost_connection(fake: F
         assert broken
 
 
+def test_naming_many_peers_ends_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer with a load under way is kept, however many others are named meanwhile."""
+    monkeypatch.setattr("kvstore.backends.peer.backend._NAMED_MAX", 2)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
+        if op is Op.LOAD:
+            begun.set()
+            go_on.wait(30)
+        honest(peer, sock, op, keys)
+
+    with FakePeer() as fake, FakePeer() as other, rig_of() as rig:
+        fake.answer = slow
+        ctx = RequestContext("a", source=Source(fake.address))
+        rig.until(lambda: rig.tier.lookup(b"key", ctx) is LookupResult.HIT, "the block")
+        job = rig.submit_load([b"key"], ctx=ctx)
+        rig.until(begun.is_set, "the begin of the load")
+        for number in range(4):
+            address = other.address if number == 3 else f"127.0.0.1:{free_port()}"
+            named = RequestContext(f"b{number}", source=Source(address))
+            wanted = LookupResult.HIT if number == 3 else LookupResult.MISS
+            rig.until(lambda named=named, wanted=wanted: rig.tier.lookup(b"more", named) is wanted, "an answer")
+        go_on.set()
+        rig.prove(rig.finish(job), [b"key"], range(1))
+
+
 def having(prefix: bytes) -> Callable[[FakePeer, Wire, Op, list[bytes]], None]:
     """Hold the blocks whose keys begin with a prefix."""
 
@@ -161,9 +190,9 @@ def test_failed_loads_from_one_peer_do_not_stop_the_tier() -> None:
             dying.__exit__()
             for number, key in enumerate(lost):
                 assert not rig.load([key]).success
-                there = b"healthy-%d" % number
-                assert rig.lookup(there) is LookupResult.HIT
-                rig.prove(rig.load([there]), [there], range(1))
+                assert rig.lookup(b"healthy-%d" % number) is LookupResult.HIT
+            there = [b"healthy-%d" % number for number in range(12)]
+            rig.prove(rig.load(there), there, range(12))
             assert rig.tier.stats().load_breaker == "closed"
 
 

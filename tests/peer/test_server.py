@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.peer import PeerBackend, PeerConfig, protocol
-from kvstore.backends.peer.protocol import Address, Agreement, FrameMac, Hello, Op, Part, Welcome
+from kvstore.backends.peer.protocol import Address, Agreement, FrameMac, Hello, Note, Op, Part, Welcome
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
 from kvstore.errors import BackendUnavailableError
 from kvstore.namespace import Namespace
@@ -193,6 +193,28 @@ async def test_another_namespace_gets_nothing() -> None:
         assert await client.load(served.keys[0]) is None
 
 
+async def test_another_namespace_is_not_told_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a client of another namespace, no hand-over is waiting, because its blocks would never come."""
+    async with serving() as served, client_of(served) as ours, client_of(served) as other:
+        monkeypatch.setattr(served.lender, "is_waiting", lambda name: True)
+        await ours.greet()
+        ours.ask(Op.HAND_OVERS, [b"name"])
+        assert await ours.receive(1) == b"\2"
+        await other.greet(namespace=Namespace({"suite": "other"}))
+        other.ask(Op.HAND_OVERS, [b"name"])
+        assert await other.receive(1) == b"\0"
+
+
+async def test_a_client_that_dialled_another_address_is_refused() -> None:
+    """The welcome says so, and no question is answered."""
+    elsewhere = protocol.address_of("127.0.0.9", 5710)
+    async with serving() as served, client_of(served) as client:
+        welcome = await client.greet(dialled=elsewhere)
+        assert welcome.notes == Note.MISDIRECTED
+        client.ask(Op.LOOKUP, served.keys)
+        assert await client.is_closed()
+
+
 @pytest.mark.parametrize("version", [1, 2, 4])
 async def test_another_version_is_answered_with_ours(version: int) -> None:
     """A client of an earlier or later version receives our version before the connection ends."""
@@ -263,17 +285,17 @@ async def test_a_question_without_its_keys_ends_in_time() -> None:
 
 
 async def test_strangers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of unauthenticated connections is bounded, however many places there are."""
+    """Of more unauthenticated connections than allowed the oldest is closed, and one that greets is served."""
     monkeypatch.setattr("kvstore.backends.peer.server._GREETINGS_MAX", 2)
-    async with serving(connect_timeout=20) as served, client_of(served), client_of(served) as second:
-        # The second client authenticates before the first of the others connects.
-        await second.greet()
-        assert await second.lookup(served.keys) == b"\1" * 8
-        async with client_of(served) as third, client_of(served) as fourth:
-            assert await fourth.is_closed()
+    async with serving(connect_timeout=20) as served, client_of(served) as silent, client_of(served) as member:
+        await member.greet()
+        assert await member.lookup(served.keys) == b"\1" * 8
+        async with client_of(served), client_of(served) as last:
+            assert await silent.is_closed()
             assert served.backend.stats().counters["served_connections_refused"] == 1
-            await third.greet()
-            assert await third.lookup(served.keys) == b"\1" * 8
+            await last.greet()
+            assert await last.lookup(served.keys) == b"\1" * 8
+            assert await member.lookup(served.keys) == b"\1" * 8
 
 
 async def test_connections_are_bounded() -> None:

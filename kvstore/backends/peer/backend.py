@@ -33,7 +33,7 @@ _PLACES_MAX: Final = 262144
 """Blocks whose peer is remembered (some 40 MB); for all other blocks, all peers are queried again."""
 
 _NAMED_MAX: Final = 64
-"""Most peers named by requests; the least recently named one is removed first."""
+"""Most peers named by requests; the least recently named one without a load is removed first."""
 
 _FOUND_MAX: Final = 256
 """Most peers named by the directory, each with an idle connection for half a minute; the least recently named one is
@@ -359,14 +359,19 @@ class PeerBackend(Backend):
         barred = {peer.endpoint for peer in (*self._named.values(), *self._found.values()) if not peer.admits()}
         barred.update(peer.endpoint for peer in self._listed)
         found = self._directory.candidates(keys, _CANDIDATES_MAX, barred)
-        return [self._named.get(endpoint) or self._remembered(endpoint, self._found) for endpoint in found]
+        peers = [self._named.get(endpoint) or self._remembered(endpoint, self._found) for endpoint in found]
+        return [peer for peer in peers if peer is not None]
 
-    def _remembered(self, endpoint: Endpoint, peers: BoundedDict[Endpoint, Peer]) -> Peer:
+    def _remembered(self, endpoint: Endpoint, peers: BoundedDict[Endpoint, Peer]) -> Peer | None:
+        """Return the peer at an endpoint; None if there are too many, each with a load under way."""
         peer = peers.get(endpoint)
         if peer is None:
             peer = self._peer(endpoint)
             if len(peers) == peers.most:
-                self._let_go(peers.pop(next(iter(peers))))
+                oldest = next((one for one, other in peers.items() if not other.loading), None)
+                if oldest is None:
+                    return None
+                self._let_go(peers.pop(oldest))
         # Moves the peer to the end, so that it is removed last.
         peers[endpoint] = peer
         return peer

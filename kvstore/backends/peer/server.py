@@ -35,7 +35,8 @@ _IDLE_S: Final = 60.0
 """A connection without a question for this long is closed; clients close idle ones sooner."""
 
 _GREETINGS_MAX: Final = 64
-"""Most unauthenticated connections. An attacker can occupy all of them, each for ``connect_timeout``."""
+"""Most unauthenticated connections. A further one replaces the oldest, so silent ones keep no member out: a greeting
+takes milliseconds."""
 
 _PAUSE_S: Final = 0.1
 """Pause after a failed accept, most likely for lack of descriptors."""
@@ -87,7 +88,8 @@ class PeerServer:
             self._context = server_context(cert=config.tls_cert, key=config.tls_key, client_ca=config.tls_ca)
         # Each load lends one row at a time.
         self._rows = Limiter(max(1, int(source.slots * config.serve_share)))
-        self._greeting = 0
+        self._greeting: dict[asyncio.Task[None], None] = {}
+        """Tasks of unauthenticated connections, the oldest first."""
         self._connections: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
         self._loop = asyncio.get_running_loop()
@@ -152,12 +154,17 @@ class PeerServer:
             self._loop.remove_reader(listener)
             self._loop.call_later(_PAUSE_S, self._accept_again)
             return
-        if len(self._connections) >= self._config.serve_connections or self._greeting >= _GREETINGS_MAX:
+        if len(self._connections) >= self._config.serve_connections or len(self._greeting) >= _GREETINGS_MAX:
             self._counters.connections_refused += 1
-            sock.close()
-            return
-        self._greeting += 1
+            if not self._greeting:
+                sock.close()
+                return
+            oldest = next(iter(self._greeting))
+            del self._greeting[oldest]
+            oldest.cancel()
         task = self._loop.create_task(self._serve(sock))
+        self._greeting[task] = None
+        task.add_done_callback(lambda task: self._greeting.pop(task, None))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
         # Also closes the socket of a task cancelled before it began, and of a connection that never became a pipe.
@@ -171,13 +178,13 @@ class PeerServer:
         """Serve one connection until it ends."""
         pipe: Channel | None = None
         try:
-            try:
-                async with asyncio.timeout(self._config.connect_timeout):
-                    arrived_at = protocol.address_of(*sock.getsockname()[:2])
-                    pipe = Channel(await accepted_stream(sock, self._context))
-                    is_ours = await self._greet(pipe, arrived_at)
-            finally:
-                self._greeting -= 1
+            async with asyncio.timeout(self._config.connect_timeout):
+                arrived_at = protocol.address_of(*sock.getsockname()[:2])
+                pipe = Channel(await accepted_stream(sock, self._context))
+                is_ours = await self._greet(pipe, arrived_at)
+            task = asyncio.current_task()
+            if task is not None:
+                self._greeting.pop(task, None)
             self._counters.connections_accepted += 1
             with memoryview(bytearray(HEADER_BYTES)) as header:
                 while True:
