@@ -8,21 +8,31 @@ import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore.backends.disk import followers as followers_module
 from kvstore.backends.disk import journal as journal_module
 from kvstore.backends.disk.journal import JournalReader, create_journal
-from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, Geometry, Kind, digest_of, journal_name
+from kvstore.backends.disk.layout import (
+    FRAME_BYTES,
+    JOURNAL_HEADER_BYTES,
+    RECORD,
+    Geometry,
+    Kind,
+    digest_of,
+    journal_name,
+)
 from kvstore.backends.disk.table import DigestTable
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.disk.filled_root import filled, home, journal
-from tests.disk.rig import SLOT, Rig, clone, opened, room_for
+from tests.disk.filled_root import filled, frame_ends, home, journal
+from tests.disk.rig import SLOT, NoFrames, Rig, clone, opened, room_for
 
 
 class UnsyncedDisk(OsDisk):
@@ -85,6 +95,32 @@ async def test_a_frame_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         await asyncio.gather(*appends)
         assert written.frames - before == 4
         assert applied == [0, 1, 2, 3, 4]
+
+
+async def test_removals_that_waited_are_told_in_bounded_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of failed frames precede all others, in order, and no frame is longer than the limit."""
+    monkeypatch.setattr(journal_module, "_FRAME_ROWS_MAX", 4)
+    disk = NoFrames()
+    async with opened(tmp_path, "64MiB", disk=disk, engine="threads") as rig:
+        await rig.put_new(1)
+        written, start = rig.session.journal, rig.session.journal.end.offset
+        applied: list[int] = []
+        disk.fails = True
+        for i, count in enumerate([3, 3, 10, 1]):
+            with pytest.raises(OSError, match="no frame"):
+                await written.append([(Kind.REMOVE, i, 0, 0, b"")] * count, partial(applied.append, i), lasting=True)
+        assert (applied, written.is_behind) == ([], True)
+        disk.fails = False
+        await written.append([(Kind.REMOVE, 4, 0, 0, b"")], partial(applied.append, 4))
+        assert (applied, written.is_behind) == ([0, 1, 2, 3, 4], False)
+        content = journal(tmp_path).read_bytes()
+    ends = [end for end in frame_ends(content) if end >= start]
+    counts = [(end - begin - FRAME_BYTES) // RECORD.itemsize for begin, end in pairwise(ends)]
+    assert max(counts) <= 4
+    slots = np.concatenate(
+        [np.frombuffer(content[begin + FRAME_BYTES : end], RECORD)["slot"] for begin, end in pairwise(ends)]
+    )
+    assert slots.tolist() == [0] * 3 + [1] * 3 + [2] * 10 + [3, 4]
 
 
 class UnwritableAfterwards(UnsyncedDisk):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvstore.backends.disk import followers as followers_module
+from kvstore.backends.disk import journal as journal_module
 from kvstore.errors import ConfigError, LockedError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
@@ -499,8 +500,12 @@ async def test_an_owner_found_while_the_engine_closes_is_closed(
 
 
 @pytest.mark.parametrize("roots", [1, 2])
-async def test_blocks_in_reclaimed_segments_are_no_longer_found(tmp_path: Path, roots: int) -> None:
+async def test_blocks_in_reclaimed_segments_are_no_longer_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roots: int
+) -> None:
     """Engines that follow an ended owner notice the removal of its segments: its blocks there can be stored again."""
+    # The records of a segment are then longer than a frame.
+    monkeypatch.setattr(journal_module, "_FRAME_ROWS_MAX", 3)
     paths = [tmp_path / str(number) for number in range(roots)]
     async with contextlib.AsyncExitStack() as stack:
         rigs = [await stack.enter_async_context(opened(paths, room_for(64))) for _ in range(3)]

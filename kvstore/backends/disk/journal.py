@@ -369,17 +369,21 @@ def load_owner(disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> O
 
 
 def append_rows(disk: OsDisk, dir_fd: int, state: OwnerState, owner: int, rows: Sequence[Row]) -> None:
-    """Write a frame to the journal of an ended owner, at which its reader is; the caller holds its lock. Blocks.
+    """Write records to the journal of an ended owner, at which its reader is; the caller holds its lock. Blocks.
 
     A damaged journal is left unchanged, because the owner's next engine scans the slots.
     """
     end = state.reader.end
     if not rows or not state.intact or not state.reader.is_whole:
         return
-    frame = layout.encode_frame(layout.records_of(rows), end.sequence, owner, end.number)
+    parts = [rows[start : start + _FRAME_ROWS_MAX] for start in range(0, len(rows), _FRAME_ROWS_MAX)]
+    frames = [
+        layout.encode_frame(layout.records_of(part), sequence, owner, end.number)
+        for sequence, part in enumerate(parts, end.sequence)
+    ]
     with opened(disk, layout.journal_name(end.number), os.O_WRONLY, dir_fd) as (fd, _):
         times = disk.fstat(fd)
-        write_at(disk, fd, frame, end.offset)
+        write_at(disk, fd, b"".join(frames), end.offset)
         # Owners are adopted and reclaimed by the time of their own last change.
         disk.syscall("utime", os.utime, fd, ns=(times.st_atime_ns, times.st_mtime_ns))
         disk.fdatasync(fd)
