@@ -356,8 +356,9 @@ class TierIO:
                 "Recovery of the %s tier ended early; it asks the medium from now on: %s", self._backend.name, error
             )
             authoritative = False
-        self._post(PresenceComplete(authoritative, blocks, time.monotonic() - started))
+        # The statistics first, because the start of an engine waits for the end of recovery and logs them.
         self._post_stats()
+        self._post(PresenceComplete(authoritative, blocks, time.monotonic() - started))
 
     async def _run_job(self, job: SubmitJob) -> None:
         running = self._stores.get(job.job_id) or RunningJob(job)

@@ -55,7 +55,7 @@ from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
 from kvstore.vllm.pauses import Pauses
 from kvstore.vllm.remote import of_replica, remote_fields, serves_peers
 from kvstore.vllm.standard_metrics import StandardMetrics
-from kvstore.vllm.startup import said_in_the_log, show_logs
+from kvstore.vllm.startup import described, described_slots, said_in_the_log, show_logs
 from kvstore.vllm.statements import Statements
 from kvstore.vllm.steps import StepTimes
 from kvstore.vllm.tenants import RequestTags
@@ -417,6 +417,7 @@ def open_manager(
     config = dataclasses.replace(config, prefetch=False, events=emits_events(spec))
     tiers: list[AsyncTier | ForeignTier] = []
     views: list[memoryview] = []
+    lines: list[str] = []
     try:
         shaped = region.create_kv_memoryview()
         rows = shaped.cast("B")
@@ -436,6 +437,7 @@ def open_manager(
         for options in spec.secondary_tier_configs:
             if options["type"] != TIER_TYPE:
                 tiers.append(open_foreign_tier(options, tier_name(options), shaped, spec, namespace))
+                lines.append(tiers[-1].name)
                 continue
             checked = of_replica(check_options(options, tier_type=TIER_TYPE), spec)
             # One lender per tier, because each tier has its own epochs. They share the list of local backends to serve.
@@ -450,6 +452,7 @@ def open_manager(
                 tenants=config.tenants,
             )
             tiers.append(opened)
+            lines.append(described(opened, checked))
         manager = TieringManager(primary, tiers, config, reports=reports)
         own = kind(manager, tiers, region, views, spec, tags)
     except BaseException:
@@ -463,7 +466,11 @@ def open_manager(
         raise
     spec._scheduler_mmap = region
     logger.info(
-        "kvstore manages %d slots and the tiers %s, namespace %s", primary.slots, [t.name for t in tiers], namespace.hex
+        "kvstore manages %d slots of %s, and the tiers %s; namespace %s",
+        primary.slots,
+        described_slots(spec, slot_bytes),
+        ", ".join(lines),
+        namespace.hex,
     )
     logger.debug("Namespace %s: %s", namespace.hex, namespace.document())
     return own

@@ -17,9 +17,10 @@ from typing import Any, Final, NoReturn
 from vllm import envs as vllm_envs
 from vllm.platforms import current_platform
 
-from kvstore.config import decode_config
+from kvstore.config import ByteSize, decode_config
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.registry import BACKENDS
+from kvstore.tiers import AsyncTier
 from kvstore.tiers.preflight import check_before_opening, paths_of
 from kvstore.vllm.options import (
     TIER_TYPE,
@@ -35,6 +36,8 @@ __all__ = [
     "Fault",
     "check_offloading",
     "check_start",
+    "described",
+    "described_slots",
     "faults_of",
     "said_in_the_log",
     "show_logs",
@@ -211,6 +214,33 @@ def said_in_the_log() -> Iterator[None]:
     except KVStoreError as error:
         logger.error("kvstore: %s", error)
         raise
+
+
+def described(tier: AsyncTier, options: Mapping[str, Any]) -> str:
+    """Return a tier's name, directories, capacity, blocks found and I/O method, for the log.
+
+    Args:
+        tier: The tier, just opened.
+        options: Its options, as from :func:`kvstore.vllm.options.check_options`.
+    """
+    backend = str(options["backend"])
+    given = {name: value for name, value in options.items() if name != "backend"}
+    config = decode_config(BACKENDS.find(backend).config_type, given, where=f"{backend} tier")
+    stats = tier.stats()
+    parts = [str(path) for path in paths_of(backend, config)]
+    if stats.capacity_bytes:
+        parts.append(f"capacity {ByteSize(stats.capacity_bytes).text}")
+    blocks = stats.blocks + int(stats.backend_gauges.get("foreign_blocks", 0))
+    parts.append(f"{blocks} blocks found" + ("" if not stats.recovering else " so far"))
+    if "io_uring" in stats.backend_gauges:
+        parts.append("I/O by io_uring" if stats.backend_gauges["io_uring"] else "I/O by threads")
+    return f"{tier.name} ({', '.join(parts)})"
+
+
+def described_slots(spec: Any, slot_bytes: int) -> str:
+    """Return the bytes and tokens of a slot, for the log; layers of several kinds may differ in tokens."""
+    tokens = sorted({tokens * spec.blocks_per_chunk for tokens in spec.tokens_per_block})
+    return f"{slot_bytes} bytes and {' or '.join(map(str, tokens))} tokens"
 
 
 def show_logs() -> None:

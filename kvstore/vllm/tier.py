@@ -46,7 +46,7 @@ from kvstore.vllm.metrics import TierMetrics, metric_definitions
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import check_options, tier_name
 from kvstore.vllm.remote import remote_fields
-from kvstore.vllm.startup import said_in_the_log, show_logs
+from kvstore.vllm.startup import described, described_slots, said_in_the_log, show_logs
 
 __all__ = ["KVStoreTier"]
 
@@ -143,7 +143,12 @@ class KVStoreTier(SecondaryTierManager):
         self._lineage = Lineage([self._tier] if self._emits_events else ())
         self._metrics = TierMetrics(self._tier.name)
         self._waker = IdleWaker([self._tier])
-        logger.info("kvstore tier %s opened, namespace %s", self._tier.name, namespace.hex)
+        logger.info(
+            "kvstore tier %s opened, slots of %s, namespace %s",
+            described(self._tier, config),
+            described_slots(offloading_spec, slot_bytes),
+            namespace.hex,
+        )
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:

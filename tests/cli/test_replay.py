@@ -514,3 +514,10 @@ def test_tenants_of_the_command(tmp_path: Path) -> None:
         assert failed.returncode == 2 and wrong in failed.stderr and "--tenants" in failed.stderr
     both = run_here("bench", "replay", str(trace), "--dry", "--policy", "belady", "--tenants", "{}")
     assert both.returncode == 2 and "tenants" in both.stderr
+
+
+def test_an_unknown_policy_names_the_optimum_too() -> None:
+    """The error lists the optimum, which only a replay has, and suggests it for a misspelt name."""
+    done = run_here("bench", "replay", "--dry", "--policy", "beladi")
+    assert done.returncode == 2
+    assert "'belady', the optimum. Did you mean 'belady'?" in done.stderr

@@ -18,7 +18,7 @@ from kvstore.cli.commands.plot import html_report
 from kvstore.cli.measuring.histogram import Latencies
 from kvstore.cli.reporting.plots import pictures_of
 from kvstore.cli.reporting.report import Report, median_row
-from kvstore.cli.reporting.terminal import latency_text
+from kvstore.cli.reporting.terminal import cell, latency_text
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
 
@@ -291,3 +291,12 @@ def test_doctor_warns_of_a_capacity_that_does_not_fit(tmp_path: Path) -> None:
     """A capacity larger than the free space is a warning with advice."""
     done = run_here("bench", "doctor", "-t", f"file://{tmp_path}/kv?capacity=1PiB")
     assert re.search(r"warn +space", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2.66e-05, "0.0000266"), (1404.0, "1,404"), (99.96, "100"), (0.5, "0.5"), (0.0, "0"), (1e-9, "0.000000001")],
+)
+def test_numbers_have_no_exponents(value: float, text: str) -> None:
+    """Tables and charts show small and large numbers in full."""
+    assert cell(value) == text

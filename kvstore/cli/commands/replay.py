@@ -33,6 +33,7 @@ from kvstore.cli.reporting.plots import check_pictures, pictures_of
 from kvstore.cli.reporting.report import Report
 from kvstore.cli.reporting.terminal import Column, Progress, print_json_text, print_table, rounded_size, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
+from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
 from kvstore.tenants import Tenants
@@ -226,7 +227,13 @@ def _trace(path: str | None, requests: int | None, seed: int, block_tokens: int)
 
 
 def _policy(name: str) -> str:
-    return OPTIMUM if name.lower() == OPTIMUM else make_policy(name).name
+    if name.lower() == OPTIMUM:
+        return OPTIMUM
+    try:
+        return make_policy(name).name
+    except ConfigError as error:
+        hint = did_you_mean(name, [OPTIMUM])
+        raise ConfigError(f"{error} A replay also has {OPTIMUM!r}, the optimum.{hint}") from None
 
 
 def _link(text: str) -> Link:

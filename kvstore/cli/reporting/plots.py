@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from kvstore.cli.measuring.histogram import Latencies
-from kvstore.cli.reporting.terminal import latency_text, rounded_size, size_text
+from kvstore.cli.reporting.terminal import cell, latency_text, rounded_size, size_text
 from kvstore.errors import ConfigError
 
 __all__ = ["Picture", "check_pictures", "pictures_of"]
@@ -194,7 +194,9 @@ def _engines(rows: Rows, field: str, unit: str) -> Callable[[Any], None]:
             measured = {row["system"]: row[field] for row in rows if row["op"] == op}
             for at, system in enumerate(system for system in systems if system in measured):
                 (handles[system],) = panel.bar(at, measured[system], 0.8, color=colours[system])
-                panel.annotate(f"{measured[system]:.3g}", (at, measured[system]), ha="center", va="bottom", fontsize=9)
+                panel.annotate(
+                    cell(float(measured[system])), (at, measured[system]), ha="center", va="bottom", fontsize=9
+                )
             panel.set_title(op, loc="left")
             panel.set_xticks([])
         panels[0].set_ylabel(unit)

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from types import TracebackType
 from typing import Any
 
@@ -157,13 +158,14 @@ def print_json_text(text: str) -> None:
 
 
 def cell(value: object) -> str:
-    """Format a value for a table: three digits of a float below 100, yes and no, nothing for None."""
+    """Format a value for a table: three digits of a float below 100, yes and no, nothing for None; no exponents."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+        text = f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+        return f"{Decimal(text):f}" if "e" in text else text
     return printable(str(value)).replace("\n", "\\n")
 
 
