@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.backends.base import Backend
 from kvstore.errors import KVStoreError
+from kvstore.namespace import Namespace
 from kvstore.primary.lending import Lender
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering import TieringConfig, TieringManager
@@ -417,7 +418,6 @@ def open_manager(
     config = dataclasses.replace(config, prefetch=False, events=emits_events(spec))
     tiers: list[AsyncTier | ForeignTier] = []
     views: list[memoryview] = []
-    lines: list[str] = []
     try:
         shaped = region.create_kv_memoryview()
         rows = shaped.cast("B")
@@ -437,7 +437,6 @@ def open_manager(
         for options in spec.secondary_tier_configs:
             if options["type"] != TIER_TYPE:
                 tiers.append(open_foreign_tier(options, tier_name(options), shaped, spec, namespace))
-                lines.append(tiers[-1].name)
                 continue
             checked = of_replica(check_options(options, tier_type=TIER_TYPE), spec)
             # One lender per tier, because each tier has its own epochs. They share the list of local backends to serve.
@@ -452,7 +451,6 @@ def open_manager(
                 tenants=config.tenants,
             )
             tiers.append(opened)
-            lines.append(described(opened, checked))
         manager = TieringManager(primary, tiers, config, reports=reports)
         own = kind(manager, tiers, region, views, spec, tags)
     except BaseException:
@@ -465,12 +463,21 @@ def open_manager(
         region.cleanup()
         raise
     spec._scheduler_mmap = region
+    _log_start(primary, tiers, spec, namespace)
+    return own
+
+
+def _log_start(primary: PrimaryTier, tiers: Sequence[AsyncTier | ForeignTier], spec: Any, namespace: Namespace) -> None:
+    """Log the primary tier and the tiers in one line."""
+    lines = [
+        tier.name if isinstance(tier, ForeignTier) else described(tier, check_options(options, tier_type=TIER_TYPE))
+        for tier, options in zip(tiers, spec.secondary_tier_configs, strict=True)
+    ]
     logger.info(
         "kvstore manages %d slots of %s, and the tiers %s; namespace %s",
         primary.slots,
-        described_slots(spec, slot_bytes),
+        described_slots(spec, primary.slot_bytes),
         ", ".join(lines),
         namespace.hex,
     )
     logger.debug("Namespace %s: %s", namespace.hex, namespace.document())
-    return own

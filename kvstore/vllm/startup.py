@@ -158,18 +158,7 @@ def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Faul
     ours = {place: tier for place, tier in sound.items() if tier["type"] in named}
     if not is_our_spec and not ours:
         return None
-    if spec == _VLLMS_SPEC and here and current_platform.is_cpu():
-        faults.append(
-            Fault(
-                "",
-                f"vLLM's {_VLLMS_SPEC} runs on accelerators only, and this vLLM is for the CPU. Give "
-                f'"spec_name": "{_OUR_SPEC}", "spec_module_path": "kvstore.vllm" with the same tiers.',
-            )
-        )
     faults += [Fault("", text) for text in option_faults(extra)]
-    if spec == _VLLMS_SPEC and isinstance(extra.get("cpu_bytes_to_use"), str):
-        text = f"vLLM's {_VLLMS_SPEC} takes 'cpu_bytes_to_use' as a number of bytes, such as 8589934592."
-        faults.append(Fault("", text))
     if is_our_spec:
         unknown, doubtful = unknown_options(extra)
         faults += [Fault("", text) for text in unknown]
@@ -177,6 +166,29 @@ def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Faul
         if len(sound) == len(tiers):
             with _noting(faults):
                 check_tiering(with_short_types({**extra, "cpu_bytes_to_use": 0}))
+    else:
+        faults += _faults_of_vllms_spec(extra, here)
+    _check_tiers(ours, here, faults, warnings)
+    return faults, warnings
+
+
+def _faults_of_vllms_spec(extra: Mapping[str, Any], here: bool) -> Iterator[Fault]:
+    """Yield the faults of kvstore's tiers under vLLM's own spec."""
+    if here and current_platform.is_cpu():
+        yield Fault(
+            "",
+            f"vLLM's {_VLLMS_SPEC} runs on accelerators only, and this vLLM is for the CPU. Give "
+            f'"spec_name": "{_OUR_SPEC}", "spec_module_path": "kvstore.vllm" with the same tiers.',
+        )
+    if isinstance(extra.get("cpu_bytes_to_use"), str):
+        yield Fault(
+            "",
+            f"vLLM's {_VLLMS_SPEC} takes 'cpu_bytes_to_use' as a number of bytes, such as 8589934592, without a unit.",
+        )
+
+
+def _check_tiers(ours: Mapping[str, Mapping[str, Any]], here: bool, faults: list[Fault], warnings: list[Fault]) -> None:
+    """Check kvstore's tiers, by place, alone and beside each other."""
     used: dict[Path, str] = {}
     names: dict[str, str] = {}
     for place, tier in ours.items():
@@ -194,7 +206,6 @@ def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Faul
                     raise ConfigError(f"{other} is called {config.label!r} too. Give each tier a label of its own.")
                 text = f"without a label, as {other}: metrics and policies call it by its position. Give each a label."
                 warnings.append(Fault(place, text))
-    return faults, warnings
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,6 +47,13 @@ _DIRECTORY = tempfile.TemporaryDirectory(prefix="kvstore-test-page-")
 # An I/O process imports the page's class from there.
 sys.path.append(_DIRECTORY.name)
 page, suites = _import_page(Path(_DIRECTORY.name))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _page_removed() -> Iterator[None]:
+    """Remove the directory at the end; a worker of pytest-xdist ends without finalizers."""
+    yield
+    _DIRECTORY.cleanup()
 
 
 class TestFilesBackend(BackendTests):
