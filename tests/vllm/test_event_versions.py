@@ -35,4 +35,4 @@ def test_payloads_of_each_version(version: str, tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout[-8000:]
-    assert "6 passed" in run.stdout
+    assert "8 passed" in run.stdout
