@@ -127,13 +127,15 @@ class Promotions:
         """
         now = self._clock()
         end = None if key is None else self._patience.end(key, state, now)
-        if end is None and state.wait_until is None:
-            longest = state.gated.patience_s
-            patience_s = 0.0 if key is None else state.ctx.patience_s
-            state.wait_until = now + (
-                max(self._wait_s_max, patience_s) if longest is None else min(self._wait_s_max, longest)
-            )
-        if now < (end or state.wait_until or now):
+        if end is None:
+            if state.wait_until is None:
+                longest = state.gated.patience_s
+                patience_s = 0.0 if key is None else state.ctx.patience_s
+                state.wait_until = now + (
+                    max(self._wait_s_max, patience_s) if longest is None else min(self._wait_s_max, longest)
+                )
+            end = state.wait_until
+        if now < end:
             return LookupResult.RETRY
         self._refused.pop(state, None)
         return LookupResult.MISS

@@ -459,8 +459,8 @@ class AsyncTier(SecondaryTierManager):
             return  # Its blocks belong to the previous epoch.
         self._send_probe(self._health.judge(job.message.kind, outcomes, done.error, now))
         if job.message.kind is JobKind.LOAD:
-            keys = job.job.keys
-            self._inventory.accessed([key for key, outcome in zip(keys, outcomes, strict=True) if outcome.ok])
+            pairs = zip(job.job.keys, outcomes, strict=True)
+            self._inventory.accessed(key for key, outcome in pairs if outcome.ok)
             self._note_failed_loads(job.job, outcomes, now)
 
     def _note_failed_loads(self, job: TransferJob, outcomes: Sequence[Outcome], now: float) -> None:

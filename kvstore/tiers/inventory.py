@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import groupby
 from operator import itemgetter
 from typing import Final
@@ -92,10 +92,10 @@ class Inventory:
             elif key in changes and changes[key] is None:
                 del changes[key]
 
-    def accessed(self, keys: Sequence[BlockKey]) -> None:
+    def accessed(self, keys: Iterable[BlockKey]) -> None:
         """Note that a job has read blocks. Only the last jobs are kept, and an engine takes no step to report them."""
-        if self._accesses is not None and keys:
-            self._accesses.append(TierEvent(tuple(keys), accessed=True))
+        if self._accesses is not None and (read := tuple(keys)):
+            self._accesses.append(TierEvent(read, accessed=True))
 
     def clear(self, cause: RemovalCause) -> None:
         """Note that all blocks left the tier."""

@@ -193,8 +193,7 @@ def on_blocks_cleared(callback: Callable[[], None]) -> None:
 
 def current_connector_scheduler() -> Any:
     """Return vLLM's ``OffloadingConnectorScheduler`` under construction; None if there is none."""
-    callers = (frame.f_locals.get("self") for frame in calls_above())
-    return next((one for one in callers if type(one).__name__ == "OffloadingConnectorScheduler"), None)
+    return next((one for one in _callers() if type(one).__name__ == "OffloadingConnectorScheduler"), None)
 
 
 def scheduler_under_construction() -> Any:
@@ -220,8 +219,12 @@ def poll_briefly() -> None:
 
 def _caller_with(*names: str) -> Any:
     """Return the nearest calling object with these attributes; None if there is none."""
-    callers = (frame.f_locals.get("self") for frame in calls_above())
-    return next((one for one in callers if all(hasattr(one, name) for name in names)), None)
+    return next((one for one in _callers() if all(hasattr(one, name) for name in names)), None)
+
+
+def _callers() -> Iterator[Any]:
+    """Yield the objects whose methods are being called, nearest first."""
+    return (frame.f_locals.get("self") for frame in calls_above())
 
 
 def on_adapter_loaded(callback: Callable[[Any], Any]) -> None:

@@ -71,9 +71,8 @@ class VllmRequest(RequestContext):
     adapter: Check | None = None
     is_excluded: bool = False
 
-    @property
-    def is_tagged(self) -> bool:
-        """Whether its keys are known; completes the tag once the adapter's check has ended."""
+    def complete_tag(self) -> bool:
+        """Complete the tag once the adapter's check has ended; return whether it is complete, and so the keys known."""
         if self.adapter is not None and self.adapter.is_done:
             self.is_excluded = self.adapter.digest is None
             self.tag += self.adapter.digest or b""

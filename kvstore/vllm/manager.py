@@ -144,7 +144,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     def lookup(self, key: bytes, req_context: ReqContext) -> VllmLookupResult:
         """Look up a block; answers in the same step if the tiers can."""
         ctx = self._context(req_context)
-        if not ctx.is_tagged:
+        if not ctx.complete_tag():
             return VllmLookupResult.RETRY
         if ctx.is_excluded:
             return VllmLookupResult.MISS
@@ -194,7 +194,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         hold another request's tokens. Blocks of such layers are not accepted.
         """
         ctx = self._context(req_context)
-        if not ctx.is_tagged:
+        if not ctx.complete_tag():
             return None
         if ctx.is_excluded:
             return PrepareStoreOutput([], Slots([], self.manager.copy_lane), [])

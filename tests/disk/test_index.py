@@ -93,14 +93,20 @@ def test_ages_go_on_for_ever() -> None:
     assert [slot for _, slot, *_ in index.evict(7)] == slots[:7]
 
 
-def test_a_segment_that_is_read_is_not_given_up() -> None:
-    """The least recently used segment is chosen, but never one with a slot in use by a read or a store."""
+def two_segments(blocks: int) -> tuple[Index, list[int]]:
+    """Return an index of two segments of four slots each, and the slots of its blocks."""
     index = Index(Columns(4), 0)
     for segment in range(2):
         index.open_segment(segment, 0)
-    slots = index.take(8)
+    slots = index.take(blocks)
     index.add([(Kind.ADD, slot, 100, digest_of(b"%d" % slot), b"%d" % slot) for slot in slots])
     index.unpin(slots)
+    return index, slots
+
+
+def test_a_segment_that_is_read_is_not_given_up() -> None:
+    """The least recently used segment is chosen, but never one with a slot in use by a read or a store."""
+    index, slots = two_segments(8)
     index.touch(slots[4:])
     assert index.least_used_segment([0, 1]) == 0
     index.pin(slots[2:3])
@@ -121,12 +127,7 @@ def test_a_key_with_the_digest_of_another_is_absent() -> None:
 
 def test_a_segment_that_is_given_up_gives_out_no_slot() -> None:
     """Neither its free slots nor those of its departed blocks are written again, before and after its removal."""
-    index = Index(Columns(4), 0)
-    for segment in range(2):
-        index.open_segment(segment, 0)
-    slots = index.take(2)
-    index.add([(Kind.ADD, slot, 100, digest_of(b"%d" % slot), b"%d" % slot) for slot in slots])
-    index.unpin(slots)
+    index, slots = two_segments(2)
     closed = slots[0] // 4
     rows = index.close_segment(closed)
     assert [kind for kind, *_ in rows] == [Kind.REMOVE, Kind.REMOVE, Kind.DROP]
