@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.backends.disk.columns import EMPTY
 from kvstore.backends.disk.layout import Row
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
@@ -340,6 +341,22 @@ async def test_a_medium_without_frames_keeps_its_blocks(tmp_path: Path, error: i
         await rig.has_all(new | await rig.still_there(held))
         index = rig.session.index
         assert len(index) + index.free_slots == 64
+
+
+async def test_a_deleted_block_is_gone_although_its_eviction_is_not_journalled(tmp_path: Path) -> None:
+    """A block that was about to leave is wiped as any other, so that no later engine finds it."""
+    disk = NoFrames()
+    async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
+        values = await rig.put_new(16)
+        disk.fails = True
+        await rig.put(rig.new(2))
+        index = rig.session.index
+        assert any(index.columns.age_view[index.place(key)] == EMPTY for key in values), "some are about to leave"
+        assert await rig.backend.delete(list(values)) == [True] * 16
+        copy = clone(tmp_path, tmp_path.with_name(tmp_path.name + "-copy"))
+        disk.fails = False
+    async with opened(copy, room_for(16)) as heir:
+        assert await heir.get(list(values)) == [None] * 16
 
 
 async def test_no_slot_is_reused_before_its_removal_is_journalled(tmp_path: Path) -> None:

@@ -253,14 +253,15 @@ class Blocks:
     async def _wipe(self, hidden: Sequence[int], kind: int) -> None:
         """Journal the removal of hidden blocks and zero their header pages; ``kind`` may retire their slots.
 
+        The header pages of blocks that were already about to leave are zeroed, too: their frames may be unwritten.
         Puts of these keys wait, so that the tier is notified of the removal before the new block.
         """
         session, index = self.session, self.session.index
-        rows = index.depart(hidden, kind)
-        if not rows:
+        if not hidden:
             return
-        slots = [slot for _, slot, *_ in rows]
+        slots = list(hidden)
         index.pin(slots)
+        rows = index.depart(slots, kind)
         zeros = aligned_buffer(PAGE)
         try:
             with session.claimed([key for *_, key in rows]):
