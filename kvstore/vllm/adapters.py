@@ -28,8 +28,8 @@ _FILES: Final = ("adapter_config.", "adapter_model.", "new_embeddings.")
 _CHECK_S: Final = 10.0
 """Time after which a request no longer waits for the check of its adapter. Reading gigabytes takes seconds."""
 
-_Signature = tuple[tuple[str, int, int, int], ...]
-"""Name, size, modification time and inode of each file."""
+_Signature = tuple[tuple[str, int, int, int, int], ...]
+"""Name, size, times of modification and change, and inode of each file."""
 
 
 class _Known:
@@ -132,4 +132,4 @@ def _signature_of(directory: str) -> _Signature:
         files = sorted((entry.name, entry.stat()) for entry in entries if entry.name.startswith(_FILES))
     if not files:
         raise FileNotFoundError(f"{directory} has no file adapter_config.json or adapter_model.*")
-    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in files)
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in files)

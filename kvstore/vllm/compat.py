@@ -16,7 +16,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -179,6 +179,7 @@ def on_blocks_cleared(callback: Callable[[], None]) -> None:
         return
     reset = scheduler.reset_prefix_cache
 
+    @wraps(reset)
     def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
         try:
             return reset(*args, **kwargs)
@@ -234,6 +235,8 @@ def on_adapter_loaded(callback: Callable[[Any], Any]) -> None:
         return
     load = engine.add_lora
 
+    # vLLM decodes the argument by the annotations of the method.
+    @wraps(load)
     def add_lora(request: Any) -> Any:
         callback(request)
         return load(request)

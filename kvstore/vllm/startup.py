@@ -106,7 +106,10 @@ def transfer_faults(
     faults: list[Fault] = []
     with _noting(faults, "kv_connector"):
         _check_connector(transfer, engine_args)
-    found = [faults_of(extra, here=here) for extra in _offloadings(transfer)]
+    # vLLM sets the size of the primary tier by this argument only later.
+    size_gib = getattr(engine_args, "kv_offloading_size", None)
+    given = {} if size_gib is None else {"cpu_bytes_to_use": size_gib * 2**30}
+    found = [faults_of({**given, **extra}, here=here) for extra in _offloadings(transfer)]
     if not faults and all(each is None for each in found):
         return None
     warnings: list[Fault] = []

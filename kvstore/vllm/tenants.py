@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvstore.errors import ConfigError
 from kvstore.tenants import TAG_BYTES, Tags, Tenants
 from kvstore.vllm.adapters import DIGEST_BYTES, NO_ADAPTER, Adapters, Check
 from kvstore.vllm.compat import current_connector_scheduler, on_adapter_loaded
@@ -23,6 +24,9 @@ class RequestTags:
         tenants: The rule of tenants; None without tenants.
         has_adapters: Whether requests may have LoRA adapters.
 
+    Raises:
+        ConfigError: Requests may have adapters, and this version of vLLM does not show them.
+
     Attributes:
         parts: Names of the parts of a tag.
         tag_bytes: Length of a tag.
@@ -40,6 +44,11 @@ class RequestTags:
             on_adapter_loaded(self._adapters.check)
         scheduler: Any = current_connector_scheduler()
         begin = getattr(scheduler, "on_new_request", None)
+        if has_adapters and begin is None:
+            raise ConfigError(
+                "kvstore did not find the requests of vLLM's connector, so it can't tell LoRA adapters apart. Use a "
+                "supported version of vLLM (docs/vllm.md), or start it without --enable-lora."
+            )
         if begin is None or not self.tag_bytes:
             return
 

@@ -6,8 +6,11 @@ from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
@@ -120,6 +123,27 @@ def test_the_region_is_opened_by_either_name(monkeypatch: pytest.MonkeyPatch, re
     config = SimpleNamespace(engine_id="e")
     spec = SimpleNamespace(config=config, kv_bytes_per_chunk=4096, cpu_page_size_per_worker=1024, **{rows: 5})
     assert compat.open_region(spec, rank=2).shape == (5, 4096, 2, 1024)
+
+
+def test_an_engine_still_gets_adapters_in_the_form_that_it_declares() -> None:
+    """VLLM decodes the arguments of a call from another process by the annotations of the engine's method."""
+    seen = []
+
+    class EngineCore:
+        model_executor = None
+
+        def __init__(self) -> None:
+            compat.on_adapter_loaded(seen.append)
+
+        def add_lora(self, lora_request: LoRARequest) -> bool:
+            return lora_request.lora_name == "name"
+
+        add_lora.__annotations__ = EngineCoreProc.add_lora.__annotations__
+
+    engine = EngineCore()
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(LoRARequest("name", 1, "/path")))
+    assert engine.add_lora(*EngineCoreProc._convert_msgspec_args(engine.add_lora, (sent,)))
+    assert [adapter.lora_path for adapter in seen] == ["/path"]
 
 
 def test_keys_of_a_request() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.vllm.options import with_short_types
-from kvstore.vllm.startup import check_offloading, check_start
+from kvstore.vllm.startup import check_offloading, check_start, transfer_faults
 from tests.project.tree import ROOT
 
 _FILE = {"type": "file", "path": "DIR/kv", "capacity": "1GiB"}
@@ -115,6 +115,14 @@ def test_an_option_of_vllm_that_replaces_the_connector_is_refused(
     changed = SimpleNamespace(kv_transfer_config=ours | {"kv_connector": "SimpleCPUOffloadConnector"})
     with pytest.raises(ConfigError, match="does not use kvstore"):
         engine_core(changed, None)
+
+
+def test_vllms_argument_gives_the_size_of_the_primary_tier(tmp_path: Path) -> None:
+    """With its native backend, --kv-offloading-size sets ``cpu_bytes_to_use`` after the check."""
+    extra = {name: value for name, value in _extra(tmp_path, {}, {}).items() if name != "cpu_bytes_to_use"}
+    native = SimpleNamespace(kv_offloading_size=8.0, kv_offloading_backend="native")
+    assert transfer_faults(_transfer(extra), native) == ([], [])
+    assert transfer_faults(_transfer(extra)) != ([], [])
 
 
 def test_what_is_right_or_not_ours_passes(tmp_path: Path) -> None:
