@@ -35,15 +35,13 @@ class Patience:
             The time; None for requests that wait for no other engine, or while the computing speed is unknown.
         """
         gate, ctx = self._gate, state.ctx
-        if gate is None or not ctx.patience_s or key not in state.ends:
+        if gate is None or not gate.is_ready or not ctx.patience_s or key not in state.ends:
             return None
         before = state.ends[key] - state.ends[state.keys[0]]
         if state.handed_over is None:
             total_s = gate.recompute_s(before, max(state.ends.values()))
-            if not total_s:
-                return None
             state.handed_over = HandOverWait(now, before, total_s)
-            ctx.unheard_s = max(ctx.unheard_s, now - ctx.since + _HEARD_SHARE * total_s)
+            ctx.unheard_s = min(ctx.patience_s, max(ctx.unheard_s, now - ctx.since + _HEARD_SHARE * total_s))
         wait = state.handed_over
         extra_s = gate.recompute_s(wait.start, before)
         return wait.since + max(gate.slack_s(wait.total_s), wait.total_s) + extra_s

@@ -125,7 +125,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._reported_at = 0.0
         self._has_stepped = False
         self._busy = False
-        self._pauses = Pauses()
+        self._pauses = Pauses(enabled=getattr(spec.config.parallel, "data_parallel_size", 1) == 1)
         self._loading: set[str] = set()
         """Requests whose blocks are being copied to the device."""
         self._waker = IdleWaker(self._tiers)
@@ -145,14 +145,15 @@ class KVStoreOffloadingManager(OffloadingManager):
         """Look up a block; answers in the same step if the tiers can."""
         ctx = self._context(req_context)
         if not ctx.complete_tag():
+            self._pauses.note_waiting(for_engine=False)
             return VllmLookupResult.RETRY
         if ctx.is_excluded:
             return VllmLookupResult.MISS
         if ctx.request_id in self._without_keys:
             self._set_keys(ctx, req_context)
         answer = _ANSWERS[self.manager.lookup(ctx.tag + key, ctx)]
-        if ctx.patience_s and answer is VllmLookupResult.RETRY:
-            self._pauses.note_awaiting()
+        if answer is VllmLookupResult.RETRY:
+            self._pauses.note_waiting(for_engine=bool(ctx.patience_s))
         return answer
 
     @guarded(lambda: cache_hit_source(Medium.CPU, Locality.LOCAL))
@@ -240,7 +241,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._foreign.step(context)
         self.manager.on_step_end(context.new_req_ids)
         self._busy = self._busy or self.manager.has_pending_work
-        self._pauses.end_step(is_loading=bool(self._loading))
+        self._pauses.end_step(is_busy=bool(self._loading) or self.manager.has_pending_work)
 
     @guarded(lambda: False)
     def has_pending_work(self) -> bool:
@@ -262,12 +263,12 @@ class KVStoreOffloadingManager(OffloadingManager):
         if not self._emits_events:
             return []
         self._lineage.begin()
-        theirs = [event for tier in self._foreign for event in tier.take_vllm_events()]
+        theirs = [(tier.name, event) for tier in self._foreign for event in tier.take_vllm_events()]
         ours = self.manager.take_events()
         for event in ours:
             if event.tier in self._by_name:
                 self._lineage.note(self._by_name[event.tier], event.keys, removed=event.cause is not None)
-        return self._statements.merge([*theirs, *map(self._vllm_event, ours)])
+        return self._statements.merge([*theirs, *((event.tier, self._vllm_event(event)) for event in ours)])
 
     @guarded(lambda: None)
     def reset_cache(self) -> None:

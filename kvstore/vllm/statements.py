@@ -29,20 +29,25 @@ class Statements:
     def __init__(self, natures: Iterable[tuple[Any, Any]], *, all_shared: bool = False) -> None:
         self._all_shared = all_shared
         self._shared = {nature for nature, tiers in Counter(natures).items() if tiers > 1}
-        self._copies: dict[_Nature, dict[bytes, int]] = {}
+        self._copies: dict[_Nature, dict[bytes, dict[str, int]]] = {}
+        """Copies of each stated block by tier."""
 
-    def merge(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
-        """Return the statements to publish; none for a copy of a block already stated, or not the last to leave."""
+    def merge(self, events: Iterable[tuple[str, OffloadingEvent]]) -> list[OffloadingEvent]:
+        """Return the statements to publish; none for a copy of a block already stated, or not the last to leave.
+
+        Args:
+            events: Events, each with the name of its tier, which can only remove its own copies.
+        """
         if not (self._shared or self._all_shared):
-            return list(events)
+            return [event for _, event in events]
         merged = []
-        for event in events:
+        for tier, event in events:
             # The events of a primary tier have no locality.
             locality = event.locality or Locality.LOCAL
             if self._all_shared or (event.medium, locality) in self._shared:
                 copies = self._copies.setdefault((event.medium, locality, getattr(event, "ownership", None)), {})
-                count = _removed if event.removed else _stored
-                event = dataclasses.replace(event, keys=[key for key in event.keys if count(copies, key)])
+                count = self._removed if event.removed else self._stored
+                event = dataclasses.replace(event, keys=[key for key in event.keys if count(copies, key, tier)])
             if event.keys:
                 merged.append(event)
         return merged
@@ -51,16 +56,23 @@ class Statements:
         """Note that consumers have dropped all blocks."""
         self._copies.clear()
 
+    def _stored(self, copies: dict[bytes, dict[str, int]], key: bytes, tier: str) -> bool:
+        """Count a copy; return whether it is the first. Without tenants and adapters, a tier has one at most."""
+        by_tier = copies.setdefault(key, {})
+        is_first = not by_tier
+        by_tier[tier] = by_tier.get(tier, 0) + 1 if self._all_shared else 1
+        return is_first
 
-def _stored(copies: dict[bytes, int], key: bytes) -> bool:
-    """Count a copy; return whether it is the first."""
-    copies[key] = copies.get(key, 0) + 1
-    return copies[key] == 1
-
-
-def _removed(copies: dict[bytes, int], key: bytes) -> bool:
-    """Drop a copy; return whether it was the last."""
-    left = copies.pop(key, 0) - 1
-    if left > 0:
-        copies[key] = left
-    return left == 0
+    @staticmethod
+    def _removed(copies: dict[bytes, dict[str, int]], key: bytes, tier: str) -> bool:
+        """Drop a copy; return whether it was the last."""
+        by_tier = copies.get(key)
+        if by_tier is None or tier not in by_tier:
+            return False
+        by_tier[tier] -= 1
+        if not by_tier[tier]:
+            del by_tier[tier]
+        if by_tier:
+            return False
+        del copies[key]
+        return True

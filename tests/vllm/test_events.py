@@ -18,6 +18,7 @@ from kvstore.cli.tier_argument import make_tier
 from kvstore.testing import eventually
 from kvstore.vllm import compat
 from kvstore.vllm.spec import KVStoreOffloadingSpec
+from kvstore.vllm.statements import Statements
 from tests.cli.in_process import run_here
 from tests.vllm.harness import Driver, key_of
 from tests.vllm.router import Router
@@ -197,6 +198,26 @@ def test_expired_blocks_leave_and_those_that_gc_removed_do_not_come_back(tmp_pat
         assert router.follow("b", driver)[owner] == set(short) == on_disk(tmp_path)
     finally:
         driver.close()
+
+
+def test_a_tier_removes_only_its_own_statement() -> None:
+    """Also a tier of another package that reports blocks of before a clear, or repeats itself."""
+    nature = (Medium.STORAGE, Locality.LOCAL)
+    statements = Statements([nature, nature])
+
+    def told(tier: str, *, removed: bool) -> list[bool]:
+        event = compat.make_event([b"k"], Medium.STORAGE, removed=removed, locality=Locality.LOCAL)
+        return [event.removed for event in statements.merge([(tier, event)])]
+
+    assert [told("file", removed=False), told("fs", removed=False), told("fs", removed=False)] == [[False], [], []]
+    assert [told("fs", removed=True), told("fs", removed=True)] == [[], []]
+    assert told("file", removed=True) == [True]
+    told("file", removed=False)
+    told("fs", removed=False)
+    statements.clear()
+    assert told("file", removed=False) == [False]
+    assert told("fs", removed=True) == [], "stated before the clear"
+    assert told("file", removed=True) == [True]
 
 
 def clean(directory: Path, *arguments: str) -> Any:

@@ -59,11 +59,15 @@ def test_only_an_engine_that_does_nothing_else_pauses(monkeypatch: pytest.Monkey
     engine = EngineCore()
     paused, waits = engine.scheduler.pauses, engine.condition.waits
 
-    def step(*, awaits: bool = True, is_loading: bool = False, seconds: float = 0.1) -> list[float | None]:
+    def step(
+        *, awaits: bool = True, other: bool = False, is_busy: bool = False, seconds: float = 0.1
+    ) -> list[float | None]:
         before = len(waits)
         if awaits:
-            paused.note_awaiting()
-        paused.end_step(is_loading=is_loading)
+            paused.note_waiting(for_engine=True)
+        if other:
+            paused.note_waiting(for_engine=False)
+        paused.end_step(is_busy=is_busy)
         clock.now += seconds
         return waits[before:]
 
@@ -73,7 +77,8 @@ def test_only_an_engine_that_does_nothing_else_pauses(monkeypatch: pytest.Monkey
     assert step() == [0.05]
     assert step(awaits=False) == []
     assert step() == [0.0], "a new wait"
-    assert step(is_loading=True) == []
+    assert step(is_busy=True) == []
+    assert step(other=True) == [], "another request waits for a tier"
     engine.scheduler.running.append("request")
     assert step() == []
     engine.scheduler.running.clear()
@@ -84,5 +89,5 @@ def test_only_an_engine_that_does_nothing_else_pauses(monkeypatch: pytest.Monkey
 def test_elsewhere_there_are_no_pauses() -> None:
     """Without vLLM's engine in the call stack nothing can end a pause, so there is none."""
     alone = pauses.Pauses()
-    alone.note_awaiting()
-    alone.end_step(is_loading=False)
+    alone.note_waiting(for_engine=True)
+    alone.end_step(is_busy=False)
