@@ -47,12 +47,13 @@ class Prefill:
         self.server: Server = begin()
         self.server.wait_ready()
         self.kind = ""
-        self._stopped: list[int] = []
 
     def disturb(self, within_s: float) -> threading.Thread:
         """Begin a fault at a random moment of the next seconds."""
         kind = self.kind = self._choose.choices(["nothing", "stop", "pause", "kill"], [4, 3, 2, 1])[0]
         at_s, pause_s = self._choose.uniform(0, within_s), self._choose.uniform(0, within_s)
+        if kind == "stop":
+            pause_s = 2 * within_s + 1  # Longer than the request may take.
         self.counts[kind] = self.counts.get(kind, 0) + 1
 
         def act() -> None:
@@ -60,30 +61,21 @@ class Prefill:
             if kind == "kill":
                 self.server.kill()
             elif kind != "nothing":
-                self._stopped = self.server.pids
-                self._send(signal.SIGSTOP)
-                if kind == "pause":
-                    time.sleep(pause_s)
-                    self._send(signal.SIGCONT)
+                pids = self.server.pids
+                for number in (signal.SIGSTOP, signal.SIGCONT):
+                    for pid in pids:
+                        os.kill(pid, number)
+                    time.sleep(pause_s if number is signal.SIGSTOP else 0)
 
         thread = threading.Thread(target=act)
         thread.start()
         return thread
 
     def mend(self) -> None:
-        """Let the engine go on, or start it again."""
-        self._send(signal.SIGCONT)
-        self._stopped = []
+        """Start the engine again if it was killed."""
         if not self.server.pids:
             self.server = self._begin()
             self.server.wait_ready()
-
-    def _send(self, number: signal.Signals) -> None:
-        for pid in self._stopped:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
 
 
 def hand_over(seed: int) -> str:
