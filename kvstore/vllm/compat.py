@@ -1,4 +1,4 @@
-"""All differences between vLLM 0.28 and 0.33.
+"""All differences between vLLM 0.31 and 0.33.
 
 Each difference is detected from signatures, fields and names of the installed package, never from its version number,
 so that other versions work too.
@@ -10,7 +10,6 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
-import inspect
 import json
 import os
 import sys
@@ -20,7 +19,6 @@ from functools import cache, wraps
 from types import FrameType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
@@ -28,7 +26,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload.base import OffloadingEvent
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.version import __version__ as VLLM_VERSION
 
 from kvstore.types import Locality, Medium
@@ -39,7 +36,6 @@ __all__ = [
     "calls_above",
     "canonical_config",
     "chosen_attention",
-    "chunk_ids",
     "current_connector",
     "current_connector_config",
     "current_connector_scheduler",
@@ -49,8 +45,6 @@ __all__ = [
     "event_payloads",
     "has_states",
     "make_event",
-    "make_result",
-    "make_transfer_job",
     "open_region",
     "payload_maker",
     "poll_briefly",
@@ -62,7 +56,6 @@ __all__ = [
     "scheduled_tokens",
     "scheduler_under_construction",
     "steps_under_way_max",
-    "supported_kwargs",
     "tolerate_unnaming",
     "window_groups",
 ]
@@ -83,25 +76,8 @@ def calls_above() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def supported_kwargs(function: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that a function accepts.
-
-    For instance, ``SecondaryTierManager.__init__`` accepts ``backpressure_detector`` since 0.31.
-    """
-    parameters = _parameters(function)
-    return {name: value for name, value in kwargs.items() if name in parameters}
-
-
-def chunk_ids(job: Any) -> list[int]:
-    """Return the rows of a ``TransferJob`` (``block_ids`` in 0.28 and 0.29, ``chunk_ids`` since)."""
-    ids = getattr(job, "chunk_ids", None)
-    if ids is None:
-        ids = job.block_ids
-    return [int(i) for i in ids]
-
-
 def request_ends(req_context: Any) -> Mapping[bytes, int]:
-    """Return a request's keys with the ends of their blocks, in tokens; empty before 0.31."""
+    """Return a request's keys with the ends of their blocks, in tokens."""
     return getattr(req_context, "_offload_key_positions", None) or {}
 
 
@@ -137,23 +113,8 @@ def scheduled_tokens(scheduler_output: Any) -> list[tuple[int, int]] | None:
     return [(count, before.get(request_id, 0)) for request_id, count in counts.items() if count > 1]
 
 
-def make_result(job_id: int, success: bool, **optional: Any) -> JobResult:
-    """Build a ``JobResult`` with the fields of this version (``transfer_bytes`` came with 0.31)."""
-    return JobResult(job_id=job_id, success=success, **_known_fields(JobResult, optional))
-
-
-def make_transfer_job(
-    job_id: int, keys: Sequence[bytes], slots: Sequence[int], request: Any, *, is_load: bool
-) -> TransferJob:
-    """Build vLLM's form of a job; rows are ``block_ids`` of 64 bits in 0.28 and 0.29, ``chunk_ids`` of 32 since."""
-    is_new = "chunk_ids" in _field_names(TransferJob)
-    ids = np.array(slots, dtype=np.int32 if is_new else np.int64)
-    fields = {"chunk_ids" if is_new else "block_ids": ids}
-    return TransferJob(job_id=job_id, keys=list(keys), is_promotion=is_load, req_context=request, **fields)
-
-
 def make_event(keys: Sequence[bytes], medium: Any, *, removed: bool, locality: Any = None) -> OffloadingEvent:
-    """Build an ``OffloadingEvent`` with the fields of this version (``removal_expected`` came with 0.29).
+    """Build an ``OffloadingEvent``.
 
     It has no ownership: Dynamo's router drops events with another one than those that it knows.
 
@@ -164,8 +125,10 @@ def make_event(keys: Sequence[bytes], medium: Any, *, removed: bool, locality: A
         locality: vLLM's ``Locality``; None for the primary tier.
     """
     # Each of our BlockStored events is eventually followed by a BlockRemoved.
-    fields = _known_fields(OffloadingEvent, {"removal_expected": not removed})
-    return OffloadingEvent(keys=list(keys), medium=medium, removed=removed, locality=locality, **fields)
+    expected = not removed
+    return OffloadingEvent(
+        keys=list(keys), medium=medium, removed=removed, locality=locality, removal_expected=expected
+    )
 
 
 def on_blocks_cleared(callback: Callable[[], None]) -> None:
@@ -299,16 +262,12 @@ def payload_maker(scheduler: Any) -> Callable[..., Any] | None:
     specs = [getattr(group, "kv_event_group_spec", None) for group in groups]
     known = {"lora_id": None, "extra_keys": None}
     constant = [_known_fields(cls, {**known, "group_idx": i, "kv_cache_spec": spec}) for i, spec in enumerate(specs)]
-    names = _field_names(cls)
-    counts_copies = "active_residencies" in names
-    given = names - {*known, "group_idx", "kv_cache_spec", "active_residencies"}
-    if given != {"block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_name"}:
+    given = _field_names(cls) - {*known, "group_idx", "kv_cache_spec"}
+    if given != {"block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_name", "active_residencies"}:
         return None
 
     def make(group_idx: int, **values: Any) -> Any:
-        if counts_copies:
-            values["active_residencies"] = set()
-        return cls(**constant[group_idx], **values)
+        return cls(**constant[group_idx], active_residencies=set(), **values)
 
     return make
 
@@ -344,17 +303,12 @@ def open_region(spec: Any, rank: int | None) -> SharedOffloadRegion:
         rank: Index of this worker's part of each row; None for the scheduler.
     """
     rows, row_bytes = region_shape(spec)
-    either_name = {
-        "num_chunks": rows,
-        "num_blocks": rows,
-        "kv_bytes_per_chunk": row_bytes,
-        "kv_bytes_per_block": row_bytes,
-    }
     return SharedOffloadRegion(
         engine_id=spec.config.engine_id,
+        num_chunks=rows,
         rank=rank,
+        kv_bytes_per_chunk=row_bytes,
         cpu_page_size=spec.cpu_page_size_per_worker,
-        **supported_kwargs(SharedOffloadRegion.__init__, either_name),
     )
 
 
@@ -437,8 +391,7 @@ def current_connector() -> tuple[Any, Any]:
 
 def region_shape(spec: Any) -> tuple[int, int]:
     """Return the number of rows of the shared region, and their length in bytes."""
-    rows = spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks  # num_blocks in 0.28
-    return int(rows), int(spec.kv_bytes_per_chunk)
+    return int(spec.num_chunks), int(spec.kv_bytes_per_chunk)
 
 
 def canonical_config(engine_config: Any, kv_cache_config: Any) -> OffloadingConfig | None:
@@ -481,11 +434,6 @@ def has_states(kv_cache_config: Any) -> bool:
 def _unlink_if_there(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-
-
-@cache
-def _parameters(function: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
 
 
 @cache

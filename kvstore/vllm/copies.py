@@ -154,7 +154,7 @@ class LoadFailures:
     worker copies nothing and reports the load as failed. vLLM then ends the request with an error or recomputes it
     (``kv_load_failure_policy``).
 
-    vLLM accepts failed blocks if there is a single group of layers, and failed requests since 0.30.
+    vLLM accepts failed blocks if there is a single group of layers, otherwise failed requests.
 
     Args:
         connector: ``OffloadingConnector``; None if unknown.
@@ -170,7 +170,7 @@ class LoadFailures:
         self._results = getattr(connector, "get_transfer_results", None)
         if self._by_block:
             connector.get_block_ids_with_load_errors = self._take_blocks
-        elif self._results is not None:
+        elif connector is not None:
             connector.get_transfer_results = self._with_failed_requests
 
     def note(self, job_id: int, destination: GPULoadStoreSpec) -> bool:

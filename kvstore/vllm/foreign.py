@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from vllm.v1.kv_offload.base import LookupResult as VllmLookupResult
 from vllm.v1.kv_offload.base import (
     OffloadingEvent,
@@ -39,7 +40,6 @@ from kvstore.tiering import TieringManager
 from kvstore.tiers.base import SecondaryTierManager, TierStats
 from kvstore.types import BlockKey, JobResult, Locality, LookupResult, Medium, RequestContext, TierEvent, TransferJob
 from kvstore.vllm.adapters import Check
-from kvstore.vllm.compat import make_transfer_job
 from kvstore.vllm.options import FOREIGN_OPTIONS
 
 __all__ = ["ForeignTier", "ForeignTiers", "VllmRequest", "open_foreign_tier"]
@@ -175,7 +175,8 @@ class ForeignTier(SecondaryTierManager):
     def note_job(self, job: TransferJob, *, is_load: bool) -> VllmTransferJob:
         """Register a job and return vLLM's form of it."""
         names = {self.masked(key): key for key in job.keys}
-        theirs = make_transfer_job(job.job_id, list(names), job.slots, self._request(job.ctx), is_load=is_load)
+        rows = np.array(job.slots, dtype=np.int32)
+        theirs = VllmTransferJob(job.job_id, list(names), rows, is_load, self._request(job.ctx))
         self._jobs[job.job_id] = theirs, names
         return theirs
 
@@ -303,7 +304,7 @@ class ForeignTier(SecondaryTierManager):
         good = names if result.success else result.successful_keys or ()
         if job is not None and not job.is_promotion:
             self._note_store(job, result)
-        seconds, size_bytes = result.transfer_time or 0.0, getattr(result, "transfer_bytes", None) or 0
+        seconds, size_bytes = result.transfer_time or 0.0, result.transfer_bytes or 0
         keys = [names[key] for key in good if key in names]
         return JobResult(result.job_id, result.success, keys, size_bytes, seconds)
 

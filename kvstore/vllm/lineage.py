@@ -133,10 +133,11 @@ class Lineage:
     def _hold(
         self, name: str, keys: Sequence[BlockKey], payloads: MutableMapping[BlockKey, Any], *, removed: bool
     ) -> None:
-        """Make vLLM keep the payloads of blocks while this tier has them (without effect in 0.28)."""
+        """Make vLLM keep the payloads of blocks while this tier has them."""
         for key in keys:
-            holders = getattr(payloads.get(key[self._tag_bytes :]), "active_residencies", None)
-            if holders is not None:
+            payload = payloads.get(key[self._tag_bytes :])
+            if payload is not None:
+                holders = payload.active_residencies
                 (holders.discard if removed else holders.add)((name, None))
 
     def _restore(self, tier: AsyncTier, key: BlockKey, payloads: MutableMapping[BlockKey, Any]) -> None:

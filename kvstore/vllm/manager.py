@@ -220,11 +220,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         self.manager.complete_store(ctx.ours(keys), ctx, success)
 
     @guarded(lambda: None)
-    def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
-        """Record a use of blocks (called by vLLM up to 0.30)."""
-        self.manager.touch(list(self._context(req_context).ours(keys)))
-
-    @guarded(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Record the end of a request."""
         ctx = self._context(req_context)
@@ -365,7 +360,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         return slots
 
     def _set_keys(self, ctx: VllmRequest, req_context: ReqContext) -> None:
-        """Pass a request's blocks and their ends to the manager, once vLLM provides them (0.31 and later)."""
+        """Pass a request's blocks and their ends to the manager, once vLLM provides them."""
         ends = request_ends(req_context)
         if ends:
             self._without_keys.discard(ctx.request_id)
@@ -399,15 +394,12 @@ class KVStoreOffloadingManager(OffloadingManager):
 
 
 @said_in_the_log()
-def open_manager(
-    spec: Any, config: TieringConfig, kind: type[KVStoreOffloadingManager] = KVStoreOffloadingManager
-) -> KVStoreOffloadingManager:
+def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
     """Open the primary tier in the region of vLLM's workers, the tiers, and their manager.
 
     Args:
         spec: The offloading spec.
         config: From :func:`check_tiering`.
-        kind: The class of the manager.
 
     Raises:
         ConfigError: A tier can't be used.
@@ -453,7 +445,7 @@ def open_manager(
             )
             tiers.append(opened)
         manager = TieringManager(primary, tiers, config, reports=reports)
-        own = kind(manager, tiers, region, views, spec, tags)
+        own = KVStoreOffloadingManager(manager, tiers, region, views, spec, tags)
     except BaseException:
         for tier in tiers:
             with contextlib.suppress(KVStoreError):

@@ -54,7 +54,7 @@ _VLLM_NUMBERS: Final = frozenset(
     {"store_threshold", "max_tracker_size", "sync_load_budget_bytes", "tier_poll_interval_s"}
 )
 _VLLM_OTHERS: Final = frozenset({"cache_policy_module_path", "backpressure"})
-"""Keys that only vLLM reads (0.28 to 0.33), by kind of their values."""
+"""Keys that only vLLM reads (0.31 to 0.33), by kind of their values."""
 
 _MISSPELT: Final = 0.8
 """Similarity (of difflib) from which an unknown key is a misspelt one: "teiring" has 0.86, "tier_manager" has 0.74."""

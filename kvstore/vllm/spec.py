@@ -28,7 +28,6 @@ from kvstore.vllm.compat import (
     window_groups,
 )
 from kvstore.vllm.copies import CountingWorker, LoadFailures, counters_of
-from kvstore.vllm.deadlock import DeadlockBreakingManager, can_deadlock
 from kvstore.vllm.layout import (
     WorkerNote,
     is_certified,
@@ -38,7 +37,7 @@ from kvstore.vllm.layout import (
     with_whole_rows,
     without_synchronous_loads,
 )
-from kvstore.vllm.manager import KVStoreOffloadingManager, open_manager
+from kvstore.vllm.manager import open_manager
 from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
 from kvstore.vllm.options import (
     TIER_TYPE,
@@ -122,8 +121,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
             manager = super().get_manager()
         else:
             if self._own_manager is None:
-                kind = DeadlockBreakingManager if can_deadlock() else KVStoreOffloadingManager
-                self._own_manager = open_manager(self, self._tiering, kind)
+                self._own_manager = open_manager(self, self._tiering)
             manager = self._own_manager
         _unname_region(getattr(self, "_scheduler_mmap", None))
         return manager

@@ -21,10 +21,6 @@ __all__ = ["StandardMetrics"]
 
 _PRIMARY_LABEL = ("0:primary",)
 
-_QUERIES = "vllm:kv_offload_tiering_chunk_queries"
-_HITS = "vllm:kv_offload_tiering_chunk_hits"
-"""Literals, because vLLM's constants had other names before 0.30."""
-
 _PROMOTION_LATENCY = "vllm:kv_offload_tiering_promotion_latency_seconds"
 """A literal, because the constant came with 0.33."""
 
@@ -83,8 +79,8 @@ class StandardMetrics:
         self._report_lookups(out, tally.primary, _PRIMARY_LABEL)
 
     def _report_lookups(self, out: OffloadingConnectorStats, counts: TierTally, label: tuple[str, ...]) -> None:
-        self._add(out, _QUERIES, counts.queries, label)
-        self._add(out, _HITS, counts.hits, label)
+        self._add(out, TieringOffloadingMetrics.CHUNK_QUERIES, counts.queries, label)
+        self._add(out, TieringOffloadingMetrics.CHUNK_HITS, counts.hits, label)
         self._observe(out, TieringOffloadingMetrics.LOOKUP_SYNC_DELAY, counts.lookup_samples, label)
         self._observe(out, TieringOffloadingMetrics.LOOKUP_ASYNC_DELAY, counts.wait_samples, label)
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from vllm.v1.kv_offload.base import Locality as VllmLocality
@@ -28,16 +28,13 @@ from kvstore.tiers import open_tier
 from kvstore.types import JobResult, LookupResult, RequestContext, TransferJob
 from kvstore.vllm.compat import (
     cache_hit_source,
-    chunk_ids,
     current_connector_config,
     emits_events,
     has_adapters,
     make_event,
-    make_result,
     on_blocks_cleared,
     request_ends,
     request_params,
-    supported_kwargs,
 )
 from kvstore.vllm.guard import ErrorLog, guarded
 from kvstore.vllm.idle import IdleWaker
@@ -92,9 +89,7 @@ class KVStoreTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        base = super().__init__
-        known = {"backpressure_detector": backpressure_detector}
-        base(offloading_spec, primary_kv_view, tier_type, **supported_kwargs(SecondaryTierManager.__init__, known))
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         show_logs()
         config = check_options(options, tier_type=tier_type)
         _make_name_unique(config, offloading_spec)
@@ -212,11 +207,6 @@ class KVStoreTier(SecondaryTierManager):
         ]
 
     @guarded(lambda: None)
-    def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
-        """Record a use of blocks (called by vLLM up to 0.30)."""
-        self._tier.touch(list(keys)[:_TOUCHED_KEYS_MAX])
-
-    @guarded(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """End a request. All its blocks count as used, including blocks not loaded from this tier."""
         self._tier.touch(list(itertools.islice(request_ends(req_context), _TOUCHED_KEYS_MAX)))
@@ -274,7 +264,7 @@ class KVStoreTier(SecondaryTierManager):
         keys = tuple(job.keys)
         self._jobs[job.job_id] = frozenset(keys)
         try:
-            submit(TransferJob(job.job_id, keys, chunk_ids(job), _context(job.req_context)))
+            submit(TransferJob(job.job_id, keys, job.chunk_ids.tolist(), _context(job.req_context)))
         # A rejected job is not running, so it can and must be reported as failed.
         except Exception:
             self.errors.note("submit_load" if job.is_promotion else "submit_store")
@@ -286,7 +276,7 @@ class KVStoreTier(SecondaryTierManager):
         while self._lost:
             job_id = self._lost.pop()
             if self._jobs.pop(job_id, None) is not None:
-                self._results.append(make_result(job_id, False))
+                self._results.append(VllmJobResult(job_id, False))
         for done in self._tier.get_finished():
             keys = self._jobs.pop(done.job_id, None)
             if keys is None:
@@ -306,7 +296,7 @@ def _make_name_unique(config: dict[str, Any], offloading_spec: Any) -> None:
 def _vllm_result(done: JobResult, keys: frozenset[bytes]) -> VllmJobResult:
     """Return vLLM's form of a result; vLLM asserts that the successful keys belong to the job."""
     good = [key for key in done.successful_keys if key in keys]
-    return make_result(
+    return VllmJobResult(
         done.job_id,
         done.success,
         successful_keys=tuple(good) if good and not done.success else None,

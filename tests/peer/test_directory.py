@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import shutil
 import socket
 import threading
 import time
@@ -30,20 +29,16 @@ from kvstore.types import LookupResult
 from tests.peer.directory_servers import (
     KINDS,
     Entry,
-    EtcdAdmin,
     RedisAdmin,
-    admin_of,
-    etcd,
     prefix_of,
     server_of,
-    text,
 )
 from tests.peer.fake_peer import FakePeer
 from tests.peer.holder import NAMESPACE, SLOT_BYTES, Holder
 from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, Serving, key_of
 from tests.peer.serving import SLOT_BYTES as SERVED_BYTES
-from tests.redis.servers import PASSWORD, Server, make_certificates, running, secured
+from tests.redis.servers import PASSWORD, Server, running, secured
 
 SECRET = "a secret of sixteen"
 KEYS = [b"block-%d" % number for number in range(30)]
@@ -61,24 +56,10 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
         yield one
 
 
-@pytest.fixture(params=["redis", "etcd"])
-def one_of_each(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    """A server for one test, where Redis and Valkey are equivalent."""
-    with running(server_of(request.param, tmp_path / "server")) as (one,):
-        yield one
-
-
 @pytest.fixture
 def redis_only(tmp_path: Path) -> Iterator[Server]:
     """A Redis for one test."""
     with running(server_of("redis", tmp_path / "server")) as (one,):
-        yield one
-
-
-@pytest.fixture
-def etcd_only(tmp_path: Path) -> Iterator[Server]:
-    """An etcd for one test."""
-    with running(server_of("etcd", tmp_path / "server")) as (one,):
         yield one
 
 
@@ -133,12 +114,12 @@ def finds(rig: TierRig, keys: list[bytes]) -> Callable[[], bool]:
     return found
 
 
-_admins: list[RedisAdmin | EtcdAdmin] = []
+_admins: list[RedisAdmin] = []
 
 
 def admin(server: Server) -> Any:
     """Return a client with all rights on a server."""
-    _admins.append(admin_of(server))
+    _admins.append(RedisAdmin(server))
     return _admins[-1]
 
 
@@ -176,11 +157,11 @@ def test_engines_find_each_other(server: Server) -> None:
     assert admin(server).keys() == []
 
 
-def test_at_most_two_are_asked(one_of_each: Server) -> None:
+def test_at_most_two_are_asked(redis_only: Server) -> None:
     """If many engines hold a block, a lookup contacts two of them."""
     with contextlib.ExitStack() as stack:
-        engines = [stack.enter_context(holder(one_of_each, KEYS)) for _ in range(6)]
-        rig = stack.enter_context(asking(one_of_each, positive_ttl=60))
+        engines = [stack.enter_context(holder(redis_only, KEYS)) for _ in range(6)]
+        rig = stack.enter_context(asking(redis_only, positive_ttl=60))
         rig.until(lambda: stat(rig.tier, "directory_engines") == 6, "all engines")
         rounds = stat(rig.tier, "directory_rounds")
         rig.until(lambda: stat(rig.tier, "directory_rounds") >= rounds + 3, "all summaries")
@@ -189,9 +170,9 @@ def test_at_most_two_are_asked(one_of_each: Server) -> None:
         assert sum(asked) == 2 * len(KEYS), asked
 
 
-def test_other_namespaces_are_not_seen(one_of_each: Server) -> None:
+def test_other_namespaces_are_not_seen(redis_only: Server) -> None:
     """An engine of another namespace is not listed."""
-    with holder(one_of_each, KEYS), asking(one_of_each, namespace=Namespace({"suite": "other"})) as rig:
+    with holder(redis_only, KEYS), asking(redis_only, namespace=Namespace({"suite": "other"})) as rig:
         rig.until(lambda: stat(rig.tier, "directory_rounds") >= 3, "some rounds")
         assert stat(rig.tier, "directory_engines") == 0
         assert not finds(rig, KEYS)()
@@ -254,15 +235,15 @@ def test_a_directory_that_fails(server: Server, fault: str) -> None:
         assert one.tier.stats().last_error == ""
 
 
-def test_a_tier_closes_beside_a_stopped_directory(one_of_each: Server) -> None:
+def test_a_tier_closes_beside_a_stopped_directory(redis_only: Server) -> None:
     """Withdrawing takes no longer than a timeout."""
-    with holder(one_of_each, KEYS) as one:
-        eventually(admin(one_of_each).keys, what="its entry")
-        one_of_each.pause()
+    with holder(redis_only, KEYS) as one:
+        eventually(admin(redis_only).keys, what="its entry")
+        redis_only.pause()
         begun = time.monotonic()
         one.tier.close()
         assert time.monotonic() - begun < 5
-        one_of_each.resume()
+        redis_only.resume()
 
 
 def test_garbage_in_the_directory(server: Server) -> None:
@@ -357,14 +338,13 @@ def test_a_directory_of_another_type(redis_only: Server) -> None:
         eventually(finds(rig, KEYS), what="the blocks")
 
 
-def test_an_endless_list_is_not_read(one_of_each: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_endless_list_is_not_read(redis_only: Server, caplog: pytest.LogCaptureFixture) -> None:
     """A list longer than all entries can be is abandoned, and none of it is kept."""
-    admin(one_of_each).write(Entry(b"%05d" % number + b"x" * 10_000) for number in range(600))
+    admin(redis_only).write(Entry(b"%05d" % number + b"x" * 10_000) for number in range(600))
     # The length must be the reason, not the timeout.
-    with asking(one_of_each, **options(one_of_each, connect_timeout=20)) as rig:
+    with asking(redis_only, **options(redis_only, connect_timeout=20)) as rig:
         # The errors of redis-py have no text here.
-        reason = "an answer is too long" if one_of_each.kind == "etcd" else "ConnectionError"
-        eventually(lambda: reason in caplog.text, what="a round that fails for that")
+        eventually(lambda: "ConnectionError" in caplog.text, what="a round that fails for that")
         assert rig.lookup(SPARE) is LookupResult.MISS
 
 
@@ -389,11 +369,11 @@ def test_a_thousand_engines(server: Server) -> None:
         assert stat(one.tier, "directory_engines") == 1000
 
 
-def test_more_engines_than_are_listed(one_of_each: Server) -> None:
+def test_more_engines_than_are_listed(redis_only: Server) -> None:
     """However many entries there are, the number of known engines is bounded."""
     entries = (Entry(b"127.0.0.1:%d" % (1024 + number), None, b"%016x" % number, 200) for number in range(3000))
-    admin(one_of_each).write(entries)
-    with asking(one_of_each) as rig:
+    admin(redis_only).write(entries)
+    with asking(redis_only) as rig:
         rig.until(lambda: stat(rig.tier, "directory_engines") > 0, "engines")
         assert stat(rig.tier, "directory_engines") == ENGINES_MAX
 
@@ -416,7 +396,6 @@ def test_with_tls_and_the_least_rights(tmp_path: Path) -> None:
         ({"url": "redis://a:1"}, "networks"),
         ({"url": "redis://a:1", "networks": []}, "networks"),
         ({"url": "redis://user:word@a:1", "networks": ["a"]}, "has a user or password"),
-        ({"url": "etcd://user:word@a:1", "networks": ["a"]}, "has a user or password"),
         ({"url": "redis://a:1", "networks": ["a"], "interval": 0}, "50 ms to 1 minute"),
         ({"url": "redis://a:1", "networks": ["a"], "prefix": "a b"}, "prefix"),
         ({"url": "redis://a:1", "networks": ["10.0.0.0/8"]}, "would not connect to 127.0.0.1:5710"),
@@ -432,79 +411,8 @@ def test_what_is_refused(directory: dict[str, Any], says: str) -> None:
     assert "word" not in str(error.value).replace("password", "")
 
 
-def test_an_etcd_that_is_not_compacted(
-    etcd_only: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An engine adds a bounded part of the server's history, keeps its lease, and continues after a compaction."""
-    monkeypatch.setattr("kvstore.backends.peer.etcd_directory._HISTORY_BYTES_MAX", 2000)
-    client = admin(etcd_only)
-    with holder(etcd_only, KEYS) as one:
-        rounds = iter(range(10**6))
-
-        def paused() -> bool:
-            one.store(b"more-%d" % next(rounds), payload(b"more"))
-            return "keeps its history" in caplog.text
-
-        eventually(paused, what="the warning")
-        revision, past = client.revision(), stat(one.tier, "directory_rounds")
-        one.store(b"one more", payload(b"one more"))
-        eventually(lambda: stat(one.tier, "directory_rounds") >= past + 15, what="more rounds than a lease has")
-        assert client.revision() == revision
-        assert client.keys() == [prefix_of() + one.address.encode()]
-        client.call("kv/compaction", {"revision": revision})
-        eventually(lambda: client.revision() > revision, what="a new summary")
-        assert caplog.text.count("keeps its history") == 1
-        assert stat(one.tier, "directory_failures") == 0
-
-
-def test_an_unchanged_summary_is_not_written_again(etcd_only: Server) -> None:
-    """An engine with unchanged blocks only renews its lease."""
-    client = admin(etcd_only)
-    with holder(etcd_only, KEYS) as one:
-
-        def rounds(more: int) -> None:
-            past = stat(one.tier, "directory_rounds")
-            eventually(lambda: stat(one.tier, "directory_rounds") >= past + more, what="rounds")
-
-        rounds(2)
-        revision = client.revision()
-        rounds(3)
-        assert client.revision() == revision
-        assert client.keys() == [prefix_of() + one.address.encode()]
-
-
-def test_an_entry_on_etcd_comes_back(etcd_only: Server) -> None:
-    """An entry that is removed or overwritten by others is written again; one without a lease is ignored."""
-    client = admin(etcd_only)
-    with holder(etcd_only, KEYS) as one, asking(etcd_only) as rig:
-        eventually(finds(rig, KEYS), what="the blocks")
-        own = prefix_of() + one.address.encode()
-        client.put(prefix_of() + b"127.0.0.1:5001", summary_of(KEYS))
-        for damage in (client.delete, lambda key: client.put(key, b"x")):
-            damage(own)
-            eventually(lambda: client.lease(own), what="the entry, with a lease")
-            rig.until(lambda: stat(rig.tier, "directory_engines") == 1, "its return")
-        assert stat(rig.tier, "directory_entries_refused") > 0
-
-
-def test_etcd_keeps_no_lease_of_a_killed_server(tmp_path: Path) -> None:
-    """A server that restarts without its data receives the entries again."""
-    with (
-        running(server_of("etcd", tmp_path / "server")) as (server,),
-        holder(server, KEYS) as one,
-        asking(server) as rig,
-    ):
-        eventually(finds(rig, KEYS), what="the blocks")
-        server.kill()
-        rig.until(lambda: stat(rig.tier, "directory_engines") == 0, "the end of the lease")
-        shutil.rmtree(tmp_path / "server" / "data")
-        server.start()
-        eventually(finds(rig, KEYS), what="the blocks")
-        assert stat(one.tier, "directory_failures") > 0
-
-
 @pytest.mark.parametrize("fault", ["http", "redirect", "endless", "silence", "noise"])
-def test_a_server_that_is_no_etcd(fault: str) -> None:
+def test_a_server_that_is_no_redis(fault: str) -> None:
     """Whichever server listens there, a round fails in time and lookups continue."""
     answers = {
         "http": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
@@ -514,7 +422,7 @@ def test_a_server_that_is_no_etcd(fault: str) -> None:
         "noise": b"\0\xff" * 5000,
     }
     with Wrong(answers[fault], closes=fault != "silence") as wrong:
-        url = f"etcd://127.0.0.1:{wrong.port}"
+        url = f"redis://127.0.0.1:{wrong.port}"
         directory = {"url": url, "networks": ["127.0.0.1"], "interval": "200ms", "connect_timeout": "500ms"}
         config = {"backend": "peer", "directory": directory, "secret": SECRET, "negative_ttl": "1ms"}
         with TierRig(config, namespace=NAMESPACE, slot_bytes=SLOT_BYTES, slots=4) as rig:
@@ -554,53 +462,6 @@ class Wrong:
                     sock.sendall(self._answer)
                     if self._closes:
                         sock.shutdown(socket.SHUT_WR)
-
-
-def test_etcd_with_tls_a_user_and_the_least_rights(tmp_path: Path) -> None:
-    """A user with write access to the prefix suffices; an expired token is replaced without a failure."""
-    make_certificates(tmp_path)
-    with running(etcd(tmp_path, "--auth-token", "simple", "--auth-token-ttl", "1", tls=True)) as (server,):
-        rights = {"key": text(b"kvpeers:"), "range_end": text(b"kvpeers;"), "permType": "READWRITE"}
-        with contextlib.closing(EtcdAdmin(server)) as client:
-            client.call("auth/user/add", {"name": "root", "password": PASSWORD})
-            client.call("auth/role/add", {"name": "root"})
-            client.call("auth/user/grant", {"user": "root", "role": "root"})
-            client.call("auth/user/add", {"name": "kv", "password": PASSWORD})
-            client.call("auth/role/add", {"name": "peers"})
-            client.call("auth/role/grant", {"name": "peers", "perm": rights})
-            client.call("auth/user/grant", {"user": "kv", "role": "peers"})
-            client.call("auth/enable", {})
-        trust = {"tls_ca": str(server.tls_ca), "connect_timeout": 10}
-        more = {"username": "kv", "password": PASSWORD, **trust}
-        # The interval makes a token expire between two rounds.
-        slow = options(server, **more, interval="2500ms")
-        with holder(server, KEYS, **more), asking(server, **slow) as rig:
-            eventually(finds(rig, KEYS), what="the blocks")
-            rig.until(lambda: stat(rig.tier, "directory_rounds") >= 4, "rounds with tokens that have ended")
-            assert stat(rig.tier, "directory_failures") == 0
-        wrong = options(server, **trust, username="kv", password="wrong")
-        with asking(server, **wrong) as rig:
-            rig.until(lambda: stat(rig.tier, "directory_failures") >= 2, "rounds that fail")
-
-
-@pytest.mark.parametrize(
-    ("directory", "says"),
-    [
-        ({"url": "etcd://"}, "Expected such as 'etcd://host:2379'"),
-        ({"url": "etcd://a:99999"}, "Expected such as 'etcd://host:2379'"),
-        ({"url": "etcd://a:1/path"}, "Expected such as 'etcd://host:2379'"),
-        ({"url": "etcd://10.0.0.1:2379"}, "Use 'etcds://'"),
-        ({"url": "etcd://127.0.0.1", "username": "kv"}, "Give both"),
-        ({"url": "etcds://127.0.0.1", "tls_ca": "/none"}, "/none"),
-    ],
-)
-async def test_what_etcd_refuses(directory: dict[str, Any], says: str) -> None:
-    """An unusable URL or user prevents the start with an error that gives a remedy."""
-    fields = {"secret": SECRET, "directory": {"networks": ["a"], **directory}}
-    backend = PeerBackend(decode_config(PeerConfig, fields, where="peer tier"))
-    with pytest.raises(ConfigError, match=says):
-        await backend.open(NAMESPACE, RecordGeometry(256, 4096))
-    await backend.close()
 
 
 async def test_an_unknown_kind_of_server() -> None:

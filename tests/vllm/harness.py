@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.testing.waiting import eventually
-from kvstore.vllm.compat import chunk_ids, region_shape
+from kvstore.vllm.compat import region_shape
 from kvstore.vllm.copies import CountingWorker, LoadFailures, counters_of
 from tests.vllm.engine_config import engine
 
@@ -105,12 +105,12 @@ class LateWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Accept a store of the blocks listed in ``patterns``."""
-        self._open[job_id] = chunk_ids(dst_spec), self.patterns.pop(job_id)
+        self._open[job_id] = dst_spec.chunk_ids.tolist(), self.patterns.pop(job_id)
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Accept a load."""
-        self._open[job_id] = chunk_ids(src_spec), None
+        self._open[job_id] = src_spec.chunk_ids.tolist(), None
         return True
 
     def wait(self, job_ids: set[int]) -> None:

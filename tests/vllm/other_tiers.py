@@ -9,7 +9,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy, ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvstore.vllm.compat import chunk_ids, make_event, supported_kwargs
+from kvstore.vllm.compat import make_event
 
 MADE: list[DictTier] = []
 """All created tiers, in order."""
@@ -27,8 +27,7 @@ class DictTier(SecondaryTierManager):
     def __init__(
         self, offloading_spec: Any, primary_kv_view: Any, tier_type: str, whole: bool = False, **more: Any
     ) -> None:
-        base = super().__init__
-        base(offloading_spec, primary_kv_view, tier_type, **supported_kwargs(SecondaryTierManager.__init__, more))
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         self.whole = whole
         self.blocks: dict[bytes, bytes] = {}
         self.raises: set[str] = set()
@@ -64,7 +63,7 @@ class DictTier(SecondaryTierManager):
     def submit_store(self, job_metadata: Any) -> None:
         """Copy from the rows."""
         self._called("submit_store")
-        for key, row in zip(job_metadata.keys, chunk_ids(job_metadata), strict=True):
+        for key, row in zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True):
             self.blocks[key] = bytes(self._row(row))
         self._end(JobResult(job_metadata.job_id, True))
         self.events.append(make_event(list(job_metadata.keys), "STORAGE", removed=False))
@@ -72,7 +71,7 @@ class DictTier(SecondaryTierManager):
     def submit_load(self, job_metadata: Any) -> None:
         """Copy into the rows."""
         self._called("submit_load")
-        for key, row in zip(job_metadata.keys, chunk_ids(job_metadata), strict=True):
+        for key, row in zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True):
             self._row(row)[:] = self.blocks[key]
         self._end(JobResult(job_metadata.job_id, True))
 
@@ -139,7 +138,7 @@ class DictTier(SecondaryTierManager):
 
     def row_of(self, job: Any, key: bytes) -> bytes:
         """Return the row of a lent block."""
-        return bytes(self._row(chunk_ids(job)[list(job.keys).index(key)]))
+        return bytes(self._row(job.chunk_ids[list(job.keys).index(key)]))
 
     def _end(self, result: JobResult) -> None:
         (self.held if self.holds else self._results).append(result)

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, OffloadingManager, TransferResult
 
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.testing import Fault, FaultKind, FaultPlan, FaultyBackend
-from kvstore.vllm.compat import chunk_ids, region_shape
+from kvstore.vllm.compat import region_shape
 from kvstore.vllm.copies import LANES, CountingWorker, LoadFailures, Slots, WorkerReports, counters_of
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.vllm.harness import BLOCK_BYTES, Driver, LateWorker, key_of, parallel, pattern_of
@@ -219,7 +220,7 @@ def test_a_block_that_is_missing_kills_no_engine(opened: Open) -> None:
     driver.store(LATE)
     context = driver.request()
     spec = driver.manager.prepare_load([*LATE, key_of(5)], context)
-    assert isinstance(spec, Slots) and spec.is_void and len(chunk_ids(spec)) == 6
+    assert isinstance(spec, Slots) and spec.is_void and len(spec.chunk_ids) == 6
     assert driver.manager.errors.count == 1 and stats(driver).pinned == 0
     assert pickle.loads(pickle.dumps(spec)).is_void
     connector = Connector(groups=1)
@@ -234,21 +235,16 @@ def test_a_block_that_is_missing_kills_no_engine(opened: Open) -> None:
 
 
 def test_a_failed_load_of_a_model_with_several_kinds_of_blocks() -> None:
-    """With several layer groups vLLM accepts only failed requests, and before 0.30 neither: the load never ends."""
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
-
+    """With several layer groups vLLM accepts only failed requests."""
     connector = Connector(groups=2)
-    results = getattr(base, "KVConnectorTransferResults", None)
-    if results is not None:
-        connector.get_transfer_results = lambda finished: results(finished_recving=set(finished))
+    connector.get_transfer_results = lambda finished: KVConnectorTransferResults(finished_recving=set(finished))
     worker = CountingWorker(Unused(NO_ROWS), None, 0, stores=True, failures=connector.failures())
     connector.worker._load_jobs.update({1: "r1", 2: None})
     assert worker.submit_load(1, Slots([0], 0, is_void=True), GPULoadStoreSpec([3], [1], [0]))
-    assert [result.job_id for result in worker.get_finished()] == ([1] if results else [])
-    if results is not None:
-        assert connector.get_transfer_results({"r2"}).failed_recving == set()
-        assert connector.get_transfer_results({"r1", "r2"}).failed_recving == {"r1"}
-        assert connector.get_transfer_results({"r1"}).failed_recving == set()
+    assert [result.job_id for result in worker.get_finished()] == [1]
+    assert connector.get_transfer_results({"r2"}).failed_recving == set()
+    assert connector.get_transfer_results({"r1", "r2"}).failed_recving == {"r1"}
+    assert connector.get_transfer_results({"r1"}).failed_recving == set()
     with pytest.raises(RuntimeError, match="wrong ones"):
         worker.submit_load(2, Slots([0], 0, is_void=True), GPULoadStoreSpec([3], [1], [0]))
 

@@ -25,11 +25,8 @@ from tests.vllm.router import Router
 from tests.vllm.versions import INSTALLED, VERSIONS, is_there, overlay
 
 OLD = {"keys": None, "medium": None, "removed": None, "locality": "None"}
-OWNED = {**OLD, "ownership": "None", "removal_expected": "False"}
-FIELDS = {version: OWNED for version in VERSIONS} | {
-    "0.28.0": OLD,
-    "0.33.0": {**OWNED, "metadata_only": "False"},
-}
+OLD |= {"ownership": "None", "removal_expected": "False"}
+FIELDS = {version: OLD for version in VERSIONS} | {"0.33.0": {**OLD, "metadata_only": "False"}}
 """Fields of ``OffloadingEvent`` with the text of their defaults, by version."""
 
 
@@ -75,22 +72,21 @@ def test_events_of_each_version(driver: tuple[str, Driver]) -> None:
         driven.store(wave)
     driven.settle()
     driven.step()
-    expects = "removal_expected" in FIELDS[version]
 
     def shown(event: Any) -> tuple[Any, ...]:
         assert {field.name for field in dataclasses.fields(event)} == FIELDS[version].keys()
         assert getattr(event, "ownership", None) is None, "Dynamo would drop it"
-        return (event.medium, event.locality, event.removed, *((event.removal_expected,) if expects else ()))
+        return (event.medium, event.locality, event.removed, event.removal_expected)
 
     primary = [event for event in driven.events if event.locality is None]
     below = [event for event in driven.events if event.locality is not None]
     told = [(shown(event), sorted(event.keys)) for event in primary]
-    stored = (Medium.CPU, None, False, *((True,) if expects else ()))
-    removed = (Medium.CPU, None, True, *((False,) if expects else ()))
+    stored = (Medium.CPU, None, False, True)
+    removed = (Medium.CPU, None, True, False)
     assert sorted(told, key=str) == sorted(
         [(stored, sorted(waves[0])), (stored, sorted(waves[1])), (removed, sorted(waves[0]))], key=str
     )
-    assert {shown(event) for event in below} == {(Medium.CPU, Locality.REMOTE, False, *((True,) if expects else ()))}
+    assert {shown(event) for event in below} == {(Medium.CPU, Locality.REMOTE, False, True)}
     assert sorted(key for event in below for key in event.keys) == sorted(waves[0] + waves[1])
     assert not any(getattr(event, "metadata_only", False) for event in driven.events)
 

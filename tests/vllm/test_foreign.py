@@ -292,8 +292,6 @@ def test_backpressure_drops_stores(drive: Drivers) -> None:
     """VLLM's detector may drop a store; other tiers still get the block, and loads continue."""
     driver = drive(DICT, {"type": "memory"})
     (tier,) = MADE
-    if not hasattr(tier, "bp_detector"):
-        pytest.skip("vLLM before 0.31 has no backpressure")
     updates: list[int] = []
     tier._bp_detector = SimpleNamespace(
         should_store=lambda blocks: len(tier.blocks) < 3,

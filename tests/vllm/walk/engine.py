@@ -108,9 +108,9 @@ def mend_vllm(speculates: bool) -> None:
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-    # From 0.31, Mamba 2 exports states from the middle of a prefill, and its CPU kernel does not return them.
+    # Mamba 2 exports states from the middle of a prefill, and its CPU kernel does not return them.
     mamba_mixer2.MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
-    # 0.29 to 0.31 pack convolution weights on every CPU with AVX-512 BF16, and the kernel for them has no float32.
+    # 0.31 packs convolution weights on every CPU with AVX-512 BF16, and the kernel for them has no float32.
     # Later versions pack only bfloat16, which no model of a walk uses.
     if hasattr(_custom_ops, "causal_conv1d_weight_pack"):
         del _custom_ops.causal_conv1d_weight_pack

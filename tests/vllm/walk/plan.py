@@ -174,8 +174,7 @@ def _leg(
         "max_num_batched_tokens": rng.choice((128, 256)),
         "scheduling_policy": drawn["scheduling"],
     }
-    # On the CPU platform 0.30 fails at the first draft with its own TypeError, because it uses a Triton kernel.
-    if model != "mamba" and drawn["speculates"] and version != (0, 30):
+    if model != "mamba" and drawn["speculates"]:
         llm["speculative_config"] = {
             "method": "ngram",
             "num_speculative_tokens": 3,

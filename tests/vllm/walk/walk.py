@@ -15,8 +15,6 @@ from tests.vllm.walk.plan import TOKENS_MAX, Leg, plan_policy
 
 STUCK_S = 60
 """Without any answer for this long, an engine with requests counts as hanging."""
-DEADLOCK_S = 5
-"""Without any answer for this long, vLLM before 0.31 may be in a deadlock."""
 LIVE_MAX = 14
 
 
@@ -132,26 +130,8 @@ class Walk:
             if not self._core.scheduler.has_requests():
                 self._answered_at = time.monotonic()
                 return
-        if self._live and time.monotonic() - self._answered_at > DEADLOCK_S:
-            self._break_deadlock()
         if self._live and time.monotonic() - self._answered_at > STUCK_S:
             raise WalkError(f"no answer for {STUCK_S} s: {self._state()}")
-
-    def _break_deadlock(self) -> None:
-        """Abort the requests without blocks if no other request can continue.
-
-        vLLM before 0.31 stops at the first waiting request whose blocks do not fit, before those behind it that hold
-        the blocks. kvstore's manager resolves this unless that request needs no lookup; vLLM's manager never does.
-        """
-        scheduler = self._core.scheduler
-        if hasattr(scheduler, "_holds_kv_blocks") or scheduler.running or not scheduler.finished_recving_kv_req_ids:
-            return
-        blocks = scheduler.kv_cache_manager
-        # vLLM appends a random part to a request's name.
-        without = {name.rpartition("-")[0] for name in scheduler.requests if not any(blocks.get_block_ids(name))}
-        if names := [name for name in self._live if name in without]:
-            self.counts["deadlocks"] += 1
-            self._abort(names)
 
     def _state(self) -> dict[str, Any]:
         """Return the state for a report of a stuck engine: requests, their device blocks, and the manager's jobs."""
@@ -212,7 +192,7 @@ class Walk:
 
         Otherwise vLLM refuses to reset running requests after it has preempted them, and fails a step later: a request
         that finds its blocks in the primary tier in the next step has a load then, and vLLM asserts that a preempted
-        request has only stores (0.28 to 0.32; 0.33 excludes loads of that same step).
+        request has only stores (0.31 and 0.32; 0.33 excludes loads of that same step).
         """
         scheduler, deadline = self._core.scheduler, time.monotonic() + STUCK_S
         while any(
@@ -227,7 +207,7 @@ class Walk:
         """Step until vLLM's connector has reported to the worker which jobs the last reset has ended.
 
         Without a request it does not step, and a second reset before the next step fails an assertion that ends the
-        engine (in each version from 0.28 to 0.33).
+        engine (in each version from 0.31 to 0.33).
         """
         connector = self._core.scheduler.connector.connector_scheduler
         while connector._current_batch_jobs_to_flush:
