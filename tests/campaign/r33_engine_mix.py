@@ -30,8 +30,7 @@ from serving import Server, free_port
 from tiny_llama import make_tiny_llama
 
 from tests.campaign.program import failed, passed, rounds
-from tests.vllm.models import make_tiny_hybrid
-from tests.vllm.test_adapters import make_adapter
+from tests.vllm.models import make_adapter, make_tiny_hybrid
 
 REQUESTS: Final = 500
 """Of each plan."""

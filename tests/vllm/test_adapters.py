@@ -10,34 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from kvstore.testing import eventually
 from kvstore.vllm import adapters, compat
 from kvstore.vllm.adapters import Adapters
 from tests.vllm.engines import Engine, Start, full_blocks, managed, prompt
+from tests.vllm.models import make_adapter
 
 TEXT = prompt(1, 320)
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-
-
-def make_adapter(path: Path, model: Path, seed: int) -> Path:
-    """Write a random adapter of the attention of a model."""
-    config = json.loads((model / "config.json").read_text())
-    hidden = config["hidden_size"]
-    keys = config["num_key_value_heads"] * hidden // config["num_attention_heads"]
-    generator, weights = torch.Generator().manual_seed(seed), {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, size in (("q_proj", hidden), ("k_proj", keys), ("v_proj", keys)):
-            part = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{part}.lora_A.weight"] = torch.randn(8, hidden, generator=generator) * 0.3
-            weights[f"{part}.lora_B.weight"] = torch.randn(size, 8, generator=generator) * 0.3
-    path.mkdir(exist_ok=True)
-    save_file(weights, path / "adapter_model.safetensors")
-    described = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj"]}
-    (path / "adapter_config.json").write_text(json.dumps({**described, "bias": "none", "task_type": "CAUSAL_LM"}))
-    return path
 
 
 def digest(known: Adapters, path: Path, name: str = "a") -> bytes | None:

@@ -260,7 +260,6 @@ def test_no_method_raises(opened: Open) -> None:
         "prepare_store": (KEYS, context),
         "complete_load": (KEYS, context),
         "complete_store": (KEYS, context),
-        "touch": (KEYS, context),
         "on_new_request": (context,),
         "on_request_finished": (context,),
         "on_reset_flushed": (),
