@@ -12,6 +12,7 @@ from kvstore.config import ByteSize, decode_config, did_you_mean
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
 from kvstore.registry import BACKENDS
+from kvstore.secret import shown
 from kvstore.tiering.config import TieringConfig, engine_tiering
 from kvstore.types import Locality
 
@@ -121,7 +122,9 @@ def with_short_types(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     tiers = extra_config.get("secondary_tiers", [])
     if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
-        raise ConfigError(f"secondary_tiers is {tiers!r}. Expected a list of JSON objects, one per tier.")
+        wrong = [tier for tier in tiers if not isinstance(tier, Mapping)] if isinstance(tiers, list) else []
+        found = f"a list with {shown(wrong[0])}" if wrong else shown(tiers)
+        raise ConfigError(f"secondary_tiers is {found}. Expected a list of JSON objects, one per tier.")
     is_ours = is_own_manager(extra_config)
     seen: set[str] = set()
     spelled: list[dict[str, Any]] = []
@@ -158,13 +161,13 @@ def option_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
         yield "'block_size' and 'blocks_per_chunk' both give the size of a block. Remove one."
     for name in sorted(_VLLM_COUNTS & extra_config.keys()):
         if not _is_number(value := extra_config[name], int) or int(value) < 1:
-            yield f"{name!r} is {value!r}. Expected a whole number, 1 or more, without a unit."
+            yield f"{name!r} is {shown(value)}. Expected a whole number, 1 or more, without a unit."
     for name in sorted(_VLLM_FLAGS & extra_config.keys()):
         if extra_config[name] not in (True, False):
-            yield f"{name!r} is {extra_config[name]!r}. Expected true or false, without quotes."
+            yield f"{name!r} is {shown(extra_config[name])}. Expected true or false, without quotes."
     for name in sorted(_VLLM_NUMBERS & extra_config.keys()):
         if not _is_number(value := extra_config[name], float) or float(value) < 0:
-            yield f"{name!r} is {value!r}. Expected a number, 0 or more, without a unit."
+            yield f"{name!r} is {shown(value)}. Expected a number, 0 or more, without a unit."
 
 
 def unknown_options(extra_config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
