@@ -148,7 +148,7 @@ def option_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
     if not size:
         yield (
             "'cpu_bytes_to_use' is missing. Expected the size of the primary tier, such as '8GiB' or 8589934592. Every "
-            "block passes through it."
+            "block passes through it. vLLM's --kv-offloading-size gives it, too."
         )
     else:
         try:
