@@ -44,6 +44,7 @@ _OPTIONS: Final = frozenset(
         "eviction_policy",
         "canonical_layout",
         "cpu_bytes_to_use",
+        "numerics",
         "secondary_tiers",
     }
 )
@@ -59,6 +60,9 @@ _VLLM_OTHERS: Final = frozenset({"cache_policy_module_path", "backpressure"})
 
 _MISSPELT: Final = 0.8
 """Similarity (of difflib) from which an unknown key is a misspelt one: "teiring" has 0.86, "tier_manager" has 0.74."""
+
+_NUMERICS_CHARS_MAX: Final = 64
+"""Longest declared name; a longer text is a mistake."""
 
 _SLOT_BYTES_LEAST: Final = 4096
 """Smallest row of the primary tier; a smaller primary tier probably lacks its unit."""
@@ -157,6 +161,12 @@ def option_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"'cpu_bytes_to_use' is {size!r}, less than a block. Give it a unit, such as '8GiB'."
         except (ConfigError, ValueError, OverflowError) as error:
             yield f"'cpu_bytes_to_use': {error}"
+    numerics = extra_config.get("numerics")
+    if numerics is not None and (not isinstance(numerics, str) or not 0 < len(numerics) <= _NUMERICS_CHARS_MAX):
+        yield (
+            f"'numerics' is {shown(numerics)}. Expected a name of 1 to {_NUMERICS_CHARS_MAX} characters, such as "
+            "'2026-11', which you change when kernels or layouts change."
+        )
     if extra_config.keys() >= _VLLM_COUNTS:
         yield "'block_size' and 'blocks_per_chunk' both give the size of a block. Remove one."
     for name in sorted(_VLLM_COUNTS & extra_config.keys()):

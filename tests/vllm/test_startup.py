@@ -38,6 +38,7 @@ _BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "two block sizes": ({"block_size": 16, "blocks_per_chunk": 2}, {}, "Remove one"),
     "flag in quotes": ({"offload_prompt_only": "false"}, {}, "without quotes"),
     "threshold in words": ({"store_threshold": "two"}, {}, "'store_threshold' is 'two'"),
+    "numerics without quotes": ({"numerics": 1}, {}, "'numerics' is 1. Expected a name"),
     "no number": ({"block_size": None}, {}, "'block_size' is null"),
     "no policy": ({"eviction_policy": None}, {}, "Unknown eviction policy null"),
     "no tiering": ({"tiering": None}, {}, "tiering is null"),
