@@ -16,6 +16,7 @@ from typing import ClassVar, TypeAlias
 
 from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
+from kvstore.secret import shown
 from kvstore.tenants import Account, Accounts, Tenants
 from kvstore.types import BlockKey
 
@@ -390,10 +391,10 @@ def make_policy(name: str, capacity_blocks_hint: int = 0, tenants: Tenants | Non
     Raises:
         ConfigError: There is no policy of this name.
     """
-    policy = _POLICIES.get(name.lower().replace("-", "").replace("_", ""))
+    policy = _POLICIES.get(str(name).lower().replace("-", "").replace("_", ""))
     if policy is None:
-        hint = did_you_mean(name, POLICY_NAMES)
-        raise ConfigError(f"Unknown eviction policy {name!r}. Known: {', '.join(POLICY_NAMES)}.{hint}")
+        hint = did_you_mean(str(name), POLICY_NAMES)
+        raise ConfigError(f"Unknown eviction policy {shown(name)}. Known: {', '.join(POLICY_NAMES)}.{hint}")
     return policy(capacity_blocks_hint) if tenants is None else SharedPolicy(policy, tenants, capacity_blocks_hint)
 
 

@@ -163,7 +163,9 @@ class NamespaceInfo:
     def model(self) -> str | None:
         """Name of the model whose blocks it holds; None if unknown."""
         fields = self.fields or {}
-        return next((str(fields[name]) for name in ("model", "model_name") if fields.get(name)), None)
+        model = fields.get("model") or fields.get("model_name")
+        name = model.get("name") if isinstance(model, dict) else model
+        return str(name) if name else None
 
 
 class Source(NamedTuple):

@@ -14,6 +14,8 @@ import yaml
 from promql import series
 
 ALERTS_FILE = Path(__file__).parents[1] / "deploy/alerts.yaml"
+_RUNBOOKS = "docs/troubleshooting.md"
+"""The page with a heading for each alert. The project has no public address."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Alert:
         minutes: Time for which the condition must hold.
         severity: ``"warning"``: blocks are recomputed; ``"critical"``: a tier does nothing.
         summary: Text for the operator, with labels of the condition.
-        faulty: Series of an engine with the fault, with values (gauges) or increases per minute (counters).
+        faulty: Series of an engine with the fault, with values (gauges) or increases per minute (counters); None if it
+            is absent.
     """
 
     name: str
@@ -34,12 +37,15 @@ class Alert:
     minutes: int
     severity: str
     summary: str
-    faulty: tuple[tuple[str, float], ...]
+    faulty: tuple[tuple[str, float | None], ...]
 
 
 _BY = "by (instance, tier)"
 _CORRUPT, _NO_SPACE, _ABANDONED = "='corrupt'", "='no_space'", "='abandoned'"
 _FAILED = "=~'timeout|io_error|refused'"
+_ALL = "='+Inf'"
+_BLOCKS_LEAST, _JOBS_LEAST = 100, 20
+"""Traffic of five minutes below which a share or a percentile says nothing."""
 
 ALERTS = (
     Alert(
@@ -94,7 +100,8 @@ ALERTS = (
     Alert(
         "LoadsFail",
         f"sum {_BY} (rate({series('load_blocks', outcome=_FAILED)}[5m])) "
-        f"/ sum {_BY} (rate({series('load_blocks')}[5m])) > 0.05",
+        f"/ sum {_BY} (rate({series('load_blocks')}[5m])) > 0.05 "
+        f"and sum {_BY} (increase({series('load_blocks')}[5m])) >= {_BLOCKS_LEAST}",
         5,
         "warning",
         "More than 5 % of the blocks loaded from the tier {{ $labels.tier }} failed or came late.",
@@ -105,7 +112,8 @@ ALERTS = (
     ),
     Alert(
         "StoresShed",
-        f"sum {_BY} (rate({series('shed_blocks')}[5m])) / sum {_BY} (rate({series('store_blocks')}[5m])) > 0.1",
+        f"sum {_BY} (rate({series('shed_blocks')}[5m])) / sum {_BY} (rate({series('store_blocks')}[5m])) > 0.1 "
+        f"and sum {_BY} (increase({series('store_blocks')}[5m])) >= {_BLOCKS_LEAST}",
         10,
         "warning",
         "The tier {{ $labels.tier }} is too slow for the stores it gets, and drops more than 10 % of them.",
@@ -124,7 +132,8 @@ ALERTS = (
     ),
     Alert(
         "SlowLoads",
-        f"histogram_quantile(0.99, sum by (instance, tier, le) (rate({series('load_seconds')}[5m]))) > 1",
+        f"histogram_quantile(0.99, sum by (instance, tier, le) (rate({series('load_seconds')}[5m]))) > 1 "
+        f"and sum {_BY} (increase({series('load_seconds', le=_ALL)}[5m])) >= {_JOBS_LEAST}",
         10,
         "warning",
         "One in a hundred loads from the tier {{ $labels.tier }} takes more than a second.",
@@ -150,6 +159,14 @@ ALERTS = (
         "kvstore caught an error of its own. Please report it with the engine's log.",
         (("vllm:kvstore_internal_errors_total{tier='disk'}", 1),),
     ),
+    Alert(
+        "MetricsAbsent",
+        f"absent({series('ready')})",
+        10,
+        "critical",
+        "No engine reports metrics of kvstore: engines are down, run without kvstore, or are not scraped.",
+        (("vllm:kvstore_ready{tier='disk'}", None),),
+    ),
 )
 """The alerts; their thresholds are those at which an operator can act. Cache misses cause no alert."""
 
@@ -166,7 +183,10 @@ def rules() -> dict[str, Any]:
                         "expr": alert.expr,
                         "for": f"{alert.minutes}m",
                         "labels": {"severity": alert.severity},
-                        "annotations": {"summary": alert.summary},
+                        "annotations": {
+                            "summary": alert.summary,
+                            "runbook": f"{_RUNBOOKS}#kvstore{alert.name.lower()}",
+                        },
                     }
                     for alert in ALERTS
                 ],

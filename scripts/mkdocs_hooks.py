@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Any
 
 MARK = "<!-- the glossary of CONVENTIONS.md -->"
+NUMBERS = "<!-- the numbers of README.md -->"
 CHART = re.compile(r"<!-- chart (\S+): (.+) -->")
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Insert the glossary of CONVENTIONS.md and the existing charts."""
-    return CHART.sub(lambda found: chart(*found.groups()), markdown.replace(MARK, glossary()))
+    """Insert the glossary of CONVENTIONS.md, the numbers of README.md and the existing charts."""
+    markdown = markdown.replace(MARK, glossary()).replace(NUMBERS, numbers())
+    return CHART.sub(lambda found: chart(*found.groups()), markdown)
+
+
+def numbers() -> str:
+    """Return the section of README.md with the measurements, with links as on a page."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Three numbers\n")[2].partition("\n## ")[0]
+    return "## Three numbers\n" + text.replace("](docs/", "](")
 
 
 def glossary() -> str:

@@ -9,8 +9,8 @@ from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
 DECLARED = {**metric_definitions(), **manager_metric_definitions()}
 
 _PREFIX = "vllm:kvstore_"
-_OF_PROMETHEUS = {"instance"}
-"""Labels that Prometheus adds to all metrics."""
+_OF_PROMETHEUS = {"instance", "le"}
+"""Labels that Prometheus adds to all metrics, and to the buckets of histograms."""
 
 
 def series(name: str, **labels: str) -> str:

@@ -17,6 +17,7 @@ from kvstore.cli.commands import (
     doctor,
     lifecycle,
     medium,
+    new_backend,
     plot,
     record,
     replay,
@@ -52,6 +53,7 @@ _OF_KVSTORE: Final[dict[str, Callable[..., None]]] = {
     "gc": medium.gc_command,
     "export": medium.export_command,
     "import": medium.import_command,
+    "new-backend": new_backend.new_backend_command,
     "s3-lifecycle": lifecycle.lifecycle_command,
 }
 

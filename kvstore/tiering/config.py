@@ -11,6 +11,7 @@ import msgspec
 
 from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
+from kvstore.secret import shown
 from kvstore.tenants import Tenants
 from kvstore.tiering.policy import PolicyParser
 from kvstore.tiering.recording import SOCKET_PATH_BYTES_MAX
@@ -130,7 +131,7 @@ def engine_tiering(options: object, tier_names: Sequence[str]) -> TieringConfig:
         ConfigError: The options are not a JSON object, or an option or policy is not valid.
     """
     if not isinstance(options, Mapping):
-        raise ConfigError(f"tiering is {options!r}. Expected a JSON object.")
+        raise ConfigError(f"tiering is {shown(options)}. Expected a JSON object.")
     known = {option.name for option in fields(TieringConfig)} - _OF_ENGINE
     for name in options:
         if name not in known:

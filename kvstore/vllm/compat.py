@@ -21,6 +21,7 @@ from typing import Any
 
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload.base import OffloadingEvent
@@ -44,6 +45,7 @@ __all__ = [
     "engine_under_construction",
     "event_payloads",
     "has_states",
+    "leave_zeros_out",
     "make_event",
     "open_region",
     "payload_maker",
@@ -179,6 +181,19 @@ def poll_briefly() -> None:
     condition: Any = getattr(getattr(process, "rpc_broadcast_mq", None), "_spin_condition", None)
     if getattr(condition, "busy_loop_s", None):
         condition.busy_loop_s = 0.001
+
+
+def leave_zeros_out() -> None:
+    """Leave zeros out of the line in which vLLM logs the metrics of its connector. Exported metrics keep them."""
+    reduce = OffloadingConnectorStats.reduce
+    if hasattr(reduce, "__wrapped__"):
+        return
+
+    @wraps(reduce)
+    def nonzero(stats: OffloadingConnectorStats) -> dict[str, int | float]:
+        return {name: value for name, value in reduce(stats).items() if value}
+
+    OffloadingConnectorStats.reduce = nonzero
 
 
 def _caller_with(*names: str) -> Any:

@@ -59,6 +59,7 @@ from kvstore.vllm.standard_metrics import StandardMetrics
 from kvstore.vllm.startup import described, described_slots, said_in_the_log, show_logs
 from kvstore.vllm.statements import Statements
 from kvstore.vllm.steps import StepTimes
+from kvstore.vllm.summary import HitSummary
 from kvstore.vllm.tenants import RequestTags
 
 __all__ = ["KVStoreOffloadingManager", "open_manager"]
@@ -122,6 +123,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._hands_over = serves_peers(spec.secondary_tier_configs)
         self._live: set[str] = set()
         self._outlived_reset: set[str] = set()
+        self._summary = HitSummary()
         self._reported_at = 0.0
         self._has_stepped = False
         self._busy = False
@@ -297,6 +299,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             return None
         self._reported_at, self._busy = now, False
         stats = self.manager.stats()
+        self._summary.note(now, stats, self.manager.tally, self.manager.primary.slot_bytes)
         callback_errors = {tier.name: tier.errors for tier in self._foreign}
         merged = self._manager_metrics.report(stats, self.errors.count, callback_errors)
         merged.aggregate(self._standard_metrics.report(stats, self.manager.tally))

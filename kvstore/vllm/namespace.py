@@ -67,7 +67,7 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any) -> Namespac
     _refuse_several_nodes(engine_config)
     fields: dict[str, Any] = {
         "engine": "vllm",
-        "engine_version": VLLM_VERSION,
+        **_numerics(config),
         "model": {
             "name": config.model.name,
             "dtype": config.model.dtype,
@@ -93,6 +93,18 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any) -> Namespac
         "engine_config": _engine_fields(engine_config),
     }
     return Namespace(_plain(fields))
+
+
+def _numerics(config: Any) -> dict[str, str]:
+    """Return what identifies kernels and layout: vLLM's version, or the name that the operator declares instead.
+
+    kvstore cannot check this declaration. All other fields still count.
+    """
+    declared = config.extra_config.get("numerics")
+    if declared is None:
+        return {"engine_version": VLLM_VERSION}
+    logger.info("Every version of vLLM that declares the numerics %r shares these blocks.", declared)
+    return {"numerics": str(declared)}
 
 
 def _parallel(config: Any) -> dict[str, int] | None:

@@ -12,6 +12,7 @@ from kvstore.config import ByteSize, decode_config, did_you_mean
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
 from kvstore.registry import BACKENDS
+from kvstore.secret import shown
 from kvstore.tiering.config import TieringConfig, engine_tiering
 from kvstore.types import Locality
 
@@ -43,6 +44,7 @@ _OPTIONS: Final = frozenset(
         "eviction_policy",
         "canonical_layout",
         "cpu_bytes_to_use",
+        "numerics",
         "secondary_tiers",
     }
 )
@@ -58,6 +60,9 @@ _VLLM_OTHERS: Final = frozenset({"cache_policy_module_path", "backpressure"})
 
 _MISSPELT: Final = 0.8
 """Similarity (of difflib) from which an unknown key is a misspelt one: "teiring" has 0.86, "tier_manager" has 0.74."""
+
+_NUMERICS_CHARS_MAX: Final = 64
+"""Longest declared name; a longer text is a mistake."""
 
 _SLOT_BYTES_LEAST: Final = 4096
 """Smallest row of the primary tier; a smaller primary tier probably lacks its unit."""
@@ -121,7 +126,9 @@ def with_short_types(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     tiers = extra_config.get("secondary_tiers", [])
     if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
-        raise ConfigError(f"secondary_tiers is {tiers!r}. Expected a list of JSON objects, one per tier.")
+        wrong = [tier for tier in tiers if not isinstance(tier, Mapping)] if isinstance(tiers, list) else []
+        found = f"a list with {shown(wrong[0])}" if wrong else shown(tiers)
+        raise ConfigError(f"secondary_tiers is {found}. Expected a list of JSON objects, one per tier.")
     is_ours = is_own_manager(extra_config)
     seen: set[str] = set()
     spelled: list[dict[str, Any]] = []
@@ -145,7 +152,7 @@ def option_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
     if not size:
         yield (
             "'cpu_bytes_to_use' is missing. Expected the size of the primary tier, such as '8GiB' or 8589934592. Every "
-            "block passes through it."
+            "block passes through it. vLLM's --kv-offloading-size gives it, too."
         )
     else:
         try:
@@ -154,17 +161,23 @@ def option_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"'cpu_bytes_to_use' is {size!r}, less than a block. Give it a unit, such as '8GiB'."
         except (ConfigError, ValueError, OverflowError) as error:
             yield f"'cpu_bytes_to_use': {error}"
+    numerics = extra_config.get("numerics")
+    if numerics is not None and (not isinstance(numerics, str) or not 0 < len(numerics) <= _NUMERICS_CHARS_MAX):
+        yield (
+            f"'numerics' is {shown(numerics)}. Expected a name of 1 to {_NUMERICS_CHARS_MAX} characters, such as "
+            "'2026-11', which you change when kernels or layouts change."
+        )
     if extra_config.keys() >= _VLLM_COUNTS:
         yield "'block_size' and 'blocks_per_chunk' both give the size of a block. Remove one."
     for name in sorted(_VLLM_COUNTS & extra_config.keys()):
         if not _is_number(value := extra_config[name], int) or int(value) < 1:
-            yield f"{name!r} is {value!r}. Expected a whole number, 1 or more, without a unit."
+            yield f"{name!r} is {shown(value)}. Expected a whole number, 1 or more, without a unit."
     for name in sorted(_VLLM_FLAGS & extra_config.keys()):
         if extra_config[name] not in (True, False):
-            yield f"{name!r} is {extra_config[name]!r}. Expected true or false, without quotes."
+            yield f"{name!r} is {shown(extra_config[name])}. Expected true or false, without quotes."
     for name in sorted(_VLLM_NUMBERS & extra_config.keys()):
         if not _is_number(value := extra_config[name], float) or float(value) < 0:
-            yield f"{name!r} is {value!r}. Expected a number, 0 or more, without a unit."
+            yield f"{name!r} is {shown(value)}. Expected a number, 0 or more, without a unit."
 
 
 def unknown_options(extra_config: Mapping[str, Any]) -> tuple[list[str], list[str]]:

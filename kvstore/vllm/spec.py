@@ -21,6 +21,7 @@ from kvstore.vllm.compat import (
     chosen_attention,
     current_connector,
     current_connector_config,
+    leave_zeros_out,
     open_region,
     poll_briefly,
     region_shape,
@@ -97,6 +98,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         """Declare the metrics of every tier, of vLLM's manager, and of our manager if it is used."""
+        # vLLM's front end, which logs the metrics, calls only this method.
+        leave_zeros_out()
         extra = with_short_types(extra_config)
         ours = {**metric_definitions(), **manager_metric_definitions()} if is_own_manager(extra) else {}
         return {**super().build_metric_definitions(extra), **ours}

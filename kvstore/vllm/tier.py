@@ -31,6 +31,7 @@ from kvstore.vllm.compat import (
     current_connector_config,
     emits_events,
     has_adapters,
+    leave_zeros_out,
     make_event,
     on_blocks_cleared,
     request_ends,
@@ -148,6 +149,8 @@ class KVStoreTier(SecondaryTierManager):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         """Declare the metrics of ``get_stats``, without any connection."""
+        # vLLM's front end, which logs the metrics, calls only this method.
+        leave_zeros_out()
         return metric_definitions()
 
     @property

@@ -202,6 +202,15 @@ def test_inspect_shows_the_header_of_a_block(held: Fixture) -> None:
     assert _kvstore("inspect", "--block", "ffff", tier=held.text).returncode == 2
 
 
+def test_inspect_names_the_model_of_an_engine(tmp_path: Path) -> None:
+    """An engine describes its model by several fields; the row has its name alone, also in JSON."""
+    fixture = Fixture("file", tmp_path / "tier")
+    fixture.fill(Namespace({"model": {"name": "org/llama", "dtype": "torch.bfloat16", "weights": None}}))
+    (row,) = report_of(_kvstore("inspect", "--json", tier=fixture.text))["rows"]
+    assert row["model"] == "org/llama"
+    assert "dtype" not in _kvstore("inspect", tier=fixture.text).stdout
+
+
 def test_inspect_tells_what_a_namespace_stands_for(files: Fixture) -> None:
     """The table fits 80 columns without colour; for a single namespace the output also has its fields."""
     done = _kvstore("inspect", tier=files.text)

@@ -69,3 +69,14 @@ def test_a_connector_that_ignores_kvstore_is_a_fault(tmp_path: Path) -> None:
     """Another connector with kvstore's options is reported."""
     done = run_here("check", json.dumps(_transfer(tmp_path) | {"kv_connector": "SimpleCPUOffloadConnector"}))
     assert done.returncode == 2 and "does not use kvstore" in done.stdout
+
+
+def test_the_size_of_the_primary_tier_may_be_vllms_argument(tmp_path: Path) -> None:
+    """The JSON needs no ``cpu_bytes_to_use`` beside ``--kv-offloading-size`` (in GiB); a size of 0 is a fault."""
+    transfer = _transfer(tmp_path)
+    del transfer["kv_connector_extra_config"]["cpu_bytes_to_use"]
+    text = json.dumps(transfer)
+    done = run_here("check", text)
+    assert done.returncode == 2 and "--kv-offloading-size gives it" in done.stdout
+    assert run_here("check", text, "--kv-offloading-size", "0.5").stdout == "ok\n"
+    assert run_here("check", text, "--kv-offloading-size", "0").returncode == 2

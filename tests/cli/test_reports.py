@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
@@ -18,7 +20,7 @@ from kvstore.cli.commands.plot import html_report
 from kvstore.cli.measuring.histogram import Latencies
 from kvstore.cli.reporting.plots import pictures_of
 from kvstore.cli.reporting.report import Report, median_row
-from kvstore.cli.reporting.terminal import cell, latency_text
+from kvstore.cli.reporting.terminal import cell, latency_text, rounded_size
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
 
@@ -300,3 +302,40 @@ def test_doctor_warns_of_a_capacity_that_does_not_fit(tmp_path: Path) -> None:
 def test_numbers_have_no_exponents(value: float, text: str) -> None:
     """Tables and charts show small and large numbers in full."""
     assert cell(value) == text
+
+
+def test_sizes_have_no_exponents() -> None:
+    """A size just below a thousand units is shown in the next one."""
+    assert (rounded_size(999), rounded_size(1023 * 1024 - 1), rounded_size(999_900 * 1024)) == (
+        "999 B", "0.999 MiB", "976 MiB"
+    )  # fmt: skip
+
+
+def test_labels_of_pictures_do_not_overlap() -> None:
+    """Numbers at bars and labels of axes stay legible with many systems, and with capacities close together."""
+    systems = ("none", "none-again", "vllm-cpu", "vllm-fs", "kvstore-file", "kvstore-redis", "other")
+    rows: list[dict[str, Any]] = [
+        {"bench": "vllm", "system": system, "op": op, "tokens_per_s": 1404.0 + at, "ttft_s": 2.66e-05}
+        for op in ("first", "again", "restart", "all")
+        for at, system in enumerate(systems)
+    ]
+    rows += [
+        {"bench": "replay", "system": "kvstore+file", "policy": "lru", "capacity_bytes": size << 20, "hit_rate": 0.1}
+        for size in (64, 96, 100, 112, 128, 129, 512, 1023, 1024)
+    ]
+    for picture in pictures_of(rows):
+        figure = Figure(figsize=(picture.width, picture.height), layout="constrained")
+        canvas = FigureCanvasAgg(figure)
+        picture.draw(figure)
+        canvas.draw()
+        texts = [
+            text
+            for panel in figure.axes
+            for text in (*panel.texts, *panel.get_xticklabels(), *panel.get_yticklabels())
+            if text.get_text()
+        ]
+        assert texts
+        places = {text.get_text() + str(at): text.get_window_extent() for at, text in enumerate(texts)}
+        overlaps = [(a, b) for a, b in itertools.combinations(places, 2) if places[a].overlaps(places[b])]
+        assert not overlaps, (picture.name, overlaps)
+        assert not any("e-" in text.get_text() or "e+" in text.get_text() for text in texts)

@@ -38,6 +38,19 @@ function clipped(inside) {
   }
   return false;
 }
+// The first word in a table that is broken over two lines.
+function split(inside) {
+  for (const cell of inside.document.querySelectorAll(".md-typeset td, .md-typeset th")) {
+    const texts = inside.document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) for (const word of texts.currentNode.data.matchAll(/[\\p{L}\\p{N}_]+/gu)) {
+      const range = inside.document.createRange();
+      range.setStart(texts.currentNode, word.index);
+      range.setEnd(texts.currentNode, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map(box => box.top)).size > 1) return word[0];
+    }
+  }
+  return null;
+}
 async function measure(page, width) {
   const frame = document.createElement("iframe");
   frame.style.cssText = `border: 0; height: 900px; width: ${width}px`;
@@ -47,7 +60,7 @@ async function measure(page, width) {
   await loaded;
   const root = frame.contentDocument.documentElement;
   const found = {page, width, inner: frame.contentWindow.innerWidth, scroll: root.scrollWidth,
-                 height: root.scrollHeight, clipped: clipped(frame.contentWindow)};
+                 height: root.scrollHeight, clipped: clipped(frame.contentWindow), split: split(frame.contentWindow)};
   frame.remove();
   return found;
 }
@@ -90,7 +103,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_page_scrolls_sideways(site: Path) -> None:
-    """At 1,280 and 400 pixels no page is wider than its window, and no table is clipped."""
+    """At 1,280 and 400 pixels no page is wider than its window; no table is clipped, and none breaks a word."""
     pages = [f"/{page.relative_to(site)}" for page in sorted(site.rglob("*.html"))]
     assert "/report/report.html" in pages and len(pages) > 20
     (site / "measure.html").write_text(
@@ -100,7 +113,7 @@ def test_no_page_scrolls_sideways(site: Path) -> None:
     assert len(measured) == len(pages) * len(WIDTHS)
     # The pages were loaded with their styles at the requested width.
     assert all(one["inner"] == one["width"] and one["height"] > 300 for one in measured)
-    wrong = [one for one in measured if one["scroll"] > one["width"] or one["clipped"]]
+    wrong = [one for one in measured if one["scroll"] > one["width"] or one["clipped"] or one["split"]]
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -110,6 +123,20 @@ def test_code_has_colours_and_a_button_to_copy_it(site: Path) -> None:
     assert '<div class="highlight">' in page
     assert re.search(r'<span class="nt">[^<]*kv_connector', page)
     assert '"content.code.copy"' in page
+
+
+def test_the_front_page_has_the_picture_and_the_numbers_of_the_readme(site: Path) -> None:
+    """A reader sees both first; the numbers are in one place."""
+    page = (site / "index.html").read_text()
+    assert "images/architecture.svg" in page and "Three numbers" in page
+    cells = re.findall(r"\d\.\d+ s", (ROOT / "README.md").read_text().partition("## Three numbers")[2])
+    assert len(cells) > 10 and not [cell for cell in cells if cell not in page]
+
+
+def test_pages_lead_to_the_next_and_the_previous_one(site: Path) -> None:
+    """The foot of a page has both links."""
+    page = (site / "getting-started/index.html").read_text()
+    assert "md-footer__link--prev" in page and "md-footer__link--next" in page
 
 
 def test_the_python_interface_is_made_from_docstrings(site: Path) -> None:
@@ -129,6 +156,8 @@ def test_a_wide_page_is_found(tmp_path: Path) -> None:
     bodies = {
         "fits": "x",
         "scrolls": table,
+        "split": '<div class="md-typeset"><table style="width: 4em; overflow-wrap: anywhere">'
+        "<tr><td>several paragraphs_of_words</td></tr></table></div>",
         "boxed": f'<div style="overflow-x: auto">{table}</div>',
         "clipped": f'<div style="overflow: hidden">{table}</div>',
     }
@@ -136,24 +165,28 @@ def test_a_wide_page_is_found(tmp_path: Path) -> None:
         (tmp_path / f"{name}.html").write_text(f"<!doctype html><body>{body}</body>")
     pages = [f"/{name}.html" for name in bodies]
     (tmp_path / "measure.html").write_text(MEASURE.replace("PAGES", json.dumps(pages), 1).replace("WIDTHS", "[400]", 1))
-    found = {one["page"]: (one["scroll"] > 400, one["clipped"]) for one in _measured(tmp_path)}
+    found = {one["page"]: (one["scroll"] > 400, one["clipped"], one["split"]) for one in _measured(tmp_path)}
     assert found == {
-        "/fits.html": (False, False),
-        "/scrolls.html": (True, False),
-        "/boxed.html": (False, False),
-        "/clipped.html": (False, True),
+        "/fits.html": (False, False, None),
+        "/scrolls.html": (True, False, None),
+        "/split.html": (False, False, "paragraphs_of_words"),
+        "/boxed.html": (False, False, None),
+        "/clipped.html": (False, True, None),
     }
 
 
-@pytest.mark.parametrize("room", [0, 240])
-def test_texts_of_a_diagram_stay_in_their_boxes(tmp_path: Path, room: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "room"),
+    [("architecture", 0), ("architecture", 240), ("two-sides", 0), ("topologies", 0), ("prefill-decode", 0)],
+)
+def test_texts_of_a_diagram_stay_in_their_boxes(tmp_path: Path, name: str, room: int) -> None:
     """Texts fit even in a wide font, if the reader's system has no other; in narrower boxes they would not."""
-    diagram = (ROOT / "docs/images/architecture.svg").read_text()
+    diagram = (ROOT / f"docs/images/{name}.svg").read_text()
     if room:
         diagram = diagram.replace(f'width="{room}"', 'width="150"')
     (tmp_path / "measure.html").write_text(DIAGRAM.replace("SVG", diagram))
     texts = _measured(tmp_path)
-    assert len(texts) > 15
+    assert len(texts) > 5
     assert all(text["fits"] for text in texts) == (not room), texts
 
 

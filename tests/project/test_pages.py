@@ -159,6 +159,12 @@ def test_the_demo_says_how_long_it_takes() -> None:
         assert minutes in (ROOT / page).read_text(), page
 
 
+@pytest.mark.parametrize("block", [b for b in code_blocks() if b.language == "text"], ids=str)
+def test_diagrams_of_characters_are_not_cut(block: CodeBlock) -> None:
+    """A block of text, whose lines are not broken, fits a page in a window of 1,280 pixels."""
+    assert max(map(len, block.text.splitlines())) <= 78
+
+
 def test_troubleshooting_quotes_the_code() -> None:
     """Every heading of the troubleshooting page quotes a message from the code (others may be a server's)."""
     page = (ROOT / "docs/troubleshooting.md").read_text()

@@ -60,7 +60,9 @@ def test_promtool_accepts_the_alerts_and_the_configuration() -> None:
 def test_an_alert_fires_at_its_fault_and_clears_after_it(alert: Any, tmp_path: Path) -> None:
     """Ten minutes without the fault, an hour with it, and an hour without it; no other alert fires."""
 
-    def values(name: str, value: float) -> str:
+    def values(name: str, value: float | None) -> str:
+        if value is None:
+            return "1x9 _x60 1x60"
         if "_total" in name or "_bucket" in name:
             return f"0x9 0+{value}x60 {60 * value}x60"
         healthy = int(value == 0)
@@ -82,10 +84,41 @@ def test_an_alert_fires_at_its_fault_and_clears_after_it(alert: Any, tmp_path: P
                 "interval": "1m",
                 "input_series": [
                     {"series": name.replace("'", '"'), "values": values(name, value)} for name, value in alert.faulty
-                ],
+                ]
+                + [{"series": 'vllm:kvstore_ready{tier="sound"}', "values": "1x129"}] * (alert.name != "MetricsAbsent"),
                 "promql_expr_test": [firing(8, 0), firing(65, 1), firing(125, 0)],
             }
         ],
     }
     (tmp_path / "case.yaml").write_text(yaml.safe_dump(case))
     promtool("test", "rules", tmp_path / "case.yaml")
+
+
+@needs_promtool
+@pytest.mark.parametrize("name", ["LoadsFail", "StoresShed", "SlowLoads"])
+def test_a_share_of_little_traffic_is_no_alert(name: str, tmp_path: Path) -> None:
+    """The same fault at a hundredth of the traffic, some blocks an hour, fires nothing."""
+    (alert,) = (each for each in SCRIPT.ALERTS if each.name == name)
+    series = [(text.replace("'", '"'), f"0+{value / 100}x120") for text, value in alert.faulty]
+    series += [('vllm:kvstore_ready{tier="disk"}', "1x120")]
+    case = {
+        "rule_files": [str(SCRIPT.ALERTS_FILE)],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": text, "values": values} for text, values in series],
+                "promql_expr_test": [{"expr": "count(ALERTS)", "eval_time": "60m", "exp_samples": []}],
+            }
+        ],
+    }
+    (tmp_path / "case.yaml").write_text(yaml.safe_dump(case))
+    promtool("test", "rules", tmp_path / "case.yaml")
+
+
+def test_every_alert_has_a_heading_on_the_troubleshooting_page() -> None:
+    """The runbook of each alert is a heading of the page that it names."""
+    for rule in SCRIPT.rules()["groups"][0]["rules"]:
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        headings = [line[4:].lower() for line in (ROOT / page).read_text().splitlines() if line.startswith("### ")]
+        assert headings.count(anchor) == 1, anchor

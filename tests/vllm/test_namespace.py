@@ -82,6 +82,20 @@ def test_all_namespaces_differ() -> None:
     assert len(set(digests)) == len(digests) >= 30
 
 
+def test_declared_numerics_outlive_an_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of vLLM share blocks only under the same declared name, and every other field still counts."""
+
+    def of(version: str, name: str | None, **changes: Any) -> str:
+        monkeypatch.setattr("kvstore.vllm.namespace.VLLM_VERSION", version)
+        return digest(offloading_config([], extra_config={} if name is None else {"numerics": name}, **changes))
+
+    assert of("0.32.0", "a") == of("0.33.0", "a")
+    assert of("0.32.0", None) != of("0.33.0", None)
+    others = [of("0.33.0", "b"), of("0.32.0", None), of("0.33.0", None), of("0.33.0", "0.33.0")]
+    others += [of("0.33.0", "a", **change) for change in OFFLOADING_CHANGES.values()]
+    assert len({of("0.33.0", "a"), *others}) == 1 + len(others)
+
+
 def test_what_says_nothing_of_the_bytes_does_not_count() -> None:
     """Two starts of an engine share a namespace, wherever the model is stored and whatever else is configured."""
     same = offloading_config(

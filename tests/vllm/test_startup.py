@@ -38,6 +38,12 @@ _BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "two block sizes": ({"block_size": 16, "blocks_per_chunk": 2}, {}, "Remove one"),
     "flag in quotes": ({"offload_prompt_only": "false"}, {}, "without quotes"),
     "threshold in words": ({"store_threshold": "two"}, {}, "'store_threshold' is 'two'"),
+    "numerics without quotes": ({"numerics": 1}, {}, "'numerics' is 1. Expected a name"),
+    "no number": ({"block_size": None}, {}, "'block_size' is null"),
+    "no policy": ({"eviction_policy": None}, {}, "Unknown eviction policy null"),
+    "no tiering": ({"tiering": None}, {}, "tiering is null"),
+    "directory of all users": ({}, {"path": "/tmp"}, "Use a directory below it"),
+    "another user's file": ({}, {"path": "/etc/passwd"}, "not a writable directory"),
     "vLLM's spec on the CPU": ({"spec_name": "TieringOffloadingSpec"}, {}, "KVStoreOffloadingSpec"),
 }
 
@@ -58,6 +64,18 @@ def test_a_mistake_is_found(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         check_offloading(_extra(tmp_path, more, change))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", _BAD)
+def test_the_troubleshooting_page_has_the_text(tmp_path: Path, name: str) -> None:
+    """Each of these errors has a heading on the troubleshooting page that quotes it."""
+    more, change, _ = _BAD[name]
+    with pytest.raises(ConfigError) as refused:
+        check_offloading(_extra(tmp_path, more, change))
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = [text for line in page.splitlines() if line.startswith("### ") for text in re.findall("`([^`]+)`", line)]
+    patterns = [".+".join(map(re.escape, text.split("…"))) for text in quoted if len(text.replace("…", "")) > 9]
+    assert any(re.search(pattern, str(refused.value)) for pattern in patterns), str(refused.value)
 
 
 def test_all_mistakes_are_reported_at_once_with_their_places(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ import json as json_module
 import os
 import pkgutil
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Annotated, Any
 
-from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, opened_input
+from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option, opened_input
 from kvstore.cli.reporting.report import Report
 from kvstore.cli.reporting.terminal import print_json_text, print_line
 from kvstore.errors import ConfigError
@@ -21,9 +22,12 @@ _BYTES_MAX = 1 << 20
 _Config = Annotated[
     str, Argument(metavar="JSON|@FILE", help="The value of vLLM's --kv-transfer-config; @- reads it from stdin.")
 ]
+_SizeGib = Annotated[
+    float | None, Option("--kv-offloading-size", metavar="GIB", help="The value of vLLM's argument of this name.")
+]
 
 
-def check_command(config: _Config, json: JsonFlag = False) -> None:
+def check_command(config: _Config, kv_offloading_size: _SizeGib = None, json: JsonFlag = False) -> None:
     """Check an engine's configuration. Reports all faults of a --kv-transfer-config, as the engine's start does.
 
     Run it in the engine's environment, because it imports vLLM. Nothing is opened or created; kvstore doctor checks the
@@ -36,7 +40,7 @@ def check_command(config: _Config, json: JsonFlag = False) -> None:
         transfer_faults = pkgutil.resolve_name("kvstore.vllm.startup:transfer_faults")
     except ImportError as error:
         raise ConfigError(f"vLLM can't be imported ({error}). Run this command in the engine's environment.") from error
-    found = transfer_faults(transfer)
+    found = transfer_faults(transfer, SimpleNamespace(kv_offloading_size=kv_offloading_size))
     if found is None:
         raise ConfigError(
             "This configuration does not use kvstore. Expected an OffloadingConnector with "

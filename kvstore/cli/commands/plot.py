@@ -13,7 +13,7 @@ from kvstore.cli.command_line import Argument, Option
 from kvstore.cli.measuring.workload import listed
 from kvstore.cli.reporting.plots import Picture, pictures_of
 from kvstore.cli.reporting.report import read_report
-from kvstore.cli.reporting.terminal import latency_text, print_line, size_text
+from kvstore.cli.reporting.terminal import cell, latency_text, print_line, size_text
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 
@@ -183,10 +183,8 @@ def _class(name: str) -> str:
 
 def _text(name: str, value: Any) -> str:
     """Format a value of a row for a cell."""
-    if value is None or value == {}:
+    if value is None:
         return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, dict):
         return ", ".join(f"{count} {cause}" for cause, count in value.items())
     if name in ("block_bytes", "capacity_bytes"):
@@ -195,8 +193,6 @@ def _text(name: str, value: Any) -> str:
         return latency_text(value) or ""
     if name in ("of_device", "hit_rate", "hit_rate_tokens", "spin_rate"):
         return f"{100 * value:.1f}%"
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
-    return str(value)
+    return cell(value)

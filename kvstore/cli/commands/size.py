@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 from kvstore.cli.command_line import JsonFlag, Option, size_option
 from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, replay
 from kvstore.cli.replaying.traces import BLOCK_TOKENS, read_trace
-from kvstore.cli.reporting.terminal import Column, print_json_text, print_line, print_table, rounded_size
+from kvstore.cli.reporting.terminal import Column, latency_text, print_json_text, print_line, print_table, rounded_size
 from kvstore.errors import ConfigError
 
 __all__ = ["Layers", "Pages", "layers_of", "pages_of", "read_model_config", "size_command"]
@@ -336,7 +336,7 @@ def _shown(tier: dict[str, Any]) -> dict[str, Any]:
     return {
         "tier": tier["tier"],
         "rate": f"{rounded_size(tier['bytes_per_s'])}/s",
-        "load": f"{tier['load_s']:.3g} s",
+        "load": latency_text(tier["load_s"]),
         "of_prefill": f"{tier['load_s'] / tier['prefill_s']:.1%}",
     }
 

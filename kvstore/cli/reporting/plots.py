@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -46,6 +47,10 @@ _OF_ENGINES: Final = (
 )
 """Field, name, title, description and unit of the pictures of bench/vllm_e2e.py and bench/vllm_overhead.py."""
 _PANELS_MAX: Final = 4
+_LEVEL_LABELS_MAX: Final = 12
+"""Most bars across a picture whose numbers fit beside each other; beyond, they are turned."""
+_TICK_SPACE: Final = 0.12
+"""Least distance of labels along an axis, as a share of it."""
 _STYLE: Final = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -186,6 +191,7 @@ def _engines(rows: Rows, field: str, unit: str) -> Callable[[Any], None]:
     systems = list(dict.fromkeys(row["system"] for row in rows))
     systems.sort(key=lambda system: system not in _WITHOUT)
     colours = _colours_of(systems)
+    upright = len(systems) * len(ops) > _LEVEL_LABELS_MAX
 
     def draw(figure: Any) -> None:
         panels = figure.subplots(1, len(ops), squeeze=False)[0]
@@ -195,10 +201,13 @@ def _engines(rows: Rows, field: str, unit: str) -> Callable[[Any], None]:
             for at, system in enumerate(system for system in systems if system in measured):
                 (handles[system],) = panel.bar(at, measured[system], 0.8, color=colours[system])
                 panel.annotate(
-                    cell(float(measured[system])), (at, measured[system]), ha="center", va="bottom", fontsize=9
-                )
+                    latency_text(measured[system]) if unit == "s" else cell(float(measured[system])),
+                    (at, measured[system]), xytext=(0, 2), textcoords="offset points", ha="center", va="bottom",
+                    fontsize=9, rotation=90 if upright else 0,
+                )  # fmt: skip
             panel.set_title(op, loc="left")
             panel.set_xticks([])
+            panel.margins(y=0.3 if upright else 0.05)
         panels[0].set_ylabel(unit)
         _legend(figure, handles)
 
@@ -252,13 +261,22 @@ def _hit_rate(figure: Any, rows: Rows) -> None:
             linestyle=("-", "--", ":", "-.")[i % 4], color=_COLOURS[i % len(_COLOURS)], label=name,
         )  # fmt: skip
     panel.set_xscale("log", base=2)
-    capacities = sorted({row["capacity_bytes"] for row in rows})
+    capacities = _spaced(sorted({row["capacity_bytes"] for row in rows}))
     panel.set_xticks(capacities, [rounded_size(size) for size in capacities], minor=False)
     panel.set_xticks([], minor=True)
     panel.set_xlabel("capacity")
     panel.set_ylabel("hit rate, % of blocks")
     panel.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=min(4, len(names)))
+
+
+def _spaced(values: Sequence[int]) -> list[int]:
+    """Return those of ascending values whose labels don't overlap on a logarithmic axis."""
+    spaced = list(values[:1])
+    for value in values:
+        if math.log(value / spaced[-1]) >= _TICK_SPACE * math.log(values[-1] / values[0]) > 0:
+            spaced.append(value)
+    return spaced
 
 
 def _latencies(row: Mapping[str, Any]) -> list[tuple[float, float]]:

@@ -268,7 +268,7 @@ def size_text(size_bytes: int) -> str:
 
 def rounded_size(size_bytes: int) -> str:
     """Return a size with three digits and a unit."""
-    power = next((power for power in range(5) if size_bytes < 1000 * 1024**power), 5)
+    power = next((power for power in range(5) if size_bytes < 999.5 * 1024**power), 5)
     return f"{size_bytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
 
 

@@ -1,0 +1,47 @@
+"""The summary of hits in the log, and vLLM's line of metrics."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+
+from kvstore.vllm import KVStoreOffloadingSpec, summary
+from tests.vllm.harness import Driver, key_of
+
+
+def test_traffic_is_summed_up_once_and_silence_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line has the hits of each tier since the last one; without lookups or transfers there is no line."""
+    keys = [key_of(number) for number in range(12)]
+    tier = {"type": "file", "path": str(tmp_path), "capacity": "64MiB", "reset": "keep"}
+    driver = Driver([tier], spec_class=KVStoreOffloadingSpec)
+    manager = driver.manager
+    driver.store(keys)
+    driver.forget_primary()
+    assert driver.load(keys) == keys
+    with caplog.at_level(logging.INFO, logger="kvstore"):
+        monkeypatch.setattr("kvstore.vllm.manager._REPORT_INTERVAL_S", 0.0)
+        manager.get_stats()
+        assert not [text for text in caplog.messages if text.startswith("Hits")], "before a minute has passed"
+        monkeypatch.setattr(summary, "_INTERVAL_S", 0.0)
+        manager.get_stats()
+        manager.get_stats()
+    driver.close()
+    (line,) = [text for text in caplog.messages if text.startswith("Hits")]
+    assert "primary 0 of 12 blocks, file 12 of 12 blocks; 0.1 MB loaded, 0.1 MB stored" in line
+
+
+def test_vllms_line_of_metrics_has_no_zeros() -> None:
+    """Where metrics are declared, zeros are left out of vLLM's log line, and stay in the exported metrics."""
+    for _ in range(2):
+        KVStoreOffloadingSpec.build_metric_definitions({"cpu_bytes_to_use": 1, "secondary_tiers": []})
+    stats = OffloadingConnectorStats()
+    stats.set_gauge("vllm:kvstore_blocks", 3, ("file",))
+    stats.set_gauge("vllm:kvstore_blocks", 0, ("redis",))
+    stats.increase_counter("vllm:kvstore_shed_blocks", 0, ("file",))
+    assert stats.reduce() == {"vllm:kvstore_blocks:('file',)": 3}
+    assert set(stats.data["data"]) == {"vllm:kvstore_blocks", "vllm:kvstore_shed_blocks"}
