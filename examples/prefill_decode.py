@@ -197,6 +197,8 @@ def start(stack: ExitStack, name: str, work: Path, model: Path, tier: dict[str, 
         "cpu_bytes_to_use": _PRIMARY_BYTES,
         # Long timeouts, because half of a small machine's cores may be slow.
         "secondary_tiers": [{"type": "peer", "secret": _SECRET, "lookup_timeout": 10, "load_timeout": 30, **tier}],
+        # Only the proxy's requests reach these engines.
+        "tiering": {"allow": ["remote_decoder"]},
     }
     # Several steps per prompt: the blocks of one step are loaded during the next.
     chunks = ("--max-num-batched-tokens", "512") if name == "prefill" else ()
