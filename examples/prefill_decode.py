@@ -163,7 +163,7 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
         cores = sorted(os.sched_getaffinity(0))
         half = (len(cores) + 1) // 2
         prefill = start(stack, "prefill", work, model, {"listen": f"127.0.0.1:{peer_port}"}, cores[:half])
-        decode = start(stack, "decode", work, model, {"request_peers": ["127.0.0.0/8"]}, cores[-half:])
+        decode = start(stack, "decode", work, model, {"request_peers": [f"127.0.0.1:{peer_port}"]}, cores[-half:])
         prefill.wait_ready()
         decode.wait_ready()
         proxy = Proxy(prefill, decode, peer_port)

@@ -374,7 +374,7 @@ def storm(seed: int, counts: Counter[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="storm-") as folder, ExitStack() as stack:
         listen = {"listen": f"127.0.0.1:{port}"}
         sides = []
-        for name, peer in (("prefill", listen), ("decode", {"request_peers": ["127.0.0.0/8"]})):
+        for name, peer in (("prefill", listen), ("decode", {"request_peers": ["127.0.0.0/8:1024-65535"]})):
             (Path(folder) / name).mkdir()
             sides.append(Engine(choose, stack, Path(folder) / name, tenants, peer, counts))
         prefill, decode = sides

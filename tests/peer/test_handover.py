@@ -110,7 +110,7 @@ def prefill(port: int) -> Iterator[Side]:
 @pytest.fixture
 def decode() -> Iterator[Side]:
     """The decode engine."""
-    side = Side(serves=False, request_peers=["127.0.0.0/8"])
+    side = Side(serves=False, request_peers=["127.0.0.0/8:1024-65535"])
     yield side
     side.close()
 
