@@ -163,7 +163,7 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
         cores = sorted(os.sched_getaffinity(0))
         half = (len(cores) + 1) // 2
         prefill = start(stack, "prefill", work, model, {"listen": f"127.0.0.1:{peer_port}"}, cores[:half])
-        decode = start(stack, "decode", work, model, {"request_peers": ["127.0.0.0/8"]}, cores[-half:])
+        decode = start(stack, "decode", work, model, {"request_peers": [f"127.0.0.1:{peer_port}"]}, cores[-half:])
         prefill.wait_ready()
         decode.wait_ready()
         proxy = Proxy(prefill, decode, peer_port)
@@ -197,6 +197,8 @@ def start(stack: ExitStack, name: str, work: Path, model: Path, tier: dict[str, 
         "cpu_bytes_to_use": _PRIMARY_BYTES,
         # Long timeouts, because half of a small machine's cores may be slow.
         "secondary_tiers": [{"type": "peer", "secret": _SECRET, "lookup_timeout": 10, "load_timeout": 30, **tier}],
+        # Only the proxy's requests reach these engines.
+        "tiering": {"allow": ["remote_decoder"]},
     }
     # Several steps per prompt: the blocks of one step are loaded during the next.
     chunks = ("--max-num-batched-tokens", "512") if name == "prefill" else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,20 +28,23 @@ class Marks:
         held: Blocks kept on request.
         dirty: Blocks that must be written to a tier before eviction.
         ranks: Ranks of the retained blocks.
+        retained_max: Retained blocks evicted after blocks without rank; of more, those of the lowest rank go first.
     """
 
     held: set[BlockKey] = field(default_factory=set)
     dirty: set[BlockKey] = field(default_factory=set)
     ranks: dict[BlockKey, Rank] = field(default_factory=dict)
+    retained_max: int = sys.maxsize
 
 
 class EvictionOrder:
     """An eviction policy, and the blocks that are exempt from it for now.
 
-    A block is *spared* while it is pinned, held or dirty. Each block is in exactly one of four places: in the policy;
-    *parked* (chosen by the policy while spared); *shelved* (chosen while it had a rank); or *first in line* (chosen or
-    demoted before, and not used since). Blocks first in line are evicted first, then the policy's victims, then shelved
-    blocks by rank. Eviction examines a spared block once instead of at each allocation, so it stays O(1) per block.
+    A block is *spared* while it is pinned, held or dirty. Each block is in exactly one of four places: in the
+    policy; *parked* (chosen by the policy while spared); *shelved* (chosen while it had a rank); or *first in line*
+    (chosen or demoted before, and not used since). Blocks first in line are evicted first, then shelved blocks
+    above ``retained_max``, then the policy's victims, then the other shelved blocks by rank. Eviction examines a
+    spared block once instead of at each allocation, so it stays O(1) per block.
 
     Args:
         policy: Name of the eviction policy.
@@ -69,6 +73,8 @@ class EvictionOrder:
         self._first_out: OrderedDict[BlockKey, None] = OrderedDict()
         self._shelves: dict[Rank, OrderedDict[BlockKey, None]] = {}
         """Shelved blocks by rank; no shelf is empty."""
+        self._shelved = 0
+        """Number of shelved blocks."""
         self._lowest: list[Rank] = []
         """Heap of the ranks of all shelves; may include ranks of removed shelves."""
         self._wanted: list[BlockKey] = []
@@ -80,7 +86,7 @@ class EvictionOrder:
         """Add a block."""
 
     def __len__(self) -> int:
-        return len(self._policy) + len(self._parked) + len(self._first_out) + sum(map(len, self._shelves.values()))
+        return len(self._policy) + len(self._parked) + len(self._first_out) + self._shelved
 
     def of(self, key: BlockKey) -> EvictionOrder:
         """Return the order of a block, as :meth:`SharedOrder.of`."""
@@ -176,14 +182,9 @@ class EvictionOrder:
         chosen: list[BlockKey] = []
         while self._first_out and len(chosen) < need:
             chosen.append(self._first_out.popitem(last=False)[0])
+        chosen += self._take_lowest(min(need - len(chosen), self._shelved - self.marks.retained_max))
         chosen += self._victims(need - len(chosen), self._dirty)
-        while self._shelves and len(chosen) < need:
-            while self._lowest[0] not in self._shelves:
-                heapq.heappop(self._lowest)
-            key = next(iter(self._shelves[self._lowest[0]]))
-            self._unshelve(key)
-            chosen.append(key)
-        return chosen
+        return chosen + self._take_lowest(need - len(chosen))
 
     def put_back(self, chosen: Iterable[BlockKey]) -> None:
         """Undo :meth:`choose`."""
@@ -217,6 +218,7 @@ class EvictionOrder:
         self._policy.clear()
         for group in (self._parked, self._first_out, self._shelves, self._lowest, self._wanted):
             group.clear()
+        self._shelved = 0
         for marks in (self._held, self._dirty, self._ranks):
             marks.clear()
         self.holds = 0
@@ -244,6 +246,7 @@ class EvictionOrder:
             self._shelves[rank] = OrderedDict()
             heapq.heappush(self._lowest, rank)
         self._shelves[rank][key] = None
+        self._shelved += 1
 
     def _take_back(self, key: BlockKey) -> bool:
         """Remove a block that was set aside; return false if it is in the policy."""
@@ -261,9 +264,20 @@ class EvictionOrder:
         if shelf is None or key not in shelf:
             return False
         del shelf[key]
+        self._shelved -= 1
         if not shelf:
             del self._shelves[rank]
         return True
+
+    def _take_lowest(self, need: int) -> list[BlockKey]:
+        """Take up to ``need`` shelved blocks of the lowest ranks."""
+        taken: list[BlockKey] = []
+        while self._shelves and len(taken) < need:
+            while self._lowest[0] not in self._shelves:
+                heapq.heappop(self._lowest)
+            taken.append(next(iter(self._shelves[self._lowest[0]])))
+            self._unshelve(taken[-1])
+        return taken
 
     def _victims(self, need: int, dirty: Collection[BlockKey]) -> list[BlockKey]:
         """Return victims of the policy, and set aside the blocks that it skipped."""

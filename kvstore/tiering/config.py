@@ -13,7 +13,7 @@ from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 from kvstore.tenants import Tenants
-from kvstore.tiering.policy import PolicyParser
+from kvstore.tiering.policy import OWN_PARAMETERS, PolicyParser
 from kvstore.tiering.recording import SOCKET_PATH_BYTES_MAX
 
 __all__ = ["Backfill", "TieringConfig", "engine_tiering"]
@@ -47,16 +47,18 @@ class TieringConfig:
 
     Attributes:
         policy: Defaults of the offload policy, in the form of a request's parameters.
-        allow: Parameters of the offload policy that requests may set; others are ignored. None: all.
+        allow: Parameters that requests may set (:data:`kvstore.tiering.policy.PARAMETERS`); others are ignored. By
+            default those that concern only the request itself.
         tokens_per_block: Tokens per block, for policies that count tokens, if the engine does not give the ends of
             blocks.
         promotion_share: Maximum slots for promotions: being filled, or filled and not yet loaded by the waiting
             request. Half of the tier by default, so that waiting requests cannot displace the blocks of running ones.
         store_share: Maximum slots that unfinished stores of one tier may pin. A quarter by default, so that a slow tier
             cannot block stores to the others. Excess blocks wait unpinned, and are stored later if still present.
-        pin_share: Maximum slots of blocks held by ``pin``; 0 for none.
-        pin_lease_s: Time after its last use at which such a block may be evicted again. An hour by default: a prompt
-            unused for that long is not worth its slots. The lease also ends pins that are never released.
+        pin_share: Maximum slots of blocks held by ``pin`` and hand-overs, and of blocks that ``retain`` keeps longer
+            than others; 0 for none. A quarter each by default, so that half of the tier remains for other requests.
+        pin_lease_s: Time after its last use at which such a block may be evicted again. Ten minutes by default: the
+            slots of a prompt unused for that long are worth more to other requests.
         backfill: Copies of blocks from a slower tier to the faster ones that lack them; false: never.
         lazy_share: Slots kept free or ready for eviction while there are blocks with ``lazy``, so that a burst of
             stores need not wait for a tier.
@@ -80,12 +82,12 @@ class TieringConfig:
     """
 
     policy: Mapping[str, Any] = field(default_factory=dict)
-    allow: Sequence[str] | None = None
+    allow: Sequence[str] = OWN_PARAMETERS
     tokens_per_block: int = 1
     promotion_share: float = 0.5
     store_share: float = 0.25
     pin_share: float = 0.25
-    pin_lease_s: float = 3600.0
+    pin_lease_s: float = 600.0
     backfill: Backfill | bool = True
     lazy_share: float = 0.125
     gate: bool = True
@@ -142,4 +144,9 @@ def engine_tiering(options: object, tier_names: Sequence[str]) -> TieringConfig:
     except msgspec.ValidationError as error:
         raise ConfigError(f"tiering: {error}") from error
     PolicyParser(tier_names, config.policy, config.allow)
+    if config.tenants is not None and config.tenants.by == "parameter" and "tenant" not in config.allow:
+        raise ConfigError(
+            "tenants has 'by': 'parameter', and 'allow' does not contain 'tenant', so no request could name its "
+            "tenant. Add 'tenant' to 'allow' if a gateway sets it, because clients could choose any tenant."
+        )
     return config

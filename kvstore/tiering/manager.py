@@ -123,7 +123,9 @@ class TieringManager:
         )
         fills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
         self._counts_sightings = fills or self._parser.default.min_uses > 1
-        self._pins = Pins(primary, int(primary.slots * config.pin_share), config.pin_lease_s, clock)
+        share = int(primary.slots * config.pin_share)
+        self._pins = Pins(primary, share, config.pin_lease_s, clock)
+        primary.marks.retained_max = share
         self._retention = Retention(core)
         self._touched: list[BlockKey] = []
         self._polled = False
@@ -178,7 +180,7 @@ class TieringManager:
         # The gate does not apply to requests that wait for another engine's prefill: they have a deadline of their own.
         if self._gate is not None and not ctx.patience_s:
             state.weighed = state.ends if weighed is None else weighed
-        if ctx.hand_over_s:
+        if state.hands_over:
             self.primary.hand_overs.expect(
                 ctx.request_id, [key for key in keys if state.policy.store and state.may_store(key)]
             )
@@ -411,7 +413,7 @@ class TieringManager:
 
     def release(self, keys: Sequence[BlockKey]) -> None:
         """End the pins that the policy ``pin`` placed on blocks."""
-        self._pins.release(keys)
+        self._pins.unpin(keys)
 
     def on_request_finished(self, ctx: RequestContext) -> None:
         """End a request, whose jobs and copies may still be running."""
@@ -633,7 +635,7 @@ class TieringManager:
             self._cascades.use(keys, state)
         self._expiry.extend(keys, state.policy.ttl_s)
         if state.policy.unpin:
-            self._pins.release(keys)
+            self._pins.unpin(keys)
         else:
             self._hold(keys, state)
         self._retain(keys, state)
@@ -645,7 +647,7 @@ class TieringManager:
         """Hold blocks as the request's policy demands, or for the engine that takes over the request."""
         if state.policy.pin:
             self._pins.hold(keys, state.policy.pin_s)
-        elif state.ctx.hand_over_s:
+        elif state.hands_over:
             new = [key for key in keys if key not in state.handed and self.primary.lookup(key) is SlotState.READY]
             state.handed.update(new)
             self._pins.hold_for_fetch(new, state.ctx.hand_over_s)
@@ -660,7 +662,7 @@ class TieringManager:
             self._prefetch.drop(before)
             self._promotions.drop_request(before)
         state = self._requests.begin(ctx)
-        if ctx.hand_over_s:
+        if state.hands_over:
             self.primary.hand_overs.begin(ctx.request_id, ctx.hand_over)
         self._counts_sightings |= state.policy.min_uses > 1
         return state
@@ -702,7 +704,7 @@ class TieringManager:
         if state.finished and state.idle and state not in self._prefetch and self._requests.end(state):
             if state.policy.acts_at_end:
                 self._follow_hints(state)
-            if state.ctx.hand_over_s:
+            if state.hands_over:
                 self.primary.hand_overs.end(state.ctx.request_id)
             for link in self._links:
                 link.call("on_request_finished", state.ctx, otherwise=None)

@@ -99,6 +99,10 @@ class Pins:
             if length is not None:
                 self._ends.set(key, max(self._ends.get(key, now), now + length))
 
+    def unpin(self, keys: Iterable[BlockKey]) -> None:
+        """End leases, except of blocks held only for other engines."""
+        self.release([key for key in keys if key not in self._fetches])
+
     def release(self, keys: Iterable[BlockKey]) -> None:
         """End leases."""
         for key in keys:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -12,12 +12,19 @@ from kvstore.config import did_you_mean, nearest_name
 from kvstore.errors import ConfigError
 from kvstore.quantity import Seconds
 
-__all__ = ["PRIORITY_MAX", "OffloadPolicy", "PolicyParser", "Retain"]
+__all__ = ["HAND_OVER", "OWN_PARAMETERS", "PARAMETERS", "PRIORITY_MAX", "OffloadPolicy", "PolicyParser", "Retain"]
 
 logger = logging.getLogger("kvstore.tiering")
 
 PRIORITY_MAX: Final = 100
 """Highest priority of blocks in the primary tier, as in TensorRT-LLM's retention configuration."""
+
+HAND_OVER: Final = "remote_decoder"
+"""Name in ``allow`` of hand-overs, which engines request beside the policy (:attr:`RequestContext.hand_over_s`)."""
+
+OWN_PARAMETERS: Final = ("store", "tiers", "cpu", "load", "min_uses")
+"""Parameters whose effect is limited to the request itself. A ``ttl`` also ends the life of blocks that others stored,
+and unwritten ``lazy`` blocks can't be evicted while a tier hangs."""
 
 _RETAIN_PARTS_MAX: Final = 8
 """Maximum parts of a prompt with different priorities."""
@@ -123,7 +130,7 @@ class PolicyParser:
     Args:
         tier_names: Names of all tiers.
         defaults: The configured defaults, in the same form as a request's parameters.
-        allowed: Parameters that requests may set; None for all. Others are ignored.
+        allowed: Parameters that requests may set, of :data:`PARAMETERS`; others are ignored.
 
     Attributes:
         default: Policy of requests without parameters.
@@ -138,14 +145,14 @@ class PolicyParser:
         self,
         tier_names: Sequence[str],
         defaults: Mapping[str, Any] | None = None,
-        allowed: Sequence[str] | None = None,
+        allowed: Sequence[str] = OWN_PARAMETERS,
     ) -> None:
         self._tier_names = tuple(tier_names)
         self._warned: set[str] = set()
-        self._allowed = None if allowed is None else frozenset(allowed)
-        for name in allowed or ():
-            if name not in _READERS:
-                raise ConfigError(f"allow contains {_unknown(name)}")
+        self._allowed = frozenset(allowed)
+        for name in allowed:
+            if name not in PARAMETERS:
+                raise ConfigError(f"allow contains {_unknown(name, PARAMETERS)}")
         self.mistakes = 0
         self.refused = 0
         self.default = self._parse(defaults or {}, OffloadPolicy(), _refuse)
@@ -158,17 +165,18 @@ class PolicyParser:
         """
         if params is None or params == {}:
             return self.default
-        if self._allowed is not None and isinstance(params, Mapping):
-            params = self._without_refused(params, self._allowed)
+        if isinstance(params, Mapping):
+            # Unknown parameters stay, because they may be misspelt restrictions.
+            params = {name: value for name, value in params.items() if name not in _READERS or self.allows(name)}
         return self._parse(params, self.default, self._note_mistake)
 
-    def _without_refused(self, params: Mapping[Any, Any], allowed: frozenset[str]) -> Mapping[Any, Any]:
-        """Return the allowed parameters, and the unknown ones."""
-        refused = [name for name in params if isinstance(name, str) and name in _READERS and name not in allowed]
-        for name in refused:
-            self.refused += 1
-            self._warn(f"The offload policy of a request has {name!r}, which 'allow' does not contain. It is ignored.")
-        return {name: value for name, value in params.items() if name not in refused} if refused else params
+    def allows(self, name: str) -> bool:
+        """Return whether requests may set a parameter; if not, count the refusal."""
+        if name in self._allowed:
+            return True
+        self.refused += 1
+        self._warn(f"A request has {name!r}, which 'allow' does not contain. It is ignored.")
+        return False
 
     def _parse(self, params: object, policy: OffloadPolicy, complain: Callable[[str], None]) -> OffloadPolicy:
         if not isinstance(params, Mapping):
@@ -178,7 +186,7 @@ class PolicyParser:
         for name, value in params.items():
             read = _READERS.get(name) if isinstance(name, str) else None
             if read is None:
-                complain(f"The offload policy has {_unknown(name)}")
+                complain(f"The offload policy has {_unknown(name, _READERS)}")
                 # Possibly a misspelled restriction, most likely the one with the nearest name.
                 near = nearest_name(name, _READERS) if isinstance(name, str) else None
                 strictest |= _STRICTEST["tiers"] | _STRICTEST.get(near or "", {})
@@ -207,9 +215,9 @@ def _refuse(text: str) -> None:
     raise ConfigError(text)
 
 
-def _unknown(name: object) -> str:
+def _unknown(name: object, known: Collection[str]) -> str:
     """Return the message about an unknown parameter, with the nearest known one."""
-    return f"the unknown parameter {_shown(name)}. Known: {', '.join(_READERS)}.{did_you_mean(name, _READERS)}"
+    return f"the unknown parameter {_shown(name)}. Known: {', '.join(known)}.{did_you_mean(name, known)}"
 
 
 def _shown(value: object) -> str:
@@ -328,6 +336,9 @@ _READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = 
     "tenant": lambda value, names: {"tenant": _text(value)},
 }
 """Parameters of a policy; each reader returns the fields of :class:`OffloadPolicy` that a value sets."""
+
+PARAMETERS: Final = (*_READERS, HAND_OVER)
+"""Parameters that ``allow`` may contain."""
 
 _STRICTEST: Final[dict[str, dict[str, Any]]] = {
     "store": {"store": False},

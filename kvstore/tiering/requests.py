@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvstore.tiering.link import TierLink
-from kvstore.tiering.policy import OffloadPolicy, PolicyParser
+from kvstore.tiering.policy import HAND_OVER, OffloadPolicy, PolicyParser
 from kvstore.tiering.recording import RequestFeed
 from kvstore.types import BlockKey, RequestContext
 
@@ -70,6 +70,7 @@ class RequestState:
         policy: Its offload policy.
         store_links: Tiers that it may store to.
         load_links: Tiers that it may load from, in order.
+        hands_over: Whether its blocks are kept for another engine.
         keys: Its known blocks in prefix order.
         weighed: Blocks subject to the gate.
         ends: End of each block in tokens from the start, where known.
@@ -98,6 +99,7 @@ class RequestState:
     policy: OffloadPolicy
     store_links: tuple[TierLink, ...]
     load_links: tuple[TierLink, ...]
+    hands_over: bool = False
     keys: Sequence[BlockKey] = ()
     weighed: Collection[BlockKey] = ()
     ends: Mapping[BlockKey, int] = field(default_factory=dict)
@@ -200,7 +202,8 @@ class Requests:
         loadable = self._named(policy.load_tiers) if policy.load else ()
         if ctx.load_tiers is not None:
             loadable = tuple(link for link in loadable if link.name in ctx.load_tiers)
-        state = RequestState(ctx, policy, storable, loadable)
+        hands_over = bool(ctx.hand_over_s) and self._parser.allows(HAND_OVER)
+        state = RequestState(ctx, policy, storable, loadable, hands_over)
         before = self.by_id.get(ctx.request_id)
         if before is not None:
             state.open, state.loading = before.open, before.loading

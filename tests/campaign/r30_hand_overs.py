@@ -88,7 +88,7 @@ def hand_over(seed: int) -> str:
         half = (len(cores) + 1) // 2
         listen = {"listen": f"127.0.0.1:{peer_port}"}
         prefill = Prefill(choose, lambda: start(stack, "prefill", work, model, listen, cores[:half]))
-        decode = start(stack, "decode", work, model, {"request_peers": ["127.0.0.0/8"]}, cores[-half:])
+        decode = start(stack, "decode", work, model, {"request_peers": ["127.0.0.0/8:1024-65535"]}, cores[-half:])
         decode.wait_ready()
         slowest, loaded = 0.0, 0
         for number in range(REQUESTS + 1):

@@ -27,6 +27,7 @@ from kvstore.tenants import Tenant, Tenants, tag_of
 from kvstore.testing.faults import Fault, FaultKind, FaultPlan, FaultyBackend
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiering.config import Backfill
+from kvstore.tiering.policy import PARAMETERS
 from kvstore.tiers import open_tier
 from kvstore.types import BlockKey, LookupResult, RequestContext, Source
 from tests.campaign.program import failed, passed, rounds
@@ -142,6 +143,7 @@ class Engine:
         self.names = [tier.name for tier in tiers]
         self.lanes = Lanes() if choose.random() < 0.7 else None
         config = TieringConfig(
+            allow=PARAMETERS,
             gate=choose.random() < 0.7,
             hedge=choose.random() < 0.7,
             prefetch=choose.random() < 0.5,
@@ -372,7 +374,7 @@ def storm(seed: int, counts: Counter[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="storm-") as folder, ExitStack() as stack:
         listen = {"listen": f"127.0.0.1:{port}"}
         sides = []
-        for name, peer in (("prefill", listen), ("decode", {"request_peers": ["127.0.0.0/8"]})):
+        for name, peer in (("prefill", listen), ("decode", {"request_peers": ["127.0.0.0/8:1024-65535"]})):
             (Path(folder) / name).mkdir()
             sides.append(Engine(choose, stack, Path(folder) / name, tenants, peer, counts))
         prefill, decode = sides

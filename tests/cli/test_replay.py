@@ -26,6 +26,7 @@ from kvstore.eviction import POLICY_NAMES
 from kvstore.primary import PrimaryTier
 from kvstore.tenants import Tenant, Tenants
 from kvstore.tiering import TieringManager
+from kvstore.tiering.policy import OWN_PARAMETERS
 from tests.cli.cli import report_of, run_program
 from tests.cli.in_process import run_here
 from tests.cli.lru_simulation import lru_hits
@@ -475,6 +476,31 @@ def test_a_tenant_has_the_hits_that_its_share_gives_it(tiers: Any) -> None:
     assert {name: found["blocks"] for name, found in one.items()} == blocks
     assert one["victim"]["hit_blocks"] < 0.8 * share
     assert shared["victim"]["hit_blocks"] >= 0.99 * share
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_user_with_ten_times_the_requests_spoils_no_hits_of_another(shared: bool) -> None:
+    """Beside ten users who set every field of the default ``allow``, on a shared prompt too, a user keeps its hits."""
+    choose = random.Random(5)
+    values = {"store": [False, 0.3, True], "tiers": [[], ["disk"]], "cpu": [False, True], "load": [False, ["disk"]]}
+    values |= {"min_uses": [1, 1000]}
+    assert values.keys() == set(OWN_PARAMETERS)
+    alone = Trace(_trace(7, 150))
+    others = [
+        changed(
+            request,
+            hash_ids=tuple(block if shared and block < 50 else block + 100_000 * number for block in request.hash_ids),
+            kvstore={name: choose.choice(them) for name, them in values.items()},
+        )
+        for number in range(1, 11)
+        for request in _trace(7 if shared else 7 + number, 150)
+    ]
+    # Memory for a fraction of the blocks, and a disk for all.
+    settings = ReplaySettings(tiers=[parse_tier(_DISK)], cpu_bytes=400 * _BLOCK)
+    named = [changed(request, kvstore={"tenant": "victim"}) for request in alone]
+    solo = replay(Trace(named), ReplayCase("lru", 40_000 * _BLOCK), settings)["tenants"]["victim"]["hit_blocks"]
+    beside = replay(Trace([*named, *others]), ReplayCase("lru", 40_000 * _BLOCK), settings)
+    assert beside["tenants"]["victim"]["hit_blocks"] >= 0.95 * solo > 0
 
 
 def test_equal_blocks_of_two_tenants_are_two(tmp_path: Path) -> None:

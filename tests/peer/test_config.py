@@ -39,11 +39,15 @@ SECRET = "a secret of sixteen"
         ({"peers": ["a:1"], "codec": "zstd"}, "'raw'"),
         ({"peer": ["a:1"]}, "Did you mean 'peers'"),
         ({"peers": ["10.0.0.2:5710"]}, "'peers' has '10.0.0.2', beyond this machine"),
-        ({"request_peers": ["127.0.0.1", "10.0.0.0/8"]}, "'request_peers' has '10.0.0.0/8', beyond this machine"),
-        ({"request_peers": ["engine-7"]}, "Give 'secret', or 'tls' with 'tls_ca'"),
-        ({"request_peers": ["10.0.0.0/8"], "tls": True}, "Give 'secret', or 'tls' with 'tls_ca'"),
+        ({"request_peers": ["127.0.0.1:1", "10.0.0.0/8:1"]}, "'request_peers' has '10.0.0.0/8', beyond this machine"),
+        ({"request_peers": ["engine-7:5710"]}, "Give 'secret', or 'tls' with 'tls_ca'"),
+        ({"request_peers": ["10.0.0.0/8:5710"], "tls": True}, "Give 'secret', or 'tls' with 'tls_ca'"),
         ({"directory": {"url": "redis://127.0.0.1", "networks": ["10.0.0.0/8"]}}, "'directory' has '10.0.0.0/8'"),
-        ({"request_peers": ["10.0.0.1/8"], "secret": SECRET}, "'request_peers' is '10.0.0.1/8'. Expected 10.0.0.0/8"),
+        ({"request_peers": ["10.0.0.1/8:1"], "secret": SECRET}, "'request_peers' is '10.0.0.1/8'. Expected 10.0.0.0/8"),
+        *(
+            ({"request_peers": [entry], "secret": SECRET}, "with a port or ports, such as '10.0.0.0/8:5710'")
+            for entry in ("10.0.0.0/8", "engine-7", "::1", "fd00::/8:1", ":5710", "a:0", "a:2-1", "a:1-", "a:1-65536")
+        ),
         (
             {"directory": {"url": "redis://127.0.0.1", "networks": ["10.0.0.0/33"]}, "secret": SECRET},
             "Expected a network such as '10.0.0.0/8', or a host name",
@@ -65,9 +69,9 @@ def test_what_is_refused(options: dict[str, Any], says: str) -> None:
         {"listen": "0.0.0.0:5710", "secret": SECRET},
         {"listen": "10.0.0.1:5710", "tls": True, "tls_cert": "c", "tls_key": "k", "tls_ca": "a"},
         {"peers": ["a:1", "[fe80::1]:2"], "io": "process", "secret": SECRET},
-        {"request_peers": ["10.0.0.0/8", "engine-7"], "secret": SECRET},
-        {"request_peers": ["10.0.0.0/8"], "tls": True, "tls_ca": "a"},
-        {"request_peers": ["127.0.0.0/8", "::1", "localhost"], "peers": ["127.0.0.1:5711"]},
+        {"request_peers": ["10.0.0.0/8:5710", "engine-7:5710-5717"], "secret": SECRET},
+        {"request_peers": ["10.0.0.0/8:5710"], "tls": True, "tls_ca": "a"},
+        {"request_peers": ["127.0.0.0/8:5710", "[::1]:5710", "localhost:5710"], "peers": ["127.0.0.1:5711"]},
         {"directory": {"url": "redis://127.0.0.1", "networks": ["127.0.0.0/8"]}},
     ],
 )
@@ -86,11 +90,14 @@ def test_a_secret_is_never_shown() -> None:
 
 
 def test_which_peers_a_request_may_name() -> None:
-    """Networks cover their addresses, names cover themselves; an empty list covers nothing."""
-    config = PeerConfig(request_peers=("10.0.0.0/8", "fd00::/8", "engine-7"), secret=SECRET)
-    assert all(config.may_name(host) for host in ("10.1.2.3", "fd00::1", "engine-7"))
-    assert not any(config.may_name(host) for host in ("11.0.0.1", "::1", "engine-70", "localhost", ""))
-    assert not PeerConfig(peers=("a:1",), secret=SECRET).may_name("a")
+    """Networks cover their addresses, names cover themselves, each on its ports only; an empty list covers nothing."""
+    config = PeerConfig(request_peers=("10.0.0.0/8:5710", "[fd00::/8]:5710-5712", "engine-7:80"), secret=SECRET)
+    named = ("10.1.2.3", 5710), ("fd00::1", 5710), ("fd00::1", 5712), ("engine-7", 80)
+    assert all(config.may_name(Endpoint(*address)) for address in named)
+    hosts = [(host, 5710) for host in ("11.0.0.1", "::1", "engine-70", "engine-7", "localhost", "")]
+    ports = ("10.1.2.3", 5711), ("10.1.2.3", 22), ("fd00::1", 5709), ("fd00::1", 5713), ("engine-7", 5710)
+    assert not any(config.may_name(Endpoint(*address)) for address in (*hosts, *ports))
+    assert not PeerConfig(peers=("a:1",), secret=SECRET).may_name(Endpoint("a", 1))
 
 
 def test_addresses() -> None:

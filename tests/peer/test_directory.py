@@ -378,6 +378,25 @@ def test_more_engines_than_are_listed(redis_only: Server) -> None:
         assert stat(rig.tier, "directory_engines") == ENGINES_MAX
 
 
+def test_a_crowd_of_false_entries_hides_no_known_engine(one_of_each: Server) -> None:
+    """An engine stays known while 2,500 others, listed before it, are written again and again."""
+    client = admin(one_of_each)
+    crowd = [Entry(b"127.0.0.1:%d" % (1024 + number), None, b"%016x" % number, 30) for number in range(2500)]
+    with FakePeer(NAMESPACE, SLOT_BYTES) as fake, asking(one_of_each) as rig:
+        fake.secret = SECRET.encode()
+        fake.answer = lambda peer, sock, op, keys: sock.sendall(bytes(len(keys)))
+        client.write([Entry(fake.address.encode(), summary_of(KEYS), seconds=200)])
+        rig.until(lambda: stat(rig.tier, "directory_summaries_read") >= 1, "the engine")
+        for _ in range(3):
+            client.write(crowd)
+            rounds = stat(rig.tier, "directory_rounds")
+            rig.until(lambda rounds=rounds: stat(rig.tier, "directory_rounds") >= rounds + 5, "rounds")
+            asked = len(fake.questions)
+            assert [rig.lookup(key) for key in KEYS] == [LookupResult.MISS] * len(KEYS)
+            assert len(fake.questions) > asked
+        assert stat(rig.tier, "directory_engines") == ENGINES_MAX
+
+
 def test_with_tls_and_the_least_rights(tmp_path: Path) -> None:
     """The rights in the operators' documentation suffice, and no key outside the prefix is written."""
     assert LEAST_ACL in PAGE.read_text()

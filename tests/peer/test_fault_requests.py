@@ -70,7 +70,7 @@ class Engine:
         ttl = {"positive_ttl": "50ms", "negative_ttl": "1ms"}
         ttl |= more
         self.tier = open_tier(
-            {"backend": "peer", "peers": list(peers), "request_peers": ["127.0.0.0/8"], **ttl, **PAUSES},
+            {"backend": "peer", "peers": list(peers), "request_peers": ["127.0.0.0/8:1024-65535"], **ttl, **PAUSES},
             primary=self.region.view(),
             slot_bytes=SLOT_BYTES,
             namespace=Namespace(FIELDS),

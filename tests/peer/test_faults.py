@@ -166,7 +166,7 @@ async def test_what_nobody_asked_for_closes_an_idle_connection(fake: FakePeer) -
 async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer named longest ago is forgotten, with its connections; if named again, it is contacted again."""
     monkeypatch.setattr("kvstore.backends.peer.backend._NAMED_MAX", 2)
-    backend = PeerBackend(PeerConfig(request_peers=("127.0.0.0/8",), lookup_timeout=20, connect_timeout=20))
+    backend = PeerBackend(PeerConfig(request_peers=("127.0.0.0/8:1024-65535",), lookup_timeout=20, connect_timeout=20))
     await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
     with FakePeer() as one, FakePeer() as two, FakePeer() as three:
         try:
@@ -318,12 +318,12 @@ def test_another_namespace_has_nothing(serving: Serving, caplog: pytest.LogCaptu
 
 def test_a_request_names_a_peer(serving: Serving) -> None:
     """A peer that a request names is contacted for it; a peer that the request may not name is not."""
-    with rig_of(slot_bytes=SLOT_BYTES, request_peers=["127.0.0.0/8"], negative_ttl=60) as rig:
+    with rig_of(slot_bytes=SLOT_BYTES, request_peers=["127.0.0.0/8:1024-65535"], negative_ttl=60) as rig:
         assert rig.lookup(key_of(0)) is LookupResult.MISS
         named = RequestContext("request-1", source=Source(serving.address), since=rig.tier._clock())
         assert rig.lookup(key_of(0), named) is LookupResult.HIT
         assert rig.load([key_of(0)], named).success
-    with rig_of("127.0.0.1:1", slot_bytes=SLOT_BYTES, request_peers=["127.0.0.2"]) as rig:
+    with rig_of("127.0.0.1:1", slot_bytes=SLOT_BYTES, request_peers=["127.0.0.2:1024-65535"]) as rig:
         named = RequestContext("request-2", source=Source(serving.address), since=rig.tier._clock())
         assert rig.lookup(key_of(0), named) is LookupResult.MISS
 

@@ -15,6 +15,7 @@ from kvstore.primary import PrimaryTier, Region
 from kvstore.primary.lending import Lender
 from kvstore.testing.waiting import eventually
 from kvstore.tiering import TieringConfig, TieringManager
+from kvstore.tiering.policy import HAND_OVER
 from kvstore.tiers import AsyncTier, open_tier
 from kvstore.types import BlockKey, LookupResult, RequestContext, Source
 from tests.peer.ports import free_port
@@ -49,7 +50,9 @@ class Side:
             namespace=NAMESPACE,
             lender=Lender(self.primary) if serves else None,
         )
-        self.manager = TieringManager(self.primary, [self.tier], TieringConfig(promotion_share=1.0, wait_s_max=0.05))
+        self.manager = TieringManager(
+            self.primary, [self.tier], TieringConfig(allow=[HAND_OVER], promotion_share=1.0, wait_s_max=0.05)
+        )
 
     def compute(self, keys: list[BlockKey], ctx: RequestContext) -> None:
         """Compute some of a request's blocks."""
@@ -107,7 +110,7 @@ def prefill(port: int) -> Iterator[Side]:
 @pytest.fixture
 def decode() -> Iterator[Side]:
     """The decode engine."""
-    side = Side(serves=False, request_peers=["127.0.0.0/8"])
+    side = Side(serves=False, request_peers=["127.0.0.0/8:1024-65535"])
     yield side
     side.close()
 

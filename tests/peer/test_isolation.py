@@ -30,7 +30,7 @@ PATIENT = {"timeout": 10, "lookup_timeout": 60, "load_timeout": 20, "connect_tim
 
 def rig_of(slot_bytes: int = 4096, namespace: Namespace | None = None, **more: object) -> TierRig:
     """Return an engine that asks peers."""
-    config = {"backend": "peer", "request_peers": ["127.0.0.0/8"], **PATIENT, **more}
+    config = {"backend": "peer", "request_peers": ["127.0.0.0/8:1024-65535"], **PATIENT, **more}
     return TierRig(config, namespace=namespace or Namespace({"suite": "peer"}), slot_bytes=slot_bytes, slots=64)
 
 

@@ -57,7 +57,7 @@ def stat(rig: TierRig, name: str) -> int:
 
 def test_a_relay_to_another_address_is_refused(serving: Serving) -> None:
     """An engine does not answer a client that has dialled another address, and the client's error says so."""
-    with Relay(serving.port) as relay, rig_of(request_peers=["127.0.0.0/8"]) as rig:
+    with Relay(serving.port) as relay, rig_of(request_peers=["127.0.0.0/8:1024-65535"]) as rig:
         ctx = RequestContext("r", source=Source(relay.address))
         assert rig.lookup(KEYS[0], ctx) is LookupResult.MISS
         assert not rig.load(KEYS, ctx=ctx).success
@@ -74,7 +74,7 @@ def test_a_stranger_speaks_for_neither_engine_after_a_relayed_greeting(
 ) -> None:
     """A stranger that passes the greeting on gets no block with its own question, and its own answer is not loaded."""
     real: Serving = request.getfixturevalue(target)
-    with Impostor(real.port) as stranger, rig_of(request_peers=["127.0.0.0/8"]) as rig:
+    with Impostor(real.port) as stranger, rig_of(request_peers=["127.0.0.0/8:1024-65535"]) as rig:
         ctx = RequestContext("r", source=Source(stranger.address))
         assert rig.lookup(b"a block that no engine has", ctx) is LookupResult.MISS
         assert not rig.load([b"a block that no engine has"], ctx=ctx).success

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import xxhash
 
 from kvstore.backends.peer import summary
+from kvstore.backends.peer.directory import ENGINES_MAX
 from kvstore.backends.peer.summary import (
     SAMPLE_MAX,
     SUMMARY_BYTES_MAX,
@@ -111,11 +113,28 @@ def test_engines_that_are_alike_share_the_work() -> None:
     assert len({engine for _ in range(200) for engine in index.best(keys, 2)}) == 10
 
 
-def test_a_search_is_bounded() -> None:
-    """If every engine holds every block, a search looks at a bounded part, from the first key on."""
+def test_a_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If every engine claims every block, a search looks at a bounded part, from the first key on."""
+    looked_at: list[int] = []
+    count = np.bincount
+    monkeypatch.setattr(np, "bincount", lambda found, *more: (looked_at.append(len(found)), count(found, *more))[1])
     keys = keys_of("all", 4096)
     index = Index.of([[sampled(keys)] for _ in range(100)])
     assert len(index.best(keys, 2)) == 2
+    assert looked_at == [(summary._MATCHES_MAX // 100) * 100] * 2
+
+
+def test_an_index_takes_the_memory_of_its_entries() -> None:
+    """Building an index takes no second copy of its entries, however many summaries there are."""
+    section = Section(0xFFFFFFFF, np.arange(SAMPLE_MAX, dtype=np.uint32))
+    summaries = [[section, section]] * ENGINES_MAX
+    tracemalloc.start()
+    index = Index.of(summaries)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    entries_bytes = 8 * 2 * SAMPLE_MAX * ENGINES_MAX
+    assert index._entries.nbytes == entries_bytes == 64 << 20
+    assert peak < 1.1 * entries_bytes
 
 
 def test_a_sample_is_that_of_all_keys() -> None:

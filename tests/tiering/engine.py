@@ -7,6 +7,7 @@ from typing import Any
 
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering import StorePlan, TieringConfig, TieringManager
+from kvstore.tiering.policy import PARAMETERS
 from kvstore.types import BlockKey, LookupResult, RequestContext
 from tests.tiering.fake_tier import ROW_BYTES, FakeTier, payload
 
@@ -41,8 +42,9 @@ class Engine:
         self.clock = Clock()
         self.primary = PrimaryTier(memoryview(bytearray(slots * ROW_BYTES)), ROW_BYTES, policy=policy)
         self.tiers = [FakeTier(name, self.primary, capacity) for name in tiers]
-        # The whole tier by default, so that tests of other properties can ignore shares.
-        options = {"store_share": 1.0, "promotion_share": 1.0, "prefetch": False, "events": True} | options
+        # The whole tier and all parameters by default, so that tests of other properties can ignore limits.
+        shares = {"store_share": 1.0, "promotion_share": 1.0, "pin_share": 1.0}
+        options = {**shares, "allow": PARAMETERS, "prefetch": False, "events": True} | options
         self.manager = TieringManager(
             self.primary, self.tiers, TieringConfig(**options), clock=self.clock, reports=reports
         )

@@ -101,6 +101,7 @@ class Model:
             prefetch=prefetch,
             promotion_share=0.5,
             store_share=0.5,
+            pin_share=0.25,
             wait_s_max=WAIT_S,
             load_s_max=LOAD_S,
             reports=self.reports,

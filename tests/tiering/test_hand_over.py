@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvstore.tiering.policy import OWN_PARAMETERS
 from kvstore.types import BlockKey, RequestContext
 from tests.tiering.engine import Engine, keys_of
 
@@ -42,6 +43,28 @@ def test_computed_blocks_are_kept_until_they_are_fetched() -> None:
     assert engine.primary.marks.held == {KEYS[3]}
     fetch(engine, KEYS[3:])
     assert engine.primary.marks.held == set()
+
+
+def test_a_hand_over_needs_the_permission_of_the_operator() -> None:
+    """Without it a request promises and holds nothing, because anyone who may send requests could hold the memory."""
+    engine = Engine(allow=OWN_PARAMETERS)
+    ctx = handed_over(engine)
+    assert coming(engine) == [] and not engine.primary.hand_overs.is_waiting(b"r")
+    engine.store(KEYS, ctx)
+    engine.manager.on_request_finished(ctx)
+    engine.settle()
+    assert engine.primary.marks.held == set() and engine.manager.stats().policy_refused == 1
+
+
+def test_a_request_releases_no_block_kept_for_an_engine() -> None:
+    """``"pin": "release"`` ends pins, not the hand-overs of other requests."""
+    engine = Engine(pin_share=0.5)
+    engine.store(KEYS, handed_over(engine))
+    engine.load(KEYS, engine.request(KEYS, pin="release"))
+    assert engine.primary.marks.held == set(KEYS)
+    engine.load(KEYS[:1], engine.request(KEYS, pin=True))
+    engine.load(KEYS, engine.request(KEYS, pin="release"))
+    assert engine.primary.marks.held == set(KEYS[1:])
 
 
 def test_blocks_are_kept_for_as_many_fetches_as_requests() -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.eviction import POLICY_NAMES
 from kvstore.tiering import TieringConfig
-from kvstore.tiering.policy import PolicyParser
+from kvstore.tiering.policy import PARAMETERS, PolicyParser
 from kvstore.types import LookupResult, RemovalCause
 from tests.tiering.engine import Engine, keys_of
 
@@ -66,6 +66,20 @@ def test_no_priority_lasts_longer_than_the_lease() -> None:
     engine.clock.now += 61
     engine.step()
     assert engine.manager.stats().primary.retained == 0
+
+
+def test_retained_blocks_leave_half_of_the_tier_to_other_requests() -> None:
+    """However many blocks have a priority, those above their share are evicted before other requests' blocks."""
+    engine = Engine(slots=64, tiers=(), pin_share=0.25)
+    for number in range(100, 160):
+        engine.store_and_forget(keys_of(number), retain=100)
+    mine = keys_of(*range(32))
+    engine.store_and_forget(mine)
+    for number in range(160, 200):
+        engine.store_and_forget(keys_of(number), retain=100)
+        assert set(engine.look(mine, engine.request(mine))) == {"hit"}
+        engine.manager.touch(mine)
+    assert engine.manager.stats().primary.retained >= 16
 
 
 def test_a_request_can_end_the_priority_of_its_blocks() -> None:
@@ -396,7 +410,7 @@ def test_invalid_hints_are_errors_as_defaults(name: str, value: Any) -> None:
     """The error states the expected values."""
     with pytest.raises(ConfigError, match="Expected"):
         PolicyParser((), {name: value})
-    parser = PolicyParser(())
+    parser = PolicyParser((), {}, PARAMETERS)
     policy = parser.parse({name: value})
     assert parser.mistakes == 1
     assert (policy.forget_tokens == 0) is (name == "forget"), "a mistake in it forgets everything"

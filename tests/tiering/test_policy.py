@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
-from kvstore.tiering import OffloadPolicy
-from kvstore.tiering.policy import PolicyParser
+from kvstore.tiering import OffloadPolicy, TieringConfig
+from kvstore.tiering.policy import HAND_OVER, PARAMETERS, PolicyParser
 
 TIERS = ["disk", "far"]
 NAMES = st.text() | st.sampled_from(["store", "tiers", "cpu", "load", "min_uses", "ttl", "pin", "lazy", "tokens"])
@@ -47,7 +47,7 @@ JSON = st.recursive(
 )
 def test_every_value_is_understood(params: object, expected: dict[str, object]) -> None:
     """Each documented form gives the documented policy."""
-    parser = PolicyParser(TIERS)
+    parser = PolicyParser(TIERS, {}, PARAMETERS)
     assert parser.parse(params) == OffloadPolicy(**expected)  # type: ignore[arg-type]
     assert not parser.mistakes
 
@@ -96,7 +96,7 @@ def test_what_is_not_understood_is_one_warning_and_restricts(
     params: object, hint: str, expected: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     """An invalid value causes one clear warning, does not fail the request, and stores in no excluded tier."""
-    parser = PolicyParser(TIERS, {"min_uses": 2})
+    parser = PolicyParser(TIERS, {"min_uses": 2}, PARAMETERS)
     with caplog.at_level(logging.WARNING, "kvstore.tiering"):
         policies = [parser.parse(params) for _ in range(3)]
     assert policies == [replace(parser.default, **expected)] * 3  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_what_is_not_understood_is_one_warning_and_restricts(
 def test_a_bad_value_spoils_no_other(order: int) -> None:
     """Other values apply, wherever the bad one is, and none of them relaxes its restriction."""
     given = dict([("tiers", "disk"), ("store", 0.5), ("lazy", True), ("load", ["far"])][::order])
-    policy = PolicyParser(TIERS).parse(given)
+    policy = PolicyParser(TIERS, {}, PARAMETERS).parse(given)
     assert policy == OffloadPolicy(store_fraction=0.5, lazy=True, load_tiers=("far",), tiers=())
 
 
@@ -122,6 +122,17 @@ def test_requests_may_give_what_the_operator_allows(caplog: pytest.LogCaptureFix
     assert (parser.refused, parser.mistakes, len(caplog.messages)) == (6, 0, 3)
     assert parser.parse({"tires": ["far"]}).tiers == ()
     assert PolicyParser(TIERS, {}, []).parse({"store": False, "pin": True}) == OffloadPolicy()
+
+
+def test_by_default_a_request_sets_only_its_own_stores_and_loads() -> None:
+    """Without ``allow``, no parameter pins, retains, demotes, expires or removes a block that others share."""
+    own = {"store": 0.5, "tiers": ["far"], "cpu": False, "load": ["disk"], "min_uses": 3}
+    others = {"pin": True, "retain": 9, "demote": True, "prefetch": "1s", "forget": True, "tenant": "a"}
+    others |= {"lazy": True, "ttl": 1}
+    parser = PolicyParser(TIERS, {}, TieringConfig().allow)
+    expected = PolicyParser(TIERS, own).default
+    assert parser.parse(own | others) == expected != OffloadPolicy()
+    assert {*own, *others, HAND_OVER} == set(PARAMETERS) and parser.refused == len(others)
 
 
 def test_only_what_exists_can_be_allowed() -> None:
@@ -145,7 +156,7 @@ def test_bad_defaults_are_refused() -> None:
 
 def test_mistakes_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """New mistakes of a client are counted each time, and logged a bounded number of times."""
-    parser = PolicyParser(TIERS)
+    parser = PolicyParser(TIERS, {}, PARAMETERS)
     with caplog.at_level(logging.WARNING, "kvstore.tiering"):
         for number in range(1000):
             parser.parse({"store": {"tokens": -1 - number}})
@@ -155,7 +166,7 @@ def test_mistakes_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
 @given(JSON)
 def test_nothing_that_a_client_sends_fails(params: object) -> None:
     """Any JSON from a client gives a policy."""
-    assert isinstance(PolicyParser(TIERS).parse(params), OffloadPolicy)
+    assert isinstance(PolicyParser(TIERS, {}, PARAMETERS).parse(params), OffloadPolicy)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from kvstore.errors import ConfigError
 from kvstore.primary.tier import PrimaryTier, SlotState
 from kvstore.tenants import OTHERS, Accounts, Tenants, tag_of
 from kvstore.tiering import TieringConfig, TieringManager
+from kvstore.tiering.config import engine_tiering
 from kvstore.types import BlockKey, RequestContext
 from tests.tiering.engine import Engine
 from tests.tiering.fake_tier import ROW_BYTES
@@ -54,6 +55,16 @@ def test_tenants_without_names_come_to_have_equally_much() -> None:
         engine.store_and_forget(keys("a", *range(number * 20, number * 20 + 10), named=False))
         engine.store_and_forget(keys("b", number, named=False))
     assert not engine.primary.missing(keys("b", *range(10), named=False))
+
+
+def test_clients_name_their_tenant_only_if_the_operator_allows_it() -> None:
+    """A rule by parameter is refused unless ``allow`` contains it, because a client could name any tenant."""
+    tenants = {"tenants": {"by": "parameter"}}
+    for refused in ({}, {"allow": ["store"]}):
+        with pytest.raises(ConfigError, match="Add 'tenant' to 'allow' if a gateway sets it"):
+            engine_tiering({**tenants, **refused}, [])
+    assert engine_tiering({**tenants, "allow": ["tenant"]}, []).tenants == configured()
+    assert engine_tiering({"tenants": {"by": "cache_salt"}}, []).tenants is not None
 
 
 def test_within_a_share_the_policy_decides() -> None:

@@ -12,7 +12,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvstore.tiering.policy import PolicyParser
+from kvstore.tiering.policy import PARAMETERS, PolicyParser
 from kvstore.types import Locality, Medium
 from kvstore.vllm import compat
 
@@ -83,6 +83,6 @@ def test_hints_override_parameters() -> None:
         "demote": True,
     }
     for unknown in (request(None, ("kvstore", "2", {"retain": 5})), request("mistake", retain)):
-        parser = PolicyParser(())
+        parser = PolicyParser((), {}, PARAMETERS)
         policy = parser.parse(compat.request_params(unknown))
         assert parser.mistakes == 1 and not policy.store and policy.retain == ()

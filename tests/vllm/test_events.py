@@ -20,7 +20,7 @@ from kvstore.vllm import compat
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from kvstore.vllm.statements import Statements
 from tests.cli.in_process import run_here
-from tests.vllm.harness import Driver, key_of
+from tests.vllm.harness import BLOCK_BYTES, ROWS, Driver, key_of
 from tests.vllm.router import Router
 from tests.vllm.versions import INSTALLED, VERSIONS, is_there, overlay
 
@@ -169,7 +169,8 @@ def test_expired_blocks_leave_and_those_that_gc_removed_do_not_come_back(tmp_pat
     """A request's ``ttl`` removes blocks while the engine runs, and ``kvstore gc`` between two engines."""
     tier, owner = {"type": "file", "path": str(tmp_path), "capacity": "4MiB"}, "STORAGE"
     short, long = ([key_of(start + i) for i in range(10)] for start in (0, 100))
-    router, driver = Router(), Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
+    extra = {"cpu_bytes_to_use": ROWS * BLOCK_BYTES, "secondary_tiers": [tier], "tiering": {"allow": ["ttl"]}}
+    router, driver = Router(), Driver([], spec_class=KVStoreOffloadingSpec, events=True, extra_config=extra)
     try:
         context = driver.request(kv_transfer_params={"kvstore": {"ttl": "50ms"}})
         driver.copy(*driver.begin_store(short, context))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.testing import eventually
+from kvstore.tiering.policy import OWN_PARAMETERS, PARAMETERS
 from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, managed, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -33,7 +34,8 @@ def restarted(start: Start, tmp_path_factory: pytest.TempPathFactory, expected: 
     assert [answer["tokens"] for answer in answers] == expected
     first.call("settle")
     first.kill()
-    return start(offloading=managed(directory, eviction_policy="s3fifo"), events=True)
+    tiering = {"allow": PARAMETERS}
+    return start(offloading=managed(directory, eviction_policy="s3fifo", tiering=tiering), events=True)
 
 
 def test_a_restarted_engine_answers_from_disk(restarted: Engine, expected: list[list[int]]) -> None:
@@ -133,9 +135,31 @@ def test_a_b_a_with_room_for_one(start: Start, tmp_path: Path) -> None:
     engine.close()
 
 
+def test_a_user_with_ten_times_the_requests_spoils_no_hits_of_another(start: Start, tmp_path: Path) -> None:
+    """By default no field of ten times as many requests, with the same system prompt, costs a user its hits."""
+    engine = start(offloading=managed(tmp_path, cpu_bytes_to_use=61 * ROW_BYTES))
+    system = prompt(1, 320)
+    mine = [system + prompt(number, 320) for number in (2, 3, 4)]
+    own = [{"store": False}, {"store": 0.1}, {"tiers": []}, {"cpu": False}, {"load": False}, {"min_uses": 1000}]
+    others: list[dict[str, Any]] = [{"retain": 100}, {"pin": True}, {"demote": True}, {"forget": True, "ttl": "1ms"}]
+    assert set(OWN_PARAMETERS) <= {name for policy in own for name in policy}
+    first = engine.ask(*mine)
+    for turn in range(3):
+        for number, policy in enumerate((*own, *others)):
+            theirs = [system + prompt(100 * turn + 10 * number + place, 320) for place in (11, 12, 13)]
+            engine.call("ask", theirs, 1, policy, {"remote_decoder": {}})
+        engine.call("settle")
+        engine.call("forget_device")
+        again = engine.ask(*mine)
+        assert [answer["cached"] for answer in again] == [full_blocks(640)] * 3
+        assert [answer["tokens"] for answer in again] == [answer["tokens"] for answer in first]
+    engine.close()
+
+
 def test_a_session_finds_its_blocks_in_memory_again(start: Start, tmp_path: Path) -> None:
     """With room for one prompt: any later step promotes A's blocks again before A returns."""
-    engine = start(offloading=managed(tmp_path, cpu_bytes_to_use=21 * ROW_BYTES))
+    allowed = {"allow": ["prefetch", "demote"]}
+    engine = start(offloading=managed(tmp_path, cpu_bytes_to_use=21 * ROW_BYTES, tiering=allowed))
     a, b = prompt(1, 640), prompt(2, 640)
     engine.call("ask", [a], 1, {"prefetch": "1h", "demote": True})
     engine.call("settle")

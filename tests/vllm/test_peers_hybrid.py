@@ -66,7 +66,7 @@ def computed_by(engine: Engine) -> list[int]:
 
 def test_blocks_of_windows_are_pulled(start: Start, prefill: Engine, port: int) -> None:
     """The decode engine loads all full blocks of all groups, and answers as if it had computed them."""
-    decode = start(offloading=offloading(request_peers=["127.0.0.0/8"]), llm=LLM)
+    decode = start(offloading=offloading(request_peers=["127.0.0.0/8:1024-65535"]), llm=LLM)
     assert decode.call("groups") == 3
     pulled = pull(prefill, decode, port)
     assert pulled["cached"] == full_blocks(700)
@@ -77,7 +77,7 @@ def test_blocks_of_windows_are_pulled(start: Start, prefill: Engine, port: int) 
 
 def test_another_block_size_is_computed_and_logged(start: Start, prefill: Engine, port: int) -> None:
     """Engines with different block sizes share no blocks: the prompt is computed, and a message gives the reason."""
-    decode = start(offloading=offloading(request_peers=["127.0.0.0/8"]), llm={**LLM, "block_size": 64})
+    decode = start(offloading=offloading(request_peers=["127.0.0.0/8:1024-65535"]), llm={**LLM, "block_size": 64})
     pulled = pull(prefill, decode, port)
     assert pulled["cached"] == 0
     assert f"Peer 127.0.0.1:{port} has blocks of another namespace" in decode.text()

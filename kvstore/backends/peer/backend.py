@@ -344,7 +344,7 @@ class PeerBackend(Backend):
         except ConfigError:
             endpoint = None
         listed = next((peer for peer in self._listed if peer.endpoint == endpoint), None)
-        if listed is not None or endpoint is None or not self.config.may_name(endpoint.host):
+        if listed is not None or endpoint is None or not self.config.may_name(endpoint):
             if listed is None:
                 self._refused_names += 1
                 if self._refused_names == 1:

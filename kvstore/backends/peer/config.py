@@ -99,7 +99,8 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         listen: Address ``"host:port"`` where this engine serves blocks of its primary tier; empty: it serves none.
             Under vLLM the index of the data-parallel replica is added to the port.
         peers: Addresses of the engines that each lookup queries; our own address is ignored.
-        request_peers: Networks (``"10.0.0.0/8"``) and host names of the peers that a request may name.
+        request_peers: Networks and host names of the peers that a request may name, each with a port or a range of
+            ports (``"10.0.0.0/8:5710"``, ``"engine-7:5710-5717"``).
         directory: Server on which engines publish summaries of their blocks. Each lookup also queries the two engines
             that seem to have most of its blocks.
         secret: Secret shared by all engines of a fleet; both sides of a connection prove that they have it.
@@ -168,7 +169,14 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             raise ConfigError(
                 "A peer tier without 'listen', 'peers', 'request_peers' and 'directory' does nothing. Give one."
             )
-        _check_networks("request_peers", self.request_peers)
+        for entry in self.request_peers:
+            check_field(
+                _places(entry) is not None,
+                "request_peers",
+                entry,
+                "a network or host name with a port or ports, such as '10.0.0.0/8:5710' or 'engine-7:5710-5717'",
+            )
+        _check_networks("request_peers", self._request_networks)
         self._check_strangers()
         self._check_listening()
         self._check_directory()
@@ -178,9 +186,14 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         """The secret as bytes; empty if there is none."""
         return self.secret.reveal().encode() if self.secret is not None else b""
 
-    def may_name(self, host: str) -> bool:
-        """Return whether a request may name a peer on a host."""
-        return any(_covers(allowed, host) for allowed in self.request_peers)
+    def may_name(self, endpoint: Endpoint) -> bool:
+        """Return whether a request may name a peer at an endpoint."""
+        places = filter(None, map(_places, self.request_peers))
+        return any(endpoint.port in ports and _covers(network, endpoint.host) for network, ports in places)
+
+    @property
+    def _request_networks(self) -> list[str]:
+        return [network for network, _ in filter(None, map(_places, self.request_peers))]
 
     @property
     def published(self) -> Endpoint | None:
@@ -197,7 +210,7 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         hosts = {
             "listen": [endpoint_of(self.listen).host] if self.listen else [],
             "peers": [endpoint_of(address).host for address in self.peers],
-            "request_peers": self.request_peers,
+            "request_peers": self._request_networks,
             "directory": self.directory.networks if self.directory is not None else (),
         }
         for name, found in hosts.items():
@@ -248,6 +261,16 @@ def _endpoint(address: str) -> Endpoint | None:
     if not host or not port.isdecimal() or not port.isascii() or not 0 < int(port[:6]) < 65536 or len(host) > 255:
         return None
     return Endpoint(host, int(port))
+
+
+def _places(entry: str) -> tuple[str, range] | None:
+    """Return the network or host name of an entry of ``request_peers``, and its ports; None if it is invalid."""
+    network, _, ports = entry.rpartition(":")
+    if ":" in network:
+        network = network[1:-1] if network[0] == "[" and network[-1] == "]" else ""
+    first, dash, last = ports.partition("-")
+    ends = [int(port[:6]) if port.isdecimal() and port.isascii() else 0 for port in (first, last if dash else first)]
+    return (network, range(ends[0], ends[1] + 1)) if network and 0 < ends[0] <= ends[1] < 65536 else None
 
 
 def _check_networks(name: str, networks: Sequence[str]) -> None:

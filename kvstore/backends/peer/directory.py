@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, NamedTuple
 
 from kvstore.backends.peer.config import DirectoryConfig, endpoint_of
@@ -22,8 +23,8 @@ __all__ = ["Directory", "DirectoryClient", "DirectoryCounters", "Listed"]
 
 logger = logging.getLogger("kvstore.backends.peer")
 
-ENGINES_MAX: Final = 2048
-"""Most engines listed; at 32 KiB each, their summaries take 64 MiB."""
+ENGINES_MAX: Final = 1024
+"""Most known engines; at 33 KiB each, their summaries take 33 MiB, and their index 64 MiB."""
 
 LEASE_S_MAX: Final = 300.0
 """Longest lease that is accepted."""
@@ -88,8 +89,8 @@ class DirectoryClient(ABC):
         """Publish the summary of this engine, and renew its lease."""
 
     @abstractmethod
-    async def listed(self) -> Sequence[Listed]:
-        """Return the engines that have a lease, at most ``ENGINES_MAX``."""
+    async def listed(self) -> tuple[Sequence[Listed], bool]:
+        """Return engines that have a lease, and whether these are all. The number is bounded."""
 
     @abstractmethod
     async def read(self, addresses: Sequence[str]) -> Sequence[bytes]:
@@ -203,7 +204,7 @@ class Directory:
             async with self._client.session():
                 if self._own is not None:
                     await self._client.announce(str(self._own), summary, LEASE_INTERVALS * interval_s)
-                self._note(await self._client.listed())
+                self._note(*await self._client.listed())
                 await self._read()
         # Entries of others may have any content, and must not stop the rounds.
         except Exception as error:
@@ -232,11 +233,14 @@ class Directory:
             await asyncio.sleep(0)
         return pack([sample.section(), *([self._stored] if self._stored is not None else [])])
 
-    def _note(self, listed: Sequence[Listed]) -> None:
-        """Update the known engines; engines that are not listed have left."""
+    def _note(self, listed: Sequence[Listed], is_complete: bool) -> None:
+        """Update the known engines. Those missing from a complete list have left.
+
+        From a part of the list, engines are added only if there is room, so that false entries do not replace engines.
+        """
         now = self._loop.time()
         entries: dict[Endpoint, _Entry] = {}
-        for one in listed[:ENGINES_MAX]:
+        for one in listed:
             endpoint = self._admitted(one.address)
             if endpoint is None:
                 self._counters.directory_entries_refused += 1
@@ -249,6 +253,9 @@ class Directory:
             entry = self._entries.get(endpoint) or _Entry("", 0.0)
             entry.version, entry.expires_at = one.version, expires_at
             entries[endpoint] = entry
+        if not is_complete:
+            known = {one: entry for one, entry in self._entries.items() if entry.expires_at > now}
+            entries = dict(islice((known | entries).items(), ENGINES_MAX))
         self._is_stale |= bool(self._entries.keys() - entries.keys())
         self._entries = entries
 

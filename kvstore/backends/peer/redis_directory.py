@@ -20,7 +20,7 @@ from kvstore.errors import BackendUnavailableError
 __all__ = ["RedisDirectory"]
 
 _ANSWER_BYTES_MAX: Final = 4 << 20
-"""Most bytes received in one session: a list of 2,048 engines, and a megabyte of summaries."""
+"""Most bytes received in one session: a list of 2,048 entries, and a megabyte of summaries."""
 
 _MEMBER: Final = re.compile(rb"([!-~]{3,272}) ([0-9a-f]{16})")
 """Member of the sorted set: address and version of a summary."""
@@ -43,6 +43,8 @@ class RedisDirectory(DirectoryClient):
         self._prefix = f"{config.prefix}{namespace_hex}:"
         self._engines = f"{self._prefix}engines"
         self._session_s = config.session_s
+        self._listed = 0
+        """Entries of the list that earlier rounds have read; 0 at its beginning."""
         self._client: Any = None
         self._member = b""
 
@@ -71,21 +73,24 @@ class RedisDirectory(DirectoryClient):
         await pipeline.execute()
         self._member = member
 
-    async def listed(self) -> Sequence[Listed]:
+    async def listed(self) -> tuple[Sequence[Listed], bool]:
         """See :meth:`DirectoryClient.listed`. Expired and overlong leases are removed."""
         now_ms = await self._now_ms()
         last_ms = now_ms + int(1000 * LEASE_S_MAX)
         pipeline = self._client.pipeline(transaction=False)
         pipeline.zremrangebyscore(self._engines, "-inf", now_ms)
         pipeline.zremrangebyscore(self._engines, f"({last_ms}", "+inf")
-        pipeline.zrangebyscore(self._engines, f"({now_ms}", last_ms, start=0, num=ENGINES_MAX, withscores=True)
+        start, count = self._listed, 2 * ENGINES_MAX
+        pipeline.zrangebyscore(self._engines, f"({now_ms}", last_ms, start=start, num=count, withscores=True)
         *_, found = await pipeline.execute()
+        # A long list is read in parts, one a round.
+        self._listed = start + count if len(found) == count else 0
         listed = []
         for member, score in found:
             match = _MEMBER.fullmatch(member)
             address, version = (match[1], match[2]) if match else (b"", b"")
             listed.append(Listed(address.decode("ascii"), version.decode("ascii"), (score - now_ms) / 1000))
-        return listed
+        return listed, not start and len(found) < ENGINES_MAX
 
     async def read(self, addresses: Sequence[str]) -> Sequence[bytes]:
         """See :meth:`DirectoryClient.read`."""

@@ -26,6 +26,7 @@ from kvstore.quantity import Capacity
 from kvstore.registry import BACKENDS
 from kvstore.tenants import Tags, Tenants
 from kvstore.tiering import TieringConfig, TieringManager
+from kvstore.tiering.policy import PARAMETERS
 from kvstore.tiers import SecondaryTierManager, open_tier
 from kvstore.types import BlockKey, RemovalCause
 
@@ -142,8 +143,9 @@ def replay(
         return found.optimum()
     pace = Pace(settings.speed, real=not settings.dry, timed=bool(settings.links))
     config = TieringConfig(
-        policy=settings.offload, tokens_per_block=trace.block_tokens, tenants=settings.tenants, gate=settings.gate
-    )
+        policy=settings.offload, allow=PARAMETERS, tokens_per_block=trace.block_tokens, tenants=settings.tenants,
+        gate=settings.gate,
+    )  # fmt: skip
     with contextlib.ExitStack() as stack:
         primary = found.primary(stack)
         tiers = [WatchedTier(tier) for tier in found.tiers(stack, primary, pace.now_s)]

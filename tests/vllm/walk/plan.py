@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstore.tiering.policy import OWN_PARAMETERS
+
 _LEGS = (
     *(("dense", "kvstore"), ("dense", "kvstore"), ("dense", "vllm"), ("dense", "vllm")),
     *(("window", "kvstore"), ("window", "vllm"), ("mamba", "kvstore"), ("mamba", "vllm")),
@@ -162,7 +164,7 @@ def _leg(
         "secondary_tiers": [{**tier, "reset": reset} for tier in tiers[: drawn["depth"]]],
     }
     if manager == "kvstore":
-        offloading["tiering"] = {"gate": drawn["gate"]}
+        offloading["tiering"] = {"gate": drawn["gate"], "allow": [*OWN_PARAMETERS, "lazy", "ttl"]}
     if drawn["rows"] > 1:
         offloading["blocks_per_chunk"] = drawn["rows"]
     if rng.random() < 0.5:
