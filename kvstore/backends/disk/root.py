@@ -10,14 +10,15 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvstore.backends.disk import files, layout
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.files import FileLock
-from kvstore.backends.disk.journal import append_rows, journals_in, load_owner
+from kvstore.backends.disk.journal import OwnerState, append_rows, journals_in, load_owner
 from kvstore.backends.disk.layout import Kind, Row
 from kvstore.diskio import OsDisk
 from kvstore.errors import ConfigError
@@ -32,6 +33,10 @@ _OLD_LAYOUT_NAME: Final = "layout.json"
 _LEDGER_NAME: Final = "ledger.lock"
 _MEMBERS_NAME: Final = "members.lock"
 _WANT_PREFIX: Final = "want."
+
+_LEDGER_WAIT_S: Final = 1.0
+_LEDGER_RETRY_S: Final = 0.01
+"""Longest wait for the ledger once an ended owner has been loaded, and the pause between two tries."""
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -121,17 +126,11 @@ class Root:
             LedgerBusyError: Another engine holds the ledger's lock.
             OSError: The disk fails.
         """
-        lock = self.ledger()
-        if not lock.try_acquire():
-            raise LedgerBusyError
-        try:
-            missing = self._missing_bytes(size_bytes)
-            if missing > 0 and reclaim:
-                self._reclaim(missing)
-                missing = self._missing_bytes(size_bytes)
-            return missing <= 0 and self._preallocate(dir_fd, name, size_bytes)
-        finally:
-            lock.release()
+        made = self._make_if_room(dir_fd, name, size_bytes)
+        if made is None and reclaim:
+            self._reclaim(size_bytes)
+            made = self._make_if_room(dir_fd, name, size_bytes)
+        return bool(made)
 
     def want(self, owner: str, *, wanted: bool) -> None:
         """Publish that an owner has less than its share and needs a segment, or withdraw this request."""
@@ -188,53 +187,82 @@ class Root:
             used = sum(owner.size_bytes for owner in owners)
         return more_bytes + max(used - self.capacity_bytes, self.reserve_bytes - free)
 
+    @contextlib.contextmanager
+    def _ledger_held(self, wait_s: float = 0.0) -> Iterator[None]:
+        lock, deadline = self.ledger(), time.monotonic() + wait_s
+        while not lock.try_acquire():
+            if time.monotonic() >= deadline:
+                raise LedgerBusyError
+            time.sleep(_LEDGER_RETRY_S)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _make_if_room(self, dir_fd: int, name: str, size_bytes: int) -> bool | None:
+        """Create a segment; return whether the filesystem had room, or None if capacity or reserve has none."""
+        with self._ledger_held():
+            return None if self._missing_bytes(size_bytes) > 0 else self._preallocate(dir_fd, name, size_bytes)
+
     def _reclaim(self, size_bytes: int) -> None:
-        """Remove segments of ended owners, idle namespaces first."""
+        """Remove segments of ended owners, idle namespaces first, until ``size_bytes`` fit."""
         with self.owners(locks=True) as owners:
             busy = {owner.namespace for owner in owners if owner.lock is None} | {self.namespace}
-            dead = [owner for owner in owners if owner.lock is not None]
-            for owner in sorted(dead, key=lambda o: (o.namespace in busy, o.changed_at)):
-                if size_bytes <= 0:
-                    return
+            dead = [(owner, owner.lock) for owner in owners if owner.lock is not None]
+            for _, lock in dead:
+                # Until their turn comes, other engines may adopt them.
+                lock.release()
+            for owner, lock in sorted(dead, key=lambda d: (d[0].namespace in busy, d[0].changed_at)):
+                if not lock.try_acquire():
+                    continue
                 if not owner.segments:
                     # Its last segments were removed earlier, so other engines have read its journal since.
                     self._remove_owner(owner)
-                    continue
-                taken: list[str] = []
-                # The highest number first, because it was filled last.
-                for name in sorted(owner.segments, reverse=True):
-                    if size_bytes > 0:
-                        size_bytes -= owner.segments[name]
-                        taken.append(name)
-                # Without the record, other engines find out when they load a block.
-                with contextlib.suppress(OSError):
-                    self._record_removal(owner, taken)
-                for name in taken:
-                    files.remove_segment(self.disk, owner.fd, name)
-
-    def _record_removal(self, owner: OwnerDirectory, segments: list[str]) -> None:
-        """Journal the removal of an ended owner's segments: engines that follow it then no longer find their blocks."""
-        with contextlib.ExitStack() as stack:
-            dir_fd = owner.fd
-            if self.first is not None:
-                namespace_fd = files.open_own_directory(self.disk, owner.namespace, self.first.fd)
-                stack.callback(files.close_all, self.disk, namespace_fd)
-                dir_fd = files.open_own_directory(self.disk, owner.name, namespace_fd)
-                stack.callback(files.close_all, self.disk, dir_fd)
-                lock = FileLock(self.disk, dir_fd, layout.LOCK_NAME)
-                if not lock.try_acquire():
+                elif not self._reclaim_from(owner, size_bytes):
                     return
-                stack.callback(lock.release)
-            number, digest = int(owner.name, 16), bytes.fromhex(owner.namespace)
-            state = load_owner(self.disk, [dir_fd, owner.fd], number, digest)
-            if state is not None:
-                stack.callback(state.reader.close)
-                rows: list[Row] = []
-                for name in segments:
-                    first = (layout.segment_number(name) or 0) * state.geometry.segment_slots
-                    rows += state.columns.removals(state.columns.held(first, first + state.geometry.segment_slots))
-                    rows.append((Kind.DROP, first, 0, 0, b""))
-                append_rows(self.disk, dir_fd, state, number, rows)
+                lock.release()
+
+    def _reclaim_from(self, owner: OwnerDirectory, size_bytes: int) -> bool:
+        """Remove segments of an ended owner until ``size_bytes`` fit; return whether more must be removed."""
+        with contextlib.ExitStack() as stack:
+            loaded = None
+            with contextlib.suppress(OSError):
+                loaded = self._load(owner, stack)
+            # Loading a long journal takes seconds, in which other engines may make segments.
+            stack.enter_context(self._ledger_held(_LEDGER_WAIT_S))
+            missing = self._missing_bytes(size_bytes)
+            # The highest number first, because it was filled last.
+            names = iter(sorted(owner.segments, reverse=True))
+            taken: list[str] = []
+            while missing > 0 and (name := next(names, None)) is not None:
+                missing -= owner.segments[name]
+                taken.append(name)
+            # Without the record, other engines find out when they load a block.
+            with contextlib.suppress(OSError):
+                if loaded is not None:
+                    state, dir_fd = loaded
+                    append_rows(self.disk, dir_fd, state, int(owner.name, 16), _removals(state, taken))
+            for name in taken:
+                files.remove_segment(self.disk, owner.fd, name)
+            return missing > 0
+
+    def _load(self, owner: OwnerDirectory, stack: contextlib.ExitStack) -> tuple[OwnerState, int] | None:
+        """Read an ended owner; return its state, and its directory with the journals, open until ``stack`` ends."""
+        dir_fd = owner.fd
+        if self.first is not None:
+            namespace_fd = files.open_own_directory(self.disk, owner.namespace, self.first.fd)
+            stack.callback(files.close_all, self.disk, namespace_fd)
+            dir_fd = files.open_own_directory(self.disk, owner.name, namespace_fd)
+            stack.callback(files.close_all, self.disk, dir_fd)
+            lock = FileLock(self.disk, dir_fd, layout.LOCK_NAME)
+            if not lock.try_acquire():
+                return None
+            stack.callback(lock.release)
+        state = load_owner(self.disk, [dir_fd, owner.fd], int(owner.name, 16), bytes.fromhex(owner.namespace))
+        if state is None:
+            return None
+        stack.callback(state.reader.close)
+        return state, dir_fd
 
     def _remove_owner(self, owner: OwnerDirectory) -> None:
         with contextlib.suppress(OSError):
@@ -368,6 +396,16 @@ def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namesp
     return root
 
 
+def _removals(state: OwnerState, segments: Sequence[str]) -> list[Row]:
+    """Return journal records that remove segments and their blocks."""
+    rows: list[Row] = []
+    for name in segments:
+        first = (layout.segment_number(name) or 0) * state.geometry.segment_slots
+        rows += state.columns.removals(state.columns.held(first, first + state.geometry.segment_slots))
+        rows.append((Kind.DROP, first, 0, 0, b""))
+    return rows
+
+
 @contextlib.contextmanager
 def not_ours() -> Iterator[None]:
     """Ignore objects of other users, and objects that have just been removed."""
@@ -440,6 +478,11 @@ def _check_layout(disk: OsDisk, root: Root, position: int) -> None:
     found = files.read_json(disk, _LAYOUT_NAME, root.state_fd)
     if found is None:
         return
+    if not found:
+        raise ConfigError(
+            f"{os.path.join(root.path, layout.STATE_DIR, _LAYOUT_NAME)!r} is damaged. If 'path' lists the directories "
+            "in their former order, remove that file, and kvstore writes it again. Otherwise empty the directory."
+        )
     if found.get("format") != layout.FORMAT:
         raise ConfigError(
             f"{root.path!r} is of format {found.get('format')!r}, this kvstore knows {layout.FORMAT}. Use the kvstore "
