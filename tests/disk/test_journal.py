@@ -353,8 +353,8 @@ async def test_followers_see_no_block_twice_after_a_reload(tmp_path: Path) -> No
         values = await one.put_new(6)
         await eventually_async(lambda: len(two.arrived) == 6, what="the other engine is told")
         (other,) = two.session.followers.others.values()
-        os.close(other.reader.end.fd)
-        other.reader.end.fd = os.open("/dev/null", os.O_WRONLY)
+        os.close(other._reader.end.fd)
+        other._reader.end.fd = os.open("/dev/null", os.O_WRONLY)
         await two.session.followers.refresh()
         await two.session.followers.refresh()
         assert len(two.session.index.table) == 6

@@ -252,6 +252,7 @@ class JournalReader:
         geometry: Geometry of the owner's segments; None before the first journal.
         end: Position reached, in a journal open for reading.
         next: Number of the next journal if this one has ended; otherwise 0.
+        fds: The owner's directories; open during all calls but :meth:`close`.
     """
 
     def __init__(self, disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> None:
@@ -259,13 +260,13 @@ class JournalReader:
         self.end = JournalEnd(0, 0, 1, -1)
         self.next = 0
         self._disk = disk
-        self._fds = fds
+        self.fds = fds
         self._owner = owner
         self._digest = digest
 
     def open(self, name: str, number: int) -> bool:
         """Continue in a journal; False if its header is damaged or has another number, owner, namespace or geometry."""
-        fd, _ = open_regular(self._disk, name, os.O_RDONLY, self._fds[0])
+        fd, _ = open_regular(self._disk, name, os.O_RDONLY, self.fds[0])
         try:
             header = read_at(self._disk, fd, 0, layout.JOURNAL_HEADER_BYTES)
             geometry = layout.decode_journal_header(bytes(header), number, self._owner, self._digest)
@@ -277,6 +278,17 @@ class JournalReader:
             return True
         finally:
             close_all(self._disk, fd)
+
+    def reopen(self) -> None:
+        """Open the journal again at the position reached.
+
+        Raises:
+            OSError: It is gone.
+        """
+        end, is_ended = self.end, self.next
+        if not self.open(layout.journal_name(end.number), end.number):
+            raise FileNotFoundError(f"{layout.journal_name(end.number)} is another journal")
+        self.end.offset, self.end.sequence, self.next = end.offset, end.sequence, is_ended
 
     def read(self, *, follow: bool = True) -> Iterator[npt.NDArray[Any]]:
         """Yield the records not read yet; with ``follow``, continue in the next journal at the end of each.
@@ -325,7 +337,7 @@ class JournalReader:
         if not made.any() or ends[made].max() <= _SLOTS_UNPROVEN_MAX:
             return records
         proven = _SLOTS_UNPROVEN_MAX
-        for fd in set(self._fds):
+        for fd in set(self.fds):
             for number, status in segments_in(self._disk, fd).items():
                 if status.st_size == self.geometry.segment_bytes:
                     proven = max(proven, (number + 1) * slots)

@@ -216,7 +216,7 @@ class Session:
         self.journal = Journal(self.engine, owner.number, owner.end, durable=self.config.durability == "data")
         self._files.callback(self.journal.close)
         self.segments = SegmentFiles(self.engine, direct=all(root.direct for root in self.roots))
-        self.segments.add_owner(0, owner.fds, self.geometry.segment_slots)
+        self.segments.add_owner(0, lambda: contextlib.nullcontext(owner.fds), self.geometry.segment_slots)
         self._files.callback(self.segments.close)
         self.index = await self.engine.call(partial(Index, owner.columns, slots_max, self._tenants))
         self.notes = Notes(self.engine, owner.fds[0], owner.number, lambda key: self.index.slot(key) is not None)
