@@ -32,6 +32,9 @@ logger = logging.getLogger("kvstore.runtime")
 
 _T = TypeVar("_T")
 
+_END_S = 0.5
+"""Longest wait for cancelled tasks at the end of a loop: some wait for a thread in the kernel, which may never end."""
+
 
 class IOSide(Protocol):
     """The I/O half of a tier. All methods are called on the loop thread."""
@@ -208,8 +211,20 @@ class ThreadHost:
         try:
             self._loop.run_forever()
         finally:
+            self._loop.run_until_complete(_end_tasks())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
+
+
+async def _end_tasks() -> None:
+    """Cancel all tasks of the loop, also those that have not started, and wait for them."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _END_S
+    while (tasks := asyncio.all_tasks() - {asyncio.current_task()}) and loop.time() < deadline:
+        for task in tasks:
+            task.cancel()
+        # A cancelled task may start another one.
+        await asyncio.wait({asyncio.gather(*tasks, return_exceptions=True)}, timeout=_END_S / 4)
 
 
 _shared: ThreadHost | None = None

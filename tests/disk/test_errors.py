@@ -237,6 +237,31 @@ async def test_few_descriptors(tmp_path: Path) -> None:
         assert len(rig.session.segments._open) <= 2
 
 
+async def test_ended_owners_need_no_descriptors(tmp_path: Path) -> None:
+    """Blocks of ended owners are found and read without an open file for each owner, and so are later changes."""
+
+    async def opened_files(ended: int) -> int:
+        root, values = tmp_path / str(ended), {}
+        async with contextlib.AsyncExitStack() as stack:
+            rigs = [await stack.enter_async_context(opened(root, "64MiB")) for _ in range(ended + 2)]
+            for rig in rigs:
+                values |= await rig.put_new(1)
+        async with opened(root, "64MiB") as one:
+            one.session.segments._open_max = 1
+            await one.has_all(values)
+            count = len(os.listdir("/proc/self/fd"))
+            async with opened(root, "64MiB") as adopter:
+                new = await adopter.put_new(2)
+                await one.session.followers.refresh()
+                await one.has_all(values | new)
+                await adopter.backend.delete(list(new))
+                await one.session.followers.refresh()
+                assert await one.get(list(new)) == [None] * 2
+        return count
+
+    assert await opened_files(12) == await opened_files(2)
+
+
 async def test_a_short_write_is_never_published(tmp_path: Path) -> None:
     """A record that the disk repeatedly writes in part is an error and never a block."""
     disk = FaultyDisk()

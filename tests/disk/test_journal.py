@@ -161,6 +161,26 @@ async def test_a_frame_that_could_not_be_taken_back_is_taken_back_later(tmp_path
         assert not any(await two.backend.exists(list(failed)))
 
 
+async def test_a_slot_is_not_reused_before_its_record_is_reverted(tmp_path: Path) -> None:
+    """While other engines find a block whose frame failed, its slot keeps its bytes; later the slot is free again."""
+    disk = UnwritableAfterwards()
+    options = {"durability": "data", "engine": "threads"}
+    async with opened(tmp_path, "64MiB", disk=disk, **options) as one, opened(tmp_path, "64MiB") as two:
+        await one.put_new(1)
+        failed = one.new(3)
+        disk.fails = True
+        assert await one.put(failed) == [Outcome.IO_ERROR] * 3
+        assert Outcome.OK not in await one.put(one.new(3))
+        await two.session.followers.refresh()
+        await two.has_all(failed)
+        disk.fails = disk.refuses = False
+        await one.backend.probe()
+        gauges = one.backend.stats().gauges
+        assert gauges["free_slots"] + 1 == gauges["segments"] * one.session.geometry.segment_slots
+        await two.session.followers.refresh()
+        assert not any(await two.backend.exists(list(failed)))
+
+
 async def test_a_switch_that_is_not_synced_is_made(tmp_path: Path) -> None:
     """Followers switch to the next journal once they have read of it, and so does its writer."""
     disk = UnsyncedDisk()
@@ -333,8 +353,8 @@ async def test_followers_see_no_block_twice_after_a_reload(tmp_path: Path) -> No
         values = await one.put_new(6)
         await eventually_async(lambda: len(two.arrived) == 6, what="the other engine is told")
         (other,) = two.session.followers.others.values()
-        os.close(other.reader.end.fd)
-        other.reader.end.fd = os.open("/dev/null", os.O_WRONLY)
+        os.close(other._reader.end.fd)
+        other._reader.end.fd = os.open("/dev/null", os.O_WRONLY)
         await two.session.followers.refresh()
         await two.session.followers.refresh()
         assert len(two.session.index.table) == 6

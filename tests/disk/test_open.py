@@ -138,11 +138,17 @@ async def test_what_is_planted_in_the_place_of_a_description_does_not_matter(tmp
 
 @pytest.mark.parametrize("content", ['{"format": 99}', "[]", "garbage", "", "[" * 4096])
 async def test_a_root_of_another_kvstore(tmp_path: Path, content: str) -> None:
-    """A layout of another format, or a damaged one, is refused and left unchanged."""
-    (tmp_path / ".kvstore").mkdir(mode=0o700)
-    (tmp_path / ".kvstore" / "disk.json").write_text(content)
-    await refused(tmp_path, "is of format")
-    assert (tmp_path / ".kvstore" / "disk.json").read_text() == content
+    """A layout of another format, or a damaged one, is refused and left unchanged; its remedy works."""
+    async with opened(tmp_path, "64MiB") as rig:
+        values = await rig.put_new(2)
+    description = tmp_path / ".kvstore" / "disk.json"
+    description.write_text(content)
+    is_damaged = content != '{"format": 99}'
+    await refused(tmp_path, f"{str(description)!r} is damaged.*remove that file" if is_damaged else "is of format 99")
+    assert description.read_text() == content
+    description.unlink()
+    async with opened(tmp_path, "64MiB") as rig:
+        await rig.has_all(values)
 
 
 async def test_an_engine_that_starts_while_the_last_one_ends_waits_for_it(tmp_path: Path) -> None:

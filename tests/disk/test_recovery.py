@@ -444,12 +444,12 @@ async def test_a_store_during_a_scan_that_finds_the_same_block(
         journal_, append = rig.session.journal, rig.session.journal.append
         held = asyncio.Event()
 
-        async def held_up(rows: Any, *args: Any) -> None:
+        async def held_up(rows: Any, *args: Any, **options: Any) -> None:
             of_store = store is not None and asyncio.current_task() is not scan
             if any(kind == Kind.ADD for kind, *_ in rows) and of_store == (first == "store"):
                 held.set()
                 await store_goes_on.wait()
-            await append(rows, *args)
+            await append(rows, *args, **options)
 
         monkeypatch.setattr(journal_, "append", held_up)
         (scan,) = [task for task in rig.session._tasks if "_scan_slots" in repr(task)]

@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
+from kvstore.backends.disk import root as root_module
 from kvstore.backends.disk.columns import EMPTY
-from kvstore.backends.disk.layout import Row
+from kvstore.backends.disk.journal import OwnerState, load_owner
+from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, Row
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
+from tests.disk.filled_root import journal
 from tests.disk.rig import NAMESPACE, OTHER_NAMESPACE, SLOT, NoFrames, Rig, clone, opened, room_for, segment_bytes
 from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
@@ -113,6 +116,29 @@ async def test_idle_namespaces_go_before_dead_owners_of_ours(tmp_path: Path) -> 
         await rig.has_all(ours)
         left = sum(path.stat().st_size for path in (tmp_path / OTHER_NAMESPACE.hex).rglob("*.seg"))
         assert left < room_for(40)
+
+
+async def test_the_ledger_is_free_while_an_ended_owner_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that reclaims segments reads their owner's journals before it takes the ledger's lock."""
+    async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
+        await one.put_new(32)
+        await two.put_new(28)
+    was_free: list[bool] = []
+    async with opened(tmp_path, room_for(64)) as rig:
+        root = rig.session.roots[0]
+
+        def load(*args: Any) -> OwnerState | None:
+            with contextlib.closing(SimpleNamespace(close=(ledger := root.ledger()).release)):
+                was_free.append(ledger.try_acquire())
+            return load_owner(*args)
+
+        monkeypatch.setattr(root_module, "load_owner", load)
+        for _ in range(6):
+            await rig.has_all(await rig.put_new(4))
+    assert was_free
+    assert all(was_free)
 
 
 async def test_nothing_is_given_up_while_ended_owners_hold_room(tmp_path: Path) -> None:
@@ -357,6 +383,59 @@ async def test_a_deleted_block_is_gone_although_its_eviction_is_not_journalled(t
         disk.fails = False
     async with opened(copy, room_for(16)) as heir:
         assert await heir.get(list(values)) == [None] * 16
+
+
+async def test_a_quarantined_slot_is_retired_although_its_block_was_about_to_leave(tmp_path: Path) -> None:
+    """No block is stored in a quarantined slot, by this engine or the next, whenever its eviction is journalled."""
+    disk = NoFrames()
+    async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
+        values = await rig.put_new(16)
+        disk.fails = True
+        await rig.put(rig.new(2))
+        index = rig.session.index
+        assert 0 < sum(index.columns.age_view[index.place(key)] == EMPTY for key in values) < 16
+        await rig.backend.quarantine(list(values))
+        disk.fails = False
+        await rig.backend.probe()
+        assert await rig.put(rig.new(2)) == [Outcome.NO_SPACE] * 2
+        copy = clone(tmp_path, tmp_path.with_name(tmp_path.name + "-copy"))
+    async with opened(copy, room_for(16)) as heir:
+        assert await heir.put(heir.new(2)) == [Outcome.NO_SPACE] * 2
+
+
+class HeldFrames(OsDisk):
+    """A disk where the frames of a journal wait for ``go``."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        """See :meth:`OsDisk.pwritev`."""
+        if os.path.basename(os.readlink(f"/proc/self/fd/{fd}")).startswith("journal.") and offset:
+            self.go.wait(30)
+        return super().pwritev(fd, buffers, offset)
+
+
+async def test_a_cancelled_removal_wipes_its_blocks(tmp_path: Path) -> None:
+    """A removal cancelled while its frame is written still zeroes the header pages, so that no scan finds the block."""
+    disk = HeldFrames()
+    async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
+        values = await rig.put_new(4)
+        disk.go.clear()
+        removal = asyncio.create_task(rig.backend.delete(list(values)))
+        await asyncio.sleep(0)
+        removal.cancel()
+        await asyncio.sleep(0)
+        disk.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await removal
+        copy = clone(tmp_path, tmp_path.with_name(tmp_path.name + "-copy"))
+    os.truncate(journal(copy), JOURNAL_HEADER_BYTES + 5)
+    async with opened(copy, room_for(16)) as heir:
+        await heir.session.recovered.wait()
+        assert await heir.get(list(values)) == [None] * 4
+        assert heir.backend.stats().counters["recovery_scanned_slots"] > 0
 
 
 async def test_no_slot_is_reused_before_its_removal_is_journalled(tmp_path: Path) -> None:

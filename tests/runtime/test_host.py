@@ -130,6 +130,31 @@ def test_close_gives_up_at_its_deadline() -> None:
     assert channel.close(0.05) is False
 
 
+def test_no_task_outlives_the_loop() -> None:
+    """Tasks that a side left behind, even in the loop's last turn, are cancelled, with the tasks they start then."""
+    tasks: list[asyncio.Task[None]] = []
+
+    def leave_behind() -> None:
+        tasks.append(asyncio.get_running_loop().create_task(wait_long()))
+
+    async def wait_long() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            if len(tasks) < 4:
+                leave_behind()
+
+    host = ThreadHost()
+    channel = host.attach(Echo)
+    channel.open(30)
+    host.wake(leave_behind)
+    host.wake(lambda: asyncio.get_running_loop().call_soon(leave_behind) and None)
+    assert channel.close(30)
+    host._thread.join(30)
+    assert len(tasks) == 4
+    assert all(task.cancelled() for task in tasks)
+
+
 def test_the_shared_host_lives_as_long_as_its_users() -> None:
     """Tiers of one process share a loop thread; the last one to close ends it, and the next one starts a new one."""
     sides: list[Echo] = []

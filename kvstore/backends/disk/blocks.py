@@ -79,18 +79,12 @@ class Blocks:
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """See :meth:`Backend.delete`."""
-        # Wait for earlier puts of these keys; their blocks are then removed.
-        while others := {self._claims[key] for key in keys if key in self._claims}:
-            await asyncio.wait(others)
-        places = [self.session.index.hide(key) for key in keys]
-        await self._wipe([place for place in places if 0 <= place <= SLOT_MASK], Kind.REMOVE)
-        return [place != NOWHERE for place in places]
+        return [place != NOWHERE for place in await self._remove(keys, Kind.REMOVE)]
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
         """See :meth:`Backend.quarantine`."""
-        slots = [place for key in keys if 0 <= (place := self.session.index.hide(key)) <= SLOT_MASK]
-        self._counts["quarantined_blocks"] += len(slots)
-        await self._wipe(slots, Kind.BAD)
+        places = await self._remove(keys, Kind.BAD)
+        self._counts["quarantined_blocks"] += sum(0 <= place <= SLOT_MASK for place in places)
 
     def _choose(
         self, writes: Sequence[RecordWrite], outcomes: list[Outcome | None]
@@ -124,7 +118,7 @@ class Blocks:
         session = self.session
         slots: list[int] = []
         ops: list[SlotWrite] = []
-        published: set[int] = set()
+        entered: set[int] = set()
         try:
             slots = await session.space.take(len(mine))
             for i, _ in mine[len(slots) :]:
@@ -140,15 +134,14 @@ class Blocks:
                 if session.config.durability == "data":
                     await self._sync(ops)
             # Written records are published even if this call is cancelled.
-            publishing = self._publish(ops, outcomes, published)
+            publishing = self._publish(ops, outcomes, entered)
             await to_the_end(asyncio.get_running_loop().create_task(publishing))
         except OSError as error:
             for i, _ in mine:
                 outcomes[i] = self._failed(error)
         finally:
             session.mover.release(ops)
-            session.index.release([slot for slot in slots if slot not in published])
-            session.index.unpin(slots)
+            session.index.give_back([slot for slot in slots if slot not in entered])
 
     async def _sync(self, ops: Sequence[SlotWrite]) -> None:
         """Flush written records to the device; if that fails, all of them count as not written."""
@@ -159,8 +152,8 @@ class Blocks:
             for op in ops:
                 op.error = error
 
-    async def _publish(self, ops: Sequence[SlotWrite], outcomes: list[Outcome | None], published: set[int]) -> None:
-        """Journal the written records and add them to the index; add their slots to ``published``."""
+    async def _publish(self, ops: Sequence[SlotWrite], outcomes: list[Outcome | None], entered: set[int]) -> None:
+        """Enter the written records; add their slots, which are then no longer the caller's, to ``entered``."""
         good: list[SlotWrite] = []
         for op in ops:
             if (failure := op.failure) is not None:
@@ -171,9 +164,9 @@ class Blocks:
             return
         rows: list[Row] = [(Kind.ADD, op.slot, op.record_bytes, op.digest, op.key) for op in good]
         result = Outcome.OK
+        entered.update([op.slot for op in good])
         try:
-            await self.session.journal.append(rows, partial(self.session.index.add, rows))
-            published.update([op.slot for op in good])
+            await self.session.space.enter(rows)
         except OSError as error:
             result = self._failed(error)
         for op in good:
@@ -250,37 +243,46 @@ class Blocks:
                 index.depart([place for _, place in gone if place <= SLOT_MASK]), RemovalCause.LOST
             )
 
-    async def _wipe(self, hidden: Sequence[int], kind: int) -> None:
-        """Journal the removal of hidden blocks and zero their header pages; ``kind`` may retire their slots.
-
-        The header pages of blocks that were already about to leave are zeroed, too: their frames may be unwritten.
-        Puts of these keys wait, so that the tier is notified of the removal before the new block.
-        """
-        session, index = self.session, self.session.index
-        if not hidden:
-            return
-        slots = list(hidden)
+    async def _remove(self, keys: Sequence[BlockKey], kind: int) -> list[int]:
+        """Remove blocks; return their places. ``kind`` may retire their slots."""
+        # Wait for earlier puts of these keys; their blocks are then removed.
+        while others := {self._claims[key] for key in keys if key in self._claims}:
+            await asyncio.wait(others)
+        index = self.session.index
+        places = [index.hide(key) for key in keys]
+        slots = [place for place in places if 0 <= place <= SLOT_MASK]
         index.pin(slots)
         rows = index.depart(slots, kind)
-        zeros = aligned_buffer(PAGE)
         try:
-            with session.claimed([key for *_, key in rows]):
-                try:
-                    await session.space.leave(rows, None)
-                except OSError as error:
-                    # After a restart, a recovery scan may find a block again if its slot was not zeroed.
-                    self._counts["wipe_errors"] += len(rows)
-                    _log.warning("the removal of %d blocks is not yet in the journal: %s", len(rows), error)
-                async with session.segments.files_of(slots) as fds:
-                    wipes = [
-                        Transfer(fd, session.geometry.offset_of(slot), [zeros], PAGE)
-                        for slot, fd in zip(slots, fds, strict=True)
-                        if fd >= 0
-                    ]
-                    await session.engine.write(wipes)
-                self._counts["wipe_errors"] += sum(wipe.error is not None for wipe in wipes)
+            # Puts of these keys wait, so that the tier is notified of the removal before the new block.
+            with self.session.claimed([key for *_, key in rows]):
+                # Even if this call is cancelled: a block whose header page stays could be found again.
+                await to_the_end(asyncio.get_running_loop().create_task(self._wipe(slots, rows)))
         finally:
             index.unpin(slots)
+        return places
+
+    async def _wipe(self, slots: Sequence[int], rows: Sequence[Row]) -> None:
+        """Journal the removal of hidden blocks and zero their header pages.
+
+        The header pages of blocks that were already about to leave are zeroed, too: their frames may be unwritten.
+        """
+        session = self.session
+        try:
+            await session.space.leave(rows, None)
+        except OSError as error:
+            # After a restart, a recovery scan may find a block again if its slot was not zeroed.
+            self._counts["wipe_errors"] += len(rows)
+            _log.warning("the removal of %d blocks is not yet in the journal: %s", len(rows), error)
+        zeros = aligned_buffer(PAGE)
+        async with session.segments.files_of(slots) as fds:
+            wipes = [
+                Transfer(fd, session.geometry.offset_of(slot), [zeros], PAGE)
+                for slot, fd in zip(slots, fds, strict=True)
+                if fd >= 0
+            ]
+            await session.engine.write(wipes)
+        self._counts["wipe_errors"] += sum(wipe.error is not None for wipe in wipes)
 
     def _failed(self, error: OSError) -> Outcome:
         """Count a failed block; return its outcome."""

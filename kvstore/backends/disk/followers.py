@@ -8,8 +8,9 @@ import ctypes
 import itertools
 import logging
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -18,10 +19,10 @@ import numpy.typing as npt
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.files import close_all, names_in, open_own_directory
 from kvstore.backends.disk.index import Index
-from kvstore.backends.disk.journal import OwnerState, load_owner
-from kvstore.backends.disk.layout import OWNER_SHIFT, Kind, is_owner
+from kvstore.backends.disk.journal import JournalReader, load_owner
+from kvstore.backends.disk.layout import OWNER_SHIFT, Geometry, Kind, is_owner, journal_name
 from kvstore.backends.disk.owner import Uses
-from kvstore.backends.disk.root import Root
+from kvstore.backends.disk.root import Root, has_ended
 from kvstore.backends.disk.segments import SegmentFiles
 from kvstore.backends.disk.table import NOWHERE
 from kvstore.diskio import OsDisk, TransferEngine
@@ -38,6 +39,9 @@ _PAUSE_S: Final = 0.02
 _POLL_S: Final = 1.0
 """Polling interval without notifications: changes by other machines cause none."""
 
+_TRY_LOCK_S: Final = 10.0
+"""Interval at which the lock of an engine is tried, to close the journal of one that has ended."""
+
 _TURN_RECORDS: Final = 2048
 """Records applied in one turn of the loop: about two milliseconds."""
 
@@ -49,34 +53,88 @@ _TURN_ROWS: Final = 1 << 12
 class Other:
     """One other owner. Its files are read on threads, its blocks looked up on the loop.
 
+    Only the journal of a running engine stays open.
+
     Attributes:
         number: Its number, the upper part of its places.
         first: Place of its slot 0.
-        fds: Its directory in each root; for a root without one, the directory in the first root.
         news: Journal records that were read and are not yet in the index.
         is_lost: Whether the owner is gone, or its journal could not be read.
         read_slots: Slots read since the last report of uses.
     """
 
-    def __init__(self, disk: OsDisk, name: str, number: int, fds: list[int], state: OwnerState) -> None:
+    def __init__(self, disk: OsDisk, roots: Sequence[Root], name: str, number: int) -> None:
         self.name = name
         self.number = number
         self.first = number << OWNER_SHIFT
-        self.fds = fds
-        self.geometry = state.geometry
-        self.reader = state.reader
-        self.initial: Columns | None = state.columns
+        self.geometry = Geometry(0, 1, 1)
+        self.initial: Columns | None = None
         self.news: deque[npt.NDArray[Any]] = deque()
         self.is_lost = False
         self.read_slots: set[int] = set()
         self._disk = disk
-        self._uses: Uses | None = None
+        self._roots = roots
+        self._reader: JournalReader | None = None
+        self._tried_at = 0.0
+
+    def open(self, digest: bytes, watch: Callable[[int], None]) -> bool:
+        """Read its files, and watch its journal; False if they can't be used."""
+        with self.directories() as fds:
+            state = load_owner(self._disk, fds, int(self.name, 16), digest)
+            if state is not None:
+                self.geometry, self.initial, self._reader = state.geometry, state.columns, state.reader
+                watch(state.reader.end.fd)
+                self._close_ended(fds)
+        return state is not None
+
+    @contextlib.contextmanager
+    def directories(self) -> Iterator[list[int]]:
+        """Hold its directory in each root open; for a root without one, that in the first root."""
+        with contextlib.ExitStack() as stack:
+            fds: list[int] = []
+            for root in self._roots:
+                try:
+                    fds.append(open_own_directory(self._disk, self.name, root.namespace_fd))
+                except OSError:
+                    if not fds:
+                        raise
+                    fds.append(fds[0])
+                else:
+                    stack.callback(close_all, self._disk, fds[-1])
+            yield fds
+
+    def look(self, watch: Callable[[int], None]) -> None:
+        """Read new records.
+
+        Raises:
+            OSError: The owner is gone, or its journal can't be read.
+        """
+        if (reader := self._reader) is None:
+            return
+        end = reader.end
+        is_open = end.fd >= 0
+        if is_open:
+            size_bytes = self._disk.fstat(end.fd).st_size
+        else:
+            path = os.path.join(self.name, journal_name(end.number))
+            size_bytes = self._disk.stat(path, self._roots[0].namespace_fd).st_size
+        may_have_ended = is_open and time.monotonic() > self._tried_at + _TRY_LOCK_S
+        if size_bytes == end.offset and not reader.next and not may_have_ended:
+            return
+        with self.directories() as reader.fds:
+            if not is_open:
+                reader.reopen()
+            before = reader.end.fd
+            self.news.extend(reader.read())
+            if reader.end.fd != before:
+                watch(reader.end.fd)
+            if may_have_ended or not is_open:
+                self._close_ended(reader.fds)
 
     def load(self, digest: bytes) -> Columns | None:
         """Return all of its slots, for a scan; None if its files can't be read."""
-        with contextlib.suppress(OSError):
-            # An owner without open directories is no longer followed.
-            if (fds := self.fds) and (state := load_owner(self._disk, fds, int(self.name, 16), digest)) is not None:
+        with contextlib.suppress(OSError), self.directories() as fds:
+            if (state := load_owner(self._disk, fds, int(self.name, 16), digest)) is not None:
                 state.reader.close()
                 return state.columns
         return None
@@ -84,19 +142,26 @@ class Other:
     def report_uses(self) -> None:
         """Mark the slots that were read, so that their owner keeps them longer."""
         slots, self.read_slots = self.read_slots, set()
-        if slots and self.fds:
-            with contextlib.suppress(OSError):
-                if self._uses is None:
-                    self._uses = Uses(self._disk, self.fds[0])
-                self._uses.mark(list(slots))
+        if slots:
+            with contextlib.suppress(OSError), self.directories() as fds:
+                uses = Uses(self._disk, fds[0])
+                try:
+                    uses.mark(list(slots))
+                finally:
+                    uses.close()
 
     def close(self) -> None:
-        """Close its files."""
-        fds, self.fds = set(self.fds), []
-        self.reader.close()
-        if self._uses is not None:
-            self._uses.close()
-        close_all(self._disk, *fds)
+        """Close its journal, and read it no more."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _close_ended(self, fds: Sequence[int]) -> None:
+        """Close the journal if its engine has ended: there may be more ended owners than descriptors."""
+        self._tried_at = time.monotonic()
+        with contextlib.suppress(OSError):
+            if self._reader is not None and has_ended(self._disk, fds[0]):
+                self._reader.close()
 
 
 class Followers:
@@ -133,8 +198,6 @@ class Followers:
     async def run(self) -> None:
         """Follow until cancelled; a failing owner does not affect the others."""
         self.watch.add(self._roots[0].namespace_fd)
-        for other in self.others.values():
-            self.watch.add(other.reader.end.fd)
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):
@@ -171,7 +234,7 @@ class Followers:
             while self._found:
                 other = self._found.pop()
                 self.others[other.number] = other
-                self._segments.add_owner(other.number, other.fds, other.geometry.segment_slots)
+                self._segments.add_owner(other.number, other.directories, other.geometry.segment_slots)
                 await self._take(other, report)
 
     async def scan(self) -> list[Columns]:
@@ -195,10 +258,7 @@ class Followers:
             try:
                 if find:
                     other.report_uses()
-                before = other.reader.end.fd
-                other.news.extend(other.reader.read())
-                if other.reader.end.fd != before:
-                    self.watch.add(other.reader.end.fd)
+                other.look(self.watch.add)
                 if find and not other.news:
                     self._disk.stat(other.name, self._roots[0].namespace_fd)
             except OSError:
@@ -206,27 +266,10 @@ class Followers:
         if find:
             known = {self._own_name, *(other.name for other in [*others, *self._found] if not other.is_lost)}
             for name in set(filter(is_owner, names_in(self._disk, self._roots[0].namespace_fd))) - known:
+                new = Other(self._disk, self._roots, name, next(self._numbers))
                 with contextlib.suppress(OSError):
-                    if (new := self._open(name)) is not None:
+                    if new.open(self._digest, self.watch.add):
                         self._found.append(new)
-                        self.watch.add(new.reader.end.fd)
-
-    def _open(self, name: str) -> Other | None:
-        fds = [open_own_directory(self._disk, name, self._roots[0].namespace_fd)]
-        state = None
-        try:
-            for root in self._roots[1:]:
-                try:
-                    fds.append(open_own_directory(self._disk, name, root.namespace_fd))
-                except OSError:
-                    fds.append(fds[0])
-            state = load_owner(self._disk, fds, int(name, 16), self._digest)
-        finally:
-            if state is None:
-                close_all(self._disk, *set(fds))
-        if state is None:
-            return None
-        return Other(self._disk, name, next(self._numbers), fds, state)
 
     async def _take(self, other: Other, report: bool) -> None:
         """Add the blocks that a new owner already holds."""

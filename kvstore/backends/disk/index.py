@@ -151,14 +151,16 @@ class Index:
         """Pin blocks that are to leave, and end their aging; return the journal records.
 
         The blocks can be found, unless they are hidden, until :meth:`leave`. Blocks that have already departed are
-        skipped.
+        skipped, except to retire their slots.
         """
         rows: list[Row] = []
         for slot in slots:
-            if self.columns.age_view[slot] != EMPTY:
+            is_new = self.columns.age_view[slot] != EMPTY
+            if is_new:
                 self.columns.age_view[slot] = EMPTY
                 if self._shares is not None:
                     self._shares.leave(slot)
+            if is_new or kind == Kind.BAD:
                 self.pin((slot,))
                 rows.append((kind, slot, 0, self.columns.digest_view[slot], self.columns.key(slot)))
         return rows
@@ -172,8 +174,12 @@ class Index:
                 self._closed.discard(segment)
                 continue
             self._remove_place(digest, slot)
-            self.columns.size_view[slot] = OUT_OF_USE if kind == Kind.BAD else 0
-            if kind != Kind.BAD:
+            if kind == Kind.BAD:
+                self.columns.size_view[slot] = OUT_OF_USE
+                # An eviction that was journalled before may have freed it.
+                self._left_behind.discard(slot)
+            else:
+                self.columns.size_view[slot] = 0
                 self.release((slot,))
             self.unpin((slot,))
 

@@ -48,6 +48,10 @@ _TRIES: Final = 5
 _INVERSE: Final = {Kind.ADD: Kind.REMOVE, Kind.SEGMENT: Kind.DROP}
 
 
+def _nothing() -> None:
+    """Follow records that change nothing else."""
+
+
 @dataclass(slots=True)
 class JournalEnd:
     """The end of the last journal of an owner: its number, and offset and sequence number of the next frame."""
@@ -64,8 +68,14 @@ class _Entry:
 
     rows: Sequence[Row]
     apply: Callable[[], None]
+    undo: Callable[[], None]
     lasting: bool
     written: asyncio.Future[None]
+
+    @property
+    def inverse(self) -> list[Row]:
+        """Records that revert these."""
+        return [(_INVERSE[kind], *rest) for kind, *rest in self.rows if kind in _INVERSE]  # type: ignore[misc]
 
     def end(self, error: OSError | None) -> None:
         """Report the result of writing the frame."""
@@ -98,8 +108,8 @@ class Journal:
         self._durable = durable
         self._queue: deque[_Entry] = deque()
         self._untold: deque[_Entry] = deque()
-        """Lasting entries whose frame failed; they precede all others in the next frame."""
-        self._undo: list[Row] = []
+        """Lasting entries whose frame failed, and inverses of failed frames that followers may have read; they precede
+        all others in the next frame."""
         self._next: JournalEnd | None = None
         self._writer: asyncio.Task[None] | None = None
 
@@ -109,7 +119,12 @@ class Journal:
         return bool(self._untold)
 
     async def append(
-        self, rows: Sequence[Row], apply: Callable[[], None] = lambda: None, *, lasting: bool = False
+        self,
+        rows: Sequence[Row],
+        apply: Callable[[], None] = _nothing,
+        *,
+        undo: Callable[[], None] = _nothing,
+        lasting: bool = False,
     ) -> None:
         """Write records, then call ``apply`` before the next frame is written.
 
@@ -118,12 +133,13 @@ class Journal:
         are written and applied.
 
         Raises:
-            OSError: They could not be written; ``apply`` was not called.
+            OSError: They could not be written. Instead of ``apply``, ``undo`` is called, once no reader of the journal
+                finds the records.
         """
         parts = range(0, len(rows), _FRAME_ROWS_MAX) if lasting else ()
         for start in parts[:-1]:
-            self._queue.append(self._entry(rows[start : start + _FRAME_ROWS_MAX], lambda: None, lasting))
-        last = self._entry(rows[parts[-1] :] if parts else rows, apply, lasting)
+            self._queue.append(self._entry(rows[start : start + _FRAME_ROWS_MAX], lasting=lasting))
+        last = self._entry(rows[parts[-1] :] if parts else rows, apply, undo, lasting=lasting)
         self._queue.append(last)
         self._start()
         await asyncio.shield(last.written)
@@ -140,8 +156,14 @@ class Journal:
         self.end.fd = -1
 
     @staticmethod
-    def _entry(rows: Sequence[Row], apply: Callable[[], None], lasting: bool) -> _Entry:
-        return _Entry(rows, apply, lasting, asyncio.get_running_loop().create_future())
+    def _entry(
+        rows: Sequence[Row],
+        apply: Callable[[], None] = _nothing,
+        undo: Callable[[], None] = _nothing,
+        *,
+        lasting: bool,
+    ) -> _Entry:
+        return _Entry(rows, apply, undo, lasting, asyncio.get_running_loop().create_future())
 
     def _start(self) -> asyncio.Task[None]:
         if self._writer is None or self._writer.done():
@@ -154,18 +176,25 @@ class Journal:
                 await self._go_on_in(self._next)
                 continue
             taken = self._take_frame()
-            error = await self._publish([row for entry in taken for row in entry.rows])
+            error, is_visible = await self._write([row for entry in taken for row in entry.rows])
             if error is None:
                 for entry in taken:
                     entry.apply()
                     entry.end(None)
             else:
-                # Waiting entries would fail as well.
-                failed = [*taken, *self._untold, *self._queue]
-                self._queue.clear()
-                self._untold = deque(entry for entry in failed if entry.lasting)
-                for entry in failed:
-                    entry.end(error)
+                self._fail(taken, error, is_visible)
+
+    def _fail(self, taken: Sequence[_Entry], error: OSError, is_visible: bool) -> None:
+        """End the entries of a failed frame, and all waiting ones, which would fail as well."""
+        failed = [*taken, *self._untold, *self._queue]
+        self._queue.clear()
+        self._untold = deque(entry for entry in failed if entry.lasting)
+        for place, entry in enumerate(failed):
+            if is_visible and place < len(taken) and (inverse := entry.inverse):
+                self._untold.append(self._entry(inverse, entry.undo, lasting=True))
+            elif not entry.lasting:
+                entry.undo()
+            entry.end(error)
 
     def _take_frame(self) -> list[_Entry]:
         """Take the entries of the next frame off the queues."""
@@ -178,17 +207,6 @@ class Journal:
             if queue:
                 break
         return taken
-
-    async def _publish(self, rows: list[Row]) -> OSError | None:
-        """Write a frame; if it fails after followers may have read it, write another frame that reverts it."""
-        error, is_visible = await self._write(self._undo + rows)
-        if is_visible:
-            self._undo = []
-            if error is not None:
-                undo: list[Row] = [(_INVERSE[kind], *rest) for kind, *rest in rows if kind in _INVERSE]  # type: ignore[misc]
-                _, is_visible = await self._write(undo)
-                self._undo = [] if is_visible else undo
-        return error
 
     async def _write(self, rows: Sequence[Row]) -> tuple[OSError | None, bool]:
         """Write a frame; return the error, if any, and whether followers can read the frame."""
@@ -217,10 +235,10 @@ class Journal:
 
     async def _go_on_in(self, to: JournalEnd) -> None:
         """Write the last frame of this journal and continue in the next one, as followers do after that frame."""
-        _, is_visible = await self._write([*self._undo, (Kind.NEXT, to.number, 0, 0, b"")])
+        _, is_visible = await self._write([(Kind.NEXT, to.number, 0, 0, b"")])
         unused = to
         if is_visible:
-            self._undo, unused, self.end = [], self.end, to
+            unused, self.end = self.end, to
         self._next = None
         fd, unused.fd = unused.fd, -1
         with contextlib.suppress(OSError, RuntimeError):
@@ -234,6 +252,7 @@ class JournalReader:
         geometry: Geometry of the owner's segments; None before the first journal.
         end: Position reached, in a journal open for reading.
         next: Number of the next journal if this one has ended; otherwise 0.
+        fds: The owner's directories; open during all calls but :meth:`close`.
     """
 
     def __init__(self, disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> None:
@@ -241,13 +260,13 @@ class JournalReader:
         self.end = JournalEnd(0, 0, 1, -1)
         self.next = 0
         self._disk = disk
-        self._fds = fds
+        self.fds = fds
         self._owner = owner
         self._digest = digest
 
     def open(self, name: str, number: int) -> bool:
         """Continue in a journal; False if its header is damaged or has another number, owner, namespace or geometry."""
-        fd, _ = open_regular(self._disk, name, os.O_RDONLY, self._fds[0])
+        fd, _ = open_regular(self._disk, name, os.O_RDONLY, self.fds[0])
         try:
             header = read_at(self._disk, fd, 0, layout.JOURNAL_HEADER_BYTES)
             geometry = layout.decode_journal_header(bytes(header), number, self._owner, self._digest)
@@ -259,6 +278,17 @@ class JournalReader:
             return True
         finally:
             close_all(self._disk, fd)
+
+    def reopen(self) -> None:
+        """Open the journal again at the position reached.
+
+        Raises:
+            OSError: It is gone.
+        """
+        end, is_ended = self.end, self.next
+        if not self.open(layout.journal_name(end.number), end.number):
+            raise FileNotFoundError(f"{layout.journal_name(end.number)} is another journal")
+        self.end.offset, self.end.sequence, self.next = end.offset, end.sequence, is_ended
 
     def read(self, *, follow: bool = True) -> Iterator[npt.NDArray[Any]]:
         """Yield the records not read yet; with ``follow``, continue in the next journal at the end of each.
@@ -307,7 +337,7 @@ class JournalReader:
         if not made.any() or ends[made].max() <= _SLOTS_UNPROVEN_MAX:
             return records
         proven = _SLOTS_UNPROVEN_MAX
-        for fd in set(self._fds):
+        for fd in set(self.fds):
             for number, status in segments_in(self._disk, fd).items():
                 if status.st_size == self.geometry.segment_bytes:
                     proven = max(proven, (number + 1) * slots)

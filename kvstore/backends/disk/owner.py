@@ -211,8 +211,7 @@ class Owner:
 
 def take_owner(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, slots_max: int, digest: bytes) -> Owner:
     """Adopt the most recently used directory of an owner that has ended, or create a new one."""
-    with roots[0].owners() as owners:
-        here = [each for each in owners if each.namespace == roots[0].namespace]
+    here = [each for each in roots[0].owners() if each.namespace == roots[0].namespace]
     for each in sorted(here, key=lambda each: each.changed_at, reverse=True):
         owner = Owner(disk, each.name, geometry, digest)
         try:

@@ -10,14 +10,15 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvstore.backends.disk import files, layout
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.files import FileLock
-from kvstore.backends.disk.journal import append_rows, journals_in, load_owner
+from kvstore.backends.disk.journal import OwnerState, append_rows, load_owner
 from kvstore.backends.disk.layout import Kind, Row
 from kvstore.diskio import OsDisk
 from kvstore.errors import ConfigError
@@ -33,6 +34,10 @@ _LEDGER_NAME: Final = "ledger.lock"
 _MEMBERS_NAME: Final = "members.lock"
 _WANT_PREFIX: Final = "want."
 
+_LEDGER_WAIT_S: Final = 1.0
+_LEDGER_RETRY_S: Final = 0.01
+"""Longest wait for the ledger once an ended owner has been loaded, and the pause between two tries."""
+
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
@@ -43,17 +48,20 @@ class LedgerBusyError(Exception):
 
 @dataclass(slots=True)
 class OwnerDirectory:
-    """An owner: the lengths of its segments, its last change, and its lock if this process now holds it.
+    """An owner: the lengths of its segments, and its last change.
 
-    If its directory can't be read, ``fd`` is -1 and one entry of ``segments`` has its last known size.
+    Attributes:
+        is_readable: Whether its directory could be read; if not, one entry of ``segments`` has its last known size.
+        has_ended: Whether its lock was free; False if the lock was not tried.
     """
 
     namespace: str
     name: str
-    fd: int
+    is_readable: bool = True
     segments: dict[str, int] = field(default_factory=dict)
     changed_at: float = 0.0
-    lock: FileLock | None = None
+    has_journal: bool = False
+    has_ended: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -121,17 +129,11 @@ class Root:
             LedgerBusyError: Another engine holds the ledger's lock.
             OSError: The disk fails.
         """
-        lock = self.ledger()
-        if not lock.try_acquire():
-            raise LedgerBusyError
-        try:
-            missing = self._missing_bytes(size_bytes)
-            if missing > 0 and reclaim:
-                self._reclaim(missing)
-                missing = self._missing_bytes(size_bytes)
-            return missing <= 0 and self._preallocate(dir_fd, name, size_bytes)
-        finally:
-            lock.release()
+        made = self._make_if_room(dir_fd, name, size_bytes)
+        if made is None and reclaim:
+            self._reclaim(size_bytes)
+            made = self._make_if_room(dir_fd, name, size_bytes)
+        return bool(made)
 
     def want(self, owner: str, *, wanted: bool) -> None:
         """Publish that an owner has less than its share and needs a segment, or withdraw this request."""
@@ -158,11 +160,11 @@ class Root:
         if not ledger.try_acquire():
             return False
         lacking = self._missing_bytes(0) > 0
-        with self.owners(locks=True) as owners:
-            if any(each.lock is not None and each.segments for each in owners):
-                # Segments of ended owners are removed first, when an engine makes a segment.
-                return False
-            sizes = {each.name: each.size_bytes for each in owners if each.lock is None and each.fd >= 0}
+        owners = self.owners(try_locks=True)
+        if any(each.has_ended and each.segments for each in owners):
+            # Segments of ended owners are removed first, when an engine makes a segment.
+            return False
+        sizes = {each.name: each.size_bytes for each in owners if not each.has_ended and each.is_readable}
         wishes = self._wishes() - {owner}
         for name in wishes - sizes.keys():
             self.want(name, wanted=False)
@@ -184,66 +186,91 @@ class Root:
         """Return how far ``more_bytes`` would exceed the capacity or the free space."""
         filesystem = self.disk.statvfs(self.fd)
         free = filesystem.f_bavail * filesystem.f_frsize
-        with self.owners() as owners:
-            used = sum(owner.size_bytes for owner in owners)
+        used = sum(owner.size_bytes for owner in self.owners())
         return more_bytes + max(used - self.capacity_bytes, self.reserve_bytes - free)
 
+    @contextlib.contextmanager
+    def _ledger_held(self, wait_s: float = 0.0) -> Iterator[None]:
+        lock, deadline = self.ledger(), time.monotonic() + wait_s
+        while not lock.try_acquire():
+            if time.monotonic() >= deadline:
+                raise LedgerBusyError
+            time.sleep(_LEDGER_RETRY_S)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _make_if_room(self, dir_fd: int, name: str, size_bytes: int) -> bool | None:
+        """Create a segment; return whether the filesystem had room, or None if capacity or reserve has none."""
+        with self._ledger_held():
+            return None if self._missing_bytes(size_bytes) > 0 else self._preallocate(dir_fd, name, size_bytes)
+
     def _reclaim(self, size_bytes: int) -> None:
-        """Remove segments of ended owners, idle namespaces first."""
-        with self.owners(locks=True) as owners:
-            busy = {owner.namespace for owner in owners if owner.lock is None} | {self.namespace}
-            dead = [owner for owner in owners if owner.lock is not None]
-            for owner in sorted(dead, key=lambda o: (o.namespace in busy, o.changed_at)):
-                if size_bytes <= 0:
-                    return
+        """Remove segments of ended owners, idle namespaces first, until ``size_bytes`` fit."""
+        owners = self.owners(try_locks=True)
+        busy = {owner.namespace for owner in owners if not owner.has_ended} | {self.namespace}
+        ended = [owner for owner in owners if owner.has_ended]
+        for owner in sorted(ended, key=lambda owner: (owner.namespace in busy, owner.changed_at)):
+            with contextlib.ExitStack() as stack:
+                owner_fd = -1
+                with contextlib.suppress(OSError):
+                    owner_fd = self._enter_ended(self.fd, owner, stack)
+                if owner_fd < 0:
+                    continue
                 if not owner.segments:
                     # Its last segments were removed earlier, so other engines have read its journal since.
-                    self._remove_owner(owner)
-                    continue
-                taken: list[str] = []
-                # The highest number first, because it was filled last.
-                for name in sorted(owner.segments, reverse=True):
-                    if size_bytes > 0:
-                        size_bytes -= owner.segments[name]
-                        taken.append(name)
-                # Without the record, other engines find out when they load a block.
-                with contextlib.suppress(OSError):
-                    self._record_removal(owner, taken)
-                for name in taken:
-                    files.remove_segment(self.disk, owner.fd, name)
-
-    def _record_removal(self, owner: OwnerDirectory, segments: list[str]) -> None:
-        """Journal the removal of an ended owner's segments: engines that follow it then no longer find their blocks."""
-        with contextlib.ExitStack() as stack:
-            dir_fd = owner.fd
-            if self.first is not None:
-                namespace_fd = files.open_own_directory(self.disk, owner.namespace, self.first.fd)
-                stack.callback(files.close_all, self.disk, namespace_fd)
-                dir_fd = files.open_own_directory(self.disk, owner.name, namespace_fd)
-                stack.callback(files.close_all, self.disk, dir_fd)
-                lock = FileLock(self.disk, dir_fd, layout.LOCK_NAME)
-                if not lock.try_acquire():
+                    with contextlib.suppress(OSError):
+                        self._remove_owner(owner, owner_fd)
+                elif not self._reclaim_from(owner, owner_fd, size_bytes):
                     return
-                stack.callback(lock.release)
-            number, digest = int(owner.name, 16), bytes.fromhex(owner.namespace)
-            state = load_owner(self.disk, [dir_fd, owner.fd], number, digest)
-            if state is not None:
-                stack.callback(state.reader.close)
-                rows: list[Row] = []
-                for name in segments:
-                    first = (layout.segment_number(name) or 0) * state.geometry.segment_slots
-                    rows += state.columns.removals(state.columns.held(first, first + state.geometry.segment_slots))
-                    rows.append((Kind.DROP, first, 0, 0, b""))
-                append_rows(self.disk, dir_fd, state, number, rows)
 
-    def _remove_owner(self, owner: OwnerDirectory) -> None:
-        with contextlib.suppress(OSError):
-            files.remove_owner_files(self.disk, owner.fd)
-            namespace_fd = self.disk.open_dir(owner.namespace, self.fd)
-            try:
-                self.disk.rmdir(owner.name, namespace_fd)
-            finally:
-                self.disk.close(namespace_fd)
+    def _enter_ended(self, root_fd: int, owner: OwnerDirectory, stack: contextlib.ExitStack) -> int:
+        """Open and lock an ended owner's directory in a root until ``stack`` ends; -1 if it was adopted meanwhile."""
+        namespace_fd = files.open_own_directory(self.disk, owner.namespace, root_fd)
+        stack.callback(files.close_all, self.disk, namespace_fd)
+        owner_fd = files.open_own_directory(self.disk, owner.name, namespace_fd)
+        stack.callback(files.close_all, self.disk, owner_fd)
+        lock = FileLock(self.disk, owner_fd, layout.LOCK_NAME)
+        stack.callback(lock.release)
+        return owner_fd if lock.try_acquire() else -1
+
+    def _reclaim_from(self, owner: OwnerDirectory, owner_fd: int, size_bytes: int) -> bool:
+        """Remove segments of an ended owner until ``size_bytes`` fit; return whether more must be removed."""
+        with contextlib.ExitStack() as stack:
+            state, dir_fd = None, owner_fd
+            with contextlib.suppress(OSError):
+                if self.first is not None:
+                    dir_fd = self._enter_ended(self.first.fd, owner, stack)
+                if dir_fd >= 0:
+                    number, digest = int(owner.name, 16), bytes.fromhex(owner.namespace)
+                    state = load_owner(self.disk, [dir_fd, owner_fd], number, digest)
+                if state is not None:
+                    stack.callback(state.reader.close)
+            # Loading a long journal takes seconds, in which other engines may make segments.
+            stack.enter_context(self._ledger_held(_LEDGER_WAIT_S))
+            missing = self._missing_bytes(size_bytes)
+            # The highest number first, because it was filled last.
+            names = iter(sorted(owner.segments, reverse=True))
+            taken: list[str] = []
+            while missing > 0 and (name := next(names, None)) is not None:
+                missing -= owner.segments[name]
+                taken.append(name)
+            # Without the record, other engines find out when they load a block.
+            with contextlib.suppress(OSError):
+                if state is not None:
+                    append_rows(self.disk, dir_fd, state, int(owner.name, 16), _removals(state, taken))
+            for name in taken:
+                files.remove_segment(self.disk, owner_fd, name)
+            return missing > 0
+
+    def _remove_owner(self, owner: OwnerDirectory, owner_fd: int) -> None:
+        files.remove_owner_files(self.disk, owner_fd)
+        namespace_fd = self.disk.open_dir(owner.namespace, self.fd)
+        try:
+            self.disk.rmdir(owner.name, namespace_fd)
+        finally:
+            self.disk.close(namespace_fd)
 
     def _preallocate(self, dir_fd: int, name: str, size_bytes: int) -> bool:
         # A crash may have left it before the journal recorded it.
@@ -267,56 +294,49 @@ class Root:
             files.close_all(self.disk, fd)
         return True
 
-    @contextlib.contextmanager
-    def owners(self, *, locks: bool = False) -> Iterator[list[OwnerDirectory]]:
-        """List the owners of all namespaces; with ``locks``, hold the locks of ended owners within the context.
+    def owners(self, *, try_locks: bool = False) -> list[OwnerDirectory]:
+        """List the owners of all namespaces; with ``try_locks``, find out which have ended.
 
         Objects of other users are skipped. A directory that can't be read counts with its last known size.
         """
         found: list[OwnerDirectory] = []
-        try:
-            for namespace in filter(layout.is_namespace, files.names_in(self.disk, self.fd)):
-                try:
-                    with not_ours():
-                        self._add_owners(namespace, locks, found)
-                except OSError as error:
-                    for name in [name for known, name in self._sizes if known == namespace]:
-                        self._add_unreadable(namespace, name, error, found)
-            self._sizes = {(owner.namespace, owner.name): owner.size_bytes for owner in found}
-            yield found
-        finally:
-            for owner in found:
-                if owner.lock is not None:
-                    owner.lock.release()
-                files.close_all(self.disk, owner.fd)
+        for namespace in filter(layout.is_namespace, files.names_in(self.disk, self.fd)):
+            try:
+                with not_ours():
+                    self._add_owners(namespace, try_locks, found)
+            except OSError as error:
+                for name in [name for known, name in self._sizes if known == namespace]:
+                    self._add_unreadable(namespace, name, error, found)
+        self._sizes = {(owner.namespace, owner.name): owner.size_bytes for owner in found}
+        return found
 
-    def _add_owners(self, namespace: str, locks: bool, found: list[OwnerDirectory]) -> None:
+    def _add_owners(self, namespace: str, try_locks: bool, found: list[OwnerDirectory]) -> None:
         namespace_fd = files.open_own_directory(self.disk, namespace, self.fd)
         try:
             names = files.names_in(self.disk, namespace_fd)
             for name in filter(layout.is_owner, names):
                 try:
                     with not_ours():
-                        found.append(self._owner(namespace_fd, namespace, name, locks))
+                        found.append(self._owner(namespace_fd, namespace, name, try_locks))
                 except OSError as error:
                     self._add_unreadable(namespace, name, error, found)
         finally:
             self.disk.close(namespace_fd)
 
-    def _owner(self, namespace_fd: int, namespace: str, name: str, locks: bool) -> OwnerDirectory:
-        owner = OwnerDirectory(namespace, name, files.open_own_directory(self.disk, name, namespace_fd))
+    def _owner(self, namespace_fd: int, namespace: str, name: str, try_locks: bool) -> OwnerDirectory:
+        owner = OwnerDirectory(namespace, name)
+        fd = files.open_own_directory(self.disk, name, namespace_fd)
         try:
-            for each, status in files.entries_in(self.disk, owner.fd).items():
+            for each, status in files.entries_in(self.disk, fd).items():
                 owner.changed_at = max(owner.changed_at, status.st_mtime)
+                owner.has_journal |= layout.journal_number(each) is not None
                 if layout.segment_number(each) is not None and stat.S_ISREG(status.st_mode):
                     owner.segments[each] = status.st_size
-            if locks:
-                lock = FileLock(self.disk, owner.fd, layout.LOCK_NAME)
+            if try_locks:
                 with contextlib.suppress(PermissionError):
-                    owner.lock = lock if lock.try_acquire() else None
-        except BaseException:
-            files.close_all(self.disk, owner.fd)
-            raise
+                    owner.has_ended = has_ended(self.disk, fd)
+        finally:
+            files.close_all(self.disk, fd)
         return owner
 
     def _add_unreadable(self, namespace: str, name: str, error: OSError, found: list[OwnerDirectory]) -> None:
@@ -324,7 +344,20 @@ class Root:
         if path not in self._unreadable:
             self._unreadable.add(path)
             _log.warning("%s can't be read and counts with its last known size: %s", path, error)
-        found.append(OwnerDirectory(namespace, name, -1, {"": self._sizes.get((namespace, name), 0)}))
+        size = self._sizes.get((namespace, name), 0)
+        found.append(OwnerDirectory(namespace, name, is_readable=False, segments={"": size}))
+
+
+def has_ended(disk: OsDisk, owner_fd: int) -> bool:
+    """Return whether no engine holds the lock of an owner."""
+    lock = FileLock(disk, owner_fd, layout.LOCK_NAME)
+    try:
+        # Shared, so that two engines that ask do not see each other.
+        return lock.try_acquire(exclusive=False, create=False)
+    except FileNotFoundError:
+        return True  # Partly created or partly removed, so not in use.
+    finally:
+        lock.release()
 
 
 def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namespace) -> Root:
@@ -366,6 +399,16 @@ def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namesp
             ) from error
         raise
     return root
+
+
+def _removals(state: OwnerState, segments: Sequence[str]) -> list[Row]:
+    """Return journal records that remove segments and their blocks."""
+    rows: list[Row] = []
+    for name in segments:
+        first = (layout.segment_number(name) or 0) * state.geometry.segment_slots
+        rows += state.columns.removals(state.columns.held(first, first + state.geometry.segment_slots))
+        rows.append((Kind.DROP, first, 0, 0, b""))
+    return rows
 
 
 @contextlib.contextmanager
@@ -440,13 +483,18 @@ def _check_layout(disk: OsDisk, root: Root, position: int) -> None:
     found = files.read_json(disk, _LAYOUT_NAME, root.state_fd)
     if found is None:
         return
+    if not found:
+        raise ConfigError(
+            f"{os.path.join(root.path, layout.STATE_DIR, _LAYOUT_NAME)!r} is damaged. If 'path' lists the directories "
+            "in their former order, remove that file, and kvstore writes it again. Otherwise empty the directory."
+        )
     if found.get("format") != layout.FORMAT:
         raise ConfigError(
             f"{root.path!r} is of format {found.get('format')!r}, this kvstore knows {layout.FORMAT}. Use the kvstore "
             "that made it, or name another 'path'."
         )
     # An older root does not state its position, but only the first one has journals.
-    stated = found.get("position", 0 if position and _has_journals(disk, root) else position)
+    stated = found.get("position", 0 if position and _has_journals(root) else position)
     if stated != position:
         raise ConfigError(
             f"{root.path!r} was made as directory {stated!r} of 'path', counting from 0, and is now directory "
@@ -454,10 +502,9 @@ def _check_layout(disk: OsDisk, root: Root, position: int) -> None:
         )
 
 
-def _has_journals(disk: OsDisk, root: Root) -> bool:
+def _has_journals(root: Root) -> bool:
     """Return whether an owner has a journal here, as in the first root only."""
-    with root.owners() as owners:
-        return any(journals_in(disk, owner.fd) for owner in owners if owner.fd >= 0)
+    return any(owner.has_journal for owner in root.owners())
 
 
 def _describe(disk: OsDisk, root: Root, document: dict[str, Any]) -> None:

@@ -7,9 +7,10 @@ import errno
 import os
 import resource
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvstore.backends.disk.files import close_all, open_regular
 from kvstore.backends.disk.layout import OWNER_SHIFT, SLOT_MASK, segment_name
@@ -20,6 +21,8 @@ __all__ = ["SegmentFiles"]
 
 _SegmentId = tuple[int, int]
 """Number of the owner (0: this engine) and of its segment."""
+
+_Directories: TypeAlias = Callable[[], AbstractContextManager[Sequence[int]]]
 
 _OPEN_MAX: Final = 512
 _SHARE_OF_LIMIT: Final = 4
@@ -41,15 +44,15 @@ class SegmentFiles:
         self._disk = engine.disk
         self._engine = engine
         self._direct = os.O_DIRECT if direct else 0
-        self._owners: dict[int, tuple[Sequence[int], int]] = {}
+        self._owners: dict[int, tuple[_Directories, int]] = {}
         self._open: OrderedDict[_SegmentId, _File] = OrderedDict()
         """Files that further calls may use; all other files in use are closed after their last use."""
         self._forgotten = 0
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._open_max = max(8, min(_OPEN_MAX, limit // _SHARE_OF_LIMIT))
 
-    def add_owner(self, owner: int, directories: Sequence[int], segment_slots: int) -> None:
-        """Add an owner: its directory in each root, and the number of slots per segment."""
+    def add_owner(self, owner: int, directories: _Directories, segment_slots: int) -> None:
+        """Add an owner: a context of its open directory in each root, and the number of slots per segment."""
         self._owners[owner] = directories, segment_slots
 
     @contextlib.asynccontextmanager
@@ -89,7 +92,7 @@ class SegmentFiles:
 
     def _segment_of(self, place: int) -> _SegmentId:
         owner = place >> OWNER_SHIFT
-        _, segment_slots = self._owners.get(owner, ((), 1))
+        _, segment_slots = self._owners.get(owner, (None, 1))
         return owner, (place & SLOT_MASK) // segment_slots
 
     async def _hold(self, segments: Iterable[_SegmentId], held: dict[_SegmentId, _File]) -> None:
@@ -122,12 +125,13 @@ class SegmentFiles:
 
     def _open_one(self, segment: _SegmentId) -> int:
         owner, number = segment
-        directories, _ = self._owners.get(owner, ((), 1))
-        if not directories:
+        directories, _ = self._owners.get(owner, (None, 1))
+        if directories is None:
             return -errno.ENOENT
         flags = (os.O_RDONLY if owner else os.O_RDWR) | self._direct
         try:
-            fd, _ = open_regular(self._disk, segment_name(number), flags, directories[number % len(directories)])
+            with directories() as fds:
+                fd, _ = open_regular(self._disk, segment_name(number), flags, fds[number % len(fds)])
         except OSError as error:
             return -(error.errno or errno.EIO)
         self._engine.admit(fd)

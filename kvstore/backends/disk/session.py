@@ -216,7 +216,7 @@ class Session:
         self.journal = Journal(self.engine, owner.number, owner.end, durable=self.config.durability == "data")
         self._files.callback(self.journal.close)
         self.segments = SegmentFiles(self.engine, direct=all(root.direct for root in self.roots))
-        self.segments.add_owner(0, owner.fds, self.geometry.segment_slots)
+        self.segments.add_owner(0, lambda: contextlib.nullcontext(owner.fds), self.geometry.segment_slots)
         self._files.callback(self.segments.close)
         self.index = await self.engine.call(partial(Index, owner.columns, slots_max, self._tenants))
         self.notes = Notes(self.engine, owner.fds[0], owner.number, lambda key: self.index.slot(key) is not None)
@@ -320,18 +320,18 @@ class Session:
         for start in range(0, len(slots), _SCAN_BATCH):
             batch = slots[start : start + _SCAN_BATCH]
             found = await self._read_headers(batch, pages)
-            taken: set[int] = set()
             keys = [key for key, _, _ in found]
+            taken = {slot for _, slot, _ in found}
             rows = [(Kind.ADD, slot, size, layout.digest_of(key), key) for key, slot, size in found]
             with self.claimed(keys):
                 try:
                     if rows:
-                        await self.journal.append(rows, partial(self.index.add, rows))
-                        taken.update(slot for _, slot, _ in found)
+                        self.index.pin(taken)
+                        await self.space.enter(rows)
+                        self.counts["recovery_found_blocks"] += len(rows)
                         self._on_added(keys)
                 except OSError as error:
                     _log.debug("%d blocks that were found could not be noted: %s", len(rows), error)
-            self.counts["recovery_found_blocks"] += len(taken)
             self.counts["recovery_scanned_slots"] += len(batch)
             self.index.release([slot for slot in batch if slot not in taken])
             await asyncio.sleep(0)

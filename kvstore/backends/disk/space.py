@@ -1,7 +1,8 @@
 """Space for new blocks: free slots, then new segments, then eviction. Also gives up segments for other engines.
 
-Every block leaves through :meth:`Space.leave`: its slot is reused only after the journal has recorded the removal, from
-which readers of the slot detect it. Some slots are freed ahead of need, so that stores need not wait.
+Every block comes through :meth:`Space.enter` and goes through :meth:`Space.leave`. Its slot is reused only after the
+journal has recorded the removal, from which readers of the slot detect it. Some slots are freed ahead of need, so that
+stores need not wait.
 """
 
 from __future__ import annotations
@@ -137,6 +138,20 @@ class Space:
             for number in own:
                 if number not in there[number % len(there)] and await self._give_up([number], RemovalCause.LOST):
                     self._full_until = 0.0
+
+    async def enter(self, rows: Sequence[Row]) -> None:
+        """Journal new blocks in pinned slots, then add them to the index and unpin the slots.
+
+        Raises:
+            OSError: The journal could not be written. The slots are free once no other engine finds the blocks.
+        """
+        slots = [slot for _, slot, *_ in rows]
+
+        def enter_index() -> None:
+            self._index.add(rows)
+            self._index.unpin(slots)
+
+        await self._journal.append(rows, enter_index, undo=partial(self._index.give_back, slots))
 
     async def leave(self, rows: Sequence[Row], cause: RemovalCause | None) -> None:
         """Journal the removal of departed blocks; only then update the index and report them with ``cause``, if any.
