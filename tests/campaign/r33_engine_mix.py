@@ -176,12 +176,15 @@ class Mix:
         if side is None:
             arguments += ["--no-enable-prefix-caching"]
         else:
-            peer = {"listen": f"127.0.0.1:{self._port}"} if side == 0 else {"request_peers": ["127.0.0.0/8"]}
+            peer = (
+                {"listen": f"127.0.0.1:{self._port}"} if side == 0 else {"request_peers": [f"127.0.0.1:{self._port}"]}
+            )
             timeouts = {"lookup_timeout": 10, "load_timeout": 30}
             offloading = {
                 "spec_name": "KVStoreOffloadingSpec",
                 "spec_module_path": "kvstore.vllm",
                 "cpu_bytes_to_use": 40 * 32768,
+                "tiering": {"allow": ["store", "load", "remote_decoder"]},
                 "secondary_tiers": [
                     {"type": "peer", "secret": "a secret of sixteen", **timeouts, **peer},
                     {"type": "file", "path": str(self._work / "kv"), "capacity": "16MiB", "reserve": 0, **timeouts},
