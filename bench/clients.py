@@ -20,8 +20,6 @@ from kvstore.runtime.messages import JobKind, SubmitJob
 from kvstore.tiers.block_mover import BlockMover, RunningJob
 from kvstore.types import Outcome
 
-__all__ = ["Client", "MovedSlots", "at_once", "beside_spinner", "measured"]
-
 _PATIENCE_S = 60
 """Deadline of a job; long enough for a loaded machine."""
 
@@ -135,14 +133,10 @@ async def measured(
 
 
 class MovedSlots:
-    """Slots, and a backend with the I/O side of a tier: jobs with headers, checksums and verification.
-
-    Attributes:
-        memory: The slots, filled with random bytes.
-    """
+    """Slots, and a backend with the I/O side of a tier: jobs with headers, checksums and verification."""
 
     def __init__(self, backend: Backend, namespace: Namespace, slot_bytes: int, slots: int) -> None:
-        self.memory = bytearray(random.Random(1).randbytes(slot_bytes)) * slots
+        self.memory = bytearray(random.Random(1).randbytes(slot_bytes)) * slots  # The slots, filled with random bytes.
         self._backend, self._namespace, self._slot_bytes = backend, namespace, slot_bytes
         self._free = list(range(slots))
 

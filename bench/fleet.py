@@ -45,19 +45,12 @@ COLUMNS: Final = (
 
 @dataclass(slots=True)
 class Fleet:
-    """Engines, and the prefixes that each holds.
+    """Engines, and the prefixes that each holds."""
 
-    Attributes:
-        keys: Keys of each prefix.
-        hashes: Hashes of these keys, one row per prefix.
-        held: Prefixes in the summary of each engine.
-        kept: Prefixes in the summary that the engine still holds when the summary is used.
-    """
-
-    keys: list[list[bytes]]
-    hashes: np.ndarray
-    held: list[np.ndarray]
-    kept: list[set[int]]
+    keys: list[list[bytes]]  # Keys of each prefix.
+    hashes: np.ndarray  # Hashes of these keys, one row per prefix.
+    held: list[np.ndarray]  # Prefixes in the summary of each engine.
+    kept: list[set[int]]  # Prefixes in the summary that the engine still holds when the summary is used.
 
 
 def main() -> None:

@@ -23,8 +23,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["DTYPES", "kv_blocks"]
-
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 """Element types with their lengths in bytes. fp8 is e4m3, scaled per layer like in vLLM's calibration."""
 

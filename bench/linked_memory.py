@@ -12,17 +12,11 @@ from kvstore.backends.base import RecordRead
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.types import Outcome
 
-__all__ = ["LinkedConfig", "LinkedMemory", "set_link"]
-
 
 class LinkedConfig(MemoryConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Options of :class:`LinkedMemory`.
+    """Options of :class:`LinkedMemory`."""
 
-    Attributes:
-        link: File with the speed of the link, from :func:`set_link`.
-    """
-
-    link: str = ""
+    link: str = ""  # File with the speed of the link, from :func:`set_link`.
 
 
 class LinkedMemory(MemoryBackend):

@@ -57,17 +57,11 @@ after an answer, and on the CPU platform all workers are pinned to one core, so 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Results of a batch of requests.
+    """Results of a batch of requests."""
 
-    Attributes:
-        answers: Answers in the order of the prompts.
-        seconds: Time from the first request to the last word.
-        tokens: Tokens of prompts and answers.
-    """
-
-    answers: list[Answer]
-    seconds: float
-    tokens: int
+    answers: list[Answer]  # Answers in the order of the prompts.
+    seconds: float  # Time from the first request to the last word.
+    tokens: int  # Tokens of prompts and answers.
 
     @property
     def tokens_per_s(self) -> float:

@@ -42,17 +42,11 @@ _LOADED = "vllm:kv_offload_tiering_read_bytes_total"
 
 @dataclass(slots=True)
 class Prefill:
-    """Progress of the prefill of a request.
+    """Progress of the prefill of a request."""
 
-    Attributes:
-        began_s: Time at which the prompt was sent to it, by ``time.perf_counter``.
-        ended_s: Time of its answer; 0.0 before.
-        began_before: Whether the decode engine had loaded blocks before that time.
-    """
-
-    began_s: float = 0.0
-    ended_s: float = 0.0
-    began_before: bool = False
+    began_s: float = 0.0  # Time at which the prompt was sent to it, by ``time.perf_counter``.
+    ended_s: float = 0.0  # Time of its answer; 0.0 before.
+    began_before: bool = False  # Whether the decode engine had loaded blocks before that time.
 
 
 class Proxy:

@@ -20,8 +20,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Answer", "Server", "complete", "free_port", "greedy", "kill_session", "session_pids", "working_directory"]
-
 _START_TIMEOUT_S = 600.0
 _REQUEST_TIMEOUT_S = 120.0
 _KILL_TIMEOUT_S = 30.0
@@ -29,19 +27,12 @@ _KILL_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Result of a completion.
+    """Result of a completion."""
 
-    Attributes:
-        text: The generated words.
-        ttft_s: Time from the request to the first word.
-        prompt_tokens: Tokens of the prompt.
-        cached_tokens: Tokens of the prompt that were not computed.
-    """
-
-    text: str
-    ttft_s: float
+    text: str  # The generated words.
+    ttft_s: float  # Time from the request to the first word.
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # Tokens of the prompt that were not computed.
 
 
 class Server:

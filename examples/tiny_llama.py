@@ -13,30 +13,18 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LlamaShape", "make_tiny_llama"]
-
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """Size of the model.
+    """Size of the model."""
 
-    Attributes:
-        layers: Decoder layers.
-        hidden: Width of the residual stream; a multiple of ``heads``.
-        heads: Attention heads.
-        kv_heads: KV heads; a divisor of ``heads``.
-        vocabulary: Words of the tokenizer, ``w0`` to ``w<n-1>``.
-        positions: Longest context in tokens.
-        seed: Seed of the weights.
-    """
-
-    layers: int = 2
-    hidden: int = 128
-    heads: int = 4
-    kv_heads: int = 2
-    vocabulary: int = 512
-    positions: int = 8192
-    seed: int = 20261121
+    layers: int = 2  # Decoder layers.
+    hidden: int = 128  # Width of the residual stream; a multiple of ``heads``.
+    heads: int = 4  # Attention heads.
+    kv_heads: int = 2  # KV heads; a divisor of ``heads``.
+    vocabulary: int = 512  # Words of the tokenizer, ``w0`` to ``w<n-1>``.
+    positions: int = 8192  # Longest context in tokens.
+    seed: int = 20261121  # Seed of the weights.
 
 
 def make_tiny_llama(directory: Path, shape: LlamaShape | None = None) -> Path:

@@ -45,15 +45,10 @@ _SYSTEMS = ("none", *_TIERED)
 
 @dataclass(slots=True)
 class Run:
-    """Results of one system.
+    """Results of one system."""
 
-    Attributes:
-        cold: Answers before the kill.
-        restart: Answers after the restart.
-    """
-
-    cold: list[Answer] = field(default_factory=list)
-    restart: list[Answer] = field(default_factory=list)
+    cold: list[Answer] = field(default_factory=list)  # Answers before the kill.
+    restart: list[Answer] = field(default_factory=list)  # Answers after the restart.
 
 
 def main() -> int:

@@ -57,14 +57,11 @@ _GIB: Final = 1024**3
 class EpochConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Source of the name of the epoch that the engines of a fleet share.
 
-    Attributes:
-        file: Path of a text file with the name. It is read when a tier opens and at each reset.
-
     Raises:
         ConfigError: The path is not absolute.
     """
 
-    file: str
+    file: str  # Path of a text file with the name. It is read when a tier opens and at each reset.
 
     def __post_init__(self) -> None:
         """Check the path."""

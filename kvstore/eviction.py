@@ -20,8 +20,6 @@ from kvstore.secret import shown
 from kvstore.tenants import Account, Accounts, Tenants
 from kvstore.types import BlockKey
 
-__all__ = ["ARC", "LRU", "POLICY_NAMES", "S3FIFO", "EvictionPolicy", "SharedPolicy", "make_policy"]
-
 _Queue: TypeAlias = "OrderedDict[BlockKey, int]"  # oldest first; the value is S3-FIFO's count of uses, else 0
 
 
@@ -33,12 +31,9 @@ class EvictionPolicy(ABC):
     Args:
         capacity_blocks_hint: Approximate number of blocks in a full owner; 0 if unknown. Policies that need a capacity
             use the larger of this and the present number of blocks.
-
-    Attributes:
-        name: Name in configurations.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # Name in configurations.
 
     def __init__(self, capacity_blocks_hint: int = 0) -> None:
         self._capacity_hint = max(0, capacity_blocks_hint)
@@ -119,13 +114,11 @@ class _QueuePolicy(EvictionPolicy):
         self._queues, self._ghosts = queues, ghosts
 
     def remove(self, key: BlockKey) -> bool:
-        """See :meth:`EvictionPolicy.remove`."""
         for ghost in self._ghosts:
             ghost.pop(key, None)
         return any([queue.pop(key, None) is not None for queue in self._queues])
 
     def clear(self) -> None:
-        """See :meth:`EvictionPolicy.clear`."""
         for queue in (*self._queues, *self._ghosts):
             queue.clear()
 
@@ -149,12 +142,10 @@ class LRU(_QueuePolicy):
         super().__init__(capacity_blocks_hint, [self._queue])
 
     def insert(self, key: BlockKey) -> None:
-        """See :meth:`EvictionPolicy.insert`."""
         self._queue[key] = 0
         self._queue.move_to_end(key)
 
     def touch(self, key: BlockKey) -> None:
-        """See :meth:`EvictionPolicy.touch`."""
         if key in self._queue:
             self._queue.move_to_end(key)
 
@@ -189,7 +180,6 @@ class S3FIFO(_QueuePolicy):
         super().__init__(capacity_blocks_hint, [self._small, self._main], [self._ghost])
 
     def insert(self, key: BlockKey) -> None:
-        """See :meth:`EvictionPolicy.insert`."""
         if key in self:
             self.touch(key)
         elif self._ghost.pop(key, None) is not None:
@@ -198,7 +188,6 @@ class S3FIFO(_QueuePolicy):
             self._small[key] = 0
 
     def touch(self, key: BlockKey) -> None:
-        """See :meth:`EvictionPolicy.touch`."""
         queue = self._small if key in self._small else self._main
         uses = queue.get(key, self.uses_max)
         if uses < self.uses_max:
@@ -259,12 +248,10 @@ class ARC(_QueuePolicy):
         super().__init__(capacity_blocks_hint, [self._recent, self._frequent], ghosts)
 
     def clear(self) -> None:
-        """See :meth:`EvictionPolicy.clear`."""
         super().clear()
         self._recent_target = 0.0
 
     def insert(self, key: BlockKey) -> None:
-        """See :meth:`EvictionPolicy.insert`."""
         if key in self:
             self.touch(key)
         elif key in self._ghost_recent:
@@ -282,7 +269,6 @@ class ARC(_QueuePolicy):
         self._trim_ghosts()
 
     def touch(self, key: BlockKey) -> None:
-        """See :meth:`EvictionPolicy.touch`."""
         if self._recent.pop(key, None) is not None:
             self._frequent[key] = 0
         elif key in self._frequent:
@@ -332,24 +318,20 @@ class SharedPolicy(EvictionPolicy):
         self._policies: defaultdict[Account, EvictionPolicy] = defaultdict(policy)
 
     def insert(self, key: BlockKey) -> None:
-        """See :meth:`EvictionPolicy.insert`."""
         account = self._accounts.of(key)
         self._policies[account].insert(key)
         account.blocks = len(self._policies[account])
 
     def touch(self, key: BlockKey) -> None:
-        """See :meth:`EvictionPolicy.touch`."""
         self._policies[self._accounts.of(key)].touch(key)
 
     def remove(self, key: BlockKey) -> bool:
-        """See :meth:`EvictionPolicy.remove`."""
         account = self._accounts.of(key)
         removed = self._policies[account].remove(key)
         account.blocks = len(self._policies[account])
         return removed
 
     def clear(self) -> None:
-        """See :meth:`EvictionPolicy.clear`."""
         for account, policy in self._policies.items():
             policy.clear()
             account.blocks = 0

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from kvstore.errors import ConfigError
 
-__all__ = ["FORMAT_VERSION", "Namespace"]
-
 FORMAT_VERSION: Final = 1
 """Version of the format of namespaces and records. Part of every digest, so two formats never share blocks."""
 

@@ -11,8 +11,6 @@ from typing import Final, NoReturn
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 
-__all__ = ["ByteSize", "Capacity", "Seconds"]
-
 _BYTES_PER_UNIT: Final = {
     **{unit: 1024**power for power, unit in enumerate(("b", "kib", "mib", "gib", "tib", "pib"))},
     **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))},
@@ -76,17 +74,13 @@ class Capacity:
 
     Immutable. Exactly one of the attributes is set.
 
-    Attributes:
-        size_bytes: The absolute limit, or None.
-        percent: The share, above 0 and at most 100, or None.
-
     Raises:
         ConfigError: Neither a size nor a percentage in (0, 100].
     """
 
     __slots__ = ("percent", "size_bytes")
-    size_bytes: ByteSize | None
-    percent: Fraction | None
+    size_bytes: ByteSize | None  # The absolute limit, or None.
+    percent: Fraction | None  # The share, above 0 and at most 100, or None.
 
     def __init__(self, value: int | float | str | Capacity) -> None:
         size, percent = _parse_capacity(value)

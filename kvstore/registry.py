@@ -14,8 +14,6 @@ from typing import Any
 from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
 
-__all__ = ["BACKENDS", "CODECS", "DIRECTORIES", "Registry"]
-
 
 class Registry:
     """The known names of one kind of class.

@@ -11,8 +11,6 @@ from typing import BinaryIO, Final
 
 from kvstore.errors import ConfigError
 
-__all__ = ["SecretStr", "open_regular", "shown", "shown_path", "shown_variable"]
-
 _ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _VARIABLE: Final = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", re.ASCII)
 """Usual variable names: capitals with an underscore. Keys in hexadecimal or base32 have no underscore."""

@@ -22,8 +22,6 @@ from kvstore.errors import ConfigError
 from kvstore.quantity import ByteSize, Seconds
 from kvstore.types import BlockKey
 
-__all__ = ["OTHERS", "TAG_BYTES", "Account", "Accounts", "Tags", "Tenant", "Tenants", "tag_of"]
-
 TAG_BYTES: Final = 8
 """Length of a tenant's tag, at the start of a key."""
 
@@ -45,22 +43,16 @@ _tag_in: Final = operator.itemgetter(slice(TAG_BYTES))
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shares and rate limits of a tenant.
 
-    Attributes:
-        values: Values of the rule that identify this tenant; if empty, its name.
-        guaranteed: Share of a cache that other tenants cannot displace while this tenant is active.
-        maximum: Share of a cache above which the tenant's blocks are displaced before those of all others.
-        store_rate: Maximum bytes per second stored in the lower tiers, such as ``"200MB"``; None: unlimited.
-        load_rate: Maximum bytes per second loaded from the lower tiers; None: unlimited.
-
     Raises:
         ConfigError: A share or a rate is out of range.
     """
 
-    values: tuple[str, ...] = ()
-    guaranteed: float = 0.0
-    maximum: float = 1.0
+    values: tuple[str, ...] = ()  # Values of the rule that identify this tenant; if empty, its name.
+    guaranteed: float = 0.0  # Share of a cache that other tenants cannot displace while this tenant is active.
+    maximum: float = 1.0  # Share of a cache above which the tenant's blocks are displaced before those of all others.
     store_rate: int | str | None = None
-    load_rate: int | str | None = None
+    """Maximum bytes per second stored in the lower tiers, such as ``"200MB"``; None: unlimited."""
+    load_rate: int | str | None = None  # Maximum bytes per second loaded from the lower tiers; None: unlimited.
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -78,24 +70,21 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Tenants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rule that assigns requests to tenants, and the shares and rates of tenants.
 
-    Attributes:
-        by: Rule: the request's ``cache_salt``, the name of its LoRA ``adapter``, or the ``parameter`` ``"tenant"`` of
-            its offload policy.
-        named: The named tenants.
-        others: Limits of every other tenant, one per value of the rule; requests without a value form one tenant. No
-            share can be guaranteed here, because the number of such tenants is unknown.
-        idle_s: Time since its last use after which a tenant's guarantee has no effect, and its blocks are displaced
-            before those of active tenants.
-
     Raises:
         ConfigError: There is no such rule, the guaranteed shares exceed 1, a value identifies two tenants, or a number
             is out of range.
     """
 
     by: str
-    named: dict[str, Tenant] = {}
+    """Rule: the request's ``cache_salt``, the name of its LoRA ``adapter``, or the ``parameter`` ``"tenant"`` of its
+    offload policy."""
+    named: dict[str, Tenant] = {}  # The named tenants.
     others: Tenant = Tenant()
+    """Limits of every other tenant, one per value of the rule; requests without a value form one tenant. No share can
+    be guaranteed here, because the number of such tenants is unknown."""
     idle_s: float | str = 600.0
+    """Time since its last use after which a tenant's guarantee has no effect, and its blocks are displaced before those
+    of active tenants."""
 
     def __post_init__(self) -> None:
         """Check the tenants against each other."""
@@ -144,21 +133,13 @@ class Tags:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """The blocks of one tenant, or of several unnamed tenants, in one cache.
+    """The blocks of one tenant, or of several unnamed tenants, in one cache."""
 
-    Attributes:
-        name: Name of the tenant, or ``OTHERS``.
-        tenant: Its shares and rates.
-        used_at: Time of its last use.
-        blocks: Number of its blocks in the cache.
-        evicted: Number of its blocks evicted from the primary tier.
-    """
-
-    name: str
-    tenant: Tenant
-    used_at: float
-    blocks: int = 0
-    evicted: int = 0
+    name: str  # Name of the tenant, or ``OTHERS``.
+    tenant: Tenant  # Its shares and rates.
+    used_at: float  # Time of its last use.
+    blocks: int = 0  # Number of its blocks in the cache.
+    evicted: int = 0  # Number of its blocks evicted from the primary tier.
 
 
 class Accounts:
@@ -174,14 +155,11 @@ class Accounts:
         tenants: The rule and the shares.
         capacity: Blocks that the cache can hold.
         clock: Monotonic seconds; by default, tenants are never idle.
-
-    Attributes:
-        capacity: Blocks that the cache can hold; may change.
     """
 
     def __init__(self, tenants: Tenants, capacity: int = 0, clock: Callable[[], float] = lambda: 0.0) -> None:
         self._tenants = tenants
-        self.capacity = capacity
+        self.capacity = capacity  # Blocks that the cache can hold; may change.
         self._clock = clock
         self._idle_s = Seconds(tenants.idle_s)
         self._named = {

@@ -10,24 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-__all__ = [
-    "KEY_BYTES_MAX",
-    "BlockInfo",
-    "BlockKey",
-    "Found",
-    "JobResult",
-    "Locality",
-    "LookupResult",
-    "Medium",
-    "NamespaceInfo",
-    "Outcome",
-    "RemovalCause",
-    "RequestContext",
-    "Source",
-    "TierEvent",
-    "TransferJob",
-]
-
 BlockKey: TypeAlias = bytes
 """Opaque bytes, 1 to ``KEY_BYTES_MAX`` long; equal keys (in one namespace) mean equal content."""
 
@@ -169,15 +151,10 @@ class NamespaceInfo:
 
 
 class Source(NamedTuple):
-    """Another engine that holds blocks of a request, as given by the request.
+    """Another engine that holds blocks of a request, as given by the request."""
 
-    Attributes:
-        address: Its ``"host:port"``.
-        hand_over: Digest of the name of the request's hand-over; empty without one.
-    """
-
-    address: str
-    hand_over: bytes = b""
+    address: str  # Its ``"host:port"``.
+    hand_over: bytes = b""  # Digest of the name of the request's hand-over; empty without one.
 
 
 @dataclass(slots=True, eq=False)

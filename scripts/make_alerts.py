@@ -20,24 +20,16 @@ _RUNBOOKS = "docs/troubleshooting.md"
 
 @dataclass(frozen=True)
 class Alert:
-    """One alert.
+    """One alert."""
 
-    Attributes:
-        name: Name without the prefix ``KVStore``.
-        expr: Its condition, in PromQL.
-        minutes: Time for which the condition must hold.
-        severity: ``"warning"``: blocks are recomputed; ``"critical"``: a tier does nothing.
-        summary: Text for the operator, with labels of the condition.
-        faulty: Series of an engine with the fault, with values (gauges) or increases per minute (counters); None if it
-            is absent.
-    """
-
-    name: str
-    expr: str
-    minutes: int
-    severity: str
-    summary: str
+    name: str  # Name without the prefix ``KVStore``.
+    expr: str  # Its condition, in PromQL.
+    minutes: int  # Time for which the condition must hold.
+    severity: str  # ``"warning"``: blocks are recomputed; ``"critical"``: a tier does nothing.
+    summary: str  # Text for the operator, with labels of the condition.
     faulty: tuple[tuple[str, float | None], ...]
+    """Series of an engine with the fault, with values (gauges) or increases per minute (counters); None if it is
+    absent."""
 
 
 _BY = "by (instance, tier)"

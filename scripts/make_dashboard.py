@@ -28,21 +28,13 @@ _WIDTH, _HEIGHT = 12, 8
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel.
-
-    Attributes:
-        title: Title.
-        queries: PromQL and legend of each of its series.
-        unit: Grafana's name of the unit.
-        about: Description; by default that of the list of metrics.
-        states: Names and colours of the values of a state; such a panel is a timeline.
-    """
+    """One panel."""
 
     title: str
-    queries: tuple[tuple[str, str], ...]
-    unit: str = "short"
-    about: str = ""
-    states: tuple[tuple[str, str], ...] = ()
+    queries: tuple[tuple[str, str], ...]  # PromQL and legend of each of its series.
+    unit: str = "short"  # Grafana's name of the unit.
+    about: str = ""  # Description; by default that of the list of metrics.
+    states: tuple[tuple[str, str], ...] = ()  # Names and colours of the values of a state; such a panel is a timeline.
 
 
 def _legend(by: tuple[str, ...]) -> str:

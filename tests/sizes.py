@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Final
 
-__all__ = ["FULL_VARIABLE", "sized"]
-
 FULL_VARIABLE: Final = "KVSTORE_TEST_FULL"
 """Environment variable that makes long tests run in full; the campaign sets it."""
 

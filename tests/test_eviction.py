@@ -51,7 +51,6 @@ class PlainLRU:
             self.insert(key)
 
     def remove(self, key: bytes) -> None:
-        """Remove."""
         self.blocks = [block for block in self.blocks if block != key]
 
     def victims(self, count: int, pinned: Pinned) -> list[bytes]:
@@ -93,7 +92,6 @@ class PlainS3FIFO:
             self.uses[key] = min(3, self.uses[key] + 1)
 
     def remove(self, key: bytes) -> None:
-        """Remove."""
         for queue in (self.small, self.main, self.ghost):
             if key in queue:
                 queue.remove(key)
@@ -185,7 +183,6 @@ class PlainARC:
                 return
 
     def remove(self, key: bytes) -> None:
-        """Remove."""
         for queue in (self.t1, self.t2, self.b1, self.b2):
             if key in queue:
                 queue.remove(key)

@@ -27,7 +27,6 @@ class Cache:
         self.stuck: Counter[str] = Counter()
 
     def account(self, name: str, *, named: bool = True) -> Account:
-        """Return an account."""
         return self.accounts.of(tag_of(name, named=named) + b"block")
 
     def fill(self, **blocks: int) -> None:

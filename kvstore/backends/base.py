@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from kvstore.primary.lending import Lender
     from kvstore.tenants import Tenants
 
-__all__ = [
-    "ArrivalListener",
-    "Backend",
-    "BackendStats",
-    "RecordGeometry",
-    "RecordRead",
-    "RecordWrite",
-    "RemovalListener",
-    "outcome_of",
-]
-
 _SCAN_BATCH = 1024
 """Keys per batch of a scan; the scheduler processes one batch per step, in some tenths of a millisecond."""
 

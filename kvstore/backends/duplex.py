@@ -13,8 +13,6 @@ from typing import Final
 from kvstore.backends.stream import Stream
 from kvstore.backends.vectored import drop_front
 
-__all__ = ["Duplex"]
-
 _RECEIVES_MAX: Final = 64
 _RECEIVED_MAX: Final = 2 << 20
 """System calls and bytes for one wake-up, so that one busy connection does not keep the loop from the others."""
@@ -27,13 +25,7 @@ _RECHECK_S: Final = 0.05
 
 
 class Duplex(ABC):
-    """Moves bytes over one connected stream, on one event loop. A subclass provides the receive buffers.
-
-    Attributes:
-        closed: Whether it has ended; no buffer is touched after that.
-        sent_bytes: Bytes sent since the start.
-        unsent: Buffers to send, none of them empty; call ``_flush`` after adding to it.
-    """
+    """Moves bytes over one connected stream, on one event loop. A subclass provides the receive buffers."""
 
     def __init__(self, stream: Stream) -> None:
         self._loop = asyncio.get_running_loop()
@@ -43,8 +35,9 @@ class Duplex(ABC):
         self._read_wants_write = False
         self._again: asyncio.Handle | None = None
         self._recheck: asyncio.TimerHandle | None = None
-        self.closed = False
-        self.sent_bytes = 0
+        self.closed = False  # Whether it has ended; no buffer is touched after that.
+        self.sent_bytes = 0  # Bytes sent since the start.
+        # Buffers to send, none of them empty; call ``_flush`` after adding to it.
         self.unsent: deque[bytes | memoryview] = deque()
         self._loop.add_reader(self._descriptor, self._on_readable)
 

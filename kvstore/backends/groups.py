@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar
 
-__all__ = ["Sized", "grouped"]
-
 
 class Sized(Protocol):
     """An object with a length."""

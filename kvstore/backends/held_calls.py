@@ -16,8 +16,6 @@ from typing import Any, Final
 
 from kvstore.codec.rows import address_of
 
-__all__ = ["BUFFERS_MAX", "HELD_BYTES_MAX", "HeldCalls", "are_available"]
-
 BUFFERS_MAX: Final = 64
 """Buffers of one call; far below the kernel's limit of 1,024."""
 

@@ -25,8 +25,6 @@ from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS
 from kvstore.types import KEY_BYTES_MAX, BlockInfo, NamespaceInfo, Outcome, RemovalCause
 
-__all__ = ["STALE_MAX", "Holdings", "ReadResult", "StaleItem", "open_holdings"]
-
 STALE_MAX: Final = 100_000
 """Stale files or objects that one run removes, about 30 MB of memory; the next run continues."""
 
@@ -46,17 +44,11 @@ ReadResult: TypeAlias = memoryview | RecordError | BackendError | None
 
 @dataclass(frozen=True, slots=True)
 class StaleItem:
-    """A file or object that no engine needs any more.
+    """A file or object that no engine needs any more."""
 
-    Attributes:
-        name: Its name, relative to the tier's directory or prefix.
-        why: Why it is not needed.
-        size_bytes: Its length.
-    """
-
-    name: str
-    why: str
-    size_bytes: int
+    name: str  # Its name, relative to the tier's directory or prefix.
+    why: str  # Why it is not needed.
+    size_bytes: int  # Its length.
 
 
 class Holdings:
@@ -67,21 +59,16 @@ class Holdings:
     Args:
         backend: Class of the backend.
         config: Configuration of the tier.
-
-    Attributes:
-        header_bytes: Length of the record headers on this medium.
-        ttl_s: Age at which the configuration lets unused blocks expire; 0.0 for never.
-        knows_holders: Whether the medium shows which namespaces are in use.
-        record_bytes_max: Longest record that is read into memory; blocks have megabytes.
     """
 
-    ttl_s: float = 0.0
-    knows_holders: ClassVar[bool] = False
-    record_bytes_max: ClassVar[int] = 1 << 32
+    ttl_s: float = 0.0  # Age at which the configuration lets unused blocks expire; 0.0 for never.
+    knows_holders: ClassVar[bool] = False  # Whether the medium shows which namespaces are in use.
+    record_bytes_max: ClassVar[int] = 1 << 32  # Longest record that is read into memory; blocks have megabytes.
 
     def __init__(self, backend: type[Backend], config: TierConfig) -> None:
         self.backend = backend
         self.config = config
+        # Length of the record headers on this medium.
         self.header_bytes = -(-HEADER_BYTES // backend.alignment) * backend.alignment
         self._opened: tuple[str, Backend] | None = None
         self._room = memoryview(b"")

@@ -15,8 +15,6 @@ from kvstore.eviction import EvictionPolicy, make_policy
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, Medium, NamespaceInfo, Outcome, RemovalCause
 
-__all__ = ["MemoryBackend", "MemoryConfig"]
-
 
 class MemoryConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Blocks in the memory of the process; for tests and examples.
@@ -92,18 +90,15 @@ class MemoryBackend(Backend):
         self._evict(shelf, 0)
 
     async def close(self) -> None:
-        """See :meth:`Backend.close`."""
         if self._shelf is not None:
             self._shelf.is_taken = False
             self._shelf = None
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.exists`."""
         records = self._open_shelf().records
         return [key in records for key in keys]
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """See :meth:`Backend.put`."""
         outcomes: list[Outcome] = []
         for write in writes:
             outcomes.append(self._put_one(self._open_shelf(), write))
@@ -111,7 +106,6 @@ class MemoryBackend(Backend):
         return outcomes
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """See :meth:`Backend.get_into`."""
         outcomes: list[Outcome] = []
         for read in reads:
             outcomes.append(self._get_one(self._open_shelf(), read))
@@ -119,12 +113,10 @@ class MemoryBackend(Backend):
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.delete`."""
         shelf = self._open_shelf()
         return [_take_out(shelf, key) for key in keys]
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
-        """See :meth:`Backend.scan`."""
         shelf = self._open_shelf()
         # A copy of the order, because blocks change while the caller iterates.
         for key in list(shelf.policy):
@@ -147,13 +139,11 @@ class MemoryBackend(Backend):
         ]
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.touch`."""
         if self._shelf is not None:
             for key in keys:
                 self._shelf.policy.touch(key)
 
     def stats(self) -> BackendStats:
-        """See :meth:`Backend.stats`."""
         shelf = self._shelf
         return BackendStats(
             blocks=len(shelf.records) if shelf else 0,

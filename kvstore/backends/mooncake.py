@@ -26,8 +26,6 @@ from kvstore.errors import BackendClosedError, BackendError, BackendUnavailableE
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, Locality, Medium, Outcome
 
-__all__ = ["MooncakeBackend", "MooncakeConfig"]
-
 _THREADS: Final = 4
 """Calls in flight; each moves a batch, and the client uses threads of its own for it."""
 
@@ -57,23 +55,14 @@ _Calls = dict[asyncio.Future[None], set[BlockKey]]
 
 
 class MooncakeConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A tier in Mooncake Store.
+    """A tier in Mooncake Store."""
 
-    Attributes:
-        master: ``"host:port"`` of ``mooncake_master``.
-        metadata: Metadata server of the transfer engine; ``"P2PHANDSHAKE"`` needs none.
-        host: Name or address under which other members of the pool reach this engine.
-        segment: Memory that this engine adds to the pool.
-        protocol: ``"tcp"`` or ``"rdma"``.
-        devices: RDMA devices, separated by commas.
-    """
-
-    master: str
-    metadata: str = "P2PHANDSHAKE"
-    host: str = "127.0.0.1"
-    segment: ByteSize = ByteSize(0)
-    protocol: Literal["tcp", "rdma"] = "tcp"
-    devices: str = ""
+    master: str  # ``"host:port"`` of ``mooncake_master``.
+    metadata: str = "P2PHANDSHAKE"  # Metadata server of the transfer engine; ``"P2PHANDSHAKE"`` needs none.
+    host: str = "127.0.0.1"  # Name or address under which other members of the pool reach this engine.
+    segment: ByteSize = ByteSize(0)  # Memory that this engine adds to the pool.
+    protocol: Literal["tcp", "rdma"] = "tcp"  # ``"tcp"`` or ``"rdma"``.
+    devices: str = ""  # RDMA devices, separated by commas.
 
 
 class MooncakeBackend(Backend):
@@ -160,7 +149,6 @@ class MooncakeBackend(Backend):
         self._end_lanes()
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
-        """See :meth:`Backend.exists`."""
         store, names = self._open_store(), [self._name(key) for key in keys]
         async with self._lane() as lane:
             codes = await lane.run(lambda: store.batch_is_exist(names))
@@ -170,7 +158,6 @@ class MooncakeBackend(Backend):
         return [None if code < 0 else code == 1 for code in codes]
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """See :meth:`Backend.put`."""
         self._open_store()
         outcomes: dict[int, Outcome] = {}
         rest = list(enumerate(writes))
@@ -188,7 +175,6 @@ class MooncakeBackend(Backend):
         return [outcomes[i] for i in range(len(writes))]
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """See :meth:`Backend.get_into`."""
         store = self._open_store()
         outcomes: list[Outcome] = []
         at = 0
@@ -215,7 +201,6 @@ class MooncakeBackend(Backend):
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.delete`."""
         store, names = self._open_store(), [self._name(key) for key in keys]
         async with self._lane() as lane:
             # The store reuses the space of a removed record immediately, even during a read. Other engines detect that
@@ -235,7 +220,6 @@ class MooncakeBackend(Backend):
             yield BlockInfo(b"", 0)
 
     def stats(self) -> BackendStats:
-        """See :meth:`Backend.stats`."""
         return BackendStats(counters={"failed_calls": self._failures})
 
     async def _put_some(self, writes: Sequence[tuple[int, RecordWrite]]) -> dict[int, Outcome]:
@@ -341,20 +325,13 @@ class MooncakeBackend(Backend):
 
 
 class _Lane:
-    """A thread and its memory; one call at a time.
-
-    Attributes:
-        memory: Its memory.
-        address: Start address of the memory.
-        record_bytes_max: Distance between two records in the memory.
-        records_max: Number of records that fit into the memory.
-    """
+    """A thread and its memory; one call at a time."""
 
     def __init__(self, slab_bytes: int, record_bytes_max: int) -> None:
         self.memory = memoryview(mmap.mmap(-1, slab_bytes))
-        self.address = address_of(self.memory)
-        self.record_bytes_max = record_bytes_max
-        self.records_max = slab_bytes // record_bytes_max
+        self.address = address_of(self.memory)  # Start address of the memory.
+        self.record_bytes_max = record_bytes_max  # Distance between two records in the memory.
+        self.records_max = slab_bytes // record_bytes_max  # Number of records that fit into the memory.
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]] | None]
         self._calls = queue.SimpleQueue()
         self._current: asyncio.Future[Any] | None = None

@@ -16,8 +16,6 @@ from kvstore.namespace import Namespace
 from kvstore.runtime.limits import CallsUnderWay
 from kvstore.types import BlockInfo, BlockKey, Outcome
 
-__all__ = ["SimpleBackend"]
-
 _log = logging.getLogger("kvstore.backends")
 
 _FUTILE_MAX: Final = 16
@@ -113,15 +111,12 @@ class SimpleBackend(Backend):
         raise failure
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """See :meth:`Backend.put`."""
         return await self._fan_out(self._put_outcome, writes, instead=outcome_of)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """See :meth:`Backend.get_into`."""
         return await self._fan_out(self._get_outcome, reads, instead=outcome_of)
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.delete`."""
         return await self._fan_out(self.delete_one, keys)
 
     async def scan(self) -> AsyncIterator[BlockInfo]:

@@ -16,17 +16,6 @@ from typing import Final
 from kvstore.backends.held_calls import HeldCalls, are_available
 from kvstore.errors import ConfigError
 
-__all__ = [
-    "Endpoint",
-    "Stream",
-    "accepted_stream",
-    "check_encrypted",
-    "client_context",
-    "listening_socket",
-    "open_stream",
-    "server_context",
-]
-
 _LINGER_OFF: Final = struct.pack("ii", 1, 0)
 _DECRYPTED_MAX: Final = 1 << 17
 """Bytes decrypted in one call: eight records, some fifty microseconds."""
@@ -74,14 +63,12 @@ class Stream:
 
     Args:
         sock: Connected, non-blocking; with TLS an ``ssl.SSLSocket`` after its handshake.
-
-    Attributes:
-        is_encrypted: Whether it is a TLS stream, which may hold bytes that the descriptor does not show.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
+        # Whether it is a TLS stream, which may hold bytes that the descriptor does not show.
         self.is_encrypted = self._tls is not None
         self._held = HeldCalls() if self._tls is None and are_available() else None
 

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from kvstore.runtime.workers import to_the_end
 
-__all__ = ["run_in_thread"]
-
 _R = TypeVar("_R")
 
 

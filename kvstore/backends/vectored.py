@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 from typing import Any
 
-__all__ = ["cut", "drop_front", "scatter"]
-
 
 def scatter(record: bytes | bytearray | memoryview, buffers: Sequence[memoryview]) -> int:
     """Copy a record into buffers, in order, unless it is longer than they are.

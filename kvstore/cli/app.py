@@ -29,8 +29,6 @@ from kvstore.cli.commands import (
 from kvstore.cli.reporting.terminal import say
 from kvstore.errors import ConfigError, KVStoreError
 
-__all__ = ["bench_app", "kvstore_app", "run_bench", "run_kvstore"]
-
 _OF_BENCH: Final[dict[str, Callable[..., None]]] = {
     "run": run.run,
     "sweep": run.sweep,

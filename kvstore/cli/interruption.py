@@ -16,8 +16,6 @@ from kvstore.cli.command_line import ExitCode, Option, duration_option
 from kvstore.cli.reporting.terminal import say
 from kvstore.errors import ConfigError, KVStoreError
 
-__all__ = ["DEADLINE_TO_LOOK", "Deadline", "DeadlineError", "DeadlineOption", "Runner", "Stopping"]
-
 _T = TypeVar("_T")
 
 DeadlineOption = Annotated[
@@ -149,7 +147,6 @@ class Runner:
         self.close()
 
     def close(self) -> None:
-        """See :meth:`asyncio.Runner.close`."""
         self._runner.close()
 
     def run(self, coro: Coroutine[Any, Any, _T]) -> _T:

@@ -15,8 +15,6 @@ from kvstore.registry import BACKENDS
 from kvstore.secret import shown
 from kvstore.tiers.preflight import paths_of
 
-__all__ = ["TierArgument", "make_tier", "parse_tier"]
-
 _OF_VLLM = frozenset({"type", "module_path", "backpressure", "locality"})
 """vLLM's keys in an object of ``secondary_tiers``; they are accepted, so that the object can be pasted unchanged."""
 
@@ -32,17 +30,12 @@ _EXPECTED = (
 
 @dataclass(frozen=True, slots=True)
 class TierArgument:
-    """One tier, checked.
+    """One tier, checked."""
 
-    Attributes:
-        backend: Name of the backend, as in a configuration.
-        options: The backend's options as given. May hold secrets: show :meth:`shown` instead.
-        config: The options decoded, with all defaults.
-    """
-
-    backend: str
+    backend: str  # Name of the backend, as in a configuration.
     options: Mapping[str, Any] = field(repr=False)
-    config: TierConfig
+    """The backend's options as given. May hold secrets: show :meth:`shown` instead."""
+    config: TierConfig  # The options decoded, with all defaults.
 
     @property
     def name(self) -> str:

@@ -18,17 +18,6 @@ import msgspec
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
 
-__all__ = [
-    "MAC_FIELD_BYTES",
-    "THIRD_PARTY_WIRE_ID_MIN",
-    "Codec",
-    "CodecContext",
-    "KeyNames",
-    "NoOptions",
-    "Seal",
-    "Step",
-]
-
 MAC_FIELD_BYTES: Final = 32
 """Length of the header's field for the seal's data, such as MAC and nonce."""
 
@@ -42,25 +31,14 @@ class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class CodecContext:
-    """Properties of the blocks that a step processes.
+    """Properties of the blocks that a step processes."""
 
-    Attributes:
-        namespace: Their namespace.
-        element_bytes: Length of an element of the KV cache in bytes, from the namespace's dtype; 1 if unknown.
-    """
-
-    namespace: Namespace
-    element_bytes: int = 1
+    namespace: Namespace  # Their namespace.
+    element_bytes: int = 1  # Length of an element of the KV cache in bytes, from the namespace's dtype; 1 if unknown.
 
 
 class Step(ABC):
     """One step of a chain; created once per tier.
-
-    Attributes:
-        name: Name in configurations.
-        wire_ids: Its ids in records, from 1 to 255. The meaning of an id never changes.
-        options_type: Struct of its options; every option has a default.
-        shorthand: Name of the option that ``"name:value"`` sets; empty for none.
 
     Args:
         options: An ``options_type``.
@@ -70,10 +48,10 @@ class Step(ABC):
         ConfigError: An option is invalid.
     """
 
-    name: ClassVar[str]
-    wire_ids: ClassVar[tuple[int, ...]]
-    options_type: ClassVar[type[msgspec.Struct]] = NoOptions
-    shorthand: ClassVar[str] = ""
+    name: ClassVar[str]  # Name in configurations.
+    wire_ids: ClassVar[tuple[int, ...]]  # Its ids in records, from 1 to 255. The meaning of an id never changes.
+    options_type: ClassVar[type[msgspec.Struct]] = NoOptions  # Struct of its options; every option has a default.
+    shorthand: ClassVar[str] = ""  # Name of the option that ``"name:value"`` sets; empty for none.
 
     def __init__(self, options: Any, context: CodecContext) -> None:
         self.options = options
@@ -147,18 +125,14 @@ class Seal(Step):
 
     Sealing keeps the length of a payload; data such as nonce and tag is in the header's field for the MAC. Threads may
     share a seal.
-
-    Attributes:
-        hides: Whether it encrypts. If so, the sealed payload is in ``out``; otherwise the payload is unchanged and
-            ``out`` is unused.
-        names: Names that replace keys on media and in headers; None to use the keys themselves.
-        accepts_unsealed: Whether a tier with this seal also accepts unsealed records, for a tier that was used without
-            a seal before.
     """
 
     hides: ClassVar[bool]
-    names: KeyNames | None = None
+    """Whether it encrypts. If so, the sealed payload is in ``out``; otherwise the payload is unchanged and ``out`` is
+    unused."""
+    names: KeyNames | None = None  # Names that replace keys on media and in headers; None to use the keys themselves.
     accepts_unsealed: bool = False
+    """Whether a tier with this seal also accepts unsealed records, for a tier that was used without a seal before."""
 
     @property
     @abstractmethod

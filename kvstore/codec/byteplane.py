@@ -16,8 +16,6 @@ import numpy as np
 from kvstore.codec.base import Codec, CodecContext
 from kvstore.codec.rows import ByteRows, copy_rows, paired_rows
 
-__all__ = ["BytePlane", "BytePlaneOptions"]
-
 _ELEMENT_BYTES = {1: 2, 2: 4}
 """Length of an element by wire id."""
 
@@ -25,13 +23,10 @@ _WORDS: dict[int, type[Any]] = {2: np.uint16, 4: np.uint32}
 
 
 class BytePlaneOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of :class:`BytePlane`.
-
-    Attributes:
-        element_bytes: Length of an element; None for the length of the namespace's dtype, or no planes if unknown.
-    """
+    """Options of :class:`BytePlane`."""
 
     element_bytes: Literal[1, 2, 4] | None = None
+    """Length of an element; None for the length of the namespace's dtype, or no planes if unknown."""
 
 
 class BytePlane(Codec):

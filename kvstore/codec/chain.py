@@ -17,22 +17,6 @@ from kvstore.config import decode_config
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 
-__all__ = [
-    "AUTO",
-    "RAW",
-    "STEPS_MAX",
-    "ChainConfig",
-    "CodecChain",
-    "FindStep",
-    "StepSpec",
-    "build_chain",
-    "decode_guarded",
-    "encode_all",
-    "pack_chain",
-    "parse_chain",
-    "unpack_chain",
-]
-
 RAW: Final = 0
 """Chain of a raw payload."""
 
@@ -64,16 +48,10 @@ _warned: set[tuple[str, str, str]] = set()
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """A configured step.
+    """A configured step."""
 
-    Attributes:
-        name: Its name, or ``"module:Class"``.
-        argument: Text after the name and a colon; None without one.
-        options: Its options.
-    """
-
-    name: str
-    argument: str | None = None
+    name: str  # Its name, or ``"module:Class"``.
+    argument: str | None = None  # Text after the name and a colon; None without one.
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -83,17 +61,12 @@ _AUTO_STEPS: Final = (StepSpec("byteplane"), StepSpec("zstd", "1"))
 
 @dataclass(frozen=True, slots=True)
 class CodecChain:
-    """The steps of one tier.
+    """The steps of one tier."""
 
-    Attributes:
-        codecs: The codecs, in the order of encoding.
-        seal: The seal, applied last; None for none.
-        auto: Options of ``"auto"``, which applies the codecs only while they are worthwhile; None to apply them always.
-    """
-
-    codecs: tuple[Codec, ...] = ()
-    seal: Seal | None = None
+    codecs: tuple[Codec, ...] = ()  # The codecs, in the order of encoding.
+    seal: Seal | None = None  # The seal, applied last; None for none.
     auto: Mapping[str, Any] | None = None
+    """Options of ``"auto"``, which applies the codecs only while they are worthwhile; None to apply them always."""
 
     @property
     def is_raw(self) -> bool:

@@ -10,8 +10,6 @@ from typing import Final
 
 import xxhash
 
-__all__ = ["PIECE_BYTES", "bytes_view", "header_checksum", "payload_checksum"]
-
 PIECE_BYTES: Final = 65536
 """Payloads are hashed in pieces of this length, which take microseconds. For longer pieces, the package releases the
 GIL, and reacquiring it from a busy scheduler takes up to 5 ms each time."""

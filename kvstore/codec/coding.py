@@ -16,8 +16,6 @@ from kvstore.codec.rows import copy_rows
 from kvstore.errors import RecordError
 from kvstore.types import BlockKey
 
-__all__ = ["Decoder", "Encoder"]
-
 logger = logging.getLogger("kvstore.codec")
 
 _SAVING_MIN: Final = 32

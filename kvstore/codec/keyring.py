@@ -38,8 +38,6 @@ from kvstore.config import Seconds, check_field
 from kvstore.errors import ConfigError
 from kvstore.secret import open_regular, shown_path, shown_variable
 
-__all__ = ["KEY_BYTES", "KeySource", "Keyring", "Keys", "hkdf_sha256", "new_document"]
-
 logger = logging.getLogger("kvstore.codec")
 
 KEY_BYTES: Final = 32
@@ -73,21 +71,16 @@ _WARNINGS_MAX: Final = 256
 class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Source of a keyring: exactly one of ``file``, ``env`` and ``command``. It contains no secret itself.
 
-    Attributes:
-        file: Path of the document.
-        env: Environment variable with the document. It can't change while the process runs, so keys can't rotate.
-        command: Program and arguments that print the document, run without a shell.
-        refresh: Age at which the document is read again when it is used.
-
     Raises:
         ConfigError: No source or several are given, or ``refresh`` is out of range.
     """
 
-    file: Path | None = None
+    file: Path | None = None  # Path of the document.
     env: str = ""
-    command: tuple[str, ...] = ()
+    """Environment variable with the document. It can't change while the process runs, so keys can't rotate."""
+    command: tuple[str, ...] = ()  # Program and arguments that print the document, run without a shell.
     # A removed key is forgotten within half a minute; reading a small file that often costs nothing.
-    refresh: Seconds = Seconds(30)
+    refresh: Seconds = Seconds(30)  # Age at which the document is read again when it is used.
 
     def __post_init__(self) -> None:
         """Check the number of sources, the variable's name and the range of ``refresh``."""
@@ -110,19 +103,13 @@ class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The content of a keyring. Its ``repr`` shows no secret.
+    """The content of a keyring. Its ``repr`` shows no secret."""
 
-    Attributes:
-        current: Id of the sealing key.
-        masters: Master keys by id.
-        salts: Secrets by the tier option ``namespace``; None if the keyring has no salts and uses master keys alone.
-        names: Secret of keyed names; empty for none.
-    """
-
-    current: int
-    masters: Mapping[int, bytes] = field(repr=False)
+    current: int  # Id of the sealing key.
+    masters: Mapping[int, bytes] = field(repr=False)  # Master keys by id.
     salts: Mapping[str, bytes] | None = field(repr=False)
-    names: bytes = field(repr=False)
+    """Secrets by the tier option ``namespace``; None if the keyring has no salts and uses master keys alone."""
+    names: bytes = field(repr=False)  # Secret of keyed names; empty for none.
     _derived: BoundedDict[tuple[int, str, bytes], bytes] = field(
         default_factory=lambda: BoundedDict(_DERIVED_MAX), repr=False, compare=False
     )

@@ -20,8 +20,6 @@ from kvstore.errors import RecordError
 from kvstore.namespace import FORMAT_VERSION, Namespace
 from kvstore.types import BlockKey
 
-__all__ = ["HEADER_BYTES", "MAGIC", "RecordCodec", "RecordFault", "RecordHeader", "associated_bytes", "decode_header"]
-
 MAGIC: Final = b"\x89kvstor\n"
 """First bytes of a record. 0x89 is not text, and a transfer that translates line ends damages the last byte."""
 

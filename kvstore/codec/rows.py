@@ -14,8 +14,6 @@ import numpy as np
 
 from kvstore.codec.checksum import bytes_view
 
-__all__ = ["ByteRows", "address_of", "copy_rows", "paired_rows"]
-
 ByteRows: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 """Array of shape (blocks, bytes); the last axis is contiguous."""
 

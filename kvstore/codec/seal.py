@@ -23,8 +23,6 @@ from kvstore.codec.record import RecordFault
 from kvstore.errors import ConfigError, RecordError
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
-__all__ = ["AeadSeal", "KeyedNames", "MacSeal", "SealOptions", "gcm"]
-
 AEAD_WIRE_ID: Final = 64
 MAC_WIRE_ID: Final = 65
 
@@ -45,18 +43,13 @@ def gcm(key: bytes, nonce: bytes) -> AEADEncryptionContext:
 
 
 class SealOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Options of both seals.
+    """Options of both seals."""
 
-    Attributes:
-        keys: Source of the keyring.
-        accept_unsealed: Whether records without a seal are accepted. Only for a migration: while it is set, anyone with
-            write access to the medium can forge records.
-        keyed_names: Whether the medium has keyed names instead of keys; requires ``names`` in the keyring.
-    """
-
-    keys: KeySource
+    keys: KeySource  # Source of the keyring.
     accept_unsealed: bool = False
-    keyed_names: bool = False
+    """Whether records without a seal are accepted. Only for a migration: while it is set, anyone with write access to
+    the medium can forge records."""
+    keyed_names: bool = False  # Whether the medium has keyed names instead of keys; requires ``names`` in the keyring.
 
 
 class _GcmSeal(Seal):

@@ -23,8 +23,6 @@ from kvstore.codec.base import Codec, CodecContext
 from kvstore.codec.rows import copy_rows
 from kvstore.config import check_field
 
-__all__ = ["Zstd", "ZstdOptions"]
-
 _LEVEL_MIN: Final = -5
 """Lower levels are hardly faster and hardly compress."""
 
@@ -51,15 +49,12 @@ _MAGIC: Final = b"\x28\xb5\x2f\xfd"
 class ZstdOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of :class:`Zstd`.
 
-    Attributes:
-        level: -5 to 19; higher levels compress better and slower. All levels decode at about the same rate.
-
     Raises:
         ConfigError: The level is out of range.
     """
 
     # The fastest level that benefits from the planes.
-    level: int = 1
+    level: int = 1  # -5 to 19; higher levels compress better and slower. All levels decode at about the same rate.
 
     def __post_init__(self) -> None:
         """Check the range."""

@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
 
-__all__ = ["OsDisk", "bare"]
-
 _T = TypeVar("_T")
 
 _FILE_MODE: Final = 0o600

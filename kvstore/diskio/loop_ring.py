@@ -18,8 +18,6 @@ from kvstore.diskio.ring import Ring
 from kvstore.runtime.limits import Precedence
 from kvstore.runtime.workers import to_the_end
 
-__all__ = ["LoopRing"]
-
 _ENTRIES: Final = 256
 """Most operations in flight; eight times as many as saturate an NVMe drive with small blocks."""
 

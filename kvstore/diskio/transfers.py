@@ -28,8 +28,6 @@ from kvstore.diskio.ring import IOVEC, SQE, SQE_ASYNC, Op, probe
 from kvstore.runtime.limits import CallsUnderWay, Precedence
 from kvstore.runtime.workers import Workers
 
-__all__ = ["EngineChoice", "Transfer", "TransferEngine"]
-
 _log = logging.getLogger("kvstore.diskio")
 
 _R = TypeVar("_R")
@@ -65,22 +63,17 @@ _REPEATED: Final = frozenset({errno.EINTR, errno.EAGAIN, errno.ECANCELED})
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One read or write; when its batch has ended, ``error`` or ``done_bytes`` has the result.
-
-    Attributes:
-        buffers: Flat byte buffers, none empty; for direct I/O, addresses, lengths and offset are aligned.
-        size_bytes: Total length of the buffers.
-        done_bytes: Bytes moved: ``size_bytes`` unless the file ended or ``error`` is set; -1 before the attempt.
-        addresses: Addresses of the buffers if the caller has them; if empty, they are looked up.
-    """
+    """One read or write; when its batch has ended, ``error`` or ``done_bytes`` has the result."""
 
     fd: int
     offset: int
     buffers: Sequence[memoryview]
-    size_bytes: int
+    """Flat byte buffers, none empty; for direct I/O, addresses, lengths and offset are aligned."""
+    size_bytes: int  # Total length of the buffers.
     done_bytes: int = -1
+    """Bytes moved: ``size_bytes`` unless the file ended or ``error`` is set; -1 before the attempt."""
     error: OSError | None = None
-    addresses: Sequence[int] = ()
+    addresses: Sequence[int] = ()  # Addresses of the buffers if the caller has them; if empty, they are looked up.
 
 
 _Run: TypeAlias = list[Transfer]
@@ -91,15 +84,12 @@ class TransferEngine:
     """Moves batches; created on and used from one event loop. Loads have precedence over stores.
 
     If io_uring is not available, ``threads`` replace it, with one warning.
-
-    Attributes:
-        disk: Makes plain system calls.
-        name: The engine in use, ``"io_uring"`` or ``"threads"``.
     """
 
     def __init__(self, disk: OsDisk, choice: EngineChoice = "auto", *, threads: int = 16) -> None:
-        self.disk = disk
+        self.disk = disk  # Makes plain system calls.
         self._ring = _loop_ring(choice)
+        # The engine in use, ``"io_uring"`` or ``"threads"``.
         self.name = "threads" if self._ring is None else "io_uring"
         self._threads = Workers(threads if self._ring is None else _HELPERS, "kvstore-disk")
         self._batches = CallsUnderWay()

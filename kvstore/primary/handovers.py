@@ -8,8 +8,6 @@ from typing import Final
 
 from kvstore.types import BlockKey
 
-__all__ = ["HandOvers"]
-
 _SENT_MAX: Final = 1 << 16
 """Maximum sent blocks not yet processed by the scheduler; the holds of further ones end by expiry."""
 

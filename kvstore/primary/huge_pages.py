@@ -19,8 +19,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-__all__ = ["HUGE_PAGE_BYTES", "advise_huge_pages", "map_for_huge_pages", "take_huge_pages"]
-
 HUGE_PAGE_BYTES = mmap.PAGESIZE // 8 * mmap.PAGESIZE
 """Memory that one page of 8-byte page table entries maps: 2 MiB with pages of 4 KiB, 512 MiB with pages of 64 KiB."""
 

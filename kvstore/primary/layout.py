@@ -21,8 +21,6 @@ from kvstore.errors import ConfigError
 from kvstore.primary.page import LayerLayout, LayerPlan
 from kvstore.primary.region import PAGE_BYTES, rounded_up
 
-__all__ = ["LAYOUT_VERSION", "GroupLayout", "KVLayout", "RankPlan"]
-
 LAYOUT_VERSION = 1
 """Version of the layout above; part of :meth:`KVLayout.fields`, so blocks of different versions are never mixed."""
 

@@ -8,8 +8,6 @@ from kvstore.primary.loans import Loans
 from kvstore.primary.tier import PrimaryTier, SlotState
 from kvstore.types import BlockKey, Found
 
-__all__ = ["Lender", "Loan"]
-
 
 class Loan(NamedTuple):
     """A row on loan, which is not written until :meth:`Lender.give_back`."""
@@ -32,18 +30,15 @@ class Lender:
         primary: The primary tier.
         backends: Storage of this engine whose records may also be sent, on the borrower's event loop. Several lenders
             may share the list, and it may grow.
-
-    Attributes:
-        backends: That list.
-        is_open: Whether rows are lent. At a change of namespace the scheduler sets it to False before a row of the new
-            namespace can be READY.
     """
 
     def __init__(self, primary: PrimaryTier, backends: list[Any] | None = None) -> None:
         self._primary = primary
         self._loans: Loans = primary.loans
+        # Whether rows are lent. At a change of namespace the scheduler sets it to False before a row of the new
+        # namespace can be READY.
         self.is_open = True
-        self.backends: list[Any] = [] if backends is None else backends
+        self.backends: list[Any] = [] if backends is None else backends  # That list.
 
     @property
     def slots(self) -> int:

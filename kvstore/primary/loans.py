@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Loans"]
-
 
 class Loans:
     """Counts loans by slot. The borrower's thread calls ``begin`` and ``end``; the owner's thread calls the rest.

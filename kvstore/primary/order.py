@@ -12,8 +12,6 @@ from typing import TypeAlias
 from kvstore.eviction import LRU, make_policy
 from kvstore.types import BlockKey
 
-__all__ = ["EvictionOrder", "Marks", "Rank"]
-
 Rank: TypeAlias = "tuple[int, int]"
 """Importance of a retained block, above (0, 0). Blocks of the lowest rank are evicted first."""
 
@@ -22,19 +20,13 @@ _NO_RANK: Rank = (0, 0)
 
 @dataclass(slots=True)
 class Marks:
-    """Marks that protect blocks from eviction.
+    """Marks that protect blocks from eviction."""
 
-    Attributes:
-        held: Blocks kept on request.
-        dirty: Blocks that must be written to a tier before eviction.
-        ranks: Ranks of the retained blocks.
-        retained_max: Retained blocks evicted after blocks without rank; of more, those of the lowest rank go first.
-    """
-
-    held: set[BlockKey] = field(default_factory=set)
-    dirty: set[BlockKey] = field(default_factory=set)
-    ranks: dict[BlockKey, Rank] = field(default_factory=dict)
+    held: set[BlockKey] = field(default_factory=set)  # Blocks kept on request.
+    dirty: set[BlockKey] = field(default_factory=set)  # Blocks that must be written to a tier before eviction.
+    ranks: dict[BlockKey, Rank] = field(default_factory=dict)  # Ranks of the retained blocks.
     retained_max: int = sys.maxsize
+    """Retained blocks evicted after blocks without rank; of more, those of the lowest rank go first."""
 
 
 class EvictionOrder:
@@ -52,9 +44,6 @@ class EvictionOrder:
         slot_of: Slot of each block, kept by the owner.
         pins: Pins of each slot, kept by the owner.
         marks: Marks of blocks, which may include blocks of other orders; by default a new, empty set of marks.
-
-    Attributes:
-        marks: Marks of blocks.
     """
 
     def __init__(
@@ -78,7 +67,7 @@ class EvictionOrder:
         self._lowest: list[Rank] = []
         """Heap of the ranks of all shelves; may include ranks of removed shelves."""
         self._wanted: list[BlockKey] = []
-        self.marks = marks or Marks()
+        self.marks = marks or Marks()  # Marks of blocks.
         self._held, self._dirty, self._ranks = self.marks.held, self.marks.dirty, self.marks.ranks
         self.holds = 0
         """Number of held blocks of this order."""

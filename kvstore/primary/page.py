@@ -34,17 +34,6 @@ from enum import StrEnum
 
 from kvstore.errors import ConfigError
 
-__all__ = [
-    "CopyRun",
-    "LayerLayout",
-    "LayerPlan",
-    "PageOrder",
-    "PagePart",
-    "attention_layer",
-    "latent_layer",
-    "opaque_layer",
-]
-
 
 class PageOrder(StrEnum):
     """Order of the axes of a page: tokens before heads, or heads before tokens (names of vLLM and FlashInfer)."""

@@ -24,8 +24,6 @@ import numpy.typing as npt
 from kvstore.errors import ConfigError
 from kvstore.primary.huge_pages import advise_huge_pages, map_for_huge_pages, take_huge_pages
 
-__all__ = ["PAGE_BYTES", "Region", "Rows", "rounded_up"]
-
 PAGE_BYTES = mmap.PAGESIZE
 """Alignment of rows, as required by direct I/O and by registration of pages."""
 

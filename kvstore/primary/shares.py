@@ -9,8 +9,6 @@ from kvstore.primary.order import EvictionOrder, Marks
 from kvstore.tenants import Account, Accounts
 from kvstore.types import BlockKey
 
-__all__ = ["SharedOrder"]
-
 
 class SharedOrder:
     """An :class:`EvictionOrder` per account; the accounts decide whose blocks are evicted.
@@ -22,15 +20,11 @@ class SharedOrder:
         policy: Name of the eviction policy, used for every account.
         slot_of: Slot of each block, kept by the owner.
         pins: Pins of each slot, kept by the owner.
-
-    Attributes:
-        accounts: The accounts of all tenants.
-        marks: Marks of the blocks of all tenants.
     """
 
     def __init__(self, accounts: Accounts, policy: str, slot_of: Mapping[BlockKey, int], pins: Sequence[int]) -> None:
-        self.accounts = accounts
-        self.marks = Marks()
+        self.accounts = accounts  # The accounts of all tenants.
+        self.marks = Marks()  # Marks of the blocks of all tenants.
         self._orders: defaultdict[Account, EvictionOrder] = defaultdict(
             lambda: EvictionOrder(policy, 0, slot_of, pins, self.marks)
         )
@@ -88,7 +82,6 @@ class SharedOrder:
         return chosen
 
     def look_ahead(self, count: int) -> None:
-        """See :meth:`EvictionOrder.look_ahead`."""
         sizes: Counter[Account] = Counter()
 
         def take(account: Account, size: int) -> int:
@@ -100,11 +93,9 @@ class SharedOrder:
             self._orders[account].look_ahead(size)
 
     def take_wanted(self) -> list[BlockKey]:
-        """See :meth:`EvictionOrder.take_wanted`."""
         return [key for order in self._orders.values() for key in order.take_wanted()]
 
     def clear(self) -> None:
-        """See :meth:`EvictionOrder.clear`."""
         for order in self._orders.values():
             order.clear()
         for account in self.accounts:

@@ -14,8 +14,6 @@ from kvstore.primary.shares import SharedOrder
 from kvstore.tenants import Accounts
 from kvstore.types import BlockKey
 
-__all__ = ["PrimaryStats", "PrimaryTier", "SlotState"]
-
 _WRITING = -1
 _FREE = -2
 _ABANDONED = -3

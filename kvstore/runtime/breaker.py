@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["Breaker", "BreakerState"]
-
 
 class BreakerState(enum.StrEnum):
     """State of a breaker."""
@@ -18,21 +16,14 @@ class BreakerState(enum.StrEnum):
 
 @dataclass(slots=True)
 class Breaker:
-    """Counts consecutive failures. Has no clock and does no I/O.
+    """Counts consecutive failures. Has no clock and does no I/O."""
 
-    Attributes:
-        failures_max: Consecutive failures that open it.
-        cooldown_s: First pause after it opened; doubled each time it opens again without a success in between.
-        cooldown_s_max: Longest pause.
-        trial_s: Time limit for the report of a trial, after which another trial is admitted. Without it, an unreported
-            trial (of a cancelled caller, for example) would exclude the medium forever. By default longer than any
-            deadline of a job.
-    """
-
-    failures_max: int
-    cooldown_s: float
-    cooldown_s_max: float
+    failures_max: int  # Consecutive failures that open it.
+    cooldown_s: float  # First pause after it opened; doubled each time it opens again without a success in between.
+    cooldown_s_max: float  # Longest pause.
     trial_s: float = 60.0
+    """Time limit for the report of a trial, after which another trial is admitted. Without it, an unreported trial (of
+    a cancelled caller, for example) would exclude the medium forever. By default longer than any deadline of a job."""
     state: BreakerState = BreakerState.CLOSED
     failures: int = 0
     pause_s: float = 0.0

@@ -10,8 +10,6 @@ from contextlib import asynccontextmanager
 from kvstore.errors import ConfigError
 from kvstore.runtime.limits import Limiter, Precedence
 
-__all__ = ["BufferPool", "SlotBuffers"]
-
 
 class BufferPool:
     """Buffers of equal size in one anonymous mapping, leased in groups.

@@ -37,8 +37,6 @@ from kvstore.runtime.wire import (
     take_frame,
 )
 
-__all__ = ["main"]
-
 _READ_BYTES = 1 << 18
 _ADOPTION_CHECK_S = 0.25
 _CLOSE_TIMEOUT_S = 3.0

@@ -19,15 +19,6 @@ from typing import Any, Protocol, TypeVar
 from kvstore.errors import HostClosedError
 from kvstore.runtime.messages import FromIO, ToIO
 
-__all__ = [
-    "IOSide",
-    "IOSideFactory",
-    "ThreadChannel",
-    "ThreadHost",
-    "attach_to_shared_host",
-    "new_event_loop",
-]
-
 logger = logging.getLogger("kvstore.runtime")
 
 _T = TypeVar("_T")
@@ -71,7 +62,6 @@ class ThreadChannel:
         return self._closed
 
     def open(self, timeout_s: float) -> None:
-        """See :meth:`kvstore.runtime.messages.Channel.open`."""
         self._host.call(self._side.open(), timeout_s)
 
     def send(self, messages: Sequence[ToIO]) -> None:
@@ -84,7 +74,6 @@ class ThreadChannel:
             self._host.wake(self._deliver)
 
     def receive(self) -> FromIO | None:
-        """See :meth:`kvstore.runtime.messages.Channel.receive`."""
         try:
             return self._outbox.popleft()
         except IndexError:
@@ -92,14 +81,12 @@ class ThreadChannel:
 
     @property
     def has_answers(self) -> bool:
-        """See :attr:`kvstore.runtime.messages.Channel.has_answers`."""
         return bool(self._outbox)
 
     def hurry(self) -> None:
         """See :meth:`kvstore.runtime.messages.Channel.hurry`; a thread does not stop without its process."""
 
     def wait(self, timeout_s: float) -> bool:
-        """See :meth:`kvstore.runtime.messages.Channel.wait`."""
         self._arrived.clear()
         if self._outbox:
             return True

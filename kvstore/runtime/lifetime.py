@@ -11,19 +11,14 @@ import fcntl
 import os
 from typing import Final
 
-__all__ = ["Lifetime", "held", "hold"]
-
 _holding: Final[list[int]] = []
 
 
 class Lifetime:
-    """The lock, as seen by another process.
-
-    Attributes:
-        fd: Descriptor for the process that will :func:`hold` it; -1 after its end was detected.
-    """
+    """The lock, as seen by another process."""
 
     def __init__(self) -> None:
+        # Descriptor for the process that will :func:`hold` it; -1 after its end was detected.
         self.fd = os.memfd_create("kvstore-lifetime", os.MFD_CLOEXEC)
 
     @property

@@ -10,8 +10,6 @@ from contextlib import asynccontextmanager
 
 from kvstore.errors import ConfigError
 
-__all__ = ["CallsUnderWay", "Limiter", "Precedence", "RetryBudget"]
-
 
 class Precedence(enum.IntEnum):
     """Order of waiters: loads first, because requests wait for loads but not for stores."""
@@ -127,14 +125,10 @@ class RetryBudget:
 
 
 class CallsUnderWay:
-    """Counts running calls, each within a ``with``, so that a close can wait for the last one.
-
-    Attributes:
-        count: Number of running calls.
-    """
+    """Counts running calls, each within a ``with``, so that a close can wait for the last one."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # Number of running calls.
         self._idle = asyncio.Event()
         self._idle.set()
 

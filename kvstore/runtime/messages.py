@@ -15,35 +15,6 @@ import msgspec
 
 from kvstore.types import RemovalCause, Source
 
-__all__ = [
-    "AskExistence",
-    "BeginEpoch",
-    "Channel",
-    "Delete",
-    "Drain",
-    "Drained",
-    "EpochBegun",
-    "ExistsDone",
-    "Forget",
-    "Forgotten",
-    "FromIO",
-    "HostDown",
-    "HostUp",
-    "JobDone",
-    "JobKind",
-    "KeepLineage",
-    "LineageFound",
-    "PresenceAdded",
-    "PresenceComplete",
-    "PresenceRemoved",
-    "Probe",
-    "ProbeDone",
-    "StatsReport",
-    "SubmitJob",
-    "ToIO",
-    "Touch",
-]
-
 
 class JobKind(enum.Enum):
     """Direction of a job."""

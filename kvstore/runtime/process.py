@@ -43,8 +43,6 @@ from kvstore.runtime.wire import (
     pack,
 )
 
-__all__ = ["ChildConnection", "ProcessChannel", "ProcessSpec", "SharedBacking", "find_backing"]
-
 logger = logging.getLogger("kvstore.runtime")
 
 _READ_BYTES: Final = 1 << 20
@@ -182,7 +180,6 @@ class ProcessChannel:
             self._write(messages)
 
     def receive(self) -> FromIO | None:
-        """See :meth:`kvstore.runtime.messages.Channel.receive`."""
         if not self._incoming:
             self._look()
         if not self._incoming:
@@ -195,7 +192,6 @@ class ProcessChannel:
 
     @property
     def has_answers(self) -> bool:
-        """See :attr:`kvstore.runtime.messages.Channel.has_answers`."""
         connection = self._connection
         # The socket may be closed at any time by the thread that reads it.
         with contextlib.suppress(OSError, ValueError):
@@ -207,7 +203,6 @@ class ProcessChannel:
         self._watch(is_late=True)
 
     def wait(self, timeout_s: float) -> bool:
-        """See :meth:`kvstore.runtime.messages.Channel.wait`."""
         deadline = time.monotonic() + timeout_s
         while not self._incoming and (left := deadline - time.monotonic()) > 0:
             self._push()  # May detect the end of the child.
@@ -346,9 +341,6 @@ class ProcessChannel:
 class ChildConnection:
     """A child process, its socket and its bell. Used by one thread at a time.
 
-    Attributes:
-        has_closed: Whether the child reported its medium as closed; it then no longer touches slots.
-
     Raises:
         BackendUnavailableError: The child ended immediately.
         OSError: No socket, memory or process is available.
@@ -356,7 +348,7 @@ class ChildConnection:
 
     def __init__(self, spec: ProcessSpec) -> None:
         self._name = spec.name
-        self.has_closed = False
+        self.has_closed = False  # Whether the child reported its medium as closed; it then no longer touches slots.
         self._heard_at = time.monotonic()
         self._looked_at = 0.0
         # Counted time since an unanswered ping, in seconds; None without one.

@@ -16,21 +16,6 @@ import msgspec
 
 from kvstore.runtime.messages import FromIO, ToIO
 
-__all__ = [
-    "Bell",
-    "ChildMessage",
-    "Closed",
-    "Opened",
-    "ParentMessage",
-    "Ping",
-    "Pong",
-    "Start",
-    "Stop",
-    "Unpacker",
-    "pack",
-    "take_frame",
-]
-
 _LENGTH: Final = struct.Struct("<I")
 _FRAME_BYTES_MAX: Final = 256 << 20
 """Longest valid frame; actual frames are about a thousandth of it."""
@@ -113,16 +98,12 @@ def take_frame(messages: list[_M]) -> list[_M]:
 
 
 class Unpacker:
-    """Splits a byte stream into frames and decodes them as messages of one type.
-
-    Attributes:
-        frames: Number of complete frames so far.
-    """
+    """Splits a byte stream into frames and decodes them as messages of one type."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(list[kind])
         self._buffer = bytearray()
-        self.frames = 0
+        self.frames = 0  # Number of complete frames so far.
 
     def feed(self, data: bytes) -> list[Any]:
         """Return the messages completed by these bytes.

@@ -14,8 +14,6 @@ from typing import Any, Final, TypeVar
 
 from kvstore.runtime.limits import Precedence
 
-__all__ = ["Workers", "to_the_end"]
-
 _log = logging.getLogger("kvstore.runtime")
 
 _R = TypeVar("_R")

@@ -21,8 +21,6 @@ from kvstore.testing.records import RecordMaker, Target
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
 from kvstore.types import BlockKey, Outcome
 
-__all__ = ["BackendHarness", "LoopGuard", "in_loop"]
-
 _H = TypeVar("_H", bound="BackendHarness")
 
 _MAY_BLOCK: Final = frozenset(
@@ -61,25 +59,15 @@ def in_loop(check: Callable[[_H], Awaitable[None]]) -> Callable[[_H], None]:
 
 
 class BackendHarness:
-    """Properties of the tested backend, set by a subclass of :class:`~kvstore.testing.BackendTests`, and helpers.
+    """Properties of the tested backend, set by a subclass of :class:`~kvstore.testing.BackendTests`, and helpers."""
 
-    Attributes:
-        namespace: Namespace of the backends.
-        payload_bytes_max: Slot size of the checks; a multiple of 4096.
-        scans: Whether ``scan`` yields all blocks (a ``SimpleBackend`` need not).
-        deletes: Whether ``delete`` and ``quarantine`` remove.
-        time_limit_s: Time limit of each check.
-        cancel_rounds: Number of cancelled calls, for each of ``put`` and ``get_into``.
-        rng: Seeded; fresh in each check.
-    """
-
-    namespace: Namespace = Namespace({"suite": "backend"})
-    payload_bytes_max: ClassVar[int] = 65536
-    scans: ClassVar[bool] = True
-    deletes: ClassVar[bool] = True
-    time_limit_s: float = 60.0
-    cancel_rounds: ClassVar[int] = 40
-    rng: random.Random
+    namespace: Namespace = Namespace({"suite": "backend"})  # Namespace of the backends.
+    payload_bytes_max: ClassVar[int] = 65536  # Slot size of the checks; a multiple of 4096.
+    scans: ClassVar[bool] = True  # Whether ``scan`` yields all blocks (a ``SimpleBackend`` need not).
+    deletes: ClassVar[bool] = True  # Whether ``delete`` and ``quarantine`` remove.
+    time_limit_s: float = 60.0  # Time limit of each check.
+    cancel_rounds: ClassVar[int] = 40  # Number of cancelled calls, for each of ``put`` and ``get_into``.
+    rng: random.Random  # Seeded; fresh in each check.
     opened: list[Backend]
 
     async def make_backend(self) -> Backend:
@@ -174,13 +162,10 @@ class LoopGuard:
 
     ``time.sleep``, ``open``, ``sqlite3.connect`` and the connect of a blocking socket count as blocking. Calls within
     exempt methods (by name, of the given classes) do not count, because the preparation of a test may block.
-
-    Attributes:
-        found: The call and its caller; empty without a blocking call.
     """
 
     def __init__(self, kinds: tuple[type, ...], exempt: frozenset[str]) -> None:
-        self.found = ""
+        self.found = ""  # The call and its caller; empty without a blocking call.
         self._kinds = kinds
         self._exempt = exempt
         self._thread = threading.get_ident()

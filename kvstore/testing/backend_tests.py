@@ -12,14 +12,6 @@ from kvstore.testing.backend_harness import BackendHarness, in_loop
 from kvstore.testing.records import RecordMaker, Target
 from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome, RemovalCause
 
-__all__ = [
-    "BackendConcurrencyTests",
-    "BackendFailureTests",
-    "BackendLifecycleTests",
-    "BackendTests",
-    "BackendValueTests",
-]
-
 
 class BackendValueTests(BackendHarness):
     """Batches of puts, gets, deletes and scans, one after the other."""

@@ -19,8 +19,6 @@ from kvstore.namespace import Namespace
 from kvstore.testing.records import BufferKind, GuardedBuffer
 from kvstore.testing.seeds import with_seed
 
-__all__ = ["CodecTests", "MemoryRise", "memory_rise"]
-
 _SIZES: Final = (0, 1, 2, 3, 4, 5, 7, 8, 31, 255, 256, 1000, 4095, 4096, 4097, 65_536, 131_072, 1_000_001, 8 << 20)
 _KINDS: Final[tuple[BufferKind, ...]] = ("mmap", "bytearray", "numpy", "odd")
 _BATCH: Final = 64
@@ -254,13 +252,9 @@ class CodecTests:
 
 @dataclass(slots=True)
 class MemoryRise:
-    """Result of :func:`memory_rise`.
+    """Result of :func:`memory_rise`."""
 
-    Attributes:
-        bytes: Rise of the process's memory to its peak; 0 until the end.
-    """
-
-    bytes: int = 0
+    bytes: int = 0  # Rise of the process's memory to its peak; 0 until the end.
 
 
 @contextmanager

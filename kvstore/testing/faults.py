@@ -30,8 +30,6 @@ from kvstore.errors import BackendUnavailableError, NoSpaceError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, Outcome
 
-__all__ = ["Fault", "FaultKind", "FaultPlan", "FaultyBackend"]
-
 _SCRIBBLE = 0xA5
 """Fill byte for the missing rest of a short read."""
 
@@ -212,25 +210,20 @@ class FaultyBackend(Backend):
         self._seen: dict[BlockKey, None] = {}
 
     def set_removal_listener(self, listener: RemovalListener) -> None:
-        """See :meth:`Backend.set_removal_listener`."""
         self.inner.set_removal_listener(listener)
 
     def set_arrival_listener(self, listener: ArrivalListener) -> None:
-        """See :meth:`Backend.set_arrival_listener`."""
         self.inner.set_arrival_listener(listener)
 
     def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.own`."""
         return self.inner.own(keys)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """See :meth:`Backend.open`."""
         await self._before("open")
         self._header_bytes = geometry.header_bytes
         await self.inner.open(namespace, geometry)
 
     async def close(self) -> None:
-        """See :meth:`Backend.close`."""
         self.plan.release()
         await self.inner.close()
 
@@ -244,7 +237,6 @@ class FaultyBackend(Backend):
         return answers
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """See :meth:`Backend.put`."""
         faults = [self.plan.take("put") for _ in writes]
         await self._hold_up(faults)
         outcomes: dict[int, Outcome] = {}
@@ -265,7 +257,6 @@ class FaultyBackend(Backend):
         return [outcomes[index] for index in range(len(writes))]
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """See :meth:`Backend.get_into`."""
         faults = [self.plan.take("get") for _ in reads]
         await self._hold_up(faults)
         outcomes: dict[int, Outcome] = {}
@@ -284,7 +275,6 @@ class FaultyBackend(Backend):
         return [outcomes[index] for index in range(len(reads))]
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.delete`."""
         fault = await self._before("delete")
         if fault is not None and fault.kind is FaultKind.DROP:
             self.plan.count(fault.kind)
@@ -292,23 +282,19 @@ class FaultyBackend(Backend):
         return await self.inner.delete(keys)
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
-        """See :meth:`Backend.scan`."""
         await self._before("scan")
         async for info in self.inner.scan():
             self._remember(info.key)
             yield info
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.quarantine`."""
         await self.inner.quarantine(keys)
 
     async def probe(self) -> None:
-        """See :meth:`Backend.probe`."""
         await self._before("probe")
         await self.inner.probe()
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.touch`."""
         self.inner.touch(keys)
 
     def stats(self) -> BackendStats:

@@ -16,8 +16,6 @@ from kvstore.namespace import Namespace
 from kvstore.testing.backend_harness import BackendHarness, in_loop
 from kvstore.types import KEY_BYTES_MAX, BlockInfo, BlockKey, NamespaceInfo, Outcome, RemovalCause
 
-__all__ = ["HoldingsTests"]
-
 _OTHER: Final = Namespace({"suite": "holdings", "model": "other"})
 
 _HOSTILE_KEYS: Final = (

@@ -15,8 +15,6 @@ from kvstore.errors import RecordError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
 
-__all__ = ["CANARY", "BufferKind", "GuardedBuffer", "RecordMaker", "Target"]
-
 CANARY = 0xC7
 """Fill byte of untouched memory."""
 

@@ -8,20 +8,14 @@ import random
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
-__all__ = ["SEED_VARIABLE", "Seeded", "fresh_seed", "with_seed"]
-
 SEED_VARIABLE: Final = "KVSTORE_TEST_SEED"
 """Environment variable that repeats a run; a failure shows its value."""
 
 
 class Seeded(Protocol):
-    """Base of suites with a seed.
+    """Base of suites with a seed."""
 
-    Attributes:
-        rng: Random generator; new for each check.
-    """
-
-    rng: random.Random
+    rng: random.Random  # Random generator; new for each check.
 
 
 _S = TypeVar("_S", bound=Seeded)

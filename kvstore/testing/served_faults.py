@@ -23,8 +23,6 @@ from kvstore.config import TierConfig, decode_config
 from kvstore.registry import BACKENDS
 from kvstore.testing.faults import Fault, FaultKind, FaultPlan, FaultyBackend
 
-__all__ = ["PlanServer", "ServedFaultyBackend", "ServedFaultyConfig"]
-
 _ANSWER_TIMEOUT_S: Final = 30.0
 """Timeout of a query, for a stopped or ended test process; the call then fails like on a broken medium."""
 
@@ -47,13 +45,10 @@ class _Answer(msgspec.Struct, omit_defaults=True):
 
 
 class PlanServer:
-    """Serves a plan to backends in other processes, on its own threads; a context manager.
-
-    Attributes:
-        address: Name of the socket; abstract, so that no file remains.
-    """
+    """Serves a plan to backends in other processes, on its own threads; a context manager."""
 
     def __init__(self, plan: FaultPlan) -> None:
+        # Name of the socket; abstract, so that no file remains.
         self.address = f"kvstore-faults-{os.getpid()}-{next(_numbers)}"
         self._server = _Server(plan, "\0" + self.address)
         # Short polling interval, because a suite opens many tiers and waits for each shutdown.
@@ -152,20 +147,16 @@ class _AskedPlan(FaultPlan):
         self._answers: Any = None
 
     def take(self, op: str) -> Fault | None:
-        """See :meth:`FaultPlan.take`."""
         return self._ask(_Question("take", op=op)).fault
 
     def count(self, kind: FaultKind) -> None:
-        """See :meth:`FaultPlan.count`."""
         super().count(kind)
         self._ask(_Question("count", kind=kind))
 
     def release(self) -> None:
-        """See :meth:`FaultPlan.release`."""
         self._ask(_Question("release"))
 
     async def stall(self) -> None:
-        """See :meth:`FaultPlan.stall`."""
         # Connected here, because some event loops do not support abstract names.
         reader, writer = await asyncio.open_unix_connection(sock=self._connected())
         try:
@@ -206,15 +197,10 @@ class _AskedPlan(FaultPlan):
 
 
 class ServedFaultyConfig(TierConfig, kw_only=True, frozen=True):
-    """Options made by :meth:`PlanServer.config_around`.
+    """Options made by :meth:`PlanServer.config_around`."""
 
-    Attributes:
-        inner: Configuration of the tier without faults.
-        plan: Address of the plan.
-    """
-
-    inner: dict[str, Any]
-    plan: str
+    inner: dict[str, Any]  # Configuration of the tier without faults.
+    plan: str  # Address of the plan.
 
 
 class ServedFaultyBackend(FaultyBackend):
@@ -230,7 +216,6 @@ class ServedFaultyBackend(FaultyBackend):
         super().__init__(cls(decode_config(cls.config_type, options, where="tier with faults")), self._asked)
 
     async def close(self) -> None:
-        """See :meth:`Backend.close`."""
         try:
             await super().close()
         finally:

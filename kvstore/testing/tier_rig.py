@@ -19,8 +19,6 @@ from kvstore.testing.waiting import eventually
 from kvstore.tiers import AsyncTier, open_tier
 from kvstore.types import BlockKey, JobResult, LookupResult, RequestContext, TransferJob
 
-__all__ = ["TierRig"]
-
 
 class TierRig:
     """Owns a primary tier, acts as the scheduler, and keeps the tier's reports.

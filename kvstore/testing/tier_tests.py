@@ -24,41 +24,21 @@ from kvstore.types import (
     TransferJob,
 )
 
-__all__ = [
-    "TierEpochTests",
-    "TierFaultTests",
-    "TierHarness",
-    "TierLifecycleTests",
-    "TierTests",
-    "TierValueTests",
-]
-
 
 class TierHarness:
-    """Properties of the tested tier, set by a subclass of :class:`~kvstore.testing.TierTests`.
+    """Properties of the tested tier, set by a subclass of :class:`~kvstore.testing.TierTests`."""
 
-    Attributes:
-        exclusive: Whether presence is authoritative, so that a miss needs no second step.
-        persistent: Whether blocks outlive a close, and are found again with the same configuration.
-        deletes: Whether the backend can remove.
-        forgets: Whether all blocks of a tenant can be removed. The backend must be able to remove, and to list its
-            medium.
-        slot_bytes: Length of a slot.
-        slots: Number of slots.
-        timeout_s: Limit of every wait.
-        namespace: Namespace of the blocks.
-        rng: Seeded; fresh in each check.
-    """
-
-    exclusive: ClassVar[bool] = True
+    exclusive: ClassVar[bool] = True  # Whether presence is authoritative, so that a miss needs no second step.
     persistent: ClassVar[bool] = True
-    deletes: ClassVar[bool] = True
+    """Whether blocks outlive a close, and are found again with the same configuration."""
+    deletes: ClassVar[bool] = True  # Whether the backend can remove.
     forgets: ClassVar[bool] = True
-    slot_bytes: ClassVar[int] = 16384
-    slots: ClassVar[int] = 64
-    timeout_s: float = 20.0
-    namespace: Namespace = Namespace({"suite": "tier"})
-    rng: random.Random
+    """Whether all blocks of a tenant can be removed. The backend must be able to remove, and to list its medium."""
+    slot_bytes: ClassVar[int] = 16384  # Length of a slot.
+    slots: ClassVar[int] = 64  # Number of slots.
+    timeout_s: float = 20.0  # Limit of every wait.
+    namespace: Namespace = Namespace({"suite": "tier"})  # Namespace of the blocks.
+    rng: random.Random  # Seeded; fresh in each check.
 
     def make_config(self) -> dict[str, Any]:
         """Return the configuration of a tier over an empty medium (another one in each call)."""

@@ -6,8 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-__all__ = ["eventually", "eventually_async"]
-
 _PAUSE_S = 0.001
 
 

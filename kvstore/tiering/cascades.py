@@ -13,8 +13,6 @@ from kvstore.tiering.requests import RequestState
 from kvstore.tiering.tenants import Rates
 from kvstore.types import BlockKey, JobResult, RemovalCause, TransferJob
 
-__all__ = ["Cascades"]
-
 
 class Cascades:
     """Decides which blocks of the primary tier go to which tiers, when, and how many at a time.
@@ -23,9 +21,6 @@ class Cascades:
     sightings, no room, its tenant's rate, a failure). It is stored when a request that may store it uses it again. A
     block is *owed* to a tier if it must be written there before the primary tier evicts it (``lazy``). A block withheld
     for lack of room also joins the tier's queue (``TierLink.waiting``), and is stored when there is room.
-
-    Attributes:
-        lost_blocks: Owed blocks that a tier failed to store before their eviction.
     """
 
     def __init__(self, core: Core) -> None:
@@ -48,7 +43,7 @@ class Cascades:
         self._writing_back = 0
         self._sightings: BoundedDict[BlockKey, int] = BoundedDict(config.sightings_max)
         """Uses of blocks, for admission. The least recently seen blocks are dropped first."""
-        self.lost_blocks = 0
+        self.lost_blocks = 0  # Owed blocks that a tier failed to store before their eviction.
 
     @property
     def waits(self) -> bool:

@@ -16,8 +16,6 @@ from kvstore.tenants import Tenants
 from kvstore.tiering.policy import OWN_PARAMETERS, PolicyParser
 from kvstore.tiering.recording import SOCKET_PATH_BYTES_MAX
 
-__all__ = ["Backfill", "TieringConfig", "engine_tiering"]
-
 _OF_ENGINE: Final = frozenset({"prefetch", "events", "access_events"})
 """Options set by the engine's connector, not by users."""
 

@@ -9,8 +9,6 @@ from typing import Protocol
 
 from kvstore.primary.tier import PrimaryTier
 
-__all__ = ["Copies", "CopyReports"]
-
 logger = logging.getLogger("kvstore.tiering")
 
 _WARN_AFTER_S = 30.0
@@ -18,13 +16,9 @@ _WARN_AFTER_S = 30.0
 
 
 class CopyReports(Protocol):
-    """Reports of the copying side, by lane. Each copy is assigned a lane number when it is prepared.
+    """Reports of the copying side, by lane. Each copy is assigned a lane number when it is prepared."""
 
-    Attributes:
-        lanes: Number of lanes, at least 1.
-    """
-
-    lanes: int
+    lanes: int  # Number of lanes, at least 1.
 
     def ended(self, lane: int, loads: int, stores: int) -> bool:
         """Return whether all copies of a lane have provably ended, given how many were ever prepared in it."""
@@ -43,9 +37,6 @@ class Copies:
         primary: The primary tier.
         reports: Reports of the copying side; None: only :meth:`all_ended` proves the end of copies.
         clock: Monotonic seconds.
-
-    Attributes:
-        lane: Lane for new copies.
     """
 
     def __init__(
@@ -59,7 +50,7 @@ class Copies:
         """Slots that the copies of each lane may access."""
         self._since = 0.0
         self._warned = False
-        self.lane = 0
+        self.lane = 0  # Lane for new copies.
 
     def __bool__(self) -> bool:
         return bool(self._waiting)

@@ -14,34 +14,20 @@ from kvstore.tiering.link import TierLink
 from kvstore.tiering.tenants import TenantTable
 from kvstore.types import BlockKey, RemovalCause
 
-__all__ = ["Core"]
-
 
 @dataclass(slots=True)
 class Core:
-    """The state that the parts of a manager share.
+    """The state that the parts of a manager share."""
 
-    Attributes:
-        primary: The primary tier.
-        links: The other tiers, in order.
-        config: Options.
-        clock: Monotonic seconds.
-        jobs: The unfinished jobs of all tiers.
-        log: Events of the primary tier.
-        gate: Decides which blocks to load; None to load all blocks.
-        tenants: The tenants; None if none are configured.
-        on_left: Called with blocks that left the primary tier.
-    """
-
-    primary: PrimaryTier
-    links: Sequence[TierLink]
-    config: TieringConfig
-    clock: Callable[[], float]
-    jobs: JobTable
-    log: EventLog
-    gate: Gate | None
-    tenants: TenantTable | None
-    on_left: Callable[[Sequence[BlockKey]], None] = lambda keys: None
+    primary: PrimaryTier  # The primary tier.
+    links: Sequence[TierLink]  # The other tiers, in order.
+    config: TieringConfig  # Options.
+    clock: Callable[[], float]  # Monotonic seconds.
+    jobs: JobTable  # The unfinished jobs of all tiers.
+    log: EventLog  # Events of the primary tier.
+    gate: Gate | None  # Decides which blocks to load; None to load all blocks.
+    tenants: TenantTable | None  # The tenants; None if none are configured.
+    on_left: Callable[[Sequence[BlockKey]], None] = lambda keys: None  # Called with blocks that left the primary tier.
 
     def left(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         """Record that blocks left the primary tier."""

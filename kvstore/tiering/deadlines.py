@@ -6,8 +6,6 @@ import heapq
 from collections.abc import Iterator
 from typing import Final, Generic, TypeVar
 
-__all__ = ["Deadlines"]
-
 _SLACK: Final = 64
 """Outdated entries tolerated before the heap is rebuilt."""
 

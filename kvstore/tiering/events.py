@@ -9,8 +9,6 @@ from kvstore.tiering.link import TierLink
 from kvstore.tiers.inventory import Inventory
 from kvstore.types import BlockKey, Locality, Medium, RemovalCause
 
-__all__ = ["PRIMARY_NAME", "BlockEvent", "EventLog"]
-
 PRIMARY_NAME = "cpu"
 """Name of the primary tier in events and policies."""
 

@@ -14,8 +14,6 @@ from kvstore.tiering.deadlines import Deadlines
 from kvstore.tiering.link import TierLink
 from kvstore.types import BlockKey, RemovalCause
 
-__all__ = ["Expiry"]
-
 _EXPIRED_PER_STEP: Final = 1024
 
 _BLOCKS_MAX: Final = 1 << 18
@@ -27,17 +25,11 @@ _FORGETTING_S: Final = 60.0
 
 @dataclass(slots=True)
 class _Forgetting:
-    """Progress of forgetting a tenant.
+    """Progress of forgetting a tenant."""
 
-    Attributes:
-        keys: Remaining blocks of the tenant in the primary tier; some may still be in use.
-        links: Tiers that may still hold blocks of the tenant.
-        since: Start time.
-    """
-
-    keys: set[BlockKey]
-    links: list[TierLink]
-    since: float
+    keys: set[BlockKey]  # Remaining blocks of the tenant in the primary tier; some may still be in use.
+    links: list[TierLink]  # Tiers that may still hold blocks of the tenant.
+    since: float  # Start time.
 
 
 class Expiry:
@@ -45,10 +37,6 @@ class Expiry:
 
     Blocks are forbidden individually, or by tenant while the tenant is being forgotten. A tier's ``forget`` is called
     once no store of the tenant's blocks is in progress there. No new store begins, so the tier removes all of them.
-
-    Attributes:
-        active: Whether any block has a lifetime or is forbidden; if not, no call is needed.
-        expired: Number of blocks whose lifetime has ended.
     """
 
     def __init__(self, core: Core) -> None:
@@ -61,8 +49,8 @@ class Expiry:
         """Blocks that stay forbidden until they are stored again, because a tier may still hold them for a while."""
         self._forgetting: dict[bytes, _Forgetting] = {}
         """By tag of the tenant."""
-        self.active = False
-        self.expired = 0
+        self.active = False  # Whether any block has a lifetime or is forbidden; if not, no call is needed.
+        self.expired = 0  # Number of blocks whose lifetime has ended.
 
     def forbids(self, key: BlockKey) -> bool:
         """Whether a block must not be used any more."""

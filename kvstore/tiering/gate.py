@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["SLACK_S_MAX", "Gate", "GateCounts"]
-
 SLACK_S_MAX: Final = 0.2
 """Maximum time by which a load may exceed its prediction. A tier's stall costs a request little more than this."""
 
@@ -119,33 +117,20 @@ class _Fit:
 
 @dataclass(slots=True)
 class _Tier:
-    """Estimates of one tier.
-
-    Attributes:
-        load: Load time as a function of the blocks in progress, including the load's own.
-        tail: 95th percentile of the load time, as a multiple of its estimate.
-        answer_s: Time to answer a lookup that had no immediate answer.
-        late: Abandoned loads not reported yet.
-        probe: Probe time as a function of its blocks.
-        probing: Whether a probe is in progress.
-        hindered: Whether loads were late when the probe began, which may have delayed it.
-        trials: Loads to try against the estimate.
-        stall_ended: Time of the last report of an abandoned load.
-        declined: Requests declined by the estimate.
-        impatient: Requests for which waiting for its answer was estimated to take too long.
-    """
+    """Estimates of one tier."""
 
     load: _Fit = field(default_factory=_Fit)
-    tail: float = 3.0
-    answer_s: float = 0.0
-    late: int = 0
-    probe: _Fit = field(default_factory=_Fit)
-    probing: bool = False
-    hindered: bool = False
-    trials: int = 0
-    stall_ended: float = -math.inf
-    declined: int = 0
-    impatient: int = 0
+    """Load time as a function of the blocks in progress, including the load's own."""
+    tail: float = 3.0  # 95th percentile of the load time, as a multiple of its estimate.
+    answer_s: float = 0.0  # Time to answer a lookup that had no immediate answer.
+    late: int = 0  # Abandoned loads not reported yet.
+    probe: _Fit = field(default_factory=_Fit)  # Probe time as a function of its blocks.
+    probing: bool = False  # Whether a probe is in progress.
+    hindered: bool = False  # Whether loads were late when the probe began, which may have delayed it.
+    trials: int = 0  # Loads to try against the estimate.
+    stall_ended: float = -math.inf  # Time of the last report of an abandoned load.
+    declined: int = 0  # Requests declined by the estimate.
+    impatient: int = 0  # Requests for which waiting for its answer was estimated to take too long.
 
     @property
     def is_known(self) -> bool:
@@ -159,23 +144,14 @@ class _Tier:
 
 @dataclass(slots=True)
 class GateCounts:
-    """Decisions of the gate since the start.
+    """Decisions of the gate since the start."""
 
-    Attributes:
-        loaded: Blocks loaded by the gate's decision.
-        recomputed: Blocks held by a tier but computed, because that was estimated to be faster.
-        abandoned: Blocks whose load was abandoned because it exceeded its prediction.
-        explored: Blocks read only to measure a tier.
-        saved_s: Estimated seconds that loading saved, summed over all waiting requests.
-        lost_s: Estimated seconds lost to loads that took longer than computing.
-    """
-
-    loaded: int = 0
-    recomputed: int = 0
-    abandoned: int = 0
-    explored: int = 0
-    saved_s: float = 0.0
-    lost_s: float = 0.0
+    loaded: int = 0  # Blocks loaded by the gate's decision.
+    recomputed: int = 0  # Blocks held by a tier but computed, because that was estimated to be faster.
+    abandoned: int = 0  # Blocks whose load was abandoned because it exceeded its prediction.
+    explored: int = 0  # Blocks read only to measure a tier.
+    saved_s: float = 0.0  # Estimated seconds that loading saved, summed over all waiting requests.
+    lost_s: float = 0.0  # Estimated seconds lost to loads that took longer than computing.
 
 
 class Gate:
@@ -185,13 +161,10 @@ class Gate:
 
     Args:
         tiers: Number of tiers; they are identified by index.
-
-    Attributes:
-        counts: Counts of decisions.
     """
 
     def __init__(self, tiers: int) -> None:
-        self.counts = GateCounts()
+        self.counts = GateCounts()  # Counts of decisions.
         self._tiers = [_Tier() for _ in range(tiers)]
         self._prefill = _Fit()
         self._step_s = 0.0

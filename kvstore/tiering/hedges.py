@@ -12,8 +12,6 @@ from kvstore.tiering.jobs import OpenJob
 from kvstore.tiering.link import TierLink
 from kvstore.types import JobResult, LookupResult, TransferJob
 
-__all__ = ["HedgeCounts", "Hedges"]
-
 _BUDGET: Final = 0.05
 """Maximum hedged blocks, as a share of all loaded blocks."""
 
@@ -23,17 +21,11 @@ _SLOTS_SHARE: Final = 1 / 32
 
 @dataclass(slots=True)
 class HedgeCounts:
-    """Hedges since the start.
+    """Hedges since the start."""
 
-    Attributes:
-        hedged: Blocks requested from a second tier.
-        won: Blocks that the second tier delivered first.
-        extra_bytes: Bytes that second tiers read for hedges.
-    """
-
-    hedged: int = 0
-    won: int = 0
-    extra_bytes: int = 0
+    hedged: int = 0  # Blocks requested from a second tier.
+    won: int = 0  # Blocks that the second tier delivered first.
+    extra_bytes: int = 0  # Bytes that second tiers read for hedges.
 
 
 class Hedges:
@@ -47,13 +39,10 @@ class Hedges:
     Args:
         core: The shared state.
         gate: The gate, which estimates load times.
-
-    Attributes:
-        counts: Hedges since the start.
     """
 
     def __init__(self, core: Core, gate: Gate) -> None:
-        self.counts = HedgeCounts()
+        self.counts = HedgeCounts()  # Hedges since the start.
         self._core = core
         self._primary = core.primary
         self._jobs = core.jobs

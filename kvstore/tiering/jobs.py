@@ -11,50 +11,29 @@ from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
 from kvstore.types import JobResult, TransferJob
 
-__all__ = ["JobTable", "OpenJob"]
-
 _RAISED: Final = object()
 
 
 @dataclass(slots=True, eq=False)
 class OpenJob:
-    """A job, its tier and its request.
+    """A job, its tier and its request."""
 
-    Attributes:
-        transfer: The submitted job.
-        link: The tier.
-        is_load: Whether it is a load (otherwise a store).
-        state: The request.
-        since: Time of submission, on the owner's clock (loads only).
-        deadline: Time at which the manager abandons it, or its report counts as lost (loads only).
-        write_back: Whether it is a store that frees slots of the primary tier.
-        abandoned: Whether the manager abandoned it: its slots are ABANDONED until the tier reports it.
-        gated: Whether it resulted from a decision of the gate (loads only).
-        guessed: Whether the gate had no measurement of the tier at that time.
-        late: Whether it was abandoned because it exceeded the gate's prediction.
-        lost: Whether its report is so late that it no longer counts as load on the tier.
-        measures: Whether it only measures the tier: its blocks are dropped.
-        under_way: Blocks in progress in the tier when it was submitted, including its own.
-        first: The load that it hedges (:mod:`kvstore.tiering.hedges`).
-        outrun: Whether it was abandoned because its hedge was faster.
-    """
-
-    transfer: TransferJob
-    link: TierLink
-    is_load: bool
-    state: RequestState | None
-    since: float = 0.0
-    deadline: float = 0.0
-    write_back: bool = False
-    abandoned: bool = False
-    gated: bool = False
-    guessed: bool = False
-    late: bool = False
-    lost: bool = False
-    measures: bool = False
-    under_way: int = 0
-    first: OpenJob | None = None
-    outrun: bool = False
+    transfer: TransferJob  # The submitted job.
+    link: TierLink  # The tier.
+    is_load: bool  # Whether it is a load (otherwise a store).
+    state: RequestState | None  # The request.
+    since: float = 0.0  # Time of submission, on the owner's clock (loads only).
+    deadline: float = 0.0  # Time at which the manager abandons it, or its report counts as lost (loads only).
+    write_back: bool = False  # Whether it is a store that frees slots of the primary tier.
+    abandoned: bool = False  # Whether the manager abandoned it: its slots are ABANDONED until the tier reports it.
+    gated: bool = False  # Whether it resulted from a decision of the gate (loads only).
+    guessed: bool = False  # Whether the gate had no measurement of the tier at that time.
+    late: bool = False  # Whether it was abandoned because it exceeded the gate's prediction.
+    lost: bool = False  # Whether its report is so late that it no longer counts as load on the tier.
+    measures: bool = False  # Whether it only measures the tier: its blocks are dropped.
+    under_way: int = 0  # Blocks in progress in the tier when it was submitted, including its own.
+    first: OpenJob | None = None  # The load that it hedges (:mod:`kvstore.tiering.hedges`).
+    outrun: bool = False  # Whether it was abandoned because its hedge was faster.
 
     @property
     def is_void(self) -> bool:

@@ -12,8 +12,6 @@ from kvstore.tiering.tally import TierTally
 from kvstore.tiers.base import SecondaryTierManager, TierStats
 from kvstore.types import BlockKey, JobResult, LookupResult, RequestContext
 
-__all__ = ["TierLink"]
-
 logger = logging.getLogger("kvstore.tiering")
 
 _STRIKES_MAX: Final = 3
@@ -24,28 +22,19 @@ _T = TypeVar("_T")
 
 
 class TierLink:
-    """Calls one tier, counts its blocks, and turns its exceptions into misses and failed jobs.
-
-    Attributes:
-        tier: The tier.
-        name: Its name.
-        index: Its position among the tiers.
-        bit: Its bit in masks of tiers.
-        takes_stores: Whether blocks are stored to it.
-        loaded_at: Time of the last report of a load, on the owner's clock.
-        waiting: Blocks that wait for room in its share of the primary tier, oldest first.
-        tally: Its counts for the engine's metrics.
-        storing, loading, stored, loaded, failed_stores, failed_loads, dropped, errors, dead: See :class:`TierFlow`.
-    """
+    """Calls one tier, counts its blocks, and turns its exceptions into misses and failed jobs."""
 
     def __init__(self, tier: SecondaryTierManager, index: int) -> None:
         self.tier = tier
         self.name = tier.name
-        self.index = index
-        self.bit = 1 << index
-        self.takes_stores = tier.takes_stores
-        self.loaded_at = 0.0
+        self.index = index  # Its position among the tiers.
+        self.bit = 1 << index  # Its bit in masks of tiers.
+        self.takes_stores = tier.takes_stores  # Whether blocks are stored to it.
+        self.loaded_at = 0.0  # Time of the last report of a load, on the owner's clock.
+        # Blocks that wait for room in its share of the primary tier, oldest first.
         self.waiting: OrderedDict[BlockKey, None] = OrderedDict()
+        # Its counts for the engine's metrics. storing, loading, stored, loaded, failed_stores, failed_loads, dropped,
+        # errors, dead: See :class:`TierFlow`.
         self.tally = TierTally()
         self.storing = self.loading = 0
         self.stored = self.loaded = 0

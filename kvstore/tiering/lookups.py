@@ -12,8 +12,6 @@ from kvstore.tiering.requests import Found, RequestState
 from kvstore.tiering.tally import TIMED_EVERY
 from kvstore.types import BlockKey, LookupResult
 
-__all__ = ["Lookups"]
-
 _HERE = -1
 """A block of the primary tier, in the gate's list of tiers."""
 

@@ -34,8 +34,6 @@ from kvstore.tiering.tenants import TenantTable
 from kvstore.tiers.base import SecondaryTierManager, TierStats
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext, TransferJob
 
-__all__ = ["StorePlan", "TieringManager"]
-
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:

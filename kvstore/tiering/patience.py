@@ -8,8 +8,6 @@ from kvstore.tiering.gate import Gate
 from kvstore.tiering.requests import HandOverWait, RequestState
 from kvstore.types import BlockKey
 
-__all__ = ["Patience"]
-
 _HEARD_SHARE: Final = 0.5
 """Share of the computing time for which the other engine may not know of the request yet."""
 

@@ -9,8 +9,6 @@ from kvstore.primary.tier import PrimaryTier, SlotState
 from kvstore.tiering.deadlines import Deadlines
 from kvstore.types import BlockKey
 
-__all__ = ["Pins"]
-
 _SLACK: Final = 64
 """Leases of removed blocks tolerated before a cleanup."""
 
@@ -26,9 +24,6 @@ class Pins:
         blocks_max: Maximum blocks that may be held; see :meth:`PrimaryTier.may_hold` for the limit of a tenant.
         lease_s_max: Longest lease, and the default.
         clock: Monotonic seconds.
-
-    Attributes:
-        refused_blocks: Blocks not held because the share was used up.
     """
 
     def __init__(self, primary: PrimaryTier, blocks_max: int, lease_s_max: float, clock: Callable[[], float]) -> None:
@@ -41,7 +36,7 @@ class Pins:
         """Length of each lease, in seconds."""
         self._fetches: dict[BlockKey, int] = {}
         """Outstanding fetches of each block held only for fetches."""
-        self.refused_blocks = 0
+        self.refused_blocks = 0  # Blocks not held because the share was used up.
 
     def __bool__(self) -> bool:
         return bool(self._lengths)

@@ -12,8 +12,6 @@ from kvstore.config import did_you_mean, nearest_name
 from kvstore.errors import ConfigError
 from kvstore.quantity import Seconds
 
-__all__ = ["HAND_OVER", "OWN_PARAMETERS", "PARAMETERS", "PRIORITY_MAX", "OffloadPolicy", "PolicyParser", "Retain"]
-
 logger = logging.getLogger("kvstore.tiering")
 
 PRIORITY_MAX: Final = 100
@@ -34,17 +32,12 @@ _WARNINGS_MAX = 256
 
 
 class Retain(NamedTuple):
-    """Retention of the blocks that end after a number of tokens of a request.
+    """Retention of the blocks that end after a number of tokens of a request."""
 
-    Attributes:
-        after: The number of tokens.
-        priority: Priority in the primary tier; 0 ends an existing priority.
-        seconds: Duration from the last use by the request, at most the configured lease; None: the configured lease.
-    """
-
-    after: int
-    priority: int
+    after: int  # The number of tokens.
+    priority: int  # Priority in the primary tier; 0 ends an existing priority.
     seconds: float | None
+    """Duration from the last use by the request, at most the configured lease; None: the configured lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +125,6 @@ class PolicyParser:
         defaults: The configured defaults, in the same form as a request's parameters.
         allowed: Parameters that requests may set, of :data:`PARAMETERS`; others are ignored.
 
-    Attributes:
-        default: Policy of requests without parameters.
-        mistakes: Invalid values in requests.
-        refused: Parameters of requests that were ignored because they are not allowed.
-
     Raises:
         ConfigError: The configured defaults are not valid, or an allowed parameter does not exist.
     """
@@ -153,9 +141,9 @@ class PolicyParser:
         for name in allowed:
             if name not in PARAMETERS:
                 raise ConfigError(f"allow contains {_unknown(name, PARAMETERS)}")
-        self.mistakes = 0
-        self.refused = 0
-        self.default = self._parse(defaults or {}, OffloadPolicy(), _refuse)
+        self.mistakes = 0  # Invalid values in requests.
+        self.refused = 0  # Parameters of requests that were ignored because they are not allowed.
+        self.default = self._parse(defaults or {}, OffloadPolicy(), _refuse)  # Policy of requests without parameters.
 
     def parse(self, params: object) -> OffloadPolicy:
         """Return the policy of a request.

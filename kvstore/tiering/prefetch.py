@@ -15,8 +15,6 @@ from kvstore.tiering.promotions import Promotions
 from kvstore.tiering.requests import RequestState
 from kvstore.types import BlockKey, LookupResult
 
-__all__ = ["Prefetch"]
-
 _BLOCKS_PER_CALL: Final = 4096
 """Maximum blocks looked up per call, which takes a few milliseconds at most."""
 

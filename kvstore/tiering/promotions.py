@@ -15,8 +15,6 @@ from kvstore.tiering.patience import Patience
 from kvstore.tiering.requests import RequestState
 from kvstore.types import BlockKey, JobResult, LookupResult, TransferJob
 
-__all__ = ["Promotions"]
-
 _MEASURED_SHARE: Final = 1 / 32
 """Maximum slots of a load that only measures a tier, because it may evict blocks."""
 
@@ -34,10 +32,6 @@ class Promotions:
         core: The shared state.
         hedges: Repeats slow loads from a second tier; None for no hedges.
         on_abandoned: Called with the request of an abandoned load.
-
-    Attributes:
-        blocks: Blocks being promoted, and claims.
-        throttled: Lookups that found no room.
     """
 
     def __init__(self, core: Core, hedges: Hedges | None, on_abandoned: Callable[[RequestState], None]) -> None:
@@ -56,8 +50,8 @@ class Promotions:
         self._blocks_max = max(1, int(core.primary.slots * core.config.promotion_share))
         self._pending: dict[tuple[int, RequestState], tuple[list[BlockKey], list[int]]] = {}
         """Promotions of this step, by index of the tier."""
-        self.blocks = 0
-        self.throttled = 0
+        self.blocks = 0  # Blocks being promoted, and claims.
+        self.throttled = 0  # Lookups that found no room.
         self._polled_at = core.clock()
         """Time of the last call of :meth:`abandon_overdue`."""
         self._refused: dict[RequestState, None] = {}

@@ -15,8 +15,6 @@ import xxhash
 
 from kvstore.types import BlockKey
 
-__all__ = ["DATAGRAM_BYTES_MAX", "SOCKET_PATH_BYTES_MAX", "RecordedRequest", "RequestFeed"]
-
 SOCKET_PATH_BYTES_MAX: Final = 107
 """Linux limit."""
 
@@ -28,23 +26,14 @@ _BLOCKS_MAX: Final = 16384
 
 
 class RecordedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One request.
+    """One request."""
 
-    Attributes:
-        feed: Random number that identifies the sender.
-        number: Position among the sender's requests, from 0; a gap means lost requests.
-        at_s: Monotonic seconds.
-        block_tokens: Tokens per block.
-        tokens: Length of the prompt, or of its full blocks.
-        blocks: Hashes of the keys in prefix order.
-    """
-
-    feed: int
-    number: int
-    at_s: float
-    block_tokens: int
-    tokens: int
-    blocks: Sequence[int]
+    feed: int  # Random number that identifies the sender.
+    number: int  # Position among the sender's requests, from 0; a gap means lost requests.
+    at_s: float  # Monotonic seconds.
+    block_tokens: int  # Tokens per block.
+    tokens: int  # Length of the prompt, or of its full blocks.
+    blocks: Sequence[int]  # Hashes of the keys in prefix order.
 
 
 class RequestFeed:

@@ -11,117 +11,76 @@ from kvstore.tiering.policy import HAND_OVER, OffloadPolicy, PolicyParser
 from kvstore.tiering.recording import RequestFeed
 from kvstore.types import BlockKey, RequestContext
 
-__all__ = ["Decision", "Found", "RequestState", "Requests"]
-
 Found: TypeAlias = "tuple[TierLink | None, TierLink | None]"
 """The tier to load a block from, or None; and in that case the tier whose answer is outstanding, or None."""
 
 
 @dataclass(slots=True)
 class Decision:
-    """The gate's decision on a request.
+    """The gate's decision on a request."""
 
-    Attributes:
-        step: Step of the last decision.
-        limit: End of the last block to load, in tokens; None for no limit.
-        found: Answers of the tiers in this step, by block.
-        start: Tokens before the blocks to load.
-        waiting: Number of requests waiting to be computed, including this one.
-        recompute_s: Estimated computing time of the blocks, multiplied by ``waiting``; 0 if there is no decision.
-        patience_s: Longest wait for a tier's answer or for room; None for the configured wait.
-        unknown: Index of the tier whose answer is outstanding, and the times of the first and last lookup there.
-        since: Time of the first load that the request has not used yet.
-        under_way: Blocks in progress in the tier when the last load began, including that load.
-    """
-
-    step: int = -1
-    limit: int | None = None
-    found: dict[BlockKey, Found] = field(default_factory=dict)
-    start: int = 0
-    waiting: int = 1
+    step: int = -1  # Step of the last decision.
+    limit: int | None = None  # End of the last block to load, in tokens; None for no limit.
+    found: dict[BlockKey, Found] = field(default_factory=dict)  # Answers of the tiers in this step, by block.
+    start: int = 0  # Tokens before the blocks to load.
+    waiting: int = 1  # Number of requests waiting to be computed, including this one.
     recompute_s: float = 0.0
-    patience_s: float | None = None
+    """Estimated computing time of the blocks, multiplied by ``waiting``; 0 if there is no decision."""
+    patience_s: float | None = None  # Longest wait for a tier's answer or for room; None for the configured wait.
     unknown: tuple[int, float, float] | None = None
-    since: float | None = None
-    under_way: int = 0
+    """Index of the tier whose answer is outstanding, and the times of the first and last lookup there."""
+    since: float | None = None  # Time of the first load that the request has not used yet.
+    under_way: int = 0  # Blocks in progress in the tier when the last load began, including that load.
 
 
 @dataclass(frozen=True, slots=True)
 class HandOverWait:
-    """A request's wait for another engine.
+    """A request's wait for another engine."""
 
-    Attributes:
-        since: Time of its first lookup of a block that it waits for.
-        start: Tokens before that block.
-        total_s: Estimated time to compute the prompt from there.
-    """
-
-    since: float
-    start: int
-    total_s: float
+    since: float  # Time of its first lookup of a block that it waits for.
+    start: int  # Tokens before that block.
+    total_s: float  # Estimated time to compute the prompt from there.
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request, from its first mention until its last work has ended.
+    """A request, from its first mention until its last work has ended."""
 
-    Attributes:
-        ctx: The request.
-        policy: Its offload policy.
-        store_links: Tiers that it may store to.
-        load_links: Tiers that it may load from, in order.
-        hands_over: Whether its blocks are kept for another engine.
-        keys: Its known blocks in prefix order.
-        weighed: Blocks subject to the gate.
-        ends: End of each block in tokens from the start, where known.
-        tokens_max: Only blocks that end at or before this position may be stored; None for all.
-        open: Blocks that the engine is filling for it, with their slots, in prefix order.
-        loading: Blocks that the engine is reading for it, with the number of reads.
-        claims: Blocks promoted for it but not yet loaded; each has a pin.
-        promoting: Number of blocks being promoted for it.
-        failed: Blocks whose load failed, with the tiers (bits) that failed.
-        sources: Blocks promoted for it, with the tier of each.
-        asked: Blocks that it looked up, with the tiers (bits) whose answers were counted.
-        retried: Blocks and tiers (bits) with RETRY as the only answer so far, with the time of the first answer.
-        cut: Tiers (bits) that lacked room for one of its blocks, with the end of the first such block (-1: unknown).
-        over_rate: Tiers (bits) to which it may store nothing more, because of its tenant's rate.
-        seen: Blocks whose sighting was counted.
-        handed: Blocks held for the engine that takes over the request.
-        stored: Blocks that it stored, if its policy acts at its end.
-        wait_until: End of its wait for a tier's answer or for room.
-        handed_over: Its wait for another engine's blocks, once it has begun.
-        gated: The gate's decision on it.
-        prefetched: Number of ``keys`` that prefetch has looked up.
-        finished: Whether it has ended for the engine.
-    """
-
-    ctx: RequestContext
-    policy: OffloadPolicy
-    store_links: tuple[TierLink, ...]
-    load_links: tuple[TierLink, ...]
-    hands_over: bool = False
-    keys: Sequence[BlockKey] = ()
-    weighed: Collection[BlockKey] = ()
+    ctx: RequestContext  # The request.
+    policy: OffloadPolicy  # Its offload policy.
+    store_links: tuple[TierLink, ...]  # Tiers that it may store to.
+    load_links: tuple[TierLink, ...]  # Tiers that it may load from, in order.
+    hands_over: bool = False  # Whether its blocks are kept for another engine.
+    keys: Sequence[BlockKey] = ()  # Its known blocks in prefix order.
+    weighed: Collection[BlockKey] = ()  # Blocks subject to the gate.
     ends: Mapping[BlockKey, int] = field(default_factory=dict)
-    tokens_max: int | None = None
+    """End of each block in tokens from the start, where known."""
+    tokens_max: int | None = None  # Only blocks that end at or before this position may be stored; None for all.
     open: dict[BlockKey, int] = field(default_factory=dict)
+    """Blocks that the engine is filling for it, with their slots, in prefix order."""
     loading: dict[BlockKey, int] = field(default_factory=dict)
+    """Blocks that the engine is reading for it, with the number of reads."""
     claims: dict[BlockKey, None] = field(default_factory=dict)
-    promoting: int = 0
+    """Blocks promoted for it but not yet loaded; each has a pin."""
+    promoting: int = 0  # Number of blocks being promoted for it.
     failed: dict[BlockKey, int] = field(default_factory=dict)
-    sources: dict[BlockKey, TierLink] = field(default_factory=dict)
+    """Blocks whose load failed, with the tiers (bits) that failed."""
+    sources: dict[BlockKey, TierLink] = field(default_factory=dict)  # Blocks promoted for it, with the tier of each.
     asked: dict[BlockKey, int] = field(default_factory=dict)
+    """Blocks that it looked up, with the tiers (bits) whose answers were counted."""
     retried: dict[tuple[BlockKey, int], float] = field(default_factory=dict)
+    """Blocks and tiers (bits) with RETRY as the only answer so far, with the time of the first answer."""
     cut: dict[int, int] = field(default_factory=dict)
-    over_rate: int = 0
-    seen: set[BlockKey] = field(default_factory=set)
-    handed: set[BlockKey] = field(default_factory=set)
-    stored: list[BlockKey] = field(default_factory=list)
-    wait_until: float | None = None
-    handed_over: HandOverWait | None = None
-    gated: Decision = field(default_factory=Decision)
-    prefetched: int = 0
-    finished: bool = False
+    """Tiers (bits) that lacked room for one of its blocks, with the end of the first such block (-1: unknown)."""
+    over_rate: int = 0  # Tiers (bits) to which it may store nothing more, because of its tenant's rate.
+    seen: set[BlockKey] = field(default_factory=set)  # Blocks whose sighting was counted.
+    handed: set[BlockKey] = field(default_factory=set)  # Blocks held for the engine that takes over the request.
+    stored: list[BlockKey] = field(default_factory=list)  # Blocks that it stored, if its policy acts at its end.
+    wait_until: float | None = None  # End of its wait for a tier's answer or for room.
+    handed_over: HandOverWait | None = None  # Its wait for another engine's blocks, once it has begun.
+    gated: Decision = field(default_factory=Decision)  # The gate's decision on it.
+    prefetched: int = 0  # Number of ``keys`` that prefetch has looked up.
+    finished: bool = False  # Whether it has ended for the engine.
 
     def __post_init__(self) -> None:
         if not self.policy.stores_all:
@@ -172,10 +131,6 @@ class Requests:
         parser: Parses the policies of requests.
         tokens_per_block: Tokens per block, for requests without the ends of their blocks.
         feed: Receives each request once its blocks are known.
-
-    Attributes:
-        by_id: The requests.
-        waiting: Ids of requests that have not begun to compute.
     """
 
     def __init__(
@@ -185,8 +140,8 @@ class Requests:
         self._parser = parser
         self._tokens_per_block = tokens_per_block
         self._feed = feed
-        self.by_id: dict[str, RequestState] = {}
-        self.waiting: set[str] = set()
+        self.by_id: dict[str, RequestState] = {}  # The requests.
+        self.waiting: set[str] = set()  # Ids of requests that have not begun to compute.
         self._returns = 0
 
     def __len__(self) -> int:

@@ -14,8 +14,6 @@ from kvstore.tiering.core import Core
 from kvstore.tiering.deadlines import Deadlines
 from kvstore.types import BlockKey
 
-__all__ = ["Retention"]
-
 _SLACK: Final = 64
 """Deadlines of removed blocks tolerated before a cleanup."""
 

@@ -12,8 +12,6 @@ from kvstore.tiering.jobs import JobTable
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.tenants import TenantStats
 
-__all__ = ["LookupCounts", "TierFlow", "TieringStats", "flow_of"]
-
 
 @dataclass(slots=True)
 class LookupCounts:

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["TIMED_EVERY", "Tally", "TierTally"]
-
 TIMED_EVERY = 16
 """Every 16th answer of a tier is timed, starting with the first: reading the clock costs as much as a lookup."""
 
@@ -22,34 +20,22 @@ def _samples() -> deque[float]:
 
 @dataclass(slots=True)
 class TierTally:
-    """Counts of one tier since the start, and samples since the last time they were taken.
+    """Counts of one tier since the start, and samples since the last time they were taken."""
 
-    Attributes:
-        queries: Answered lookups of this tier, once per block and request.
-        hits: Lookups answered HIT.
-        failed_loads: Load jobs that failed, wholly or in part.
-        failed_stores: Store jobs that failed, wholly or in part.
-        load_seconds: Time of load jobs on the I/O side.
-        store_seconds: The same for store jobs.
-        last_lookup_s: Seconds of the last timed lookup with the answer HIT or MISS.
-        lookup_samples: Seconds of each such lookup. An untimed lookup repeats the last timed value, so that the number
-            and sum of the samples are right.
-        wait_samples: Seconds from the first RETRY to the answer.
-        loaded_samples: Seconds from the submission of a successful load to its report.
-        failed_samples: The same for failed loads.
-    """
-
-    queries: int = 0
-    hits: int = 0
-    failed_loads: int = 0
-    failed_stores: int = 0
-    load_seconds: float = 0.0
-    store_seconds: float = 0.0
-    last_lookup_s: float = 0.0
+    queries: int = 0  # Answered lookups of this tier, once per block and request.
+    hits: int = 0  # Lookups answered HIT.
+    failed_loads: int = 0  # Load jobs that failed, wholly or in part.
+    failed_stores: int = 0  # Store jobs that failed, wholly or in part.
+    load_seconds: float = 0.0  # Time of load jobs on the I/O side.
+    store_seconds: float = 0.0  # The same for store jobs.
+    last_lookup_s: float = 0.0  # Seconds of the last timed lookup with the answer HIT or MISS.
     lookup_samples: deque[float] = field(default_factory=_samples)
-    wait_samples: deque[float] = field(default_factory=_samples)
+    """Seconds of each such lookup. An untimed lookup repeats the last timed value, so that the number and sum of the
+    samples are right."""
+    wait_samples: deque[float] = field(default_factory=_samples)  # Seconds from the first RETRY to the answer.
     loaded_samples: deque[float] = field(default_factory=_samples)
-    failed_samples: deque[float] = field(default_factory=_samples)
+    """Seconds from the submission of a successful load to its report."""
+    failed_samples: deque[float] = field(default_factory=_samples)  # The same for failed loads.
 
     def note_answer(self, hit: bool, started: float) -> None:
         """Count the first answer about a block to a request.
@@ -87,14 +73,9 @@ class Tally:
 
     Args:
         tiers: Counts of the tiers below the primary one, in order.
-
-    Attributes:
-        primary: Counts of the primary tier.
-        tiers: Counts of the tiers below the primary one, in order.
-        allocations: Blocks allocated by each store, since last taken.
     """
 
     def __init__(self, tiers: Sequence[TierTally]) -> None:
-        self.primary = TierTally()
-        self.tiers = tuple(tiers)
-        self.allocations: deque[int] = deque(maxlen=_SAMPLES_MAX)
+        self.primary = TierTally()  # Counts of the primary tier.
+        self.tiers = tuple(tiers)  # Counts of the tiers below the primary one, in order.
+        self.allocations: deque[int] = deque(maxlen=_SAMPLES_MAX)  # Blocks allocated by each store, since last taken.

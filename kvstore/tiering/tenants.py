@@ -12,31 +12,20 @@ from kvstore.quantity import ByteSize
 from kvstore.tenants import OTHERS, Account, Accounts, Tenants
 from kvstore.types import BlockKey
 
-__all__ = ["Rates", "TenantStats", "TenantTable"]
-
 _BURST_S = 1.0
 """Maximum burst, in seconds of the rate."""
 
 
 @dataclass(slots=True)
 class TenantStats:
-    """Blocks of one tenant, or of all unnamed tenants together, since the start.
+    """Blocks of one tenant, or of all unnamed tenants together, since the start."""
 
-    Attributes:
-        blocks: In the primary tier now.
-        stored: Computed by the engine and stored in the primary tier.
-        loaded: Loaded by the engine, from any tier.
-        evicted: Evicted from the primary tier.
-        unsaved: Not stored in a tier, because of ``store_rate``.
-        declined: Computed again although a tier held them, because of ``load_rate``.
-    """
-
-    blocks: int = 0
-    stored: int = 0
-    loaded: int = 0
-    evicted: int = 0
-    unsaved: int = 0
-    declined: int = 0
+    blocks: int = 0  # In the primary tier now.
+    stored: int = 0  # Computed by the engine and stored in the primary tier.
+    loaded: int = 0  # Loaded by the engine, from any tier.
+    evicted: int = 0  # Evicted from the primary tier.
+    unsaved: int = 0  # Not stored in a tier, because of ``store_rate``.
+    declined: int = 0  # Computed again although a tier held them, because of ``load_rate``.
 
 
 class Rates:

@@ -56,8 +56,6 @@ from kvstore.types import (
     TransferJob,
 )
 
-__all__ = ["AsyncTier"]
-
 logger = logging.getLogger("kvstore.tiers")
 
 _REPORT_GRACE_S = 0.1
@@ -180,7 +178,6 @@ class AsyncTier(SecondaryTierManager):
         self._outbox.append(self._jobs.start(job, JobKind.LOAD, range(len(job.keys)), size_bytes, deadline))
 
     def flush(self) -> None:
-        """See :meth:`SecondaryTierManager.flush`."""
         if self._verifies_events and self._is_up:
             self._look_up_reported()
         if self._existence.unasked:
@@ -202,7 +199,6 @@ class AsyncTier(SecondaryTierManager):
         return self._jobs.take_finished()
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`SecondaryTierManager.touch`."""
         held = tuple(key for key in keys if key in self._presence)
         if held:
             self._outbox.append(Touch(held))
@@ -237,7 +233,6 @@ class AsyncTier(SecondaryTierManager):
         return True
 
     def on_request_finished(self, ctx: RequestContext) -> None:
-        """See :meth:`SecondaryTierManager.on_request_finished`."""
         self._failed_loads.forget_request(ctx.request_id)
 
     def take_events(self) -> Sequence[TierEvent]:
@@ -245,7 +240,6 @@ class AsyncTier(SecondaryTierManager):
         return self._inventory.take()
 
     def restate_events(self) -> None:
-        """See :meth:`SecondaryTierManager.restate_events`."""
         self._inventory.restate()
 
     def keep_lineage(self, keys: Sequence[BlockKey], lineage: Sequence[bytes], secrets: Sequence[bytes]) -> None:
@@ -277,7 +271,6 @@ class AsyncTier(SecondaryTierManager):
         return not self._channel.closed and self._channel.has_answers
 
     def stats(self) -> TierStats:
-        """See :meth:`SecondaryTierManager.stats`."""
         jobs, health, presence = self._jobs, self._health, self._presence
         report = self._report or StatsReport(len(presence), 0, 0, {}, {})
         return TierStats(
@@ -315,7 +308,6 @@ class AsyncTier(SecondaryTierManager):
         return self._presence.complete
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """See :meth:`SecondaryTierManager.drain`."""
         # Without an I/O process, all jobs have failed, and the drain would not be answered.
         if self._channel.closed or self._down:
             return True

@@ -19,8 +19,6 @@ from kvstore.types import (
     TransferJob,
 )
 
-__all__ = ["JobSample", "SecondaryTierManager", "TierStats"]
-
 
 @dataclass(frozen=True, slots=True)
 class JobSample:

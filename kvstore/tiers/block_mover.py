@@ -23,8 +23,6 @@ from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.presence import RefusedRecords
 from kvstore.types import BlockKey, Outcome
 
-__all__ = ["BlockMover", "JobPart", "RunningJob"]
-
 _T = TypeVar("_T")
 
 _PART_BYTES = 4 << 20
@@ -72,26 +70,20 @@ _SCRATCH_BATCHES = 4
 
 
 class RunningJob:
-    """The state of a job in the I/O half. Parts write to it as they end, so finished work survives a deadline.
-
-    Attributes:
-        outcomes: One byte per block of the job; TIMEOUT until known.
-        suspects: Keys of records to quarantine.
-        refused: Keys of records that may be intact but can't be read here.
-        removed: Keys of blocks removed after the submission of their store; their records are deleted again.
-        ended: Set when the job has ended.
-    """
+    """The state of a job in the I/O half. Parts write to it as they end, so finished work survives a deadline."""
 
     def __init__(self, job: SubmitJob) -> None:
         self.job = job
+        # One byte per block of the job; TIMEOUT until known.
         self.outcomes = bytearray([Outcome.TIMEOUT]) * len(job.keys)
         self.faults: Counter[str] = Counter()
         self.size_bytes = 0
         self.error = ""
-        self.suspects: list[BlockKey] = []
-        self.refused: list[BlockKey] = []
+        self.suspects: list[BlockKey] = []  # Keys of records to quarantine.
+        self.refused: list[BlockKey] = []  # Keys of records that may be intact but can't be read here.
+        # Keys of blocks removed after the submission of their store; their records are deleted again.
         self.removed: set[BlockKey] = set()
-        self.ended = asyncio.Event()
+        self.ended = asyncio.Event()  # Set when the job has ended.
 
     def note_error(self, error: str) -> None:
         """Keep the text of the first failure."""
@@ -161,9 +153,6 @@ class BlockMover:
         on_found: Called likewise with blocks that already existed on the medium; by default ``on_put``.
         codecs: Encode and decode payloads; None: raw.
         refused: Records that earlier loads could not read; None: none.
-
-    Attributes:
-        codecs: As given.
     """
 
     def __init__(
@@ -180,7 +169,7 @@ class BlockMover:
         self._backend = backend
         self._slots = slots
         self._on_put, self._on_found = on_put, on_found or on_put
-        self.codecs = codecs or TierCodecs("raw", namespace)
+        self.codecs = codecs or TierCodecs("raw", namespace)  # As given.
         self._refused = RefusedRecords() if refused is None else refused
         self._records = RecordCodec(namespace, header_bytes=backend.alignment)
         # With page-aligned headers, the medium moves whole pages, and would copy a payload that ends within a page.

@@ -20,8 +20,6 @@ import msgspec
 from kvstore.config import decode_config
 from kvstore.runtime.messages import JobKind
 
-__all__ = ["AutoOptions", "CodecChoice"]
-
 _GAIN_TO_BEGIN: Final = 0.2
 _GAIN_TO_GO_ON: Final = 0.1
 """Minimum savings to begin and to continue encoding. They differ because measurements vary by some percent from second
@@ -62,13 +60,10 @@ _FORGOTTEN: Final = 0.98
 
 
 class AutoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of ``"auto"``.
-
-    Attributes:
-        objective: ``"latency"`` encodes while that makes loads faster; ``"bytes"`` while it makes records shorter.
-    """
+    """Options of ``"auto"``."""
 
     objective: Literal["latency", "bytes"] = "latency"
+    """``"latency"`` encodes while that makes loads faster; ``"bytes"`` while it makes records shorter."""
 
 
 class CodecChoice:

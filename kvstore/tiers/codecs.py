@@ -21,8 +21,6 @@ from kvstore.runtime.messages import JobKind
 from kvstore.secret import shown
 from kvstore.tiers.codec_choice import CodecChoice
 
-__all__ = ["TierCodecs", "element_bytes_of", "namespace_with_codecs"]
-
 logger = logging.getLogger("kvstore.tiers")
 
 _SHIPPED: Final = {1: "byteplane", 2: "byteplane", 3: "zstd"}
@@ -49,18 +47,14 @@ class TierCodecs:
 
     Raises:
         ConfigError: The option can't be used, or two of its codecs have the same wire id.
-
-    Attributes:
-        chain: Codecs and seal for writing.
-        decoder: Reads records of any chain.
-        choice: Decides whether to encode, for the chain ``"auto"``; None otherwise.
     """
 
     def __init__(self, config: ChainConfig, namespace: Namespace) -> None:
         self._context = CodecContext(namespace, element_bytes_of(namespace.document()["fields"]))
-        self.chain: CodecChain = build_chain(config, self._context, CODECS.find)
+        self.chain: CodecChain = build_chain(config, self._context, CODECS.find)  # Codecs and seal for writing.
         self._refuse_shared_ids()
-        self.decoder = Decoder(self._find, self.chain.seal)
+        self.decoder = Decoder(self._find, self.chain.seal)  # Reads records of any chain.
+        # Decides whether to encode, for the chain ``"auto"``; None otherwise.
         self.choice = None if self.chain.auto is None else CodecChoice(self.chain.auto)
         self._codecs: dict[int, Codec | None] = {
             wire_id: codec for codec in self.chain.codecs for wire_id in codec.wire_ids

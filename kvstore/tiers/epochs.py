@@ -18,8 +18,6 @@ from kvstore.primary.lending import Lender
 from kvstore.runtime.messages import BeginEpoch, EpochBegun
 from kvstore.secret import open_regular
 
-__all__ = ["Epoch", "EpochNames"]
-
 logger = logging.getLogger("kvstore.tiers")
 
 _READ_TIMEOUT_S: Final = 2.0
@@ -36,9 +34,6 @@ class Epoch:
         tier: Name of the tier, for messages.
         named: Whether a configured source provides the first epoch; if not, the tier opens in the base epoch.
         lender: Source of rows for other engines; closed while the epoch changes.
-
-    Attributes:
-        name: The present epoch; None while unknown.
     """
 
     def __init__(self, tier: str, *, named: bool, lender: Lender | None = None) -> None:
@@ -46,7 +41,7 @@ class Epoch:
         self._lender = lender
         self._asked = 0
         self._begun = 0
-        self.name: str | None = None if named else ""
+        self.name: str | None = None if named else ""  # The present epoch; None while unknown.
 
     @property
     def is_changing(self) -> bool:

@@ -10,8 +10,6 @@ from kvstore.runtime.breaker import Breaker
 from kvstore.runtime.messages import JobKind, Probe
 from kvstore.types import Outcome
 
-__all__ = ["TierHealth"]
-
 logger = logging.getLogger("kvstore.tiers")
 
 

@@ -10,8 +10,6 @@ from typing import Final
 
 from kvstore.types import BlockKey, RemovalCause, TierEvent
 
-__all__ = ["Inventory"]
-
 _FOUND_KEYS: Final = 1024
 """Recovered blocks per report, and so per step of the engine: some milliseconds of its scheduler. An idle engine pauses
 for a millisecond after each step, so shorter reports would take longer in total."""

@@ -11,8 +11,6 @@ from kvstore.runtime.messages import JobDone, JobKind, SubmitJob
 from kvstore.tiers.base import JobSample
 from kvstore.types import KEY_BYTES_MAX, JobResult, Outcome, TransferJob
 
-__all__ = ["Job", "Jobs", "deadline_of", "is_key", "is_sound"]
-
 _SAMPLES_MAX = 1024
 
 _OUTCOMES = tuple(sorted(Outcome))
@@ -21,20 +19,14 @@ _OUTCOMES = tuple(sorted(Outcome))
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A submitted job, and the message with its blocks for the I/O half.
+    """A submitted job, and the message with its blocks for the I/O half."""
 
-    Attributes:
-        job: As submitted.
-        message: The blocks to move: of a store, those that the medium may lack. The id of the message is never reused,
-            because the id of a reported job may be reused before a late answer to it arrives.
-        asked: Positions in ``job`` of the blocks in ``message``.
-        size_bytes: Payload bytes of ``message``.
-    """
-
-    job: TransferJob
+    job: TransferJob  # As submitted.
     message: SubmitJob
-    asked: Sequence[int]
-    size_bytes: int
+    """The blocks to move: of a store, those that the medium may lack. The id of the message is never reused, because
+    the id of a reported job may be reused before a late answer to it arrives."""
+    asked: Sequence[int]  # Positions in ``job`` of the blocks in ``message``.
+    size_bytes: int  # Payload bytes of ``message``.
 
     def outcomes(self, codes: Sequence[int]) -> list[Outcome]:
         """Return the outcome of every block of the job, given the outcomes of the message's blocks."""
@@ -71,22 +63,16 @@ def is_sound(job: TransferJob, kind: JobKind, slot_count: int) -> bool:
 
 
 class Jobs:
-    """The unfinished jobs, the results not yet taken, and counts of both.
-
-    Attributes:
-        store_bytes: Payload bytes of unfinished stores.
-        outcomes: Blocks by ``"store.ok"``, ``"load.miss"``, …
-        moved_bytes: Payload bytes moved, by direction.
-    """
+    """The unfinished jobs, the results not yet taken, and counts of both."""
 
     def __init__(self) -> None:
         self._running: dict[int, Job] = {}
         self._submitted = 0
         self._finished: list[JobResult] = []
         self._samples: deque[JobSample] = deque(maxlen=_SAMPLES_MAX)
-        self.store_bytes = 0
-        self.outcomes: Counter[str] = Counter()
-        self.moved_bytes: Counter[JobKind] = Counter()
+        self.store_bytes = 0  # Payload bytes of unfinished stores.
+        self.outcomes: Counter[str] = Counter()  # Blocks by ``"store.ok"``, ``"load.miss"``, …
+        self.moved_bytes: Counter[JobKind] = Counter()  # Payload bytes moved, by direction.
 
     def __len__(self) -> int:
         return len(self._running)

@@ -19,8 +19,6 @@ from kvstore.namespace import FORMAT_VERSION, Namespace
 from kvstore.runtime.messages import KeepLineage, LineageFound
 from kvstore.types import BlockKey
 
-__all__ = ["LineageNotes"]
-
 _OPEN: Final = b"\x01"
 _SEALED: Final = b"\x02"
 _SEAL: Final = struct.Struct("<B3xI16s32s")

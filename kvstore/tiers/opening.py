@@ -27,8 +27,6 @@ from kvstore.types import Locality, Medium
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["make_io_side", "open_tier"]
-
 logger = logging.getLogger("kvstore.tiers")
 
 _OPEN_TIMEOUT_S = 60.0

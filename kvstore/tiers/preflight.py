@@ -15,8 +15,6 @@ from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS, CODECS
 
-__all__ = ["check_before_opening", "nearest_existing", "path_faults", "paths_of"]
-
 _CAPACITY_LEAST: Final = 4096
 """The smallest slot of a disk tier; a smaller capacity probably lacks a unit."""
 

@@ -16,8 +16,6 @@ from kvstore.bounded import BoundedDict
 from kvstore.runtime.messages import AskExistence
 from kvstore.types import BlockKey, Found, RequestContext, Source
 
-__all__ = ["Existence", "FailedLoads", "Presence", "RefusedRecords"]
-
 _ABSENT_MAX: Final = 1 << 18
 """Negative answers remembered; with more distinct misses within the TTL, queries are repeated."""
 

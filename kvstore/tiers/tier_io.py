@@ -56,8 +56,6 @@ from kvstore.tiers.lineage import LineageNotes
 from kvstore.tiers.presence import RefusedRecords
 from kvstore.types import BlockKey, Found, NamespaceInfo, Outcome, RemovalCause
 
-__all__ = ["TierIO", "TierIOSpec"]
-
 logger = logging.getLogger("kvstore.tiers")
 
 _STATS_INTERVAL_S = 1.0

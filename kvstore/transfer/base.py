@@ -12,27 +12,18 @@ import numpy.typing as npt
 
 from kvstore.runtime.messages import JobKind
 
-__all__ = ["BlockCopies", "Ids", "Transfer", "TransferResult"]
-
 Ids: TypeAlias = npt.NDArray[np.int64]
 """Numbers of blocks, slots or places; one axis."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCopies:
-    """Device blocks of one group and their places in the primary tier. All arrays have the same length.
+    """Device blocks of one group and their places in the primary tier. All arrays have the same length."""
 
-    Attributes:
-        group: Number of the group of layers.
-        blocks: Numbers of blocks in the KV cache.
-        slots: Slot of each block.
-        places: Place of each block in its slot, 0 to ``blocks_per_slot - 1``.
-    """
-
-    group: int
-    blocks: Ids
-    slots: Ids
-    places: Ids
+    group: int  # Number of the group of layers.
+    blocks: Ids  # Numbers of blocks in the KV cache.
+    slots: Ids  # Slot of each block.
+    places: Ids  # Place of each block in its slot, 0 to ``blocks_per_slot - 1``.
 
     @classmethod
     def of(cls, blocks: Sequence[int] | Ids, slots: Sequence[int] | Ids, *, group: int = 0) -> BlockCopies:
@@ -74,23 +65,14 @@ class BlockCopies:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """Result of a submitted batch; each batch has exactly one.
+    """Result of a submitted batch; each batch has exactly one."""
 
-    Attributes:
-        handle: As :meth:`Transfer.submit` returned it.
-        kind: STORE (KV cache to slots) or LOAD (slots to KV cache).
-        success: Whether every byte was copied. If not, the contents of the targets are undefined.
-        size_bytes: Bytes copied.
-        seconds: Duration of the copies, without queueing.
-        error: Cause of a failure; otherwise "".
-    """
-
-    handle: int
-    kind: JobKind
-    success: bool
-    size_bytes: int
-    seconds: float
-    error: str = ""
+    handle: int  # As :meth:`Transfer.submit` returned it.
+    kind: JobKind  # STORE (KV cache to slots) or LOAD (slots to KV cache).
+    success: bool  # Whether every byte was copied. If not, the contents of the targets are undefined.
+    size_bytes: int  # Bytes copied.
+    seconds: float  # Duration of the copies, without queueing.
+    error: str = ""  # Cause of a failure; otherwise "".
 
 
 class Transfer(ABC):

@@ -30,8 +30,6 @@ from kvstore.transfer.pinning import PinnedRegion
 from kvstore.transfer.plan import Batch, GroupBatch, check_batch, page_bytes_of
 from kvstore.transfer.staging import StagedPart, StagingPlan, StridedPiece, Turn, turn_of, word_bytes_of
 
-__all__ = ["CudaStreams", "CudaTransfer"]
-
 STAGING_BYTES = 64 << 20
 """Staging buffer of each direction. Copying it at 25 GB/s takes 2.5 ms, many times the launch time."""
 
@@ -112,9 +110,6 @@ class CudaTransfer(Transfer):
         staging_bytes: Length of each of the two staging buffers on the device; at least one slot is used.
         streams: Streams of the device; by default torch's.
 
-    Attributes:
-        pinned: The pinned region; None if ``pin`` is false.
-
     Raises:
         ConfigError: A tensor is missing, too short, or on another device than the first, or the slots are too short.
     """
@@ -143,6 +138,7 @@ class CudaTransfer(Transfer):
         word_bytes = word_bytes_of(plan, [region.slot_bytes, region.address, *steps, *starts])
         word = _WORDS[word_bytes]
         self._streams = streams or CudaStreams(self._device)
+        # The pinned region; None if ``pin`` is false.
         self.pinned = PinnedRegion(region, activate=self._streams.activate) if pin else None
         self._rows: torch.Tensor | None = torch.from_numpy(region.rows()).view(word)
         depth = min(region.slots, max(1, staging_bytes // plan.slot_bytes))

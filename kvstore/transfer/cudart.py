@@ -11,8 +11,6 @@ import ctypes
 from functools import cache
 from typing import Any
 
-__all__ = ["CudaLibrary", "loaded_cudart"]
-
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses.
 
 

@@ -27,8 +27,6 @@ from kvstore.transfer.base import BlockCopies, Transfer, TransferResult
 from kvstore.transfer.plan import Batch, GroupBatch, check_batch, page_bytes_of
 from kvstore.transfer.vectored import PIECES_MAX, copy_pieces, is_available
 
-__all__ = ["HostTransfer"]
-
 VECTORED_BYTES_MIN = 8192
 """Shortest fragment for the system call, which costs half a microsecond per fragment, as much as copying 4 KiB."""
 
@@ -165,17 +163,11 @@ class HostTransfer(Transfer):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LayerRun:
-    """One run of one layer, as arrays whose items are whole fragments.
+    """One run of one layer, as arrays whose items are whole fragments."""
 
-    Attributes:
-        local: KV cache, shape ``(blocks, fragments)``.
-        remote: Slots, shape ``(slots, places, fragments)``.
-        turn: Number of alternating ranks, and this rank's index among them.
-    """
-
-    local: npt.NDArray[np.void]
-    remote: npt.NDArray[np.void]
-    turn: tuple[int, int]
+    local: npt.NDArray[np.void]  # KV cache, shape ``(blocks, fragments)``.
+    remote: npt.NDArray[np.void]  # Slots, shape ``(slots, places, fragments)``.
+    turn: tuple[int, int]  # Number of alternating ranks, and this rank's index among them.
 
     def copy(self, copies: BlockCopies, kind: JobKind) -> None:
         """Copy the run for some blocks."""

@@ -17,8 +17,6 @@ import torch
 from kvstore.primary import PAGE_BYTES, Region
 from kvstore.transfer.cudart import CudaLibrary, loaded_cudart
 
-__all__ = ["PinnedRegion"]
-
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process.
 
 _PIECE_BYTES_MAX = 16 << 30
@@ -36,10 +34,6 @@ class PinnedRegion:
         activate: Makes the copying device current. Registration creates a context of about 500 MB on the current
             device; without this, every rank would create one on the first GPU.
         piece_bytes_max: Maximum bytes registered per call. Pieces end at slot boundaries, so that no slot spans two.
-
-    Attributes:
-        pinned: Whether the region is pinned.
-        reason: Reason why it is not pinned; otherwise "".
     """
 
     def __init__(
@@ -51,7 +45,7 @@ class PinnedRegion:
         piece_bytes_max: int = _PIECE_BYTES_MAX,
     ) -> None:
         self._addresses: list[int] = []
-        self.reason = ""
+        self.reason = ""  # Reason why it is not pinned; otherwise "".
         self._activate = activate
         if runtime is None and torch.cuda.is_available():
             torch.cuda.init()
@@ -65,7 +59,7 @@ class PinnedRegion:
         else:
             with activate():
                 self._register(runtime, region, piece_bytes_max)
-        self.pinned = bool(self._addresses)
+        self.pinned = bool(self._addresses)  # Whether the region is pinned.
         if self.reason:
             logger.warning(
                 "The region of %d bytes is not pinned: %s. Copies to and from the GPU are correct but slower. The "

@@ -12,22 +12,14 @@ from kvstore.primary import LayerPlan, RankPlan
 from kvstore.runtime.messages import JobKind
 from kvstore.transfer.base import BlockCopies, Ids
 
-__all__ = ["Batch", "GroupBatch", "check_batch", "page_bytes_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBatch:
-    """The validated blocks of one group in a batch.
+    """The validated blocks of one group in a batch."""
 
-    Attributes:
-        copies: Blocks, slots and places.
-        numbers: ``slot * blocks_per_slot + place`` of each block; determines the rank that stores it.
-        kind: STORE or LOAD.
-    """
-
-    copies: BlockCopies
-    numbers: Ids
-    kind: JobKind
+    copies: BlockCopies  # Blocks, slots and places.
+    numbers: Ids  # ``slot * blocks_per_slot + place`` of each block; determines the rank that stores it.
+    kind: JobKind  # STORE or LOAD.
     _turns: dict[tuple[int, int], BlockCopies] = field(default_factory=dict)
 
     def of_rank(self, writers: int, writer_index: int) -> BlockCopies:
@@ -44,17 +36,11 @@ class GroupBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """A validated batch.
+    """A validated batch."""
 
-    Attributes:
-        kind: STORE or LOAD.
-        groups: Its blocks by group, without empty groups.
-        size_bytes: Bytes that this rank copies.
-    """
-
-    kind: JobKind
-    groups: tuple[GroupBatch, ...]
-    size_bytes: int
+    kind: JobKind  # STORE or LOAD.
+    groups: tuple[GroupBatch, ...]  # Its blocks by group, without empty groups.
+    size_bytes: int  # Bytes that this rank copies.
 
 
 def check_batch(

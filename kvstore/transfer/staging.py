@@ -20,8 +20,6 @@ from kvstore.runtime.messages import JobKind
 from kvstore.transfer.base import Ids
 from kvstore.transfer.plan import GroupBatch
 
-__all__ = ["StagedPart", "StagingPlan", "StridedPiece", "Turn", "turn_of", "word_bytes_of"]
-
 Turn: TypeAlias = tuple[int, int]
 """Number of ranks that take turns, and this rank's index."""
 
@@ -40,34 +38,22 @@ _KNOWN_PIECES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class StridedPiece:
-    """Pieces of equal length and spacing; all values in words.
+    """Pieces of equal length and spacing; all values in words."""
 
-    Attributes:
-        begin: Start of the first piece.
-        length: Length of each piece.
-        count: Number of pieces.
-        step: Distance between starts; at least ``length``.
-    """
-
-    begin: int
-    length: int
-    count: int
-    step: int
+    begin: int  # Start of the first piece.
+    length: int  # Length of each piece.
+    count: int  # Number of pieces.
+    step: int  # Distance between starts; at least ``length``.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedPart:
-    """Part of a batch that fits in staging.
+    """Part of a batch that fits in staging."""
 
-    Attributes:
-        slots: The slot of each used row of staging.
-        copies: The fewest strided copies between each slot and its row.
-        turns: The rank's blocks of each turn, as three rows: block numbers, rows of staging, places.
-    """
-
-    slots: Sequence[int]
-    copies: Sequence[tuple[StridedPiece, ...]]
+    slots: Sequence[int]  # The slot of each used row of staging.
+    copies: Sequence[tuple[StridedPiece, ...]]  # The fewest strided copies between each slot and its row.
     turns: Sequence[tuple[Turn, Ids]]
+    """The rank's blocks of each turn, as three rows: block numbers, rows of staging, places."""
 
 
 class StagingPlan:

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PIECES_MAX", "Pieces", "copy_pieces", "is_available"]
-
 PIECES_MAX = 1024
 """Pieces per call, the kernel's UIO_MAXIOV."""
 

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from kvstore.vllm.compat import adapter_directory, hashes_adapter_paths
 
-__all__ = ["DIGEST_BYTES", "NO_ADAPTER", "Adapters", "Check"]
-
 logger = logging.getLogger("kvstore.vllm.adapters")
 
 DIGEST_BYTES: Final = 16
@@ -42,14 +40,11 @@ class _Known:
 
 
 class Check:
-    """The check of one request's adapter.
-
-    Attributes:
-        digest: Digest of the adapter's content; None if it is not known exactly, or not in time.
-    """
+    """The check of one request's adapter."""
 
     def __init__(self, name: str, path: str) -> None:
         self.name, self.path = name, path
+        # Digest of the adapter's content; None if it is not known exactly, or not in time.
         self.digest: bytes | None = None
         self.has_ended = False
         self._deadline = time.monotonic() + _CHECK_S

@@ -17,8 +17,6 @@ from typing import Any
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-__all__ = ["LANES", "CountingWorker", "LoadFailures", "Slots", "WorkerReports", "counters_of"]
-
 logger = logging.getLogger("kvstore.vllm.copies")
 
 LANES = 8
@@ -31,16 +29,12 @@ _COUNTS_LOADS, _COUNTS_ALL = 1, 2
 
 
 class Slots(CPULoadStoreSpec):
-    """Slots of a copy, and the lane in which it was prepared.
-
-    Attributes:
-        lane: The lane.
-        is_void: Whether a block of this load is missing. Then the load has failed, and nothing may be copied.
-    """
+    """Slots of a copy, and the lane in which it was prepared."""
 
     def __init__(self, slots: Sequence[int], lane: int, *, is_void: bool = False) -> None:
         super().__init__(list(slots))
         self.lane = lane
+        # Whether a block of this load is missing. Then the load has failed, and nothing may be copied.
         self.is_void = is_void
 
 

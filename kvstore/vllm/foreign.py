@@ -42,8 +42,6 @@ from kvstore.types import BlockKey, JobResult, Locality, LookupResult, Medium, R
 from kvstore.vllm.adapters import Check
 from kvstore.vllm.options import FOREIGN_OPTIONS
 
-__all__ = ["ForeignTier", "ForeignTiers", "VllmRequest", "open_foreign_tier"]
-
 logger = logging.getLogger("kvstore.vllm.foreign")
 
 _ANSWERS = {VllmLookupResult.HIT: LookupResult.HIT, VllmLookupResult.RETRY: LookupResult.RETRY}
@@ -57,19 +55,15 @@ _GROUP_BYTES = 4
 
 @dataclass(slots=True, eq=False)
 class VllmRequest(RequestContext):
-    """A request with vLLM's own context.
+    """A request with vLLM's own context."""
 
-    Attributes:
-        vllm: vLLM's context, which its tiers expect.
-        origin: The tier that made this request for another engine; that tier is not called for it.
-        adapter: The check of its LoRA adapter, whose digest ends the tag; None once the tag is complete.
-        is_excluded: Whether it neither loads nor stores, because the content of its adapter is not known exactly.
-    """
-
-    vllm: ReqContext | None = None
+    vllm: ReqContext | None = None  # vLLM's context, which its tiers expect.
     origin: ForeignTier | None = None
+    """The tier that made this request for another engine; that tier is not called for it."""
     adapter: Check | None = None
+    """The check of its LoRA adapter, whose digest ends the tag; None once the tag is complete."""
     is_excluded: bool = False
+    """Whether it neither loads nor stores, because the content of its adapter is not known exactly."""
 
     def complete_tag(self) -> bool:
         """Complete the tag once the adapter's check has ended; return whether it is complete, and so the keys known."""
@@ -117,11 +111,6 @@ class ForeignTier(SecondaryTierManager):
         name: Its name.
         namespace: The namespace of the engine's blocks.
         keeps_blocks: Whether blocks stored before a reset are found after it.
-
-    Attributes:
-        tier: The tier.
-        errors: Exceptions of its callbacks.
-        context: The step that :meth:`flush` ends.
     """
 
     def __init__(self, tier: VllmTier, name: str, namespace: Namespace, *, keeps_blocks: bool = False) -> None:
@@ -129,8 +118,8 @@ class ForeignTier(SecondaryTierManager):
         self.name = name
         self.medium = Medium[tier.medium.name] if tier.medium is not None else Medium.STORAGE
         self.locality = Locality[tier.locality.name] if tier.locality is not None else Locality.LOCAL
-        self.errors = 0
-        self.context = ScheduleEndContext((), ())
+        self.errors = 0  # Exceptions of its callbacks.
+        self.context = ScheduleEndContext((), ())  # The step that :meth:`flush` ends.
         self._namespace = namespace
         self._keeps_blocks = keeps_blocks
         self._epoch = b""
@@ -169,7 +158,6 @@ class ForeignTier(SecondaryTierManager):
         self._submit(self.tier.submit_store, job, is_load=False)
 
     def submit_load(self, job: TransferJob) -> None:
-        """Submit a load."""
         self._submit(self.tier.submit_load, job, is_load=True)
 
     def note_job(self, job: TransferJob, *, is_load: bool) -> VllmTransferJob:
@@ -360,16 +348,12 @@ class ForeignTier(SecondaryTierManager):
 
 
 class _Call(threading.Thread):
-    """One call on its own thread.
-
-    Attributes:
-        failure: Its exception.
-    """
+    """One call on its own thread."""
 
     def __init__(self, function: Callable[[], None], name: str) -> None:
         super().__init__(name=name, daemon=True)
         self._function = function
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # Its exception.
         self.start()
 
     def run(self) -> None:
@@ -457,17 +441,13 @@ class ForeignTiers:
 
 
 class _Parent(ParentManager):
-    """The manager's interface for a tier that serves another engine; see vLLM's ``ParentManager``.
-
-    Attributes:
-        promised: Blocks answered HIT in this step. Each needs room in the tier's share of the primary tier.
-    """
+    """The manager's interface for a tier that serves another engine; see vLLM's ``ParentManager``."""
 
     def __init__(self, tiers: ForeignTiers, manager: TieringManager, origin: ForeignTier) -> None:
         self._tiers = tiers
         self._manager = manager
         self._origin = origin
-        self.promised = 0
+        self.promised = 0  # Blocks answered HIT in this step. Each needs room in the tier's share of the primary tier.
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request of another engine."""

@@ -7,24 +7,18 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-__all__ = ["ErrorLog", "guarded"]
-
 logger = logging.getLogger("kvstore.vllm.tier")
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class ErrorLog:
-    """Counts caught errors, and logs the first error of each place with its traceback.
-
-    Attributes:
-        count: Number of errors.
-    """
+    """Counts caught errors, and logs the first error of each place with its traceback."""
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
         self._places: set[str] = set()
-        self.count = 0
+        self.count = 0  # Number of errors.
 
     def note(self, place: str) -> None:
         """Record the exception being handled."""

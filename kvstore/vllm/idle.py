@@ -12,8 +12,6 @@ from vllm.v1.engine import EngineCoreRequestType
 from kvstore.tiers import AsyncTier
 from kvstore.vllm.compat import engine_queue
 
-__all__ = ["IdleWaker"]
-
 _INTERVAL_S: Final = 1.0
 """The interval of the tiers' statistics. An idle engine makes at most one step in it."""
 
@@ -29,13 +27,10 @@ class IdleWaker:
 
     Args:
         tiers: The tiers.
-
-    Attributes:
-        due: Whether a step was requested, and has not been made.
     """
 
     def __init__(self, tiers: Sequence[AsyncTier]) -> None:
-        self.due = False
+        self.due = False  # Whether a step was requested, and has not been made.
         self._tiers = tuple(tiers)
         self._stepped_at = time.monotonic()
         self._stopping = threading.Event()

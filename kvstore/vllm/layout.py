@@ -23,16 +23,6 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvstore.errors import ConfigError
 from kvstore.vllm.compat import canonical_config, current_connector_config, has_states, region_path, window_groups
 
-__all__ = [
-    "WorkerNote",
-    "is_certified",
-    "leave_note",
-    "take_note",
-    "with_canonical_layout",
-    "with_whole_rows",
-    "without_synchronous_loads",
-]
-
 logger = logging.getLogger("kvstore.vllm.layout")
 
 _NOTE_MAGIC = b"kvstore: note of a worker "
@@ -41,15 +31,10 @@ _NOTE_BYTES_MAX = 512
 
 
 class WorkerNote(msgspec.Struct, frozen=True):
-    """Facts from a worker that the scheduler needs for the namespace.
+    """Facts from a worker that the scheduler needs for the namespace."""
 
-    Attributes:
-        canonical: Whether rows have the canonical layout.
-        attention: The attention backends (``chosen_attention``), if known.
-    """
-
-    canonical: bool
-    attention: str | None = None
+    canonical: bool  # Whether rows have the canonical layout.
+    attention: str | None = None  # The attention backends (``chosen_attention``), if known.
 
 
 def with_canonical_layout(config: OffloadingConfig) -> OffloadingConfig:

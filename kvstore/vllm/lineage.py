@@ -18,36 +18,23 @@ from kvstore.tiers import AsyncTier
 from kvstore.types import BlockKey, Locality, Medium
 from kvstore.vllm.compat import current_connector_scheduler, event_payloads, payload_maker
 
-__all__ = ["Lineage"]
-
 _GROUP_BYTES: Final = 4
 """Length of the group's number, at the end of a key."""
 
 
 class _Kept(msgspec.Struct, array_like=True):
-    """Lineage of a key, as kept by a tier. A key may stand for several of vLLM's blocks.
+    """Lineage of a key, as kept by a tier. A key may stand for several of vLLM's blocks."""
 
-    Attributes:
-        parent: Hash of the preceding block; empty for the first block of a prompt.
-        block_tokens: Tokens per block.
-        hashes: Hashes of the blocks except the last one, whose hash is in the key.
-    """
-
-    parent: bytes
-    block_tokens: int
-    hashes: list[bytes]
+    parent: bytes  # Hash of the preceding block; empty for the first block of a prompt.
+    block_tokens: int  # Tokens per block.
+    hashes: list[bytes]  # Hashes of the blocks except the last one, whose hash is in the key.
 
 
 class _Secret(msgspec.Struct, array_like=True):
-    """Further lineage that is only kept by tiers with encryption.
+    """Further lineage that is only kept by tiers with encryption."""
 
-    Attributes:
-        tokens: Token ids, 4 bytes each, little-endian.
-        lora_name: Name of the adapter.
-    """
-
-    tokens: bytes
-    lora_name: str | None
+    tokens: bytes  # Token ids, 4 bytes each, little-endian.
+    lora_name: str | None  # Name of the adapter.
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode

@@ -62,8 +62,6 @@ from kvstore.vllm.steps import StepTimes
 from kvstore.vllm.summary import HitSummary
 from kvstore.vllm.tenants import RequestTags
 
-__all__ = ["KVStoreOffloadingManager", "open_manager"]
-
 logger = logging.getLogger("kvstore.vllm.manager")
 
 _ANSWERS = {answer: VllmLookupResult[answer.name] for answer in LookupResult}

@@ -23,8 +23,6 @@ from kvstore.tiering import TieringStats
 from kvstore.tiers import JobSample, TierStats
 from kvstore.types import Outcome, RemovalCause
 
-__all__ = ["ManagerMetrics", "TierMetrics", "manager_metric_definitions", "metric_definitions"]
-
 _PREFIX = "vllm:kvstore_"
 
 _Table: TypeAlias = Mapping[str, tuple[str, tuple[str, ...]]]

@@ -24,8 +24,6 @@ from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.vllm.compat import VLLM_VERSION, chosen_attention
 
-__all__ = ["engine_namespace"]
-
 logger = logging.getLogger("kvstore.vllm.namespace")
 
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})

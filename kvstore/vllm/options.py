@@ -16,19 +16,6 @@ from kvstore.secret import shown
 from kvstore.tiering.config import TieringConfig, engine_tiering
 from kvstore.types import Locality
 
-__all__ = [
-    "FOREIGN_OPTIONS",
-    "TIER_TYPE",
-    "check_options",
-    "check_tiering",
-    "is_own_manager",
-    "option_faults",
-    "spelled_out",
-    "tier_name",
-    "unknown_options",
-    "with_short_types",
-]
-
 TIER_TYPE = "KVStoreTier"
 """The tier's ``type`` in vLLM's factory; its class name."""
 

@@ -9,8 +9,6 @@ from typing import Final
 
 from kvstore.vllm.compat import engine_queue, scheduler_under_construction
 
-__all__ = ["Pauses"]
-
 _SHARE: Final = 0.05
 """Length of a pause, as a share of the wait so far, so that a pause delays a request by no more than that."""
 

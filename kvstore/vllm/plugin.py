@@ -16,8 +16,6 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from kvstore.registry import BACKENDS
 from kvstore.vllm.startup import check_start, show_logs
 
-__all__ = ["register"]
-
 logger = logging.getLogger("kvstore.vllm.plugin")
 
 _MODULE = "kvstore.vllm"

@@ -10,8 +10,6 @@ from typing import Any, Final
 from kvstore.backends.peer.config import endpoint_of
 from kvstore.types import Source
 
-__all__ = ["of_replica", "remote_fields", "serves_peers"]
-
 _HAND_OVER_S: Final = 60.0
 """Time for which a handed-over request's blocks are kept by the sender and awaited by the receiver; the same as in
 vLLM's own tier."""

@@ -51,8 +51,6 @@ from kvstore.vllm.options import (
 )
 from kvstore.vllm.worker import HostOffloadingWorker
 
-__all__ = ["KVStoreOffloadingSpec"]
-
 
 class KVStoreOffloadingSpec(TieringOffloadingSpec):
     """vLLM's ``TieringOffloadingSpec`` with kvstore's tiers and manager, also on the CPU platform.
@@ -63,10 +61,6 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
     (:mod:`kvstore.vllm.foreign`). On the CPU platform, rows have the canonical layout if vLLM can certify it
     (:mod:`kvstore.vllm.layout`). On every platform, ``"canonical_layout"`` (``true`` or ``false``) overrides the
     default. All options are checked here, before the engine starts.
-
-    Attributes:
-        window_groups: Groups of layers whose blocks vLLM frees while a request runs.
-        attention: The workers' attention backends, set when the manager is made; None if unknown.
 
     Raises:
         ConfigError: An option is not valid.
@@ -89,7 +83,9 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         may_choose = all_ours or self._tiering is not None
         super().__init__(with_canonical_layout(self._direct_config) if may_choose else self._direct_config)
         self._engine_config, kv_cache_config = current_connector_config()
+        # Groups of layers whose blocks vLLM frees while a request runs.
         self.window_groups = window_groups(kv_cache_config)
+        # The workers' attention backends, set when the manager is made; None if unknown.
         self.attention: str | None = None
         self._host_worker: HostOffloadingWorker | None = None
         self._own_manager: OffloadingManager | None = None

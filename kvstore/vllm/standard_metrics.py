@@ -17,8 +17,6 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 from kvstore.tiering import TieringStats
 from kvstore.tiering.tally import Tally, TierTally
 
-__all__ = ["StandardMetrics"]
-
 _PRIMARY_LABEL = ("0:primary",)
 
 _PROMOTION_LATENCY = "vllm:kv_offload_tiering_promotion_latency_seconds"

@@ -32,18 +32,6 @@ from kvstore.vllm.options import (
     with_short_types,
 )
 
-__all__ = [
-    "Fault",
-    "check_offloading",
-    "check_start",
-    "described",
-    "described_slots",
-    "faults_of",
-    "said_in_the_log",
-    "show_logs",
-    "transfer_faults",
-]
-
 logger = logging.getLogger("kvstore.vllm.startup")
 
 _OUR_SPEC: Final = "KVStoreOffloadingSpec"

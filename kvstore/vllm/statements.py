@@ -9,8 +9,6 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import Locality, OffloadingEvent
 
-__all__ = ["Statements"]
-
 _Nature = tuple[Any, Any, str | None]
 """vLLM's medium, locality and ownership."""
 

@@ -14,8 +14,6 @@ from kvstore.vllm.compat import (
     steps_under_way_max,
 )
 
-__all__ = ["StepTimes"]
-
 
 class StepTimes:
     """Measures steps from ``build_connector_meta``, which ends their scheduling, to :meth:`end`.

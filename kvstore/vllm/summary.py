@@ -9,8 +9,6 @@ from typing import Final
 from kvstore.tiering import TieringStats
 from kvstore.tiering.tally import Tally
 
-__all__ = ["HitSummary"]
-
 logger = logging.getLogger("kvstore.vllm.summary")
 
 _INTERVAL_S: Final = 60.0

@@ -10,8 +10,6 @@ from kvstore.tenants import TAG_BYTES, Tags, Tenants
 from kvstore.vllm.adapters import DIGEST_BYTES, NO_ADAPTER, Adapters, Check
 from kvstore.vllm.compat import current_connector_scheduler, on_adapter_loaded
 
-__all__ = ["RequestTags"]
-
 
 class RequestTags:
     """Finds the tags of requests.
@@ -26,17 +24,14 @@ class RequestTags:
 
     Raises:
         ConfigError: Requests may have adapters, and this version of vLLM does not show them.
-
-    Attributes:
-        parts: Names of the parts of a tag.
-        tag_bytes: Length of a tag.
     """
 
     def __init__(self, tenants: Tenants | None, *, has_adapters: bool = False) -> None:
         self._tags = None if tenants is None else Tags(tenants)
         self._by = "" if tenants is None else tenants.by
         self._adapters = Adapters() if has_adapters else None
-        self.parts = ["tenants"] * (tenants is not None) + ["adapters"] * has_adapters
+        self.parts = ["tenants"] * (tenants is not None) + ["adapters"] * has_adapters  # Names of the parts of a tag.
+        # Length of a tag.
         self.tag_bytes = (TAG_BYTES if tenants is not None else 0) + (DIGEST_BYTES if has_adapters else 0)
         self._request: Any = None
         """The request being added."""

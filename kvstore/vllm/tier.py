@@ -46,8 +46,6 @@ from kvstore.vllm.options import check_options, tier_name
 from kvstore.vllm.remote import remote_fields
 from kvstore.vllm.startup import described, described_slots, said_in_the_log, show_logs
 
-__all__ = ["KVStoreTier"]
-
 logger = logging.getLogger("kvstore.vllm.tier")
 
 _ANSWERS: dict[LookupResult, Any] = {

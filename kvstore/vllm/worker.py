@@ -28,8 +28,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-__all__ = ["HostOffloadingWorker"]
-
 logger = logging.getLogger("kvstore.vllm.worker")
 
 _BATCH_BYTES_MAX = 32 * 2**20
@@ -40,21 +38,13 @@ _Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One strided copy of every block of a group.
+    """One strided copy of every block of a group."""
 
-    Attributes:
-        local: KV cache, shape ``(blocks, fragments, fragment bytes)``.
-        remote: Region, shape ``(rows, blocks per row, fragments, fragment bytes)``.
-        block_bytes: Bytes per block.
-        num_writers: Number of ranks that hold the same bytes and take turns storing them.
-        writer_index: This rank's index among them.
-    """
-
-    local: npt.NDArray[np.int8]
-    remote: npt.NDArray[np.int8]
-    block_bytes: int
-    num_writers: int = 1
-    writer_index: int = 0
+    local: npt.NDArray[np.int8]  # KV cache, shape ``(blocks, fragments, fragment bytes)``.
+    remote: npt.NDArray[np.int8]  # Region, shape ``(rows, blocks per row, fragments, fragment bytes)``.
+    block_bytes: int  # Bytes per block.
+    num_writers: int = 1  # Number of ranks that hold the same bytes and take turns storing them.
+    writer_index: int = 0  # This rank's index among them.
 
 
 class HostOffloadingWorker(OffloadingWorker):

@@ -168,7 +168,6 @@ class Rig:
         return psutil.Process(self.engine._process.pid)  # type: ignore[union-attr]
 
     def faults(self) -> list[Fault]:
-        """Return the faults."""
         tiers, away, filler = self.disk / "tiers", self.disk / "away", self.disk / "others"
 
         def move() -> None:

@@ -8,8 +8,6 @@ from typing import Final
 from kvstore.backends.disk import DiskBackend, DiskConfig
 from kvstore.testing import Fault, FaultKind, FaultPlan, FaultyBackend
 
-__all__ = ["SWITCH", "ErringFile"]
-
 SWITCH: Final = "KVSTORE_CHAOS_SWITCH"
 """Environment variable with the path of the file."""
 

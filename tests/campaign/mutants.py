@@ -161,19 +161,12 @@ _FLIPPED: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change of one place.
+    """One change of one place."""
 
-    Attributes:
-        path: Module, relative to the package.
-        node: Its place in the source.
-        kind: Kind of the change.
-        text: The new source of the place.
-    """
-
-    path: str
-    node: ast.expr | ast.stmt
-    kind: str
-    text: str
+    path: str  # Module, relative to the package.
+    node: ast.expr | ast.stmt  # Its place in the source.
+    kind: str  # Kind of the change.
+    text: str  # The new source of the place.
 
     def changed(self, source: str) -> str:
         """Return the module with the change."""

@@ -35,19 +35,14 @@ BLOCKS_MAX = 3000
 
 @dataclass
 class Disk:
-    """A disk of a guest, and the blocks that the guest reported.
-
-    Attributes:
-        reported: Blocks that were reported as stored before a cut.
-        first: Number of the next new block.
-    """
+    """A disk of a guest, and the blocks that the guest reported."""
 
     image: Path
     filesystem: str
     durability: str
     direct: str
-    reported: set[int] = field(default_factory=set)
-    first: int = 0
+    reported: set[int] = field(default_factory=set)  # Blocks that were reported as stored before a cut.
+    first: int = 0  # Number of the next new block.
 
 
 class Failure(Exception):

@@ -15,8 +15,6 @@ from typing import Final, NoReturn
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
 from tests.sizes import FULL_VARIABLE
 
-__all__ = ["NOT_RUN", "SECONDS_VARIABLE", "failed", "not_run", "passed", "rounds", "run_tests", "seconds"]
-
 NOT_RUN: Final = 77
 """Exit status of a program that can't run here; as in Automake."""
 

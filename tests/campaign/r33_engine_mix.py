@@ -44,17 +44,11 @@ TIMEOUT_S: Final = 120
 
 @dataclass(frozen=True)
 class Plan:
-    """Two engines; the second one also loads what the first one hands over.
+    """Two engines; the second one also loads what the first one hands over."""
 
-    Attributes:
-        model: ``"lora"`` or ``"window"``.
-        parallel: Tensor parallelism of each engine.
-        budget: Tokens of a step of each engine.
-    """
-
-    model: str
-    parallel: tuple[int, int]
-    budget: tuple[int, int]
+    model: str  # ``"lora"`` or ``"window"``.
+    parallel: tuple[int, int]  # Tensor parallelism of each engine.
+    budget: tuple[int, int]  # Tokens of a step of each engine.
 
 
 PLANS: Final = (
@@ -67,17 +61,11 @@ PLANS: Final = (
 
 @dataclass(frozen=True)
 class Case:
-    """A request with one right answer.
+    """A request with one right answer."""
 
-    Attributes:
-        prompt: Its tokens.
-        adapter: Name of its adapter; empty for the base model.
-        is_structured: Whether its words begin with w2, w3 or w4.
-    """
-
-    prompt: tuple[int, ...]
-    adapter: str
-    is_structured: bool
+    prompt: tuple[int, ...]  # Its tokens.
+    adapter: str  # Name of its adapter; empty for the base model.
+    is_structured: bool  # Whether its words begin with w2, w3 or w4.
 
     def body(self, model: str) -> dict[str, Any]:
         """Return the fields of a request for it."""

@@ -60,8 +60,6 @@ from kvstore.namespace import Namespace
 from tests.codec.coding import Coding, numbers
 from tests.disk.rig import opened, room_for
 
-__all__ = ["TARGETS", "FuzzTarget"]
-
 NAMESPACE = Namespace({"fuzz": 1})
 KEY = b"a key of thirty-two bytes, just.."
 OWNER = 0x1122334455667788
@@ -70,17 +68,11 @@ SLOT = 2048
 
 @dataclass(frozen=True)
 class FuzzTarget:
-    """A parser with its property.
+    """A parser with its property."""
 
-    Attributes:
-        run: Takes an input; an exception is a finding.
-        seeds: Inputs to begin with.
-        input_bytes_max: Longest input.
-    """
-
-    run: Callable[[bytes], None]
-    seeds: Callable[[], list[bytes]]
-    input_bytes_max: int = 4096
+    run: Callable[[bytes], None]  # Takes an input; an exception is a finding.
+    seeds: Callable[[], list[bytes]]  # Inputs to begin with.
+    input_bytes_max: int = 4096  # Longest input.
 
 
 def run_record(data: bytes) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from kvstore import SimpleBackend, TierConfig
 from kvstore.config import Capacity
 
-__all__ = ["FileDatabase"]
-
 
 class _Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
     path: str

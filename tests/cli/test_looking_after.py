@@ -197,12 +197,10 @@ class ListedBackend(SimpleBackend):
     records: ClassVar[dict[bytes, bytes]] = {}
 
     async def put_one(self, key, buffers):  # type: ignore[no-untyped-def]
-        """Put."""
         record = b"".join(buffers)
         return self.records.setdefault(self.namespace.digest + key, record) is record
 
     async def get_one_into(self, key, buffers):  # type: ignore[no-untyped-def]
-        """Get."""
         record = self.records.get(self.namespace.digest + key)
         return None if record is None else scatter(record, buffers)
 
@@ -211,7 +209,6 @@ class ListedBackend(SimpleBackend):
         return self.namespace.digest + key in self.records
 
     async def delete_one(self, key):  # type: ignore[no-untyped-def]
-        """Delete."""
         return self.records.pop(self.namespace.digest + key, None) is not None
 
     async def scan(self):  # type: ignore[no-untyped-def]

@@ -26,17 +26,11 @@ def numbers(size_bytes: int, seed: int = 0, element_bytes: int = 2) -> bytes:
 
 @dataclass
 class Coding:
-    """A tier's encoding and decoding, without the tier.
+    """A tier's encoding and decoding, without the tier."""
 
-    Attributes:
-        config: Its ``codec`` option.
-        header_bytes: Length of its headers.
-        unit: Alignment of its payloads.
-    """
-
-    config: ChainConfig
-    header_bytes: int = 256
-    unit: int = 1
+    config: ChainConfig  # Its ``codec`` option.
+    header_bytes: int = 256  # Length of its headers.
+    unit: int = 1  # Alignment of its payloads.
     namespace: Namespace = NAMESPACE
     codecs: TierCodecs = field(init=False)
     records: RecordCodec = field(init=False)

@@ -33,19 +33,12 @@ def codec(header_bytes: int, namespace: Namespace = NAMESPACE, alignment: int | 
 
 @dataclass
 class Record:
-    """A record in memory, with the buffers it would be read into.
+    """A record in memory, with the buffers it would be read into."""
 
-    Attributes:
-        key: Key of the block.
-        codec: Codec that makes and verifies the record.
-        data: Header and payload, then the rest of the slot.
-        size_bytes: Length of header and payload.
-    """
-
-    key: bytes
-    codec: RecordCodec
-    data: bytearray
-    size_bytes: int
+    key: bytes  # Key of the block.
+    codec: RecordCodec  # Codec that makes and verifies the record.
+    data: bytearray  # Header and payload, then the rest of the slot.
+    size_bytes: int  # Length of header and payload.
     header: memoryview = field(init=False)
     slot: memoryview = field(init=False)
 

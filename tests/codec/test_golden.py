@@ -23,21 +23,13 @@ SLOT = 1003
 
 @dataclass(frozen=True)
 class Case:
-    """One golden record.
+    """One golden record."""
 
-    Attributes:
-        name: Name of its file.
-        codec: Codec that wrote it.
-        dtype: Type of its elements.
-        chain: Chain number in its header.
-        sha256: Digest of the file.
-    """
-
-    name: str
-    codec: Any
-    dtype: str
-    chain: int
-    sha256: str
+    name: str  # Name of its file.
+    codec: Any  # Codec that wrote it.
+    dtype: str  # Type of its elements.
+    chain: int  # Chain number in its header.
+    sha256: str  # Digest of the file.
 
     @property
     def path(self) -> Path:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["ext4", "filled", "frozen", "mounted"]
-
 
 @contextmanager
 def mounted(point: Path, *options: str) -> Iterator[Path]:

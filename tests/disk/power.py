@@ -13,30 +13,19 @@ from typing import Any
 
 from kvstore.diskio import OsDisk
 
-__all__ = ["Event", "RecordingDisk", "after_power_cut"]
-
 PAGE = 4096
 
 
 @dataclass(slots=True)
 class Event:
-    """A change of the disk, or a mark that a test has set.
+    """A change of the disk, or a mark that a test has set."""
 
-    Attributes:
-        kind: ``mkdir``, ``create``, ``unlink``, ``rename``, ``rmdir``, ``size``, ``write``, ``sync`` or ``mark``.
-        path: Name of the changed object, relative to the root.
-        file: Number of the file; unchanged by a rename.
-        value: New name, length, first event that a sync does not cover, or the content of a mark.
-        offset: Offset of a write.
-        content: Content of a write.
-    """
-
-    kind: str
-    path: str = ""
-    file: int = 0
-    value: Any = None
-    offset: int = 0
-    content: bytes = field(default=b"", repr=False)
+    kind: str  # ``mkdir``, ``create``, ``unlink``, ``rename``, ``rmdir``, ``size``, ``write``, ``sync`` or ``mark``.
+    path: str = ""  # Name of the changed object, relative to the root.
+    file: int = 0  # Number of the file; unchanged by a rename.
+    value: Any = None  # New name, length, first event that a sync does not cover, or the content of a mark.
+    offset: int = 0  # Offset of a write.
+    content: bytes = field(default=b"", repr=False)  # Content of a write.
 
 
 class RecordingDisk(OsDisk):
@@ -57,7 +46,6 @@ class RecordingDisk(OsDisk):
         self._note(Event("mark", value=value))
 
     def open_file(self, name: str, flags: int, dir_fd: int) -> int:
-        """See :meth:`OsDisk.open_file`."""
         path = self._path(dir_fd, name)
         if not flags & os.O_CREAT:
             return super().open_file(name, flags, dir_fd)
@@ -73,17 +61,14 @@ class RecordingDisk(OsDisk):
         return fd
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        """See :meth:`OsDisk.pwritev`."""
         self._note(Event("write", file=self._file(fd), offset=offset, content=b"".join(map(bytes, buffers))))
         return super().pwritev(fd, buffers, offset)
 
     def ftruncate(self, fd: int, size_bytes: int) -> None:
-        """See :meth:`OsDisk.ftruncate`."""
         self._note(Event("size", file=self._file(fd), value=size_bytes))
         super().ftruncate(fd, size_bytes)
 
     def syscall(self, op: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`OsDisk.syscall`."""
         begun = len(self.events)
         done = super().syscall(op, function, *args, **kwargs)
         if op == "fdatasync":
@@ -93,22 +78,18 @@ class RecordingDisk(OsDisk):
         return done
 
     def rename(self, name: str, new_name: str, dir_fd: int) -> None:
-        """See :meth:`OsDisk.rename`."""
         self._note(Event("rename", self._path(dir_fd, name), value=self._path(dir_fd, new_name)))
         super().rename(name, new_name, dir_fd)
 
     def unlink(self, name: str, dir_fd: int) -> None:
-        """See :meth:`OsDisk.unlink`."""
         super().unlink(name, dir_fd)
         self._note(Event("unlink", self._path(dir_fd, name)))
 
     def mkdir(self, name: str, dir_fd: int | None = None) -> None:
-        """See :meth:`OsDisk.mkdir`."""
         super().mkdir(name, dir_fd)
         self._note(Event("mkdir", os.path.relpath(name, self._root) if dir_fd is None else self._path(dir_fd, name)))
 
     def rmdir(self, name: str, dir_fd: int) -> None:
-        """See :meth:`OsDisk.rmdir`."""
         super().rmdir(name, dir_fd)
         self._note(Event("rmdir", self._path(dir_fd, name)))
 

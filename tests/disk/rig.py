@@ -22,20 +22,6 @@ from kvstore.tenants import Tenants
 from kvstore.testing.records import RecordMaker
 from kvstore.types import BlockKey, Outcome, RemovalCause
 
-__all__ = [
-    "GEOMETRY",
-    "NAMESPACE",
-    "OTHER_NAMESPACE",
-    "PAYLOAD",
-    "SLOT",
-    "NoFrames",
-    "Rig",
-    "clone",
-    "opened",
-    "room_for",
-    "segment_bytes",
-]
-
 NAMESPACE = Namespace({"test": "disk"})
 OTHER_NAMESPACE = Namespace({"test": "another"})
 PAYLOAD = 8192
@@ -60,7 +46,6 @@ class NoFrames(OsDisk):
     error = errno.EIO
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        """See :meth:`OsDisk.pwritev`."""
         name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
         if self.fails and name.startswith("journal.") and offset:
             raise OSError(self.error, "no frame is written")

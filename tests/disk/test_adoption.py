@@ -103,7 +103,6 @@ class HangingDisk(OsDisk):
         self.goes_on = threading.Event()
 
     def open_root(self, path: str) -> int:
-        """See :meth:`OsDisk.open_root`."""
         self.goes_on.wait(60)
         return super().open_root(path)
 

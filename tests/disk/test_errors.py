@@ -283,7 +283,6 @@ class NothingWritten(OsDisk):
     """A disk that reports zero bytes written, without an error, for every write longer than a page."""
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        """See :meth:`OsDisk.pwritev`."""
         if sum(len(buffer) for buffer in buffers) > 4096:
             return 0
         return super().pwritev(fd, buffers, offset)
@@ -392,7 +391,6 @@ class UnreadableDirectory(OsDisk):
     bad = ""
 
     def open_dir(self, name: str, dir_fd: int) -> int:
-        """See :meth:`OsDisk.open_dir`."""
         if name == self.bad:
             raise OSError(errno.EIO, "not read")
         return super().open_dir(name, dir_fd)

@@ -22,18 +22,12 @@ from tests.diskio.faulty_disk import FaultyDisk
 
 
 class UseDisk(OsDisk):
-    """A disk that records the files in use, and can hold the next read of a slot.
-
-    Attributes:
-        wrong: Files that were closed while in use.
-        held: Reads currently held.
-        go_on: Releases the held reads.
-    """
+    """A disk that records the files in use, and can hold the next read of a slot."""
 
     def __init__(self) -> None:
-        self.wrong: list[int] = []
-        self.held = 0
-        self.go_on = threading.Event()
+        self.wrong: list[int] = []  # Files that were closed while in use.
+        self.held = 0  # Reads currently held.
+        self.go_on = threading.Event()  # Releases the held reads.
         self._in_use: Counter[int] = Counter()
         self._hold_next = False
         self._lock = threading.Lock()
@@ -43,7 +37,6 @@ class UseDisk(OsDisk):
         self._hold_next = True
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """See :meth:`OsDisk.preadv`."""
         is_slot = buffers[0].nbytes == 4096 and len(buffers) > 1
         with self._using([fd]):
             if is_slot and self._takes_hold():
@@ -51,14 +44,12 @@ class UseDisk(OsDisk):
             return super().preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        """See :meth:`OsDisk.pwritev`."""
         with self._using([fd]):
             return super().pwritev(fd, buffers, offset)
 
     async def awaited_syscalls(
         self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], Awaitable[list[int]]]
     ) -> list[int]:
-        """See :meth:`OsDisk.awaited_syscalls`."""
         with self._using(subjects):
             if op == "preadv" and self._takes_hold():
                 while not self.go_on.is_set():
@@ -68,7 +59,6 @@ class UseDisk(OsDisk):
             return await super().awaited_syscalls(op, subjects, function)
 
     def close(self, fd: int) -> None:
-        """See :meth:`OsDisk.close`."""
         with self._lock:
             if self._in_use[fd]:
                 self.wrong.append(fd)

@@ -44,7 +44,6 @@ class UnsyncedDisk(OsDisk):
         self._pattern = pattern
 
     def fdatasync(self, fd: int) -> None:
-        """See :meth:`OsDisk.fdatasync`."""
         if self.fails and Path(os.readlink(f"/proc/self/fd/{fd}")).match(self._pattern):
             raise OSError(errno.EIO, "not synced")
         super().fdatasync(fd)
@@ -129,7 +128,6 @@ class UnwritableAfterwards(UnsyncedDisk):
     refuses = False
 
     def fdatasync(self, fd: int) -> None:
-        """See :meth:`OsDisk.fdatasync`."""
         try:
             super().fdatasync(fd)
         except OSError:
@@ -137,7 +135,6 @@ class UnwritableAfterwards(UnsyncedDisk):
             raise
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        """See :meth:`OsDisk.pwritev`."""
         if self.refuses and Path(os.readlink(f"/proc/self/fd/{fd}")).match("journal.*"):
             raise OSError(errno.EIO, "not written")
         return super().pwritev(fd, buffers, offset)

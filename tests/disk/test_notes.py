@@ -89,7 +89,6 @@ class SlowNotes(OsDisk):
         self.may_end.set()
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        """See :meth:`OsDisk.pwritev`."""
         written = super().pwritev(fd, buffers, offset)
         if os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) == NOTES_NAME:
             self.wrote.set()
@@ -118,7 +117,6 @@ class NoNotes(OsDisk):
     """A disk that fails every write of notes."""
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        """See :meth:`OsDisk.pwritev`."""
         if os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) == NOTES_NAME:
             raise OSError(errno.ENOSPC, "no note is written")
         return super().pwritev(fd, buffers, offset)

@@ -266,7 +266,6 @@ class NoDirectThere(OsDisk):
     """A disk that refuses direct I/O in one directory."""
 
     def open_file(self, name: str, flags: int, dir_fd: int) -> int:
-        """See :meth:`OsDisk.open_file`."""
         if flags & os.O_DIRECT and "buffered" in os.readlink(f"/proc/self/fd/{dir_fd}"):
             raise OSError(errno.EINVAL, "no direct I/O here")
         return super().open_file(name, flags, dir_fd)

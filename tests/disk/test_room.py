@@ -36,7 +36,6 @@ class FullDisk(OsDisk):
     free = 1 << 40
 
     def statvfs(self, fd: int) -> Any:
-        """See :meth:`OsDisk.statvfs`."""
         return SimpleNamespace(f_bavail=self.free, f_frsize=1, f_blocks=1 << 40)
 
 
@@ -411,7 +410,6 @@ class HeldFrames(OsDisk):
         self.go.set()
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        """See :meth:`OsDisk.pwritev`."""
         if os.path.basename(os.readlink(f"/proc/self/fd/{fd}")).startswith("journal.") and offset:
             self.go.wait(30)
         return super().pwritev(fd, buffers, offset)

@@ -24,14 +24,11 @@ class OrderedDisk(OsDisk):
     """The real disk, checking each write against the journal written so far; for one engine on threads.
 
     A frame waits a moment for a write that should have waited for the frame.
-
-    Attributes:
-        wrong: Writes that came too early.
-        told: Blocks by file and offset of their slots, according to the frames written.
     """
 
     def __init__(self, *, durable: bool) -> None:
-        self.wrong: list[str] = []
+        self.wrong: list[str] = []  # Writes that came too early.
+        # Blocks by file and offset of their slots, according to the frames written.
         self.told: dict[tuple[int, int], BlockKey] = {}
         self.frames = 0
         self._durable = durable
@@ -41,7 +38,6 @@ class OrderedDisk(OsDisk):
         self._slot_write = threading.Event()
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        """See :meth:`OsDisk.pwritev`."""
         name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
         if name.endswith(".seg"):
             return self._write_slots(int(name[:6]), fd, buffers, offset)
@@ -50,7 +46,6 @@ class OrderedDisk(OsDisk):
         return super().pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
-        """See :meth:`OsDisk.fdatasync`."""
         name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
         super().fdatasync(fd)
         if name.endswith(".seg"):

@@ -11,8 +11,6 @@ from typing import Any, Literal, TypeVar
 
 from kvstore.diskio import OsDisk
 
-__all__ = ["DiskCall", "DiskFault", "FaultyDisk"]
-
 _T = TypeVar("_T")
 
 _OPENING = frozenset({"open"})
@@ -22,42 +20,25 @@ _STALL_POLL_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class DiskCall:
-    """One call that was made.
+    """One call that was made."""
 
-    Attributes:
-        number: Its number among all calls, from 1.
-        op: Its kind, such as ``"pwritev"``.
-        name: The name it refers to, if its first argument is one.
-    """
-
-    number: int
-    op: str
-    name: str
+    number: int  # Its number among all calls, from 1.
+    op: str  # Its kind, such as ``"pwritev"``.
+    name: str  # The name it refers to, if its first argument is one.
 
 
 @dataclass(slots=True, eq=False)
 class DiskFault:
-    """An injected failure and its trigger.
+    """An injected failure and its trigger."""
 
-    Attributes:
-        op: Kind of call, or ``"any"``.
-        nth: Which of these calls, from 1, counted from when the fault was added.
-        error: Error number to fail with.
-        short: Transfer half of what was asked for instead (at least a byte); other calls are left alone.
-        stall: Wait for this event before the call is made.
-        after: Make the call, then report a failure.
-        forever: Also fail every later call.
-        hits: Number of times that it has struck.
-    """
-
-    op: str = "any"
-    nth: int = 1
-    error: int | None = None
-    short: bool = False
-    stall: threading.Event | None = None
-    after: bool = False
-    forever: bool = False
-    hits: int = 0
+    op: str = "any"  # Kind of call, or ``"any"``.
+    nth: int = 1  # Which of these calls, from 1, counted from when the fault was added.
+    error: int | None = None  # Error number to fail with.
+    short: bool = False  # Transfer half of what was asked for instead (at least a byte); other calls are left alone.
+    stall: threading.Event | None = None  # Wait for this event before the call is made.
+    after: bool = False  # Make the call, then report a failure.
+    forever: bool = False  # Also fail every later call.
+    hits: int = 0  # Number of times that it has struck.
     _seen: int = 0
 
     def strikes(self, op: str) -> bool:
@@ -72,18 +53,12 @@ class DiskFault:
 
 
 class FaultyDisk(OsDisk):
-    """The real disk with faults; records every call. Thread-safe.
-
-    Attributes:
-        calls: All calls, in the order in which they began.
-        open_fds: Descriptors opened and not closed, by the name that was opened.
-        stalled: Calls that wait for the event of a fault.
-    """
+    """The real disk with faults; records every call. Thread-safe."""
 
     def __init__(self) -> None:
-        self.calls: list[DiskCall] = []
-        self.open_fds: dict[int, str] = {}
-        self.stalled = 0
+        self.calls: list[DiskCall] = []  # All calls, in the order in which they began.
+        self.open_fds: dict[int, str] = {}  # Descriptors opened and not closed, by the name that was opened.
+        self.stalled = 0  # Calls that wait for the event of a fault.
         self._faults: list[DiskFault] = []
         self._lock = threading.Lock()
 

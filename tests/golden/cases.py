@@ -37,21 +37,13 @@ CREATED_NS = 1_700_000_000_123_456_789
 
 @dataclass(frozen=True)
 class Case:
-    """One golden record.
+    """One golden record."""
 
-    Attributes:
-        name: Part of the file's name.
-        header_bytes: Length of its header.
-        key: Key of its block.
-        payload: Payload of its block.
-        padded_bytes: Length of the file, zeros behind the payload included.
-    """
-
-    name: str
-    header_bytes: int
-    key: bytes
-    payload: bytes
-    padded_bytes: int
+    name: str  # Part of the file's name.
+    header_bytes: int  # Length of its header.
+    key: bytes  # Key of its block.
+    payload: bytes  # Payload of its block.
+    padded_bytes: int  # Length of the file, zeros behind the payload included.
 
     def path(self, version: int = FORMAT_VERSION) -> Path:
         """Name the file of a format version."""

@@ -53,7 +53,6 @@ class RedisAdmin:
         pipeline.execute()
 
     def keys(self) -> Sequence[bytes]:
-        """Return all keys."""
         return list(self.client.keys("*"))
 
     def close(self) -> None:

@@ -23,23 +23,16 @@ class FakePeer:
     """Listens on a port of its own and answers each request by :attr:`answer`, on a thread for each connection.
 
     It holds every block: the bytes are a function of the key, as in :class:`kvstore.testing.tier_rig.TierRig`.
-
-    Attributes:
-        answer: Answers one request; :func:`honest` by default.
-        greets: Called for a new connection instead of the greeting, or None.
-        secret: Shared secret.
-        namespace: Namespace of its blocks.
-        slot_bytes: Length of its blocks.
-        questions: Received requests, in order: the kind, and the number of keys.
     """
 
     def __init__(self, namespace: Namespace | None = None, slot_bytes: int = 4096) -> None:
-        self.answer: Answer = honest
+        self.answer: Answer = honest  # Answers one request; :func:`honest` by default.
+        # Called for a new connection instead of the greeting, or None.
         self.greets: Callable[[socket.socket], None] | None = None
-        self.secret = b""
-        self.namespace = namespace or Namespace({"suite": "peer"})
-        self.slot_bytes = slot_bytes
-        self.questions: list[tuple[Op, int]] = []
+        self.secret = b""  # Shared secret.
+        self.namespace = namespace or Namespace({"suite": "peer"})  # Namespace of its blocks.
+        self.slot_bytes = slot_bytes  # Length of its blocks.
+        self.questions: list[tuple[Op, int]] = []  # Received requests, in order: the kind, and the number of keys.
         self.released = threading.Event()
         self.port = free_port()
         self._sockets: set[socket.socket] = set()

@@ -24,22 +24,16 @@ Frames = list[bytes]
 
 
 class Relay:
-    """Passes on every connection, and changes it on the way; a thread for each connection.
-
-    Attributes:
-        greeting: Changes a frame of the greeting: the hello, the welcome or the proof.
-        question: Changes a question.
-        answer: Changes the frames of an answer, with their MACs; receives the question as well.
-        answered: Answers that were changed.
-        stolen: Records received from the real engine.
-    """
+    """Passes on every connection, and changes it on the way; a thread for each connection."""
 
     def __init__(self, target_port: int) -> None:
+        # Changes a frame of the greeting: the hello, the welcome or the proof.
         self.greeting: Callable[[bytes], bytes] = bytes
-        self.question: Callable[[Op, bytes], bytes] = lambda op, frame: frame
+        self.question: Callable[[Op, bytes], bytes] = lambda op, frame: frame  # Changes a question.
+        # Changes the frames of an answer, with their MACs; receives the question as well.
         self.answer: Callable[[Op, bytes, Frames], Frames] = lambda op, question, frames: frames
-        self.answered = 0
-        self.stolen: Frames = []
+        self.answered = 0  # Answers that were changed.
+        self.stolen: Frames = []  # Records received from the real engine.
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._target_port = target_port

@@ -31,19 +31,15 @@ class Records:
         self._used = 0
 
     def keys(self) -> list[BlockKey]:
-        """See ``Lender``."""
         return list(self.by_key)
 
     def find(self, key: BlockKey) -> Found:
-        """See ``Lender``."""
         return Found.THERE if key in self.by_key else Found.ABSENT
 
     def is_waiting(self, hand_over: bytes) -> bool:
-        """See ``Lender``."""
         return False
 
     def lend(self, key: BlockKey) -> Loan | None:
-        """See ``Lender``."""
         record = self.by_key.get(key)
         return None if record is None else Loan(0, record[HEADER_BYTES:])
 
@@ -58,7 +54,6 @@ class Records:
         """See ``Lender``."""
 
     def give_back(self, loan: Loan) -> None:
-        """See ``Lender``."""
         loan.row.release()
 
     def encode_header(self, out: memoryview, key: BlockKey, payload: memoryview) -> None:

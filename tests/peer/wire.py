@@ -10,14 +10,10 @@ from kvstore.backends.peer.protocol import Address, Agreement, Hello, Note, Op, 
 
 
 class Wire:
-    """Sends and receives frames after a greeting.
-
-    Attributes:
-        sock: The socket.
-    """
+    """Sends and receives frames after a greeting."""
 
     def __init__(self, sock: socket.socket, agreement: Agreement, *, is_server: bool) -> None:
-        self.sock = sock
+        self.sock = sock  # The socket.
         macs = agreement.questions(), agreement.answers()
         self._received, self._sent = macs if is_server else macs[::-1]
 
@@ -41,11 +37,9 @@ class Wire:
         return question.op, protocol.read_keys(self.receive_frame(question.body_bytes), question.count)
 
     def recv(self, count: int) -> bytes:
-        """See ``socket.recv``."""
         return self.sock.recv(count)
 
     def shutdown(self, how: int) -> None:
-        """See ``socket.shutdown``."""
         self.sock.shutdown(how)
 
 

@@ -97,7 +97,7 @@ async def end_server(
 
 
 async def read_command(reader: asyncio.StreamReader) -> list[bytes]:
-    """Read one command."""
+    """Read a command."""
     count = int((await reader.readuntil(b"\r\n"))[1:])
     parts = []
     for _ in range(count):

@@ -156,6 +156,3 @@ def payload_of(key: BlockKey) -> bytes:
             _payloads.clear()
         _payloads[key] = random.Random(key).randbytes(PAYLOAD_BYTES)
     return _payloads[key]
-
-
-__all__ = ["CALL_LIMIT_S", "PAYLOAD_BYTES", "Mix", "payload_of"]

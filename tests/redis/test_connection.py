@@ -25,15 +25,11 @@ VALUE_BYTES = 1 << 20
 
 @dataclass
 class Ends:
-    """A connection and the server's side of it.
-
-    Attributes:
-        closed: The error of each close.
-    """
+    """A connection and the server's side of it."""
 
     connection: Connection
     server: socket.socket
-    closed: list[RedisError | None] = field(default_factory=list)
+    closed: list[RedisError | None] = field(default_factory=list)  # The error of each close.
 
 
 @asynccontextmanager
@@ -234,7 +230,6 @@ class _At:
         return getattr(self._loop, name)
 
     def time(self) -> float:
-        """Return the time."""
         return self._now
 
 

@@ -28,28 +28,18 @@ READ_ONLY = ("AKIAREADONLY00000000", "read-only-secret-canary")
 
 @dataclass
 class S3Server:
-    """A server process and its connection details.
-
-    Attributes:
-        url: Its address.
-        bucket: An existing bucket.
-        access_key: Credentials with all rights.
-        secret_key: Their secret.
-        tls_ca: File of the certificate authority to trust, if it uses TLS.
-        region: Any value works.
-        stale: Files outside its directory that remain after a kill.
-    """
+    """A server process and its connection details."""
 
     kind: str
-    url: str
+    url: str  # Its address.
     directory: Path
     arguments: list[str]
-    tls_ca: Path | None = None
-    bucket: str = BUCKET
-    access_key: str = "AKIATESTSERVER000000"
-    secret_key: str = field(default="test-server-secret-canary", repr=False)
-    region: str = "us-east-1"
-    stale: Sequence[Path] = ()
+    tls_ca: Path | None = None  # File of the certificate authority to trust, if it uses TLS.
+    bucket: str = BUCKET  # An existing bucket.
+    access_key: str = "AKIATESTSERVER000000"  # Credentials with all rights.
+    secret_key: str = field(default="test-server-secret-canary", repr=False)  # Their secret.
+    region: str = "us-east-1"  # Any value works.
+    stale: Sequence[Path] = ()  # Files outside its directory that remain after a kill.
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self) -> None:

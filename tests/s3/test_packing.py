@@ -257,7 +257,6 @@ class _Clock:
         self._at_s = at_s
 
     def time(self) -> float:
-        """Return its time."""
         return self._at_s
 
 

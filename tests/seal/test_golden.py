@@ -30,21 +30,13 @@ KEY_ID = 7
 
 @dataclass(frozen=True)
 class Case:
-    """One golden record.
+    """One golden record."""
 
-    Attributes:
-        name: Name of its file.
-        before: Codecs before the seal.
-        seal: Name of its seal.
-        chain: Chain number in its header.
-        sha256: Digest of the file.
-    """
-
-    name: str
-    before: tuple[str, ...]
-    seal: str
-    chain: int
-    sha256: str
+    name: str  # Name of its file.
+    before: tuple[str, ...]  # Codecs before the seal.
+    seal: str  # Name of its seal.
+    chain: int  # Chain number in its header.
+    sha256: str  # Digest of the file.
 
     @property
     def path(self) -> Path:

@@ -29,19 +29,7 @@ def payload(key: BlockKey) -> bytes:
 
 
 class FakeTier(SecondaryTierManager):
-    """Holds blocks in a dict; copies bytes when a job is run, as a medium would, not when it is submitted.
-
-    Attributes:
-        blocks: Stored blocks.
-        open: Jobs submitted and not run, as (is_load, job).
-        done: Jobs run and not yet returned.
-        unknown: Keys whose lookup returns RETRY.
-        forgets: Return value of ``forget``.
-        begins_epochs: Return value of ``begin_epoch``; the blocks stay in any case, as with ``reset`` "keep".
-        raising: Names of methods that raise.
-        calls: Names of the methods called, in order, with their first argument.
-        bytes_stored: Payload bytes written so far.
-    """
+    """Holds blocks in a dict; copies bytes when a job is run, as a medium would, not when it is submitted."""
 
     medium = Medium.STORAGE
     locality = Locality.LOCAL
@@ -50,17 +38,18 @@ class FakeTier(SecondaryTierManager):
         self.name = name
         self.primary = primary
         self.capacity = capacity
-        self.blocks: OrderedDict[BlockKey, bytes] = OrderedDict()
-        self.open: list[tuple[bool, TransferJob]] = []
-        self.done: list[tuple[bool, TransferJob, JobResult]] = []
-        self.unknown: set[BlockKey] = set()
-        self.raising: set[str] = set()
-        self.calls: list[tuple[str, Any]] = []
+        self.blocks: OrderedDict[BlockKey, bytes] = OrderedDict()  # Stored blocks.
+        self.open: list[tuple[bool, TransferJob]] = []  # Jobs submitted and not run, as (is_load, job).
+        self.done: list[tuple[bool, TransferJob, JobResult]] = []  # Jobs run and not yet returned.
+        self.unknown: set[BlockKey] = set()  # Keys whose lookup returns RETRY.
+        self.raising: set[str] = set()  # Names of methods that raise.
+        self.calls: list[tuple[str, Any]] = []  # Names of the methods called, in order, with their first argument.
         self.events: list[TierEvent] = []
         self.drains = True
+        # Return value of ``begin_epoch``; the blocks stay in any case, as with ``reset`` "keep".
         self.begins_epochs = True
-        self.forgets: bool | None = True
-        self.bytes_stored = 0
+        self.forgets: bool | None = True  # Return value of ``forget``.
+        self.bytes_stored = 0  # Payload bytes written so far.
         self.on_report: Callable[[FakeTier, bool, TransferJob, JobResult], None] = lambda *_: None
         self.on_submit: Callable[[FakeTier, bool, TransferJob], None] = lambda *_: None
 

@@ -80,17 +80,7 @@ class Request:
 
 
 class Model:
-    """A manager under test, and the model of its state.
-
-    Attributes:
-        cpu: State of each block that has a slot: "writing" (by an engine), "loading" (from a tier) or "ready".
-        ended: Requests that ended before their copies.
-        hedges: Loads that hedge another, with its id; the manager needs their reports only to free the slots.
-        left_behind: Unfinished copies voided by a reset, with the bytes that each load has to read.
-        promised: Hits of this step.
-        ends: Time at which the lifetime of a block ends.
-        gone: Blocks that expired or were removed, and have not been stored since.
-    """
+    """A manager under test, and the model of its state."""
 
     def __init__(self, *, eviction: str = "lru", prefetch: bool = False, counts: bool = True) -> None:
         self.reports = Reports() if counts else None
@@ -107,18 +97,21 @@ class Model:
             reports=self.reports,
         )
         self.manager, self.primary, self.tiers = self.engine.manager, self.engine.primary, self.engine.tiers
+        # State of each block that has a slot: "writing" (by an engine), "loading" (from a tier) or "ready".
         self.cpu: dict[BlockKey, str] = {}
-        self.ends: dict[BlockKey, float] = {}
-        self.gone: set[BlockKey] = set()
+        self.ends: dict[BlockKey, float] = {}  # Time at which the lifetime of a block ends.
+        self.gone: set[BlockKey] = set()  # Blocks that expired or were removed, and have not been stored since.
         self.requests: dict[int, Request] = {}
-        self.ended: dict[int, Request] = {}
+        self.ended: dict[int, Request] = {}  # Requests that ended before their copies.
+        # Unfinished copies voided by a reset, with the bytes that each load has to read.
         self.left_behind: list[tuple[Copy, dict[BlockKey, bytes]]] = []
-        self.promised: set[BlockKey] = set()
+        self.promised: set[BlockKey] = set()  # Hits of this step.
         self.deadlines: dict[int, float] = {}
         self.by_ctx: dict[RequestContext, Request] = {}
         self.loads: dict[BlockKey, Request] = {}
         self.jobs: dict[int, tuple[FakeTier, bool, TransferJob]] = {}
         self.void: set[int] = set()
+        # Loads that hedge another, with its id; the manager needs their reports only to free the slots.
         self.hedges: dict[int, int] = {}
         self.reported: set[int] = set()
         self.sent: dict[str, list[BlockKey]] = {}

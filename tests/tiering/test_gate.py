@@ -17,21 +17,13 @@ BLOCK = 16
 
 @dataclass
 class World:
-    """Tiers and an engine of known speed, and a gate that learns from them.
+    """Tiers and an engine of known speed, and a gate that learns from them."""
 
-    Attributes:
-        fixed_s: Fixed time of a load, by tier.
-        block_s: Time per block, by tier.
-        token_s: Time to compute a token.
-        pair_s: Time per token and token before it.
-        noise: Largest relative deviation of a measurement.
-    """
-
-    fixed_s: list[float]
-    block_s: list[float]
-    token_s: float = 1e-3
-    pair_s: float = 1e-7
-    noise: float = 0.0
+    fixed_s: list[float]  # Fixed time of a load, by tier.
+    block_s: list[float]  # Time per block, by tier.
+    token_s: float = 1e-3  # Time to compute a token.
+    pair_s: float = 1e-7  # Time per token and token before it.
+    noise: float = 0.0  # Largest relative deviation of a measurement.
     step_s: float = 0.01
     now: float = 1000.0
     rng: random.Random = field(default_factory=lambda: random.Random(1))

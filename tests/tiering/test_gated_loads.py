@@ -22,19 +22,13 @@ TOKEN_S = 0.001
 
 
 class Speed:
-    """Ends the jobs of a fake tier as a medium of this speed would, one after another.
-
-    Attributes:
-        fixed_s: Fixed time of a load.
-        block_s: Time per block.
-        stalled_until: No load ends before this time.
-    """
+    """Ends the jobs of a fake tier as a medium of this speed would, one after another."""
 
     def __init__(self, tier: FakeTier, fixed_s: float, block_s: float) -> None:
         self.tier = tier
-        self.fixed_s = fixed_s
-        self.block_s = block_s
-        self.stalled_until = 0.0
+        self.fixed_s = fixed_s  # Fixed time of a load.
+        self.block_s = block_s  # Time per block.
+        self.stalled_until = 0.0  # No load ends before this time.
         self._free_at = 0.0
         self._seen: set[int] = set()
         self._ends: list[tuple[float, int]] = []

@@ -21,16 +21,12 @@ A = keys_of(1, 2)
 
 
 class Hedging(Engine):
-    """An engine over two tiers that hold every block; loads take ``USUAL_S`` unless a test delays them.
-
-    Attributes:
-        late_writes: Slots written while they did not belong to the load.
-    """
+    """An engine over two tiers that hold every block; loads take ``USUAL_S`` unless a test delays them."""
 
     def __init__(self, slots: int = SLOTS, tiers: Sequence[str] = ("near", "far"), **options: object) -> None:
         super().__init__(slots, tiers, **options)
         self.near, self.far = self.tiers[0], self.tiers[-1]
-        self.late_writes: list[int] = []
+        self.late_writes: list[int] = []  # Slots written while they did not belong to the load.
         for tier in self.tiers:
             for number in range(200):
                 tier.blocks[key_of(number)] = payload(key_of(number))

@@ -60,7 +60,6 @@ class FakeChannel:
         return bool(self.answers)
 
     def close(self, timeout_s: float) -> bool:
-        """Close."""
         self.closed = True
         return True
 

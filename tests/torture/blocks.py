@@ -10,8 +10,6 @@ from typing import Any
 
 from kvstore import AsyncTier, JobResult, Namespace, TransferJob, open_tier
 
-__all__ = ["Client", "key_of", "payload_of"]
-
 
 def key_of(number: int) -> bytes:
     """Return the key of block ``number``."""

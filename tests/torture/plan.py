@@ -9,8 +9,6 @@ from typing import Any
 
 from tests.project.tree import ROOT
 
-__all__ = ["run_plan"]
-
 
 def run_plan(**plan: Any) -> dict[str, Any]:
     """Run writer processes and return their report."""

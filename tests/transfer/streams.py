@@ -12,23 +12,14 @@ import torch
 
 @dataclass(eq=False)
 class FakeStreams:
-    """Makes streams and events, and logs their use.
+    """Makes streams and events, and logs their use."""
 
-    Attributes:
-        log: ``(operation, stream, other)`` in order.
-        held: While true, no event completes.
-        broken: While true, querying an event fails, as on a lost device.
-        strided: Whether strided row copies are available.
-        matrices: Number of strided copies.
-        active: Whether the device is the current one.
-    """
-
-    log: list[tuple[str, Any, Any]] = field(default_factory=list)
-    held: bool = False
-    broken: bool = False
-    strided: bool = True
-    matrices: int = 0
-    active: bool = False
+    log: list[tuple[str, Any, Any]] = field(default_factory=list)  # ``(operation, stream, other)`` in order.
+    held: bool = False  # While true, no event completes.
+    broken: bool = False  # While true, querying an event fails, as on a lost device.
+    strided: bool = True  # Whether strided row copies are available.
+    matrices: int = 0  # Number of strided copies.
+    active: bool = False  # Whether the device is the current one.
     using: Any = None
 
     def __post_init__(self) -> None:

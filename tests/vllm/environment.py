@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ENGINE_IN_THIS_PROCESS"]
-
 ENGINE_IN_THIS_PROCESS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",

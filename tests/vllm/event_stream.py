@@ -25,18 +25,13 @@ _MODEL = "tiny"
 
 
 class Filter:
-    """Counts the reports of each block, as llm-d's router does before its index: a block is gone at zero.
-
-    Attributes:
-        counts: Reports by medium and group, and block.
-        chain: Blocks by previous block and tokens, of all blocks ever reported with tokens.
-        restated: Blocks of tiers that were reported as stored while they were.
-    """
+    """Counts the reports of each block, as llm-d's router does before its index: a block is gone at zero."""
 
     def __init__(self) -> None:
-        self.counts: dict[tuple[str, int], Counter[int]] = {}
+        self.counts: dict[tuple[str, int], Counter[int]] = {}  # Reports by medium and group, and block.
+        # Blocks by previous block and tokens, of all blocks ever reported with tokens.
         self.chain: dict[tuple[int | None, tuple[int, ...]], int] = {}
-        self.restated: list[int] = []
+        self.restated: list[int] = []  # Blocks of tiers that were reported as stored while they were.
 
     def apply(self, event: dict[str, Any]) -> None:
         """Apply one event."""
@@ -145,9 +140,6 @@ class Stream:
     Args:
         folder: Directory for its files.
         block_tokens: Tokens per block.
-
-    Attributes:
-        lose_every: Messages of which one is lost; 0 for none. Once set, each consumer requests replays itself.
     """
 
     def __init__(self, folder: Path, block_tokens: int) -> None:
@@ -156,6 +148,7 @@ class Stream:
         self._block_tokens = block_tokens
         # VLLM does not listen at a TCP endpoint of one interface, and Dynamo's indexer connects to TCP only.
         self._endpoint, self._replay_endpoint = f"ipc://{folder}/events", f"tcp://127.0.0.1:{free_port()}"
+        # Messages of which one is lost; 0 for none. Once set, each consumer requests replays itself.
         self.lose_every: int | None = None
         self._received = 0
         self._next = 0

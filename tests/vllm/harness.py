@@ -89,16 +89,11 @@ def pattern_of(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 class LateWorker(OffloadingWorker):
-    """Copies patterns into the rows of stores on demand, possibly long after a reset.
-
-    Attributes:
-        rows: The region.
-        seen: Content of the rows of each load at the time of its copy.
-    """
+    """Copies patterns into the rows of stores on demand, possibly long after a reset."""
 
     def __init__(self, rows: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        self.rows = rows
-        self.seen: dict[int, list[bytes]] = {}
+        self.rows = rows  # The region.
+        self.seen: dict[int, list[bytes]] = {}  # Content of the rows of each load at the time of its copy.
         self._open: dict[int, tuple[list[int], list[bytes] | None]] = {}
         self._finished: list[TransferResult] = []
         self.patterns: dict[int, list[bytes]] = {}

@@ -16,13 +16,7 @@ MADE: list[DictTier] = []
 
 
 class DictTier(SecondaryTierManager):
-    """Copies blocks within the submit calls.
-
-    Attributes:
-        raises: Names of methods that raise.
-        calls: Names of the methods called.
-        gate: Event that drains wait for.
-    """
+    """Copies blocks within the submit calls."""
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: Any, tier_type: str, whole: bool = False, **more: Any
@@ -30,11 +24,11 @@ class DictTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         self.whole = whole
         self.blocks: dict[bytes, bytes] = {}
-        self.raises: set[str] = set()
-        self.calls: list[str] = []
+        self.raises: set[str] = set()  # Names of methods that raise.
+        self.calls: list[str] = []  # Names of the methods called.
         self.holds = False
         self.held: list[JobResult] = []
-        self.gate = threading.Event()
+        self.gate = threading.Event()  # Event that drains wait for.
         self.gate.set()
         self.wanted: list[bytes] = []
         self.answers: dict[bytes, LookupResult] = {}

@@ -12,8 +12,6 @@ from kvstore.backends.disk.columns import EMPTY, Columns
 from kvstore.tenants import TAG_BYTES, Account, Accounts, Tenants
 from kvstore.types import BlockKey
 
-__all__ = ["Ages", "Line", "Shares"]
-
 _AGES: Final = 64
 """Number of ages that pass while every slot is used once."""
 
@@ -22,9 +20,6 @@ class Ages:
     """Age of the last use of each slot, one byte per slot (``columns.age``).
 
     A new age begins once a 64th of the slots have been used in the current one.
-
-    Attributes:
-        now: The current age.
     """
 
     def __init__(self, columns: Columns) -> None:
@@ -33,7 +28,7 @@ class Ages:
         kept = np.minimum(columns.age[held], EMPTY - 1)
         columns.age[:] = EMPTY
         columns.age[held] = kept
-        self.now = int(kept.max(initial=0))
+        self.now = int(kept.max(initial=0))  # The current age.
         self._used = 0
         self._lines: list[Line] = []
 
@@ -68,17 +63,13 @@ class Ages:
 
 
 class Line:
-    """An eviction queue: blocks ordered by the age of their last use, and within one age by slot.
-
-    Attributes:
-        candidates: Slots of the oldest age; the next victim is the last entry.
-    """
+    """An eviction queue: blocks ordered by the age of their last use, and within one age by slot."""
 
     def __init__(self, ages: Ages, ages_of: Callable[[], npt.NDArray[np.uint8]]) -> None:
         self._ages = ages
         self._ages_of = ages_of
         self._oldest = 0
-        self.candidates: list[int] = []
+        self.candidates: list[int] = []  # Slots of the oldest age; the next victim is the last entry.
 
     def victim(self, is_pinned: Callable[[int], bool]) -> int | None:
         """Return the slot of the next block to evict, or None. The caller marks the slot ``EMPTY``.

@@ -24,8 +24,6 @@ from kvstore.namespace import Namespace
 from kvstore.runtime.limits import CallsUnderWay
 from kvstore.types import BlockInfo, BlockKey, Outcome, RemovalCause
 
-__all__ = ["DiskBackend", "NvmeBackend"]
-
 _log = logging.getLogger("kvstore.backends.disk")
 
 _CLOSE_TIMEOUT_S: Final = 5.0

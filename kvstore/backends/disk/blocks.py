@@ -26,8 +26,6 @@ from kvstore.diskio import Transfer
 from kvstore.runtime.workers import to_the_end
 from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome, RemovalCause
 
-__all__ = ["Blocks"]
-
 _log = logging.getLogger("kvstore.backends.disk")
 
 _GONE: Final = frozenset({errno.ENOENT, errno.EPERM, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR})
@@ -35,20 +33,15 @@ _GONE: Final = frozenset({errno.ENOENT, errno.EPERM, errno.ELOOP, errno.ENXIO, e
 
 
 class Blocks:
-    """Puts, reads and removes blocks of one session. Used from the loop thread.
-
-    Attributes:
-        last_error: Text of the latest failure of a block.
-    """
+    """Puts, reads and removes blocks of one session. Used from the loop thread."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.last_error = ""
+        self.last_error = ""  # Text of the latest failure of a block.
         self._counts = session.counts
         self._claims = session.claims
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """See :meth:`Backend.put`."""
         outcomes: list[Outcome | None] = [None] * len(writes)
         while None in outcomes:
             mine, others = self._choose(writes, outcomes)
@@ -61,7 +54,6 @@ class Blocks:
         return [outcome for outcome in outcomes if outcome is not None]
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """See :meth:`Backend.get_into`."""
         index = self.session.index
         outcomes = [Outcome.MISS] * len(reads)
         wanted = [(i, place) for i, read in enumerate(reads) if (place := index.place(read.key)) != NOWHERE]
@@ -78,11 +70,9 @@ class Blocks:
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.delete`."""
         return [place != NOWHERE for place in await self._remove(keys, Kind.REMOVE)]
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.quarantine`."""
         places = await self._remove(keys, Kind.BAD)
         self._counts["quarantined_blocks"] += sum(0 <= place <= SLOT_MASK for place in places)
 

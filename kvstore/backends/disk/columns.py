@@ -10,8 +10,6 @@ import numpy.typing as npt
 from kvstore.backends.disk.layout import RECORD, Kind, Row
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
-__all__ = ["EMPTY", "OUT_OF_USE", "Columns"]
-
 OUT_OF_USE: Final = 0xFFFFFFFF
 """Size of a slot that is never written again."""
 
@@ -23,20 +21,15 @@ _KEY_BYTES_MIN: Final = 36
 
 
 class Columns:
-    """Size, key, digest and age by slot; ``size`` is 0 for a free slot.
-
-    Attributes:
-        segments: Path number of each segment plus one; 0 for a segment that does not exist.
-        age: For eviction, see :class:`kvstore.backends.disk.ages.Ages`.
-        width: Width of the key column, in bytes.
-    """
+    """Size, key, digest and age by slot; ``size`` is 0 for a free slot."""
 
     def __init__(self, segment_slots: int) -> None:
         self.segment_slots = segment_slots
+        # Path number of each segment plus one; 0 for a segment that does not exist.
         self.segments = np.zeros(0, np.uint8)
-        self.width = _KEY_BYTES_MIN
+        self.width = _KEY_BYTES_MIN  # Width of the key column, in bytes.
         self.size = np.zeros(0, np.uint32)
-        self.age = np.zeros(0, np.uint8)
+        self.age = np.zeros(0, np.uint8)  # For eviction, see :class:`kvstore.backends.disk.ages.Ages`.
         self.digest = np.zeros(0, np.uint64)
         self.key_length = np.zeros(0, np.uint8)
         self.keys = np.zeros((0, self.width), np.uint8)

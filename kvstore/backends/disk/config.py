@@ -8,28 +8,11 @@ from kvstore.config import Capacity, Seconds, TierConfig, check_field
 from kvstore.diskio import EngineChoice
 from kvstore.errors import ConfigError
 
-__all__ = ["DiskConfig", "NvmeConfig"]
-
 _PATHS_MAX = 64
 
 
 class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Blocks in preallocated segments on one or several drives, shared by all engines that name the same directories.
-
-    Attributes:
-        path: The root directory, or a list of them, one per drive, over which segments are spread. A directory is made
-            (mode 0700) if only its last component is missing.
-        capacity: Maximum total size of all segments in these roots, across all namespaces and engines; a size, or a
-            share of each filesystem such as ``"80%"``.
-        reserve: Space of each filesystem to keep free, whatever else fills the filesystem; a size or a share.
-        exclusive: Allow only one engine, and preallocate the whole capacity at start.
-        durability: Failures that a stored block survives. ``"none"``: a crash of the process (after a power cut the
-            block may be a miss); ``"data"``: also a power cut.
-        direct: Direct I/O. ``"auto"``: if the filesystem supports it; ``"on"``: required at start; ``"off"``: never.
-        engine: I/O engine. ``"auto"`` is io_uring where this kernel and container allow it, else threads.
-        threads: Number of I/O threads without io_uring.
-        snapshot_interval: Time between two snapshots of the index; 0 writes one at close only.
-        lock_timeout: Time to wait at start for another engine, if one of the two is ``exclusive``.
 
     Raises:
         ConfigError: A value is out of range.
@@ -48,20 +31,29 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     }
 
     path: str | list[str]
+    """The root directory, or a list of them, one per drive, over which segments are spread. A directory is made (mode
+    0700) if only its last component is missing."""
     capacity: Capacity
+    """Maximum total size of all segments in these roots, across all namespaces and engines; a size, or a share of each
+    filesystem such as ``"80%"``."""
     # ext4 reserves the same share for root. Fuller filesystems slow down, and other programs on them start to fail.
     reserve: Capacity = Capacity("5%")
-    exclusive: bool = False
+    """Space of each filesystem to keep free, whatever else fills the filesystem; a size or a share."""
+    exclusive: bool = False  # Allow only one engine, and preallocate the whole capacity at start.
     # A lost block costs one prefill; fdatasync adds the device's latency to every batch.
     durability: Literal["none", "data"] = "none"
+    """Failures that a stored block survives. ``"none"``: a crash of the process (after a power cut the block may be a
+    miss); ``"data"``: also a power cut."""
     direct: Literal["auto", "on", "off"] = "auto"
+    """Direct I/O. ``"auto"``: if the filesystem supports it; ``"on"``: required at start; ``"off"``: never."""
     engine: EngineChoice = "auto"
+    """I/O engine. ``"auto"`` is io_uring where this kernel and container allow it, else threads."""
     # Enough to fill an NVMe drive's queue with large blocks; more threads only contend for the GIL.
-    threads: int = 16
+    threads: int = 16  # Number of I/O threads without io_uring.
     # It only determines the length of the journals that must be read at start.
-    snapshot_interval: Seconds = Seconds(300)
+    snapshot_interval: Seconds = Seconds(300)  # Time between two snapshots of the index; 0 writes one at close only.
     # After a kill, it takes a moment until the process has exited, its I/O has ended and its lock is released.
-    lock_timeout: Seconds = Seconds(5)
+    lock_timeout: Seconds = Seconds(5)  # Time to wait at start for another engine, if one of the two is ``exclusive``.
 
     def __post_init__(self) -> None:
         """Turn text into values and check ranges."""

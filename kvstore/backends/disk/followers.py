@@ -29,8 +29,6 @@ from kvstore.diskio import OsDisk, TransferEngine
 from kvstore.runtime.limits import Precedence
 from kvstore.types import BlockKey, RemovalCause
 
-__all__ = ["Followers", "Other"]
-
 _log = logging.getLogger("kvstore.backends.disk")
 
 _PAUSE_S: Final = 0.02
@@ -54,24 +52,17 @@ class Other:
     """One other owner. Its files are read on threads, its blocks looked up on the loop.
 
     Only the journal of a running engine stays open.
-
-    Attributes:
-        number: Its number, the upper part of its places.
-        first: Place of its slot 0.
-        news: Journal records that were read and are not yet in the index.
-        is_lost: Whether the owner is gone, or its journal could not be read.
-        read_slots: Slots read since the last report of uses.
     """
 
     def __init__(self, disk: OsDisk, roots: Sequence[Root], name: str, number: int) -> None:
         self.name = name
-        self.number = number
-        self.first = number << OWNER_SHIFT
+        self.number = number  # Its number, the upper part of its places.
+        self.first = number << OWNER_SHIFT  # Place of its slot 0.
         self.geometry = Geometry(0, 1, 1)
         self.initial: Columns | None = None
-        self.news: deque[npt.NDArray[Any]] = deque()
-        self.is_lost = False
-        self.read_slots: set[int] = set()
+        self.news: deque[npt.NDArray[Any]] = deque()  # Journal records that were read and are not yet in the index.
+        self.is_lost = False  # Whether the owner is gone, or its journal could not be read.
+        self.read_slots: set[int] = set()  # Slots read since the last report of uses.
         self._disk = disk
         self._roots = roots
         self._reader: JournalReader | None = None

@@ -31,8 +31,6 @@ from kvstore.errors import BackendUnavailableError, ConfigError, RecordError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, NamespaceInfo, RemovalCause
 
-__all__ = ["DiskHoldings"]
-
 _EMPTY_PAGE = bytes(PAGE)
 _SCAN_SLOTS = 1024
 
@@ -62,7 +60,6 @@ class DiskHoldings(Holdings):
         self._owners: dict[str, _Owner] = {}
 
     async def open(self) -> None:
-        """See :meth:`Holdings.open`."""
         for path in self._paths:
             try:
                 self._fds.append(self._disk.open_root(path))
@@ -73,14 +70,12 @@ class DiskHoldings(Holdings):
                 self._fail(error)
 
     async def close(self) -> None:
-        """See :meth:`Holdings.close`."""
         self._leave()
         fds, self._fds = self._fds, []
         for fd in fds:
             self._disk.close(fd)
 
     async def namespaces(self) -> list[NamespaceInfo]:
-        """See :meth:`Holdings.namespaces`."""
         with self._failures():
             return [self._describe(name) for name in self._namespace_names()]
 
@@ -96,7 +91,6 @@ class DiskHoldings(Holdings):
                         await asyncio.sleep(0)
 
     async def read(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo]) -> Sequence[ReadResult]:
-        """See :meth:`Holdings.read`."""
         results: list[ReadResult] = []
         for block, room in zip(blocks, self._rooms(blocks), strict=True):
             try:
@@ -116,7 +110,6 @@ class DiskHoldings(Holdings):
         return removed
 
     async def remove_namespace(self, namespace: NamespaceInfo) -> int:
-        """See :meth:`Holdings.remove_namespace`."""
         removed = 0
         with self._failures():
             for name in self._owner_names(namespace.hex):
@@ -136,7 +129,6 @@ class DiskHoldings(Holdings):
         return removed
 
     async def stale_items(self) -> list[StaleItem]:
-        """See :meth:`Holdings.stale_items`."""
         found: list[StaleItem] = []
         with self._failures():
             for namespace in self._namespace_names():
@@ -147,7 +139,6 @@ class DiskHoldings(Holdings):
         return found
 
     async def sweep(self, stale: Sequence[StaleItem]) -> int:
-        """See :meth:`Holdings.sweep`."""
         removed = 0
         with self._failures():
             for (namespace, name), pieces in groupby(stale, lambda piece: piece.name.split("/")[:2]):

@@ -18,8 +18,6 @@ from kvstore.backends.disk.table import NOWHERE, DigestTable
 from kvstore.tenants import Tenants
 from kvstore.types import BlockKey
 
-__all__ = ["Index"]
-
 
 class Index:
     """Blocks by key. ``expected`` is the likely number of blocks, ours and others'; ``tenants`` share our slots."""

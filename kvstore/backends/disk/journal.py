@@ -95,14 +95,11 @@ class Journal:
     Args:
         end: Position to continue from. Its descriptor is open for writing; the journal closes it.
         durable: Whether a frame counts as written only when it survives a power cut.
-
-    Attributes:
-        frames: Number of frames with records written so far.
     """
 
     def __init__(self, engine: TransferEngine, owner: int, end: JournalEnd, *, durable: bool) -> None:
         self.end = end
-        self.frames = 0
+        self.frames = 0  # Number of frames with records written so far.
         self._engine = engine
         self._owner = owner
         self._durable = durable
@@ -246,21 +243,14 @@ class Journal:
 
 
 class JournalReader:
-    """Reads the journals of an owner, one after the other, as far as they are written. All methods block.
-
-    Attributes:
-        geometry: Geometry of the owner's segments; None before the first journal.
-        end: Position reached, in a journal open for reading.
-        next: Number of the next journal if this one has ended; otherwise 0.
-        fds: The owner's directories; open during all calls but :meth:`close`.
-    """
+    """Reads the journals of an owner, one after the other, as far as they are written. All methods block."""
 
     def __init__(self, disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> None:
-        self.geometry: Geometry | None = None
-        self.end = JournalEnd(0, 0, 1, -1)
-        self.next = 0
+        self.geometry: Geometry | None = None  # Geometry of the owner's segments; None before the first journal.
+        self.end = JournalEnd(0, 0, 1, -1)  # Position reached, in a journal open for reading.
+        self.next = 0  # Number of the next journal if this one has ended; otherwise 0.
         self._disk = disk
-        self.fds = fds
+        self.fds = fds  # The owner's directories; open during all calls but :meth:`close`.
         self._owner = owner
         self._digest = digest
 
@@ -347,16 +337,12 @@ class JournalReader:
 
 @dataclass(slots=True)
 class OwnerState:
-    """The state of an owner, read from its files; the reader is at the end of its journals.
-
-    Attributes:
-        intact: Whether the files were complete and undamaged; otherwise blocks may have been lost.
-    """
+    """The state of an owner, read from its files; the reader is at the end of its journals."""
 
     geometry: Geometry
     columns: Columns
     reader: JournalReader
-    intact: bool
+    intact: bool  # Whether the files were complete and undamaged; otherwise blocks may have been lost.
 
 
 def journals_in(disk: OsDisk, dir_fd: int) -> list[int]:

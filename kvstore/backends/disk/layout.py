@@ -102,17 +102,11 @@ digest_of: Final[Callable[[BlockKey], int]] = xxhash.xxh3_64_intdigest
 
 
 class Geometry(NamedTuple):
-    """Sizes of an owner's segments.
+    """Sizes of an owner's segments."""
 
-    Attributes:
-        slot_bytes: Length of a slot: a header page and the payload in whole pages.
-        segment_slots: Slots of each segment.
-        paths: Number of roots; segment ``n`` lies on root ``n % paths``.
-    """
-
-    slot_bytes: int
+    slot_bytes: int  # Length of a slot: a header page and the payload in whole pages.
     segment_slots: int
-    paths: int
+    paths: int  # Number of roots; segment ``n`` lies on root ``n % paths``.
 
     @property
     def segment_bytes(self) -> int:
@@ -149,7 +143,6 @@ class Frames(NamedTuple):
 
 
 def segment_name(number: int) -> str:
-    """Return the name of a segment."""
     return f"{number:06d}.seg"
 
 
@@ -159,7 +152,6 @@ def segment_number(name: str) -> int | None:
 
 
 def journal_name(number: int) -> str:
-    """Return the name of a journal."""
     return f"journal.{number:08d}"
 
 
@@ -191,7 +183,6 @@ def decode_descriptor(page: memoryview) -> Descriptor | None:
 
 
 def encode_journal_header(number: int, owner: int, geometry: Geometry, digest: bytes) -> bytes:
-    """Return the header of a journal."""
     body = _JOURNAL_HEADER.pack(
         _JOURNAL_MAGIC, FORMAT, number, owner, geometry.slot_bytes, geometry.segment_slots, geometry.paths,
         digest,

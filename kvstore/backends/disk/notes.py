@@ -20,8 +20,6 @@ from kvstore.backends.disk.files import opened, read_at, replace_file, write_at
 from kvstore.diskio import TransferEngine
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
-__all__ = ["NOTES_NAME", "NOTES_TMP_NAME", "Notes", "encode_notes", "read_notes"]
-
 NOTES_NAME: Final = "notes"
 NOTES_TMP_NAME: Final = NOTES_NAME + ".tmp"
 

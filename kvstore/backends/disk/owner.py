@@ -20,8 +20,6 @@ from kvstore.backends.disk.layout import PAGE, Geometry, Kind, Row
 from kvstore.backends.disk.root import Root
 from kvstore.diskio import OsDisk
 
-__all__ = ["Owner", "Uses", "take_owner"]
-
 _log = logging.getLogger("kvstore.backends.disk")
 
 _TRIES_MAX: Final = 20
@@ -73,29 +71,19 @@ class Uses:
 
 
 class Owner:
-    """This engine's owner directory; the owner's name is its number as 16 hexadecimal digits.
-
-    Attributes:
-        fds: Its directory in each root.
-        locks: Its lock in each root.
-        columns: Its slots, from snapshot and journals.
-        end: End of its journal, open for writing.
-        uses: Marks of readers; None if their file can't be created.
-        intact: Whether its files were complete; otherwise the slots must be scanned.
-        corrections: Journal records that correct differences between directory and journal.
-    """
+    """This engine's owner directory; the owner's name is its number as 16 hexadecimal digits."""
 
     def __init__(self, disk: OsDisk, name: str, geometry: Geometry, digest: bytes) -> None:
         self.name = name
         self.number = int(name, 16)
         self.geometry = geometry
-        self.fds: list[int] = []
-        self.locks: list[FileLock] = []
-        self.columns = Columns(geometry.segment_slots)
-        self.end = JournalEnd(0, 0, 1, -1)
-        self.uses: Uses | None = None
-        self.intact = True
-        self.corrections: list[Row] = []
+        self.fds: list[int] = []  # Its directory in each root.
+        self.locks: list[FileLock] = []  # Its lock in each root.
+        self.columns = Columns(geometry.segment_slots)  # Its slots, from snapshot and journals.
+        self.end = JournalEnd(0, 0, 1, -1)  # End of its journal, open for writing.
+        self.uses: Uses | None = None  # Marks of readers; None if their file can't be created.
+        self.intact = True  # Whether its files were complete; otherwise the slots must be scanned.
+        self.corrections: list[Row] = []  # Journal records that correct differences between directory and journal.
         self._disk = disk
         self._digest = digest
 

@@ -14,8 +14,6 @@ from kvstore.codec.rows import address_of
 from kvstore.diskio import Transfer
 from kvstore.types import BlockKey
 
-__all__ = ["Page", "RecordMover", "SlotRead", "SlotWrite", "aligned_buffer"]
-
 _CHUNK_PAGES: Final = 256
 
 
@@ -28,13 +26,9 @@ class Page(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SlotWrite(Transfer):
-    """The write of a record into a slot.
+    """The write of a record into a slot."""
 
-    Attributes:
-        index: Position of the record in its batch.
-    """
-
-    index: int
+    index: int  # Position of the record in its batch.
     key: BlockKey
     digest: int
     slot: int
@@ -51,20 +45,14 @@ class SlotWrite(Transfer):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SlotRead(Transfer):
-    """The read of a record from a slot.
-
-    Attributes:
-        index: Position of the request in its batch.
-        record_bytes: Expected length; 0: unknown, the whole slot is read.
-        bounce: Destination of the payload if the request's buffer does not allow direct I/O; otherwise empty.
-    """
+    """The read of a record from a slot."""
 
     read: RecordRead
-    index: int
+    index: int  # Position of the request in its batch.
     place: int
-    record_bytes: int
+    record_bytes: int  # Expected length; 0: unknown, the whole slot is read.
     page: Page
-    bounce: memoryview
+    bounce: memoryview  # Destination of the payload if the request's buffer does not allow direct I/O; otherwise empty.
 
 
 class RecordMover:

@@ -24,8 +24,6 @@ from kvstore.diskio import OsDisk
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 
-__all__ = ["LedgerBusyError", "Root", "not_ours", "open_root"]
-
 _log = logging.getLogger("kvstore.backends.disk")
 
 _LAYOUT_NAME: Final = "disk.json"
@@ -48,20 +46,16 @@ class LedgerBusyError(Exception):
 
 @dataclass(slots=True)
 class OwnerDirectory:
-    """An owner: the lengths of its segments, and its last change.
-
-    Attributes:
-        is_readable: Whether its directory could be read; if not, one entry of ``segments`` has its last known size.
-        has_ended: Whether its lock was free; False if the lock was not tried.
-    """
+    """An owner: the lengths of its segments, and its last change."""
 
     namespace: str
     name: str
     is_readable: bool = True
+    """Whether its directory could be read; if not, one entry of ``segments`` has its last known size."""
     segments: dict[str, int] = field(default_factory=dict)
     changed_at: float = 0.0
     has_journal: bool = False
-    has_ended: bool = False
+    has_ended: bool = False  # Whether its lock was free; False if the lock was not tried.
 
     @property
     def size_bytes(self) -> int:
@@ -71,28 +65,20 @@ class OwnerDirectory:
 
 @dataclass(slots=True)
 class Root:
-    """An open root directory.
-
-    Attributes:
-        state_fd: Its directory ``.kvstore``.
-        namespace_fd: The directory of the engine's namespace.
-        reserve_bytes: Bytes of the filesystem to keep free.
-        direct: Whether segments are read and written with direct I/O.
-        members: Lock held by every engine that uses the root: shared, or exclusive if the engine is ``exclusive``.
-        first: The first root, which has the journals; None: this one.
-    """
+    """An open root directory."""
 
     disk: OsDisk
     path: str
     fd: int
-    state_fd: int = -1
-    namespace_fd: int = -1
+    state_fd: int = -1  # Its directory ``.kvstore``.
+    namespace_fd: int = -1  # The directory of the engine's namespace.
     capacity_bytes: int = 0
-    reserve_bytes: int = 0
-    direct: bool = True
+    reserve_bytes: int = 0  # Bytes of the filesystem to keep free.
+    direct: bool = True  # Whether segments are read and written with direct I/O.
     members: FileLock | None = None
+    """Lock held by every engine that uses the root: shared, or exclusive if the engine is ``exclusive``."""
     namespace: str = ""
-    first: Root | None = None
+    first: Root | None = None  # The first root, which has the journals; None: this one.
     _sizes: dict[tuple[str, str], int] = field(default_factory=dict)
     _unreadable: set[str] = field(default_factory=set)
 

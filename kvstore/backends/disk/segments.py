@@ -17,8 +17,6 @@ from kvstore.backends.disk.layout import OWNER_SHIFT, SLOT_MASK, segment_name
 from kvstore.diskio import TransferEngine
 from kvstore.runtime.limits import Precedence
 
-__all__ = ["SegmentFiles"]
-
 _SegmentId = tuple[int, int]
 """Number of the owner (0: this engine) and of its segment."""
 

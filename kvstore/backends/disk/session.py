@@ -33,8 +33,6 @@ from kvstore.runtime.limits import Precedence
 from kvstore.tenants import Tenants
 from kvstore.types import BlockKey, RemovalCause
 
-__all__ = ["Session"]
-
 _log = logging.getLogger("kvstore.backends.disk")
 
 _SEGMENT_BYTES_MIN: Final = 64 << 20
@@ -56,13 +54,7 @@ _SCAN_BATCH: Final = 256
 
 
 class Session:
-    """Roots, owner, index, journal and engine of an open backend; created by :meth:`open`.
-
-    Attributes:
-        recovered: Set when all blocks on the disk are known.
-        claims: Keys of blocks that are being stored or removed, with a future that ends with that operation.
-        removed: Whether our directory was deleted.
-    """
+    """Roots, owner, index, journal and engine of an open backend; created by :meth:`open`."""
 
     engine: TransferEngine
     index: Index
@@ -86,8 +78,9 @@ class Session:
     ) -> None:
         self._tenants = tenants
         self.roots: list[Root] = []
-        self.recovered = asyncio.Event()
+        self.recovered = asyncio.Event()  # Set when all blocks on the disk are known.
         self.counts = counts
+        # Keys of blocks that are being stored or removed, with a future that ends with that operation.
         self.claims: dict[BlockKey, asyncio.Future[None]] = {}
         self.disk = disk
         self.config = config
@@ -95,7 +88,7 @@ class Session:
         self.on_removed = on_removed
         self._files = contextlib.ExitStack()
         self._tasks: list[asyncio.Task[None]] = []
-        self.removed = False
+        self.removed = False  # Whether our directory was deleted.
         self._snapshot_frames = 0
         self._snapshotting = asyncio.Lock()
 

@@ -29,8 +29,6 @@ from kvstore.backends.disk.segments import SegmentFiles
 from kvstore.diskio import TransferEngine
 from kvstore.types import BlockKey, RemovalCause
 
-__all__ = ["Space"]
-
 _log = logging.getLogger("kvstore.backends.disk")
 
 _R = TypeVar("_R")

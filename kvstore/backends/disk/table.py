@@ -10,8 +10,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NOWHERE", "DigestTable"]
-
 NOWHERE: Final = -1
 """Place of a digest that is not in a table."""
 

@@ -25,8 +25,6 @@ from kvstore.registry import DIRECTORIES
 from kvstore.runtime.limits import CallsUnderWay, RetryBudget
 from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, Outcome, Source
 
-__all__ = ["PeerBackend"]
-
 logger = logging.getLogger("kvstore.backends.peer")
 
 _PLACES_MAX: Final = 262144
@@ -50,19 +48,13 @@ another peer has the block."""
 
 @dataclass(slots=True)
 class _Search:
-    """Answers of several peers.
-
-    Attributes:
-        found: The best answer about each block that is there or coming.
-        waiting: Hand-overs whose blocks the named peer does not know yet.
-        answered: Peers that answered.
-        error: Error of a peer that did not, or an empty string.
-    """
+    """Answers of several peers."""
 
     found: dict[BlockKey, Found] = field(default_factory=dict)
-    waiting: set[bytes] = field(default_factory=set)
-    answered: set[Peer] = field(default_factory=set)
-    error: str = ""
+    """The best answer about each block that is there or coming."""
+    waiting: set[bytes] = field(default_factory=set)  # Hand-overs whose blocks the named peer does not know yet.
+    answered: set[Peer] = field(default_factory=set)  # Peers that answered.
+    error: str = ""  # Error of a peer that did not, or an empty string.
 
 
 class PeerBackend(Backend):
@@ -100,7 +92,6 @@ class PeerBackend(Backend):
         self._leaving: set[asyncio.Task[None]] = set()
 
     def set_lender(self, lender: Lender) -> None:
-        """See :meth:`Backend.set_lender`."""
         self._source = lender
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
@@ -133,7 +124,6 @@ class PeerBackend(Backend):
             self._directory = Directory(config.directory, client, own, self._server, self._listings)
 
     async def close(self) -> None:
-        """See :meth:`Backend.close`."""
         self._namespace = None
         peers = [*self._listed, *self._named.values(), *self._found.values()]
         self._listed, server, self._server = [], self._server, None
@@ -153,7 +143,6 @@ class PeerBackend(Backend):
         await self._under_way.ended()
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
-        """See :meth:`Backend.exists`."""
         answers, _ = await self.exists_at(keys, ())
         return [None if answer is Found.UNKNOWN else answer is Found.THERE for answer in answers]
 
@@ -191,7 +180,6 @@ class PeerBackend(Backend):
         return [Outcome.SHED] * len(writes)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """See :meth:`Backend.get_into`."""
         self._ready()
         outcomes = [Outcome.MISS] * len(reads)
         with self._under_way:
@@ -226,7 +214,6 @@ class PeerBackend(Backend):
             peer.note_damaged()
 
     def stats(self) -> BackendStats:
-        """See :meth:`Backend.stats`."""
         peers = [*self._listed, *self._named.values(), *self._found.values()]
         server = self._server
         return BackendStats(

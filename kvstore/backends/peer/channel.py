@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from kvstore.backends.peer.pipe import Pipe
 from kvstore.backends.peer.protocol import Agreement, FrameMac, PeerProtocolError
 
-__all__ = ["Channel"]
-
 
 class Channel(Pipe):
     """A pipe that sends and receives frames after a greeting.

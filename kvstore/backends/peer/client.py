@@ -25,8 +25,6 @@ from kvstore.runtime.breaker import Breaker
 from kvstore.runtime.limits import Limiter
 from kvstore.types import BlockKey, Found, Outcome
 
-__all__ = ["Peer", "PeerCounters", "PeerError"]
-
 logger = logging.getLogger("kvstore.backends.peer")
 
 _LOOKUP_SHARE: Final = 0.5
@@ -88,11 +86,6 @@ class Peer:
         context: TLS settings, if any.
         namespace_digest: Namespace of the blocks.
         counters: Counters shared by all peers.
-
-    Attributes:
-        loading: Number of blocks being loaded from the peer.
-        is_foreign: Whether the peer had blocks of another namespace at the last greeting.
-        last_error: Text of the latest failure.
     """
 
     def __init__(
@@ -104,9 +97,9 @@ class Peer:
         counters: PeerCounters,
     ) -> None:
         self.endpoint = endpoint
-        self.loading = 0
-        self.is_foreign = False
-        self.last_error = ""
+        self.loading = 0  # Number of blocks being loaded from the peer.
+        self.is_foreign = False  # Whether the peer had blocks of another namespace at the last greeting.
+        self.last_error = ""  # Text of the latest failure.
         self._config = config
         self._context = context
         self._namespace_digest = namespace_digest

@@ -14,8 +14,6 @@ from kvstore.backends.stream import Endpoint
 from kvstore.config import Seconds, SecretStr, TierConfig, check_field
 from kvstore.errors import ConfigError
 
-__all__ = ["DirectoryConfig", "PeerConfig", "endpoint_of"]
-
 _SECRET_MIN: Final = 16
 """Least characters of a secret: after one connection, an attacker can test guesses offline."""
 
@@ -32,41 +30,26 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}", re.ASCII)
 class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Directory server, on which engines publish summaries of their blocks and read those of others.
 
-    Attributes:
-        url: ``redis://host:port/db``, ``rediss://…`` with TLS, or ``unix:///path?db=0``;
-            without user and password.
-        networks: Permitted networks and host names of engines; entries with other addresses are ignored.
-        host: Name or address under which other engines reach this one; empty: the host of ``listen``.
-        username: Name of the user; empty for the default user.
-        password: Password of the user.
-        insecure: Allow a connection without TLS to another machine.
-        tls_ca: PEM file of the authorities to trust; without it, those of the system.
-        tls_cert: PEM file of our certificate, if the server requires one.
-        tls_key: PEM file of the certificate's key.
-        tls_check_hostname: Whether the server's certificate must be for the requested host.
-        prefix: Prefix of every key on the server.
-        interval: Pause between two rounds of publishing and reading. An engine's lease is three times as long.
-        connect_timeout: Time limit for connecting, and for each answer.
-
     Raises:
         ConfigError: A value is out of range.
     """
 
-    url: str
-    networks: tuple[str, ...]
-    host: str = ""
-    username: str = ""
-    password: SecretStr | None = None
-    insecure: bool = False
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_check_hostname: bool = True
-    prefix: str = "kvpeers:"
+    url: str  # ``redis://host:port/db``, ``rediss://…`` with TLS, or ``unix:///path?db=0``; without user and password.
+    networks: tuple[str, ...]  # Permitted networks and host names of engines; entries with other addresses are ignored.
+    host: str = ""  # Name or address under which other engines reach this one; empty: the host of ``listen``.
+    username: str = ""  # Name of the user; empty for the default user.
+    password: SecretStr | None = None  # Password of the user.
+    insecure: bool = False  # Allow a connection without TLS to another machine.
+    tls_ca: Path | None = None  # PEM file of the authorities to trust; without it, those of the system.
+    tls_cert: Path | None = None  # PEM file of our certificate, if the server requires one.
+    tls_key: Path | None = None  # PEM file of the certificate's key.
+    tls_check_hostname: bool = True  # Whether the server's certificate must be for the requested host.
+    prefix: str = "kvpeers:"  # Prefix of every key on the server.
     # Blocks live for minutes. A dead engine is no longer queried after three intervals, or after two failures.
     interval: Seconds = Seconds(5)
+    """Pause between two rounds of publishing and reading. An engine's lease is three times as long."""
     # No request waits for the directory.
-    connect_timeout: Seconds = Seconds(1)
+    connect_timeout: Seconds = Seconds(1)  # Time limit for connecting, and for each answer.
 
     def __post_init__(self) -> None:
         """Turn text into values and check ranges."""
@@ -95,27 +78,6 @@ class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
 class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Blocks in the memory and on the disks of other engines, and those that this engine serves to them.
 
-    Attributes:
-        listen: Address ``"host:port"`` where this engine serves blocks of its primary tier; empty: it serves none.
-            Under vLLM the index of the data-parallel replica is added to the port.
-        peers: Addresses of the engines that each lookup queries; our own address is ignored.
-        request_peers: Networks and host names of the peers that a request may name, each with a port or a range of
-            ports (``"10.0.0.0/8:5710"``, ``"engine-7:5710-5717"``).
-        directory: Server on which engines publish summaries of their blocks. Each lookup also queries the two engines
-            that seem to have most of its blocks.
-        secret: Secret shared by all engines of a fleet; both sides of a connection prove that they have it.
-        tls: Whether connections are encrypted.
-        tls_ca: PEM file of the authorities to trust, for servers and, if we listen, for clients.
-        tls_cert: PEM file of our certificate.
-        tls_key: PEM file of the certificate's key.
-        tls_check_hostname: Whether a server's certificate must be for the requested host.
-        connections: Connections to each peer for loads.
-        connect_timeout: Time limit for connecting and greeting.
-        timeout: Time limit for one answer, plus the time for its bytes at ``bytes_per_second_min``; then the connection
-            is closed. On the serving side, the limit for the transfer of one block, and so for the loan of its row.
-        serve_connections: Most connections served at once.
-        serve_share: Largest share of the primary tier's slots that may be lent at once.
-
     Raises:
         ConfigError: A value is out of range, or values don't go together.
     """
@@ -124,25 +86,34 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     has_own_load_breakers: ClassVar[bool] = True
 
     listen: str = ""
-    peers: tuple[str, ...] = ()
+    """Address ``"host:port"`` where this engine serves blocks of its primary tier; empty: it serves none. Under vLLM
+    the index of the data-parallel replica is added to the port."""
+    peers: tuple[str, ...] = ()  # Addresses of the engines that each lookup queries; our own address is ignored.
     # The sender of a request must not be able to make an engine connect to arbitrary addresses.
     request_peers: tuple[str, ...] = ()
+    """Networks and host names of the peers that a request may name, each with a port or a range of ports
+    (``"10.0.0.0/8:5710"``, ``"engine-7:5710-5717"``)."""
     directory: DirectoryConfig | None = None
+    """Server on which engines publish summaries of their blocks. Each lookup also queries the two engines that seem to
+    have most of its blocks."""
     secret: SecretStr | None = None
-    tls: bool = False
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_check_hostname: bool = True
+    """Secret shared by all engines of a fleet; both sides of a connection prove that they have it."""
+    tls: bool = False  # Whether connections are encrypted.
+    tls_ca: Path | None = None  # PEM file of the authorities to trust, for servers and, if we listen, for clients.
+    tls_cert: Path | None = None  # PEM file of our certificate.
+    tls_key: Path | None = None  # PEM file of the certificate's key.
+    tls_check_hostname: bool = True  # Whether a server's certificate must be for the requested host.
     # The next batch is transferred while one is verified. One connection saturates a link; four also use an idle core.
-    connections: int = 4
+    connections: int = 4  # Connections to each peer for loads.
     # A peer in the same data centre answers in a millisecond.
-    connect_timeout: Seconds = Seconds(1)
+    connect_timeout: Seconds = Seconds(1)  # Time limit for connecting and greeting.
     timeout: Seconds = Seconds(1)
+    """Time limit for one answer, plus the time for its bytes at ``bytes_per_second_min``; then the connection is
+    closed. On the serving side, the limit for the transfer of one block, and so for the loan of its row."""
     # Every engine of a fleet may open a few connections.
-    serve_connections: int = 256
+    serve_connections: int = 256  # Most connections served at once.
     # Each connection lends one row at a time. Most slots of the tier remain evictable.
-    serve_share: float = 0.25
+    serve_share: float = 0.25  # Largest share of the primary tier's slots that may be lent at once.
     # Waiting for a stopped peer must take less time than recomputing a short prompt. A lookup takes one round trip.
     lookup_timeout: Seconds = Seconds("500ms")
     load_timeout: Seconds = Seconds(2)

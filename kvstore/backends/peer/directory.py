@@ -19,8 +19,6 @@ from kvstore.backends.stream import Endpoint
 from kvstore.errors import BackendUnavailableError, ConfigError, KVStoreError
 from kvstore.types import BlockKey
 
-__all__ = ["Directory", "DirectoryClient", "DirectoryCounters", "Listed"]
-
 logger = logging.getLogger("kvstore.backends.peer")
 
 ENGINES_MAX: Final = 1024
@@ -53,17 +51,11 @@ _CANCEL_AGAIN_S: Final = 0.1
 
 
 class Listed(NamedTuple):
-    """An engine that has a lease.
+    """An engine that has a lease."""
 
-    Attributes:
-        address: Address on which the engine claims to listen.
-        version: Version of its summary.
-        left_s: Seconds until its lease ends.
-    """
-
-    address: str
-    version: str
-    left_s: float
+    address: str  # Address on which the engine claims to listen.
+    version: str  # Version of its summary.
+    left_s: float  # Seconds until its lease ends.
 
 
 class DirectoryClient(ABC):

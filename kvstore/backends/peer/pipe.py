@@ -10,8 +10,6 @@ from contextlib import suppress
 from kvstore.backends.stream import Stream
 from kvstore.backends.vectored import drop_front
 
-__all__ = ["Pipe"]
-
 
 class Pipe:
     """Moves bytes over one stream; one task at a time receives, and one sends.
@@ -21,11 +19,6 @@ class Pipe:
 
     Args:
         stream: A connected stream.
-
-    Attributes:
-        stream: The stream.
-        closed: Whether the pipe was closed, by :meth:`close` or because data or the end of the stream arrived while it
-            was idle.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -36,6 +29,8 @@ class Pipe:
         self._writable: asyncio.Future[None] | None = None
         self._watched = False
         self._idle = False
+        # Whether the pipe was closed, by :meth:`close` or because data or the end of the stream arrived while it was
+        # idle.
         self.closed = False
 
     async def receive(self, buffers: Sequence[memoryview]) -> None:

@@ -18,39 +18,6 @@ from typing import Final
 from kvstore.codec.seal import gcm
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
-__all__ = [
-    "HEAD_BYTES",
-    "HELLO_BYTES",
-    "KEYS_MAX",
-    "NONCE_BYTES",
-    "PART_BYTES",
-    "PROOF_BYTES",
-    "QUESTION_BYTES",
-    "VERSION",
-    "WELCOME_BYTES",
-    "Address",
-    "Agreement",
-    "FrameMac",
-    "Hello",
-    "Note",
-    "Op",
-    "Part",
-    "PeerProtocolError",
-    "Question",
-    "Welcome",
-    "address_of",
-    "check_head",
-    "pack_hello",
-    "pack_part",
-    "pack_question",
-    "pack_welcome",
-    "read_hello",
-    "read_keys",
-    "read_part",
-    "read_question",
-    "read_welcome",
-]
-
 VERSION: Final = 3
 MAGIC: Final = b"\x89kvpeer\n"
 """First bytes of either side. Magic and version have the same position in every version."""
@@ -120,32 +87,20 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First frame of the client.
+    """First frame of the client."""
 
-    Attributes:
-        nonce: Random bytes.
-        namespace_digest: Namespace of its questions.
-        dialled: Address to which the client has connected.
-    """
-
-    nonce: bytes
-    namespace_digest: bytes
-    dialled: Address
+    nonce: bytes  # Random bytes.
+    namespace_digest: bytes  # Namespace of its questions.
+    dialled: Address  # Address to which the client has connected.
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """First frame of the server.
+    """First frame of the server."""
 
-    Attributes:
-        nonce: Random bytes.
-        notes: Notes to the client.
-        proof: See :class:`Agreement`.
-    """
-
-    nonce: bytes
-    notes: Note
-    proof: bytes = bytes(PROOF_BYTES)
+    nonce: bytes  # Random bytes.
+    notes: Note  # Notes to the client.
+    proof: bytes = bytes(PROOF_BYTES)  # See :class:`Agreement`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +155,10 @@ class FrameMac:
     Args:
         key: Key of the connection and direction. Empty: frames have no MAC, because TLS authenticates them or both ends
             do without a secret.
-
-    Attributes:
-        tag_bytes: Length of a MAC.
     """
 
     def __init__(self, key: bytes) -> None:
-        self.tag_bytes = _TAG_BYTES if key else 0
+        self.tag_bytes = _TAG_BYTES if key else 0  # Length of a MAC.
         self._key = key
         self._frames = 0
         self._begin()

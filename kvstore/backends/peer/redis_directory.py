@@ -17,8 +17,6 @@ from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.node import check_secure
 from kvstore.errors import BackendUnavailableError
 
-__all__ = ["RedisDirectory"]
-
 _ANSWER_BYTES_MAX: Final = 4 << 20
 """Most bytes received in one session: a list of 2,048 entries, and a megabyte of summaries."""
 
@@ -50,7 +48,6 @@ class RedisDirectory(DirectoryClient):
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
-        """See :meth:`DirectoryClient.session`."""
         self._client = control.client_of(self._endpoint, self._config, self._database)
         try:
             async with control.conversation([self._client], self._session_s, _ANSWER_BYTES_MAX):
@@ -62,7 +59,6 @@ class RedisDirectory(DirectoryClient):
             raise BackendUnavailableError(f"{self._endpoint}: {reason}", backend="peer") from None
 
     async def announce(self, address: str, summary: bytes, lease_s: float) -> None:
-        """See :meth:`DirectoryClient.announce`."""
         member = f"{address} {xxhash.xxh3_64_hexdigest(summary)}".encode()
         pipeline = self._client.pipeline(transaction=False)
         pipeline.set(self._prefix + address, summary, px=int(1000 * lease_s))
@@ -93,7 +89,6 @@ class RedisDirectory(DirectoryClient):
         return listed, not start and len(found) < ENGINES_MAX
 
     async def read(self, addresses: Sequence[str]) -> Sequence[bytes]:
-        """See :meth:`DirectoryClient.read`."""
         pipeline = self._client.pipeline(transaction=False)
         for address in addresses:
             # Limits the length of the answer, whatever the length of the value.
@@ -103,7 +98,6 @@ class RedisDirectory(DirectoryClient):
         return [answer if isinstance(answer, bytes) else b"" for answer in answers]
 
     async def withdraw(self, address: str) -> None:
-        """See :meth:`DirectoryClient.withdraw`."""
         pipeline = self._client.pipeline(transaction=False)
         pipeline.zrem(self._engines, self._member)
         pipeline.unlink(self._prefix + address)

@@ -27,8 +27,6 @@ from kvstore.primary.lending import Lender
 from kvstore.runtime.limits import Limiter
 from kvstore.types import BlockKey, Found
 
-__all__ = ["PeerServer", "ServerCounters"]
-
 logger = logging.getLogger("kvstore.backends.peer")
 
 _IDLE_S: Final = 60.0

@@ -16,8 +16,6 @@ from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import BufferPool
 from kvstore.types import BlockKey, Outcome
 
-__all__ = ["BATCH_MAX", "StoredRecords"]
-
 BATCH_MAX: Final = 4
 """Most records that one connection reads at once: enough to keep a drive busy, without taking most buffers."""
 

@@ -17,8 +17,6 @@ import xxhash
 
 from kvstore.types import BlockKey
 
-__all__ = ["SAMPLE_MAX", "SUMMARY_BYTES_MAX", "Index", "Sample", "Section", "SummaryError", "pack", "unpack"]
-
 SAMPLE_MAX: Final = 4096
 """Most blocks of a sample. Of 100,000 blocks, one in 24 is sampled: ten blocks of a prefix of 250 blocks."""
 
@@ -50,15 +48,10 @@ class SummaryError(ValueError):
 
 
 class Section(NamedTuple):
-    """A sample in its published form.
+    """A sample in its published form."""
 
-    Attributes:
-        threshold: A block of the engine is in the sample if the upper half of its hash is at most this.
-        digests: Lower halves of the hashes, ascending, each once.
-    """
-
-    threshold: int
-    digests: npt.NDArray[np.uint32]
+    threshold: int  # A block of the engine is in the sample if the upper half of its hash is at most this.
+    digests: npt.NDArray[np.uint32]  # Lower halves of the hashes, ascending, each once.
 
 
 class Sample:
@@ -122,13 +115,9 @@ def unpack(data: bytes) -> list[Section]:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Engines by sampled block.
+    """Engines by sampled block."""
 
-    Attributes:
-        engines: Number of engines; they are identified by their positions.
-    """
-
-    engines: int
+    engines: int  # Number of engines; they are identified by their positions.
     _entries: _Hashes
     """Digest, shifted left by 16 bits, and section of each sampled block, ascending."""
     _engine_of: npt.NDArray[np.int64]

@@ -25,8 +25,6 @@ from kvstore.namespace import Namespace
 from kvstore.runtime.limits import CallsUnderWay
 from kvstore.types import BlockInfo, BlockKey, Locality, Medium, Outcome
 
-__all__ = ["RedisBackend"]
-
 logger = logging.getLogger("kvstore.backends.redis")
 
 _COUNTERS: Final = (
@@ -89,7 +87,6 @@ class RedisBackend(Backend):
         await self._look_at_memory()
 
     async def close(self) -> None:
-        """See :meth:`Backend.close`."""
         self._commands = None
         if self._renewing is not None:
             self._renewing.cancel()
@@ -110,7 +107,6 @@ class RedisBackend(Backend):
         return [None if isinstance(answer, RedisError) else bool(answer) for answer in answers]
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """See :meth:`Backend.put`."""
         commands = self._ready()
         if commands.in_parts:
             outcomes = await _together([self._put_parts(commands, write) for write in writes])
@@ -125,7 +121,6 @@ class RedisBackend(Backend):
         return outcomes
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """See :meth:`Backend.get_into`."""
         commands = self._ready()
         if commands.in_parts:
             return await _together([self._get_parts(commands, read) for read in reads])
@@ -133,7 +128,6 @@ class RedisBackend(Backend):
         return [self._get_outcome(read, answer) for read, answer in zip(reads, answers, strict=True)]
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.delete`."""
         commands = self._ready()
         answers = await self._run([command for key in keys for command in commands.delete(key)])
         for answer in answers[:: commands.parts_max]:
@@ -168,7 +162,6 @@ class RedisBackend(Backend):
         self.touch(keys)
 
     def stats(self) -> BackendStats:
-        """See :meth:`Backend.stats`."""
         nodes = self._topology.nodes
         gauges = {
             "nodes": len(nodes),

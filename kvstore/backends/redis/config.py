@@ -12,8 +12,6 @@ import msgspec
 from kvstore.config import ByteSize, Seconds, SecretStr, TierConfig, check_field
 from kvstore.errors import ConfigError
 
-__all__ = ["RedisConfig"]
-
 _MIB: Final = 1024**2
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}", re.ASCII)
 _SCHEMES: Final = ("redis", "rediss", "unix")

@@ -29,8 +29,6 @@ from kvstore.backends.redis.resp import (
 )
 from kvstore.backends.stream import Stream
 
-__all__ = ["Answer", "Connection", "Pending", "Request", "Want", "ask", "give_up"]
-
 Answer: TypeAlias = "Reply | RedisError"
 Want: TypeAlias = "Target | type[int] | type[str] | None"
 
@@ -38,29 +36,19 @@ _ASKING: Final = encode_command(b"ASKING")
 
 
 class Request:
-    """A command in flight. It ends once per :class:`Pending`, with a reply or an error as its answer.
-
-    Attributes:
-        frames: The encoded command; values are not copied, and not touched after the request has ended.
-        want: Target of the value in the reply, or type of the reply; None for any reply.
-        size_bytes: Length of the value sent or received; 0 without a value.
-        asking: Whether it follows an ASK redirect, so an ASKING command must precede it.
-        pending: The :class:`Pending` that waits for it; None after its end.
-        sends: Number of times it was sent, last on ``connection``.
-        sent_at: Value of the connection's sent bytes at which the request is completely sent.
-    """
+    """A command in flight. It ends once per :class:`Pending`, with a reply or an error as its answer."""
 
     answer: Answer = None
-    asking: bool = False
-    pending: Pending | None = None
+    asking: bool = False  # Whether it follows an ASK redirect, so an ASKING command must precede it.
+    pending: Pending | None = None  # The :class:`Pending` that waits for it; None after its end.
     connection: Connection | None = None
-    sends: int = 0
-    sent_at: int = 0
+    sends: int = 0  # Number of times it was sent, last on ``connection``.
+    sent_at: int = 0  # Value of the connection's sent bytes at which the request is completely sent.
 
     def __init__(self, frames: list[bytes | memoryview], want: Want, size_bytes: int = 0) -> None:
-        self.frames = frames
-        self.want = want
-        self.size_bytes = size_bytes
+        self.frames = frames  # The encoded command; values are not copied, and not touched after the request has ended.
+        self.want = want  # Target of the value in the reply, or type of the reply; None for any reply.
+        self.size_bytes = size_bytes  # Length of the value sent or received; 0 without a value.
 
     def finish(self, answer: Answer) -> None:
         """End the request; further calls are ignored."""
@@ -94,10 +82,6 @@ class Connection(Duplex):
         on_room: Called after replies have arrived.
         on_closed: Called once, with the unanswered requests and their common failure; None if they may be sent again on
             another connection.
-
-    Attributes:
-        inflight_bytes: Bytes of values in flight.
-        answered: Number of answered requests; the owner resets it to 0 after the login.
     """
 
     def __init__(
@@ -118,8 +102,8 @@ class Connection(Duplex):
         self._flushing: asyncio.Handle | None = None
         self._answered_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self.inflight_bytes = 0
-        self.answered = 0
+        self.inflight_bytes = 0  # Bytes of values in flight.
+        self.answered = 0  # Number of answered requests; the owner resets it to 0 after the login.
 
     @property
     def outstanding(self) -> int:

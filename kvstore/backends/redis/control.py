@@ -71,7 +71,6 @@ def endpoint_of(config: RedisConfig) -> tuple[Endpoint, int]:
 
 
 def sentinel_endpoints(config: RedisConfig) -> list[Endpoint]:
-    """Return the endpoints of the Sentinels."""
     places = [address.rpartition(":") for address in config.sentinels]
     return [Endpoint(host.strip("[]"), int(port)) for host, _, port in places]
 

@@ -25,8 +25,6 @@ from kvstore.backends.redis.topology import Topology
 from kvstore.errors import ConfigError
 from kvstore.runtime.limits import RetryBudget
 
-__all__ = ["Command", "Exchange"]
-
 _ROUNDS_MAX: Final = 5
 """Maximum sends of a command: a migrating slot costs two redirects, a broken connection one more."""
 
@@ -53,23 +51,17 @@ _PLAIN: Final = frozenset({int, str, Filled, type(None)})
 
 
 class Command(Request):
-    """A request about one key, which determines the node.
+    """A request about one key, which determines the node."""
 
-    Attributes:
-        reads: Whether a replica may answer it.
-        node: Node of the last or next send; None for the node that serves the key.
-        redirects: Number of redirects followed.
-    """
-
-    node: Node | None = None
-    redirects: int = 0
+    node: Node | None = None  # Node of the last or next send; None for the node that serves the key.
+    redirects: int = 0  # Number of redirects followed.
 
     def __init__(
         self, key: bytes, frames: list[bytes | memoryview], want: Want, size_bytes: int = 0, *, reads: bool = False
     ) -> None:
         super().__init__(frames, want, size_bytes)
         self.key = key
-        self.reads = reads
+        self.reads = reads  # Whether a replica may answer it.
 
 
 class Exchange:

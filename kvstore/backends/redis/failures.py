@@ -9,18 +9,6 @@ from kvstore.backends.redis.resp import ErrorReply
 from kvstore.errors import BackendUnavailableError
 from kvstore.types import Outcome
 
-__all__ = [
-    "AnswerLateError",
-    "ConnectionLostError",
-    "NodeDownError",
-    "ProtocolBrokenError",
-    "RedisError",
-    "ServerRefusedError",
-    "SkippedError",
-    "ValueTooLongError",
-    "refusal",
-]
-
 
 class RedisError(BackendUnavailableError):
     """Base of the failures of this backend."""
@@ -63,22 +51,17 @@ class ValueTooLongError(RedisError):
 
 
 class ServerRefusedError(RedisError):
-    """The server answered with an error.
-
-    Attributes:
-        code: First word of the error.
-        moved_to: For MOVED and ASK, host and port of the new node; an empty host means the responding node's host.
-        is_unknown_command: Whether the server has no such command.
-    """
+    """The server answered with an error."""
 
     def __init__(
         self, message: str, code: str, *, moved_to: tuple[str, int] | None = None, is_unknown_command: bool = False
     ) -> None:
         super().__init__(message)
-        self.code = code
+        self.code = code  # First word of the error.
         self.outcome = _OUTCOMES.get(code, Outcome.IO_ERROR)
+        # For MOVED and ASK, host and port of the new node; an empty host means the responding node's host.
         self.moved_to = moved_to
-        self.is_unknown_command = is_unknown_command
+        self.is_unknown_command = is_unknown_command  # Whether the server has no such command.
 
 
 _OUTCOMES: Final = {

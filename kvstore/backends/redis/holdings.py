@@ -34,8 +34,6 @@ from kvstore.config import Seconds, TierConfig
 from kvstore.errors import ConfigError, RecordError
 from kvstore.types import KEY_BYTES_MAX, BlockInfo, BlockKey, NamespaceInfo, Outcome, RemovalCause
 
-__all__ = ["RedisHoldings", "Values"]
-
 _NAMESPACES_MAX: Final = 1 << 16
 """Maximum number of namespaces; a fleet has one per combination of model and settings."""
 
@@ -296,11 +294,9 @@ class RedisHoldings(Holdings):
         self._stale_heads: dict[str, bytes] = {}
 
     async def open(self) -> None:
-        """See :meth:`Holdings.open`."""
         await self._values.open()
 
     async def close(self) -> None:
-        """See :meth:`Holdings.close`."""
         await self._values.close()
 
     async def namespaces(self) -> list[NamespaceInfo]:
@@ -338,7 +334,6 @@ class RedisHoldings(Holdings):
                 ]
 
     async def read(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo]) -> Sequence[ReadResult]:
-        """See :meth:`Holdings.read`."""
         absurd = [not block.place.parts and block.size_bytes > PART_HEADER_BYTES + PART_BYTES for block in blocks]
         readable = [block for block, is_absurd in zip(blocks, absurd, strict=True) if not is_absurd]
         readings = [_Reading(block, room) for block, room in zip(readable, self._rooms(readable), strict=True)]

@@ -25,8 +25,6 @@ from kvstore.backends.redis.resp import Reply
 from kvstore.backends.stream import Endpoint, check_encrypted, open_stream
 from kvstore.runtime.breaker import Breaker
 
-__all__ = ["Node", "check_secure"]
-
 logger = logging.getLogger("kvstore.backends.redis")
 
 _PAUSE_S_MIN: Final = 0.05

@@ -17,19 +17,6 @@ from kvstore.backends.redis.resp import Filled, Reply, Target
 from kvstore.backends.vectored import cut
 from kvstore.types import Outcome
 
-__all__ = [
-    "PART_BYTES",
-    "PART_HEADER_BYTES",
-    "PartHeader",
-    "PartsFound",
-    "PartsRead",
-    "in_parts",
-    "is_of_another_version",
-    "part_count",
-    "part_key",
-    "read_part_header",
-]
-
 PART_BYTES: Final = 4 << 20
 """Longest piece of a record in one value. A single-threaded server blocks other clients while it copies a value, and
 longer values exceed the processor's caches. Part of the format: all engines must use the same length."""

@@ -15,18 +15,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 from kvstore.backends.vectored import cut, drop_front, scatter
 
-__all__ = [
-    "ErrorReply",
-    "Filled",
-    "ProtocolError",
-    "Reply",
-    "ReplyReader",
-    "ReplyTooLongError",
-    "Target",
-    "encode_arguments",
-    "encode_command",
-]
-
 SCRATCH_BYTES: Final = 65536
 """Size of a receive when no value is expected: several thousand short replies."""
 

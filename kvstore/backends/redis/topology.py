@@ -19,8 +19,6 @@ from kvstore.backends.redis.node import Node, check_secure
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.errors import ConfigError
 
-__all__ = ["Topology", "slot_of"]
-
 logger = logging.getLogger("kvstore.backends.redis")
 
 _REFRESH_PAUSE_S: Final = 0.5
@@ -39,15 +37,11 @@ def slot_of(key: bytes) -> int:
 
 
 class Topology:
-    """The nodes by slot; a server outside of a cluster serves all slots.
-
-    Attributes:
-        has_many_nodes: Whether it is a cluster; other nodes then stay in use while one is down.
-    """
+    """The nodes by slot; a server outside of a cluster serves all slots."""
 
     def __init__(self, config: RedisConfig, counters: Counter[str]) -> None:
         self.config = config
-        self.has_many_nodes = False
+        self.has_many_nodes = False  # Whether it is a cluster; other nodes then stay in use while one is down.
         self._context: ssl.SSLContext | None = None
         self._counters = counters
         self._nodes: dict[tuple[Endpoint, bool], Node] = {}

@@ -23,8 +23,6 @@ from kvstore.errors import BackendClosedError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, Locality, Medium, Outcome, RemovalCause
 
-__all__ = ["S3Backend"]
-
 logger = logging.getLogger("kvstore.backends.s3")
 
 _HEAD_SHARE: Final = 0.9
@@ -86,7 +84,6 @@ class S3Backend(SimpleBackend):
         logger.debug("Bucket %s answers; requests are sent by %s", self.config.bucket, self.config.chosen_client)
 
     async def close(self) -> None:
-        """See :meth:`Backend.close`."""
         self._is_open = False
         if self._packs is not None:
             await self._packs.close()
@@ -98,12 +95,10 @@ class S3Backend(SimpleBackend):
         await super().close()
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """See :meth:`Backend.put`."""
         self.check_open()
         return await (super().put(writes) if self._packs is None else self._packs.put(writes))
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """See :meth:`Backend.get_into`."""
         self.check_open()
         outcomes = await (super().get_into(reads) if self._packs is None else self._packs.get_into(reads))
         if self._keeper is not None:
@@ -111,7 +106,6 @@ class S3Backend(SimpleBackend):
         return outcomes
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
-        """See :meth:`Backend.exists`."""
         self.check_open()
         return await (super().exists(keys) if self._packs is None else self._packs.exists(keys))
 
@@ -147,11 +141,9 @@ class S3Backend(SimpleBackend):
             self._keeper.uses.note({place.pack for place in places if place is not None})
 
     async def probe(self) -> None:
-        """See :meth:`Backend.probe`."""
         await self._ready().probe(self._names.probe, timeout_s=self.config.timeout)
 
     async def put_one(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
-        """See :meth:`SimpleBackend.put_one`."""
         client, name = self._ready(), self._names.block(key)
         # One writer per key at a time in this process.
         async with self._lock(key):
@@ -173,12 +165,10 @@ class S3Backend(SimpleBackend):
             return True
 
     async def get_one_into(self, key: BlockKey, buffers: Sequence[memoryview]) -> int | None:
-        """See :meth:`SimpleBackend.get_one_into`."""
         found = await self._ready().get_into(self._names.block(key), buffers)
         return None if found is None else found.size_bytes
 
     async def exists_one(self, key: BlockKey) -> bool:
-        """See :meth:`SimpleBackend.exists_one`."""
         client, name = self._ready(), self._names.block(key)
         if self._snapshot is not None and self._snapshot.rules_out(name):
             return False
@@ -194,7 +184,6 @@ class S3Backend(SimpleBackend):
         await super()._on_all_refused(failure)
 
     def stats(self) -> BackendStats:
-        """See :meth:`Backend.stats`."""
         client = self._client
         if client is None:
             return BackendStats()

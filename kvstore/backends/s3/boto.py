@@ -39,8 +39,6 @@ from kvstore.backends.stream import client_context
 from kvstore.backends.vectored import scatter
 from kvstore.errors import BackendClosedError
 
-__all__ = ["BotoClient"]
-
 logger = logging.getLogger("kvstore.backends.s3")
 
 _TELLING_LOGGERS: Final = ("botocore.auth", "botocore.endpoint")
@@ -79,7 +77,6 @@ class BotoClient(ObjectClient):
         self._writing, self._reading = writing.copy, reading.copy
 
     async def open(self) -> None:
-        """See :meth:`ObjectClient.open`."""
         config = self._config
         loud = [name for name in _TELLING_LOGGERS if logging.getLogger(name).isEnabledFor(logging.DEBUG)]
         if loud:
@@ -115,7 +112,6 @@ class BotoClient(ObjectClient):
         self._client = await self._stack.enter_async_context(session.client("s3", **options))
 
     async def close(self) -> None:
-        """See :meth:`ObjectClient.close`."""
         self._client = None
         for call in self._calls:
             call.cancel()

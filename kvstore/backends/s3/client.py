@@ -23,8 +23,6 @@ from kvstore.backends.s3.failures import Cause, S3Error, error_of_response, look
 from kvstore.errors import ConfigError
 from kvstore.runtime.limits import Limiter, Precedence, RetryBudget
 
-__all__ = ["DELETES_MAX", "ListPage", "ObjectClient", "ObjectInfo", "Traffic", "check_range", "make_client"]
-
 _T = TypeVar("_T")
 
 DELETES_MAX: Final = 1000
@@ -52,19 +50,12 @@ _CLASSES: Final = {
 
 
 class ObjectInfo(NamedTuple):
-    """Metadata of an object.
+    """Metadata of an object."""
 
-    Attributes:
-        key: Full name in the bucket.
-        size_bytes: Length of the object, or of the range that was read.
-        etag: Version, with the quotes as sent by the service; empty if the service sent none.
-        modified_at: Time of the write, seconds since the epoch; 0.0 if unknown.
-    """
-
-    key: str
-    size_bytes: int
-    etag: str = ""
-    modified_at: float = 0.0
+    key: str  # Full name in the bucket.
+    size_bytes: int  # Length of the object, or of the range that was read.
+    etag: str = ""  # Version, with the quotes as sent by the service; empty if the service sent none.
+    modified_at: float = 0.0  # Time of the write, seconds since the epoch; 0.0 if unknown.
 
 
 class ListPage(NamedTuple):
@@ -111,23 +102,16 @@ class ObjectClient(ABC):
     raise S3Error with the status for every unsuccessful response. An attempt ends within its ``timeout_s``, or soon
     after its cancellation, and does not touch its buffers afterwards. It follows no redirects, and keeps at most
     :data:`~kvstore.backends.s3.http.TEXT_BYTES_MAX` bytes of a response in memory.
-
-    Attributes:
-        traffic: Requests and bytes so far.
-        limiter: Bounds concurrent requests. Reads precede writes; a slow-down response halves the limit.
-        failures: Failed attempts, by cause.
-        retries: Attempts after the first of a call.
-        retries_denied: Retries that the budget did not allow.
-        given_up: Cancelled calls, such as by the deadline of their job.
     """
 
     def __init__(self, config: S3Config) -> None:
-        self.traffic = Traffic()
+        self.traffic = Traffic()  # Requests and bytes so far.
+        # Bounds concurrent requests. Reads precede writes; a slow-down response halves the limit.
         self.limiter = Limiter(config.concurrency)
-        self.failures: Counter[Cause] = Counter()
-        self.retries = 0
-        self.retries_denied = 0
-        self.given_up = 0
+        self.failures: Counter[Cause] = Counter()  # Failed attempts, by cause.
+        self.retries = 0  # Attempts after the first of a call.
+        self.retries_denied = 0  # Retries that the budget did not allow.
+        self.given_up = 0  # Cancelled calls, such as by the deadline of their job.
         self._config = config
         lookup_s, load_s, store_s = config.lookup_timeout, config.load_timeout, config.store_timeout
         self._timeouts = {"head": lookup_s, "list": lookup_s, "get": load_s, "put": store_s, "delete": store_s}

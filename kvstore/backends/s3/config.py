@@ -16,8 +16,6 @@ from kvstore.backends.stream import Endpoint
 from kvstore.config import ByteSize, Seconds, SecretStr, TierConfig, check_field
 from kvstore.errors import ConfigError
 
-__all__ = ["Prices", "S3Config"]
-
 _MIB: Final = 1024**2
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 _PREFIX: Final = re.compile(r"([A-Za-z0-9_.=-]{1,64}/){0,8}", re.ASCII)

@@ -27,8 +27,6 @@ from kvstore.backends.s3.wire import Wire
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.errors import BackendClosedError
 
-__all__ = ["DirectClient"]
-
 
 class DirectClient(ObjectClient):
     """See :class:`~kvstore.backends.s3.client.ObjectClient`."""
@@ -45,12 +43,10 @@ class DirectClient(ObjectClient):
         self._writing, self._reading = writing.copy, reading.copy
 
     def counters(self) -> dict[str, int]:
-        """See :meth:`ObjectClient.counters`."""
         opened, dirty = (self._wire.connections_opened, self._wire.connections_dirty) if self._wire else (0, 0)
         return {**super().counters(), "connections_opened": opened, "connections_dirty": dirty}
 
     async def open(self) -> None:
-        """See :meth:`ObjectClient.open`."""
         config = self._config
         # On a thread: botocore reads files, and some of its providers start processes.
         session, region = await asyncio.to_thread(make_session, config)
@@ -72,7 +68,6 @@ class DirectClient(ObjectClient):
         self._wire = Wire(endpoint, context, config.connect_timeout)
 
     async def close(self) -> None:
-        """See :meth:`ObjectClient.close`."""
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()

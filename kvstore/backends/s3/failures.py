@@ -9,8 +9,6 @@ from typing import Final
 from kvstore.errors import BackendUnavailableError
 from kvstore.types import Outcome
 
-__all__ = ["Cause", "S3Error", "error_of_part", "error_of_response", "looks_like_error"]
-
 
 class Cause(enum.StrEnum):
     """Causes of failures; each has a counter ``failed_<cause>``."""

@@ -29,8 +29,6 @@ from kvstore.errors import ConfigError, RecordError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, NamespaceInfo, RemovalCause
 
-__all__ = ["S3Holdings"]
-
 _ANSWER_S: Final = 10.0
 """Minimum timeout of a request; engines' lookups use shorter ones."""
 
@@ -42,19 +40,12 @@ _PAST_OUR_FOLDERS: Final = "_q"
 
 
 class _Place(NamedTuple):
-    """Location of a block.
+    """Location of a block."""
 
-    Attributes:
-        name: Name of the object.
-        offset: Offset of the record in a pack; None for a block with its own object.
-        live: Blocks of the pack that were not removed; 0 in a placeholder for an unreadable pack.
-        etag: Version of a block's own object.
-    """
-
-    name: str
-    offset: int | None = None
-    live: int = 1
-    etag: str = ""
+    name: str  # Name of the object.
+    offset: int | None = None  # Offset of the record in a pack; None for a block with its own object.
+    live: int = 1  # Blocks of the pack that were not removed; 0 in a placeholder for an unreadable pack.
+    etag: str = ""  # Version of a block's own object.
 
 
 class S3Holdings(Holdings):
@@ -76,12 +67,10 @@ class S3Holdings(Holdings):
         )
 
     async def open(self) -> None:
-        """See :meth:`Holdings.open`."""
         await self._client.open()
         await self._client.probe(f"{self._prefix}_probe/holdings", timeout_s=self._patience_s)
 
     async def close(self) -> None:
-        """See :meth:`Holdings.close`."""
         await self._client.close()
 
     async def namespaces(self) -> list[NamespaceInfo]:
@@ -125,7 +114,6 @@ class S3Holdings(Holdings):
         yield unreadable
 
     async def read(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo]) -> Sequence[ReadResult]:
-        """See :meth:`Holdings.read`."""
         rooms = self._rooms([block if block.place.live else BlockInfo(block.key, 0) for block in blocks])
         reads = [self._read_one(namespace, block, room) for block, room in zip(blocks, rooms, strict=True)]
         return await asyncio.gather(*reads)
@@ -174,7 +162,6 @@ class S3Holdings(Holdings):
         return count
 
     async def stale_items(self) -> list[StaleItem]:
-        """See :meth:`Holdings.stale_items`."""
         found: list[StaleItem] = []
         written_before = time.time() - NOTES_AGE_S
         async with aclosing(outdated(self._client, self._prefix)) as old:
@@ -193,7 +180,6 @@ class S3Holdings(Holdings):
         return found
 
     async def sweep(self, stale: Sequence[StaleItem]) -> int:
-        """See :meth:`Holdings.sweep`."""
         await self._client.delete_all([self._prefix + piece.name for piece in stale])
         return len(stale)
 

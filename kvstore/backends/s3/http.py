@@ -14,8 +14,6 @@ import httptools
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.vectored import cut, drop_front, scatter
 
-__all__ = ["TEXT_BYTES_MAX", "Answer"]
-
 _HEAD_BYTES: Final = 2048
 """Size of the first receive: about one typical head, because body bytes received with the head must be copied."""
 
@@ -41,23 +39,15 @@ class Answer:
 
     The body of a success goes into ``targets``, if given; every other body is kept in memory. With ``bodiless`` (a
     response to HEAD) no body follows, regardless of the head.
-
-    Attributes:
-        status: HTTP status; 0 until the head is complete.
-        headers: The headers that the client uses, with names in lower case.
-        filled_bytes: Bytes of the body received into the buffers so far.
-        whole: Whether the response is complete.
-        surplus: Whether bytes arrived after the end of the response.
-        stays_open: Whether the connection may carry another request.
     """
 
     def __init__(self, targets: Sequence[memoryview] = (), *, bodiless: bool = False) -> None:
-        self.status = 0
-        self.headers: dict[str, str] = {}
-        self.filled_bytes = 0
-        self.whole = False
-        self.surplus = False
-        self.stays_open = False
+        self.status = 0  # HTTP status; 0 until the head is complete.
+        self.headers: dict[str, str] = {}  # The headers that the client uses, with names in lower case.
+        self.filled_bytes = 0  # Bytes of the body received into the buffers so far.
+        self.whole = False  # Whether the response is complete.
+        self.surplus = False  # Whether bytes arrived after the end of the response.
+        self.stays_open = False  # Whether the connection may carry another request.
         self._targets = [target for target in targets if target.nbytes]
         self._bodiless = bodiless
         # Calls the on_ methods. Dropped when the response is complete, to break the reference cycle.

@@ -24,8 +24,6 @@ from kvstore.backends.s3.presence import PresenceSnapshot, SnapshotMaker
 from kvstore.bounded import BoundedDict
 from kvstore.types import RemovalCause
 
-__all__ = ["EvictionPlan", "Keeper", "Lease", "OldNotes", "Victim"]
-
 logger = logging.getLogger("kvstore.backends.s3")
 
 _LOW_WATERMARK: Final = 0.9

@@ -25,8 +25,6 @@ from typing import Final, Literal
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
 
-__all__ = ["KeeperNames", "ObjectName", "ObjectNames", "new_stamp", "read_name", "stamp"]
-
 _SPREAD_DIGITS = 3
 """Services partition load by the prefix of names; 4,096 prefixes spread it over all partitions."""
 
@@ -66,18 +64,13 @@ def read_name(own: str) -> ObjectName | None:
 
 
 class ObjectNames:
-    """Names of the objects of one namespace; ``prefix`` is empty or ends with ``/``.
-
-    Attributes:
-        probe: An object that need not exist.
-        packs: Folder of packs and notes.
-    """
+    """Names of the objects of one namespace; ``prefix`` is empty or ends with ``/``."""
 
     def __init__(self, prefix: str, namespace: Namespace) -> None:
         self._prefix = prefix
         self._namespace = namespace.hex
-        self.probe = f"{prefix}_probe/{namespace.hex}"
-        self.packs = f"{prefix}_packs/{namespace.hex}/"
+        self.probe = f"{prefix}_probe/{namespace.hex}"  # An object that need not exist.
+        self.packs = f"{prefix}_packs/{namespace.hex}/"  # Folder of packs and notes.
 
     def block(self, key: BlockKey) -> str:
         """Return the name of a block's object."""

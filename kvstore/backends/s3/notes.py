@@ -17,8 +17,6 @@ from kvstore.bounded import BoundedDict
 from kvstore.codec.checksum import header_checksum
 from kvstore.types import RemovalCause
 
-__all__ = ["NOTES_AGE_S", "Uses", "all_uses", "name_digest", "outdated", "read_note", "read_uses", "remove"]
-
 NOTES_AGE_S: Final = 86400.0
 """Notes of removals older than this are deleted. An engine that missed one gets a 404 for the object."""
 

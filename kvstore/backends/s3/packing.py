@@ -18,8 +18,6 @@ from kvstore.bounded import BoundedDict
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, Outcome
 
-__all__ = ["PackIndex", "PackedBlocks"]
-
 _OVERLAP_S: Final = 60.0
 """Each refresh lists the names of this long before the newest one again: names contain the time of engines' clocks, and
 objects appear only when complete. The packs of an engine whose clock is further behind are found at the next start."""

@@ -33,8 +33,6 @@ from kvstore.codec.checksum import header_checksum
 from kvstore.namespace import Namespace
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
-__all__ = ["RECORD_BYTES_MAX", "Pack", "PackEntry", "PackFormat", "PackReader", "Unreadable"]
-
 RECORD_BYTES_MAX: Final = (1 << 32) - 1
 """Longest record that an entry can represent."""
 
@@ -157,19 +155,12 @@ def _placed(records: Sequence[tuple[BlockKey, int]], offset: int) -> list[PackEn
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A pack or note, or the reason why it is unreadable.
+    """A pack or note, or the reason why it is unreadable."""
 
-    Attributes:
-        info: Metadata of the object.
-        entries: Records of a pack; None for notes, unreadable packs and deleted packs.
-        gone: Removals that a note lists: names of packs, and keys.
-        fault: Reason why it is unreadable; None if it was read or no longer exists.
-    """
-
-    info: ObjectInfo
-    entries: Sequence[PackEntry] | None = None
-    gone: Sequence[tuple[str, BlockKey]] | None = None
-    fault: Unreadable | S3Error | None = None
+    info: ObjectInfo  # Metadata of the object.
+    entries: Sequence[PackEntry] | None = None  # Records of a pack; None for notes, unreadable packs and deleted packs.
+    gone: Sequence[tuple[str, BlockKey]] | None = None  # Removals that a note lists: names of packs, and keys.
+    fault: Unreadable | S3Error | None = None  # Reason why it is unreadable; None if it was read or no longer exists.
 
     @property
     def is_damaged(self) -> bool:

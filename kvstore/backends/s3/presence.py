@@ -36,8 +36,6 @@ from kvstore.backends.s3.notes import name_digest
 from kvstore.codec.checksum import header_checksum
 from kvstore.namespace import Namespace
 
-__all__ = ["BloomFilter", "PresenceSnapshot", "SnapshotMaker"]
-
 _ROUNDS_TRUSTED: Final = 3
 """Rounds for which a snapshot is trusted without renewal; after that, the elected engine may be gone."""
 

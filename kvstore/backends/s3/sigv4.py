@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import quote
 
-__all__ = ["Credentials", "Signer", "quoted"]
-
 _ALGORITHM: Final = "AWS4-HMAC-SHA256"
 _SAFE: Final = "-._~"
 

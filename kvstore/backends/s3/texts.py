@@ -12,8 +12,6 @@ from xml.sax.saxutils import escape
 from kvstore.backends.s3.client import ListPage, ObjectInfo
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_part, error_of_response
 
-__all__ = ["delete_request", "parse_xml", "read_deleted", "read_list"]
-
 _ELEMENTS_MAX: Final = 32768
 """Maximum number of elements in a document: a page of a thousand objects has twelve for each."""
 

@@ -14,8 +14,6 @@ from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.http import Answer
 from kvstore.backends.stream import Endpoint, Stream, open_stream
 
-__all__ = ["Wire"]
-
 _IDLE_S_MAX: Final = 15.0
 """Idle connections older than this are closed. Services close them after 5 to 60 s, which would fail a request."""
 

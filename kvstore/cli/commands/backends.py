@@ -11,8 +11,6 @@ from kvstore.cli.reporting.terminal import Column, print_json_text, print_table
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 
-__all__ = ["backends"]
-
 _COLUMNS = (
     Column("backend", "backend", left=True, style="bold"),
     Column("medium", "medium", left=True),

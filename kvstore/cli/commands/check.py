@@ -14,8 +14,6 @@ from kvstore.cli.reporting.report import Report
 from kvstore.cli.reporting.terminal import print_json_text, print_line
 from kvstore.errors import ConfigError
 
-__all__ = ["check_command"]
-
 _BYTES_MAX = 1 << 20
 """Longest file; a longer one is the wrong file."""
 

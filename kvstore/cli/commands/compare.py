@@ -23,8 +23,6 @@ from kvstore.cli.reporting.terminal import (
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 
-__all__ = ["compare", "compared", "differences"]
-
 _IDENTITY: Final = (
     "bench", "system", "host", "op", "block_bytes", "blocks_per_job", "jobs", "mix", "spin", "rate", "policy",
     "capacity_bytes",

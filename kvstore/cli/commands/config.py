@@ -16,8 +16,6 @@ from kvstore.eviction import make_policy
 from kvstore.tiering.config import engine_tiering
 from kvstore.tiers.preflight import check_before_opening
 
-__all__ = ["config_command", "vllm_config"]
-
 Spec = Literal["kvstore", "tiering"]
 """Integration: kvstore's spec, or vLLM's own spec with kvstore's tiers."""
 

@@ -38,8 +38,6 @@ from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS, CODECS
 from kvstore.tiers.preflight import nearest_existing, path_faults
 
-__all__ = ["doctor"]
-
 Status = Literal["ok", "warn", "fail"]
 
 _MIB: Final = 1 << 20
@@ -98,19 +96,12 @@ def doctor(tier: Tiers = None, path: At = None, region: RegionSize = None, json:
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """One line of the output.
+    """One line of the output."""
 
-    Attributes:
-        status: Result of the check.
-        check: The checked subject.
-        found: The finding.
-        advice: Suggested fix, unless it is ok.
-    """
-
-    status: Status
-    check: str
-    found: str
-    advice: str = ""
+    status: Status  # Result of the check.
+    check: str  # The checked subject.
+    found: str  # The finding.
+    advice: str = ""  # Suggested fix, unless it is ok.
 
 
 def _sentences(finding: _Finding) -> str:

@@ -16,8 +16,6 @@ from kvstore.cli.reporting.terminal import print_json_text
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 
-__all__ = ["lifecycle_command", "lifecycle_rules", "merged_rules"]
-
 _FILE_BYTES_MAX: Final = 1 << 20
 """Longest file of rules; a bucket has at most a thousand."""
 

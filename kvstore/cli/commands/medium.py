@@ -45,8 +45,6 @@ from kvstore.codec.record import HEADER_BYTES, decode_header
 from kvstore.errors import BackendUnavailableError, ConfigError, RecordError
 from kvstore.types import BlockInfo, NamespaceInfo
 
-__all__ = ["Pace", "export_command", "gc_command", "import_command", "inspect_command", "scrub_command"]
-
 _SCHEMA: Final = 1
 
 _DEADLINE_TO_READ: Final = "1d"

@@ -14,8 +14,6 @@ from kvstore.cli.reporting.terminal import print_line
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 
-__all__ = ["new_backend_command"]
-
 _NAME: Final = re.compile("[a-z][a-z0-9_]*")
 _TEMPLATES: Final = {"pyproject.toml": "pyproject.toml", "backend.py": "{}.py", "test_backend.py": "test_{}.py"}
 

@@ -17,8 +17,6 @@ from kvstore.cli.reporting.terminal import cell, latency_text, print_line, size_
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 
-__all__ = ["html_report", "plot"]
-
 _FORMATS: Final = ("png", "svg", "html")
 
 Reports = Annotated[

@@ -23,8 +23,6 @@ from kvstore.cli.reporting.terminal import say
 from kvstore.errors import ConfigError
 from kvstore.tiering.recording import DATAGRAM_BYTES_MAX, SOCKET_PATH_BYTES_MAX, RecordedRequest
 
-__all__ = ["Recorder", "record"]
-
 _SocketPath = Annotated[
     Path, Argument(metavar="SOCKET", help="Path of the socket to create: the engines' trace_socket.")
 ]

@@ -38,8 +38,6 @@ from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
 from kvstore.tenants import Tenants
 
-__all__ = ["replay_command"]
-
 _PICTURES: Final[dict[str, Literal["png", "svg"]]] = {".png": "png", ".svg": "svg"}
 
 _COLUMNS: Final = (

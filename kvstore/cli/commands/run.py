@@ -36,8 +36,6 @@ from kvstore.config import did_you_mean
 from kvstore.errors import BackendError, ConfigError
 from kvstore.secret import shown
 
-__all__ = ["Io", "Keep", "PayloadKind", "Seed", "Tiers", "run", "sweep", "tier_of"]
-
 _HOUR: Final = 3600.0
 _SHARE_MAX: Final = 0.4
 """Largest share of a tier's capacity for the working set, so that storing as much again does not evict it."""

@@ -15,8 +15,6 @@ from kvstore.cli.replaying.traces import BLOCK_TOKENS, read_trace
 from kvstore.cli.reporting.terminal import Column, latency_text, print_json_text, print_line, print_table, rounded_size
 from kvstore.errors import ConfigError
 
-__all__ = ["Layers", "Pages", "layers_of", "pages_of", "read_model_config", "size_command"]
-
 _DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 _KV_DTYPE_BYTES: Final = {**_DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
@@ -34,19 +32,12 @@ with padding; otherwise groups have as many layers as the rarest kind."""
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Layers of one kind.
+    """Layers of one kind."""
 
-    Attributes:
-        kind: ``"full"``, ``"window"``, ``"mla"`` or ``"state"``.
-        count: Number of layers.
-        token_bytes: KV cache of a token in one layer; 0 for states.
-        state_bytes: State of one layer, which replaces the tokens before it; 0 for attention.
-    """
-
-    kind: str
-    count: int
-    token_bytes: int = 0
-    state_bytes: int = 0
+    kind: str  # ``"full"``, ``"window"``, ``"mla"`` or ``"state"``.
+    count: int  # Number of layers.
+    token_bytes: int = 0  # KV cache of a token in one layer; 0 for states.
+    state_bytes: int = 0  # State of one layer, which replaces the tokens before it; 0 for attention.
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
@@ -100,17 +91,11 @@ def layers_of(config: Mapping[str, Any], *, kv_dtype: str = "auto", ranks: int =
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Blocks of a model.
-
-    Attributes:
-        block_tokens: Tokens of a block.
-        block_bytes: Bytes of a block of one group, over all ranks: the unit of vLLM's pool.
-        groups: Groups of layers; each has a block for the same tokens.
-    """
+    """Blocks of a model."""
 
     block_tokens: int
-    block_bytes: int
-    groups: int
+    block_bytes: int  # Bytes of a block of one group, over all ranks: the unit of vLLM's pool.
+    groups: int  # Groups of layers; each has a block for the same tokens.
 
     @property
     def token_bytes(self) -> float:

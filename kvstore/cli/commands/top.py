@@ -32,8 +32,6 @@ from kvstore.cli.reporting.terminal import (
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 
-__all__ = ["METRICS", "Engine", "Sample", "Watch", "engine_row", "frame_of", "parse", "tier_rows", "top"]
-
 _PREFIX: Final = "vllm:kvstore_"
 _WINDOW_S: Final = 10.0
 """Period of the rates: engines report a few times per second, and a tier may load only every few seconds."""
@@ -48,15 +46,11 @@ Labels = frozenset[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The metrics of one engine at one time.
+    """The metrics of one engine at one time."""
 
-    Attributes:
-        at: Time of the scrape, on the monotonic clock.
-        values: Values by name without prefix, then by labels without those of vLLM.
-    """
-
-    at: float
+    at: float  # Time of the scrape, on the monotonic clock.
     values: dict[str, dict[Labels, float]] = field(default_factory=dict)
+    """Values by name without prefix, then by labels without those of vLLM."""
 
     def total(self, name: str, **labels: str) -> float | None:
         """Return the sum of the series that have these labels; None if there is none."""
@@ -71,15 +65,10 @@ class Sample:
 
 @dataclass(slots=True)
 class Engine:
-    """One watched engine.
+    """One watched engine."""
 
-    Attributes:
-        name: Its address, with the engine's number if the server has several engines.
-        samples: Samples of the last seconds, oldest first.
-    """
-
-    name: str
-    samples: list[Sample] = field(default_factory=list)
+    name: str  # Its address, with the engine's number if the server has several engines.
+    samples: list[Sample] = field(default_factory=list)  # Samples of the last seconds, oldest first.
 
     def add(self, sample: Sample) -> None:
         """Add a sample and drop outdated ones; the newest of those older than the window stays as start of rates."""
@@ -111,7 +100,6 @@ class Watch:
 
     @property
     def engines(self) -> list[Engine]:
-        """See the class."""
         return [engine for found in self._found.values() for engine in found.values()]
 
     def scrape(self) -> None:

@@ -29,8 +29,6 @@ from kvstore.cli.reporting.terminal import Progress, print_json_text, print_line
 from kvstore.errors import ConfigError
 from kvstore.primary import Region
 
-__all__ = ["verify"]
-
 _AT_ONCE_BYTES: Final = 64 << 20
 """Bytes of slots, which bound the unfinished jobs (at least one)."""
 

@@ -28,8 +28,6 @@ from kvstore.codec.record import HEADER_BYTES, RecordHeader
 from kvstore.errors import KVStoreError, RecordError
 from kvstore.types import KEY_BYTES_MAX, BlockKey, NamespaceInfo
 
-__all__ = ["ArchiveError", "ArchivedBlock", "ExportResult", "aligned_to", "read_archive", "write_archive"]
-
 _FORMAT: Final = 1
 _START: Final = "kvstore-archive.json"
 _END: Final = "kvstore-end.json"
@@ -74,21 +72,15 @@ class ArchivedBlock:
 
 @dataclass(slots=True)
 class ExportResult:
-    """Result of an export.
+    """Result of an export."""
 
-    Attributes:
-        blocks: Blocks in the archive.
-        size_bytes: Bytes of their records.
-        gone: Blocks that were evicted before they were read.
-        damaged: One row per block that did not verify; it is not in the archive.
-        unread: One row per block that could not be read; it is not in the archive.
-    """
-
-    blocks: int = 0
-    size_bytes: int = 0
-    gone: int = 0
+    blocks: int = 0  # Blocks in the archive.
+    size_bytes: int = 0  # Bytes of their records.
+    gone: int = 0  # Blocks that were evicted before they were read.
     damaged: list[dict[str, Any]] = field(default_factory=list)
+    """One row per block that did not verify; it is not in the archive."""
     unread: list[dict[str, Any]] = field(default_factory=list)
+    """One row per block that could not be read; it is not in the archive."""
 
 
 def write_archive(

@@ -20,18 +20,6 @@ from kvstore.errors import BackendError, ConfigError, RecordError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, NamespaceInfo, Outcome
 
-__all__ = [
-    "GcPlan",
-    "ImportResult",
-    "ScrubResult",
-    "chosen",
-    "import_archive",
-    "make_plan",
-    "run_plan",
-    "scrub",
-    "summary",
-]
-
 _PUT_BYTES: Final = 64 << 20
 """Bytes per batch of an import: fills a medium's queue, and is little memory compared with an engine's."""
 
@@ -85,25 +73,16 @@ def summary(medium: Medium, namespace: NamespaceInfo) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class ScrubResult:
-    """Result of a scrub.
+    """Result of a scrub."""
 
-    Attributes:
-        blocks: Blocks read.
-        size_bytes: Bytes of their records.
-        gone: Blocks that were evicted before they were read.
-        faults: One row per record that did not verify.
-        unread: One row per block that could not be read, with the reason.
-        set_aside: Damaged records taken out of use.
-        error: Reason for an early end or a failed removal; empty without one.
-    """
-
-    blocks: int = 0
-    size_bytes: int = 0
-    gone: int = 0
-    faults: list[dict[str, Any]] = field(default_factory=list)
+    blocks: int = 0  # Blocks read.
+    size_bytes: int = 0  # Bytes of their records.
+    gone: int = 0  # Blocks that were evicted before they were read.
+    faults: list[dict[str, Any]] = field(default_factory=list)  # One row per record that did not verify.
     unread: list[dict[str, Any]] = field(default_factory=list)
-    set_aside: int = 0
-    error: str = ""
+    """One row per block that could not be read, with the reason."""
+    set_aside: int = 0  # Damaged records taken out of use.
+    error: str = ""  # Reason for an early end or a failed removal; empty without one.
 
 
 def scrub(
@@ -179,21 +158,15 @@ def _verify(
 
 @dataclass(slots=True)
 class GcPlan:
-    """Blocks, namespaces and stale items to remove.
+    """Blocks, namespaces and stale items to remove."""
 
-    Attributes:
-        stale: Stale files or objects.
-        namespaces: Namespaces to remove whole: without a holder, and not used for the given time.
-        blocks: Expired blocks of other namespaces that are not in use.
-        held: Namespaces left alone because an engine uses them.
-        more: Whether another run is needed, because a limit of one run was reached.
-    """
-
-    stale: list[StaleItem]
+    stale: list[StaleItem]  # Stale files or objects.
     namespaces: list[NamespaceInfo] = field(default_factory=list)
+    """Namespaces to remove whole: without a holder, and not used for the given time."""
     blocks: list[tuple[NamespaceInfo, list[BlockInfo]]] = field(default_factory=list)
-    held: list[NamespaceInfo] = field(default_factory=list)
-    more: bool = False
+    """Expired blocks of other namespaces that are not in use."""
+    held: list[NamespaceInfo] = field(default_factory=list)  # Namespaces left alone because an engine uses them.
+    more: bool = False  # Whether another run is needed, because a limit of one run was reached.
 
 
 def make_plan(
@@ -280,23 +253,15 @@ def _batches(blocks: Sequence[BlockInfo], size: int) -> Iterator[Sequence[BlockI
 
 @dataclass(slots=True)
 class ImportResult:
-    """Result of an import.
+    """Result of an import."""
 
-    Attributes:
-        outcomes: Number of blocks by outcome.
-        size_bytes: Bytes of the records that were stored.
-        damaged: One row per record that did not verify.
-        failed: One row per block that was not stored, the first thousand of them.
-        is_whole: Whether the archive was complete.
-        error: Last failure of the medium, if blocks failed.
-    """
-
-    outcomes: dict[str, int] = field(default_factory=dict)
-    size_bytes: int = 0
-    damaged: list[dict[str, Any]] = field(default_factory=list)
+    outcomes: dict[str, int] = field(default_factory=dict)  # Number of blocks by outcome.
+    size_bytes: int = 0  # Bytes of the records that were stored.
+    damaged: list[dict[str, Any]] = field(default_factory=list)  # One row per record that did not verify.
     failed: list[dict[str, Any]] = field(default_factory=list)
-    is_whole: bool = True
-    error: str = ""
+    """One row per block that was not stored, the first thousand of them."""
+    is_whole: bool = True  # Whether the archive was complete.
+    error: str = ""  # Last failure of the medium, if blocks failed.
 
     def add(self, outcome: str) -> None:
         """Count a block."""

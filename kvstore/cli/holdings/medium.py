@@ -16,8 +16,6 @@ from kvstore.errors import BackendError, ConfigError, RecordError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, NamespaceInfo, RemovalCause
 
-__all__ = ["HeldRecord", "Medium", "check_record"]
-
 _T = TypeVar("_T")
 
 _BATCH_BLOCKS: Final = 32
@@ -35,21 +33,13 @@ _PLAIN_BYTES_MAX: Final = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class HeldRecord:
-    """Result of reading and verifying one block: intact, damaged, unreadable, or gone if nothing is set.
-
-    Attributes:
-        block: The block.
-        data: The whole record, valid until the next one is read.
-        header: Its header, if it is intact.
-        damage: Reason for a failed verification.
-        error: Reason for a failed read.
-    """
+    """Result of reading and verifying one block: intact, damaged, unreadable, or gone if nothing is set."""
 
     block: BlockInfo
-    data: memoryview | None = None
-    header: RecordHeader | None = None
-    damage: RecordError | None = None
-    error: BackendError | None = None
+    data: memoryview | None = None  # The whole record, valid until the next one is read.
+    header: RecordHeader | None = None  # Its header, if it is intact.
+    damage: RecordError | None = None  # Reason for a failed verification.
+    error: BackendError | None = None  # Reason for a failed read.
 
     @property
     def is_damaged(self) -> bool:

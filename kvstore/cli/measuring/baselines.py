@@ -21,8 +21,6 @@ from kvstore.cli.reporting.report import Row
 from kvstore.errors import BackendError, ConfigError
 from kvstore.types import BlockKey, Outcome
 
-__all__ = ["PooledSystem", "RawSystem", "VllmFsSystem", "check_fio", "fio_rows"]
-
 _FIO_DEPTH: Final = 32
 """Queue depth; fills the queue of any drive with blocks of 128 KiB."""
 
@@ -125,12 +123,10 @@ class PooledSystem(System):
         self._running[job_id] = [self._pool.submit(self.move, op, keys, slots)]
 
     def finished(self) -> Sequence[Done]:
-        """See :meth:`System.finished`."""
         ended = [job_id for job_id, parts in self._running.items() if all(part.done() for part in parts)]
         return [Done(job_id, [one for part in self._running.pop(job_id) for one in part.result()]) for job_id in ended]
 
     def close(self) -> None:
-        """See :meth:`System.close`."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -156,7 +152,6 @@ class RawSystem(PooledSystem):
         self._error = ""
 
     def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
-        """See :meth:`System.submit`."""
         if op == "store":
             for key in keys:
                 self._places[key] = self._next % self._blocks
@@ -179,11 +174,9 @@ class RawSystem(PooledSystem):
         return [Outcome.OK if moved == size else Outcome.IO_ERROR]
 
     def last_error(self) -> str:
-        """See :meth:`System.last_error`."""
         return self._error
 
     def close(self) -> None:
-        """See :meth:`System.close`."""
         super().close()
         os.close(self._fd)
         self._path.unlink(missing_ok=True)
@@ -227,7 +220,6 @@ class VllmFsSystem(System):
         self.direct = bool(getattr(self.tier, "_use_o_direct", False))
 
     def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
-        """See :meth:`System.submit`."""
         self._counts[job_id] = len(keys)
         job = self._job_type(
             job_id=job_id, keys=keys, chunk_ids=np.array(slots), is_promotion=op == "load", req_context=None
@@ -242,7 +234,6 @@ class VllmFsSystem(System):
         ]
 
     def close(self) -> None:
-        """See :meth:`System.close`."""
         self.tier.shutdown()
         del self.tier
         self._rows.release()

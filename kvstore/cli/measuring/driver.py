@@ -20,8 +20,6 @@ from kvstore.cli.measuring.systems import Op, System, cpu_seconds
 from kvstore.cli.measuring.workload import Workload
 from kvstore.types import LookupResult, Outcome
 
-__all__ = ["Driver", "OpCounts", "PhaseResult", "WrongBlock"]
-
 PAUSE_S: Final = 0.0002
 """Pause between two polls without results; a shorter one would take CPU time and the GIL from the system."""
 
@@ -35,17 +33,11 @@ _ABSENT: Final = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class WrongBlock:
-    """A block that differs from the stored one.
+    """A block that differs from the stored one."""
 
-    Attributes:
-        key: Its key, in hex.
-        number: Its number in the run.
-        why: The difference.
-    """
-
-    key: str
-    number: int
-    why: str
+    key: str  # Its key, in hex.
+    number: int  # Its number in the run.
+    why: str  # The difference.
 
 
 @dataclass(slots=True)
@@ -60,35 +52,21 @@ class OpCounts:
 
 @dataclass(slots=True)
 class PhaseResult:
-    """Counts of a phase without its warm-up.
+    """Counts of a phase without its warm-up."""
 
-    Attributes:
-        block_bytes: Payload of a block.
-        seconds: From its start to the end of its last job.
-        cpu_s: CPU time of this process and its children in that time, including the caller's work.
-        store: Stores.
-        load: Loads.
-        lookup: Lookups; each is for all blocks of a job, and ``blocks`` counts keys.
-        hits: Found keys.
-        misses: Found blocks that were gone at their load.
-        verified_blocks: Loaded blocks that were compared completely.
-        wrong: Blocks that differed, or did not verify.
-        spin_rate: Rate of the busy thread over its rate alone.
-        notes: Remarks for the reader.
-    """
-
-    block_bytes: int
-    seconds: float = 0.0
-    cpu_s: float = 0.0
-    store: OpCounts = field(default_factory=OpCounts)
-    load: OpCounts = field(default_factory=OpCounts)
+    block_bytes: int  # Payload of a block.
+    seconds: float = 0.0  # From its start to the end of its last job.
+    cpu_s: float = 0.0  # CPU time of this process and its children in that time, including the caller's work.
+    store: OpCounts = field(default_factory=OpCounts)  # Stores.
+    load: OpCounts = field(default_factory=OpCounts)  # Loads.
     lookup: OpCounts = field(default_factory=OpCounts)
-    hits: int = 0
-    misses: int = 0
-    verified_blocks: int = 0
-    wrong: list[WrongBlock] = field(default_factory=list)
-    spin_rate: float | None = None
-    notes: list[str] = field(default_factory=list)
+    """Lookups; each is for all blocks of a job, and ``blocks`` counts keys."""
+    hits: int = 0  # Found keys.
+    misses: int = 0  # Found blocks that were gone at their load.
+    verified_blocks: int = 0  # Loaded blocks that were compared completely.
+    wrong: list[WrongBlock] = field(default_factory=list)  # Blocks that differed, or did not verify.
+    spin_rate: float | None = None  # Rate of the busy thread over its rate alone.
+    notes: list[str] = field(default_factory=list)  # Remarks for the reader.
 
     def counts(self, op: Op) -> OpCounts:
         """Return the counts of an operation."""

@@ -7,8 +7,6 @@ from typing import Any, Final
 
 from hdrh.histogram import HdrHistogram
 
-__all__ = ["Latencies"]
-
 _HIGHEST_NS: Final = 3600 * 10**9
 _DIGITS: Final = 3
 _PERCENTILES: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p99_9": 99.9}

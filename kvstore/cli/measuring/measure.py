@@ -22,8 +22,6 @@ from kvstore.errors import BackendError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.primary import Region
 
-__all__ = ["BASELINES", "Measurement", "bench_namespace", "phase_row", "remove_blocks"]
-
 BASELINES: Final = ("fio", "vllm-fs", "raw")
 _FAILURES: Final = frozenset({"io_error", "timeout", "refused", "cancelled", "corrupt"})
 """Outcomes caused by faults; others (shed, no_space, not_begun) result from limits."""
@@ -39,33 +37,19 @@ def bench_namespace(payload: Payload) -> Namespace:
 
 @dataclass(slots=True)
 class Measurement:
-    """The parameters and results of a measurement.
+    """The parameters and results of a measurement."""
 
-    Attributes:
-        targets: The tiers' media.
-        workloads: The phases, for each system.
-        baselines: Names of :data:`BASELINES` to measure beside the first tier, on its drive.
-        runs: Repetitions of each phase; systems alternate.
-        payload: Kind of the bytes.
-        stopped: Whether Ctrl-C was pressed.
-        progress: Receives progress messages; None without a viewer.
-        report: Receives the rows.
-        wrong: One row per block that differs from the stored one.
-        costs: Costs of tiers at services that charge for requests.
-        failed: Whether anything failed.
-    """
-
-    targets: Sequence[Target]
-    workloads: Sequence[Workload]
-    baselines: Sequence[str]
-    runs: int
-    payload: str
-    stopped: Callable[[], bool]
-    progress: Callable[[str, PhaseResult | None], None] | None
-    report: Report
-    wrong: list[dict[str, Any]] = field(default_factory=list)
-    costs: list[Row] = field(default_factory=list)
-    failed: bool = False
+    targets: Sequence[Target]  # The tiers' media.
+    workloads: Sequence[Workload]  # The phases, for each system.
+    baselines: Sequence[str]  # Names of :data:`BASELINES` to measure beside the first tier, on its drive.
+    runs: int  # Repetitions of each phase; systems alternate.
+    payload: str  # Kind of the bytes.
+    stopped: Callable[[], bool]  # Whether Ctrl-C was pressed.
+    progress: Callable[[str, PhaseResult | None], None] | None  # Receives progress messages; None without a viewer.
+    report: Report  # Receives the rows.
+    wrong: list[dict[str, Any]] = field(default_factory=list)  # One row per block that differs from the stored one.
+    costs: list[Row] = field(default_factory=list)  # Costs of tiers at services that charge for requests.
+    failed: bool = False  # Whether anything failed.
     _groups: dict[tuple[Any, ...], tuple[list[Row], Latencies]] = field(default_factory=dict)
     _done: int = 0
 

@@ -18,8 +18,6 @@ import numpy.typing as npt
 from kvstore.errors import ConfigError
 from kvstore.primary import PAGE_BYTES, Region
 
-__all__ = ["Payload"]
-
 Words: TypeAlias = npt.NDArray[np.uint64]
 
 _WORDS_PER_PAGE: Final = PAGE_BYTES // 8
@@ -84,14 +82,11 @@ class Payload:
 
 
 class BlockRows:
-    """The slots of a region as blocks of a payload; made by :meth:`Payload.prepare`.
-
-    Attributes:
-        array: Shape (slots, pages, words).
-    """
+    """The slots of a region as blocks of a payload; made by :meth:`Payload.prepare`."""
 
     def __init__(self, payload: Payload, region: Region) -> None:
         self.payload = payload
+        # Shape (slots, pages, words).
         self.array: Words = region.rows().view(np.uint64).reshape(region.slots, -1, _WORDS_PER_PAGE)
 
     def release(self) -> None:

@@ -8,22 +8,16 @@ import time
 from types import TracebackType
 from typing import Final
 
-__all__ = ["Spinner", "the_spinner"]
-
 _LOOPS: Final = 1000
 _ALONE_S: Final = 0.3
 """Time for measuring the rate alone; a longer time changes only its third digit."""
 
 
 class Spinner:
-    """Context in which a thread runs Python code without a pause.
-
-    Attributes:
-        steps: Steps done so far.
-    """
+    """Context in which a thread runs Python code without a pause."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = 0  # Steps done so far.
         alone, started = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - started) < _ALONE_S:
             _step()

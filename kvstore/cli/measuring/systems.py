@@ -17,8 +17,6 @@ from kvstore.tiers import open_tier
 from kvstore.tiers.base import TierStats
 from kvstore.types import BlockKey, LookupResult, Outcome, TransferJob
 
-__all__ = ["Done", "Op", "System", "TierSystem", "cpu_seconds", "probe_direct"]
-
 Op = Literal["store", "load"]
 
 
@@ -92,27 +90,22 @@ class TierSystem(System):
         self.tier = open_tier(config, primary=primary, slot_bytes=slot_bytes, namespace=namespace, events=False)
 
     def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
-        """See :meth:`System.submit`."""
         job = TransferJob(job_id, keys, slots)
         (self.tier.submit_store if op == "store" else self.tier.submit_load)(job)
         self.tier.flush()
 
     def finished(self) -> Sequence[Done]:
-        """See :meth:`System.finished`."""
         done = [Done(result.job_id, result.outcomes) for result in self.tier.get_finished()]
         self.tier.take_samples()
         return done
 
     def lookup(self, key: BlockKey, job_id: int) -> LookupResult:
-        """See :meth:`System.lookup`."""
         return self.tier.lookup(key)
 
     def flush(self) -> None:
-        """See :meth:`System.flush`."""
         self.tier.flush()
 
     def last_error(self) -> str:
-        """See :meth:`System.last_error`."""
         return self.tier.stats().last_error
 
     def stats(self) -> TierStats | None:
@@ -121,12 +114,10 @@ class TierSystem(System):
         return self.tier.stats()
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`System.remove`."""
         self.tier.remove(keys)
         self.tier.drain(60.0)
 
     def close(self) -> None:
-        """See :meth:`System.close`."""
         self.tier.drain(60.0)
         self.tier.close()
 

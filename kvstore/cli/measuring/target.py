@@ -22,8 +22,6 @@ from kvstore.cli.tier_argument import TierArgument, make_tier
 from kvstore.config import Capacity
 from kvstore.errors import ConfigError
 
-__all__ = ["Target"]
-
 _DEFAULT_CAPACITY_BYTES: Final = 2 << 30
 """Capacity of a tier in a temporary directory: several times the working set, and small for a root file system."""
 

@@ -11,8 +11,6 @@ from kvstore.errors import ConfigError
 from kvstore.primary import PAGE_BYTES
 from kvstore.secret import shown
 
-__all__ = ["Mix", "Verify", "Workload", "listed", "parse_sizes"]
-
 Verify = Literal["sample", "all", "none"]
 
 _T = TypeVar("_T")
@@ -25,13 +23,9 @@ _GROUPS_MAX: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Share of jobs that store; the others look up blocks and load the found ones.
+    """Share of jobs that store; the others look up blocks and load the found ones."""
 
-    Attributes:
-        store_share: From 0 (loads only) to 1 (stores only).
-    """
-
-    store_share: float
+    store_share: float  # From 0 (loads only) to 1 (stores only).
 
     @classmethod
     def parse(cls, text: str) -> Mix:
@@ -62,40 +56,24 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One phase.
+    """One phase."""
 
-    Attributes:
-        block_bytes: Payload of a block.
-        blocks_per_job: Blocks per job.
-        jobs: Most unfinished jobs.
-        mix: Stores and loads.
-        hit_rate: Share of looked-up blocks that were stored before.
-        rate: Jobs per second, independent of the system (open loop); None: a job begins when another has ended (closed
-            loop).
-        duration_s: Length without warm-up.
-        ops_max: Most jobs; 0: no limit.
-        warmup_s: Time at the start that is not counted.
-        working_set_bytes: Payload that is stored before the phase and loaded in it.
-        verify: Loaded blocks to compare with the stored ones.
-        spin: Whether a busy Python thread runs beside the phase.
-        cold: Whether each block is loaded at most once, after the page cache was dropped.
-        seed: Determines which jobs store, and the order of loads.
-    """
-
-    block_bytes: int
+    block_bytes: int  # Payload of a block.
     blocks_per_job: int = 16
-    jobs: int = 4
-    mix: Mix = Mix(0.3)
-    hit_rate: float = 1.0
+    jobs: int = 4  # Most unfinished jobs.
+    mix: Mix = Mix(0.3)  # Stores and loads.
+    hit_rate: float = 1.0  # Share of looked-up blocks that were stored before.
     rate: float | None = None
-    duration_s: float = 3.0
-    ops_max: int = 0
-    warmup_s: float = 0.5
-    working_set_bytes: int = 256 << 20
-    verify: Verify = "sample"
-    spin: bool = False
-    cold: bool = False
-    seed: int = 1
+    """Jobs per second, independent of the system (open loop); None: a job begins when another has ended (closed
+    loop)."""
+    duration_s: float = 3.0  # Length without warm-up.
+    ops_max: int = 0  # Most jobs; 0: no limit.
+    warmup_s: float = 0.5  # Time at the start that is not counted.
+    working_set_bytes: int = 256 << 20  # Payload that is stored before the phase and loaded in it.
+    verify: Verify = "sample"  # Loaded blocks to compare with the stored ones.
+    spin: bool = False  # Whether a busy Python thread runs beside the phase.
+    cold: bool = False  # Whether each block is loaded at most once, after the page cache was dropped.
+    seed: int = 1  # Determines which jobs store, and the order of loads.
 
     def __post_init__(self) -> None:
         _check(1 <= self.blocks_per_job <= 65536, "--blocks-per-job", self.blocks_per_job, "1 to 65536")

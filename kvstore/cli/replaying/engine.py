@@ -18,8 +18,6 @@ from kvstore.tenants import OTHERS, Tags, Tenants
 from kvstore.tiering import TieringManager
 from kvstore.types import BlockKey, LookupResult, RequestContext
 
-__all__ = ["PRIMARY", "Pace", "ReplayCounts", "ReplayEngine", "block_keys"]
-
 PRIMARY: Final = "cpu"
 """Name of the primary tier in results, as in policies."""
 
@@ -76,33 +74,21 @@ class Pace:
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """Results of a replay.
+    """Results of a replay."""
 
-    Attributes:
-        requests: Requests replayed.
-        blocks: Their blocks.
-        tokens: Their tokens.
-        hit_blocks: Blocks that need not be computed, by tier.
-        hit_tokens: Their tokens.
-        tenant_blocks: Blocks by tenant, of requests that name one.
-        tenant_hits: Those that need not be computed.
-        refused_blocks: Blocks without room in the primary tier.
-        wrong_blocks: Loaded blocks that differ from the stored ones.
-        waits_s: Time from a request's arrival until its blocks were loaded, for each request with hits.
-        ttfts_s: Time from a request's arrival until its prompt was computed, for each request, if that takes time.
-    """
-
-    requests: int = 0
-    blocks: int = 0
-    tokens: int = 0
-    hit_blocks: Counter[str] = field(default_factory=Counter)
-    hit_tokens: Counter[str] = field(default_factory=Counter)
-    tenant_blocks: Counter[str] = field(default_factory=Counter)
-    tenant_hits: Counter[str] = field(default_factory=Counter)
-    refused_blocks: int = 0
-    wrong_blocks: int = 0
+    requests: int = 0  # Requests replayed.
+    blocks: int = 0  # Their blocks.
+    tokens: int = 0  # Their tokens.
+    hit_blocks: Counter[str] = field(default_factory=Counter)  # Blocks that need not be computed, by tier.
+    hit_tokens: Counter[str] = field(default_factory=Counter)  # Their tokens.
+    tenant_blocks: Counter[str] = field(default_factory=Counter)  # Blocks by tenant, of requests that name one.
+    tenant_hits: Counter[str] = field(default_factory=Counter)  # Those that need not be computed.
+    refused_blocks: int = 0  # Blocks without room in the primary tier.
+    wrong_blocks: int = 0  # Loaded blocks that differ from the stored ones.
     waits_s: list[float] = field(default_factory=list)
+    """Time from a request's arrival until its blocks were loaded, for each request with hits."""
     ttfts_s: list[float] = field(default_factory=list)
+    """Time from a request's arrival until its prompt was computed, for each request, if that takes time."""
 
 
 @dataclass(slots=True, eq=False)

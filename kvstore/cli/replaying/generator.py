@@ -11,55 +11,34 @@ from typing import Any
 
 from kvstore.cli.replaying.traces import BLOCK_TOKENS, Trace, TraceError, TraceRequest
 
-__all__ = ["TraceShape", "generate_trace"]
-
 
 @dataclass(frozen=True, slots=True)
 class TraceShape:
-    """Shape of a generated trace. Lengths are means in tokens; the defaults are near Mooncake's conversation trace.
+    """Shape of a generated trace. Lengths are means in tokens; the defaults are near Mooncake's conversation trace."""
 
-    Attributes:
-        requests: Number of requests.
-        seed: Seed of all random choices: equal shapes give equal traces.
-        block_tokens: Tokens of a block.
-        systems: Number of system prompts; each chat begins with one.
-        system_tokens: Length of a system prompt.
-        documents: Number of documents.
-        document_tokens: Length of a document.
-        document_share: Share of chats with a document, which follows the system prompt.
-        popularity: Exponent of Zipf's law for the choice of system prompt and document: 0 makes all equally
-            popular, with 1 the second is chosen half as often as the first.
-        turns: Turns of a chat.
-        question_tokens: Tokens that a user adds per turn.
-        answer_tokens: Tokens generated per turn, which are part of the next turn's prompt.
-        chats_per_s: Chats that begin per second.
-        think_s: Time between two turns of a chat, in seconds.
-        tool_share: Share of turns, except the last of a chat, that are followed by a tool's result instead of a user's
-            question.
-        tool_s: Median time of a tool call, in seconds.
-        tool_spread: Standard deviation of the logarithm of that time; 0 makes it constant.
-        hints: Whether requests carry hints (``retain`` and ``demote``) based on a chat program's knowledge: a tool
-            call, an expected answer of the user, or the end of the chat.
-    """
-
-    requests: int = 4000
-    seed: int = 0
+    requests: int = 4000  # Number of requests.
+    seed: int = 0  # Seed of all random choices: equal shapes give equal traces.
     block_tokens: int = BLOCK_TOKENS
-    systems: int = 20
-    system_tokens: int = 1200
-    documents: int = 400
-    document_tokens: int = 12000
-    document_share: float = 0.5
+    systems: int = 20  # Number of system prompts; each chat begins with one.
+    system_tokens: int = 1200  # Length of a system prompt.
+    documents: int = 400  # Number of documents.
+    document_tokens: int = 12000  # Length of a document.
+    document_share: float = 0.5  # Share of chats with a document, which follows the system prompt.
     popularity: float = 1.0
-    turns: float = 3.0
-    question_tokens: int = 800
-    answer_tokens: int = 350
-    chats_per_s: float = 1.0
-    think_s: float = 60.0
+    """Exponent of Zipf's law for the choice of system prompt and document: 0 makes all equally popular, with 1 the
+    second is chosen half as often as the first."""
+    turns: float = 3.0  # Turns of a chat.
+    question_tokens: int = 800  # Tokens that a user adds per turn.
+    answer_tokens: int = 350  # Tokens generated per turn, which are part of the next turn's prompt.
+    chats_per_s: float = 1.0  # Chats that begin per second.
+    think_s: float = 60.0  # Time between two turns of a chat, in seconds.
     tool_share: float = 0.0
-    tool_s: float = 10.0
-    tool_spread: float = 0.3
+    """Share of turns, except the last of a chat, that are followed by a tool's result instead of a user's question."""
+    tool_s: float = 10.0  # Median time of a tool call, in seconds.
+    tool_spread: float = 0.3  # Standard deviation of the logarithm of that time; 0 makes it constant.
     hints: bool = False
+    """Whether requests carry hints (``retain`` and ``demote``) based on a chat program's knowledge: a tool call, an
+    expected answer of the user, or the end of the chat."""
 
     def __post_init__(self) -> None:
         for name in ("requests", "block_tokens", "systems", "system_tokens", "question_tokens"):

@@ -30,8 +30,6 @@ from kvstore.tiering.policy import PARAMETERS
 from kvstore.tiers import SecondaryTierManager, open_tier
 from kvstore.types import BlockKey, RemovalCause
 
-__all__ = ["OPTIMUM", "ReplayCase", "ReplaySettings", "auto_capacities", "check_case", "replay"]
-
 OPTIMUM: Final = "belady"
 """Name of the optimal policy, used in place of an eviction policy."""
 
@@ -52,38 +50,26 @@ _OPTIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """Settings of all cases of a replay.
+    """Settings of all cases of a replay."""
 
-    Attributes:
-        tiers: The tiers below the primary one, the fastest first.
-        cpu_bytes: Capacity of the primary tier; None: unlimited, in a dry replay only. Without other tiers, the case's
-            capacity overrides it.
-        cpu_policy: Eviction policy of the primary tier, with other tiers.
-        dry: Keys and sizes only: no bytes, no media, no waiting.
-        bytes_per_token: KV cache of one token; the default is that of Llama 3.1 8B in 16 bits.
-        prefill_tokens_per_s: Rate of the engine, to compute the time saved.
-        step_tokens: Tokens that the engine computes, and stores, in one step.
-        concurrency: Concurrent requests; a dry replay without ``links`` runs one request at a time.
-        speed: Factor to the recorded speed; None: as fast as possible.
-        offload: Offload policy of all requests, as for ``TieringConfig.policy``.
-        tenants: Tenants that share the tiers; requests name theirs in the parameter ``tenant`` of their policies.
-        links: Bandwidth and latency of each tier of a dry replay; with links, loads and computing take simulated time.
-        gate: Whether the manager's gate decides which blocks are worth loading.
-    """
-
-    tiers: Sequence[TierArgument] = ()
+    tiers: Sequence[TierArgument] = ()  # The tiers below the primary one, the fastest first.
     cpu_bytes: int | None = None
-    cpu_policy: str = "lru"
-    dry: bool = True
-    bytes_per_token: int = 128 << 10
-    prefill_tokens_per_s: float = 10_000.0
-    step_tokens: int = 8192
-    concurrency: int = 8
-    speed: float | None = None
+    """Capacity of the primary tier; None: unlimited, in a dry replay only. Without other tiers, the case's capacity
+    overrides it."""
+    cpu_policy: str = "lru"  # Eviction policy of the primary tier, with other tiers.
+    dry: bool = True  # Keys and sizes only: no bytes, no media, no waiting.
+    bytes_per_token: int = 128 << 10  # KV cache of one token; the default is that of Llama 3.1 8B in 16 bits.
+    prefill_tokens_per_s: float = 10_000.0  # Rate of the engine, to compute the time saved.
+    step_tokens: int = 8192  # Tokens that the engine computes, and stores, in one step.
+    concurrency: int = 8  # Concurrent requests; a dry replay without ``links`` runs one request at a time.
+    speed: float | None = None  # Factor to the recorded speed; None: as fast as possible.
     offload: Mapping[str, Any] = field(default_factory=dict)
+    """Offload policy of all requests, as for ``TieringConfig.policy``."""
     tenants: Tenants | None = None
+    """Tenants that share the tiers; requests name theirs in the parameter ``tenant`` of their policies."""
     links: Sequence[Link] = ()
-    gate: bool = True
+    """Bandwidth and latency of each tier of a dry replay; with links, loads and computing take simulated time."""
+    gate: bool = True  # Whether the manager's gate decides which blocks are worth loading.
 
     def __post_init__(self) -> None:
         for name, option in _OPTIONS.items():
@@ -108,15 +94,11 @@ class ReplaySettings:
 
 @dataclass(frozen=True, slots=True)
 class ReplayCase:
-    """Parameters that vary between replays of one trace. They apply to the last tier, or to a lone primary tier.
+    """Parameters that vary between replays of one trace. They apply to the last tier, or to a lone primary tier."""
 
-    Attributes:
-        policy: Eviction policy.
-        capacity_bytes: Capacity; None: as configured in the tier's JSON, or ``cpu_bytes`` for the primary tier.
-    """
-
-    policy: str = "lru"
+    policy: str = "lru"  # Eviction policy.
     capacity_bytes: int | None = None
+    """Capacity; None: as configured in the tier's JSON, or ``cpu_bytes`` for the primary tier."""
 
 
 def replay(

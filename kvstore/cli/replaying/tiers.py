@@ -25,8 +25,6 @@ from kvstore.types import (
     TransferJob,
 )
 
-__all__ = ["DryTier", "Link", "WatchedTier"]
-
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -84,21 +82,17 @@ class DryTier(SecondaryTierManager):
         self._evicted_blocks = 0
 
     def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
-        """See :meth:`SecondaryTierManager.lookup`."""
         answer = LookupResult.HIT if key in self._policy else LookupResult.MISS
         self._lookups[answer.value] += 1
         return answer
 
     def submit_store(self, job: TransferJob) -> None:
-        """See :meth:`SecondaryTierManager.submit_store`."""
         self._stores.append(job)
 
     def submit_load(self, job: TransferJob) -> None:
-        """See :meth:`SecondaryTierManager.submit_load`."""
         self._loads.append(job)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`SecondaryTierManager.touch`."""
         self._touched.append(keys)
 
     def flush(self) -> None:
@@ -114,7 +108,6 @@ class DryTier(SecondaryTierManager):
             self._store(job)
 
     def get_finished(self) -> Sequence[JobResult]:
-        """See :meth:`SecondaryTierManager.get_finished`."""
         self.flush()
         finished, self._finished = self._finished, []
         while self._under_way and self._under_way[0][0] <= self._clock():
@@ -127,7 +120,6 @@ class DryTier(SecondaryTierManager):
         return self._under_way[0][0] if self._under_way else math.inf
 
     def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:
-        """See :meth:`SecondaryTierManager.remove`."""
         for key in keys:
             self._policy.remove(key)
 
@@ -139,7 +131,6 @@ class DryTier(SecondaryTierManager):
         return ()
 
     def stats(self) -> TierStats:
-        """See :meth:`SecondaryTierManager.stats`."""
         return TierStats(
             self.name,
             blocks=len(self._policy),
@@ -152,12 +143,10 @@ class DryTier(SecondaryTierManager):
         )
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """See :meth:`SecondaryTierManager.drain`."""
         self.flush()
         return not self._under_way
 
     def close(self, timeout_s: float | None = None) -> None:
-        """See :meth:`SecondaryTierManager.close`."""
         self.flush()
 
     def _load(self, job: TransferJob) -> None:
@@ -194,15 +183,11 @@ class DryTier(SecondaryTierManager):
 
 
 class WatchedTier:
-    """Wraps a tier and records the blocks that each request loads from it.
-
-    Attributes:
-        loads: Blocks of submitted loads, by request.
-    """
+    """Wraps a tier and records the blocks that each request loads from it."""
 
     def __init__(self, tier: SecondaryTierManager) -> None:
         self._tier = tier
-        self.loads: dict[str, set[BlockKey]] = {}
+        self.loads: dict[str, set[BlockKey]] = {}  # Blocks of submitted loads, by request.
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)

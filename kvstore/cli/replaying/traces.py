@@ -19,8 +19,6 @@ import msgspec
 from kvstore.cli.command_line import opened_input
 from kvstore.errors import ConfigError
 
-__all__ = ["BLOCK_TOKENS", "Trace", "TraceError", "TraceRequest", "read_trace", "write_trace"]
-
 BLOCK_TOKENS: Final = 512
 """Tokens of a block in Mooncake's traces."""
 
@@ -36,21 +34,13 @@ class TraceError(ConfigError):
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request; the names are those of the format.
+    """One request; the names are those of the format."""
 
-    Attributes:
-        timestamp: Time of arrival, in milliseconds since the start of the trace.
-        input_length: Tokens of its prompt.
-        hash_ids: Its blocks in prefix order; the last one may be partial.
-        output_length: Tokens that were generated.
-        kvstore: Its offload policy, as in ``kv_transfer_params["kvstore"]``.
-    """
-
-    timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    input_length: _Count
-    hash_ids: tuple[_BlockId, ...]
-    output_length: _Count = 0
-    kvstore: dict[str, Any] = {}
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]  # Time of arrival, in milliseconds since the start of the trace.
+    input_length: _Count  # Tokens of its prompt.
+    hash_ids: tuple[_BlockId, ...]  # Its blocks in prefix order; the last one may be partial.
+    output_length: _Count = 0  # Tokens that were generated.
+    kvstore: dict[str, Any] = {}  # Its offload policy, as in ``kv_transfer_params["kvstore"]``.
 
 
 class Trace:

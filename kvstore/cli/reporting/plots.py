@@ -13,8 +13,6 @@ from kvstore.cli.measuring.histogram import Latencies
 from kvstore.cli.reporting.terminal import cell, latency_text, rounded_size, size_text
 from kvstore.errors import ConfigError
 
-__all__ = ["Picture", "check_pictures", "pictures_of"]
-
 Rows = Sequence[Mapping[str, Any]]
 Format = Literal["png", "svg"]
 
@@ -66,23 +64,14 @@ _STYLE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One chart of a report.
+    """One chart of a report."""
 
-    Attributes:
-        name: Name for the file: ``"throughput"``.
-        title: Its title.
-        about: Text alternative in one sentence, with the method.
-        draw: Draws it into a matplotlib figure.
-        width: Inches.
-        height: Inches.
-    """
-
-    name: str
+    name: str  # Name for the file: ``"throughput"``.
     title: str
-    about: str
-    draw: Callable[[Any], None]
-    width: float = 9.0
-    height: float = 4.0
+    about: str  # Text alternative in one sentence, with the method.
+    draw: Callable[[Any], None]  # Draws it into a matplotlib figure.
+    width: float = 9.0  # Inches.
+    height: float = 4.0  # Inches.
 
     def render(self, kind: Format) -> bytes:
         """Return the picture's bytes; the same report gives the same bytes.

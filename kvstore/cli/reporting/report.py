@@ -22,8 +22,6 @@ from typing import Any, Final
 import kvstore
 from kvstore.errors import ConfigError
 
-__all__ = ["SCHEMA", "Report", "Row", "device_of", "environment", "median_row", "read_report"]
-
 Row = dict[str, Any]
 """One line of a table; docs/kvstore-bench.md lists the keys, which end with their units."""
 
@@ -45,23 +43,16 @@ _PACKAGES: Final = (
 
 @dataclass(slots=True)
 class Report:
-    """Results of a command.
-
-    Attributes:
-        command: The command.
-        rows: Its measurements.
-        parameters: Its parameters, without secrets.
-        environment: Facts about the machine, in addition to those of :func:`environment`.
-        notes: Sentences for the reader, such as reasons for missing measurements.
-        complete: False after an interruption.
-    """
+    """Results of a command."""
 
     command: str
-    rows: list[Row] = field(default_factory=list)
-    parameters: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)  # Its measurements.
+    parameters: dict[str, Any] = field(default_factory=dict)  # Its parameters, without secrets.
     environment: dict[str, Any] = field(default_factory=dict)
+    """Facts about the machine, in addition to those of :func:`environment`."""
     notes: list[str] = field(default_factory=list)
-    complete: bool = True
+    """Sentences for the reader, such as reasons for missing measurements."""
+    complete: bool = True  # False after an interruption.
 
     def as_dict(self, **more: Any) -> dict[str, Any]:
         """Return the report as plain JSON values, with additional fields."""

@@ -10,8 +10,6 @@ from kvstore.cli.reporting.report import Row
 from kvstore.cli.reporting.terminal import Column, latency_text, print_line, print_table, size_text
 from kvstore.tiers.base import TierStats
 
-__all__ = ["cost_rows", "environment_line", "keep_telling", "print_costs", "print_measurement"]
-
 _COLUMNS: Final = (
     Column("system", "system", left=True, style="bold"),
     Column("host", "I/O in", rank=9, left=True),

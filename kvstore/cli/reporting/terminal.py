@@ -29,28 +29,6 @@ from rich.text import Text
 
 from kvstore.quantity import ByteSize
 
-__all__ = [
-    "Bar",
-    "Column",
-    "Frame",
-    "Progress",
-    "Screen",
-    "age_text",
-    "cell",
-    "latency_text",
-    "line_of",
-    "print_frame",
-    "print_json_text",
-    "print_line",
-    "print_table",
-    "printable",
-    "rounded_size",
-    "say",
-    "size_text",
-    "stdout_width",
-    "table_of",
-]
-
 Frame = Table | Text
 """A part of the contents of a :class:`Screen`."""
 
@@ -66,25 +44,16 @@ _WIDTH_ELSEWHERE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table.
+    """A column of a table."""
 
-    Attributes:
-        key: Key of the row's value.
-        title: Its heading.
-        rank: Columns with the highest rank are dropped first if there is not enough room; 0 always stays.
-        left: Whether it is aligned left (text), not right (numbers).
-        style: Colour, on a terminal with colours.
-        folds: Whether its cells wrap if there is not enough room; the other columns then do not wrap.
-        healthy: Its values in normal operation; others are red on a terminal with colours. Empty if all are.
-    """
-
-    key: str
-    title: str
-    rank: int = 0
-    left: bool = False
-    style: str = ""
-    folds: bool = False
+    key: str  # Key of the row's value.
+    title: str  # Its heading.
+    rank: int = 0  # Columns with the highest rank are dropped first if there is not enough room; 0 always stays.
+    left: bool = False  # Whether it is aligned left (text), not right (numbers).
+    style: str = ""  # Colour, on a terminal with colours.
+    folds: bool = False  # Whether its cells wrap if there is not enough room; the other columns then do not wrap.
     healthy: tuple[str, ...] = ()
+    """Its values in normal operation; others are red on a terminal with colours. Empty if all are."""
 
 
 def stdout_width() -> int:

@@ -37,29 +37,19 @@ takes more blocks in a step than there are and ends with its own ValueError, und
 
 @dataclass(frozen=True)
 class Leg:
-    """One engine and its workload.
+    """One engine and its workload."""
 
-    Attributes:
-        seed: Seed of the leg.
-        model: ``"dense"``, ``"window"`` or ``"mamba"``.
-        manager: ``"kvstore"`` or ``"vllm"``.
-        requests: Number of requests.
-        offloading: ``kv_connector_extra_config``, without ``path`` of the file tiers.
-        llm: Arguments of ``LLM``.
-        weights: Number of versions of the weights; the first is that of the model's files. With a single version blocks
-            outlive resets in the tiers, and are loaded into slots that earlier copies may still touch (with vLLM's
-            manager from 0.33 on).
-        resets_weights_first: Whether a weight update resets the caches before it changes the weights, or after.
-    """
-
-    seed: int
-    model: str
-    manager: str
-    requests: int
-    offloading: dict[str, Any]
-    llm: dict[str, Any]
+    seed: int  # Seed of the leg.
+    model: str  # ``"dense"``, ``"window"`` or ``"mamba"``.
+    manager: str  # ``"kvstore"`` or ``"vllm"``.
+    requests: int  # Number of requests.
+    offloading: dict[str, Any]  # ``kv_connector_extra_config``, without ``path`` of the file tiers.
+    llm: dict[str, Any]  # Arguments of ``LLM``.
     weights: int
-    resets_weights_first: bool
+    """Number of versions of the weights; the first is that of the model's files. With a single version blocks outlive
+    resets in the tiers, and are loaded into slots that earlier copies may still touch (with vLLM's manager from 0.33
+    on)."""
+    resets_weights_first: bool  # Whether a weight update resets the caches before it changes the weights, or after.
 
     def extra(self, directory: Path) -> dict[str, Any]:
         """Return ``kv_connector_extra_config`` with the tiers' files in a directory."""

@@ -30,15 +30,11 @@ class Walk:
         leg: The plan.
         prompts: The prompts of the walk.
         answers: The expected answers to them.
-
-    Attributes:
-        counts: Number of each kind of event, by name.
-        wrong: Descriptions of wrong answers.
     """
 
     def __init__(self, llm: Any, leg: Leg, prompts: list[list[int]], answers: Answers) -> None:
-        self.counts: Counter[str] = Counter()
-        self.wrong: list[str] = []
+        self.counts: Counter[str] = Counter()  # Number of each kind of event, by name.
+        self.wrong: list[str] = []  # Descriptions of wrong answers.
         self._llm, self._leg, self._prompts, self._answers = llm, leg, prompts, answers
         self._core, self._engine = core_of(llm), llm.llm_engine
         self._rng = random.Random(leg.seed)
