@@ -121,6 +121,20 @@ async def test_another_part_of_a_pack_is_no_damage(faults: FaultServer, rng: ran
     await backend.close()
 
 
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_an_error_in_the_body_of_a_success_is_no_store(
+    faults: FaultServer, rng: random.Random, client: str
+) -> None:
+    """A block is not reported as stored if the service answers its PUT with 200 and an error document."""
+    more = {**PACKED, **PATIENT, "prefix": fresh_prefix(), "tries": 1, "client": client}
+    backend, blocks = await opened(faults, **more), blocks_of(rng, 2)
+    faults.plan(Fault.XML_ERROR, methods=("PUT",))
+    assert set(await backend.put(writes_of(blocks))) == {Outcome.IO_ERROR}
+    faults.plan(None)
+    assert await backend.exists(list(blocks)) == [False] * 2
+    await backend.close()
+
+
 @pytest.mark.parametrize("fault", [Fault.KEY_DISABLED, Fault.BAD_RANGE])
 async def test_a_pack_that_is_refused_costs_no_other(faults: FaultServer, rng: random.Random, fault: Fault) -> None:
     """An engine works without packs that the service refuses, and does not request them again and again."""
@@ -314,6 +328,25 @@ async def test_what_is_no_pack_is_passed_over(faults: FaultServer, rng: random.R
     read = reader.stats().counters["packs_read"]
     assert await reader.exists([b"b"]) == [False]
     assert reader.stats().counters["packs_read"] == read
+    await writer.close()
+    await reader.close()
+
+
+async def test_a_pack_that_was_missing_for_a_moment_is_found_again(faults: FaultServer, rng: random.Random) -> None:
+    """A false 404 for a listed pack hides its blocks from an engine only until the next refresh."""
+    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    writer, reader = await opened(faults, **more), await opened(faults, **more)
+    name, (key,) = ObjectNames(more["prefix"], NAMESPACE).new_pack(), blocks_of(rng, 1)
+    head, _ = PackFormat(NAMESPACE).pack_head([(key, 100)])
+    await writer._ready().put(name, [head, bytes(100)], timeout_s=10)
+    faults.plan(Fault.NOT_FOUND, methods=("GET",), contains=name.rpartition("/")[2])
+    assert await reader.exists([key]) == [False]
+    faults.plan(None)
+    assert await reader.exists([key]) == [True]
+    faults.plan(Fault.NOT_FOUND, methods=("GET",), contains=name.rpartition("/")[2])
+    assert await reader.get_into(reads_of([key])) == [Outcome.MISS]
+    faults.plan(None)
+    assert await reader.get_into(reads_of([key])) == [Outcome.OK]
     await writer.close()
     await reader.close()
 

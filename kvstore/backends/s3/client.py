@@ -408,5 +408,5 @@ def backoff_s(tries: int, *, rng: Callable[[], float] = random.random) -> float:
 
 def check_range(content_range: str | None, offset: int | None) -> None:
     """Raise S3Error if a response contains another range than the requested one, which would look like damage."""
-    if offset is None or not (content_range or "").startswith(f"bytes {offset}-"):
+    if not (content_range or "").startswith(f"bytes {offset}-"):
         raise S3Error(Cause.PROTOCOL, "The service sends another part of the object than was asked for.")

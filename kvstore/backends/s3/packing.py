@@ -246,6 +246,9 @@ class PackedBlocks:
         if pack.entries is not None:
             self.index.add(pack.info.key, pack.entries)
             return
+        if pack.gone is None and pack.fault is None:
+            # Deleted since it was listed. If the service was wrong, it is listed again, and read then.
+            return
         self.index.remove(pack.gone or ())
         self._others[pack.info.key] = None
 
