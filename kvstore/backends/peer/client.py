@@ -237,7 +237,7 @@ class Peer:
                     continue
                 read = reads[left[0]]
                 if number > read.capacity_bytes:
-                    outcomes[left[0]] = Outcome.CORRUPT
+                    # Not CORRUPT: the length is not authenticated yet, and the rest of the frame doesn't fit.
                     raise PeerProtocolError(f"a record of {number} bytes, longer than a block")
                 await pipe.end_frame(cut(read.buffers, number))
                 read.filled_bytes = number
@@ -333,8 +333,9 @@ class Peer:
             )
         if Note.MISDIRECTED in welcome.notes:
             raise PeerProtocolError(
-                "the connection leads to an engine that listens elsewhere. If addresses are translated on the way, "
-                "set 'listen' of that engine to 0.0.0.0, or 'host' of its 'directory' to the address dialled here"
+                "the connection leads to an engine that listens elsewhere. If addresses are translated on the way, set "
+                f"'host' of that engine's 'directory' to {self.endpoint.host!r}; without that option, its 'listen' to "
+                "0.0.0.0. The port must be the same"
             )
         is_foreign = Note.FOREIGN in welcome.notes
         if is_foreign and not self.is_foreign:
