@@ -1,7 +1,7 @@
 """R16: no network fault gives wrong bytes or a call that hangs.
 
 Method: a thousand S3 requests under each fault; hostile Redis servers and peers; cut, stalled and flipped connections;
-a thousand requests under each fault of a peer.
+a thousand requests under each fault of a peer; ten thousand connections of peers changed by a man in the middle.
 """
 
 from __future__ import annotations
@@ -16,4 +16,6 @@ if __name__ == "__main__":
         "tests/peer/test_faults.py",
         "tests/peer/test_fault_requests.py",
         "tests/peer/test_walk.py",
+        "tests/peer/test_relay.py",
+        "tests/peer/test_middle.py",
     )
