@@ -16,6 +16,10 @@ _AGES: Final = 64
 """Number of ages that pass while every slot is used once."""
 
 
+_CANDIDATES: Final = 1 << 13
+"""Most slots found by one search; a list of all slots of an age takes long to create."""
+
+
 class Ages:
     """Age of the last use of each slot, one byte per slot (``columns.age``).
 
@@ -69,7 +73,8 @@ class Line:
         self._ages = ages
         self._ages_of = ages_of
         self._oldest = 0
-        self.candidates: list[int] = []  # Slots of the oldest age; the next victim is the last entry.
+        # Slots of the oldest age, or the first of them; the next victim is the last entry.
+        self.candidates: list[int] = []
 
     def victim(self, is_pinned: Callable[[int], bool]) -> int | None:
         """Return the slot of the next block to evict, or None. The caller marks the slot ``EMPTY``.
@@ -91,7 +96,13 @@ class Line:
             if self._oldest in (EMPTY, tried):
                 return None
             tried = self._oldest
-            self.candidates = np.flatnonzero(ages == self._oldest)[::-1].tolist()
+            found = np.flatnonzero(ages == self._oldest)
+            self.candidates = found[:_CANDIDATES][::-1].tolist()
+            start = 0
+            while self._oldest == self._ages.now and start < len(found) and all(map(is_pinned, self.candidates)):
+                # Pinned slots keep the current age, and would be found again.
+                start += _CANDIDATES
+                self.candidates = found[start : start + _CANDIDATES][::-1].tolist()
 
 
 class Shares:
