@@ -34,11 +34,26 @@ async def test_what_others_took_is_noted_once(tmp_path: Path) -> None:
     for path in list((tmp_path / "a").rglob("*.seg"))[:4]:
         path.unlink()
     async with opened(tmp_path / "a", room_for(64)) as rig:
-        assert sorted(kind for kind, *_ in rig.session.owner.corrections) == [Kind.DROP] * 4
+        kinds = [kind for kind, *_ in rig.session.owner.corrections]
+        assert kinds == ([Kind.REMOVE] * 4 + [Kind.DROP]) * 4
         clone(tmp_path / "a", tmp_path / "b")
     async with opened(tmp_path / "b", room_for(64)) as rig:
         assert rig.session.owner.corrections == []
         assert rig.backend.stats().gauges["segments"] == 12
+
+
+async def test_blocks_that_others_took_are_not_promised_after_an_adoption(tmp_path: Path) -> None:
+    """Engines that follow a directory no longer find the blocks of segments that its next owner misses."""
+    async with opened(tmp_path, room_for(64)) as two:
+        async with opened(tmp_path, room_for(64)) as one:
+            values = await one.put_new(4)
+            (segment,) = tmp_path.rglob("*.seg")
+        await two.session.followers.refresh()
+        assert await two.backend.exists(list(values)) == [True] * 4
+        segment.unlink()
+        async with opened(tmp_path, room_for(64)):
+            await two.session.followers.refresh()
+            assert await two.backend.exists(list(values)) == [False] * 4
 
 
 async def test_a_segment_that_a_torn_journal_hid_is_noted(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from kvstore.backends.disk import segments as segments_module
 from kvstore.backends.disk.layout import segment_name
 from kvstore.backends.disk.segments import SegmentFiles
 from kvstore.diskio import OsDisk, TransferEngine
+from tests.disk.model import ModelDisk
+from tests.disk.rig import opened, room_for
 
 SEGMENTS = 20
 LIMIT = 8
@@ -50,6 +52,18 @@ def descriptors(tmp_path: Path) -> list[int]:
         except FileNotFoundError:
             continue  # The descriptor that the directory was read with.
     return sorted(int(name.stem) for name in names if name.parent == tmp_path and name.suffix == ".seg")
+
+
+async def test_blocks_are_loaded_from_a_disk_that_became_read_only(tmp_path: Path) -> None:
+    """Segments that are not open yet are read on a read-only disk, and written again once it is writable."""
+    disk = ModelDisk()
+    async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
+        rig.session.segments._open_max = 1
+        values = await rig.put_new(8)
+        disk.state = "read-only"
+        await rig.has_all(values)
+        disk.state = "ok"
+        await rig.has_all(values | await rig.put_new(8))
 
 
 async def test_those_used_last_stay_open(segments: SegmentFiles, tmp_path: Path) -> None:

@@ -86,6 +86,11 @@ class Columns:
         digests, keys = self.digest[slots].tolist(), self.keys_in(slots)
         return [(Kind.REMOVE, slot, 0, *block) for slot, *block in zip(slots.tolist(), digests, keys, strict=True)]
 
+    def segment_removals(self, segment: int) -> list[Row]:
+        """Return journal records that remove a segment and its blocks."""
+        first = segment * self.segment_slots
+        return [*self.removals(self.held(first, first + self.segment_slots)), (Kind.DROP, first, 0, 0, b"")]
+
     def open_segment(self, segment: int, path: int) -> None:
         """Add a segment, with all of its slots free."""
         self._reserve(segment + 1)

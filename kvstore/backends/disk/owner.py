@@ -205,8 +205,9 @@ class Owner:
         for number in np.flatnonzero(columns.segments).tolist():
             if number not in there:
                 _log.info("the segment %s of the owner %s was taken for others", layout.segment_name(number), self.name)
+                # With the blocks, which other engines may have read from this journal.
+                self.corrections += columns.segment_removals(number)
                 columns.drop_segment(number)
-                self.corrections.append((Kind.DROP, number * geometry.segment_slots, 0, 0, b""))
 
 
 def take_owner(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, slots_max: int, digest: bytes) -> Owner:

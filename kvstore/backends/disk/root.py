@@ -11,15 +11,14 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvstore.backends.disk import files, layout
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.files import FileLock
-from kvstore.backends.disk.journal import OwnerState, append_rows, load_owner
-from kvstore.backends.disk.layout import Kind, Row
+from kvstore.backends.disk.journal import append_rows, load_owner
 from kvstore.diskio import OsDisk
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
@@ -259,7 +258,9 @@ class Root:
             # Without the record, other engines find out when they load a block.
             with contextlib.suppress(OSError):
                 if state is not None:
-                    append_rows(self.disk, dir_fd, state, int(owner.name, 16), _removals(state, taken))
+                    numbers = [layout.segment_number(name) or 0 for name in taken]
+                    rows = [row for number in numbers for row in state.columns.segment_removals(number)]
+                    append_rows(self.disk, dir_fd, state, int(owner.name, 16), rows)
             for name in taken:
                 files.remove_segment(self.disk, owner_fd, name)
             return missing > 0
@@ -399,16 +400,6 @@ def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namesp
             ) from error
         raise
     return root
-
-
-def _removals(state: OwnerState, segments: Sequence[str]) -> list[Row]:
-    """Return journal records that remove segments and their blocks."""
-    rows: list[Row] = []
-    for name in segments:
-        first = (layout.segment_number(name) or 0) * state.geometry.segment_slots
-        rows += state.columns.removals(state.columns.held(first, first + state.geometry.segment_slots))
-        rows.append((Kind.DROP, first, 0, 0, b""))
-    return rows
 
 
 @contextlib.contextmanager

@@ -107,32 +107,41 @@ class SegmentFiles:
                 held[segment] = file
         if not missing:
             return
-        opened: list[int] = []
+        opened: list[tuple[int, bool]] = []
         forgotten = self._forgotten
         try:
             await self._engine.call(lambda: opened.extend(map(self._open_one, missing)), precedence=Precedence.LOAD)
         finally:
             # If cancelled, the call on the thread has also ended by now.
-            for segment, fd in zip(missing, opened, strict=False):
+            for segment, (fd, is_lasting) in zip(missing, opened, strict=False):
                 held[segment] = _File(fd, users=1)
                 # Meanwhile another call may have opened the segment, or the segment may be gone.
-                if fd >= 0 and segment not in self._open and self._forgotten == forgotten:
+                if is_lasting and segment not in self._open and self._forgotten == forgotten:
                     self._open[segment] = held[segment]
 
     def _close(self, file: _File) -> None:
         if not file.users:
             close_all(self._disk, file.fd)
 
-    def _open_one(self, segment: _SegmentId) -> int:
+    def _open_one(self, segment: _SegmentId) -> tuple[int, bool]:
+        """Open a segment; return its descriptor, or minus the errno, and whether it may serve further calls."""
         owner, number = segment
         directories, _ = self._owners.get(owner, (None, 1))
         if directories is None:
-            return -errno.ENOENT
-        flags = (os.O_RDONLY if owner else os.O_RDWR) | self._direct
+            return -errno.ENOENT, False
+        name, is_lasting = segment_name(number), True
         try:
             with directories() as fds:
-                fd, _ = open_regular(self._disk, segment_name(number), flags, fds[number % len(fds)])
+                dir_fd = fds[number % len(fds)]
+                try:
+                    fd, _ = open_regular(self._disk, name, (os.O_RDONLY if owner else os.O_RDWR) | self._direct, dir_fd)
+                except OSError as error:
+                    if owner or error.errno != errno.EROFS:
+                        raise
+                    # Loads continue on a disk that has become read-only; later it may be writable again.
+                    fd, _ = open_regular(self._disk, name, os.O_RDONLY | self._direct, dir_fd)
+                    is_lasting = False
         except OSError as error:
-            return -(error.errno or errno.EIO)
+            return -(error.errno or errno.EIO), False
         self._engine.admit(fd)
-        return fd
+        return fd, is_lasting

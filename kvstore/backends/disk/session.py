@@ -51,6 +51,9 @@ _UPKEEP_S: Final = 1.0
 _JOURNAL_BYTES: Final = 1 << 20
 """Shortest journal worth a snapshot: 12,000 records."""
 
+_FRAME_ROWS: Final = 1 << 13
+"""Most records of a frame of corrections."""
+
 _SCAN_BATCH: Final = 256
 """Headers read at once: enough to keep a drive's queue full, and about a millisecond of the loop."""
 
@@ -290,7 +293,8 @@ class Session:
         """Write a frame, possibly empty, so that this directory is newer than unused ones."""
         # If there is no room for the frame, the next start finds the same differences.
         with contextlib.suppress(OSError):
-            await self.journal.append(rows)
+            for start in range(0, len(rows) or 1, _FRAME_ROWS):
+                await self.journal.append(rows[start : start + _FRAME_ROWS])
 
     async def _write_snapshot(self) -> None:
         """Begin a new journal, write a snapshot, and remove all earlier journals."""

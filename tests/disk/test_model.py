@@ -1,0 +1,25 @@
+"""Up to four engines on one cache agree with a model after every step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.seeds import fresh_seed
+from tests.disk.model import World
+from tests.sizes import sized
+
+STEPS = sized(300, full=5000)
+
+
+@pytest.mark.parametrize("number", range(4))
+async def test_engines_agree_with_the_model(tmp_path: Path, number: int) -> None:
+    """No byte is wrong, no promise outlives a look at its owner's journal, and no block is lost without a reason."""
+    world = World(tmp_path, seed := fresh_seed() + number)
+    try:
+        await world.run(STEPS)
+    except Exception as error:
+        error.add_note(f"seed {seed}")
+        raise
+    assert world.counts["loads"] > STEPS / 4, seed
