@@ -6,6 +6,7 @@ call fails from a random call on.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -152,8 +153,8 @@ class World:
             return
         engine = self.choose.choice(self.engines)
         steps: dict[Callable[[Engine], Any], float] = {
-            self._store: 40, self._load: 30, self._remove: 6, self._upkeep: 10, self._disk_changes: 3,
-            self._lose_segment: 0.3, self._wipe: 0.2, self._kill: 1, self._close: 0.7, self._reorder: 0.3,
+            self._store: 40, self._load: 20, self._load_and_store: 10, self._remove: 6, self._upkeep: 10,
+            self._disk_changes: 3, self._lose_segment: 0.3, self._wipe: 0.2, self._kill: 1, self._close: 0.7, self._reorder: 0.3,
         }  # fmt: skip
         (step,) = self.choose.choices(list(steps), list(steps.values()))
         self.counts[step.__name__] += 1
@@ -214,6 +215,8 @@ class World:
         keys = self.choose.sample(UNIVERSE, self.choose.randint(1, 8))
         session = engine.rig.session
         session.space._full_until = 0.0
+        # A deleted segment is written until upkeep finds out.
+        deleted = {number for number in session.space._own_segments() if not self._segment(engine, number).exists()}
         promised = {key: session.index.place(key) for key in keys}
         outcomes = await engine.rig.put({key: payload(key) for key in keys})
         for key, outcome in zip(keys, outcomes, strict=True):
@@ -226,10 +229,16 @@ class World:
             else:
                 self._check(promised[key] < 0, f"{key!r} was found before, and its store is {outcome.name}")
                 engine.doubt([key])
+        if deleted:
+            self._doubt_missing(engine)
 
-    async def _load(self, engine: Engine) -> None:
+    async def _load_and_store(self, engine: Engine) -> None:
+        """Load blocks while others are evicted and their slots written."""
+        await asyncio.gather(self._load(engine, may_miss=True), self._store(engine), self._load(engine, may_miss=True))
+
+    async def _load(self, engine: Engine, *, may_miss: bool = False) -> None:
         keys = self.choose.sample(UNIVERSE, self.choose.randint(1, 12))
-        held = engine.held.intersection(keys)
+        held = set() if may_miss else engine.held.intersection(keys)
         for key, back in zip(keys, await engine.rig.get(keys), strict=True):
             self._check(back in (None, payload(key)), f"{key!r} has wrong bytes")
             where = f"{engine.name} ({engine.disk.state}): {engine.rig.backend.last_error}"
@@ -262,9 +271,7 @@ class World:
             await self.choose.choice(duties)()
         if session.counts["segments_given_up"] > given_up and session.journal.is_behind:
             # On a full disk, the file of a segment goes before the frame.
-            slots = session.geometry.segment_slots
-            own = engine.own().items()
-            engine.doubt([key for key, slot in own if not self._segment(engine, slot // slots).exists()])
+            self._doubt_missing(engine)
 
     async def _disk_changes(self, engine: Engine) -> None:
         engine.disk.state = self.choose.choice(["ok", "ok", "full", "read-only"])
@@ -281,8 +288,7 @@ class World:
         if own := session.space._own_segments():
             number = self.choose.choice(own)
             self._segment(engine, number).unlink(missing_ok=True)
-            slots = session.geometry.segment_slots
-            engine.doubt([key for key, slot in engine.own().items() if slot // slots == number])
+            self._doubt_missing(engine)
             with contextlib.suppress(OSError):
                 await session.space.match_files()
 
@@ -377,6 +383,12 @@ class World:
                 holder = holders.get(name)
                 kept = holder is not None and (key in holder.held or key in holder.maybe)
                 self._check(kept or name in self.vague, f"{key!r} is promised, but {name} does not have it")
+
+    def _doubt_missing(self, engine: Engine) -> None:
+        """Doubt the blocks of segments that have no file."""
+        slots = engine.rig.session.geometry.segment_slots
+        own = engine.own().items()
+        engine.doubt([key for key, slot in own if not self._segment(engine, slot // slots).exists()])
 
     def _segment(self, engine: Engine | Ended, number: int) -> Path:
         return self.paths[number % 2] / engine.namespace.hex / engine.name / segment_name(number)
