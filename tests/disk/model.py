@@ -154,7 +154,8 @@ class World:
         engine = self.choose.choice(self.engines)
         steps: dict[Callable[[Engine], Any], float] = {
             self._store: 40, self._load: 20, self._load_and_store: 10, self._remove: 6, self._upkeep: 10,
-            self._disk_changes: 3, self._lose_segment: 0.3, self._wipe: 0.2, self._kill: 1, self._close: 0.7, self._reorder: 0.3,
+            self._reorder: 0.3, self._disk_changes: 3, self._lose_segment: 0.3, self._wipe: 0.2, self._kill: 1,
+            self._close: 0.7,
         }  # fmt: skip
         (step,) = self.choose.choices(list(steps), list(steps.values()))
         self.counts[step.__name__] += 1

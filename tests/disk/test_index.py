@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
+from kvstore.backends.disk import ages as ages_module
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.layout import Kind, digest_of
@@ -106,13 +109,36 @@ def two_segments(blocks: int) -> tuple[Index, list[int]]:
 
 def test_a_segment_that_is_read_is_not_given_up() -> None:
     """The least recently used segment is chosen, but never one with a slot in use by a read or a store."""
+    for pinned, chosen in ([], 0), ([2], 1), ([2, 7], None):
+        index, slots = two_segments(8)
+        index.touch(slots[4:])
+        index.pin([slots[place] for place in pinned])
+        assert index.close_segment(index.by_use([0, 1])) == chosen
+
+
+def test_a_victim_is_found_behind_many_pinned_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for victims, which looks at some slots of an age at a time, passes over all that are in use."""
+    monkeypatch.setattr(ages_module, "_CANDIDATES", 2)
     index, slots = two_segments(8)
-    index.touch(slots[4:])
-    assert index.least_used_segment([0, 1]) == 0
-    index.pin(slots[2:3])
-    assert index.least_used_segment([0, 1]) == 1
-    index.pin(slots[7:])
-    assert index.least_used_segment([0, 1]) is None
+    index.pin(slots[:7])
+    assert [slot for _, slot, *_ in index.evict(8)] == slots[7:]
+    index.unpin(slots[:6])
+    assert [slot for _, slot, *_ in index.evict(8)] == slots[:6]
+
+
+def test_columns_grow_without_a_copy() -> None:
+    """Segments up to the expected number of blocks leave the columns in place; further ones keep their content."""
+    columns = Columns(4)
+    index = Index(columns, 8)
+    before = [column.__array_interface__["data"][0] for column in (columns.size, columns.age, columns.keys)]
+    for segment in range(2):
+        index.open_segment(segment, 0)
+    assert before == [column.__array_interface__["data"][0] for column in (columns.size, columns.age, columns.keys)]
+    slots = index.take(8)
+    index.add([(Kind.ADD, slot, 100, digest_of(b"%d" % slot), b"%d" % slot) for slot in slots])
+    index.open_segment(2, 0)
+    assert [columns.key(slot) for slot in slots] == [b"%d" % slot for slot in slots]
+    assert columns.held().tolist() == slots
 
 
 def test_a_key_with_the_digest_of_another_is_absent() -> None:
@@ -129,10 +155,11 @@ def test_a_segment_that_is_given_up_gives_out_no_slot() -> None:
     """Neither its free slots nor those of its departed blocks are written again, before and after its removal."""
     index, slots = two_segments(2)
     closed = slots[0] // 4
-    rows = index.close_segment(closed)
+    assert index.close_segment([closed]) == closed
+    rows = [*index.depart(slots), (Kind.DROP, closed * 4, 0, 0, b"")]
     assert [kind for kind, *_ in rows] == [Kind.REMOVE, Kind.REMOVE, Kind.DROP]
     assert index.place(b"%d" % slots[0]) == slots[0], "the removal is not journalled yet"
-    assert index.least_used_segment([closed]) is None
+    assert index.close_segment([closed]) is None
     others = index.take(8)
     assert {slot // 4 for slot in others} == {1 - closed}
     index.leave(rows)

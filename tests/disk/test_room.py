@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from kvstore.backends.disk import root as root_module
+from kvstore.backends.disk import space as space_module
 from kvstore.backends.disk.columns import EMPTY
 from kvstore.backends.disk.journal import OwnerState, load_owner
 from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, Row
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
-from kvstore.types import BlockKey, Outcome
+from kvstore.types import BlockKey, Outcome, RemovalCause
 from tests.disk.filled_root import journal
 from tests.disk.rig import NAMESPACE, OTHER_NAMESPACE, SLOT, NoFrames, Rig, clone, opened, room_for, segment_bytes
 from tests.diskio.faulty_disk import DiskFault, FaultyDisk
@@ -279,6 +280,22 @@ async def test_a_segment_is_kept_while_a_block_there_is_removed(tmp_path: Path) 
         assert await rig.backend.delete(list(values)) == [True]
         assert rig.session.counts["segments_given_up"] == 0
         await rig.has_all(await rig.put_new(16))
+
+
+async def test_a_segment_is_given_up_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks a segment has, the loop runs other work after each few of them; all are gone at the end."""
+    monkeypatch.setattr(space_module, "_TURN_ROWS", 2)
+    async with opened(tmp_path, room_for(128)) as rig, opened(tmp_path, room_for(128)) as other:
+        values = await rig.put_new(8)
+        index, turns = rig.session.index, []
+        leave = index.leave
+        monkeypatch.setattr(index, "leave", lambda rows: (turns.append(len(rows)), leave(rows)))
+        assert await rig.session.space._give_up([0])
+        assert turns == [2, 2, 2, 2, 1]
+        assert sorted(rig.removed) == sorted((key, RemovalCause.EVICTED) for key in values)
+        await other.session.followers.refresh()
+        assert not any(await other.backend.exists(list(values)))
+        assert segment_bytes(tmp_path) == 0
 
 
 async def test_a_segment_is_given_up_although_the_journal_can_not_be_written(tmp_path: Path) -> None:

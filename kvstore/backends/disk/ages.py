@@ -18,6 +18,10 @@ _AGES: Final = 64
 """Number of ages that pass while every slot is used once."""
 
 
+_CANDIDATES: Final = 1 << 13
+"""Most slots found by one search; a list of all slots of an age takes long to create."""
+
+
 class Ages:
     """Age of the last use of each slot, one byte per slot (``columns.age``).
 
@@ -71,7 +75,7 @@ class Line:
     """An eviction queue: blocks ordered by the age of their last use, and within one age by slot.
 
     Attributes:
-        candidates: Slots of the oldest age; the next victim is the last entry.
+        candidates: Slots of the oldest age, or the first of them; the next victim is the last entry.
     """
 
     def __init__(self, ages: Ages, ages_of: Callable[[], npt.NDArray[np.uint8]]) -> None:
@@ -100,7 +104,13 @@ class Line:
             if self._oldest in (EMPTY, tried):
                 return None
             tried = self._oldest
-            self.candidates = np.flatnonzero(ages == self._oldest)[::-1].tolist()
+            found = np.flatnonzero(ages == self._oldest)
+            self.candidates = found[:_CANDIDATES][::-1].tolist()
+            start = 0
+            while self._oldest == self._ages.now and start < len(found) and all(map(is_pinned, self.candidates)):
+                # Pinned slots keep the current age, and would be found again.
+                start += _CANDIDATES
+                self.candidates = found[start : start + _CANDIDATES][::-1].tolist()
 
 
 class Shares:

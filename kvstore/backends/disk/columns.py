@@ -40,6 +40,7 @@ class Columns:
         self.digest = np.zeros(0, np.uint64)
         self.key_length = np.zeros(0, np.uint8)
         self.keys = np.zeros((0, self.width), np.uint8)
+        self._room = 0
         self._bind()
 
     def key(self, slot: int) -> BlockKey:
@@ -152,16 +153,29 @@ class Columns:
         keys = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(len(records), -1)
         self.keys[slots] = keys[:, : self.width]
 
+    def make_room(self, slots_max: int) -> None:
+        """Allocate memory for so many slots, so that no growth up to them copies the columns; for any thread."""
+        self._room = max(slots_max, len(self.size))
+        self._grow(len(self.segments))
+
     def _reserve(self, segments: int) -> None:
-        more = segments - len(self.segments)
-        if more <= 0:
-            return
-        slots = more * self.segment_slots
-        self.segments = np.concatenate([self.segments, np.zeros(more, np.uint8)])
-        for name, fill in (("size", 0), ("digest", 0), ("key_length", 0), ("age", EMPTY)):
+        if segments > len(self.segments):
+            self._room = max(self._room, segments * self.segment_slots)
+            self._grow(segments)
+
+    def _grow(self, segments: int) -> None:
+        """Extend the columns to so many segments, within the memory allocated for ``_room`` slots."""
+        slots = segments * self.segment_slots
+        self.segments = np.concatenate([self.segments, np.zeros(segments - len(self.segments), np.uint8)])
+        for name, fill in (("size", 0), ("digest", 0), ("key_length", 0), ("age", EMPTY), ("keys", 0)):
             old = getattr(self, name)
-            setattr(self, name, np.concatenate([old, np.full(slots, fill, old.dtype)]))
-        self.keys = np.concatenate([self.keys, np.zeros((slots, self.width), np.uint8)])
+            memory = old if old.base is None else old.base
+            if len(memory) < self._room:
+                memory = np.zeros((self._room, *old.shape[1:]), old.dtype)
+                memory[: len(old)] = old
+            if fill:
+                memory[len(old) : slots] = fill
+            setattr(self, name, memory[:slots])
         self._bind()
 
     def _clear_segment(self, segment: int) -> None:
@@ -169,9 +183,9 @@ class Columns:
         self.size[start : start + self.segment_slots] = 0
 
     def _widen(self, key_bytes: int) -> None:
-        wider = np.zeros((len(self.keys), key_bytes), np.uint8)
-        wider[:, : self.width] = self.keys
-        self.keys, self.width = wider, key_bytes
+        wider = np.zeros((self._room, key_bytes), np.uint8)
+        wider[: len(self.keys), : self.width] = self.keys
+        self.keys, self.width = wider[: len(self.keys)], key_bytes
         self._bind()
 
     def _bind(self) -> None:

@@ -26,6 +26,7 @@ class Index:
 
     def __init__(self, columns: Columns, expected: int, tenants: Tenants | None = None) -> None:
         self.columns = columns
+        columns.make_room(expected)
         self.table = DigestTable(expected)
         self._free: list[int] = []
         self._readers: Counter[int] = Counter()
@@ -183,27 +184,26 @@ class Index:
                 self.release((slot,))
             self.unpin((slot,))
 
-    def least_used_segment(self, among: Sequence[int]) -> int | None:
-        """Return the segment to give up first: an empty one, or the one with the lowest mean age of its blocks.
+    def by_use(self, segments: Sequence[int]) -> list[int]:
+        """Return segments in the order of giving them up: empty ones, then by the mean age of their blocks.
 
-        Segments with pinned slots, and segments that are being given up, are skipped.
+        For any thread.
         """
-        columns = self.columns
-        pinned = {slot // columns.segment_slots for slot in self._readers}
-        coldest: tuple[float, int] | None = None
-        for segment in among:
-            if segment not in pinned and segment not in self._closed:
-                age = columns.age[columns.held(*self._slots_of(segment))]
-                heat = (float(age.mean()) if len(age) else -1.0, segment)
-                coldest = heat if coldest is None else min(coldest, heat)
-        return None if coldest is None else coldest[1]
+        heats = []
+        for segment in segments:
+            age = self.columns.age[self.columns.held(*self._slots_of(segment))]
+            heats.append((float(age.mean()) if len(age) else -1.0, segment))
+        return [segment for _, segment in sorted(heats)]
 
-    def close_segment(self, segment: int) -> list[Row]:
-        """Let all blocks of a segment depart, and give out none of its slots; return the journal records."""
-        first, end = self._slots_of(segment)
-        self._closed.add(segment)
-        self._free = [slot for slot in self._free if not first <= slot < end]
-        return [*self.depart(self.columns.held(first, end).tolist()), (Kind.DROP, first, 0, 0, b"")]
+    def close_segment(self, among: Sequence[int]) -> int | None:
+        """Give out no slots of the first of these segments that has none pinned and is not closed; return it."""
+        pinned = {slot // self.columns.segment_slots for slot in self._readers}
+        segment = next((each for each in among if each not in pinned and each not in self._closed), None)
+        if segment is not None:
+            first, end = self._slots_of(segment)
+            self._closed.add(segment)
+            self._free = [slot for slot in self._free if not first <= slot < end]
+        return segment
 
     def open_segment(self, segment: int, path: int) -> None:
         """Add a new segment, with all of its slots free."""

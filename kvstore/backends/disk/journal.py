@@ -29,6 +29,9 @@ from kvstore.runtime.limits import Precedence
 _FRAME_ROWS_MAX: Final = 1 << 14
 """Most records of a frame; further ones wait for the next frame, so that no frame takes long to write."""
 
+_TURN_ROWS: Final = 1 << 11
+"""Records applied in one turn of the loop, rounded up to whole entries: some milliseconds."""
+
 _SNAPSHOT_FRAME_SLOTS: Final = 1 << 13
 """Slots of one frame of a snapshot; the frame fits into one read."""
 
@@ -178,11 +181,20 @@ class Journal:
             taken = self._take_frame()
             error, is_visible = await self._write([row for entry in taken for row in entry.rows])
             if error is None:
-                for entry in taken:
-                    entry.apply()
-                    entry.end(None)
+                await self._apply(taken)
             else:
                 self._fail(taken, error, is_visible)
+
+    @staticmethod
+    async def _apply(taken: Sequence[_Entry]) -> None:
+        count = 0
+        for entry in taken:
+            entry.apply()
+            entry.end(None)
+            count += len(entry.rows)
+            if count >= _TURN_ROWS:
+                count = 0
+                await asyncio.sleep(0)
 
     def _fail(self, taken: Sequence[_Entry], error: OSError, is_visible: bool) -> None:
         """End the entries of a failed frame, and all waiting ones, which would fail as well."""

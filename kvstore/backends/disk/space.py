@@ -46,6 +46,9 @@ _TRANSIENT_S: Final = 5.0
 """Time for which creating a segment may fail, or wait for other engines, before stores evict instead. Allocating a
 segment takes up to half a second on a busy drive, and engines take turns."""
 
+_TURN_ROWS: Final = 1 << 11
+"""Blocks of a segment that leave in one turn of the loop: some milliseconds."""
+
 _BUSY_PAUSE_S: Final = 0.01
 """Pause between two attempts to take the ledger's lock."""
 
@@ -281,12 +284,19 @@ class Space:
         """Give up the least used of these segments; return whether one was given up. The caller holds ``_growing``."""
         number = self._closing
         if number is None:
-            number = self._closing = self._index.least_used_segment(own)
+            by_use = await self._engine.call(partial(self._index.by_use, own))
+            number = self._index.close_segment(by_use)
             if number is None:
                 return False
-            # On a full disk, there is no room for the frame until the file is removed.
+            columns, first = self._index.columns, number * self._geometry.segment_slots
+            held = columns.held(first, first + self._geometry.segment_slots).tolist()
+            # On a full disk, there is no room for the frames until the file is removed.
+            for start in range(0, len(held), _TURN_ROWS):
+                with contextlib.suppress(OSError):
+                    await self.leave(self._index.depart(held[start : start + _TURN_ROWS]), cause)
+            self._closing = number
             with contextlib.suppress(OSError):
-                await self.leave(self._index.close_segment(number), cause)
+                await self.leave([(Kind.DROP, first, 0, 0, b"")], cause)
         await self._remove_file(number, number % len(self._roots))
         self._closing = None
         self._counts["segments_given_up"] += 1
