@@ -57,7 +57,7 @@ from kvstore.types import TransferJob
 BLOCK_TOKENS = 32
 PROMPT_BLOCKS = 50
 JOB = 64
-EVENT_MODULES = ("kvstore/tiers/inventory.py", "kvstore/tiering/events.py", "kvstore/vllm/lineage.py")
+EVENT_MODULES = ("kvstore/tiers/inventory.py", "kvstore/tiering/events.py", "kvstore/vllm/events.py")
 SYSTEMS = ("without", "vllm events", "all events")
 COLUMNS = ("op", "system", "blocks", "seconds", "us_per_call", "per_step", "share", "low", "high", "runs")
 

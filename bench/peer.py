@@ -52,9 +52,8 @@ from bench.common import (
     shared_memory,
 )
 from kvstore.cli.measuring.baselines import PooledSystem
-from kvstore.cli.measuring.driver import Driver
+from kvstore.cli.measuring.driver import Driver, the_spinner
 from kvstore.cli.measuring.payload import Payload
-from kvstore.cli.measuring.spinner import the_spinner
 from kvstore.cli.measuring.systems import Op, System, TierSystem
 from kvstore.cli.measuring.workload import Mix, Workload
 from kvstore.namespace import Namespace

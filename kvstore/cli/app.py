@@ -17,7 +17,6 @@ from kvstore.cli.commands import (
     doctor,
     lifecycle,
     medium,
-    new_backend,
     plot,
     record,
     replay,
@@ -51,7 +50,7 @@ _OF_KVSTORE: Final[dict[str, Callable[..., None]]] = {
     "gc": medium.gc_command,
     "export": medium.export_command,
     "import": medium.import_command,
-    "new-backend": new_backend.new_backend_command,
+    "new-backend": backends.new_backend_command,
     "s3-lifecycle": lifecycle.lifecycle_command,
 }
 

@@ -1,12 +1,14 @@
 """The primary tier: memory shared with the workers, its slots, and the layout of their bytes."""
 
-from kvstore.primary.layout import GroupLayout, KVLayout, RankPlan
-from kvstore.primary.page import (
+from kvstore.primary.layout import (
     CopyRun,
+    GroupLayout,
+    KVLayout,
     LayerLayout,
     LayerPlan,
     PageOrder,
     PagePart,
+    RankPlan,
     attention_layer,
     latent_layer,
     opaque_layer,

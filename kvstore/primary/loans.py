@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from kvstore.types import BlockKey
+
 
 class Loans:
     """Counts loans by slot. The borrower's thread calls ``begin`` and ``end``; the owner's thread calls the rest.
@@ -48,3 +54,78 @@ class Loans:
         ended = [slot for slot in self._outlived if slot not in self._lent]
         self._outlived.difference_update(ended)
         return ended
+
+
+_SENT_MAX: Final = 1 << 16
+"""Maximum sent blocks not yet processed by the scheduler; the holds of further ones end by expiry."""
+
+
+class HandOvers:
+    """Blocks that handed-over requests will compute, and blocks that have been sent.
+
+    The scheduler's thread calls :meth:`begin`, :meth:`expect`, :meth:`end` and :meth:`take_sent`; the serving thread
+    calls :meth:`is_coming`, :meth:`is_waiting` and :meth:`note_sent`. Each step is one operation on a container, which
+    Python makes atomic, so no lock is needed.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, bytes] = {}
+        """Name of the hand-over, for requests whose blocks are not known yet."""
+        self._keys: dict[str, Sequence[BlockKey]] = {}
+        """Blocks of the other requests."""
+        self._waiting: dict[bytes, int] = {}
+        self._coming: dict[BlockKey, int] = {}
+        self._sent: deque[BlockKey] = deque(maxlen=_SENT_MAX)
+
+    def begin(self, request_id: str, name: bytes) -> None:
+        """Add a handed-over request whose blocks are not known yet.
+
+        Args:
+            request_id: The request.
+            name: Name of the hand-over, which several requests may share; empty if it has none.
+        """
+        self.end(request_id)
+        self._names[request_id] = name
+        _count(self._waiting, name, 1)
+
+    def expect(self, request_id: str, keys: Sequence[BlockKey]) -> None:
+        """Set the blocks that a request will compute, if it is handed over."""
+        if request_id not in self._names:
+            return
+        self._keys[request_id] = keys
+        for key in keys:
+            _count(self._coming, key, 1)
+        # Removed only now, so that either the name or the blocks are found at any time.
+        _count(self._waiting, self._names.pop(request_id), -1)
+
+    def end(self, request_id: str) -> None:
+        """Remove a request that has computed all its blocks and whose copies have ended."""
+        if request_id in self._names:
+            _count(self._waiting, self._names.pop(request_id), -1)
+        for key in self._keys.pop(request_id, ()):
+            _count(self._coming, key, -1)
+
+    def is_coming(self, key: BlockKey) -> bool:
+        """Whether a handed-over request is known to compute a block."""
+        return key in self._coming
+
+    def is_waiting(self, name: bytes) -> bool:
+        """Whether the blocks of a hand-over are not known yet, so that any block may belong to it."""
+        return name in self._waiting
+
+    def note_sent(self, key: BlockKey) -> None:
+        """Note that a block was sent to another engine."""
+        self._sent.append(key)
+
+    def take_sent(self) -> list[BlockKey]:
+        """Return the blocks sent since the last call, once per transmission."""
+        return [self._sent.popleft() for _ in range(len(self._sent))]
+
+
+def _count(counts: dict[bytes, int], name: bytes, change: int) -> None:
+    """Change the count of a name; names with count 0 have no entry."""
+    count = counts.get(name, 0) + change
+    if count:
+        counts[name] = count
+    else:
+        del counts[name]

@@ -7,10 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import ConfigError
-from kvstore.primary.handovers import HandOvers
-from kvstore.primary.loans import Loans
-from kvstore.primary.order import EvictionOrder, Marks, Rank
-from kvstore.primary.shares import SharedOrder
+from kvstore.primary.loans import HandOvers, Loans
+from kvstore.primary.order import EvictionOrder, Marks, Rank, SharedOrder
 from kvstore.tenants import Accounts
 from kvstore.types import BlockKey
 

@@ -15,19 +15,17 @@ from kvstore.tiering.config import TieringConfig
 from kvstore.tiering.copies import Copies, CopyReports
 from kvstore.tiering.core import Core
 from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, EventLog
-from kvstore.tiering.expiry import Expiry
 from kvstore.tiering.gate import Gate, GateCounts
 from kvstore.tiering.hedges import HedgeCounts, Hedges
 from kvstore.tiering.jobs import JobTable
+from kvstore.tiering.leases import Expiry, Pins, Retention
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.lookups import Lookups
-from kvstore.tiering.pins import Pins
 from kvstore.tiering.policy import OffloadPolicy, PolicyParser
 from kvstore.tiering.prefetch import Prefetch
 from kvstore.tiering.promotions import Promotions
 from kvstore.tiering.recording import RequestFeed
 from kvstore.tiering.requests import Requests, RequestState
-from kvstore.tiering.retention import Retention
 from kvstore.tiering.stats import LookupCounts, TieringStats, flow_of
 from kvstore.tiering.tally import TIMED_EVERY, Tally
 from kvstore.tiering.tenants import TenantTable

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore.tiering.core import Core
-from kvstore.tiering.expiry import Expiry
+from kvstore.tiering.leases import Expiry
 from kvstore.tiering.lookups import Lookups
 from kvstore.tiering.promotions import Promotions
 from kvstore.tiering.requests import RequestState

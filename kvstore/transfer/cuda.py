@@ -25,8 +25,7 @@ from kvstore.errors import ConfigError
 from kvstore.primary import LayerPlan, RankPlan, Region
 from kvstore.runtime.messages import JobKind
 from kvstore.transfer.base import BlockCopies, Transfer, TransferResult
-from kvstore.transfer.cudart import loaded_cudart
-from kvstore.transfer.pinning import PinnedRegion
+from kvstore.transfer.pinning import PinnedRegion, loaded_cudart
 from kvstore.transfer.plan import Batch, GroupBatch, check_batch, page_bytes_of
 from kvstore.transfer.staging import StagedPart, StagingPlan, StridedPiece, Turn, turn_of, word_bytes_of
 

@@ -1,21 +1,103 @@
-"""Pinning of a region, so that a GPU can access its pages directly.
+"""CUDA runtime calls that torch does not offer, and with them the pinning of a region for direct access by a GPU.
 
 A region is existing shared memory, so its pages are registered (``cudaHostRegister``) rather than allocated as pinned.
 Without pinning, copies are correct but slower: CUDA copies through its own buffer and blocks the caller.
+
+torch has no asynchronous strided copy between host and device (it copies through a host temporary) and cannot clear the
+error of a failed call. Each is one function of the runtime, in the library that torch has loaded, because another copy
+would have a separate error state.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 
 from kvstore.primary import PAGE_BYTES, Region
-from kvstore.transfer.cudart import CudaLibrary, loaded_cudart
+
+_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses.
+
+
+class CudaLibrary:
+    """Calls of the CUDA runtime; each returns 0 for success, otherwise CUDA's error code.
+
+    Args:
+        library: ``libcudart``, or an object with its functions.
+    """
+
+    def __init__(self, library: Any) -> None:
+        size, pointer = ctypes.c_size_t, ctypes.c_void_p
+        self._register = _function(library, "cudaHostRegister", pointer, size, ctypes.c_uint)
+        self._unregister = _function(library, "cudaHostUnregister", pointer)
+        self._last_error = _function(library, "cudaGetLastError")
+        self._memcpy_2d = _function(
+            library, "cudaMemcpy2DAsync", pointer, size, pointer, size, size, size, ctypes.c_int, pointer
+        )
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> int:
+        """Pin a range of pages, in the context of the current device."""
+        return int(self._register(address, size_bytes, flags))
+
+    def cudaHostUnregister(self, address: int, /) -> int:
+        """Unpin a range, given its first address."""
+        return int(self._unregister(address))
+
+    def cudaGetLastError(self) -> int:
+        """Return and clear the error of the last failed call."""
+        return int(self._last_error())
+
+    def copy_rows(self, target: Any, source: Any, stream: int) -> int:
+        """Copy a matrix with contiguous rows between host and device asynchronously.
+
+        Args:
+            target: Tensor of two axes, the second with a step of 1.
+            source: The same, of the same shape and type.
+            stream: Handle of the stream.
+        """
+        item = target.element_size()
+        rows, width = target.shape
+        return int(
+            self._memcpy_2d(
+                target.data_ptr(),
+                target.stride(0) * item,
+                source.data_ptr(),
+                source.stride(0) * item,
+                width * item,
+                rows,
+                _MEMCPY_DEFAULT,
+                stream,
+            )
+        )
+
+
+@cache
+def loaded_cudart() -> CudaLibrary | None:
+    """Return the CUDA runtime loaded by this process; None if it is not loaded from a file of its own."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libcudart" in line}
+    except OSError:
+        return None
+    for path in sorted(paths):
+        try:
+            return CudaLibrary(ctypes.CDLL(path))
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def _function(library: Any, name: str, *arguments: Any) -> Any:
+    function = getattr(library, name)
+    function.restype, function.argtypes = ctypes.c_int, list(arguments)
+    return function
+
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process.
 

@@ -39,8 +39,8 @@ from kvstore.namespace import Namespace
 from kvstore.tiering import TieringManager
 from kvstore.tiers.base import SecondaryTierManager, TierStats
 from kvstore.types import BlockKey, JobResult, Locality, LookupResult, Medium, RequestContext, TierEvent, TransferJob
-from kvstore.vllm.adapters import Check
 from kvstore.vllm.options import FOREIGN_OPTIONS
+from kvstore.vllm.tags import Check
 
 logger = logging.getLogger("kvstore.vllm.foreign")
 

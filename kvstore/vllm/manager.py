@@ -46,21 +46,15 @@ from kvstore.vllm.compat import (
     request_params,
 )
 from kvstore.vllm.copies import Slots, WorkerReports
+from kvstore.vllm.events import Lineage, Statements
 from kvstore.vllm.foreign import ForeignTier, ForeignTiers, VllmRequest, open_foreign_tier
 from kvstore.vllm.guard import ErrorLog, guarded
-from kvstore.vllm.idle import IdleWaker
-from kvstore.vllm.lineage import Lineage
-from kvstore.vllm.metrics import ManagerMetrics, TierMetrics
+from kvstore.vllm.metrics import HitSummary, ManagerMetrics, StandardMetrics, TierMetrics
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
-from kvstore.vllm.pauses import Pauses
-from kvstore.vllm.remote import of_replica, remote_fields, serves_peers
-from kvstore.vllm.standard_metrics import StandardMetrics
 from kvstore.vllm.startup import described, described_slots, said_in_the_log, show_logs
-from kvstore.vllm.statements import Statements
-from kvstore.vllm.steps import StepTimes
-from kvstore.vllm.summary import HitSummary
-from kvstore.vllm.tenants import RequestTags
+from kvstore.vllm.steps import IdleWaker, Pauses, StepTimes
+from kvstore.vllm.tags import RequestTags, of_replica, remote_fields, serves_peers
 
 logger = logging.getLogger("kvstore.vllm.manager")
 

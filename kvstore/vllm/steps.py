@@ -1,16 +1,24 @@
-"""Durations of the engine's steps, and the prompt tokens computed in each."""
+"""The engine's steps: durations, pauses while all requests wait for others, and steps that an idle engine needs."""
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
+from vllm.v1.engine import EngineCoreRequestType
+
+from kvstore.tiers import AsyncTier
 from kvstore.vllm.compat import (
     current_connector_config,
     current_connector_scheduler,
+    engine_queue,
     scheduled_tokens,
+    scheduler_under_construction,
     steps_under_way_max,
 )
 
@@ -62,3 +70,95 @@ class StepTimes:
         if prefills is not None:
             self._note(prefills, now - max(begun_at, self._ended_at))
         self._ended_at = now
+
+
+_SHARE: Final = 0.05
+"""Length of a pause, as a share of the wait so far, so that a pause delays a request by no more than that."""
+
+_LONGEST_S: Final = 0.05
+"""Longest pause. A new request ends it."""
+
+
+class Pauses:
+    """Pauses between the steps of an engine that computes nothing, because all of its requests wait for other engines.
+
+    vLLM would make a thousand steps per second and wake its workers in each, which takes cores from the engines that
+    are waited for. Create it during the construction of vLLM's connector, because it finds vLLM's objects in the call
+    stack.
+
+    Args:
+        enabled: Whether it pauses at all. Engines of one data-parallel group make their steps together.
+    """
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        scheduler = scheduler_under_construction()
+        self._scheduler = None if scheduler is None else weakref.ref(scheduler)
+        self._inputs = engine_queue() if enabled else None
+        self._since: float | None = None
+        self._awaits = self._is_busy = False
+
+    def note_waiting(self, *, for_engine: bool) -> None:
+        """Note that a request of this step waits for another engine, or for a tier."""
+        self._awaits |= for_engine
+        self._is_busy |= not for_engine
+
+    def end_step(self, *, is_busy: bool) -> None:
+        """End a step, with a pause if nothing but waiting for other engines is left to do.
+
+        Args:
+            is_busy: Whether blocks are being moved, whose end a step has to notice.
+        """
+        awaits, self._awaits = self._awaits and not (is_busy or self._is_busy), False
+        self._is_busy = False
+        scheduler = None if self._scheduler is None else self._scheduler()
+        inputs = self._inputs
+        if not (awaits and isinstance(inputs, queue.Queue)) or scheduler is None or scheduler.running:
+            self._since = None
+            return
+        now = time.monotonic()
+        self._since = self._since or now
+        with inputs.not_empty:
+            if not inputs.queue:
+                inputs.not_empty.wait(min(_LONGEST_S, _SHARE * (now - self._since)))
+
+
+_INTERVAL_S: Final = 1.0
+"""The interval of the tiers' statistics. An idle engine makes at most one step in it."""
+
+
+class IdleWaker:
+    """Requests a step when an engine makes none, and a tier has an answer for it.
+
+    vLLM reports metrics only in steps, and an engine without requests makes none. But a tier's statistics and the state
+    of its medium still change: the last stores end, a medium fails or returns, other engines store and evict.
+
+    Create it during the construction of vLLM's connector, because it finds the engine in the call stack. In the process
+    of a program that makes the steps itself, it does nothing.
+
+    Args:
+        tiers: The tiers.
+    """
+
+    def __init__(self, tiers: Sequence[AsyncTier]) -> None:
+        self.due = False  # Whether a step was requested, and has not been made.
+        self._tiers = tuple(tiers)
+        self._stepped_at = time.monotonic()
+        self._stopping = threading.Event()
+        self._queue = engine_queue()
+        if self._queue is not None and tiers:
+            threading.Thread(target=self._run, name="kvstore-idle", daemon=True).start()
+
+    def note_step(self) -> None:
+        """Note a step of the engine."""
+        self._stepped_at, self.due = time.monotonic(), False
+
+    def close(self) -> None:
+        """Request no more steps."""
+        self._stopping.set()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_INTERVAL_S):
+            is_idle = not self.due and time.monotonic() - self._stepped_at >= _INTERVAL_S
+            if is_idle and any(tier.has_answers for tier in self._tiers):
+                self.due = True
+                self._queue.put_nowait((EngineCoreRequestType.WAKEUP, None))

@@ -37,14 +37,14 @@ from kvstore.vllm.compat import (
     request_ends,
     request_params,
 )
+from kvstore.vllm.events import Lineage
 from kvstore.vllm.guard import ErrorLog, guarded
-from kvstore.vllm.idle import IdleWaker
-from kvstore.vllm.lineage import Lineage
 from kvstore.vllm.metrics import TierMetrics, metric_definitions
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import check_options, tier_name
-from kvstore.vllm.remote import remote_fields
 from kvstore.vllm.startup import described, described_slots, said_in_the_log, show_logs
+from kvstore.vllm.steps import IdleWaker
+from kvstore.vllm.tags import remote_fields
 
 logger = logging.getLogger("kvstore.vllm.tier")
 

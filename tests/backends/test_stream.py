@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvstore.backends.held_calls import BUFFERS_MAX, HELD_BYTES_MAX, HeldCalls
-from kvstore.backends.stream import Stream
+from kvstore.backends.stream import BUFFERS_MAX, HELD_BYTES_MAX, HeldCalls, Stream
 from kvstore.backends.vectored import drop_front
 
 SENDING_S = 0.3
@@ -88,7 +87,7 @@ def test_limits_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     with ours, theirs:
         assert calls.send(ours.fileno(), many) == 4 * BUFFERS_MAX
         assert theirs.recv(65536) == b"".join(many[:BUFFERS_MAX])
-        monkeypatch.setattr("kvstore.backends.held_calls.HELD_BYTES_MAX", 10)
+        monkeypatch.setattr("kvstore.backends.stream.HELD_BYTES_MAX", 10)
         assert calls.send(ours.fileno(), [b"123456", memoryview(b""), memoryview(b"7890ab"), b"more"]) == 10
         assert theirs.recv(65536) == b"1234567890"
         theirs.send(b"0123456789ab")

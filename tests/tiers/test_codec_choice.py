@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.runtime.messages import JobKind
-from kvstore.tiers.codec_choice import CodecChoice
+from kvstore.tiers.codecs import CodecChoice
 
 BATCH = 4 << 20
 GB = 1e9

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvstore.transfer.cuda import CudaStreams
-from kvstore.transfer.cudart import CudaLibrary, loaded_cudart
+from kvstore.transfer.pinning import CudaLibrary, loaded_cudart
 
 
 def memcpy_2d(to: int, to_pitch: int, src: int, src_pitch: int, width: int, rows: int, kind: int, stream: int) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvstore.testing import eventually
-from kvstore.vllm import adapters, compat
-from kvstore.vllm.adapters import Adapters
+from kvstore.vllm import compat, tags
+from kvstore.vllm.tags import Adapters
 from tests.vllm.engines import Engine, Start, full_blocks, managed, prompt
 from tests.vllm.models import make_adapter
 
@@ -47,7 +47,7 @@ def test_an_adapter_that_changed_in_use_has_no_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_path: bool
 ) -> None:
     """Which content the engine has is unknown then; a restarted engine, or another path that vLLM hashes, has one."""
-    monkeypatch.setattr(adapters, "hashes_adapter_paths", lambda: by_path)
+    monkeypatch.setattr(tags, "hashes_adapter_paths", lambda: by_path)
     known, path, other = Adapters(), tmp_path / "a", tmp_path / "b"
     for place, content in ((path, b"1"), (other, b"2")):
         place.mkdir()
@@ -75,7 +75,7 @@ def test_an_adapter_that_cannot_be_read_has_no_digest(tmp_path: Path, monkeypatc
     assert digest(known, tmp_path / "good", "good") is not None
     (tmp_path / "hangs").mkdir()
     os.mkfifo(tmp_path / "hangs" / "adapter_model.bin")
-    monkeypatch.setattr(adapters, "_CHECK_S", 0.2)
+    monkeypatch.setattr(tags, "_CHECK_S", 0.2)
     assert digest(known, tmp_path / "hangs", "hangs") is None
     with open(tmp_path / "hangs" / "adapter_model.bin", "wb"):
         pass

@@ -17,8 +17,8 @@ from kvstore.cli.holdings.medium import Medium as HeldMedium
 from kvstore.cli.tier_argument import make_tier
 from kvstore.testing import eventually
 from kvstore.vllm import compat
+from kvstore.vllm.events import Statements
 from kvstore.vllm.spec import KVStoreOffloadingSpec
-from kvstore.vllm.statements import Statements
 from tests.cli.in_process import run_here
 from tests.vllm.harness import BLOCK_BYTES, ROWS, Driver, key_of
 from tests.vllm.router import Router

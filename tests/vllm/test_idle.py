@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreRequestType
 
-from kvstore.vllm import KVStoreOffloadingSpec, idle, manager
-from kvstore.vllm.idle import IdleWaker
+from kvstore.vllm import KVStoreOffloadingSpec, manager, steps
+from kvstore.vllm.steps import IdleWaker
 from tests.vllm.harness import Driver, key_of
 
 WAKE = (EngineCoreRequestType.WAKEUP, None)
@@ -31,7 +31,7 @@ class Engine:
 @pytest.fixture(autouse=True)
 def interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short interval."""
-    monkeypatch.setattr(idle, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(steps, "_INTERVAL_S", 0.01)
 
 
 def test_an_answer_is_one_wake_up() -> None:

@@ -25,8 +25,13 @@ from kvstore.tiering.tenants import TenantStats
 from kvstore.tiers import JobSample, TierStats
 from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.compat import primary_info
-from kvstore.vllm.metrics import ManagerMetrics, TierMetrics, manager_metric_definitions, metric_definitions
-from kvstore.vllm.standard_metrics import StandardMetrics
+from kvstore.vllm.metrics import (
+    ManagerMetrics,
+    StandardMetrics,
+    TierMetrics,
+    manager_metric_definitions,
+    metric_definitions,
+)
 from tests.vllm.harness import BLOCK_BYTES, Driver, key_of
 
 FULL = TierStats(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.vllm import pauses
+from kvstore.vllm import steps
 
 
 class Condition(threading.Condition):
@@ -30,7 +30,7 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.running: list[str] = []
-        self.pauses = pauses.Pauses()
+        self.pauses = steps.Pauses()
 
     def schedule(self) -> None:
         """Identify vLLM's class."""
@@ -55,7 +55,7 @@ class EngineCore:
 def test_only_an_engine_that_does_nothing_else_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pause is at most a share of the wait so far and bounded; work, a copy or a new request prevents it."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(pauses.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(steps.time, "monotonic", lambda: clock.now)
     engine = EngineCore()
     paused, waits = engine.scheduler.pauses, engine.condition.waits
 
@@ -88,6 +88,6 @@ def test_only_an_engine_that_does_nothing_else_pauses(monkeypatch: pytest.Monkey
 
 def test_elsewhere_there_are_no_pauses() -> None:
     """Without vLLM's engine in the call stack nothing can end a pause, so there is none."""
-    alone = pauses.Pauses()
+    alone = steps.Pauses()
     alone.note_waiting(for_engine=True)
     alone.end_step(is_busy=False)

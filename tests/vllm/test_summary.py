@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
-from kvstore.vllm import KVStoreOffloadingSpec, summary
+from kvstore.vllm import KVStoreOffloadingSpec, metrics
 from tests.vllm.harness import Driver, key_of
 
 
@@ -27,7 +27,7 @@ def test_traffic_is_summed_up_once_and_silence_is_not(
         monkeypatch.setattr("kvstore.vllm.manager._REPORT_INTERVAL_S", 0.0)
         manager.get_stats()
         assert not [text for text in caplog.messages if text.startswith("Hits")], "before a minute has passed"
-        monkeypatch.setattr(summary, "_INTERVAL_S", 0.0)
+        monkeypatch.setattr(metrics, "_INTERVAL_S", 0.0)
         manager.get_stats()
         manager.get_stats()
     driver.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.tenants import Tags, Tenants
-from kvstore.vllm.tenants import RequestTags
+from kvstore.vllm.tags import RequestTags
 from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, managed, prompt
 
 _ROW_BYTES = 32768

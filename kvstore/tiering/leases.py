@@ -1,0 +1,297 @@
+"""How long blocks stay: pins, retention and expiry.
+
+Pins hold blocks in the primary tier, each for a lease, within a share of the tier. Retained blocks have a temporary
+priority. Of blocks with equal priority, those with the latest end are evicted first: the end approximates the next use,
+and the best block to evict is the one used farthest in the future (Belady, 1966). Expired blocks leave every tier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.bounded import BoundedDict
+from kvstore.primary.tier import PrimaryTier, SlotState
+from kvstore.tenants import TAG_BYTES
+from kvstore.tiering.core import Core
+from kvstore.tiering.deadlines import Deadlines
+from kvstore.tiering.link import TierLink
+from kvstore.types import BlockKey, RemovalCause
+
+_SLACK: Final = 64
+"""Leases of removed blocks tolerated before a cleanup."""
+
+
+class Pins:
+    """Protects blocks from eviction until their leases end. A use renews a lease.
+
+    The blocks of one call belong to one tenant. A block held only for other engines is released as soon as each of
+    them has fetched it.
+
+    Args:
+        primary: The primary tier.
+        blocks_max: Maximum blocks that may be held; see :meth:`PrimaryTier.may_hold` for the limit of a tenant.
+        lease_s_max: Longest lease, and the default.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, primary: PrimaryTier, blocks_max: int, lease_s_max: float, clock: Callable[[], float]) -> None:
+        self._primary = primary
+        self._blocks_max = blocks_max
+        self._lease_s_max = lease_s_max
+        self._clock = clock
+        self._ends: Deadlines[BlockKey] = Deadlines()
+        self._lengths: dict[BlockKey, float] = {}
+        """Length of each lease, in seconds."""
+        self._fetches: dict[BlockKey, int] = {}
+        """Outstanding fetches of each block held only for fetches."""
+        self.refused_blocks = 0  # Blocks not held because the share was used up.
+
+    def __bool__(self) -> bool:
+        return bool(self._lengths)
+
+    def hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> None:
+        """Hold the READY blocks among ``keys``; None: for the longest lease."""
+        for key in self._hold(keys, lease_s):
+            self._fetches.pop(key, None)
+
+    def hold_for_fetch(self, keys: Iterable[BlockKey], lease_s: float) -> None:
+        """Hold the READY blocks among ``keys`` until an engine has fetched them; each call adds one engine."""
+        keys = tuple(keys)
+        free = {key for key in keys if key not in self._primary.marks.held}
+        for key in self._hold(keys, lease_s):
+            if key in free:
+                self._fetches[key] = 1
+            elif key in self._fetches:
+                self._fetches[key] += 1
+
+    def fetched(self, keys: Iterable[BlockKey]) -> None:
+        """Note that another engine has fetched blocks."""
+        for key in keys:
+            due = self._fetches.get(key, 0)
+            if due > 1:
+                self._fetches[key] = due - 1
+            elif due:
+                self.release((key,))
+
+    def _hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> list[BlockKey]:
+        self.sweep()
+        keys = tuple(keys)
+        held: list[BlockKey] = []
+        room = self._primary.may_hold(keys[0], self._blocks_max) if keys else 0
+        length = self._lease_s_max if lease_s is None else min(lease_s, self._lease_s_max)
+        end = self._clock() + length
+        for key in keys:
+            if self._primary.lookup(key) is not SlotState.READY:
+                continue
+            if key not in self._primary.marks.held:
+                if not room:
+                    self.refused_blocks += 1
+                    continue
+                room -= 1
+                self._primary.hold(key)
+            held.append(key)
+            self._ends.set(key, max(end, self._ends.get(key, end)))
+            self._lengths[key] = max(length, self._lengths.get(key, length))
+        return held
+
+    def use(self, keys: Iterable[BlockKey]) -> None:
+        """Renew the leases of held blocks."""
+        now = self._clock()
+        for key in keys:
+            length = self._lengths.get(key)
+            if length is not None:
+                self._ends.set(key, max(self._ends.get(key, now), now + length))
+
+    def unpin(self, keys: Iterable[BlockKey]) -> None:
+        """End leases, except of blocks held only for other engines."""
+        self.release([key for key in keys if key not in self._fetches])
+
+    def release(self, keys: Iterable[BlockKey]) -> None:
+        """End leases."""
+        for key in keys:
+            self._ends.remove(key)
+            self._lengths.pop(key, None)
+            self._fetches.pop(key, None)
+            self._primary.release(key)
+
+    def sweep(self) -> None:
+        """Release the blocks whose leases have ended."""
+        self.release(self._ends.take_due(self._clock()))
+        if len(self._lengths) > 2 * len(self._primary.marks.held) + _SLACK:
+            self.release([key for key in self._lengths if key not in self._primary.marks.held])
+
+    def clear(self) -> None:
+        """Drop all state, because the primary tier is cleared."""
+        self._ends.clear()
+        self._lengths.clear()
+        self._fetches.clear()
+
+
+class Retention:
+    """Gives blocks a priority until its deadline. Another request can replace or end it earlier."""
+
+    def __init__(self, core: Core) -> None:
+        self._primary = core.primary
+        self._seconds_max = core.config.pin_lease_s
+        self._clock = core.clock
+        self._ends: Deadlines[BlockKey] = Deadlines()
+
+    def __bool__(self) -> bool:
+        return bool(self._ends)
+
+    def begin(self, keys: Iterable[BlockKey], priority: int, seconds: float | None) -> None:
+        """Give the READY blocks a priority for a time; None: the longest time. Priority 0 ends the priority."""
+        if not priority:
+            self.end(keys)
+            return
+        end = self._clock() + (self._seconds_max if seconds is None else min(seconds, self._seconds_max))
+        rank = priority, -int(end)
+        for key in reversed(tuple(keys)):  # The end of a prefix is evicted first.
+            if self._primary.lookup(key) is SlotState.READY:
+                self._primary.retain(key, rank)
+                self._ends.set(key, end)
+
+    def end(self, keys: Iterable[BlockKey]) -> None:
+        """End the priority of blocks."""
+        for key in keys:
+            self._primary.end_retention(key)
+
+    def sweep(self) -> None:
+        """End the priorities past their deadline."""
+        self.end(self._ends.take_due(self._clock()))
+        retained = self._primary.marks.ranks
+        if len(self._ends) > 2 * len(retained) + _SLACK:
+            for key in [key for key in self._ends if key not in retained]:
+                self._ends.remove(key)
+
+    def clear(self) -> None:
+        """Drop all state, because the primary tier is cleared."""
+        self._ends.clear()
+
+
+_EXPIRED_PER_STEP: Final = 1024
+
+_BLOCKS_MAX: Final = 1 << 18
+"""Maximum blocks with a lifetime (beyond it, the earliest lifetimes end early), and maximum forbidden blocks."""
+
+_FORGETTING_S: Final = 60.0
+"""Time for which an idle engine makes steps to forget a tenant. After that, it continues with the next request."""
+
+
+@dataclass(slots=True)
+class _Forgetting:
+    """Progress of forgetting a tenant."""
+
+    keys: set[BlockKey]  # Remaining blocks of the tenant in the primary tier; some may still be in use.
+    links: list[TierLink]  # Tiers that may still hold blocks of the tenant.
+    since: float  # Start time.
+
+
+class Expiry:
+    """Tracks forbidden blocks and removes them from all tiers.
+
+    Blocks are forbidden individually, or by tenant while the tenant is being forgotten. A tier's ``forget`` is called
+    once no store of the tenant's blocks is in progress there. No new store begins, so the tier removes all of them.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._primary = core.primary
+        self._clock = core.clock
+        self._ends: Deadlines[BlockKey] = Deadlines()
+        """Ends of lifetimes."""
+        self._gone: BoundedDict[BlockKey, None] = BoundedDict(_BLOCKS_MAX)
+        """Blocks that stay forbidden until they are stored again, because a tier may still hold them for a while."""
+        self._forgetting: dict[bytes, _Forgetting] = {}
+        """By tag of the tenant."""
+        self.active = False  # Whether any block has a lifetime or is forbidden; if not, no call is needed.
+        self.expired = 0  # Number of blocks whose lifetime has ended.
+
+    def forbids(self, key: BlockKey) -> bool:
+        """Whether a block must not be used any more."""
+        return key in self._gone or self._ends.get(key, math.inf) <= self._clock() or self.forgets(key)
+
+    def forgets(self, key: BlockKey) -> bool:
+        """Whether a block belongs to a tenant that is being forgotten."""
+        return bool(self._forgetting) and key[:TAG_BYTES] in self._forgetting
+
+    @property
+    def tenants_forgotten(self) -> int:
+        """Number of tenants that are being forgotten."""
+        return len(self._forgetting)
+
+    @property
+    def pending(self) -> bool:
+        """Whether steps are needed to forget tenants; false after a minute, so that a failed medium ends the wait."""
+        since = self._clock() - _FORGETTING_S
+        return any(case.since > since for case in self._forgetting.values())
+
+    def begin(self, keys: Sequence[BlockKey], ttl_s: float | None) -> None:
+        """Set the lifetime of blocks stored now; None: unlimited."""
+        if not self.active and ttl_s is None:
+            return
+        self.active = True
+        for key in keys:
+            self._gone.pop(key, None)
+            self._ends.remove(key)
+            if ttl_s is not None:
+                self._ends.set(key, self._clock() + ttl_s)
+
+    def extend(self, keys: Sequence[BlockKey], ttl_s: float | None) -> None:
+        """Extend the lifetime of blocks that a request uses. The longest applies; None removes the limit."""
+        for key in keys if self.active else ():
+            if ttl_s is None:
+                self._ends.remove(key)
+            elif self._ends.get(key, math.inf) < self._clock() + ttl_s:
+                self._ends.set(key, self._clock() + ttl_s)
+
+    def remove(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
+        """Remove blocks from every tier; they are forbidden until stored again."""
+        self.active = True
+        for key in keys:
+            self._ends.remove(key)
+            self._gone[key] = None
+        self._drop(keys, cause)
+        for link in self._core.links:
+            link.call("remove", keys, cause, otherwise=None)
+
+    def forget_tenant(self, tag: bytes) -> None:
+        """Remove all blocks of a tenant from every tier. Until they are gone, its requests find and store nothing."""
+        if tag not in self._forgetting:
+            keys = {key for key in self._primary.keys() if key.startswith(tag)}  # noqa: SIM118 (not a mapping)
+            links = [link for link in self._core.links if link.takes_stores]
+            self._forgetting[tag] = _Forgetting(keys, links, self._clock())
+        self.active = True
+
+    def make_way(self, keys: Sequence[BlockKey]) -> None:
+        """Drop forbidden blocks that pins kept in the primary tier, before they are stored again."""
+        self._drop([key for key in keys if self.forbids(key)], RemovalCause.EXPIRED)
+
+    def arrived(self, link: TierLink, keys: Sequence[BlockKey]) -> None:
+        """Remove blocks that became forbidden while a tier stored them from that tier and the primary tier."""
+        late = [key for key in keys if self.forbids(key)]
+        if late:
+            self._drop(late, RemovalCause.EXPIRED)
+            link.call("remove", late, RemovalCause.EXPIRED, otherwise=None)
+
+    def sweep(self) -> None:
+        """Remove a bounded number of expired blocks, and all removable blocks of forgotten tenants; once per step."""
+        gone = self._ends.take_due(self._clock(), _EXPIRED_PER_STEP, keep=_BLOCKS_MAX)
+        if gone:
+            self.expired += len(gone)
+            self.remove(gone, RemovalCause.EXPIRED)
+        for tag, case in list(self._forgetting.items()):
+            self._drop(list(case.keys), RemovalCause.REMOVED)
+            case.keys = {key for key in case.keys if key in self._primary}
+            stores = [job for job in self._core.jobs if not job.is_load]
+            storing = {job.link for job in stores if any(key.startswith(tag) for key in job.transfer.keys)}
+            case.links = [link for link in case.links if link in storing or not link.forget(tag)]
+            if not case.keys and not case.links:
+                del self._forgetting[tag]
+        self.active = bool(self._ends or self._gone or self._forgetting)
+
+    def _drop(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
+        self._core.left([key for key in keys if self._primary.remove(key)], cause)

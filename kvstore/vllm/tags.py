@@ -1,0 +1,260 @@
+"""What vLLM's requests say beyond their keys: tenant, content of the LoRA adapter, and other engines.
+
+The tag of a request precedes vLLM's keys in kvstore's. vLLM's block hashes have an adapter's name and path, not its
+content, so a digest of its files is part of the tag.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from kvstore.backends.peer.config import endpoint_of
+from kvstore.errors import ConfigError
+from kvstore.tenants import TAG_BYTES, Tags, Tenants
+from kvstore.types import Source
+from kvstore.vllm.compat import adapter_directory, current_connector_scheduler, hashes_adapter_paths, on_adapter_loaded
+
+logger = logging.getLogger("kvstore.vllm.tags")
+
+DIGEST_BYTES: Final = 16
+"""Length of an adapter's digest, in the tag of its blocks' keys."""
+
+NO_ADAPTER: Final = bytes(DIGEST_BYTES)
+"""In place of a digest for requests without an adapter."""
+
+_FILES: Final = ("adapter_config.", "adapter_model.", "new_embeddings.")
+"""Beginnings of the names of the files that vLLM loads; the directory may also have a trainer's state of gigabytes."""
+
+_CHECK_S: Final = 10.0
+"""Time after which a request no longer waits for the check of its adapter. Reading gigabytes takes seconds."""
+
+_Signature = tuple[tuple[str, int, int, int, int], ...]
+"""Name, size, times of modification and change, and inode of each file."""
+
+
+class _Known:
+    """An adapter in use by this engine. Only the thread changes it."""
+
+    def __init__(self) -> None:
+        self.signature: _Signature = ()
+        self.digest: bytes | None = None
+        self.has_changed = False
+
+
+class Check:
+    """The check of one request's adapter."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self.name, self.path = name, path
+        # Digest of the adapter's content; None if it is not known exactly, or not in time.
+        self.digest: bytes | None = None
+        self.has_ended = False
+        self._deadline = time.monotonic() + _CHECK_S
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the check has ended, or takes too long."""
+        return self.has_ended or time.monotonic() > self._deadline
+
+
+class Adapters:
+    """Digests of the content of LoRA adapters, computed on a thread, and again when the files change.
+
+    Once an engine has used an adapter, a change of its files leaves open which content its workers and vLLM's own cache
+    have. From then on the adapter has no digest in this engine.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], _Known] = {}
+        self._checks: queue.SimpleQueue[Check] = queue.SimpleQueue()
+        self._by_path = hashes_adapter_paths()
+        self._thread: threading.Thread | None = None
+
+    def check(self, adapter: Any) -> Check:
+        """Begin to check an adapter.
+
+        Args:
+            adapter: vLLM's ``LoRARequest``.
+        """
+        check = Check(str(adapter.lora_name), str(adapter.lora_path))
+        if self._thread is None:
+            # A daemon, because a file system that hangs must not prevent the exit of the process.
+            self._thread = threading.Thread(target=self._run, name="kvstore-adapters", daemon=True)
+            self._thread.start()
+        self._checks.put(check)
+        return check
+
+    def _run(self) -> None:
+        while True:
+            check = self._checks.get()
+            try:
+                check.digest = self._digest_of(check)
+            except Exception as error:  # Such as a hub's errors; the thread must go on for the other adapters.
+                logger.warning("LoRA adapter %s at %s: %s. Its blocks are not kept.", check.name, check.path, error)
+            check.has_ended = True
+
+    def _digest_of(self, check: Check) -> bytes | None:
+        names = (check.name, check.path) if self._by_path else (check.name,)
+        known = self._known.setdefault(names, _Known())
+        directory = adapter_directory(check.path)
+        signature = _signature_of(directory)
+        if known.has_changed or signature == known.signature:
+            return None if known.has_changed else known.digest
+        digest = hashlib.sha256()
+        for name, size_bytes, *_ in signature:
+            digest.update(f"{name}\0{size_bytes}\0".encode())
+            with open(os.path.join(directory, name), "rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        found = digest.digest()[:DIGEST_BYTES]
+        if _signature_of(directory) != signature or known.digest not in (None, found):
+            known.has_changed = True
+            logger.warning(
+                "The files of LoRA adapter %s at %s changed while this engine used it. Its blocks are neither stored "
+                "nor loaded until the engine restarts. Load changed adapters from a new path.",
+                check.name,
+                check.path,
+            )
+            return None
+        known.signature, known.digest = signature, found
+        return found
+
+
+def _signature_of(directory: str) -> _Signature:
+    """Return the signature of an adapter's files.
+
+    Raises:
+        OSError: There is no such directory, or it has no such files.
+    """
+    with os.scandir(directory) as entries:
+        files = sorted((entry.name, entry.stat()) for entry in entries if entry.name.startswith(_FILES))
+    if not files:
+        raise FileNotFoundError(f"{directory} has no file adapter_config.json or adapter_model.*")
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in files)
+
+
+class RequestTags:
+    """Finds the tags of requests.
+
+    vLLM does not pass a request's cache salt or adapter to the manager, so these are read by wrapping the connector's
+    ``on_new_request``. Create it during the construction of vLLM's connector, because it finds the scheduler's half in
+    the call stack.
+
+    Args:
+        tenants: The rule of tenants; None without tenants.
+        has_adapters: Whether requests may have LoRA adapters.
+
+    Raises:
+        ConfigError: Requests may have adapters, and this version of vLLM does not show them.
+    """
+
+    def __init__(self, tenants: Tenants | None, *, has_adapters: bool = False) -> None:
+        self._tags = None if tenants is None else Tags(tenants)
+        self._by = "" if tenants is None else tenants.by
+        self._adapters = Adapters() if has_adapters else None
+        self.parts = ["tenants"] * (tenants is not None) + ["adapters"] * has_adapters  # Names of the parts of a tag.
+        # Length of a tag.
+        self.tag_bytes = (TAG_BYTES if tenants is not None else 0) + (DIGEST_BYTES if has_adapters else 0)
+        self._request: Any = None
+        """The request being added."""
+        if self._adapters is not None:
+            on_adapter_loaded(self._adapters.check)
+        scheduler: Any = current_connector_scheduler()
+        begin = getattr(scheduler, "on_new_request", None)
+        if has_adapters and begin is None:
+            raise ConfigError(
+                "kvstore did not find the requests of vLLM's connector, so it can't tell LoRA adapters apart. Use a "
+                "supported version of vLLM (docs/vllm.md), or start it without --enable-lora."
+            )
+        if begin is None or not self.tag_bytes:
+            return
+
+        def on_new_request(request: Any) -> Any:
+            self._request = request
+            try:
+                return begin(request)
+            finally:
+                self._request = None
+
+        scheduler.on_new_request = on_new_request
+
+    def of(self, params: Any) -> tuple[bytes, Check | None]:
+        """Return the tag for the request being added, and the check whose digest is still to be appended to it.
+
+        Args:
+            params: Its parameters for kvstore, unchecked.
+        """
+        tag = b"" if self._tags is None else self._tags.of(self._tenant(params))
+        if self._adapters is None:
+            return tag, None
+        adapter = getattr(self._request, "lora_request", None)
+        if adapter is None:
+            return tag + NO_ADAPTER, None
+        return tag, self._adapters.check(adapter)
+
+    def _tenant(self, params: Any) -> str:
+        if self._by == "parameter":
+            value = params.get("tenant") if isinstance(params, Mapping) else None
+            return value if isinstance(value, str) else ""
+        if self._by == "cache_salt":
+            return str(getattr(self._request, "cache_salt", None) or "")
+        adapter = getattr(self._request, "lora_request", None)
+        return "" if adapter is None else str(adapter.lora_name)
+
+
+_HAND_OVER_S: Final = 60.0
+"""Time for which a handed-over request's blocks are kept by the sender and awaited by the receiver; the same as in
+vLLM's own tier."""
+
+
+def remote_fields(params: Any, *, serves: bool) -> dict[str, Any]:
+    """Return the fields of a ``RequestContext`` for the source and the destination of its blocks.
+
+    Args:
+        params: The request's ``kv_transfer_params``, unchecked.
+        serves: Whether this engine serves other engines.
+    """
+    if not isinstance(params, Mapping):
+        return {}
+    fields: dict[str, Any] = {}
+    for role in ("remote_kv_source", "remote_prefiller"):
+        named = params.get(role)
+        if isinstance(named, Mapping) and (host := named.get("remote_host")) and (port := named.get("remote_port")):
+            host = f"[{host}]" if ":" in str(host) else host
+            fields = {"source": Source(f"{host}:{port}", _hand_over(named)), "since": time.monotonic()}
+            # The prefill may still be running.
+            fields["patience_s"] = _HAND_OVER_S if role == "remote_prefiller" else 0.0
+            break
+    decoder = params.get("remote_decoder")
+    if serves and isinstance(decoder, Mapping):
+        fields |= {"hand_over_s": _HAND_OVER_S, "hand_over": _hand_over(decoder)}
+    return fields
+
+
+def serves_peers(tiers: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether any configured tier serves other engines."""
+    return any(tier.get("listen") for tier in tiers)
+
+
+def of_replica(options: dict[str, Any], spec: Any) -> dict[str, Any]:
+    """Return the options of a tier for one data-parallel replica, each of which listens on its own port.
+
+    The port is the configured port plus the replica's index, as in vLLM's own tier.
+    """
+    index = getattr(spec.config.parallel, "data_parallel_index", 0) or 0
+    if not options.get("listen") or not index:
+        return options
+    endpoint = endpoint_of(str(options["listen"]))
+    return {**options, "listen": f"{options['listen'].rpartition(':')[0]}:{endpoint.port + index}"}
+
+
+def _hand_over(role: Mapping[str, Any]) -> bytes:
+    """Return the digest of a hand-over's name, which has a fixed length; empty if there is no name."""
+    name = role.get("kv_request_id")
+    return hashlib.sha256(name.encode(errors="replace")).digest() if isinstance(name, str) and name else b""
