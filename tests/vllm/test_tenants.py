@@ -101,7 +101,7 @@ def test_a_neighbour_with_ten_times_the_traffic(start: Start, tmp_path: Path) ->
 @pytest.mark.timeout(600)
 def test_tenants_by_parameter_share_nothing(start: Start, tmp_path: Path) -> None:
     """Equal prompts of two tenants have separate blocks, each found by its own tenant; events have vLLM's keys."""
-    shared = managed(tmp_path, tiering={"tenants": {"by": "parameter"}, "allow": ["tenant"]})
+    shared = managed(tmp_path, tiering={"tenants": {"by": "parameter"}, "allow": ["tenant", "store", "forget"]})
     engine = start(offloading=shared, events=True)
     text = prompt(1, 320)
     (first,) = salted(engine, None, text, tenant="a")
