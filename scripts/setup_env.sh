@@ -13,12 +13,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=$(realpath -m "${VENV:-.venv}")
 TORCH='torch==2.13.0'
-# Tests use fio for the rate of the drive, strace to inject errors into system calls, e2fsprogs and util-linux for small
-# disks that can fill up, bindfs for a filesystem in user space, Redis, etcd, and promtool for alerts. vLLM's CPU build
-# links libnuma; torch compiles with g++.
+# Tests use fio for the rate of the drive, strace to inject errors into system calls, e2fsprogs, xfsprogs, btrfs-progs and
+# util-linux for small disks that can fill up, bindfs for a filesystem in user space, Redis, etcd, and promtool for
+# alerts. vLLM's CPU build links libnuma; torch compiles with g++.
 DEBIAN_PACKAGES=(
-    fio:fio strace:strace mkfs.ext4:e2fsprogs losetup:util-linux bindfs:bindfs redis-server:redis-server
-    etcd:etcd-server g++:g++ promtool:prometheus
+    fio:fio strace:strace mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs mkfs.btrfs:btrfs-progs losetup:util-linux
+    bindfs:bindfs redis-server:redis-server etcd:etcd-server g++:g++ promtool:prometheus
 )
 # A test measures pages of the documentation in a browser (11 s to install). Ubuntu has no such package.
 if grep -qsx 'ID=debian' /etc/os-release; then

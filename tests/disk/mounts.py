@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-__all__ = ["ext4", "filled", "frozen", "mounted"]
+__all__ = ["bound", "ext4", "filled", "frozen", "made", "mounted"]
 
 
 @contextmanager
@@ -23,14 +23,30 @@ def mounted(point: Path, *options: str) -> Iterator[Path]:
 
 
 @contextmanager
-def ext4(directory: Path, size_bytes: int = 64 << 20) -> Iterator[Path]:
-    """Mount a new ext4 without blocks reserved for root."""
+def made(kind: str, directory: Path, size_bytes: int, *options: str) -> Iterator[Path]:
+    """Make a filesystem of a kind, such as ``"xfs"``, and mount it."""
     image = directory / "disk.img"
     with image.open("wb") as file:
         file.truncate(size_bytes)
-    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=True)
+    subprocess.run([f"mkfs.{kind}", "-q", *options, str(image)], check=True)
     with mounted(directory / "mnt", "-o", "loop", str(image)) as point:
         yield point
+
+
+def ext4(directory: Path, size_bytes: int = 64 << 20) -> AbstractContextManager[Path]:
+    """Mount a new ext4 without blocks reserved for root."""
+    return made("ext4", directory, size_bytes, "-F", "-m", "0")
+
+
+@contextmanager
+def bound(source: Path, point: Path) -> Iterator[Path]:
+    """Mount a directory a second time, by a filesystem in user space, with locks shared by all mounts."""
+    point.mkdir()
+    subprocess.run(["bindfs", "--multithreaded", "--enable-lock-forwarding", str(source), str(point)], check=True)
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True)
 
 
 @contextmanager

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvstore.testing.waiting import eventually_async
+from tests.disk.mounts import bound
 from tests.disk.rig import opened, room_for
 
 pytestmark = [
@@ -21,17 +19,6 @@ pytestmark = [
 
 SIZES_CACHED_S = 1.1
 """FUSE caches the size of a file for a second; until then, a read of a file that has grown may be short."""
-
-
-@contextmanager
-def bound(source: Path, point: Path) -> Iterator[Path]:
-    """Mount a directory a second time, with locks shared by all mounts."""
-    point.mkdir()
-    subprocess.run(["bindfs", "--multithreaded", "--enable-lock-forwarding", str(source), str(point)], check=True)
-    try:
-        yield point
-    finally:
-        subprocess.run(["umount", "-l", str(point)], check=True)
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
