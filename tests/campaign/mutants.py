@@ -73,7 +73,7 @@ TESTS: Final[dict[str, str]] = {
     "backends/disk/journal.py backends/disk/table.py backends/disk/columns.py backends/disk/notes.py": (
         "disk/test_notes.py disk/test_journal.py disk/test_table.py disk/test_recovery.py"
     ),
-    "backends/disk/ages.py": "disk/test_index.py disk/test_shares.py",
+    "backends/disk/index.py": "disk/test_index.py disk/test_shares.py",
     "backends/disk/index.py backends/disk/records.py backends/disk/segments.py": (
         "disk/test_segments.py disk/test_index.py disk/test_table.py disk/test_recovery.py disk/test_room.py"
         " disk/test_contract.py"
@@ -87,10 +87,10 @@ TESTS: Final[dict[str, str]] = {
         "redis/test_resp.py redis/test_parts.py redis/test_connection.py redis/test_hostile.py"
         " redis/test_topology.py redis/test_several_nodes.py"
     ),
-    "backends/s3/packs.py backends/s3/http.py backends/s3/names.py backends/s3/texts.py backends/s3/wire.py": (
+    "backends/s3/packs.py backends/s3/http.py backends/s3/names.py backends/s3/http.py backends/s3/wire.py": (
         "s3/test_packing.py s3/test_http.py s3/test_texts.py s3/test_wire.py"
     ),
-    "backends/peer/protocol.py backends/peer/summary.py backends/peer/stored.py": (
+    "backends/peer/protocol.py backends/peer/summary.py backends/peer/server.py": (
         "peer/test_protocol.py peer/test_summary.py peer/test_stored.py peer/test_faults.py peer/test_contract.py"
     ),
     "runtime/process.py runtime/wire.py runtime/lifetime.py": (

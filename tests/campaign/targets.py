@@ -46,11 +46,10 @@ from kvstore.backends.redis.failures import RedisError
 from kvstore.backends.redis.resp import BULK_BYTES_MAX, ProtocolError, ReplyReader, Target
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import S3Error
-from kvstore.backends.s3.http import Answer
+from kvstore.backends.s3.http import Answer, read_deleted, read_list
 from kvstore.backends.s3.notes import read_note
 from kvstore.backends.s3.packs import PackFormat, Unreadable
 from kvstore.backends.s3.presence import BloomFilter
-from kvstore.backends.s3.texts import read_deleted, read_list
 from kvstore.cli.holdings.archive import ArchiveError, read_archive
 from kvstore.codec.checksum import header_checksum, payload_checksum
 from kvstore.codec.record import HEADER_BYTES, RecordCodec

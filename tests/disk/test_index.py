@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvstore.backends.disk import ages as ages_module
+from kvstore.backends.disk import index as index_module
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.layout import Kind, digest_of
@@ -118,7 +118,7 @@ def test_a_segment_that_is_read_is_not_given_up() -> None:
 
 def test_a_victim_is_found_behind_many_pinned_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search for victims, which looks at some slots of an age at a time, passes over all that are in use."""
-    monkeypatch.setattr(ages_module, "_CANDIDATES", 2)
+    monkeypatch.setattr(index_module, "_CANDIDATES", 2)
     index, slots = two_segments(8)
     index.pin(slots[:7])
     assert [slot for _, slot, *_ in index.evict(8)] == slots[7:]

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.backends.base import Backend, RecordRead
 from kvstore.backends.memory import MemoryBackend
-from kvstore.backends.peer.stored import BATCH_MAX, StoredRecords
+from kvstore.backends.peer.server import BATCH_MAX, StoredRecords
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
 from kvstore.config import TierConfig
 from kvstore.errors import BackendUnavailableError

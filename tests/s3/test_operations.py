@@ -68,7 +68,7 @@ async def test_no_such_bucket(weed_server: S3Server, client: str) -> None:
 async def test_clock_skew(weed_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that is off by an hour is reported as such."""
     now = time.time()
-    monkeypatch.setattr("kvstore.backends.s3.sigv4.time.time", lambda: now - 3600)
+    monkeypatch.setattr("kvstore.backends.s3.credentials.time.time", lambda: now - 3600)
     error = await refusal(weed_server, client="direct")
     assert error.cause is Cause.CLOCK
     assert "NTP" in str(error)

@@ -12,7 +12,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 from botocore.credentials import Credentials as BotoCredentials
 
-from kvstore.backends.s3.sigv4 import Credentials, Signer, quoted
+from kvstore.backends.s3.credentials import Credentials, Signer, quoted
 
 NOW = datetime(2026, 3, 1, 12, 30, 5, tzinfo=UTC)
 

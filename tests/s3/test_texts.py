@@ -7,8 +7,7 @@ import tracemalloc
 import pytest
 
 from kvstore.backends.s3.failures import Cause, S3Error
-from kvstore.backends.s3.http import TEXT_BYTES_MAX
-from kvstore.backends.s3.texts import parse_xml, read_deleted, read_list
+from kvstore.backends.s3.http import TEXT_BYTES_MAX, parse_xml, read_deleted, read_list
 
 LIST = "<ListBucketResult>{}</ListBucketResult>"
 OBJECT = "<Contents><Key>{}</Key><Size>{}</Size><ETag>&quot;e&quot;</ETag><Owner><ID>x</ID></Owner></Contents>"

@@ -29,7 +29,7 @@ class Columns:
         self.segments = np.zeros(0, np.uint8)
         self.width = _KEY_BYTES_MIN  # Width of the key column, in bytes.
         self.size = np.zeros(0, np.uint32)
-        self.age = np.zeros(0, np.uint8)  # For eviction, see :class:`kvstore.backends.disk.ages.Ages`.
+        self.age = np.zeros(0, np.uint8)  # For eviction, see :class:`kvstore.backends.disk.index.Ages`.
         self.digest = np.zeros(0, np.uint64)
         self.key_length = np.zeros(0, np.uint8)
         self.keys = np.zeros((0, self.width), np.uint8)

@@ -1,12 +1,149 @@
-"""Channels: pipes whose frames each end with a MAC."""
+"""Channels: connections read and written by awaiting, whose frames each end with a MAC."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
-from kvstore.backends.peer.pipe import Pipe
 from kvstore.backends.peer.protocol import Agreement, FrameMac, PeerProtocolError
+from kvstore.backends.stream import Stream
+from kvstore.backends.vectored import drop_front
+
+
+class Pipe:
+    """Moves bytes over one stream; one task at a time receives, and one sends.
+
+    Buffers are only touched by the calling task while its call runs, so a cancelled call never touches them later. A
+    pipe abandoned in the middle of a frame is unusable, and the caller closes it.
+
+    Args:
+        stream: A connected stream.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.stream = stream
+        self._descriptor = stream.fileno()
+        self._readable: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._watched = False
+        self._idle = False
+        # Whether the pipe was closed, by :meth:`close` or because data or the end of the stream arrived while it was
+        # idle.
+        self.closed = False
+
+    async def receive(self, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers, in order.
+
+        Raises:
+            OSError: The stream ended before the buffers were full, or broke (``ConnectionError``).
+        """
+        left = [buffer for buffer in buffers if buffer.nbytes]
+        while left:
+            self._check()
+            try:
+                count = self.stream.receive(left)
+            except BlockingIOError:
+                await self._until_readable()
+                continue
+            if not count:
+                raise ConnectionResetError("the other side closed the connection")
+            drop_front(left, count)
+
+    async def receive_bytes(self, count: int) -> bytes:
+        """Receive and return ``count`` bytes; for short frames."""
+        data = bytearray(count)
+        with memoryview(data) as view:
+            await self.receive([view])
+        return bytes(data)
+
+    async def send(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Send all bytes of some buffers.
+
+        Raises:
+            OSError: The stream broke.
+        """
+        self._idle = False
+        queue = deque(piece for piece in pieces if len(piece))
+        while queue:
+            self._check()
+            try:
+                drop_front(queue, self.stream.send(list(queue)))
+            except BlockingIOError:
+                await self._until_writable()
+
+    def watch(self) -> None:
+        """Until the next send, close the pipe when anything arrives, such as the end of the stream."""
+        self._idle = True
+        self._watch()
+
+    def close(self, *, abort: bool = True) -> None:
+        """Close immediately; waiting calls raise a ``ConnectionError``. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._watched:
+            self._loop.remove_reader(self._descriptor)
+        if self._writable is not None:
+            self._loop.remove_writer(self._descriptor)
+        for waiter in (self._readable, self._writable):
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+        self.stream.close(abort=abort)
+
+    def _check(self) -> None:
+        if self.closed:
+            raise ConnectionAbortedError("the connection is closed")
+
+    async def _until_readable(self) -> None:
+        self._readable = self._loop.create_future()
+        self._watch()
+        try:
+            await self._readable
+        finally:
+            self._readable = None
+
+    def _watch(self) -> None:
+        # The reader stays registered between waits, because a block is received in many pieces.
+        if not self.closed and not self._watched:
+            self._watched = True
+            self._loop.add_reader(self._descriptor, self._on_readable)
+
+    def _on_readable(self) -> None:
+        if self._readable is not None:
+            if not self._readable.done():
+                self._readable.set_result(None)
+            return
+        if not self._idle:
+            # The next receive reads these bytes.
+            self._watched = False
+            self._loop.remove_reader(self._descriptor)
+            return
+        # The bytes behind this event may have been received already. Otherwise this is the end or unsolicited data.
+        with suppress(OSError), memoryview(bytearray(1)) as unasked:
+            try:
+                self.stream.receive([unasked])
+            except BlockingIOError:
+                return
+        self.close()
+
+    async def _until_writable(self) -> None:
+        self._writable = writable = self._loop.create_future()
+
+        def wake() -> None:
+            if not writable.done():
+                writable.set_result(None)
+
+        self._loop.add_writer(self._descriptor, wake)
+        try:
+            await writable
+        finally:
+            self._writable = None
+            if not self.closed:
+                self._loop.remove_writer(self._descriptor)
 
 
 class Channel(Pipe):

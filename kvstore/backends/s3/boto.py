@@ -33,8 +33,7 @@ from kvstore.backends.s3.credentials import (
     unavailable,
 )
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_part, error_of_response
-from kvstore.backends.s3.http import TEXT_BYTES_MAX
-from kvstore.backends.s3.texts import parse_xml
+from kvstore.backends.s3.http import TEXT_BYTES_MAX, parse_xml
 from kvstore.backends.stream import client_context
 from kvstore.backends.vectored import scatter
 from kvstore.errors import BackendClosedError

@@ -18,11 +18,9 @@ from urllib.parse import quote, urlsplit
 
 from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo, check_range
 from kvstore.backends.s3.config import S3Config
-from kvstore.backends.s3.credentials import CurrentCredentials, find_credentials, make_session
+from kvstore.backends.s3.credentials import CurrentCredentials, Signer, find_credentials, make_session, quoted
 from kvstore.backends.s3.failures import error_of_response, looks_like_error
-from kvstore.backends.s3.http import Answer
-from kvstore.backends.s3.sigv4 import Signer, quoted
-from kvstore.backends.s3.texts import delete_request, read_deleted, read_list
+from kvstore.backends.s3.http import Answer, delete_request, read_deleted, read_list
 from kvstore.backends.s3.wire import Wire
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.errors import BackendClosedError
