@@ -65,6 +65,7 @@ class BackendHarness:
     payload_bytes_max: ClassVar[int] = 65536  # Slot size of the checks; a multiple of 4096.
     scans: ClassVar[bool] = True  # Whether ``scan`` yields all blocks (a ``SimpleBackend`` need not).
     deletes: ClassVar[bool] = True  # Whether ``delete`` and ``quarantine`` remove.
+    too_long: ClassVar[Outcome] = Outcome.CORRUPT  # Outcome for a record that is longer than the buffers.
     time_limit_s: float = 60.0  # Time limit of each check.
     cancel_rounds: ClassVar[int] = 40  # Number of cancelled calls, for each of ``put`` and ``get_into``.
     rng: random.Random  # Seeded; fresh in each check.
