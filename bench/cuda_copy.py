@@ -203,15 +203,11 @@ def on_cuda(count: int, runs: int) -> list[Row]:
 
 
 def on_host(count: int, runs: int, spins: Sequence[bool]) -> list[Row]:
-    """Measure within host memory, by all variants of the host transfer."""
+    """Measure within host memory."""
     rows: list[Row] = []
     bench = Bench(torch.device("cpu"), count, pinned=False)
     arrays = {name: pages.numpy() for name, pages in bench.cache.items()}
-    transfers: dict[str, Transfer] = {
-        "kvstore-host": HostTransfer(bench.plan, arrays, bench.region),
-        "kvstore-host-numpy": HostTransfer(bench.plan, arrays, bench.region, vectored=False),
-        "kvstore-host-inline": HostTransfer(bench.plan, arrays, bench.region, threaded=False),
-    }
+    transfers: dict[str, Transfer] = {"kvstore-host": HostTransfer(bench.plan, arrays, bench.region)}
     for spin in spins:
         rows += measure(bench, transfers, runs, spin=spin)
     for transfer in transfers.values():

@@ -12,7 +12,6 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,23 +27,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
+from kvstore.transfer.runs import Run
+
 logger = logging.getLogger("kvstore.vllm.worker")
-
-_BATCH_BYTES_MAX = 32 * 2**20
-"""Maximum bytes per indexing call; limits the temporary array of numpy's gather."""
-
-_Ids = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One strided copy of every block of a group."""
-
-    local: npt.NDArray[np.int8]  # KV cache, shape ``(blocks, fragments, fragment bytes)``.
-    remote: npt.NDArray[np.int8]  # Region, shape ``(rows, blocks per row, fragments, fragment bytes)``.
-    block_bytes: int  # Bytes per block.
-    num_writers: int = 1  # Number of ranks that hold the same bytes and take turns storing them.
-    writer_index: int = 0  # This rank's index among them.
 
 
 class HostOffloadingWorker(OffloadingWorker):
@@ -75,7 +60,7 @@ class HostOffloadingWorker(OffloadingWorker):
         # scheduler fails to start. A finalizer also runs at interpreter exit.
         self._finalizer = weakref.finalize(self, _release_region, region)
         plan = _plan_canonical if canonical_layout else _plan_direct
-        self._runs: list[list[_Run]] = plan(kv_caches, blocks_per_chunk, region)
+        self._runs: list[list[Run]] = plan(kv_caches, blocks_per_chunk, region)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Copy KV blocks into rows of the region; done when this returns."""
@@ -120,7 +105,7 @@ class HostOffloadingWorker(OffloadingWorker):
             group_rows = row_ids[row_at : row_at + row_count][place // self._blocks_per_chunk]
             group_blocks = block_ids[block_at : block_at + blocks]
             for run in self._runs[group]:
-                size_bytes += _copy_run(run, group_blocks, group_rows, place % self._blocks_per_chunk, store=store)
+                size_bytes += run.copy(group_blocks, group_rows, place % self._blocks_per_chunk, store=store)
             block_at += blocks
             row_at += row_count
         seconds = time.perf_counter() - started
@@ -129,29 +114,14 @@ class HostOffloadingWorker(OffloadingWorker):
         )
 
 
-def _copy_run(run: _Run, blocks: _Ids, rows: _Ids, parts: _Ids, *, store: bool) -> int:
-    """Copy one run of some blocks and return the bytes copied. Block ``blocks[i]`` is part ``parts[i]`` of its row."""
-    if store and run.num_writers > 1:
-        mine = (rows * run.remote.shape[1] + parts) % run.num_writers == run.writer_index
-        blocks, rows, parts = blocks[mine], rows[mine], parts[mine]
-    step = max(1, _BATCH_BYTES_MAX // run.block_bytes)
-    for at in range(0, len(blocks), step):
-        b, r, p = blocks[at : at + step], rows[at : at + step], parts[at : at + step]
-        if store:
-            run.remote[r, p] = run.local[b]
-        else:
-            run.local[b] = run.remote[r, p]
-    return len(blocks) * run.block_bytes
-
-
-def _plan_direct(kv_caches: CanonicalKVCaches, per_row: int, region: SharedOffloadRegion) -> list[list[_Run]]:
+def _plan_direct(kv_caches: CanonicalKVCaches, per_row: int, region: SharedOffloadRegion) -> list[list[Run]]:
     """Plan whole-page copies into this worker's own part of each row."""
     tensors = [_bytes_of(t.tensor) for t in kv_caches.tensors]
     pages = [t.page_size_bytes for t in kv_caches.tensors]
     views = [region.create_next_worker_view(page * per_row) for page in pages]
     return [
         [
-            _Run(
+            Run(
                 local=_strided(tensors[ref.tensor_idx], 0, (1, ref.page_size_bytes), (0, 1)),
                 remote=_strided(
                     views[ref.tensor_idx],
@@ -167,7 +137,7 @@ def _plan_direct(kv_caches: CanonicalKVCaches, per_row: int, region: SharedOfflo
     ]
 
 
-def _plan_canonical(kv_caches: CanonicalKVCaches, per_row: int, region: SharedOffloadRegion) -> list[list[_Run]]:
+def _plan_canonical(kv_caches: CanonicalKVCaches, per_row: int, region: SharedOffloadRegion) -> list[list[Run]]:
     """Plan the copies between each page and its canonical page, run by run."""
     tensors = [_bytes_of(t.tensor) for t in kv_caches.tensors]
     sizes = [0] * len(tensors)
@@ -176,15 +146,15 @@ def _plan_canonical(kv_caches: CanonicalKVCaches, per_row: int, region: SharedOf
             raise ValueError("canonical_layout: a layer has no canonical mapping; remove canonical_layout")
         sizes[ref.tensor_idx] = max(sizes[ref.tensor_idx], ref.mapping.canonical_page_size_bytes)
     views = [region.create_next_canonical_view(size * per_row) for size in sizes]
-    plans: list[list[_Run]] = []
+    plans: list[list[Run]] = []
     for refs in kv_caches.group_data_refs:
-        runs: list[_Run] = []
+        runs: list[Run] = []
         for ref in refs:
             mapping: Any = ref.mapping
             for piece in mapping.runs:
                 shape = (piece.num_fragments, piece.fragment_size)
                 runs.append(
-                    _Run(
+                    Run(
                         local=_strided(tensors[ref.tensor_idx], piece.local_offset, shape, (piece.local_stride, 1)),
                         remote=_strided(
                             views[ref.tensor_idx],
@@ -193,7 +163,7 @@ def _plan_canonical(kv_caches: CanonicalKVCaches, per_row: int, region: SharedOf
                             (sizes[ref.tensor_idx], piece.canonical_stride, 1),
                         ),
                         block_bytes=piece.num_fragments * piece.fragment_size,
-                        num_writers=mapping.num_writers,
+                        writers=mapping.num_writers,
                         writer_index=mapping.writer_index,
                     )
                 )

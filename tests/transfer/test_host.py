@@ -1,10 +1,9 @@
-"""Copies in host memory: the same bytes as one-by-one copies, asynchronous, each batch reported once."""
+"""Copies in host memory: the same bytes as one-by-one copies, each batch reported once."""
 
 from __future__ import annotations
 
 import gc
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -18,30 +17,13 @@ from hypothesis import strategies as st
 from kvstore.errors import ConfigError
 from kvstore.primary import PAGE_BYTES, GroupLayout, KVLayout, Region, attention_layer, latent_layer
 from kvstore.runtime.messages import JobKind
-from kvstore.testing.waiting import eventually
-from kvstore.transfer import BlockCopies, HostTransfer, host
+from kvstore.transfer import BlockCopies, HostTransfer
 from tests.transfer.caches import expected, layouts, make_cache, random_bytes, random_copies, run
 
 TP_SIZES = (1, 2, 4, 8)
 STORE, LOAD = JobKind.STORE, JobKind.LOAD
 
 PLAIN = KVLayout((GroupLayout((attention_layer("l", kv_heads=2, key_bytes=8, block_tokens=4),), 4),))
-
-
-class Gate:
-    """Replaces the system call, and blocks copies until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened, self.reached = threading.Event(), threading.Event()
-        real = host.copy_pieces
-
-        def copy(*arguments: Any) -> bool:
-            self.reached.set()
-            assert self.opened.wait(30)
-            return real(*arguments)
-
-        monkeypatch.setattr(host, "copy_pieces", copy)
-        monkeypatch.setattr(host, "VECTORED_BYTES_MIN", 1)
 
 
 @pytest.fixture
@@ -52,37 +34,31 @@ def region() -> Iterator[Region]:
         yield region
 
 
-@pytest.mark.parametrize("fragment_bytes_min", [1, 16, 1 << 40])
 @settings(
-    max_examples=150,
+    max_examples=300,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(
     layout=layouts(),
     tp_size=st.sampled_from(TP_SIZES),
-    threaded=st.booleans(),
     seed=st.integers(0, 2**32),
     data=st.data(),
 )
 def test_bytes_are_those_of_copying_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-    fragment_bytes_min: int,
     layout: KVLayout,
     tp_size: int,
-    threaded: bool,
     seed: int,
     data: st.DataObject,
 ) -> None:
     """The same bytes are copied and left alone as one by one, for any layout, rank, padding and blocks, both ways."""
-    monkeypatch.setattr(host, "VECTORED_BYTES_MIN", fragment_bytes_min)
     rng = np.random.default_rng(seed)
     plan = layout.plan(tp_size, data.draw(st.integers(0, tp_size - 1), label="rank"))
     cache = make_cache(plan, 7, rng, padding=(0, 1, 24))
     with Region.create(9, plan.slot_bytes) as region:
         rows = region.rows()
         rows[:] = random_bytes(rng, *rows.shape)
-        transfer = HostTransfer(plan, cache, region, threaded=threaded)
+        transfer = HostTransfer(plan, cache, region)
         for kind in (STORE, LOAD):
             copies = random_copies(plan, 7, 9, rng)
             want_cache, want_rows, want_bytes = expected(plan, cache, rows, copies, kind)
@@ -142,76 +118,18 @@ def test_batches_have_effect_in_order(region: Region) -> None:
     del rows, transfer
 
 
-def test_submit_does_not_wait(monkeypatch: pytest.MonkeyPatch, region: Region) -> None:
-    """During a copy nothing is reported, wait returns at its timeout, and more batches can be submitted."""
-    gate = Gate(monkeypatch)
-    plan = PLAIN.plan(1, 0)
-    transfer = HostTransfer(plan, make_cache(plan, 8, np.random.default_rng(4)), region)
-    first = transfer.submit([BlockCopies.of([1], [1])], STORE)
-    second = transfer.submit([BlockCopies.of([2], [2])], LOAD)
-    assert gate.reached.wait(30)
-    assert transfer.poll() == []
-    assert not transfer.wait([first], 0.01)
-    gate.opened.set()
-    assert transfer.wait([second], 30)
-    assert [r.handle for r in transfer.poll()] == [first, second]
-    assert transfer.wait([first, second, 12345], 0)
-    transfer.close()
-    del transfer
-
-
-def test_close_fails_what_has_not_begun_and_lets_go(monkeypatch: pytest.MonkeyPatch, region: Region) -> None:
-    """Close waits for the running call, reports every batch, then touches no memory and releases it."""
-    gate = Gate(monkeypatch)
+def test_a_closed_transfer_refuses_batches(region: Region) -> None:
+    """Results stay, and the memory is released."""
     plan = PLAIN.plan(1, 0)
     transfer = HostTransfer(plan, make_cache(plan, 8, np.random.default_rng(5)), region)
-    handles = [transfer.submit([BlockCopies.of([i], [i])], STORE) for i in range(3)]
-    assert gate.reached.wait(30)
-    before = region.rows()[1:].copy()
-    closer = threading.Thread(target=transfer.close)
-    closer.start()
-    eventually(lambda: transfer._closing)
-    gate.opened.set()
-    closer.join(30)
+    handle = transfer.submit([BlockCopies.of([1], [1])], STORE)
     transfer.close()
-    results = transfer.poll()
-    assert [r.handle for r in results] == handles
-    assert not any(r.success for r in results[1:])
-    assert (region.rows()[1:] == before).all()
+    assert [result.handle for result in transfer.poll()] == [handle]
     with pytest.raises(ValueError, match="closed"):
         transfer.submit([], STORE)
-    assert not any(thread.name == "kvstore-transfer" for thread in threading.enumerate())
 
 
-def test_a_failed_copy_is_reported_and_the_next_one_works(
-    monkeypatch: pytest.MonkeyPatch, region: Region, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A system error becomes one failed result; the thread continues."""
-    real, fail = host.copy_pieces, [True, False]
-
-    def copy(*arguments: Any) -> bool:
-        if fail.pop(0):
-            raise OSError(14, "bad address")
-        return real(*arguments)
-
-    monkeypatch.setattr(host, "copy_pieces", copy)
-    monkeypatch.setattr(host, "VECTORED_BYTES_MIN", 1)
-    plan = PLAIN.plan(1, 0)
-    transfer = HostTransfer(plan, make_cache(plan, 8, np.random.default_rng(6)), region)
-    for i in range(2):
-        transfer.submit([BlockCopies.of([i], [i])], STORE)
-    assert transfer.wait(timeout_s=30)
-    bad, good = transfer.poll()
-    assert (bad.success, bad.size_bytes) == (False, 0)
-    assert "bad address" in bad.error
-    assert good.success
-    assert "failed" in caplog.text
-    transfer.close()
-    del transfer
-
-
-@pytest.mark.parametrize("vectored", [True, False])
-def test_calls_do_not_grow_with_blocks(vectored: bool) -> None:
+def test_calls_do_not_grow_with_blocks() -> None:
     """Eight times the blocks need as many calls of Python and C functions."""
     layers = tuple(attention_layer(f"l{i}", kv_heads=2, key_bytes=1024, block_tokens=8) for i in range(4))
     plan = KVLayout((GroupLayout(layers, 8),)).plan(1, 0)
@@ -235,7 +153,7 @@ def test_calls_do_not_grow_with_blocks(vectored: bool) -> None:
 
     with Region.create(64, plan.slot_bytes) as region:
         cache = make_cache(plan, 64, np.random.default_rng(7))
-        transfer = HostTransfer(plan, cache, region, threaded=False, vectored=vectored)
+        transfer = HostTransfer(plan, cache, region)
         calls(transfer, 8)
         assert calls(transfer, 64) == calls(transfer, 8)
         transfer.close()
@@ -248,7 +166,7 @@ def test_ranks_that_hold_the_same_bytes_take_turns() -> None:
     pages = random_bytes(np.random.default_rng(8), 16, 64)
     with Region.create(16, layout.slot_bytes()) as region:
         for rank in range(8):
-            transfer = HostTransfer(layout.plan(8, rank), {"l": pages.copy()}, region, threaded=False)
+            transfer = HostTransfer(layout.plan(8, rank), {"l": pages.copy()}, region)
             assert run(transfer, [BlockCopies.of(range(16), range(16))], STORE) == 2 * 64
             transfer.close()
             del transfer
@@ -328,33 +246,3 @@ def test_caches_that_do_not_fit_are_refused(region: Region) -> None:
     wide = KVLayout((GroupLayout((latent_layer("l", token_bytes=PAGE_BYTES, block_tokens=2),), 2),)).plan(1, 0)
     with pytest.raises(ConfigError, match="too short"):
         HostTransfer(wide, {"l": np.zeros((8, 2 * PAGE_BYTES), np.uint8)}, region)
-
-
-@pytest.mark.parametrize("threaded", [True, False])
-def test_only_a_thread_uses_the_system_call(monkeypatch: pytest.MonkeyPatch, region: Region, threaded: bool) -> None:
-    """A thread releases the GIL for others; in submit's own call no other thread needs it."""
-    gate = Gate(monkeypatch)
-    gate.opened.set()
-    plan = PLAIN.plan(1, 0)
-    transfer = HostTransfer(plan, make_cache(plan, 8, np.random.default_rng(12)), region, threaded=threaded)
-    run(transfer, [BlockCopies.of([1], [2])], STORE)
-    assert gate.reached.is_set() is threaded
-    transfer.close()
-    del transfer
-
-
-def test_without_the_system_call_numpy_does_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, region: Region
-) -> None:
-    """If a sandbox forbids the call, one warning is logged and numpy makes the copies."""
-    monkeypatch.setattr(host, "is_available", lambda: False)
-    monkeypatch.setattr(host, "copy_pieces", None)
-    monkeypatch.setattr(host, "VECTORED_BYTES_MIN", 1)
-    plan = PLAIN.plan(1, 0)
-    cache = make_cache(plan, 8, np.random.default_rng(11))
-    transfer = HostTransfer(plan, cache, region)
-    run(transfer, [BlockCopies.of([1], [2])], STORE)
-    assert (region.rows()[2, :128] == cache["l"][1]).all()
-    assert "numpy" in caplog.text
-    transfer.close()
-    del transfer
