@@ -54,6 +54,7 @@ def offloading(tier: dict[str, Any]) -> dict[str, Any]:
         "manager": "kvstore",
         "cpu_bytes_to_use": 8 * 2**20,
         "self_describing_kv_events": True,
+        "tiering": {"allow": ["ttl"]},
         "secondary_tiers": [tier],
     }
 
