@@ -184,7 +184,7 @@ def decode_config(cls: type[_T], value: Mapping[str, Any] | str | bytes, *, wher
     try:
         return msgspec.convert(fields, cls, dec_hook=_decode_hook)
     except msgspec.ValidationError as error:
-        raise _explained(error, cls, fields, where) from None
+        raise explained(error, cls, fields, where) from None
 
 
 def encode_config(config: msgspec.Struct) -> dict[str, Any]:
@@ -319,8 +319,8 @@ def _unknown_key(key: object, fields: Iterable[str], aliases: Mapping[str, str],
     return f"Unknown key {shown(key)} in {where}. Known: {', '.join(known)}.{hint}"
 
 
-def _explained(error: msgspec.ValidationError, cls: type[Any], fields: Mapping[str, Any], where: str) -> ConfigError:
-    """Convert msgspec's error to one with the key, the value and the expected value."""
+def explained(error: msgspec.ValidationError, cls: type[Any], fields: Mapping[str, Any], where: str) -> ConfigError:
+    """Convert msgspec's error to one with the key, the value and the expected value, for a Struct or a dataclass."""
     match = _AT_PATH.search(str(error))
     path = match[2] if match else ""
     cause = error.__cause__
@@ -336,7 +336,7 @@ def _explained(error: msgspec.ValidationError, cls: type[Any], fields: Mapping[s
 
 
 def _choices(cls: type[Any], path: str) -> str:
-    for field in msgspec.structs.fields(cls):
+    for field in msgspec.structs.fields(cls) if _is_struct(cls) else ():
         if field.encode_name == path:
             return ", ".join(repr(choice) for kind in _members(field.type) for choice in typing.get_args(kind))
     return "the known values"

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvstore.config import did_you_mean
+from kvstore.config import did_you_mean, explained
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 from kvstore.tenants import Tenants
@@ -140,7 +140,7 @@ def engine_tiering(options: object, tier_names: Sequence[str]) -> TieringConfig:
     try:
         config = msgspec.convert(dict(options), TieringConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"tiering: {error}") from error
+        raise explained(error, TieringConfig, options, "tiering") from error
     PolicyParser(tier_names, config.policy, config.allow)
     if config.tenants is not None and config.tenants.by == "parameter" and "tenant" not in config.allow:
         raise ConfigError(

@@ -177,6 +177,7 @@ def test_whose_manager(more: dict[str, Any], tiers: list[dict[str, Any]], ours: 
         ({"eviction_policy": "s3fofi"}, [MEMORY], "Did you mean 's3fifo'"),
         ({"store_threshold": 2}, [MEMORY], "min_uses"),
         ({"tiering": {"wait_s_mx": 1}}, [MEMORY], "Did you mean 'wait_s_max'"),
+        ({"tiering": {"allow": None}}, [MEMORY], "'allow' is null. Expected a list"),
         ({"tiering": {"policy": {"tiers": ["disk"]}}}, [MEMORY], "no tier 'disk'"),
     ],
     ids=lambda value: None if isinstance(value, list) else str(value),
