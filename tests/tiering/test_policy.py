@@ -135,6 +135,19 @@ def test_by_default_a_request_sets_only_its_own_stores_and_loads() -> None:
     assert {*own, *others, HAND_OVER} == set(PARAMETERS) and parser.refused == len(others)
 
 
+@pytest.mark.parametrize("name", ["forgett", "Forget", "cache_forget", "forget "])
+def test_a_misspelt_name_removes_nothing_without_permission(name: str) -> None:
+    """It counts as a restriction of the request's own stores, and as that of its nearest name only if allowed."""
+    assert PolicyParser(TIERS, {}).parse({name: True}) == OffloadPolicy(tiers=())
+    assert PolicyParser(TIERS, {}, ["forget"]).parse({name: True}).forget_tokens == 0
+
+
+def test_a_request_with_very_many_parameters_stores_and_loads_nothing() -> None:
+    """Looking for the nearest known name of each would take seconds on the scheduler's thread."""
+    many = {f"min_uses{number}": 2 for number in range(33)}
+    assert PolicyParser(TIERS, {}).parse(many) == OffloadPolicy(store=False, load=False)
+
+
 def test_only_what_exists_can_be_allowed() -> None:
     """A misspelt name in ``allow`` is an error at startup."""
     with pytest.raises(ConfigError, match=r"allow contains the unknown parameter 'stroe'.*Did you mean 'store'"):
