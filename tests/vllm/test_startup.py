@@ -54,7 +54,7 @@ def _extra(tmp_path: Path, more: dict[str, Any], change: dict[str, Any]) -> dict
 
 
 def _transfer(extra: dict[str, Any]) -> dict[str, Any]:
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {"kv_connector": "KVStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 @pytest.mark.parametrize("name", _BAD)
