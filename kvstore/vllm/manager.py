@@ -221,7 +221,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         for names in (self._without_keys, self._live, self._outlived_reset, self._loading):
             names.discard(ctx.request_id)
         self._foreign.finish(ctx)
-        self.manager.on_request_finished(ctx)
 
     @guarded(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
