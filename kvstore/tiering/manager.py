@@ -344,7 +344,7 @@ class TieringManager:
         if state.open and not isinstance(keys, list | tuple):
             keys = [key for key in state.open if key in keys]
         done, slots = [], []
-        for key in keys:
+        for key in state.by_position(keys):
             slot = state.open.pop(key, None)
             if slot is not None:
                 done.append(key)
@@ -421,7 +421,7 @@ class TieringManager:
         self._prefetch.drop(state)
         self._promotions.drop_request(state)
         if state.keys:
-            self.primary.touch(state.keys, anew=False)
+            self.primary.touch(state.by_position(state.keys), anew=False)
         self._end_if_idle(state)
 
     @property

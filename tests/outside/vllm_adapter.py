@@ -112,6 +112,12 @@ class Manager(KVStoreOffloadingManager):
         super().__init__(ours, tiers, None, (rows,), spec, RequestTags(None, engine))
         self._req_state = ours._requests.by_id  # The tests begin a request unless it is here.
 
+    def prepare_store(self, keys: Any, req_context: Any) -> Any:
+        """Begin the request before its first store, as vLLM's scheduler does and some tests do not."""
+        if req_context.req_id not in self._req_state:
+            self.on_new_request(req_context)
+        return super().prepare_store(keys, req_context)
+
 
 def _manager_of_tiers(primary_tier: Any, secondary_tiers: Sequence[Any]) -> Manager:
     """Return kvstore's manager for the constructor arguments of vLLM's ``TieringOffloadingManager``."""
@@ -123,7 +129,8 @@ def _manager_of_tiers(primary_tier: Any, secondary_tiers: Sequence[Any]) -> Mana
 
 
 def _primary_tier(num_chunks: int, mmap_region: Any, **options: Any) -> Any:
-    return SimpleNamespace(num_chunks=num_chunks, memory=mmap_region.create_kv_memoryview())
+    memory = mmap_region.create_kv_memoryview()
+    return SimpleNamespace(num_chunks=num_chunks, memory=memory, get_kv_memoryview=lambda: memory)
 
 
 def pytest_configure(config: pytest.Config) -> None:

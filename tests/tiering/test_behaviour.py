@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvstore.tiering.events import BlockEvent
 from kvstore.types import Locality, LookupResult, Medium, RemovalCause, RequestContext
 from tests.tiering.engine import Engine, key_of, keys_of
@@ -149,6 +151,21 @@ def test_eviction_in_primary() -> None:
     assert list(plan.evicted) == keys_of(2)
     events = [event for event in engine.manager.take_events() if event.cause is RemovalCause.EVICTED]
     assert [(event.tier, event.medium, list(event.keys)) for event in events] == [("cpu", Medium.CPU, keys_of(2))]
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_each_group_of_layers_keeps_its_start(has_ended: bool) -> None:
+    """Of a model with two groups of layers, the last blocks of both leave first: a load needs those of each group."""
+    engine = Engine(slots=6, tiers=[])
+    ctx, groups = RequestContext("r"), keys_of(1, 2, 3, 11, 12, 13)
+    engine.manager.on_new_request(ctx, groups, ends=[16, 32, 48] * 2)
+    engine.store(groups[3:] if has_ended else groups, ctx)
+    if has_ended:
+        engine.store(groups[:3], ctx)
+        engine.manager.on_request_finished(ctx)
+    engine.settle()
+    for left in ({3, 13}, {2, 12}):
+        assert set(engine.store(keys_of(*(100 + number for number in left))).evicted) == set(keys_of(*left))
 
 
 def test_reads_of_the_primary_tier_are_events_if_asked_for() -> None:
