@@ -267,6 +267,16 @@ def check_encrypted(endpoint: Endpoint, *, is_encrypted: bool, insecure: bool, s
         )
 
 
+def check_tls_files(*, is_encrypted: bool, remedy: str, **files: Path | None) -> None:
+    """Refuse TLS files that would be ignored; ``files`` by the names of their options, ``remedy`` enables TLS."""
+    given = [name for name, file in files.items() if file]
+    if given and not is_encrypted:
+        names = " and ".join(map(repr, given))
+        raise ConfigError(f"{names} would be ignored: connections have no TLS. {remedy}, or leave out {names}.")
+    if "tls_key" in given and "tls_cert" not in given:
+        raise ConfigError("'tls_key' would be ignored without 'tls_cert'. Give 'tls_cert' too, or leave out 'tls_key'.")
+
+
 def client_context(
     *, ca: Path | None = None, cert: Path | None = None, key: Path | None = None, check_hostname: bool = True
 ) -> ssl.SSLContext:

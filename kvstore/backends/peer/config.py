@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from kvstore.backends.stream import Endpoint
+from kvstore.backends.stream import Endpoint, check_tls_files
 from kvstore.config import Seconds, SecretStr, TierConfig, check_field
 from kvstore.errors import ConfigError
 
@@ -25,6 +25,9 @@ _PORT_MIN: Final = 1024
 """Lowest port that a directory entry may name; engines do not listen on lower ports, but other services do."""
 
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}", re.ASCII)
+
+_HOST_NAME: Final = re.compile(r"([A-Za-z0-9_-]+\.)*(?!\d+\.?$)[A-Za-z0-9_-]+\.?", re.ASCII)
+"""Host names. The last label is not a number, because resolvers take such names for IPv4 addresses."""
 
 
 class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -148,6 +151,13 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
                 "a network or host name with a port or ports, such as '10.0.0.0/8:5710' or 'engine-7:5710-5717'",
             )
         _check_networks("request_peers", self._request_networks)
+        check_tls_files(
+            is_encrypted=self.tls,
+            remedy="Set 'tls' to true",
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+        )
         self._check_strangers()
         self._check_listening()
         self._check_directory()
@@ -229,7 +239,7 @@ def endpoint_of(address: str) -> Endpoint:
 def _endpoint(address: str) -> Endpoint | None:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not port.isascii() or not 0 < int(port[:6]) < 65536 or len(host) > 255:
+    if not _is_host(host) or not port.isdecimal() or not port.isascii() or not 0 < int(port[:6]) < 65536:
         return None
     return Endpoint(host, int(port))
 
@@ -247,13 +257,24 @@ def _places(entry: str) -> tuple[str, range] | None:
 def _check_networks(name: str, networks: Sequence[str]) -> None:
     """Raise ConfigError for a network that would cover no address, such as one with bits after its prefix."""
     for network in networks:
-        if "/" in network:
-            expected = "a network such as '10.0.0.0/8', or a host name"
+        expected = "a network such as '10.0.0.0/8', or a host name"
+        if "/" not in network:
+            check_field(_is_host(network), name, network, expected)
+        else:
             try:
                 expected = str(ipaddress.ip_network(network, strict=False))
                 ipaddress.ip_network(network)
             except ValueError:
                 check_field(False, name, network, expected)
+
+
+def _is_host(host: str) -> bool:
+    """Return whether a text is an IP address, or may be a host name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return len(host) <= 255 and _HOST_NAME.fullmatch(host) is not None
+    return True
 
 
 def _is_loopback(allowed: str) -> bool:
