@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -161,9 +161,14 @@ class Directory:
         """Number of other engines with leases that had not ended in the last round."""
         return len(self._entries)
 
-    def candidates(self, keys: Sequence[BlockKey], most: int, barred: Collection[Endpoint]) -> list[Endpoint]:
+    @property
+    def known(self) -> Set[Endpoint]:
+        """The engines that :meth:`candidates` may return."""
+        return self._places.keys()
+
+    def candidates(self, keys: Sequence[BlockKey], most: int, barred: Set[Endpoint]) -> list[Endpoint]:
         """Return the engines that, by their summaries, seem to have most of some blocks."""
-        places = [self._places[endpoint] for endpoint in barred if endpoint in self._places]
+        places = [self._places[endpoint] for endpoint in barred & self._places.keys()]
         found = [self._indexed[place] for place in self._index.best(keys, most, places)]
         # The index is rebuilt shortly after an engine has left.
         return [endpoint for endpoint in found if endpoint in self._entries]
