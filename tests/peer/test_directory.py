@@ -16,8 +16,8 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.peer import PeerBackend, PeerConfig
-from kvstore.backends.peer.directory import _READ_AT_ONCE, _READ_BYTES_MAX, ENGINES_MAX
-from kvstore.backends.peer.summary import SUMMARY_BYTES_MAX, Sample, pack
+from kvstore.backends.peer.directory import _READ_AT_ONCE, _READ_BYTES_MAX
+from kvstore.backends.peer.summary import ENGINES_MAX, SUMMARY_BYTES_MAX, Sample, pack
 from kvstore.config import decode_config
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace

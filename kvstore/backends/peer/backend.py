@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import ClassVar, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
-from kvstore.backends.peer.client import Peer, PeerCounters, PeerError, PeerLog
+from kvstore.backends.peer.client import Peer, PeerError, PeerLog
 from kvstore.backends.peer.config import PeerConfig, endpoint_of
-from kvstore.backends.peer.directory import ENGINES_MAX, Directory, DirectoryCounters
-from kvstore.backends.peer.server import PeerServer, ServerCounters
+from kvstore.backends.peer.server import PeerServer
+from kvstore.backends.peer.summary import ENGINES_MAX
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
@@ -24,6 +24,10 @@ from kvstore.primary.lending import Lender
 from kvstore.registry import DIRECTORIES
 from kvstore.runtime.limits import CallsUnderWay, RetryBudget
 from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, Outcome, Source
+
+if TYPE_CHECKING:
+    # Imported by the registry, because it needs redis-py.
+    from kvstore.backends.peer.directory import Directory
 
 logger = logging.getLogger("kvstore.backends.peer")
 
@@ -41,6 +45,14 @@ _STRANGERS_SHARE: Final = 0.01
 """Failed queries of peers of the directory that have never answered: an initial allowance, then one in a hundred
 lookups. Beyond that, and if other peers seem to have the blocks, they are tried in the background, so that false
 entries delay no request."""
+
+_COUNTED: Final = (
+    *("connections_opened", "connections_failed", "answers_late", "peers_distrusted", "named_peers_refused"),
+    *("served_connections_accepted", "served_connections_refused", "served_keys_looked_up", "served_blocks_sent"),
+    *("served_bytes_sent", "served_blocks_from_storage", "served_blocks_absent"),
+    *("directory_rounds", "directory_failures", "directory_entries_refused"),
+    *("directory_summaries_read", "directory_bytes_read"),
+)
 
 _RETRIES_MAX: Final = 10.0
 _RETRY_SHARE: Final = 0.1
@@ -88,10 +100,7 @@ class PeerBackend(Backend):
         self._budget = RetryBudget(_RETRIES_MAX, _RETRY_SHARE)
         self._strangers = RetryBudget(_STRANGERS_MAX, _STRANGERS_SHARE)
         self._log = PeerLog()
-        self._asked = PeerCounters()
-        self._served = ServerCounters()
-        self._listings = DirectoryCounters()
-        self._refused_names = 0
+        self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         self._under_way = CallsUnderWay()
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -117,16 +126,16 @@ class PeerBackend(Backend):
                     "'listen' serves blocks of kvstore's own primary tier, and there is none. Use kvstore's manager "
                     "(KVStoreOffloadingSpec without 'manager': 'vllm'), or leave out 'listen'."
                 )
-            self._server = PeerServer(config, self._source, namespace, self._served, geometry.payload_bytes_max)
+            self._server = PeerServer(config, self._source, namespace, self._counts, geometry.payload_bytes_max)
             await self._server.open()
             logger.info("Serving blocks to peers on %s", config.listen)
         self._namespace = namespace
         listed = [endpoint_of(address) for address in config.peers if address != config.listen]
         self._listed = {endpoint: self._peer(endpoint) for endpoint in listed}
         if config.directory is not None:
-            client = DIRECTORIES.find(config.directory.url.partition(":")[0])(config.directory, namespace.hex)
+            directory = DIRECTORIES.find(config.directory.url.partition(":")[0])
             own = config.published
-            self._directory = Directory(config.directory, client, own, self._server, self._listings)
+            self._directory = directory(config.directory, namespace.hex, own, self._server, self._counts)
 
     async def close(self) -> None:
         self._namespace = None
@@ -226,12 +235,7 @@ class PeerBackend(Backend):
         peers = self._peers()
         server = self._server
         return BackendStats(
-            counters={
-                **asdict(self._asked),
-                **{f"served_{name}": count for name, count in asdict(self._served).items()},
-                **asdict(self._listings),
-                "named_peers_refused": self._refused_names,
-            },
+            counters=dict(self._counts),
             gauges={
                 "peers": float(len(peers)),
                 "peers_down": float(sum(peer.down for peer in peers)),
@@ -335,7 +339,7 @@ class PeerBackend(Backend):
         return self._namespace
 
     def _peer(self, endpoint: Endpoint) -> Peer:
-        return Peer(endpoint, self.config, self._context, self._ready().digest, self._asked, self._log)
+        return Peer(endpoint, self.config, self._context, self._ready().digest, self._counts, self._log)
 
     def _peers(self) -> list[Peer]:
         return [*self._listed.values(), *self._named.values(), *self._found.values()]
@@ -349,8 +353,8 @@ class PeerBackend(Backend):
         if endpoint in self._listed:
             return self._listed[endpoint]
         if endpoint is None or not self.config.may_name(endpoint):
-            self._refused_names += 1
-            if self._refused_names == 1:
+            self._counts["named_peers_refused"] += 1
+            if self._counts["named_peers_refused"] == 1:
                 logger.warning("A request names the peer %r, which 'request_peers' does not allow.", source[:80])
             return None
         return self._remembered(endpoint, self._named)

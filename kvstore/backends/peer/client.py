@@ -9,10 +9,9 @@ import math
 import os
 import ssl
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from kvstore.backends.base import RecordRead
@@ -67,16 +66,6 @@ class PeerLateError(PeerError):
     """A peer did not answer in time."""
 
 
-@dataclass(slots=True)
-class PeerCounters:
-    """Counts over all peers of a backend."""
-
-    connections_opened: int = 0
-    connections_failed: int = 0
-    answers_late: int = 0
-    peers_distrusted: int = 0
-
-
 class PeerLog:
     """Warnings about peers, at most ``_WARNINGS_MAX`` a minute; then one line has the number of the omitted ones."""
 
@@ -109,7 +98,7 @@ class Peer:
         config: Configuration of the backend.
         context: TLS settings, if any.
         namespace_digest: Namespace of the blocks.
-        counters: Counters shared by all peers.
+        counts: Counts of events, shared by all peers.
         log: Log shared by all peers.
     """
 
@@ -119,7 +108,7 @@ class Peer:
         config: PeerConfig,
         context: ssl.SSLContext | None,
         namespace_digest: bytes,
-        counters: PeerCounters,
+        counts: Counter[str],
         log: PeerLog,
     ) -> None:
         self.endpoint = endpoint
@@ -130,7 +119,7 @@ class Peer:
         self._config = config
         self._context = context
         self._namespace_digest = namespace_digest
-        self._counters = counters
+        self._counts = counts
         self._log = log
         self._loop = asyncio.get_running_loop()
         pauses_s = float(config.breaker_cooldown), float(config.breaker_cooldown_max)
@@ -228,7 +217,7 @@ class Peer:
     def note_damaged(self) -> None:
         """Record that a block from the peer failed verification: the peer is paused."""
         if self._trust.record_failure(self._loop.time()):
-            self._counters.peers_distrusted += 1
+            self._counts["peers_distrusted"] += 1
             self.last_error = f"{self.endpoint}: sent a record that does not verify"
             self._log.warning(
                 "Peer %s sent a record that does not verify. It is not asked for %.0f s.",
@@ -290,7 +279,7 @@ class Peer:
             if self._closed:
                 raise PeerError("the backend is closed") from None
             late = isinstance(error, TimeoutError)
-            self._counters.answers_late += late
+            self._counts["answers_late"] += late
             text = "no answer in time" if late else str(error) or type(error).__name__
             if self._health.record_failure(self._loop.time()):
                 self._log.warning("Peer %s is left alone for %.1f s: %s", self.endpoint, self._health.pause_s, text)
@@ -346,14 +335,14 @@ class Peer:
                     pipe.close()
                     raise
         except (OSError, ValueError, OverflowError, PeerProtocolError) as error:
-            self._counters.connections_failed += 1
+            self._counts["connections_failed"] += 1
             late = isinstance(error, TimeoutError)
             text = f"no connection within {float(self._config.connect_timeout)} s" if late else _reason(error)
             raise ConnectionError(text) from error
         if self._closed:
             pipe.close()
             raise ConnectionError("the backend is closed")
-        self._counters.connections_opened += 1
+        self._counts["connections_opened"] += 1
         self._pipes.add(pipe)
         return pipe
 

@@ -68,11 +68,6 @@ class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
         if "@" in self.url:
             raise ConfigError("'url' (not shown) has a user or password in it. Give 'username' and 'password'.")
 
-    @property
-    def session_s(self) -> float:
-        """Time limit of one session with the server."""
-        return 2 * float(self.interval) + float(self.connect_timeout)
-
     def admits(self, endpoint: Endpoint) -> bool:
         """Return whether a directory entry may make this engine connect to an endpoint."""
         return endpoint.port >= _PORT_MIN and any(_covers(allowed, endpoint.host) for allowed in self.networks)
