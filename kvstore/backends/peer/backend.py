@@ -40,11 +40,13 @@ _NAMED_MAX: Final = 64
 _CANDIDATES_MAX: Final = 2
 """Peers that the directory names for one lookup: the best one, and another for the blocks missing there."""
 
+_TRIALS_MAX: Final = 8
+"""Peers that one lookup tries in the background, so that an engine among hundreds of false entries is found soon."""
+
 _STRANGERS_MAX: Final = 4.0
 _STRANGERS_SHARE: Final = 0.01
 """Failed queries of peers of the directory that have never answered: an initial allowance, then one in a hundred
-lookups. Beyond that, and if other peers seem to have the blocks, they are tried in the background, so that false
-entries delay no request."""
+lookups. Beyond that, such peers are tried in the background, so that false entries delay no request."""
 
 _COUNTED: Final = (
     *("connections_opened", "connections_failed", "answers_late", "peers_distrusted", "named_peers_refused"),
@@ -369,7 +371,8 @@ class PeerBackend(Backend):
     def _peers_for(self, keys: Sequence[BlockKey]) -> tuple[dict[Peer, None], bool]:
         """Return the configured peers, and those that the directory names for some blocks.
 
-        Peers of the directory that have failed or never answered are tried in the background, and replaced by others.
+        Of the two peers that seem best, those that have failed or never answered are replaced, except for one if few
+        such peers have failed before. They are then tried in the background.
 
         Returns:
             The peers, and whether some were replaced.
@@ -382,30 +385,35 @@ class PeerBackend(Backend):
         barred = self._listed.keys() | {peer.endpoint for peer in known if peer.paused}
         best = self._found_at(self._directory.candidates(keys, _CANDIDATES_MAX, barred))
         untried = [peer for peer in best if not (peer.has_answered and peer.admits())]
-        if untried:
-            proven = {peer.endpoint for peer in known if peer.has_answered and not peer.down}
-            others = self._directory.candidates(keys, _CANDIDATES_MAX, self._directory.known - proven)
-            if others or self._strangers.tokens < 1:
-                for peer in untried:
+        if not untried:
+            return listed | dict.fromkeys(best), False
+        proven = {peer.endpoint for peer in known if peer.has_answered and not peer.down}
+        others = self._found_at(self._directory.candidates(keys, _CANDIDATES_MAX, self._directory.known - proven))
+        ready: list[Peer] = []
+        if self._strangers.tokens >= 1:
+            ready = [peer for peer in untried if peer.admits()]
+        else:
+            for peer in self._found_at(self._directory.candidates(keys, _TRIALS_MAX, barred | proven)):
+                if peer.admits():
                     peer.start_trial()
-                return listed | dict.fromkeys(self._found_at(others)), True
-        return listed | dict.fromkeys(best), False
+        asked = [*others[:1], *ready, *others[1:]][:_CANDIDATES_MAX]
+        return listed | dict.fromkeys(asked), not set(untried) <= set(asked)
 
     def _found_at(self, endpoints: Iterable[Endpoint]) -> list[Peer]:
         peers = [self._named.get(endpoint) or self._remembered(endpoint, self._found) for endpoint in endpoints]
         return [peer for peer in peers if peer is not None]
 
     def _remembered(self, endpoint: Endpoint, peers: BoundedDict[Endpoint, Peer]) -> Peer | None:
-        """Return the peer at an endpoint; None if there are too many, each with calls under way.
+        """Return the peer at an endpoint; None if there are too many, each with a load under way.
 
-        If there are too many, a peer without a load is removed: one without calls, one that has never answered, the
-        one that was named least recently, in this order.
+        If there are too many, one without a load is removed: rather one without calls, then rather one that has never
+        answered, then the one that was named least recently.
         """
         peer = peers.get(endpoint)
         if peer is None:
             peer = self._peer(endpoint)
             if len(peers) == peers.most:
-                removable = [one for one in peers.values() if not (one.loading or (one.busy and one.has_answered))]
+                removable = [one for one in peers.values() if not one.loading]
                 if not removable:
                     return None
                 self._let_go(peers.pop(min(removable, key=lambda one: (one.busy, one.has_answered)).endpoint))
