@@ -34,7 +34,6 @@ SECRET = "a secret of sixteen"
         ({"peers": [f"host-{i}:1" for i in range(65)]}, "at most 64"),
         ({"peers": ["a:1"], "secret": "short"}, "at least 16 characters"),
         ({"peers": ["a:1"], "connections": 0}, "1 to 64"),
-        ({"peers": ["a:1"], "serve_share": 0}, "above 0"),
         ({"peers": ["a:1"], "timeout": 0}, "above 0"),
         ({"peers": ["a:1"], "codec": "zstd"}, "'raw'"),
         ({"peer": ["a:1"]}, "Did you mean 'peers'"),

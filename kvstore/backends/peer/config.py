@@ -110,8 +110,6 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     closed. On the serving side, the limit for the transfer of one block, and so for the loan of its row."""
     # Every engine of a fleet may open a few connections.
     serve_connections: int = 256  # Most connections served at once.
-    # Each connection lends one row at a time. Most slots of the tier remain evictable.
-    serve_share: float = 0.25  # Largest share of the primary tier's slots that may be lent at once.
     # Waiting for a stopped peer must take less time than recomputing a short prompt. A lookup takes one round trip.
     lookup_timeout: Seconds = Seconds("500ms")
     load_timeout: Seconds = Seconds(2)
@@ -128,7 +126,6 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         check_field(len(self.peers) <= _PEERS_MAX, "peers", f"{len(self.peers)} addresses", f"at most {_PEERS_MAX}")
         check_field(1 <= self.connections <= 64, "connections", self.connections, "1 to 64")
         check_field(1 <= self.serve_connections <= 65536, "serve_connections", self.serve_connections, "1 to 65536")
-        check_field(0 < self.serve_share <= 1, "serve_share", self.serve_share, "above 0 and at most 1")
         for name in ("connect_timeout", "timeout"):
             check_field(0 < getattr(self, name) <= 300, name, getattr(self, name), "above 0 and at most 5 minutes")
         check_field(self.codec == "raw", "codec", self.codec, "'raw': peers send rows as they are in memory")

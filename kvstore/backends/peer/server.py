@@ -152,6 +152,9 @@ _GREETINGS_MAX: Final = 64
 """Most unauthenticated connections. A further one replaces the oldest, so silent ones keep no member out: a greeting
 takes milliseconds."""
 
+_LENT_SHARE: Final = 0.25
+"""Largest share of the primary tier's slots that may be lent at once, so that most slots remain evictable."""
+
 _PAUSE_S: Final = 0.1
 """Pause after a failed accept, most likely for lack of descriptors."""
 
@@ -188,7 +191,7 @@ class PeerServer:
         if config.tls and config.tls_cert and config.tls_key:
             self._context = server_context(cert=config.tls_cert, key=config.tls_key, client_ca=config.tls_ca)
         # Each load lends one row at a time.
-        self._rows = Limiter(max(1, int(source.slots * config.serve_share)))
+        self._rows = Limiter(max(1, int(source.slots * _LENT_SHARE)))
         self._greeting: dict[asyncio.Task[None], None] = {}
         """Tasks of unauthenticated connections, the oldest first."""
         self._connections: set[asyncio.Task[None]] = set()
