@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.codec.rows import address_of
+from kvstore.config import TierConfig
 from kvstore.errors import ConfigError
 
 BUFFERS_MAX: Final = 64
@@ -267,9 +268,9 @@ def check_encrypted(endpoint: Endpoint, *, is_encrypted: bool, insecure: bool, s
         )
 
 
-def check_tls_files(*, is_encrypted: bool, remedy: str, **files: Path | None) -> None:
-    """Refuse TLS files that would be ignored; ``files`` by the names of their options, ``remedy`` enables TLS."""
-    given = [name for name, file in files.items() if file]
+def check_tls_files(config: TierConfig, *, is_encrypted: bool, remedy: str) -> None:
+    """Refuse a configuration whose TLS files would be ignored; ``remedy`` enables TLS."""
+    given = [name for name in ("tls_ca", "tls_cert", "tls_key") if getattr(config, name, None)]
     if given and not is_encrypted:
         names = " and ".join(map(repr, given))
         raise ConfigError(f"{names} would be ignored: connections have no TLS. {remedy}, or leave out {names}.")

@@ -56,14 +56,11 @@ _ANSWERS: Final = {
 
 
 class PeerError(BackendUnavailableError):
-    """A peer could not be queried."""
+    """A peer could not be queried; ``is_late``: it did not answer in time."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, is_late: bool = False) -> None:
         super().__init__(message, backend="peer")
-
-
-class PeerLateError(PeerError):
-    """A peer did not answer in time."""
+        self.is_late = is_late
 
 
 class PeerLog:
@@ -201,7 +198,7 @@ class Peer:
             # Blocks that have arrived keep their outcomes; the others are IO_ERROR already.
             if self._loads.record_failure(self._loop.time()):
                 self._log.warning("Nothing is loaded from peer %s for %.1f s", self.endpoint, self._loads.pause_s)
-            if isinstance(error, PeerLateError):
+            if error.is_late:
                 return [Outcome.TIMEOUT if one is Outcome.IO_ERROR else one for one in outcomes]
         else:
             self._loads.record_success()
@@ -285,7 +282,7 @@ class Peer:
                 self._log.warning("Peer %s is left alone for %.1f s: %s", self.endpoint, self._health.pause_s, text)
             self.last_error = f"{self.endpoint}: {text}"
             # Not kept in a local variable: a reference cycle of frame and exception would keep the buffers alive.
-            raise (PeerLateError if late else PeerError)(self.last_error) from None
+            raise PeerError(self.last_error, is_late=late) from None
         if not self._health.closed:
             self._log.warning("Peer %s answers again", self.endpoint)
         self._health.record_success()

@@ -143,13 +143,7 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
                 "a network or host name with a port or ports, such as '10.0.0.0/8:5710' or 'engine-7:5710-5717'",
             )
         _check_networks("request_peers", self._request_networks)
-        check_tls_files(
-            is_encrypted=self.tls,
-            remedy="Set 'tls' to true",
-            tls_ca=self.tls_ca,
-            tls_cert=self.tls_cert,
-            tls_key=self.tls_key,
-        )
+        check_tls_files(self, is_encrypted=self.tls, remedy="Set 'tls' to true")
         self._check_strangers()
         self._check_listening()
         self._check_directory()

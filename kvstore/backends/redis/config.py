@@ -85,13 +85,7 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
             check_field(bool(host) and is_port and "@" not in address, "sentinels", shown, "a list of 'host:port'")
         if self.sentinels and self.mode == "cluster":
             raise ConfigError("A cluster is not watched by Sentinel. Leave out 'sentinels', or 'mode'.")
-        check_tls_files(
-            is_encrypted=self.tls,
-            remedy="Give a 'url' with 'rediss://'",
-            tls_ca=self.tls_ca,
-            tls_cert=self.tls_cert,
-            tls_key=self.tls_key,
-        )
+        check_tls_files(self, is_encrypted=self.tls, remedy="Give a 'url' with 'rediss://'")
 
     @property
     def tls(self) -> bool:
