@@ -496,6 +496,14 @@ class TieringManager:
         """Return the events of all tiers since the last call (none unless ``events`` is configured)."""
         return self._log.take(self._links)
 
+    def take_unfilled(self) -> list[BlockKey]:
+        """Return the blocks whose slots were never filled since the last call, and that have none now.
+
+        The first call begins to record them.
+        """
+        found, self.primary.unfilled = self.primary.unfilled or [], []
+        return [key for key in dict.fromkeys(found) if key not in self.primary]
+
     @property
     def has_unreported(self) -> bool:
         """Whether :meth:`take_events` has an event of the primary tier to return."""

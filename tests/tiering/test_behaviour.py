@@ -221,6 +221,24 @@ def test_a_failed_store_does_not_cascade() -> None:
     assert engine.look(keys_of(1, 2), ctx) == ["miss", "miss"]
 
 
+def test_blocks_that_were_never_complete_are_reported() -> None:
+    """After a failed store or load, unless the block has a slot again: an engine may drop what it knows of it."""
+    engine = Engine()
+    engine.store_and_forget(keys_of(1, 2))
+    engine.evict_all()
+    assert engine.manager.take_unfilled() == []
+    ctx = engine.request()
+    assert engine.manager.prepare_store(keys_of(3, 4, 5), ctx) is not None
+    engine.manager.complete_store(keys_of(3, 4), ctx, success=False)
+    engine.store(keys_of(4))
+    engine.look(keys_of(1, 2), engine.request())
+    engine.manager.on_step_end()
+    engine.tier.run(failing=keys_of(1))
+    engine.settle()
+    assert engine.manager.take_unfilled() == keys_of(3, 1)
+    assert engine.manager.take_unfilled() == []
+
+
 def test_tiers_evict_independently() -> None:
     """A block that one tier evicted is loaded from the next tier that has it."""
     engine = Engine(tiers=["disk", "far"], capacity=None)
