@@ -44,8 +44,10 @@ __all__ = [
     "forget_stdout",
     "json_object",
     "make_app",
+    "not_json",
     "opened_input",
     "size_option",
+    "text_of",
     "write_output",
 ]
 
@@ -63,6 +65,11 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
     """Ctrl-C; the results so far were reported."""
 
+
+_TEXT_BYTES_MAX: Final = 1 << 20
+"""Longest file with JSON; a longer one is the wrong file."""
+
+_PATH_MAX: Final = 4096
 
 _LISTING: Final = frozenset({"backends", "config", "inspect", "s3-lifecycle", "size", "top"})
 """Commands that only print: they succeed even if the reader of stdout exits early."""
@@ -217,6 +224,37 @@ def opened_input(path: str, what: str) -> Iterator[IO[bytes]]:
         raise ConfigError(f"The {what} {path!r} can't be read: {error.strerror}. Name a file.") from error
     with file:
         yield file
+
+
+def text_of(text: str, subject: str) -> str:
+    """Return an argument, or the contents of the file that it names as ``@FILE`` (``@-`` for stdin).
+
+    Args:
+        text: The argument.
+        subject: Noun for errors, such as ``"configuration"``.
+
+    Raises:
+        ConfigError: The file can't be read, or is not text of a plausible length.
+    """
+    if not text.startswith("@"):
+        return text
+    with opened_input(text[1:], subject) as file:
+        data = file.read(_TEXT_BYTES_MAX + 1)
+    if len(data) > _TEXT_BYTES_MAX:
+        raise ConfigError(f"The {subject} {text[1:]!r} has more than {_TEXT_BYTES_MAX} bytes. Name a file with JSON.")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"The {subject} {text[1:]!r} is not UTF-8 text. Name a file with JSON.") from None
+
+
+def not_json(text: str, error: json.JSONDecodeError) -> str:
+    """Return why an argument is not JSON, with the likely mistake. The text is not shown: it may hold a password."""
+    if "\0" not in text and Path(text[:_PATH_MAX]).is_file():
+        return f"{text!r} is a file, not JSON. Put '@' before its name: '@{text}'."
+    if text.lstrip()[:1] in ("{", "[") and '"' not in text:
+        return "The JSON has no double quotes: the shell removed them. Put the whole of it in single quotes."
+    return f"{error.msg} at line {error.lineno}, column {error.colno}."
 
 
 class OutputError(KVStoreError):

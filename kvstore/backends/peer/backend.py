@@ -12,9 +12,9 @@ from typing import ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.peer.client import Peer, PeerCounters, PeerError
-from kvstore.backends.peer.config import PeerConfig, endpoint_of
-from kvstore.backends.peer.directory import Directory, DirectoryCounters
-from kvstore.backends.peer.server import PeerServer, ServerCounters
+from kvstore.backends.peer.config import DirectoryConfig, PeerConfig, endpoint_of
+from kvstore.backends.peer.directory import Directory, DirectoryClient, DirectoryCounters
+from kvstore.backends.peer.server import PeerServer, ServerCounters, serving_context
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
@@ -94,6 +94,12 @@ class PeerBackend(Backend):
     def set_lender(self, lender: Lender) -> None:
         self._source = lender
 
+    def check(self) -> None:
+        _loading_context(self.config)
+        serving_context(self.config)
+        if self.config.directory is not None:
+            _directory_client(self.config.directory, "")
+
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Listen, if configured. Connections to peers are opened on first use.
 
@@ -102,11 +108,7 @@ class PeerBackend(Backend):
             BackendUnavailableError: The listening address is not available.
         """
         config = self.config
-        if config.tls:
-            names_host = config.tls_check_hostname
-            self._context = client_context(
-                ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=names_host
-            )
+        self._context = _loading_context(config)
         if config.listen:
             if self._source is None:
                 raise ConfigError(
@@ -119,7 +121,7 @@ class PeerBackend(Backend):
         self._namespace = namespace
         self._listed = [self._peer(endpoint_of(address)) for address in config.peers if address != config.listen]
         if config.directory is not None:
-            client = DIRECTORIES.find(config.directory.url.partition(":")[0])(config.directory, namespace.hex)
+            client = _directory_client(config.directory, namespace.hex)
             own = config.published
             self._directory = Directory(config.directory, client, own, self._server, self._listings)
 
@@ -367,3 +369,18 @@ class PeerBackend(Backend):
         task = asyncio.get_running_loop().create_task(peer.close())
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
+
+
+def _loading_context(config: PeerConfig) -> ssl.SSLContext | None:
+    """Return the TLS settings for connections to peers; None without TLS."""
+    if not config.tls:
+        return None
+    return client_context(
+        ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
+    )
+
+
+def _directory_client(config: DirectoryConfig, namespace_hex: str) -> DirectoryClient:
+    """Create the client of a directory, not connected."""
+    client: DirectoryClient = DIRECTORIES.find(config.url.partition(":")[0])(config, namespace_hex)
+    return client
