@@ -225,12 +225,20 @@ def _noting(faults: list[Fault], place: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def said_in_the_log() -> Iterator[None]:
-    """Log the reason why a tier can't be opened in one line; vLLM shows it only at the end of a traceback."""
+    """Log the reason why a tier can't be opened in one line; vLLM shows it only at the end of a traceback.
+
+    An engine's own process then ends without that traceback; a program that runs the engine itself gets the exception.
+
+    Raises:
+        SystemExit: A tier can't be opened, in a process that vLLM started.
+    """
     try:
         yield
     except KVStoreError as error:
         logger.error("kvstore: %s", error)
-        raise
+        if multiprocessing.parent_process() is None:
+            raise
+        raise SystemExit(1) from None
 
 
 def described(tier: AsyncTier, options: Mapping[str, Any]) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.errors import ConfigError
+from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.vllm.options import with_short_types
-from kvstore.vllm.startup import check_offloading, check_start, transfer_faults
+from kvstore.vllm.startup import check_offloading, check_start, said_in_the_log, transfer_faults
 from tests.project.tree import ROOT
 
 _FILE = {"type": "file", "path": "DIR/kv", "capacity": "1GiB"}
@@ -307,6 +307,17 @@ def test_a_real_server_ends_with_one_line(tmp_path: Path) -> None:
     assert last.startswith("kvstore: "), done.stderr
     assert "Did you mean 'capacity'?" in last
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("parent", [None, object()])
+def test_a_tier_that_cannot_be_opened_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, parent: object
+) -> None:
+    """The reason is logged once; vLLM's own process ends without a traceback, a program gets the exception."""
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: parent)
+    with pytest.raises(SystemExit if parent else BackendUnavailableError), said_in_the_log():
+        raise BackendUnavailableError("no answer", backend="redis")
+    assert caplog.messages == ["kvstore: [redis] no answer"]
 
 
 @pytest.mark.vllm
