@@ -15,7 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Annotated, Any, Final
 
-from typer import Argument, Context, Exit, Option, Typer, confirm
+from typer import Argument as Argument
+from typer import Context as Context
+from typer import Exit as Exit
+from typer import Option as Option
+from typer import Typer as Typer
+from typer import confirm as confirm
 from typer.core import TyperGroup
 
 import kvstore
@@ -23,33 +28,6 @@ from kvstore.cli.reporting.terminal import print_line
 from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.quantity import ByteSize, Seconds
-
-__all__ = [
-    "Argument",
-    "Context",
-    "DefaultsFile",
-    "Exit",
-    "ExitCode",
-    "JsonFlag",
-    "Option",
-    "OutFile",
-    "OutputError",
-    "Reuse",
-    "TierOption",
-    "Typer",
-    "VersionFlag",
-    "check_output",
-    "confirm",
-    "duration_option",
-    "forget_stdout",
-    "json_object",
-    "make_app",
-    "not_json",
-    "opened_input",
-    "size_option",
-    "text_of",
-    "write_output",
-]
 
 
 class ExitCode(enum.IntEnum):
@@ -201,15 +179,28 @@ def duration_option(text: str, option: str) -> Seconds:
 
 def json_object(text: str | None, option: str) -> dict[str, Any]:
     """Parse the JSON object given for an option, empty for None; a ConfigError names the option."""
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{option} is not valid JSON: {error.msg} at column {error.colno}. Give an object.") from None
+    value = {} if text is None else parsed_json(text, option)
     if not isinstance(value, dict):
         raise ConfigError(f"{option} is {value!r}. Expected a JSON object.")
     return value
+
+
+def parsed_json(text: str, subject: str, expected: str = "") -> Any:
+    """Parse JSON; a ConfigError names its subject and the likely mistake.
+
+    The text is not shown, and the cause not chained, because the text may hold a password.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        why = f"{error.msg} at line {error.lineno}, column {error.colno}."
+    except RecursionError:
+        why = "It is nested too deeply."
+    if "\0" not in text and len(text) < _PATH_MAX and Path(text).is_file():
+        why = f"{text!r} is a file. Put '@' before its name: '@{text}'."
+    elif text.lstrip()[:1] in ("{", "[") and '"' not in text and any(map(str.isalpha, text)):
+        why = "It has no double quotes: the shell removed them. Put the whole of it in single quotes."
+    raise ConfigError(f"{subject} is not valid JSON. {why}{expected}")
 
 
 @contextlib.contextmanager
@@ -246,15 +237,6 @@ def text_of(text: str, subject: str) -> str:
         return data.decode()
     except UnicodeDecodeError:
         raise ConfigError(f"The {subject} {text[1:]!r} is not UTF-8 text. Name a file with JSON.") from None
-
-
-def not_json(text: str, error: json.JSONDecodeError) -> str:
-    """Return why an argument is not JSON, with the likely mistake. The text is not shown: it may hold a password."""
-    if "\0" not in text and Path(text[:_PATH_MAX]).is_file():
-        return f"{text!r} is a file, not JSON. Put '@' before its name: '@{text}'."
-    if text.lstrip()[:1] in ("{", "[") and '"' not in text:
-        return "The JSON has no double quotes: the shell removed them. Put the whole of it in single quotes."
-    return f"{error.msg} at line {error.lineno}, column {error.colno}."
 
 
 class OutputError(KVStoreError):

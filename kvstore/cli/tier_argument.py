@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from kvstore.cli.command_line import not_json, text_of
+from kvstore.cli.command_line import parsed_json, text_of
 from kvstore.config import TierConfig, decode_config, encode_config
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
@@ -79,11 +79,7 @@ def parse_tier(text: str) -> TierArgument:
         return _from_url(text)
     if text in BACKENDS.names():
         return make_tier(text, {})
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        # Not chained: that exception has the whole text, which may hold a password.
-        raise ConfigError(f"--tier is neither JSON nor a URL. {not_json(text, error)} {_EXPECTED}") from None
+    value = parsed_json(text, "--tier is no URL, and", f" {_EXPECTED}")
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, dict):
