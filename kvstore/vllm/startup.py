@@ -20,6 +20,7 @@ from vllm.config import KVTransferConfig
 from vllm.config.kv_transfer import KVRole
 from vllm.platforms import current_platform
 
+from kvstore.backends.peer.config import NOTHING_TO_SERVE
 from kvstore.config import ByteSize, decode_config, did_you_mean
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.registry import BACKENDS
@@ -30,6 +31,7 @@ from kvstore.vllm.options import (
     TIER_TYPE,
     check_options,
     check_tiering,
+    is_own_manager,
     option_faults,
     spelled_out,
     unknown_options,
@@ -176,6 +178,8 @@ def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Faul
         text = "There are no 'secondary_tiers': blocks stay in CPU memory only. Add one, such as "
         warnings.append(Fault("", text + '{"type": "file", "path": "/mnt/nvme/kv", "capacity": "500GiB"}.'))
     _check_tiers(ours, here, faults, warnings)
+    if not (is_our_spec and is_own_manager(extra)):
+        faults += [Fault(place, NOTHING_TO_SERVE) for place, tier in ours.items() if tier.get("listen")]
     return faults, warnings
 
 

@@ -55,6 +55,11 @@ _BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "missing profile": ({}, {"type": "s3", "bucket": "bucket", "profile": "no-such"}, "no profile"),
     "missing keyring": ({}, {"codec": [{"aead": {"keys": {"file": "/no/keys"}}}]}, "can't be read"),
     "name of a product": ({}, {"type": "valkey"}, "For valkey give 'redis'"),
+    "nothing to serve": (
+        {"manager": "vllm"},
+        {"type": "peer", "listen": "127.0.0.1:5710"},
+        "'listen' serves blocks of kvstore's own primary tier",
+    ),
     "no type": ({}, {"type": None}, "secondary_tiers[0] has the type null"),
     "option of the engine": ({}, {"cpu_bytes_to_use": "8GiB"}, "belongs one level up"),
     "misspelt spec": ({"spec_name": "KVStoreOfloadingSpec"}, {}, "Did you mean 'KVStoreOffloadingSpec'"),

@@ -12,7 +12,7 @@ from typing import ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.peer.client import Peer, PeerCounters, PeerError
-from kvstore.backends.peer.config import DirectoryConfig, PeerConfig, endpoint_of
+from kvstore.backends.peer.config import NOTHING_TO_SERVE, DirectoryConfig, PeerConfig, endpoint_of
 from kvstore.backends.peer.directory import Directory, DirectoryClient, DirectoryCounters
 from kvstore.backends.peer.server import PeerServer, ServerCounters, serving_context
 from kvstore.backends.stream import Endpoint, client_context
@@ -111,10 +111,7 @@ class PeerBackend(Backend):
         self._context = _loading_context(config)
         if config.listen:
             if self._source is None:
-                raise ConfigError(
-                    "'listen' serves blocks of kvstore's own primary tier, and there is none. Use kvstore's manager "
-                    "(KVStoreOffloadingSpec without 'manager': 'vllm'), or leave out 'listen'."
-                )
+                raise ConfigError(NOTHING_TO_SERVE)
             self._server = PeerServer(config, self._source, namespace, self._served, geometry.payload_bytes_max)
             await self._server.open()
             logger.info("Serving blocks to peers on %s", config.listen)

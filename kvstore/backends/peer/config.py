@@ -27,6 +27,12 @@ _PORT_MIN: Final = 1024
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}", re.ASCII)
 
 
+NOTHING_TO_SERVE: Final = (
+    "'listen' serves blocks of kvstore's own primary tier, and there is none. Use kvstore's manager "
+    "(KVStoreOffloadingSpec without 'manager': 'vllm'), or leave out 'listen'."
+)
+
+
 class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Directory server, on which engines publish summaries of their blocks and read those of others.
 
