@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvstore.config import did_you_mean
@@ -24,13 +24,22 @@ class Registry:
         builtin: ``"module:Class"`` by name.
         group: Entry point group in which installed packages add names; a built-in name can't be replaced.
         extras: Extra of this package that a built-in name requires, by name.
+        products: Built-in names by the names of products that they serve, for errors.
     """
 
     def __init__(
-        self, kind: str, *, base: str, builtin: Mapping[str, str], group: str, extras: Mapping[str, str] | None = None
+        self,
+        kind: str,
+        *,
+        base: str,
+        builtin: Mapping[str, str],
+        group: str,
+        extras: Mapping[str, str] | None = None,
+        products: Mapping[str, str] | None = None,
     ) -> None:
         self.kind = kind
         self._extras = dict(extras or {})
+        self._products = dict(products or {})
         self.group = group
         self._base = base
         self._builtin = dict(builtin)
@@ -53,6 +62,11 @@ class Registry:
             raise ConfigError(self._unknown(name))
         return self._checked(name, self._load(name, path or name))
 
+    def meant(self, name: str, known: Iterable[str]) -> str:
+        """Return a suffix for errors about an unknown name, with the name of ``known`` that is probably meant."""
+        served = self._products.get(name.lower())
+        return f" For {name} give {served!r}." if served else did_you_mean(name, known)
+
     def _installed(self) -> dict[str, str]:
         # Imported here because it takes a fifth of the time of `import kvstore`, and few processes need it.
         from importlib import metadata
@@ -61,7 +75,7 @@ class Registry:
 
     def _unknown(self, name: str) -> str:
         known = self.names()
-        hint = did_you_mean(name, known)
+        hint = self.meant(name, known)
         return f"Unknown {self.kind} {name!r}. Known: {', '.join(known)}.{hint} For your own class give 'module:Class'."
 
     def _load(self, name: str, path: str) -> Any:
@@ -119,6 +133,7 @@ BACKENDS = Registry(
     },
     group="kvstore.backends",
     extras={"mooncake": "mooncake", "peer": "peer", "redis": "redis", "s3": "s3"},
+    products={"disk": "file", "dragonfly": "redis", "keydb": "redis", "minio": "s3", "ssd": "file", "valkey": "redis"},
 )
 """The backends: adapters to one medium each."""
 

@@ -99,15 +99,15 @@ def shown_path(text: str) -> str:
         return repr(text)
     while parent.strip("/.") and not _is_there(parent, os.path.isdir):
         parent = parent.rpartition("/")[0]
-    of_it = f"{parent + '/…'!r}, " if parent.strip("/.") else ""
-    return f"({of_it}{len(text)} characters, not shown as nothing like it is there)"
+    below = f" below {parent!r}" if parent.strip("/.") else ""
+    return f"(a path of {len(text)} characters{below}; hidden, because a path that does not exist may be the secret)"
 
 
 def shown_variable(name: str) -> str:
     """Return the text in an error for a secret's environment variable, which may be the secret itself by mistake."""
     if name in os.environ or _VARIABLE.fullmatch(name):
         return repr(name)
-    return f"({len(name)} characters, not shown as it may be no name)"
+    return f"({len(name)} characters; hidden, because it may be the secret)"
 
 
 def _is_there(text: str, test: Callable[[str], bool]) -> bool:

@@ -186,6 +186,15 @@ class Backend(ABC):
     def set_lender(self, lender: Lender) -> None:  # noqa: B027 - few serve others.
         """Set the source of blocks to serve to other engines, before ``open``. The default serves none."""
 
+    def check(self) -> None:  # noqa: B027 - many have nothing to check.
+        """Refuse a configuration that ``open`` would refuse on this machine; called before an engine loads weights.
+
+        Reads at most local files; connects to nothing and changes nothing. The default accepts every configuration.
+
+        Raises:
+            ConfigError: The configuration can't be used here.
+        """
+
     @abstractmethod
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Prepare the medium; fast, because an engine waits for it. Recovery continues in the background.

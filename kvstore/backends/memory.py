@@ -58,6 +58,9 @@ class MemoryBackend(Backend):
         self._shelf: _Shelf | None = None
         self._evicted_blocks = 0
 
+    def check(self) -> None:
+        make_policy(self.config.eviction)
+
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """See :meth:`Backend.open`.
 

@@ -15,7 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Annotated, Any, Final
 
-from typer import Argument, Context, Exit, Option, Typer, confirm
+from typer import Argument as Argument
+from typer import Context as Context
+from typer import Exit as Exit
+from typer import Option as Option
+from typer import Typer as Typer
+from typer import confirm as confirm
 from typer.core import TyperGroup
 
 import kvstore
@@ -23,31 +28,6 @@ from kvstore.cli.reporting.terminal import print_line
 from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.quantity import ByteSize, Seconds
-
-__all__ = [
-    "Argument",
-    "Context",
-    "DefaultsFile",
-    "Exit",
-    "ExitCode",
-    "JsonFlag",
-    "Option",
-    "OutFile",
-    "OutputError",
-    "Reuse",
-    "TierOption",
-    "Typer",
-    "VersionFlag",
-    "check_output",
-    "confirm",
-    "duration_option",
-    "forget_stdout",
-    "json_object",
-    "make_app",
-    "opened_input",
-    "size_option",
-    "write_output",
-]
 
 
 class ExitCode(enum.IntEnum):
@@ -63,6 +43,11 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
     """Ctrl-C; the results so far were reported."""
 
+
+_TEXT_BYTES_MAX: Final = 1 << 20
+"""Longest file with JSON; a longer one is the wrong file."""
+
+_PATH_MAX: Final = 4096
 
 _LISTING: Final = frozenset({"backends", "config", "inspect", "s3-lifecycle", "size", "top"})
 """Commands that only print: they succeed even if the reader of stdout exits early."""
@@ -194,15 +179,28 @@ def duration_option(text: str, option: str) -> Seconds:
 
 def json_object(text: str | None, option: str) -> dict[str, Any]:
     """Parse the JSON object given for an option, empty for None; a ConfigError names the option."""
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{option} is not valid JSON: {error.msg} at column {error.colno}. Give an object.") from None
+    value = {} if text is None else parsed_json(text, option)
     if not isinstance(value, dict):
         raise ConfigError(f"{option} is {value!r}. Expected a JSON object.")
     return value
+
+
+def parsed_json(text: str, subject: str, expected: str = "") -> Any:
+    """Parse JSON; a ConfigError names its subject and the likely mistake.
+
+    The text is not shown, and the cause not chained, because the text may hold a password.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        why = f"{error.msg} at line {error.lineno}, column {error.colno}."
+    except RecursionError:
+        why = "It is nested too deeply."
+    if "\0" not in text and len(text) < _PATH_MAX and Path(text).is_file():
+        why = f"{text!r} is a file. Put '@' before its name: '@{text}'."
+    elif text.lstrip()[:1] in ("{", "[") and '"' not in text and any(map(str.isalpha, text)):
+        why = "It has no double quotes: the shell removed them. Put the whole of it in single quotes."
+    raise ConfigError(f"{subject} is not valid JSON. {why}{expected}")
 
 
 @contextlib.contextmanager
@@ -217,6 +215,28 @@ def opened_input(path: str, what: str) -> Iterator[IO[bytes]]:
         raise ConfigError(f"The {what} {path!r} can't be read: {error.strerror}. Name a file.") from error
     with file:
         yield file
+
+
+def text_of(text: str, subject: str) -> str:
+    """Return an argument, or the contents of the file that it names as ``@FILE`` (``@-`` for stdin).
+
+    Args:
+        text: The argument.
+        subject: Noun for errors, such as ``"configuration"``.
+
+    Raises:
+        ConfigError: The file can't be read, or is not text of a plausible length.
+    """
+    if not text.startswith("@"):
+        return text
+    with opened_input(text[1:], subject) as file:
+        data = file.read(_TEXT_BYTES_MAX + 1)
+    if len(data) > _TEXT_BYTES_MAX:
+        raise ConfigError(f"The {subject} {text[1:]!r} has more than {_TEXT_BYTES_MAX} bytes. Name a file with JSON.")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"The {subject} {text[1:]!r} is not UTF-8 text. Name a file with JSON.") from None
 
 
 class OutputError(KVStoreError):

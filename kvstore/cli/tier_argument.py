@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from kvstore.cli.command_line import parsed_json, text_of
 from kvstore.config import TierConfig, decode_config, encode_config
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
@@ -19,8 +20,6 @@ _OF_VLLM = frozenset({"type", "module_path", "backpressure", "locality"})
 """vLLM's keys in an object of ``secondary_tiers``; they are accepted, so that the object can be pasted unchanged."""
 
 _VLLM_TYPE = "KVStoreTier"
-_FILE_BYTES_MAX = 1 << 20
-"""Longest file with a tier's JSON; a longer one is the wrong file."""
 
 _EXPECTED = (
     'Expected a JSON object such as \'{"type": "file", "path": "/mnt/kv", "capacity": "10GiB"}\', a URL such as '
@@ -75,19 +74,12 @@ def parse_tier(text: str) -> TierArgument:
     Raises:
         ConfigError: The text can't be parsed, or the configuration can't be used. The message contains no secret.
     """
-    text = text.strip()
-    if text.startswith("@"):
-        text = _from_file(text[1:]).strip()
+    text = text_of(text.strip(), "tier").strip()
     if "://" in text.partition("{")[0]:
         return _from_url(text)
     if text in BACKENDS.names():
         return make_tier(text, {})
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        # Not chained, and the text is not shown: it may hold a password.
-        place = f"{error.msg} at line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"--tier is neither JSON ({place}) nor a URL. {_EXPECTED}") from None
+    value = parsed_json(text, "--tier is no URL, and", f" {_EXPECTED}")
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, dict):
@@ -108,19 +100,6 @@ def make_tier(backend: str, options: Mapping[str, Any]) -> TierArgument:
     """
     config = decode_config(BACKENDS.find(backend).config_type, options, where=f"{backend} tier")
     return TierArgument(backend, dict(options), config)
-
-
-def _from_file(path: str) -> str:
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(_FILE_BYTES_MAX + 1)
-        if len(data) > _FILE_BYTES_MAX:
-            raise ConfigError(f"--tier @{path}: more than {_FILE_BYTES_MAX} bytes. Give the file with the tier's JSON.")
-        return data.decode()
-    except OSError as error:
-        raise ConfigError(f"--tier @{path} can't be read: {error.strerror}. Give a file that exists.") from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"--tier @{path} is not UTF-8 text. Give the file with the tier's JSON.") from None
 
 
 def _from_url(text: str) -> TierArgument:

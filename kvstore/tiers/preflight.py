@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from kvstore.codec.base import CodecContext, Seal
+from kvstore.codec.base import CodecContext
 from kvstore.codec.chain import AUTO, build_chain, parse_chain
-from kvstore.config import Capacity, TierConfig
-from kvstore.errors import ConfigError
+from kvstore.config import ByteSize, Capacity, TierConfig
+from kvstore.errors import BackendError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS, CODECS
 
 _CAPACITY_LEAST: Final = 4096
 """The smallest slot of a disk tier; a smaller capacity probably lacks a unit."""
 
+_CAPACITY_LITTLE: Final = 64 << 20
+"""A smaller capacity holds some dozens of blocks: a block of a large model takes megabytes."""
+
 
 def check_before_opening(backend: str, config: TierConfig) -> None:
-    """Check codecs, capacity and directories; opens and changes nothing.
+    """Check codecs, capacity, directories and the backend's own conditions; opens and changes nothing.
 
     Raises:
         ConfigError: An engine could not open this tier.
     """
     for spec in parse_chain(config.codec):
-        # Seals are skipped: they read their keys, which may exist only on the engine's machine.
-        if spec.name != AUTO and not issubclass(CODECS.find(spec.name), Seal):
+        keys = spec.options.get("keys")
+        # The program that prints a keyring runs only when the tier opens.
+        if spec.name != AUTO and not (isinstance(keys, Mapping) and "command" in keys):
             item = {spec.name: spec.options} if spec.argument is None else f"{spec.name}:{spec.argument}"
             build_chain([item], CodecContext(Namespace({})), CODECS.find)
     for path in paths_of(backend, config):
@@ -37,6 +41,33 @@ def check_before_opening(backend: str, config: TierConfig) -> None:
             raise ConfigError(f"{backend} tier: {found}. {advice}")
         for found, advice in path_faults(path):
             raise ConfigError(f"{backend} tier: {found}. {advice}")
+    try:
+        BACKENDS.find(backend)(config).check()
+    except BackendError as error:
+        if config.required:
+            raise ConfigError(f"{backend} tier: {error}") from error
+
+
+def doubts_before_opening(backend: str, config: TierConfig) -> Iterator[str]:
+    """Yield warnings about a tier that an engine can open, each with its remedy."""
+    capacity = getattr(config, "capacity", None)
+    size = capacity.size_bytes if isinstance(capacity, Capacity) else capacity
+    if isinstance(size, int) and size < _CAPACITY_LITTLE:
+        yield f"'capacity' is {ByteSize(size).text}, room for few blocks. Give some GiB, such as '500GiB'."
+    for path in paths_of(backend, config):
+        if not path.is_absolute():
+            yield (
+                f"the path {str(path)!r} is relative to the directory in which the engine starts, here {os.getcwd()}. "
+                f"Give an absolute path, such as {str(path.absolute())!r}."
+            )
+        filesystem = os.statvfs(nearest_existing(path))
+        total = filesystem.f_blocks * filesystem.f_frsize
+        if isinstance(size, int) and 0 < total < size:
+            yield (
+                f"'capacity' is {ByteSize(size).text}, and the filesystem of {str(path)!r} has "
+                f"{total / 2**30:.0f} GiB. The tier fills it up to 'reserve'. Give a smaller size, or a share such as "
+                "'80%'."
+            )
 
 
 def paths_of(backend: str, config: TierConfig) -> list[Path]:
@@ -47,6 +78,25 @@ def paths_of(backend: str, config: TierConfig) -> list[Path]:
     option = BACKENDS.find(backend).path_option
     found = getattr(config, option) if option else []
     return [Path(path).expanduser() for path in ([found] if isinstance(found, str | Path) else found)]
+
+
+def claim_paths(used: dict[Path, str], place: str, paths: list[Path]) -> None:
+    """Add the directories of the tier at ``place`` to those in use.
+
+    Raises:
+        ConfigError: One is another tier's, or is inside another one, or contains one.
+    """
+    for path in paths:
+        real = path.resolve()
+        for other, owner in used.items():
+            if real == other and owner != place:
+                raise ConfigError(f"{owner} uses {str(path)!r} too. Give each tier a directory of its own.")
+            if real != other and (real.is_relative_to(other) or other.is_relative_to(real)):
+                raise ConfigError(
+                    f"{str(path)!r} and {str(other)!r} of {owner} lie within each other. Give each tier a directory "
+                    "of its own, side by side."
+                )
+        used[real] = place
 
 
 def path_faults(path: Path, *, is_tier: bool = True) -> Iterator[tuple[str, str]]:

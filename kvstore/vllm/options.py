@@ -45,6 +45,8 @@ _VLLM_NUMBERS: Final = frozenset(
 _VLLM_OTHERS: Final = frozenset({"cache_policy_module_path", "backpressure"})
 """Keys that only vLLM reads (0.31 to 0.33), by kind of their values."""
 
+_OF_VLLMS_SPEC: Final = _VLLM_COUNTS | _VLLM_FLAGS | _VLLM_NUMBERS | _VLLM_OTHERS
+
 _MISSPELT: Final = 0.8
 """Similarity (of difflib) from which an unknown key is a misspelt one: "teiring" has 0.86, "tier_manager" has 0.74."""
 
@@ -91,7 +93,10 @@ def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
     for tier in extra_config["secondary_tiers"]:
         if tier["type"] != TIER_TYPE and tier.get("reset", "forget") not in ("forget", "keep"):
             raise ConfigError(f"reset of the tier {tier['type']} is {tier['reset']!r}. Expected 'forget' or 'keep'.")
-    make_policy(extra_config.get("eviction_policy", "lru"))
+    try:
+        make_policy(extra_config.get("eviction_policy", "lru"))
+    except ConfigError as error:
+        raise ConfigError(f"'eviction_policy': {error}") from None
     threshold = extra_config.get("store_threshold", 0)
     if _is_number(threshold, int) and int(threshold) > 1:
         raise ConfigError(
@@ -174,7 +179,7 @@ def unknown_options(extra_config: Mapping[str, Any]) -> tuple[list[str], list[st
     another version of vLLM may read them.
     """
     faults, warnings = [], []
-    known = _OPTIONS | _VLLM_COUNTS | _VLLM_FLAGS | _VLLM_NUMBERS | _VLLM_OTHERS
+    known = _OPTIONS | _OF_VLLMS_SPEC
     for name in extra_config:
         if name in known:
             continue
@@ -213,6 +218,10 @@ def check_options(options: Mapping[str, Any], *, tier_type: str) -> dict[str, An
         raise ConfigError(f"locality is {locality!r}. Expected {expected}.{did_you_mean(locality, known_places)}")
     of_backend = {key: value for key, value in options.items() if key not in _OF_VLLM and key != "backend"}
     config_type = BACKENDS.find(named).config_type
+    for key in of_backend.keys() & (_OPTIONS | _OF_VLLMS_SPEC) - set(config_type.__struct_fields__):
+        raise ConfigError(
+            f"{key!r} is not an option of a tier. It belongs one level up, beside 'secondary_tiers'. Move it there."
+        )
     decode_config(config_type, of_backend, where=f"{named} tier")
     return {"backend": named, **of_backend}
 
@@ -232,7 +241,8 @@ def spelled_out(tier: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     name = tier.get("type")
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where} has the type {name!r}. Expected the name of a backend, such as 'file'.")
+        found = f"has the type {shown(name)}" if "type" in tier else "has no 'type'"
+        raise ConfigError(f"{where} {found}. Expected the name of a backend, such as 'file'.")
     if name == TIER_TYPE:
         return {"module_path": "kvstore.vllm", **tier}
     if name in BACKENDS.names() or (":" in name and "module_path" not in tier):
@@ -241,7 +251,7 @@ def spelled_out(tier: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "module_path" not in tier and name not in theirs:
         known = sorted({*BACKENDS.names(), *theirs})
         raise ConfigError(
-            f"{where} has the unknown type {name!r}. Known: {', '.join(known)}.{did_you_mean(name, known)}"
+            f"{where} has the unknown type {name!r}. Known: {', '.join(known)}.{BACKENDS.meant(name, known)}"
         )
     return dict(tier)
 

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import json
 import logging
 import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, get_args
 
 from vllm import envs as vllm_envs
+from vllm.config import KVTransferConfig
+from vllm.config.kv_transfer import KVRole
 from vllm.platforms import current_platform
 
-from kvstore.config import ByteSize, decode_config
+from kvstore.backends.peer.config import NOTHING_TO_SERVE
+from kvstore.config import ByteSize, decode_config, did_you_mean
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.registry import BACKENDS
+from kvstore.secret import shown
 from kvstore.tiers import AsyncTier
-from kvstore.tiers.preflight import check_before_opening, paths_of
+from kvstore.tiers.preflight import check_before_opening, claim_paths, doubts_before_opening, paths_of
 from kvstore.vllm.options import (
     TIER_TYPE,
     check_options,
     check_tiering,
+    is_own_manager,
     option_faults,
     spelled_out,
     unknown_options,
@@ -37,11 +43,15 @@ logger = logging.getLogger("kvstore.vllm.startup")
 OUR_CONNECTOR: Final = "KVStoreConnector"
 _VLLMS_CONNECTOR: Final = "OffloadingConnector"
 """Stands for ours, if the plugin is loaded; deprecated."""
+_CONNECTORS: Final = (OUR_CONNECTOR, _VLLMS_CONNECTOR)
 
+_MODULE: Final = "kvstore.vllm"
 _OUR_SPEC: Final = "KVStoreOffloadingSpec"
 _VLLMS_SPEC: Final = "TieringOffloadingSpec"
 _OPTION: Final = "--kv-transfer-config"
 _FRAMES_MAX: Final = 32
+_MISSPELT: Final = 0.8
+"""Similarity (of difflib) from which a name is a misspelt one."""
 _ELSEWHERE: Final = ("data-parallel", "nnodes", "node-rank", "headless", "ray")
 """Parts of arguments that indicate an engine on another machine, which can't be checked from here."""
 
@@ -98,12 +108,14 @@ def transfer_faults(
     faults: list[Fault] = []
     with _noting(faults, "kv_connector"):
         _check_connector(transfer, engine_args)
+    of_vllm = [text for each in _transfers(transfer) if isinstance(each, Mapping) for text in _faults_of_transfer(each)]
     # vLLM sets the size of the primary tier by this argument only later.
     size_gib = getattr(engine_args, "kv_offloading_size", None)
     given = {} if size_gib is None else {"cpu_bytes_to_use": size_gib * 2**30}
     found = [faults_of({**given, **extra}, here=here) for extra in _offloadings(transfer)]
     if not faults and all(each is None for each in found):
         return None
+    faults[:0] = of_vllm
     warnings: list[Fault] = []
     for each in found:
         if each is not None:
@@ -141,7 +153,10 @@ def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Faul
     spec, tiers = extra.get("spec_name"), extra.get("secondary_tiers", [])
     is_our_spec = spec == _OUR_SPEC
     if not is_our_spec and spec != _VLLMS_SPEC:
-        return None
+        meant = (
+            None if "spec_module_path" in extra and extra["spec_module_path"] != _MODULE else _misspelt(spec, _OUR_SPEC)
+        )
+        return ([Fault("", f"spec_name is {spec!r}. Did you mean {meant!r}?")], []) if meant else None
     if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
         with _noting(faults):
             with_short_types(extra)
@@ -166,7 +181,12 @@ def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Faul
                 check_tiering(with_short_types({**extra, "cpu_bytes_to_use": 0}))
     else:
         faults += _faults_of_vllms_spec(extra, here)
+    if is_our_spec and not tiers:
+        text = "There are no 'secondary_tiers': blocks stay in CPU memory only. Add one, such as "
+        warnings.append(Fault("", text + '{"type": "file", "path": "/mnt/nvme/kv", "capacity": "500GiB"}.'))
     _check_tiers(ours, here, faults, warnings)
+    if not (is_our_spec and is_own_manager(extra)):
+        faults += [Fault(place, NOTHING_TO_SERVE) for place, tier in ours.items() if tier.get("listen")]
     return faults, warnings
 
 
@@ -194,11 +214,10 @@ def _check_tiers(ours: Mapping[str, Mapping[str, Any]], here: bool, faults: list
             options = check_options(tier, tier_type=tier["type"])
             backend = options.pop("backend")
             config = decode_config(BACKENDS.find(backend).config_type, options, where=f"{backend} tier")
-            for path in paths_of(backend, config):
-                if (other := used.setdefault(path.resolve(), place)) != place:
-                    raise ConfigError(f"{other} uses {str(path)!r} too. Give each tier a directory of its own.")
+            claim_paths(used, place, paths_of(backend, config))
             if here:
                 check_before_opening(backend, config)
+                warnings += [Fault(place, text) for text in doubts_before_opening(backend, config)]
             if (other := names.setdefault(config.label or backend, place)) != place:
                 if config.label:
                     raise ConfigError(f"{other} is called {config.label!r} too. Give each tier a label of its own.")
@@ -217,12 +236,20 @@ def _noting(faults: list[Fault], place: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def said_in_the_log() -> Iterator[None]:
-    """Log the reason why a tier can't be opened in one line; vLLM shows it only at the end of a traceback."""
+    """Log the reason why a tier can't be opened in one line; vLLM shows it only at the end of a traceback.
+
+    An engine's own process then ends without that traceback; a program that runs the engine itself gets the exception.
+
+    Raises:
+        SystemExit: A tier can't be opened, in a process that vLLM started.
+    """
     try:
         yield
     except KVStoreError as error:
         logger.error("kvstore: %s", error)
-        raise
+        if multiprocessing.parent_process() is None:
+            raise
+        raise SystemExit(1) from None
 
 
 def described(tier: AsyncTier, options: Mapping[str, Any]) -> str:
@@ -276,6 +303,32 @@ def _raise(faults: Sequence[Fault] = (), warnings: Sequence[Fault] = ()) -> None
         logger.warning("kvstore: %s", warning)
 
 
+def _faults_of_transfer(transfer: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield the faults of a ``--kv-transfer-config`` itself, which vLLM reports in a traceback."""
+    known = [option.name for option in fields(KVTransferConfig)]
+    for name in transfer:
+        if name not in known:
+            yield Fault("", f"vLLM's {_OPTION} has no option {name!r}.{did_you_mean(name, known)}")
+    role, roles = transfer.get("kv_role"), get_args(KVRole)
+    if role not in roles:
+        found = shown(role) if "kv_role" in transfer else "missing"
+        expected = ", ".join(map(repr, roles))
+        yield Fault(
+            "",
+            f"'kv_role' is {found}. Expected one of {expected}; 'kv_both' stores and loads.{did_you_mean(role, roles)}",
+        )
+    if not isinstance(transfer.get("kv_connector_extra_config", {}), Mapping):
+        yield Fault(
+            "",
+            f"'kv_connector_extra_config' is {shown(transfer['kv_connector_extra_config'])}. Expected a JSON object.",
+        )
+
+
+def _misspelt(name: object, meant: str) -> str | None:
+    """Return ``meant`` if a name resembles it."""
+    return meant if isinstance(name, str) and difflib.get_close_matches(name, [meant], cutoff=_MISSPELT) else None
+
+
 def _check_connector(transfer: Any, engine_args: Any) -> None:
     """Refuse a configuration of kvstore that vLLM passes to a connector without specs.
 
@@ -292,7 +345,9 @@ def _check_connector(transfer: Any, engine_args: Any) -> None:
             connector = "LMCacheMPConnector"
         elif vllm_envs.VLLM_USE_SIMPLE_KV_OFFLOAD:
             connector = "SimpleCPUOffloadConnector"
-    if connector not in (OUR_CONNECTOR, _VLLMS_CONNECTOR):
+    if connector not in _CONNECTORS and _misspelt(connector, OUR_CONNECTOR):
+        raise ConfigError(f"kv_connector is {connector!r}. Did you mean {OUR_CONNECTOR!r}?")
+    if connector not in _CONNECTORS:
         raise ConfigError(
             f"kv_connector is {connector!r}, which does not use kvstore. Expected {OUR_CONNECTOR!r}. Leave out "
             "--kv-offloading-size, which replaces it with VLLM_USE_SIMPLE_KV_OFFLOAD=1 or --kv-offloading-backend: "
@@ -334,14 +389,19 @@ def _of_command_line(arguments: Sequence[str]) -> Any:
 
 def _offloadings(transfer: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the ``kv_connector_extra_config`` of each connector with specs, including those in a MultiConnector."""
+    for each in _transfers(transfer):
+        connector, extra = _connector_of(each)
+        if connector in _CONNECTORS and isinstance(extra, Mapping):
+            yield extra
+
+
+def _transfers(transfer: Any) -> Iterator[Any]:
+    """Yield the configuration of a connector, and those of the connectors in a MultiConnector."""
+    yield transfer
     connector, extra = _connector_of(transfer)
-    if not isinstance(extra, Mapping):
-        return
-    if connector in (OUR_CONNECTOR, _VLLMS_CONNECTOR):
-        yield extra
-    elif connector == "MultiConnector" and isinstance(extra.get("connectors"), list):
-        for each in extra["connectors"]:
-            yield from _offloadings(each)
+    children = extra.get("connectors") if connector == "MultiConnector" and isinstance(extra, Mapping) else None
+    for each in children if isinstance(children, list) else ():
+        yield from _transfers(each)
 
 
 def _connector_of(transfer: Any) -> tuple[Any, Any]:

@@ -56,6 +56,8 @@ def test_all_faults_are_those_of_the_engines_start(tmp_path: Path) -> None:
         ('{"spec_name": "KVStoreOffloadingSpec"}', "Give the whole value"),
         ('{"kv_connector": "KVStoreConnector"}', "does not use kvstore"),
         ("@/no/such/file", "can't be read"),
+        ("/etc/hostname", "Put '@' before its name"),
+        ("{kv_connector:OffloadingConnector}", "in single quotes"),
     ],
 )
 def test_what_is_no_configuration_of_kvstore_is_refused(text: str, said: str) -> None:

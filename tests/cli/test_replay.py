@@ -16,10 +16,9 @@ from msgspec.structs import replace as changed
 from kvstore.cli.commands import replay as replay_command
 from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.replaying.engine import Pace, ReplayEngine
-from kvstore.cli.replaying.generator import TraceShape, generate_trace
 from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, replay
 from kvstore.cli.replaying.tiers import DryTier, Link, WatchedTier
-from kvstore.cli.replaying.traces import Trace, TraceRequest
+from kvstore.cli.replaying.traces import Trace, TraceRequest, TraceShape, generate_trace
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 from kvstore.eviction import POLICY_NAMES

@@ -112,6 +112,16 @@ def test_rates_are_those_between_two_samples() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_without_traffic_every_number_has_its_column(width: int) -> None:
+    """The hit rate, and every other number that fits, has a column from the first scrape, with a dash as its value."""
+    console = Console(width=width, file=io.StringIO())
+    console.print(Group(*frame_of([engine_of((100.0, page(10)))], {}, width)))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"tier +state +hits.*\n *disk +ready +- ", shown), shown
+    assert width == 80 or all(title in shown for title in ("lookups/s", "found", "load p50", "store p99", "failed/s"))
+
+
 def test_one_sample_has_states_and_no_rates() -> None:
     """No rates are shown before the second sample."""
     (row,) = tier_rows([engine_of((100.0, page(10)))])

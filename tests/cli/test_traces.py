@@ -4,8 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cli.replaying.generator import TraceShape, generate_trace
-from kvstore.cli.replaying.traces import Trace, TraceError, TraceRequest, read_trace, write_trace
+from kvstore.cli.replaying.traces import (
+    Trace,
+    TraceError,
+    TraceRequest,
+    TraceShape,
+    generate_trace,
+    read_trace,
+    write_trace,
+)
 from kvstore.errors import ConfigError
 from tests.cli.lru_simulation import lru_hits
 

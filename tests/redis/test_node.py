@@ -23,7 +23,7 @@ from kvstore.testing.records import RecordMaker
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.redis.clients import NAMESPACE, close_in_any_case, opened
+from tests.redis.clients import NAMESPACE, backend_on, close_in_any_case, opened
 from tests.redis.fake_server import HELLO, FakeServer, fake_server, reset
 from tests.redis.mix import PAYLOAD_BYTES, Mix
 from tests.redis.servers import Server, cluster_nodes, join_cluster, plain, running
@@ -518,3 +518,21 @@ async def test_a_server_that_is_back_is_used_at_once(connections: int, end: str)
         await eventually_async(lambda: node._coming_back is None, what="an end of the tries to come back")
         assert node.connection_count <= connections
         await backend.close()
+
+
+async def test_an_outage_is_one_warning_and_a_refused_start_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failed open is reported by its exception alone; a server lost later is one warning, however often it fails."""
+    server = plain("redis", tmp_path)
+    with pytest.raises(NodeDownError, match="refused"):
+        await backend_on(server).open(NAMESPACE, GEOMETRY)
+    assert not caplog.records
+    with running(server):
+        backend = await opened(server)
+        await asyncio.to_thread(server.kill)
+        await eventually_async(lambda: backend.stats().counters["connections_failed"] >= 4)
+        await backend.close()
+    assert [record.getMessage().partition(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
+        "A Redis node can't be used, and is tried again at growing intervals"
+    ]

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.errors import ConfigError
+from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.vllm.options import with_short_types
-from kvstore.vllm.startup import check_offloading, check_start, transfer_faults
+from kvstore.vllm.startup import check_offloading, check_start, said_in_the_log, transfer_faults
 from tests.project.tree import ROOT
 
 _FILE = {"type": "file", "path": "DIR/kv", "capacity": "1GiB"}
@@ -44,12 +44,36 @@ _BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no tiering": ({"tiering": None}, {}, "tiering is null"),
     "directory of all users": ({}, {"path": "/tmp"}, "Use a directory below it"),
     "another user's file": ({}, {"path": "/etc/passwd"}, "not a writable directory"),
+    "Redis without TLS": ({}, {"type": "redis", "url": "redis://10.9.9.9:6379"}, "has no TLS"),
+    "Sentinel without TLS": (
+        {},
+        {"type": "redis", "sentinels": ["10.9.9.9:1"], "sentinel_master": "m"},
+        "has no TLS",
+    ),
+    "address without scheme": ({}, {"type": "redis", "url": "cache:6379"}, "Give 'redis://cache:6379'"),
+    "missing TLS file": ({}, {"type": "redis", "url": "rediss://h", "tls_ca": "/no/ca.pem"}, "can't be used"),
+    "missing profile": ({}, {"type": "s3", "bucket": "bucket", "profile": "no-such"}, "no profile"),
+    "missing keyring": ({}, {"codec": [{"aead": {"keys": {"file": "/no/keys"}}}]}, "can't be read"),
+    "name of a product": ({}, {"type": "valkey"}, "For valkey give 'redis'"),
+    "nothing to serve": (
+        {"manager": "vllm"},
+        {"type": "peer", "listen": "127.0.0.1:5710"},
+        "'listen' serves blocks of kvstore's own primary tier",
+    ),
+    "no type": ({}, {"type": None}, "secondary_tiers[0] has the type null"),
+    "option of the engine": ({}, {"cpu_bytes_to_use": "8GiB"}, "belongs one level up"),
+    "misspelt spec": ({"spec_name": "KVStoreOfloadingSpec"}, {}, "Did you mean 'KVStoreOffloadingSpec'"),
+    "unknown policy": ({"eviction_policy": "mru"}, {}, "'eviction_policy': Unknown eviction policy 'mru'"),
     "vLLM's spec on the CPU": ({"spec_name": "TieringOffloadingSpec"}, {}, "KVStoreOffloadingSpec"),
 }
 
 
 def _extra(tmp_path: Path, more: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    tier = {key: str(value).replace("DIR", str(tmp_path)) for key, value in (_FILE | change).items()}
+    base = _FILE if change.get("type", "file") in ("file", "fiel") else {}
+    tier = {
+        key: value.replace("DIR", str(tmp_path)) if isinstance(value, str) else value
+        for key, value in (base | change).items()
+    }
     return {**_OURS, "secondary_tiers": [tier], **more}
 
 
@@ -93,6 +117,68 @@ def test_two_tiers_may_not_share_a_directory(tmp_path: Path) -> None:
     tiers = [_FILE | {"path": str(tmp_path / "kv")}, _FILE | {"path": f"{tmp_path}/./kv", "label": "second"}]
     with pytest.raises(ConfigError, match=re.escape("secondary_tiers[1]: secondary_tiers[0] uses")):
         check_offloading({**_OURS, "secondary_tiers": tiers})
+
+
+def test_a_directory_of_another_format_is_refused_and_unchanged(tmp_path: Path) -> None:
+    """A directory that the tier would refuse when it opens is refused before, and nothing is written there."""
+    state = tmp_path / "kv" / ".kvstore"
+    state.mkdir(parents=True)
+    (state / "disk.json").write_text('{"format": 99}')
+    with pytest.raises(ConfigError, match=r"secondary_tiers\[0\]: .* is of format 99"):
+        check_offloading(_extra(tmp_path, {}, {}))
+    assert [path.name for path in (tmp_path / "kv").rglob("*")] == [".kvstore", "disk.json"]
+
+
+@pytest.mark.parametrize("inner", [0, 1])
+def test_a_directory_inside_another_tiers_directory_is_refused(tmp_path: Path, inner: int) -> None:
+    """Tiers whose directories lie within each other are refused, in either order."""
+    tiers = [_FILE | {"path": f"{tmp_path}/kv"}, _FILE | {"path": f"{tmp_path}/kv", "label": "second"}]
+    tiers[inner]["path"] += "/deeper"
+    (tmp_path / "kv").mkdir()
+    with pytest.raises(ConfigError, match="lie within each other"):
+        check_offloading({**_OURS, "secondary_tiers": tiers})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"capacity": "8PiB"}, "has .* GiB. The tier fills it up to 'reserve'"),
+        ({"capacity": "1MiB"}, "room for few blocks"),
+        ({"path": "kv"}, "Give an absolute path, such as '/"),
+    ],
+)
+def test_a_doubtful_directory_or_capacity_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: dict[str, Any], said: str
+) -> None:
+    """A capacity beyond the disk or for few blocks, and a relative path, are warnings with the tier's place."""
+    monkeypatch.chdir(tmp_path)
+    check_offloading(_extra(tmp_path, {}, change))
+    assert re.search(rf"secondary_tiers\[0\]: .*{said}", caplog.text)
+
+
+@pytest.mark.parametrize("tiers", [{"secondary_tiers": []}, {}])
+def test_no_tier_is_a_warning(tiers: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """An engine without secondary tiers starts, with a warning that names the remedy."""
+    check_offloading({**_OURS, **tiers})
+    assert "There are no 'secondary_tiers'" in caplog.text and "Add one" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kv_role": "both"}, "'kv_role' is 'both'. Expected one of .*Did you mean 'kv_both'"),
+        ({"kv_role": ...}, "'kv_role' is missing"),
+        ({"kv_rol": "kv_both"}, "no option 'kv_rol'. Did you mean 'kv_role'"),
+        ({"kv_connector": "KVStoreConector"}, "Did you mean 'KVStoreConnector'"),
+    ],
+)
+def test_a_mistake_beside_the_tiers_is_found(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    """Mistakes in vLLM's own part of the object are reported too, as vLLM would only do in a traceback."""
+    transfer = {key: value for key, value in (_transfer(_extra(tmp_path, {}, {})) | change).items() if value != ...}
+    for each in transfer, _transfer({"connectors": [transfer]}) | {"kv_connector": "MultiConnector"}:
+        found = transfer_faults(each)
+        if each is transfer or "kv_connector" not in change:
+            assert found is not None and any(re.search(said, str(fault)) for fault in found[0]), found
 
 
 def test_what_is_right_but_doubtful_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -169,7 +255,7 @@ def test_another_machine_is_not_checked_from_here(tmp_path: Path) -> None:
 def test_the_command_line_is_read_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line ends the server, in any spelling of the option, even inside a multi-connector."""
     bad = _transfer(_extra(tmp_path, {}, {"capasity": "1GiB"}))
-    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [bad]}}
+    several = bad | {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [bad]}}
     for arguments in (
         ["--kv-transfer-config", json.dumps(bad)],
         [f"--kv-transfer-config={json.dumps(bad)}"],
@@ -226,6 +312,17 @@ def test_a_real_server_ends_with_one_line(tmp_path: Path) -> None:
     assert last.startswith("kvstore: "), done.stderr
     assert "Did you mean 'capacity'?" in last
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("parent", [None, object()])
+def test_a_tier_that_cannot_be_opened_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, parent: object
+) -> None:
+    """The reason is logged once; vLLM's own process ends without a traceback, a program gets the exception."""
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: parent)
+    with pytest.raises(SystemExit if parent else BackendUnavailableError), said_in_the_log():
+        raise BackendUnavailableError("no answer", backend="redis")
+    assert caplog.messages == ["kvstore: [redis] no answer"]
 
 
 @pytest.mark.vllm

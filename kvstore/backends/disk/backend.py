@@ -14,6 +14,7 @@ from kvstore.backends.disk.blocks import Blocks
 from kvstore.backends.disk.columns import OUT_OF_USE
 from kvstore.backends.disk.config import DiskConfig, NvmeConfig
 from kvstore.backends.disk.layout import SLOT_MASK
+from kvstore.backends.disk.root import check_root
 from kvstore.backends.disk.session import Session
 from kvstore.backends.disk.table import NOWHERE
 from kvstore.codec.record import HEADER_BYTES
@@ -69,6 +70,10 @@ class DiskBackend(Backend):
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
         self._calls = CallsUnderWay()
         self._closing = asyncio.Lock()
+
+    def check(self) -> None:
+        for position in range(len(self.config.paths)):
+            check_root(self._disk, position, self.config)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Adopt the directory of an engine that has ended, or create one, and read the index of every directory.

@@ -355,7 +355,7 @@ def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namesp
     Raises:
         ConfigError: The directory can't be used as it is.
     """
-    path = os.path.abspath(os.path.expanduser(config.paths[position]))
+    path = _path_of(config, position)
     root: Root | None = None
     try:
         root = Root(disk, path, _open_directory(disk, path))
@@ -386,6 +386,27 @@ def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namesp
             ) from error
         raise
     return root
+
+
+def check_root(disk: OsDisk, position: int, config: DiskConfig) -> None:
+    """Refuse an existing root whose state :func:`open_root` would refuse; writes nothing.
+
+    Raises:
+        ConfigError: The directory can't be used as it is.
+    """
+    path = _path_of(config, position)
+    # What is missing is made when the root opens; the access to it is checked for every tier with a directory.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        root = Root(disk, path, disk.open_root(path))
+        try:
+            root.state_fd = _own_directory(disk, layout.STATE_DIR, root.fd, path)
+            _check_layout(disk, root, position)
+        finally:
+            root.close()
+
+
+def _path_of(config: DiskConfig, position: int) -> str:
+    return os.path.abspath(os.path.expanduser(config.paths[position]))
 
 
 @contextlib.contextmanager
@@ -435,20 +456,25 @@ def _check_mode(mode: int, path: str) -> None:
 
 def _enter(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
     """Open a directory of ours below the root, and create it if it is missing."""
-    for _ in range(2):
-        try:
-            return files.open_own_directory(disk, name, dir_fd)
-        except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):
-                disk.mkdir(name, dir_fd)
-        except OSError as error:
-            if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EPERM):
-                raise
-            raise ConfigError(
-                f"{os.path.join(path, name)!r} is not a directory of this user ({error.strerror}). Remove it, run as "
-                "its owner, or name another 'path'."
-            ) from error
-    return files.open_own_directory(disk, name, dir_fd)
+    try:
+        return _own_directory(disk, name, dir_fd, path)
+    except FileNotFoundError:
+        with contextlib.suppress(FileExistsError):
+            disk.mkdir(name, dir_fd)
+    return _own_directory(disk, name, dir_fd, path)
+
+
+def _own_directory(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
+    """Open a directory of ours below the root ``path``."""
+    try:
+        return files.open_own_directory(disk, name, dir_fd)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EPERM):
+            raise
+        raise ConfigError(
+            f"{os.path.join(path, name)!r} is not a directory of this user ({error.strerror}). Remove it, run as "
+            "its owner, or name another 'path'."
+        ) from error
 
 
 def _check_layout(disk: OsDisk, root: Root, position: int) -> None:

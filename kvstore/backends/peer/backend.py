@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.peer.client import Peer, PeerError, PeerLog
-from kvstore.backends.peer.config import PeerConfig, endpoint_of
-from kvstore.backends.peer.server import PeerServer
+from kvstore.backends.peer.config import NOTHING_TO_SERVE, DirectoryConfig, PeerConfig, endpoint_of
+from kvstore.backends.peer.server import PeerServer, serving_context
 from kvstore.backends.peer.summary import ENGINES_MAX
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.bounded import BoundedDict
@@ -109,6 +109,12 @@ class PeerBackend(Backend):
     def set_lender(self, lender: Lender) -> None:
         self._source = lender
 
+    def check(self) -> None:
+        _loading_context(self.config)
+        serving_context(self.config)
+        if self.config.directory is not None:
+            _directory_class(self.config.directory).check(self.config.directory)
+
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Listen, if configured. Connections to peers are opened on first use.
 
@@ -117,17 +123,10 @@ class PeerBackend(Backend):
             BackendUnavailableError: The listening address is not available.
         """
         config = self.config
-        if config.tls:
-            names_host = config.tls_check_hostname
-            self._context = client_context(
-                ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=names_host
-            )
+        self._context = _loading_context(config)
         if config.listen:
             if self._source is None:
-                raise ConfigError(
-                    "'listen' serves blocks of kvstore's own primary tier, and there is none. Use kvstore's manager "
-                    "(KVStoreOffloadingSpec without 'manager': 'vllm'), or leave out 'listen'."
-                )
+                raise ConfigError(NOTHING_TO_SERVE)
             self._server = PeerServer(config, self._source, namespace, self._counts, geometry.payload_bytes_max)
             await self._server.open()
             logger.info("Serving blocks to peers on %s", config.listen)
@@ -135,7 +134,7 @@ class PeerBackend(Backend):
         listed = [endpoint_of(address) for address in config.peers if address != config.listen]
         self._listed = {endpoint: self._peer(endpoint) for endpoint in listed}
         if config.directory is not None:
-            directory = DIRECTORIES.find(config.directory.url.partition(":")[0])
+            directory = _directory_class(config.directory)
             own = config.published
             self._directory = directory(config.directory, namespace.hex, own, self._server, self._counts)
 
@@ -425,3 +424,17 @@ class PeerBackend(Backend):
         task = asyncio.get_running_loop().create_task(peer.close())
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
+
+
+def _loading_context(config: PeerConfig) -> ssl.SSLContext | None:
+    """Return the TLS settings for connections to peers; None without TLS."""
+    if not config.tls:
+        return None
+    return client_context(
+        ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
+    )
+
+
+def _directory_class(config: DirectoryConfig) -> type[Directory]:
+    found: type[Directory] = DIRECTORIES.find(config.url.partition(":")[0])
+    return found

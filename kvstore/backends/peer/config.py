@@ -30,6 +30,12 @@ _HOST_NAME: Final = re.compile(r"([A-Za-z0-9_-]+\.)*(?!\d+\.?$)[A-Za-z0-9_-]+\.?
 """Host names. The last label is not a number, because resolvers take such names for IPv4 addresses."""
 
 
+NOTHING_TO_SERVE: Final = (
+    "'listen' serves blocks of kvstore's own primary tier, and there is none. Use kvstore's manager "
+    "(KVStoreOffloadingSpec without 'manager': 'vllm'), or leave out 'listen'."
+)
+
+
 class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Directory server, on which engines publish summaries of their blocks and read those of others.
 

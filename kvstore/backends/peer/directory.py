@@ -133,6 +133,15 @@ class Directory:
         if server is not None:
             self._tasks.append(self._loop.create_task(self._sample_storage_forever(server)))
 
+    @staticmethod
+    def check(config: DirectoryConfig) -> None:
+        """Check a configuration; nothing is contacted.
+
+        Raises:
+            ConfigError: It can't be used.
+        """
+        _Server(config, "")
+
     @property
     def engines(self) -> int:
         """Number of other engines with leases that had not ended in the last round."""

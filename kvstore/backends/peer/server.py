@@ -187,9 +187,7 @@ class PeerServer:
         self._digest = namespace.digest
         self._records = RecordCodec(namespace, header_bytes=HEADER_BYTES)
         self._counts = counts
-        self._context: ssl.SSLContext | None = None
-        if config.tls and config.tls_cert and config.tls_key:
-            self._context = server_context(cert=config.tls_cert, key=config.tls_key, client_ca=config.tls_ca)
+        self._context = serving_context(config)
         # Each load lends one row at a time.
         self._rows = Limiter(max(1, int(source.slots * _LENT_SHARE)))
         self._greeting: dict[asyncio.Task[None], None] = {}
@@ -457,3 +455,14 @@ class _LoadAnswer:
         """Restart the client's time limit, with the time that ``length`` bytes may take."""
         time_s = self._config.timeout + length / self._config.bytes_per_second_min
         self._patience.reschedule(asyncio.get_running_loop().time() + time_s)
+
+
+def serving_context(config: PeerConfig) -> ssl.SSLContext | None:
+    """Return the TLS settings for connections from peers; None without TLS, or if the engine does not listen.
+
+    Raises:
+        ConfigError: A TLS file can't be used.
+    """
+    if not (config.listen and config.tls and config.tls_cert and config.tls_key):
+        return None
+    return server_context(cert=config.tls_cert, key=config.tls_key, client_ca=config.tls_ca)

@@ -17,7 +17,7 @@ from kvstore.backends.redis.exchange import Command, Exchange
 from kvstore.backends.redis.failures import RedisError, SkippedError
 from kvstore.backends.redis.parts import PART_BYTES, PartsRead, in_parts, part_count, part_key
 from kvstore.backends.redis.resp import Filled, Reply, Target, encode_arguments, encode_command
-from kvstore.backends.redis.topology import Topology
+from kvstore.backends.redis.topology import Topology, checked_tls
 from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
 from kvstore.errors import BackendClosedError
@@ -74,6 +74,9 @@ class RedisBackend(Backend):
         self._to_renew: list[BlockKey] = []
         self._renewing: asyncio.Task[None] | None = None
         self._under_way = CallsUnderWay()
+
+    def check(self) -> None:
+        checked_tls(self.config)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Connect, log in, and check the server's memory settings once.

@@ -15,6 +15,8 @@ from kvstore.errors import ConfigError
 
 _MIB: Final = 1024**2
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}", re.ASCII)
+_ADDRESS: Final = re.compile(r"[A-Za-z0-9.-]{1,253}:\d{1,5}(/\d{0,5})?", re.ASCII)
+"""Host and port; a user and password would have an '@'."""
 _SCHEMES: Final = ("redis", "rediss", "unix")
 
 
@@ -95,6 +97,10 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
     def _split_url(self) -> None:
         """Move name and password out of the url, so that messages can show it."""
         # Messages never contain the full url or a chained exception, which may hold the password.
+        if _ADDRESS.fullmatch(self.url):
+            raise ConfigError(
+                f"'url' is {self.url!r}, without a scheme. Give 'redis://{self.url}', or 'rediss://{self.url}' for TLS."
+            )
         try:
             parts = urlsplit(self.url)
             user, password, _ = parts.username, parts.password, parts.port

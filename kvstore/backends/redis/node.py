@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import random
@@ -245,9 +244,6 @@ class Node:
             connection = await self._connected()
         except RedisError as failure:
             self._counters["connections_failed"] += 1
-            if not self._warned and not self._closed:
-                self._warned = True
-                logger.warning("A Redis node can't be used, and is tried again at growing intervals: %s", failure)
             self._note_failure(failure)
             raise
         self._counters["connections_opened"] += 1
@@ -326,9 +322,15 @@ class Node:
                 pause_s = min(_PAUSE_S_MAX, _PAUSE_S_MIN * 2 ** min(self._failures - 1 + self._barren, 20))
                 # Jitter, so that engines that lost a server simultaneously do not reconnect simultaneously.
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                # Recorded by _open_one; the pause grows with each failure.
-                with contextlib.suppress(RedisError):
-                    await self._open_one()
+                try:
+                    await self._open_one()  # It counts failures, with which the pause grows.
+                except RedisError as failure:
+                    # At the second failure: the first one is reported by the call that met it.
+                    if not self._warned:
+                        self._warned = True
+                        logger.warning(
+                            "A Redis node can't be used, and is tried again at growing intervals: %s", failure
+                        )
         finally:
             self._coming_back = None
         self._pump()

@@ -63,10 +63,7 @@ class Topology:
         config = self.config
         self._closed = False
         self.has_many_nodes = config.mode == "cluster"
-        if config.tls:
-            self._context = client_context(
-                ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
-            )
+        self._context = checked_tls(config)
         self._configured, self._database = control.endpoint_of(config)
         try:
             await self._look()
@@ -155,16 +152,12 @@ class Topology:
     async def _look(self) -> None:
         """Find the nodes. For a cluster, query known nodes in turn until one responds."""
         if self.config.sentinels:
-            # Sentinels receive a password, too.
-            for endpoint in control.sentinel_endpoints(self.config):
-                check_secure(endpoint, self.config)
             master, replicas = await control.sentinel_nodes(self.config)
             known = self._masters[0]
             if known is not None and known.endpoint != master:
                 logger.warning("Sentinel names a new master: %s", master)
             self._adopt([Shard(0, SLOTS - 1, master, tuple(each for each in replicas if each != master))])
             return
-        check_secure(self._configured, self.config)
         if not self.has_many_nodes:
             self._adopt([Shard(0, SLOTS - 1, self._configured)])
             return
@@ -227,6 +220,24 @@ class Topology:
                 task = asyncio.create_task(node.close())
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)
+
+
+def checked_tls(config: RedisConfig) -> ssl.SSLContext | None:
+    """Refuse unencrypted connections to other machines, unless permitted; return the TLS settings, None without TLS.
+
+    Sentinels receive a password, too.
+
+    Raises:
+        ConfigError: An address is another machine's and has no TLS, or a TLS file can't be used.
+    """
+    named = control.sentinel_endpoints(config) if config.sentinels else [control.endpoint_of(config)[0]]
+    for endpoint in named:
+        check_secure(endpoint, config)
+    if not config.tls:
+        return None
+    return client_context(
+        ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
+    )
 
 
 def _replica(replicas: Sequence[Node], slot: int) -> Node | None:

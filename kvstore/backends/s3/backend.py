@@ -57,6 +57,9 @@ class S3Backend(SimpleBackend):
         self._conditional = config.conditional_put != "no"
         self._locks: WeakValueDictionary[BlockKey, asyncio.Lock] = WeakValueDictionary()
 
+    def check(self) -> None:
+        make_client(self.config).check()
+
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Find credentials, and check bucket, region, credentials and clock with one request.
 

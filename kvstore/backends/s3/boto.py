@@ -75,6 +75,10 @@ class BotoClient(ObjectClient):
         # Bound methods, because their repr does not show the key.
         self._writing, self._reading = writing.copy, reading.copy
 
+    def check(self) -> None:
+        super().check()
+        make_session(self._config)
+
     async def open(self) -> None:
         config = self._config
         loud = [name for name in _TELLING_LOGGERS if logging.getLogger(name).isEnabledFor(logging.DEBUG)]

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from kvstore.backends.s3.config import Prices, S3Config
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_response, looks_like_error
+from kvstore.backends.stream import client_context
 from kvstore.errors import ConfigError
 from kvstore.runtime.limits import Limiter, Precedence, RetryBudget
 
@@ -130,6 +131,16 @@ class ObjectClient(ABC):
             "given_up": self.given_up,
             **{f"failed_{cause.value}": count for cause, count in self.failures.items()},
         }
+
+    def check(self) -> None:
+        """Check the profile and TLS files, without a search for credentials.
+
+        Raises:
+            ConfigError: The profile does not exist, or a file can't be used.
+            S3Error: The credentials or configuration files cannot be used.
+        """
+        if self._config.tls_ca is not None:
+            client_context(ca=self._config.tls_ca)
 
     @abstractmethod
     async def open(self) -> None:

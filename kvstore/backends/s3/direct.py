@@ -44,6 +44,10 @@ class DirectClient(ObjectClient):
         opened, dirty = (self._wire.connections_opened, self._wire.connections_dirty) if self._wire else (0, 0)
         return {**super().counters(), "connections_opened": opened, "connections_dirty": dirty}
 
+    def check(self) -> None:
+        super().check()
+        make_session(self._config)
+
     async def open(self) -> None:
         config = self._config
         # On a thread: botocore reads files, and some of its providers start processes.

@@ -75,5 +75,9 @@ def new_backend_command(name: _Name, out: _Out = Path()) -> None:
             (package / written.format(name)).write_text(Template(text).substitute(name=name, title=title))
     except OSError as error:
         raise ConfigError(f"{str(package)!r} can't be made: {error.strerror}. Give another NAME or --out.") from error
-    print_line(f"made {package}; test it: cd {package} && pip install -e '.[test]' && pytest")
-    print_line(f'use it: {{"type": "{name}", "path": "/mnt/nvme/{name}"}}')
+    print_line(f"made {package}")
+    print_line(f"install it in the engine's environment, which makes the type known: pip install -e '{package}[test]'")
+    print_line(f"test it: cd {package} && pytest")
+    print_line(
+        f'use it: {{"type": "{name}", "path": "/mnt/nvme/{name}"}}; "path" (its path_option) is its own directory'
+    )

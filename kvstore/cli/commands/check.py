@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json as json_module
 import os
 import pkgutil
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated
 
-from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option, opened_input
+from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option, parsed_json, text_of
 from kvstore.cli.reporting.report import Report
 from kvstore.cli.reporting.terminal import print_json_text, print_line
 from kvstore.errors import ConfigError
-
-_BYTES_MAX = 1 << 20
-"""Longest file; a longer one is the wrong file."""
 
 _Config = Annotated[
     str, Argument(metavar="JSON|@FILE", help="The value of vLLM's --kv-transfer-config; @- reads it from stdin.")
@@ -31,7 +27,9 @@ def check_command(config: _Config, kv_offloading_size: _SizeGib = None, json: Js
     Run it in the engine's environment, because it imports vLLM. Nothing is opened or created; kvstore doctor checks the
     machine and reaches servers.
     """
-    transfer = _decoded(config)
+    transfer = parsed_json(text_of(config, "configuration"), "The configuration")
+    if not isinstance(transfer, dict) or "kv_connector" not in transfer:
+        raise ConfigError("The configuration has no 'kv_connector'. Give the whole value of --kv-transfer-config.")
     # vLLM would otherwise log its version and platform.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
@@ -56,21 +54,3 @@ def check_command(config: _Config, kv_offloading_size: _SizeGib = None, json: Js
             print_line("ok")
     if found[0]:
         raise Exit(ExitCode.USAGE)
-
-
-def _decoded(text: str) -> dict[str, Any]:
-    if text.startswith("@"):
-        with opened_input(text[1:], "configuration") as file:
-            data = file.read(_BYTES_MAX + 1)
-        if len(data) > _BYTES_MAX:
-            raise ConfigError(f"{text[1:]!r} has more than {_BYTES_MAX} bytes. Give a file with the JSON.")
-        text = data.decode(errors="replace")
-    try:
-        value = json_module.loads(text)
-    except json_module.JSONDecodeError as error:
-        # Not chained, and the text is not shown: it may hold a password.
-        place = f"{error.msg} at line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"The configuration is not valid JSON: {place}. Give it as to vLLM, or as @FILE.") from None
-    if not isinstance(value, dict) or "kv_connector" not in value:
-        raise ConfigError("The configuration has no 'kv_connector'. Give the whole value of --kv-transfer-config.")
-    return value

@@ -14,7 +14,7 @@ from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
 from kvstore.tiering.config import engine_tiering
-from kvstore.tiers.preflight import check_before_opening
+from kvstore.tiers.preflight import check_before_opening, claim_paths, doubts_before_opening
 
 Spec = Literal["kvstore", "tiering"]
 """Integration: kvstore's spec, or vLLM's own spec with kvstore's tiers."""
@@ -81,15 +81,15 @@ def config_command(
     with Deadline(deadline):
         # Only this step reads files: tiers and secrets.
         tiers = [parse_tier(text) for text in tier]
-        used: dict[Path, int] = {}
+        used: dict[Path, str] = {}
+        doubts: list[str] = []
         for number, each in enumerate(tiers, 1):
+            claim_paths(used, f"tier {number}", each.paths)
             check_before_opening(each.backend, each.config)
-            for path in each.paths:
-                if (other := used.setdefault(path.resolve(), number)) != number:
-                    raise ConfigError(f"Tiers {other} and {number} both use {str(path)!r}. Give each its own.")
+            doubts += [f"tier {number}: {text}" for text in doubts_before_opening(each.backend, each.config)]
     if not vllm:
         shown = [each.shown() for each in tiers]
-        print_json_text(json_module.dumps(shown, indent=1, ensure_ascii=False))
+        _print(shown, doubts, indent=1)
         return
     if spec not in ("kvstore", "tiering"):
         raise ConfigError(f"--spec is {spec!r}. Expected 'kvstore' or 'tiering'.")
@@ -103,8 +103,14 @@ def config_command(
         extra=json_object(extra, "--extra"),
     )
     if any(_holds_secret(each) for each in tiers):
-        say("What follows holds a secret, and a command line can be seen by every user of the machine.")
-    print_json_text(json_module.dumps(config, indent=1 if pretty else None, ensure_ascii=False))
+        doubts.append("What follows holds a secret, and a command line can be seen by every user of the machine.")
+    _print(config, doubts, indent=1 if pretty else None)
+
+
+def _print(value: Any, doubts: Sequence[str], *, indent: int | None) -> None:
+    for doubt in doubts:
+        say(doubt)
+    print_json_text(json_module.dumps(value, indent=indent, ensure_ascii=False))
 
 
 def vllm_config(

@@ -10,14 +10,11 @@ from typing import Annotated, Any, Final
 
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.names import KeeperNames
-from kvstore.cli.command_line import Option, TierOption
+from kvstore.cli.command_line import Option, TierOption, parsed_json, text_of
 from kvstore.cli.interruption import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.reporting.terminal import print_json_text
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
-
-_FILE_BYTES_MAX: Final = 1 << 20
-"""Longest file of rules; a bucket has at most a thousand."""
 
 _DAY_S: Final = 86400.0
 _NOTES_DAYS: Final = 2
@@ -63,16 +60,10 @@ def lifecycle_command(
 
 
 def _rules_in(path: Path) -> list[dict[str, Any]]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_FILE_BYTES_MAX + 1)
-        found = json_module.loads(data) if data.strip() else {"Rules": []}
-    except OSError as error:
-        raise ConfigError(f"--merge {path} can't be read: {error.strerror}. Give a file that exists.") from error
-    except ValueError as error:
-        raise ConfigError(f"--merge {path} is not valid JSON: {error}. Give what the service returned.") from None
+    text = text_of(f"@{path}", "--merge")
+    found = parsed_json(text, f"--merge {path}", " Give what the service returned.") if text.strip() else {"Rules": []}
     rules = found.get("Rules") if isinstance(found, dict) else None
-    if len(data) > _FILE_BYTES_MAX or not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise ConfigError(f"--merge {path} has no 'Rules'. Give what get-bucket-lifecycle-configuration returned.")
     return rules
 

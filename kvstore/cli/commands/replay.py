@@ -25,10 +25,9 @@ from kvstore.cli.command_line import (
     write_output,
 )
 from kvstore.cli.measuring.target import Target
-from kvstore.cli.replaying.generator import TraceShape, generate_trace
 from kvstore.cli.replaying.replay import OPTIMUM, ReplayCase, ReplaySettings, auto_capacities, check_case, replay
 from kvstore.cli.replaying.tiers import Link
-from kvstore.cli.replaying.traces import BLOCK_TOKENS, Trace, read_trace, write_trace
+from kvstore.cli.replaying.traces import BLOCK_TOKENS, Trace, TraceShape, generate_trace, read_trace, write_trace
 from kvstore.cli.reporting.plots import check_pictures, pictures_of
 from kvstore.cli.reporting.report import Report
 from kvstore.cli.reporting.terminal import Column, Progress, print_json_text, print_table, rounded_size, say

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import json as json_module
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from kvstore.cli.command_line import JsonFlag, Option, size_option
+from kvstore.cli.command_line import JsonFlag, Option, parsed_json, size_option, text_of
 from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, replay
 from kvstore.cli.replaying.traces import BLOCK_TOKENS, read_trace
 from kvstore.cli.reporting.terminal import Column, latency_text, print_json_text, print_line, print_table, rounded_size
@@ -48,14 +47,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         path = path / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"--model {str(path)!r} can't be read: {error.strerror}. Give a model's config.json."
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"--model {str(path)!r} is not valid JSON: {error}. Give a model's config.json.") from None
+    found = parsed_json(text_of(f"@{path}", "--model"), f"--model {str(path)!r}", " Give a model's config.json.")
     if not isinstance(found, dict):
         raise ConfigError(f"--model {str(path)!r} is not a JSON object. Give a model's config.json.")
     text = found.get("text_config")

@@ -191,6 +191,9 @@ _Addresses = Annotated[
 ]
 _Interval = Annotated[str, Option("--interval", "-i", metavar="TIME", help="Time between two scrapes.")]
 
+_NONE: Final = "-"
+"""A number that is not known, or a rate without traffic."""
+
 _ENGINE_COLUMNS: Final = (
     Column("engine", "engine", left=True, style="bold"),
     Column("requests", "requests", rank=2),
@@ -222,7 +225,7 @@ _ROOM_COLUMNS: Final = (
     Column("full", "full"),
     Column("blocks", "blocks", rank=4),
     Column("evicted", "evicted/s"),
-    Column("failed", "failed/s", healthy=("0",)),
+    Column("failed", "failed/s", healthy=("0", _NONE)),
 )
 
 METRICS: Final = {
@@ -282,8 +285,17 @@ def frame_of(engines: Sequence[Engine], problems: Mapping[str, str], width: int)
     parts: list[Frame] = [line_of(f"{address}: {problem}", "red") for address, problem in problems.items()]
     for columns, found in tables:
         if found:
-            parts += [line_of(""), table_of(found, columns, width)]
+            # Without traffic, too, each number has its column, so that a reader finds it.
+            names = [column.key for column in columns if column.key != "engine"]
+            parts += [
+                line_of(""),
+                table_of([dict.fromkeys(names, _NONE) | _known(row) for row in found], columns, width),
+            ]
     return parts
+
+
+def _known(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def engine_row(engine: Engine) -> dict[str, Any]:
