@@ -21,7 +21,7 @@ never raise."""
 _T = TypeVar("_T")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class TierFlow:
     """Blocks moved between the primary tier and another tier since the start; see also the tier's own statistics."""
 
@@ -42,6 +42,8 @@ class TierFlow:
 
 class TierLink(TierFlow):
     """Calls one tier, counts its blocks, and turns its exceptions into misses and failed jobs."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __init__(self, tier: SecondaryTierManager, index: int) -> None:
         super().__init__(tier.name)

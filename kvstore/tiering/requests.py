@@ -191,7 +191,7 @@ class Requests:
         known = ends if ends is not None else range(size, size * len(keys) + 1, size)
         state.keys = keys
         state.ends = dict(zip(keys, known, strict=False))
-        state.has_groups = any(map(operator.ge, known, known[1:]))
+        state.has_groups = any(map(operator.gt, known, known[1:]))
         if state.policy.stores_all and self._feed is None:
             return
         length = prompt_tokens if prompt_tokens is not None else max(state.ends.values(), default=0)

@@ -432,7 +432,9 @@ class ForeignTiers:
         late, self._late = self._late, {}
         for ctx, keys in late.items():
             self.offer(dict.fromkeys(keys), ctx)
-        self._end_requests()
+        for ctx in self._ending - self._late.keys():
+            self._ending.discard(ctx)
+            self.finish(ctx)
         for tier, parent in zip(self._tiers, self._parents, strict=True):
             tier.context = context
             parent.promised = 0
@@ -441,12 +443,6 @@ class ForeignTiers:
     def reset(self) -> None:
         """Drop waiting blocks, because the primary tier is cleared."""
         self._late.clear()
-        self._end_requests()
-
-    def _end_requests(self) -> None:
-        for ctx in self._ending - self._late.keys():
-            self._ending.discard(ctx)
-            self.finish(ctx)
 
     @property
     def has_pending_work(self) -> bool:

@@ -266,8 +266,12 @@ class KVStoreOffloadingManager(OffloadingManager):
             if event.tier in self._by_name:
                 self._lineage.note(self._by_name[event.tier], event.keys, removed=event.cause is not None)
         stated = self._statements.merge([*theirs, *((event.tier, self._vllm_event(event)) for event in ours)])
-        unfilled = unfilled_event(self._theirs(self.manager.take_unfilled()))
-        return stated if unfilled is None else [*stated, unfilled]
+        unfilled = self._theirs(self.manager.take_unfilled())
+        if unfilled and self._tag_bytes:
+            held = set(self._theirs([*self.manager.primary.keys()]))  # Other tags may have the block.
+            unfilled = [key for key in unfilled if key not in held]
+        event = unfilled_event(unfilled)
+        return stated if event is None else [*stated, event]
 
     @guarded(lambda: None)
     def reset_cache(self) -> None:

@@ -156,15 +156,18 @@ def test_eviction_in_primary() -> None:
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_each_group_of_layers_keeps_its_start(has_ended: bool) -> None:
     """Of a model with two groups of layers, the last blocks of both leave first: a load needs those of each group."""
-    engine = Engine(slots=6, tiers=[])
+    engine = Engine(slots=8, tiers=[])
     ctx, groups = RequestContext("r"), keys_of(1, 2, 3, 11, 12, 13)
     engine.manager.on_new_request(ctx, groups, ends=[16, 32, 48] * 2)
-    engine.store(groups[3:] if has_ended else groups, ctx)
+    generated = keys_of(50, 60)
+    engine.store(groups[3:] if has_ended else [*generated, *groups], ctx)
     if has_ended:
+        engine.store(generated, ctx)
         engine.store(groups[:3], ctx)
         engine.manager.on_request_finished(ctx)
     engine.settle()
-    for left in ({3, 13}, {2, 12}):
+    # Blocks without a known position were generated after the prompt.
+    for left in ({50, 60}, {3, 13}, {2, 12}):
         assert set(engine.store(keys_of(*(100 + number for number in left))).evicted) == set(keys_of(*left))
 
 

@@ -144,6 +144,7 @@ def test_a_load_that_nobody_reports_is_given_up() -> None:
     engine = Engine(load_s_max=60.0)
     engine.store_and_forget(A)
     engine.evict_all()
+    engine.manager.take_unfilled()
     ctx = engine.request()
     engine.look(A, ctx)
     engine.manager.on_step_end()
@@ -151,6 +152,7 @@ def test_a_load_that_nobody_reports_is_given_up() -> None:
     assert engine.look(A, ctx) == ["miss"] * 4
     stats = engine.manager.stats()
     assert (stats.primary.abandoned, stats.primary.free, stats.promoting) == (4, 4, 0)
+    assert len(engine.manager.take_unfilled()) == 4
     engine.store(A, ctx)
     engine.settle()
     assert engine.primary.stats().abandoned == 0

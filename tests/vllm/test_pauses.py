@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.kv_offload.base import LookupResult
 
-from kvstore.vllm import steps
+from kvstore.vllm import KVStoreOffloadingSpec, steps
+from tests.vllm.harness import Driver, key_of
 
 
 class Condition(threading.Condition):
@@ -70,3 +72,26 @@ def test_elsewhere_there_are_no_pauses() -> None:
     alone = steps.Pauses()
     alone.note_waiting(for_engine=True)
     alone.end_step(is_busy=False)
+
+
+def test_an_engine_that_loads_does_not_pause() -> None:
+    """The end of a copy to the device is noticed at once, and so is that of a step with tokens."""
+    driver = Driver([{"type": "memory"}], spec_class=KVStoreOffloadingSpec)
+    try:
+        driver.store([key_of(1)])
+        seen: list[bool] = []
+        driver.manager._pauses = SimpleNamespace(
+            note_waiting=lambda **_: None, end_step=lambda *, is_busy: seen.append(is_busy)
+        )
+        (scheduled,) = driver.engine.on_scheduled
+        context = driver.request()
+        scheduled(SimpleNamespace(num_scheduled_tokens={}))
+        assert driver.lookup([key_of(1)], context) == [LookupResult.HIT]
+        job = driver.begin_load([key_of(1)], context)
+        scheduled(SimpleNamespace(num_scheduled_tokens={}))
+        driver.copy(job)
+        scheduled(SimpleNamespace(num_scheduled_tokens={}))
+        scheduled(SimpleNamespace(num_scheduled_tokens={"r": 1}, total_num_scheduled_tokens=1))
+        assert seen == [False, True, False, True]
+    finally:
+        driver.close()
