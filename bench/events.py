@@ -244,7 +244,7 @@ def run_child(options: dict[str, Any]) -> None:
         block_size=BLOCK_TOKENS,
         kv_cache_memory_bytes=128 * 2**20,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="OffloadingConnector",
+            kv_connector="KVStoreConnector",
             kv_role="kv_both",
             kv_connector_extra_config={
                 "spec_name": "KVStoreOffloadingSpec",

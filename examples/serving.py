@@ -74,7 +74,7 @@ class Server:
         ]
         if offloading is not None:
             transfer = {
-                "kv_connector": "OffloadingConnector",
+                "kv_connector": "KVStoreConnector",
                 "kv_role": "kv_both",
                 "engine_id": self.engine_id,
                 "kv_connector_extra_config": offloading,

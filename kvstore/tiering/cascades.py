@@ -48,7 +48,7 @@ class Cascades:
     @property
     def waits(self) -> bool:
         """Whether blocks wait for room. If no job occupies it, they are stored in the next step."""
-        return any(link.waiting for link in self._links)
+        return any(link.queue for link in self._links)
 
     @property
     def owes(self) -> bool:
@@ -120,7 +120,7 @@ class Cascades:
     def resume(self) -> None:
         """Store waiting blocks in queue order, as far as there is room."""
         for link in self._links:
-            waiting = link.waiting
+            waiting = link.queue
             if link.dead:
                 link.dropped += len(waiting)
                 waiting.clear()
@@ -190,7 +190,7 @@ class Cascades:
                 self._transient.discard(key)
                 self._filling.discard(key)
                 for link in self._links:
-                    if link.waiting and link.waiting.pop(key, False) is None:
+                    if link.queue and link.queue.pop(key, False) is None:
                         link.dropped += 1
 
     def forget_all(self) -> None:
@@ -198,7 +198,7 @@ class Cascades:
         for notes in (self._withheld, self._owed, self._transient, self._filling, self._turn_come):
             notes.clear()
         for link in self._links:
-            link.waiting.clear()
+            link.queue.clear()
 
     def _send_some(self, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Store blocks to the allowed tiers with room, and withhold them from the others."""
@@ -256,7 +256,7 @@ class Cascades:
         if link.dead:
             link.dropped += len(keys)
         else:
-            link.waiting.update(dict.fromkeys(keys))
+            link.queue.update(dict.fromkeys(keys))
 
     def _write(self, keys: Sequence[BlockKey]) -> None:
         """Write back owed blocks, as far as there is room. Blocks owed to a dead tier count as lost."""

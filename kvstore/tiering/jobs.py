@@ -65,9 +65,11 @@ class JobTable:
         self._jobs[job.transfer.job_id] = job
         if job.is_load:
             job.link.loading += len(job.transfer.keys)
+            job.link.load_jobs += 1
             self.set_deadline(job, job.deadline)
         else:
             job.link.storing += len(job.transfer.keys)
+            job.link.store_jobs += 1
 
     def submit(self, job: OpenJob) -> bool:
         """Add a job and submit it to its tier. Return false if the tier raised: it may still have accepted the job."""
@@ -90,11 +92,13 @@ class JobTable:
         if job is None or job.link is not link:
             link.note_invalid(f"a result for job {result.job_id}, which it does not have")
             return None
-        self._deadlines.remove(result.job_id)
         if not job.is_load:
             link.storing -= len(job.transfer.keys)
-        elif not job.lost:
-            link.loading -= len(job.transfer.keys)
+            link.store_jobs -= 1
+        else:
+            self._deadlines.remove(result.job_id)
+            link.loading -= 0 if job.lost else len(job.transfer.keys)
+            link.load_jobs -= 1
         return self._jobs.pop(result.job_id)
 
     def lose(self, job: OpenJob) -> None:

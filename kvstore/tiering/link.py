@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeVar
 
 from kvstore.tiering.tally import TierTally
@@ -21,27 +21,44 @@ never raise."""
 _T = TypeVar("_T")
 
 
-class TierLink:
+@dataclass(slots=True, eq=False)
+class TierFlow:
+    """Blocks moved between the primary tier and another tier since the start; see also the tier's own statistics."""
+
+    name: str
+    storing: int = 0  # Blocks of unfinished stores.
+    loading: int = 0  # Blocks of unfinished loads, except loads without a report after ``load_s_max``.
+    stored: int = 0  # Blocks stored, including blocks that the tier held already.
+    loaded: int = 0  # Blocks loaded.
+    failed_stores: int = 0  # Blocks not stored.
+    failed_loads: int = 0  # Blocks not loaded.
+    waiting: int = 0  # Blocks that wait for room in the tier's share of the primary tier.
+    dropped: int = 0  # Blocks that left the primary tier before there was room, or that a dead tier did not take.
+    errors: int = 0  # Exceptions and invalid results of the tier.
+    dead: bool = False  # Whether the tier gets no more work because of errors.
+    store_jobs: int = 0  # Unfinished stores.
+    load_jobs: int = 0  # Unfinished loads.
+
+
+class TierLink(TierFlow):
     """Calls one tier, counts its blocks, and turns its exceptions into misses and failed jobs."""
 
     def __init__(self, tier: SecondaryTierManager, index: int) -> None:
+        super().__init__(tier.name)
         self.tier = tier
-        self.name = tier.name
         self.index = index  # Its position among the tiers.
         self.bit = 1 << index  # Its bit in masks of tiers.
         self.takes_stores = tier.takes_stores  # Whether blocks are stored to it.
         self.loaded_at = 0.0  # Time of the last report of a load, on the owner's clock.
         # Blocks that wait for room in its share of the primary tier, oldest first.
-        self.waiting: OrderedDict[BlockKey, None] = OrderedDict()
-        # Its counts for the engine's metrics. storing, loading, stored, loaded, failed_stores, failed_loads, dropped,
-        # errors, dead: See :class:`TierFlow`.
-        self.tally = TierTally()
-        self.storing = self.loading = 0
-        self.stored = self.loaded = 0
-        self.failed_stores = self.failed_loads = 0
-        self.dropped = self.errors = 0
-        self.dead = False
+        self.queue: OrderedDict[BlockKey, None] = OrderedDict()
+        self.tally = TierTally()  # Its counts for the engine's metrics.
         self._strikes: dict[str, int] = {}
+
+    def flow(self) -> TierFlow:
+        """Return a snapshot of its counts."""
+        self.waiting = len(self.queue)
+        return TierFlow(**{each.name: getattr(self, each.name) for each in fields(TierFlow)})
 
     def call(self, method: str, *args: object, otherwise: Any) -> Any:
         """Call a method of the tier. If it is missing or raises, count the exception and return ``otherwise``."""

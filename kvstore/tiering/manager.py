@@ -26,7 +26,7 @@ from kvstore.tiering.prefetch import Prefetch
 from kvstore.tiering.promotions import Promotions
 from kvstore.tiering.recording import RequestFeed
 from kvstore.tiering.requests import Requests, RequestState
-from kvstore.tiering.stats import LookupCounts, TieringStats, flow_of
+from kvstore.tiering.stats import LookupCounts, TieringStats
 from kvstore.tiering.tally import TIMED_EVERY, Tally
 from kvstore.tiering.tenants import TenantTable
 from kvstore.tiers.base import SecondaryTierManager, TierStats
@@ -509,7 +509,7 @@ class TieringManager:
         """Return a snapshot; cheap."""
         return TieringStats(
             primary=self.primary.stats(),
-            tiers=tuple(flow_of(link, self._jobs) for link in self._links),
+            tiers=tuple(link.flow() for link in self._links),
             lookups=self._counts,
             requests=len(self._requests),
             jobs=len(self._jobs),

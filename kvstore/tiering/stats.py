@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from kvstore.primary.tier import PrimaryStats
 from kvstore.tiering.gate import GateCounts
 from kvstore.tiering.hedges import HedgeCounts
-from kvstore.tiering.jobs import JobTable
-from kvstore.tiering.link import TierLink
+from kvstore.tiering.link import TierFlow
 from kvstore.tiering.tenants import TenantStats
 
 
@@ -28,41 +27,6 @@ class LookupCounts:
     pending: int = 0
     retries: int = 0
     misses: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TierFlow:
-    """Blocks moved between the primary tier and another tier since the start; see also the tier's own statistics.
-
-    Attributes:
-        name: Name of the tier.
-        storing: Blocks of unfinished stores.
-        loading: Blocks of unfinished loads, except loads without a report after ``load_s_max``.
-        store_jobs: Unfinished stores.
-        load_jobs: Unfinished loads.
-        stored: Blocks stored, including blocks that the tier held already.
-        loaded: Blocks loaded.
-        failed_stores: Blocks not stored.
-        failed_loads: Blocks not loaded.
-        waiting: Blocks that wait for room in the tier's share.
-        dropped: Blocks not stored because they left the primary tier before there was room, or the tier is dead.
-        errors: Exceptions and invalid results of the tier.
-        dead: Whether the tier gets no more work because of errors.
-    """
-
-    name: str
-    storing: int
-    loading: int
-    stored: int
-    loaded: int
-    failed_stores: int
-    failed_loads: int
-    waiting: int
-    dropped: int
-    errors: int
-    dead: bool
-    store_jobs: int = 0
-    load_jobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +70,3 @@ class TieringStats:
     hedges: HedgeCounts = field(default_factory=HedgeCounts)
     forgetting: int = 0
     tenants: Mapping[str, TenantStats] = field(default_factory=dict)
-
-
-def flow_of(link: TierLink, jobs: JobTable) -> TierFlow:
-    """Return the flow of one tier."""
-    loads = [job.is_load for job in jobs if job.link is link]
-    return TierFlow(
-        name=link.name,
-        storing=link.storing,
-        loading=link.loading,
-        stored=link.stored,
-        loaded=link.loaded,
-        failed_stores=link.failed_stores,
-        failed_loads=link.failed_loads,
-        waiting=len(link.waiting),
-        dropped=link.dropped,
-        errors=link.errors,
-        dead=link.dead,
-        store_jobs=len(loads) - sum(loads),
-        load_jobs=sum(loads),
-    )

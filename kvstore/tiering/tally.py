@@ -24,8 +24,8 @@ class TierTally:
 
     queries: int = 0  # Answered lookups of this tier, once per block and request.
     hits: int = 0  # Lookups answered HIT.
-    failed_loads: int = 0  # Load jobs that failed, wholly or in part.
-    failed_stores: int = 0  # Store jobs that failed, wholly or in part.
+    failed_load_jobs: int = 0  # Load jobs that failed, wholly or in part.
+    failed_store_jobs: int = 0  # Store jobs that failed, wholly or in part.
     load_seconds: float = 0.0  # Time of load jobs on the I/O side.
     store_seconds: float = 0.0  # The same for store jobs.
     last_lookup_s: float = 0.0  # Seconds of the last timed lookup with the answer HIT or MISS.
@@ -60,11 +60,11 @@ class TierTally:
             since_s: Seconds since its submission.
         """
         if is_load:
-            self.failed_loads += not success
+            self.failed_load_jobs += not success
             self.load_seconds += seconds
             (self.loaded_samples if success else self.failed_samples).append(since_s)
         else:
-            self.failed_stores += not success
+            self.failed_store_jobs += not success
             self.store_seconds += seconds
 
 

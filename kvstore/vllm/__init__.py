@@ -1,9 +1,9 @@
-"""kvstore for vLLM's ``OffloadingConnector``: a secondary tier, and a spec that also runs on vLLM's CPU platform.
+"""kvstore for vLLM 0.31 to 0.33: a connector, a spec that also runs on vLLM's CPU platform, and a secondary tier.
 
-vLLM finds both by name: ``{"type": "KVStoreTier", "module_path": "kvstore.vllm", …}`` in ``secondary_tiers`` of its own
-``TieringOffloadingSpec`` (0.31 to 0.33), or ``{"spec_name": "KVStoreOffloadingSpec", "spec_module_path":
-"kvstore.vllm"}``. With the plugin in :mod:`kvstore.vllm.plugin`, ``module_path`` and ``spec_module_path`` are
-unnecessary.
+vLLM finds them by name: ``{"kv_connector": "KVStoreConnector", "kv_connector_module_path": "kvstore.vllm"}``;
+``{"spec_name": "KVStoreOffloadingSpec", "spec_module_path": "kvstore.vllm"}`` in its ``kv_connector_extra_config``; or
+there ``{"type": "KVStoreTier", "module_path": "kvstore.vllm", …}`` in ``secondary_tiers`` of vLLM's own
+``TieringOffloadingSpec``. With the plugin in :mod:`kvstore.vllm.plugin`, no module path is necessary.
 
 Importing this package does not import vLLM. The classes load at first use, so the plugin costs nothing in processes
 that don't use them.
@@ -15,12 +15,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvstore.vllm.connector import KVStoreConnector
     from kvstore.vllm.spec import KVStoreOffloadingSpec
     from kvstore.vllm.tier import KVStoreTier
 
-__all__ = ["KVStoreOffloadingSpec", "KVStoreTier"]
+__all__ = ["KVStoreConnector", "KVStoreOffloadingSpec", "KVStoreTier"]
 
-_HOMES = {"KVStoreOffloadingSpec": "kvstore.vllm.spec", "KVStoreTier": "kvstore.vllm.tier"}
+_HOMES = {
+    "KVStoreConnector": "kvstore.vllm.connector",
+    "KVStoreOffloadingSpec": "kvstore.vllm.spec",
+    "KVStoreTier": "kvstore.vllm.tier",
+}
 
 
 def __getattr__(name: str) -> Any:

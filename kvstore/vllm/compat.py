@@ -19,7 +19,6 @@ from functools import cache, wraps
 from types import FrameType, SimpleNamespace
 from typing import Any
 
-from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
@@ -27,55 +26,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload.base import OffloadingEvent
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.version import __version__ as VLLM_VERSION
 
 from kvstore.types import Locality, Medium
 
-__all__ = [
-    "VLLM_VERSION",
-    "cache_hit_source",
-    "calls_above",
-    "canonical_config",
-    "chosen_attention",
-    "current_connector",
-    "current_connector_config",
-    "current_connector_scheduler",
-    "emits_events",
-    "engine_queue",
-    "engine_under_construction",
-    "event_payloads",
-    "has_states",
-    "leave_zeros_out",
-    "make_event",
-    "open_region",
-    "payload_maker",
-    "poll_briefly",
-    "primary_info",
-    "region_path",
-    "region_shape",
-    "request_ends",
-    "request_params",
-    "scheduled_tokens",
-    "scheduler_under_construction",
-    "steps_under_way_max",
-    "tolerate_unnaming",
-    "window_groups",
-]
-
 _EVENTS_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.events"
-
-
-def calls_above() -> Iterator[FrameType]:
-    """Yield the frames of the caller's callers, nearest first.
-
-    vLLM passes few of the required objects to a plugin, tier or manager. The others are local variables of vLLM's
-    calling functions, and are read there. Callers must handle their absence.
-    """
-    # Skip the generator's own frame, and the function that iterates over it.
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def request_ends(req_context: Any) -> Mapping[bytes, int]:
@@ -133,40 +87,6 @@ def make_event(keys: Sequence[bytes], medium: Any, *, removed: bool, locality: A
     )
 
 
-def on_blocks_cleared(callback: Callable[[], None]) -> None:
-    """Call ``callback`` each time vLLM's scheduler, now under construction, has queued an ``AllBlocksCleared`` event.
-
-    Consumers then drop all blocks of the engine, those of tiers included, even if only the device's cache was reset.
-    Tiers are not told of such a reset.
-    """
-    scheduler = scheduler_under_construction()
-    if scheduler is None:
-        return
-    reset = scheduler.reset_prefix_cache
-
-    @wraps(reset)
-    def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return reset(*args, **kwargs)
-        finally:
-            pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
-            queued = getattr(pool, "kv_event_queue", ())
-            if any(isinstance(event, AllBlocksCleared) for event in queued):
-                callback()
-
-    scheduler.reset_prefix_cache = reset_prefix_cache
-
-
-def current_connector_scheduler() -> Any:
-    """Return vLLM's ``OffloadingConnectorScheduler`` under construction; None if there is none."""
-    return next((one for one in _callers() if type(one).__name__ == "OffloadingConnectorScheduler"), None)
-
-
-def scheduler_under_construction() -> Any:
-    """Return vLLM's ``Scheduler`` under construction; None if there is none."""
-    return _caller_with("reset_prefix_cache", "schedule")
-
-
 def engine_under_construction() -> Any:
     """Return vLLM's ``EngineCore`` under construction; None if there is none."""
     return _caller_with("add_lora", "model_executor")
@@ -202,8 +122,14 @@ def _caller_with(*names: str) -> Any:
 
 
 def _callers() -> Iterator[Any]:
-    """Yield the objects whose methods are being called, nearest first."""
-    return (frame.f_locals.get("self") for frame in calls_above())
+    """Yield the objects whose methods are being called, nearest first.
+
+    vLLM gives a connector neither its engine nor its worker process. Callers must handle their absence.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
 
 
 def on_adapter_loaded(callback: Callable[[Any], Any]) -> None:
@@ -344,20 +270,6 @@ def region_path(engine_id: str) -> str:
     return f"/dev/shm/vllm_offload_{engine_id}.mmap"
 
 
-def current_connector_config() -> tuple[Any, Any]:
-    """Return the ``VllmConfig`` and the ``KVCacheConfig`` of vLLM's connector under construction; None if unknown.
-
-    A tier receives an ``OffloadingConfig``, which lacks most fields that determine the bytes of a block: the model's
-    text configuration with its overrides (RoPE scaling), revision, quantization, hash algorithm. Without these fields,
-    tiers have served blocks of another model with the same name.
-    """
-    for frame in calls_above():
-        candidate = frame.f_locals.get("vllm_config")
-        if hasattr(candidate, "model_config") and hasattr(candidate, "cache_config"):
-            return candidate, frame.f_locals.get("kv_cache_config")
-    return None, None
-
-
 def steps_under_way_max(engine_config: Any) -> int:
     """Return an engine's maximum number of concurrent steps: one per pipeline stage, and one scheduled ahead.
 
@@ -390,18 +302,6 @@ def chosen_attention(engine_config: Any) -> str | None:
     digest = hashlib.sha256(json.dumps(sorted(chosen.items())).encode()).hexdigest()[:32]
     names = {backend.rpartition(".")[2] for backend in chosen.values()}
     return f"{'+'.join(sorted(names))[:200]} {digest}"
-
-
-def current_connector() -> tuple[Any, Any]:
-    """Return vLLM's ``OffloadingConnector`` and ``OffloadingConnectorWorker`` under construction; None if unknown."""
-    worker = None
-    for frame in calls_above():
-        caller = frame.f_locals.get("self")
-        if hasattr(caller, "_is_store_writer"):
-            worker = caller
-        elif worker is not None and getattr(caller, "connector_worker", None) is worker:
-            return caller, worker
-    return None, worker
 
 
 def region_shape(spec: Any) -> tuple[int, int]:

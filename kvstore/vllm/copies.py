@@ -8,10 +8,9 @@ shared region, which holds no block. They need no file of their own, and disappe
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
@@ -151,21 +150,15 @@ class LoadFailures:
     vLLM accepts failed blocks if there is a single group of layers, otherwise failed requests.
 
     Args:
-        connector: ``OffloadingConnector``; None if unknown.
-        connector_worker: Its ``OffloadingConnectorWorker``.
+        request_of: Request of each load; None if it computes in the same step.
+        by_block: Whether the model has a single group of layers.
     """
 
-    def __init__(self, connector: Any = None, connector_worker: Any = None) -> None:
+    def __init__(self, request_of: Mapping[int, str | None], *, by_block: bool) -> None:
         self._requests: set[str] = set()
         self._blocks: set[int] = set()
-        self._request_of: dict[int, str | None] = getattr(connector_worker, "_load_jobs", {})
-        groups = getattr(getattr(connector_worker, "kv_cache_config", None), "kv_cache_groups", ())
-        self._by_block = connector is not None and len(groups) == 1
-        self._results = getattr(connector, "get_transfer_results", None)
-        if self._by_block:
-            connector.get_block_ids_with_load_errors = self._take_blocks
-        elif connector is not None:
-            connector.get_transfer_results = self._with_failed_requests
+        self._request_of = request_of
+        self._by_block = by_block
 
     def note(self, job_id: int, destination: GPULoadStoreSpec) -> bool:
         """Record that a load was not made.
@@ -186,21 +179,21 @@ class LoadFailures:
             return True
         if request is None and job_id in self._request_of:
             raise RuntimeError(f"Load {job_id} lacks a block, and its request would compute with wrong ones.")
-        if self._results is None or request is None:
+        if request is None:
             return False
         self._requests.add(request)
         return True
 
-    def _take_blocks(self) -> set[int]:
+    def take_blocks(self) -> set[int]:
+        """Return the device's blocks of failed loads since the last call."""
         blocks, self._blocks = self._blocks, set()
         return blocks
 
-    def _with_failed_requests(self, finished_req_ids: set[str]) -> Any:
-        assert self._results is not None
-        results = self._results(finished_req_ids)
-        failed = self._requests & results.finished_recving
+    def take_requests(self, ended: Set[str]) -> set[str]:
+        """Return the failed requests among those whose loads have ended."""
+        failed = self._requests & ended
         self._requests -= failed
-        return dataclasses.replace(results, failed_recving=results.failed_recving | failed) if failed else results
+        return failed
 
 
 def counters_of(region: Any, rows: int, row_bytes: int, workers: int) -> mmap.mmap | None:

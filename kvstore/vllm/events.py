@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, Final
@@ -20,7 +19,8 @@ from vllm.v1.kv_offload.base import OffloadingEvent
 
 from kvstore.tiers import AsyncTier
 from kvstore.types import BlockKey, Locality, Medium
-from kvstore.vllm.compat import current_connector_scheduler, event_payloads, payload_maker
+from kvstore.vllm.compat import event_payloads, payload_maker
+from kvstore.vllm.connector import EngineContext
 
 _GROUP_BYTES: Final = 4
 """Length of the group's number, at the end of a key."""
@@ -50,17 +50,15 @@ _read_secret: Final = msgspec.msgpack.Decoder(_Secret).decode
 class Lineage:
     """Moves payloads between vLLM's tracker and the tiers. Does nothing unless events are self-describing.
 
-    Create it during the construction of vLLM's connector, because it finds the tracker's owner in the call stack.
-
     Args:
         tiers: The tiers.
+        engine: The engine, whose scheduler's half has the tracker.
         tag_bytes: Length of the tag that precedes vLLM's key in ours.
     """
 
-    def __init__(self, tiers: Iterable[AsyncTier], tag_bytes: int = 0) -> None:
+    def __init__(self, tiers: Iterable[AsyncTier], engine: EngineContext, tag_bytes: int = 0) -> None:
         self._tag_bytes = tag_bytes
-        scheduler = current_connector_scheduler()
-        self._scheduler = None if scheduler is None else weakref.ref(scheduler)
+        self._engine = engine
         self._kept: dict[str, set[BlockKey]] = {}
         """Blocks with lineage in each tier."""
         self._passing: list[BlockKey] = []
@@ -83,7 +81,7 @@ class Lineage:
         """
         passing, self._passing = self._passing, []
         if self._payloads is None:
-            scheduler = None if self._scheduler is None else self._scheduler()
+            scheduler = self._engine.scheduler
             if scheduler is not None and (payloads := event_payloads(scheduler)) is not None:
                 self._payloads, self._make = payloads, payload_maker(scheduler)
         payloads = self._payloads

@@ -21,7 +21,8 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.compat import canonical_config, current_connector_config, has_states, region_path, window_groups
+from kvstore.vllm.compat import canonical_config, has_states, region_path, window_groups
+from kvstore.vllm.connector import EngineContext
 
 logger = logging.getLogger("kvstore.vllm.layout")
 
@@ -37,21 +38,19 @@ class WorkerNote(msgspec.Struct, frozen=True):
     attention: str | None = None  # The attention backends (``chosen_attention``), if known.
 
 
-def with_canonical_layout(config: OffloadingConfig) -> OffloadingConfig:
+def with_canonical_layout(config: OffloadingConfig, engine: EngineContext) -> OffloadingConfig:
     """Return vLLM's configuration with the canonical layout, if the user did not choose and vLLM can certify it.
 
     Only for the CPU platform: it uses our worker, and tests cover engines that share such rows. On an accelerator,
     vLLM's own worker copies the rows, on a path that our tests do not cover.
 
     Args:
-        config: From vLLM's connector, which must be among the callers.
+        config: From vLLM's connector.
+        engine: The engine.
     """
-    if "canonical_layout" in config.extra_config or not current_platform.is_cpu():
+    if "canonical_layout" in config.extra_config or not current_platform.is_cpu() or engine.kv_cache_config is None:
         return config
-    engine_config, kv_cache_config = current_connector_config()
-    if engine_config is None or kv_cache_config is None:
-        return config
-    canonical = canonical_config(engine_config, kv_cache_config)
+    canonical = canonical_config(engine.engine_config, engine.kv_cache_config)
     if canonical is None or not canonical.canonical_layout or not canonical.parallel.is_parallelism_agnostic:
         return config
     return dataclasses.replace(
@@ -62,7 +61,7 @@ def with_canonical_layout(config: OffloadingConfig) -> OffloadingConfig:
     )
 
 
-def with_whole_rows(config: OffloadingConfig) -> OffloadingConfig:
+def with_whole_rows(config: OffloadingConfig, engine: EngineContext) -> OffloadingConfig:
     """Return vLLM's configuration with one block per row, if rows of several blocks would be stored wrongly.
 
     vLLM frees blocks of a sliding window while the request runs, in no fixed order, and stores the remaining blocks of
@@ -71,10 +70,11 @@ def with_whole_rows(config: OffloadingConfig) -> OffloadingConfig:
     manager).
 
     Args:
-        config: From vLLM's connector, which must be among the callers.
+        config: From vLLM's connector.
+        engine: The engine.
     """
-    per_row, (_, kv_cache_config) = config.cache.blocks_per_chunk, current_connector_config()
-    if per_row == 1 or not window_groups(kv_cache_config):
+    per_row = config.cache.blocks_per_chunk
+    if per_row == 1 or not window_groups(engine.kv_cache_config):
         return config
     logger.warning(
         "Rows have one block instead of %d: this model has layers with a sliding window (or a state), and vLLM stores "
@@ -84,17 +84,17 @@ def with_whole_rows(config: OffloadingConfig) -> OffloadingConfig:
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, blocks_per_chunk=1))
 
 
-def without_synchronous_loads(config: OffloadingConfig) -> OffloadingConfig:
+def without_synchronous_loads(config: OffloadingConfig, engine: EngineContext) -> OffloadingConfig:
     """Return vLLM's configuration without loads within the step (0.33), if the model has layers with a state.
 
     vLLM copies the state of the last cached block to the request's next block before it starts the loads of the step.
     If the cached block is loaded in the same step, its old contents are copied, and the request gives wrong tokens.
 
     Args:
-        config: From vLLM's connector, which must be among the callers.
+        config: From vLLM's connector.
+        engine: The engine.
     """
-    _, kv_cache_config = current_connector_config()
-    if not config.extra_config.get("sync_load_budget_bytes") or not has_states(kv_cache_config):
+    if not config.extra_config.get("sync_load_budget_bytes") or not has_states(engine.kv_cache_config):
         return config
     logger.warning(
         "'sync_load_budget_bytes' is 0 for this model: it has layers with a state (Mamba), and vLLM copies such a "

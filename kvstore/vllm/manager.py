@@ -35,15 +35,13 @@ from kvstore.tiers import AsyncTier, open_tier
 from kvstore.types import BlockKey, Locality, LookupResult, Medium
 from kvstore.vllm.compat import (
     cache_hit_source,
-    current_connector_config,
     emits_events,
-    has_adapters,
     make_event,
-    on_blocks_cleared,
     open_region,
     primary_info,
     request_ends,
     request_params,
+    steps_under_way_max,
 )
 from kvstore.vllm.copies import Slots, WorkerReports
 from kvstore.vllm.events import Lineage, Statements
@@ -105,10 +103,10 @@ class KVStoreOffloadingManager(OffloadingManager):
         natures = [(VllmMedium.CPU, VllmLocality.LOCAL), *self._media.values()]
         self._statements = Statements(natures, all_shared=bool(tags.tag_bytes))
         if self._emits_events:
-            on_blocks_cleared(self._restate_events)
+            spec.engine.on_cleared.append(self._restate_events)
         self._tags = tags
         self._tag_bytes = tags.tag_bytes
-        self._lineage = Lineage(self._tiers if self._emits_events else (), self._tag_bytes)
+        self._lineage = Lineage(self._tiers if self._emits_events else (), spec.engine, self._tag_bytes)
         self._by_name = {tier.name: tier for tier in self._tiers}
         self._without_keys: set[str] = set()
         self._window_groups = spec.window_groups
@@ -123,7 +121,10 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._loading: set[str] = set()
         """Requests whose blocks are being copied to the device."""
         self._waker = IdleWaker(self._tiers)
-        self._steps = StepTimes(manager.note_step) if manager.is_gated else None
+        self._steps = None
+        if manager.is_gated:
+            self._steps = StepTimes(manager.note_step, steps_under_way_max(spec.engine.engine_config))
+        spec.engine.on_scheduled.append(self._on_scheduled)
 
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -230,7 +231,13 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._foreign.step(context)
         self.manager.on_step_end(context.new_req_ids)
         self._busy = self._busy or self.manager.has_pending_work
-        self._pauses.end_step(is_busy=bool(self._loading) or self.manager.has_pending_work)
+
+    @guarded(lambda: None)
+    def _on_scheduled(self, scheduler_output: Any) -> None:
+        if self._steps is not None:
+            self._steps.begin(scheduler_output, time.monotonic())
+        computes = bool(scheduler_output.num_scheduled_tokens)
+        self._pauses.end_step(is_busy=computes or bool(self._loading) or self.manager.has_pending_work)
 
     @guarded(lambda: False)
     def has_pending_work(self) -> bool:
@@ -416,11 +423,10 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
         views.insert(0, counters)
         primary = PrimaryTier(rows, slot_bytes, policy=spec.eviction_policy, slots=slots)
         reports = WorkerReports(counters, spec.config.parallel.world_size)
-        engine_config = current_connector_config()[0]
-        tags = RequestTags(config.tenants, has_adapters=has_adapters(engine_config))
+        tags = RequestTags(config.tenants, spec.engine)
         # With its tags, so that a peer with other keys reports the mismatch instead of finding nothing.
         fields = {"keys": "+".join(tags.parts)} if tags.parts else {}
-        namespace = engine_namespace(spec, slot_bytes, engine_config).with_fields(**fields)
+        namespace = engine_namespace(spec, slot_bytes, spec.engine.engine_config).with_fields(**fields)
         stored: list[Backend] = []
         for options in spec.secondary_tier_configs:
             if options["type"] != TIER_TYPE:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -93,40 +94,69 @@ _HISTOGRAMS = {
     "store_seconds": "Time of a store job on the I/O side.",
 }
 
-_MANAGER_GAUGES = {
-    "primary_slots": ("Slots of the primary tier by state; pinned, held and dirty ones are ready too.", ("state",)),
-    "requests": ("Requests tracked by kvstore's manager.", ()),
-    "promoting_blocks": ("Blocks that promotions hold in the primary tier: on their way, or not yet loaded.", ()),
-    "waiting_blocks": ("Blocks that wait for room in a tier's share of the primary tier.", ("tier",)),
-    "forgetting_tenants": ("Tenants whose blocks are being removed from every tier.", ()),
-    "tenant_primary_blocks": ("Blocks of a tenant in the primary tier.", ("tenant",)),
-    "tier_dead": ("1 for a tier that was disabled because it raised or reported invalid results.", ("tier",)),
+_ManagerTable: TypeAlias = Mapping[str, tuple[str, tuple[str, ...], str | Mapping[str, str]]]
+"""Documentation, labels and source of metrics, by name without the prefix.
+
+A source is the path of an attribute of ``TieringStats``, or such paths by label. ``tiers.x`` is attribute ``x`` of each
+tier, and ``tenants.x`` of each tenant.
+"""
+
+_MANAGER_GAUGES: _ManagerTable = {
+    "primary_slots": (
+        "Slots of the primary tier by state; pinned, held and dirty ones are ready too.",
+        ("state",),
+        {name: f"primary.{name}" for name in ("free", "writing", "ready", "pinned", "held", "dirty", "abandoned")},
+    ),
+    "requests": ("Requests tracked by kvstore's manager.", (), "requests"),
+    "promoting_blocks": (
+        "Blocks that promotions hold in the primary tier: on their way, or not yet loaded.",
+        (),
+        "promoting",
+    ),
+    "waiting_blocks": ("Blocks that wait for room in a tier's share of the primary tier.", ("tier",), "tiers.waiting"),
+    "forgetting_tenants": ("Tenants whose blocks are being removed from every tier.", (), "forgetting"),
+    "tenant_primary_blocks": ("Blocks of a tenant in the primary tier.", ("tenant",), "tenants.blocks"),
+    "tier_dead": (
+        "1 for a tier that was disabled because it raised or reported invalid results.",
+        ("tier",),
+        "tiers.dead",
+    ),
 }
-_MANAGER_COUNTERS = {
+_MANAGER_COUNTERS: _ManagerTable = {
     "gate_blocks": (
         "Blocks that the gate let load, had computed instead, abandoned, or read to measure.",
         ("decision",),
+        {name: f"gate.{name}" for name in ("loaded", "recomputed", "abandoned", "explored")},
     ),
-    "gate_seconds": ("Estimated seconds of requests that loading saved, or that waiting for loads lost.", ("effect",)),
-    "hedged_blocks": ("Blocks of slow loads that were also requested from a second tier.", ()),
-    "hedges_won_blocks": ("Blocks of those that the second tier delivered first.", ()),
-    "hedge_bytes": ("Payload bytes that second tiers read for this.", ()),
-    "manager_lookups": ("Lookups of the manager by answer: hit, pending, retry, miss.", ("result",)),
-    "primary_evicted_blocks": ("Blocks that the primary tier evicted.", ()),
-    "throttled_lookups": ("Lookups that found no room for a promotion.", ()),
-    "refused_store_blocks": ("Blocks for which the primary tier had no room.", ()),
-    "refused_pin_blocks": ("Blocks not pinned on request, as the share for that was used up.", ()),
-    "lost_blocks": ("Blocks of lazy stores that a tier did not take when they were evicted.", ()),
-    "expired_blocks": ("Blocks whose lifetime (ttl) ended.", ()),
-    "policy_refused": ("Parameters of requests' offload policies that are not allowed.", ()),
-    "policy_mistakes": ("Values of requests' offload policies that could not be used.", ()),
-    "tenant_blocks": (
-        "Blocks of a tenant: stored, loaded, evicted from the primary tier; unsaved or declined for its rates.",
-        ("tenant", "event"),
+    "gate_seconds": (
+        "Estimated seconds of requests that loading saved, or that waiting for loads lost.",
+        ("effect",),
+        {"saved": "gate.saved_s", "lost": "gate.lost_s"},
     ),
-    "dropped_blocks": ("Blocks evicted while they waited for room in a tier's share.", ("tier",)),
-    "tier_errors": ("Exceptions out of a tier, and results that made no sense.", ("tier",)),
+    "hedged_blocks": ("Blocks of slow loads that were also requested from a second tier.", (), "hedges.hedged"),
+    "hedges_won_blocks": ("Blocks of those that the second tier delivered first.", (), "hedges.won"),
+    "hedge_bytes": ("Payload bytes that second tiers read for this.", (), "hedges.extra_bytes"),
+    "manager_lookups": (
+        "Lookups of the manager by answer: hit, pending, retry, miss.",
+        ("result",),
+        {"hit": "lookups.hits", "pending": "lookups.pending", "retry": "lookups.retries", "miss": "lookups.misses"},
+    ),
+    "primary_evicted_blocks": ("Blocks that the primary tier evicted.", (), "primary.evicted"),
+    "throttled_lookups": ("Lookups that found no room for a promotion.", (), "throttled"),
+    "refused_store_blocks": ("Blocks for which the primary tier had no room.", (), "refused_stores"),
+    "refused_pin_blocks": ("Blocks not pinned on request, as the share for that was used up.", (), "refused_pins"),
+    "lost_blocks": ("Blocks of lazy stores that a tier did not take when they were evicted.", (), "lost"),
+    "expired_blocks": ("Blocks whose lifetime (ttl) ended.", (), "expired"),
+    "policy_refused": ("Parameters of requests' offload policies that are not allowed.", (), "policy_refused"),
+    "policy_mistakes": ("Values of requests' offload policies that could not be used.", (), "policy_mistakes"),
+    "dropped_blocks": ("Blocks evicted while they waited for room in a tier's share.", ("tier",), "tiers.dropped"),
+    "tier_errors": ("Exceptions out of a tier, and results that made no sense.", ("tier",), "tiers.errors"),
 }
+_TENANT_BLOCKS: Final = (
+    "Blocks of a tenant: stored, loaded, evicted from the primary tier; unsaved or declined for its rates.",
+    ("tenant", "event"),
+)
+_TENANT_EVENTS: Final = ("stored", "loaded", "evicted", "unsaved", "declined")
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -141,7 +171,9 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 def manager_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Return the declaration of every metric that :class:`ManagerMetrics` fills."""
-    return _definitions(_MANAGER_GAUGES, _MANAGER_COUNTERS)
+    gauges = {name: row[:2] for name, row in _MANAGER_GAUGES.items()}
+    counters = {name: row[:2] for name, row in _MANAGER_COUNTERS.items()}
+    return _definitions(gauges, {**counters, "tenant_blocks": _TENANT_BLOCKS})
 
 
 def _definitions(gauges: _Table, counters: _Table, common: tuple[str, ...] = ()) -> dict[str, OffloadingMetricMetadata]:
@@ -201,44 +233,31 @@ class ManagerMetrics:
             callback_errors: Exceptions of tiers outside the manager's calls, by tier.
         """
         out = OffloadingConnectorStats()
-        primary, lookups = stats.primary, stats.lookups
-        for state in ("free", "writing", "ready", "pinned", "held", "dirty", "abandoned"):
-            out.set_gauge(_PREFIX + "primary_slots", getattr(primary, state), (state,))
-        out.set_gauge(_PREFIX + "requests", stats.requests)
-        out.set_gauge(_PREFIX + "promoting_blocks", stats.promoting)
-        out.set_gauge(_PREFIX + "forgetting_tenants", stats.forgetting)
-        for flow in stats.tiers:
-            out.set_gauge(_PREFIX + "waiting_blocks", flow.waiting, (flow.name,))
-            out.set_gauge(_PREFIX + "tier_dead", int(flow.dead), (flow.name,))
-        answers = {"hit": lookups.hits, "pending": lookups.pending, "retry": lookups.retries, "miss": lookups.misses}
-        self._counts.report(out, "manager_lookups", answers)
-        gate = stats.gate
-        decisions = {name: getattr(gate, name) for name in ("loaded", "recomputed", "abandoned", "explored")}
-        self._counts.report(out, "gate_blocks", decisions)
-        self._counts.report(out, "gate_seconds", {"saved": gate.saved_s, "lost": gate.lost_s})
-        self._counts.report(out, "dropped_blocks", {flow.name: flow.dropped for flow in stats.tiers})
+        for name, (_, _, source) in _MANAGER_GAUGES.items():
+            for label, value in _values(stats, source).items():
+                out.set_gauge(_PREFIX + name, value, (label,) if label else ())
+        for name, (_, _, source) in _MANAGER_COUNTERS.items():
+            counts = _values(stats, source)
+            if name == "tier_errors":
+                counts = {tier: count + callback_errors.get(tier, 0) for tier, count in counts.items()}
+            self._counts.report(out, name, counts)
         self._counts.report(out, "internal_errors", {"manager": internal_errors})
-        errors = {flow.name: flow.errors + callback_errors.get(flow.name, 0) for flow in stats.tiers}
-        self._counts.report(out, "tier_errors", errors)
-        for name, count in (
-            ("hedged_blocks", stats.hedges.hedged),
-            ("hedges_won_blocks", stats.hedges.won),
-            ("hedge_bytes", stats.hedges.extra_bytes),
-            ("primary_evicted_blocks", primary.evicted),
-            ("throttled_lookups", stats.throttled),
-            ("refused_store_blocks", stats.refused_stores),
-            ("refused_pin_blocks", stats.refused_pins),
-            ("lost_blocks", stats.lost),
-            ("expired_blocks", stats.expired),
-            ("policy_mistakes", stats.policy_mistakes),
-            ("policy_refused", stats.policy_refused),
-        ):
-            self._counts.report(out, name, {"": count})
         for tenant, each in stats.tenants.items():
-            out.set_gauge(_PREFIX + "tenant_primary_blocks", each.blocks, (tenant,))
-            events = {name: getattr(each, name) for name in ("stored", "loaded", "evicted", "unsaved", "declined")}
+            events = {name: getattr(each, name) for name in _TENANT_EVENTS}
             self._tenants.setdefault(tenant, _Increments((tenant,))).report(out, "tenant_blocks", events)
         return out
+
+
+def _values(stats: TieringStats, source: str | Mapping[str, str]) -> dict[str, float]:
+    """Return the values of a metric by its last label."""
+    if isinstance(source, Mapping):
+        return {label: attrgetter(path)(stats) for label, path in source.items()}
+    part, _, name = source.partition(".")
+    if part == "tiers":
+        return {flow.name: int(getattr(flow, name)) for flow in stats.tiers}
+    if part == "tenants":
+        return {tenant: getattr(counts, name) for tenant, counts in stats.tenants.items()}
+    return {"": attrgetter(source)(stats)}
 
 
 class TierMetrics:
@@ -336,8 +355,8 @@ class StandardMetrics:
             self._add(out, names.READ_TIME, counts.load_seconds, label)
             self._add(out, names.WRITE_BYTES, flow.stored * self._slot_bytes, label)
             self._add(out, names.WRITE_TIME, counts.store_seconds, label)
-            self._add(out, names.PROMOTION_JOB_FAILURES, counts.failed_loads, label)
-            self._add(out, names.CASCADE_JOB_FAILURES, counts.failed_stores, label)
+            self._add(out, names.PROMOTION_JOB_FAILURES, counts.failed_load_jobs, label)
+            self._add(out, names.CASCADE_JOB_FAILURES, counts.failed_store_jobs, label)
             self._set(out, names.PRIMARY_WRITE_USAGE_PERC, flow.loading / slots, label)
             self._set(out, names.PRIMARY_READ_USAGE_PERC, flow.storing / slots, label)
             self._set(out, names.ACTIVE_PROMOTION_JOBS, flow.load_jobs, label)

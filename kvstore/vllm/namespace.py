@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from vllm.platforms import current_platform
+from vllm.version import __version__ as VLLM_VERSION
 
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
-from kvstore.vllm.compat import VLLM_VERSION, chosen_attention
+from kvstore.vllm.compat import chosen_attention
 
 logger = logging.getLogger("kvstore.vllm.namespace")
 
@@ -49,17 +50,11 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any) -> Namespac
     Args:
         spec: vLLM's ``OffloadingSpec``.
         slot_bytes: Length of a row of the primary tier.
-        engine_config: The engine's ``VllmConfig``; None if it was not found.
+        engine_config: The engine's ``VllmConfig``.
 
     Raises:
-        ConfigError: There is no configuration, so engines with different bytes could not be distinguished; or the
-            engine spans several nodes, and a tier would see the blocks of only one.
+        ConfigError: The engine spans several nodes, and a tier would see the blocks of only one.
     """
-    if engine_config is None:
-        raise ConfigError(
-            f"kvstore did not find the engine's configuration (VllmConfig) in vLLM {VLLM_VERSION}, so it can't tell "
-            "this model's blocks from others. Use a supported version of vLLM (docs/vllm.md), or remove kvstore."
-        )
     config = spec.config
     parallel = _parallel(config)
     _refuse_several_nodes(engine_config)

@@ -1,7 +1,7 @@
 """Plugin for vLLM that registers names of kvstore's classes, so that a configuration needs no module paths.
 
 With the plugin, ``{"type": "file", "path": …}`` works in the ``secondary_tiers`` of vLLM's own
-``TieringOffloadingSpec``, and ``"spec_name": "KVStoreOffloadingSpec"`` works without ``spec_module_path``. vLLM calls
+``TieringOffloadingSpec``, and ``KVStoreConnector`` and ``KVStoreOffloadingSpec`` need no module path. vLLM calls
 :func:`register` in every process, even without a KV cache, so it only adds names; classes are imported at first use. It
 also sets up logging and checks the configuration, which must happen early.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
@@ -29,6 +30,12 @@ def register() -> None:
         SystemExit: The same, in a server.
     """
     show_logs()
+    try:
+        KVConnectorFactory.register_connector("KVStoreConnector", _MODULE, "KVStoreConnector")
+    except ValueError:
+        logger.debug("KVStoreConnector is already registered with vLLM")
+    # Configurations of earlier releases, and --kv-offloading-size, name vLLM's connector. Ours does the same and more.
+    KVConnectorFactory._registry["OffloadingConnector"] = KVConnectorFactory._registry["KVStoreConnector"]
     try:
         OffloadingSpecFactory.register_spec("KVStoreOffloadingSpec", _MODULE, "KVStoreOffloadingSpec")
     except ValueError:

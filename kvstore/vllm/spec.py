@@ -19,8 +19,6 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvstore.errors import ConfigError
 from kvstore.vllm.compat import (
     chosen_attention,
-    current_connector,
-    current_connector_config,
     leave_zeros_out,
     open_region,
     poll_briefly,
@@ -28,6 +26,7 @@ from kvstore.vllm.compat import (
     tolerate_unnaming,
     window_groups,
 )
+from kvstore.vllm.connector import current_engine
 from kvstore.vllm.copies import CountingWorker, LoadFailures, counters_of
 from kvstore.vllm.layout import (
     WorkerNote,
@@ -76,15 +75,15 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         for fault in (*option_faults(extra), *unknown_options(extra)[0]):
             raise ConfigError(fault)
         self._tiering = check_tiering(extra)
-        whole = with_whole_rows(dataclasses.replace(config, extra_config=extra))
-        self._direct_config: OffloadingConfig = without_synchronous_loads(whole)
+        self.engine = current_engine()
+        whole = with_whole_rows(dataclasses.replace(config, extra_config=extra), self.engine)
+        self._direct_config: OffloadingConfig = without_synchronous_loads(whole, self.engine)
         all_ours = all(tier["type"] == TIER_TYPE for tier in extra["secondary_tiers"])
         # vLLM's own tiers expect one row length per namespace and delete shorter files. Our manager separates lengths.
         may_choose = all_ours or self._tiering is not None
-        super().__init__(with_canonical_layout(self._direct_config) if may_choose else self._direct_config)
-        self._engine_config, kv_cache_config = current_connector_config()
+        super().__init__(with_canonical_layout(self._direct_config, self.engine) if may_choose else self._direct_config)
         # Groups of layers whose blocks vLLM frees while a request runs.
-        self.window_groups = window_groups(kv_cache_config)
+        self.window_groups = window_groups(self.engine.kv_cache_config)
         # The workers' attention backends, set when the manager is made; None if unknown.
         self.attention: str | None = None
         self._host_worker: HostOffloadingWorker | None = None
@@ -133,7 +132,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         worker = self._get_worker(kv_caches)
         if self._tiering is not None:
             worker = self._counting_worker = self._counting_worker or self._counting(worker)
-        note = WorkerNote(self.config.canonical_layout, chosen_attention(self._engine_config))
+        note = WorkerNote(self.config.canonical_layout, chosen_attention(self.engine.engine_config))
         leave_note(self.config.engine_id, note, expects_canonical=chosen)
         return worker
 
@@ -152,16 +151,18 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
 
     def _counting(self, worker: OffloadingWorker) -> OffloadingWorker:
         """Return a worker that counts finished copies for our manager."""
-        connector, connector_worker = current_connector()
-        parallel = self.config.parallel
+        worker_half, parallel = self.engine.worker, self.config.parallel
+        single = len(getattr(self.engine.kv_cache_config, "kv_cache_groups", ())) == 1
+        failures = LoadFailures(getattr(worker_half, "_load_jobs", {}), by_block=single)
+        self.engine.load_failures = failures
         region = getattr(worker, "_region", getattr(worker, "_mmap_region", None))  # Ours; vLLM's.
         counters = counters_of(region, *region_shape(self), parallel.world_size)
         return CountingWorker(
             worker,
             counters,
             parallel.rank,
-            stores=getattr(connector_worker, "_is_store_writer", True),
-            failures=LoadFailures(connector, connector_worker),
+            stores=getattr(worker_half, "_is_store_writer", True),
+            failures=failures,
         )
 
     def _get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

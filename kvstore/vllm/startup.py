@@ -40,7 +40,10 @@ from kvstore.vllm.options import (
 
 logger = logging.getLogger("kvstore.vllm.startup")
 
-_CONNECTOR: Final = "OffloadingConnector"
+OUR_CONNECTOR: Final = "KVStoreConnector"
+_VLLMS_CONNECTOR: Final = "OffloadingConnector"
+"""Stands for ours, if the plugin is loaded; deprecated."""
+
 _MODULE: Final = "kvstore.vllm"
 _OUR_SPEC: Final = "KVStoreOffloadingSpec"
 _VLLMS_SPEC: Final = "TieringOffloadingSpec"
@@ -117,6 +120,9 @@ def transfer_faults(
         if each is not None:
             faults += each[0]
             warnings += each[1]
+    if _connector_of(transfer)[0] == _VLLMS_CONNECTOR:
+        text = f"is {_VLLMS_CONNECTOR!r}, which stands for {OUR_CONNECTOR!r} in this release only. Give that name."
+        warnings.append(Fault("kv_connector", text))
     return faults, warnings
 
 
@@ -338,11 +344,12 @@ def _check_connector(transfer: Any, engine_args: Any) -> None:
             connector = "LMCacheMPConnector"
         elif vllm_envs.VLLM_USE_SIMPLE_KV_OFFLOAD:
             connector = "SimpleCPUOffloadConnector"
-    if _misspelt(connector, _CONNECTOR) and connector != _CONNECTOR:
-        raise ConfigError(f"kv_connector is {connector!r}. Did you mean {_CONNECTOR!r}?")
-    if connector != _CONNECTOR:
+    for meant in (OUR_CONNECTOR, _VLLMS_CONNECTOR):
+        if connector != meant and _misspelt(connector, meant):
+            raise ConfigError(f"kv_connector is {connector!r}. Did you mean {meant!r}?")
+    if connector not in (OUR_CONNECTOR, _VLLMS_CONNECTOR):
         raise ConfigError(
-            f"kv_connector is {connector!r}, which does not use kvstore. Expected 'OffloadingConnector'. Leave out "
+            f"kv_connector is {connector!r}, which does not use kvstore. Expected {OUR_CONNECTOR!r}. Leave out "
             "--kv-offloading-size, which replaces it with VLLM_USE_SIMPLE_KV_OFFLOAD=1 or --kv-offloading-backend: "
             "'cpu_bytes_to_use' is the size of the primary tier."
         )
@@ -381,10 +388,10 @@ def _of_command_line(arguments: Sequence[str]) -> Any:
 
 
 def _offloadings(transfer: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the ``kv_connector_extra_config`` of each ``OffloadingConnector``, including those in a MultiConnector."""
+    """Yield the ``kv_connector_extra_config`` of each connector with specs, including those in a MultiConnector."""
     for each in _transfers(transfer):
         connector, extra = _connector_of(each)
-        if connector == _CONNECTOR and isinstance(extra, Mapping):
+        if connector in (OUR_CONNECTOR, _VLLMS_CONNECTOR) and isinstance(extra, Mapping):
             yield extra
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -13,47 +12,25 @@ from typing import Any, Final
 from vllm.v1.engine import EngineCoreRequestType
 
 from kvstore.tiers import AsyncTier
-from kvstore.vllm.compat import (
-    current_connector_config,
-    current_connector_scheduler,
-    engine_queue,
-    scheduled_tokens,
-    scheduler_under_construction,
-    steps_under_way_max,
-)
+from kvstore.vllm.compat import engine_queue, scheduled_tokens
 
 
 class StepTimes:
-    """Measures steps from ``build_connector_meta``, which ends their scheduling, to :meth:`end`.
+    """Measures steps from the end of their scheduling, :meth:`begin`, to :meth:`end`.
 
     Steps end in the order of scheduling. With asynchronous scheduling, a step is scheduled while the previous one runs,
     and begins when that one ends.
 
-    Create it during the construction of vLLM's connector, because it finds the scheduler's half in the call stack.
-    Elsewhere it measures nothing.
-
     Args:
         note: Receives the tokens and preceding tokens of each request, and the seconds.
-        depth: Maximum concurrent steps; None: the maximum of the connector's configuration. If there seem to be more,
-            the end of a step was missed.
+        depth: Maximum concurrent steps. If there seem to be more, the end of a step was missed.
     """
 
-    def __init__(self, note: Callable[[Sequence[tuple[int, int]], float], object], depth: int | None = None) -> None:
+    def __init__(self, note: Callable[[Sequence[tuple[int, int]], float], object], depth: int) -> None:
         self._note = note
-        self._depth = depth or steps_under_way_max(current_connector_config()[0])
+        self._depth = depth
         self._running: deque[tuple[list[tuple[int, int]] | None, float]] = deque()
         self._ended_at = 0.0
-        scheduler: Any = current_connector_scheduler()
-        build = getattr(scheduler, "build_connector_meta", None)
-        if build is None:
-            return
-
-        def build_connector_meta(scheduler_output: Any) -> Any:
-            meta = build(scheduler_output)
-            self.begin(scheduler_output, time.monotonic())
-            return meta
-
-        scheduler.build_connector_meta = build_connector_meta
 
     def begin(self, scheduler_output: Any, now: float) -> None:
         """Note that a step was scheduled."""
@@ -83,16 +60,14 @@ class Pauses:
     """Pauses between the steps of an engine that computes nothing, because all of its requests wait for other engines.
 
     vLLM would make a thousand steps per second and wake its workers in each, which takes cores from the engines that
-    are waited for. Create it during the construction of vLLM's connector, because it finds vLLM's objects in the call
-    stack.
+    are waited for. Create it during the construction of vLLM's connector, because it finds the engine's queue of
+    requests in the call stack.
 
     Args:
         enabled: Whether it pauses at all. Engines of one data-parallel group make their steps together.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
-        scheduler = scheduler_under_construction()
-        self._scheduler = None if scheduler is None else weakref.ref(scheduler)
         self._inputs = engine_queue() if enabled else None
         self._since: float | None = None
         self._awaits = self._is_busy = False
@@ -103,16 +78,18 @@ class Pauses:
         self._is_busy |= not for_engine
 
     def end_step(self, *, is_busy: bool) -> None:
-        """End a step, with a pause if nothing but waiting for other engines is left to do.
+        """End the scheduling of a step, with a pause if nothing but waiting for other engines is left to do.
+
+        A step that computes may still run. Its end is noticed late by no more than the pause, a share of the time since
+        it was scheduled.
 
         Args:
-            is_busy: Whether blocks are being moved, whose end a step has to notice.
+            is_busy: Whether this step computes, or blocks are being moved, whose end a step has to notice.
         """
         awaits, self._awaits = self._awaits and not (is_busy or self._is_busy), False
         self._is_busy = False
-        scheduler = None if self._scheduler is None else self._scheduler()
         inputs = self._inputs
-        if not (awaits and isinstance(inputs, queue.Queue)) or scheduler is None or scheduler.running:
+        if not (awaits and isinstance(inputs, queue.Queue)):
             self._since = None
             return
         now = time.monotonic()

@@ -28,15 +28,14 @@ from kvstore.tiers import open_tier
 from kvstore.types import JobResult, LookupResult, RequestContext, TransferJob
 from kvstore.vllm.compat import (
     cache_hit_source,
-    current_connector_config,
     emits_events,
     has_adapters,
     leave_zeros_out,
     make_event,
-    on_blocks_cleared,
     request_ends,
     request_params,
 )
+from kvstore.vllm.connector import current_engine
 from kvstore.vllm.events import Lineage
 from kvstore.vllm.guard import ErrorLog, guarded
 from kvstore.vllm.metrics import TierMetrics, metric_definitions
@@ -95,9 +94,9 @@ class KVStoreTier(SecondaryTierManager):
         if primary_kv_view.strides is None:
             raise TypeError("the view of the primary tier has no strides; expected rows of one length")
         slot_bytes = primary_kv_view.strides[0]
-        engine_config = current_connector_config()[0]
-        namespace = engine_namespace(offloading_spec, slot_bytes, engine_config)
-        if has_adapters(engine_config):
+        engine = current_engine()
+        namespace = engine_namespace(offloading_spec, slot_bytes, engine.engine_config)
+        if has_adapters(engine.engine_config):
             # vLLM's keys don't have an adapter's content, so this engine's blocks are for itself alone.
             namespace = namespace.with_fields(engine=uuid.uuid4().hex)
             logger.warning(
@@ -113,7 +112,7 @@ class KVStoreTier(SecondaryTierManager):
         self._unreported_jobs = False
         self._emits_events = emits_events(offloading_spec)
         if self._emits_events:
-            on_blocks_cleared(self._restate_events)
+            engine.on_cleared.append(self._restate_events)
         # Only a flat memoryview can be sliced into views of rows.
         self._rows: memoryview = primary_kv_view.cast("B")
         try:
@@ -134,7 +133,7 @@ class KVStoreTier(SecondaryTierManager):
         if source is not None:
             self.cache_hit_source = source
         self.errors = ErrorLog(self._tier.name)
-        self._lineage = Lineage([self._tier] if self._emits_events else ())
+        self._lineage = Lineage([self._tier] if self._emits_events else (), engine)
         self._metrics = TierMetrics(self._tier.name)
         self._waker = IdleWaker([self._tier])
         logger.info(

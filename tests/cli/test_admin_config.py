@@ -23,7 +23,7 @@ def _tiers(*texts: str) -> list[TierArgument]:
 
 def _extra(*texts: str, **more: Any) -> dict[str, Any]:
     config = vllm_config(_tiers(*texts), **more)
-    assert (config["kv_connector"], config["kv_role"]) == ("OffloadingConnector", "kv_both")
+    assert (config["kv_connector"], config["kv_role"]) == ("KVStoreConnector", "kv_both")
     extra = config["kv_connector_extra_config"]
     assert isinstance(extra, dict)
     return extra

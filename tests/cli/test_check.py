@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 def _transfer(tmp_path: Path, **more: Any) -> dict[str, Any]:
     tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "1GiB"}
     extra = {"spec_name": "KVStoreOffloadingSpec", "cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier], **more}
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {"kv_connector": "KVStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def test_a_right_configuration_is_ok(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_all_faults_are_those_of_the_engines_start(tmp_path: Path) -> None:
     [
         ("{", "not valid JSON"),
         ('{"spec_name": "KVStoreOffloadingSpec"}', "Give the whole value"),
-        ('{"kv_connector": "OffloadingConnector"}', "does not use kvstore"),
+        ('{"kv_connector": "KVStoreConnector"}', "does not use kvstore"),
         ("@/no/such/file", "can't be read"),
         ("/etc/hostname", "Put '@' before its name"),
         ("{kv_connector:OffloadingConnector}", "in single quotes"),

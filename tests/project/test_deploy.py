@@ -63,7 +63,7 @@ def test_json_is_valid(path: Path) -> None:
 @pytest.mark.parametrize(("name", "transfer"), _transfers())
 def test_every_engine_is_configured_rightly(name: str, transfer: dict[str, Any]) -> None:
     """All tiers are valid for kvstore."""
-    assert transfer["kv_connector"] == "OffloadingConnector"
+    assert transfer["kv_connector"] == "KVStoreConnector"
     for tier in transfer["kv_connector_extra_config"]["secondary_tiers"]:
         options = {key: value for key, value in tier.items() if key != "type"}
         if isinstance(options.get("password"), dict):

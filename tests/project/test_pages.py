@@ -15,6 +15,7 @@ from pathlib import Path
 from runpy import run_path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.main import get_command
 
@@ -22,6 +23,7 @@ from kvstore.cli.app import bench_app, kvstore_app
 from kvstore.cli.reporting.plots import pictures_of
 from kvstore.config import decode_config
 from kvstore.registry import BACKENDS
+from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
 from tests.project.tree import ROOT, CodeBlock, code_blocks, members_of_classes, name_of, pages, texts_of_the_code
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
@@ -232,3 +234,19 @@ def _anchors(page: Path) -> set[str]:
 def _exists(path: str) -> bool:
     # The pattern cuts shapes such as tests/<area>/test_*.py short; the rest is a directory.
     return (ROOT / path).exists()
+
+
+@pytest.mark.parametrize("backend", BACKENDS.names())
+def test_each_option_of_a_backend_is_explained(backend: str) -> None:
+    """Each field of a configuration is on a page."""
+    written = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    options = msgspec.structs.fields(BACKENDS.find(backend).config_type)
+    assert [option.name for option in options if not re.search(rf"`\"?{option.name}\b", written)] == []
+
+
+def test_each_metric_is_explained() -> None:
+    """Each metric that an engine declares is on the page of metrics."""
+    written = (ROOT / "docs" / "vllm.md").read_text()
+    declared = {**metric_definitions(), **manager_metric_definitions()}
+    short = {name: name.removeprefix("vllm:kvstore") for name in declared}  # A row may have several names.
+    assert [name for name in declared if f"`{name}`" not in written and f"`{short[name]}`" not in written] == []

@@ -403,7 +403,7 @@ class Model:
         assert all(any(ctx is request.ctx for request in self.requests.values()) for ctx in refused)
         assert all(flow.storing <= SLOTS // 2 for flow in stats.tiers)
         for link in self.manager._links:
-            assert all(self.cpu.get(key) == "ready" for key in link.waiting), f"{link.name}: {link.waiting}"
+            assert all(self.cpu.get(key) == "ready" for key in link.queue), f"{link.name}: {link.queue}"
         assert primary.held <= SLOTS // 4
         self.dirty_before = set(self.primary.marks.dirty)
 

@@ -607,7 +607,7 @@ def test_statistics() -> None:
     """No load counts as failed; loads count for the tier that delivered; the extra bytes count as hedges."""
     engine = Hedging().learned()
     before = engine.manager.stats()
-    failed = sum(tally.failed_loads for tally in engine.manager.tally.tiers)
+    failed = sum(tally.failed_load_jobs for tally in engine.manager.tally.tiers)
     for number, winner in ((10, engine.far), (20, engine.near)):
         keys = keys_of(number)
         ctx, _, _ = engine.hedged(keys)
@@ -619,7 +619,7 @@ def test_statistics() -> None:
     loaded = [new.loaded - old.loaded for new, old in zip(after.tiers, before.tiers, strict=True)]
     assert loaded == [1, 1]
     assert [flow.failed_loads for flow in after.tiers] == [0, 0]
-    assert sum(tally.failed_loads for tally in engine.manager.tally.tiers) == failed
+    assert sum(tally.failed_load_jobs for tally in engine.manager.tally.tiers) == failed
     assert after.hedges == HedgeCounts(hedged=2, won=1, extra_bytes=2 * ROW_BYTES)
 
 

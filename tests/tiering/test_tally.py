@@ -65,7 +65,7 @@ def test_jobs_that_failed_are_counted_by_direction() -> None:
     engine.store(keys_of(1, 2))
     engine.tier.run(failing=keys_of(2))
     engine.settle_steps(2)
-    assert (tally.failed_stores, tally.failed_loads) == (1, 0)
+    assert (tally.failed_store_jobs, tally.failed_load_jobs) == (1, 0)
     engine.tier.blocks.update({key: payload(key) for key in keys_of(3, 4)})
     ctx = engine.request()
     assert engine.look(keys_of(3), ctx) == ["hit_pending"]
@@ -73,14 +73,14 @@ def test_jobs_that_failed_are_counted_by_direction() -> None:
     engine.clock.now += 1
     engine.tier.run()
     assert engine.look(keys_of(3), ctx) == ["hit"]
-    assert (tally.failed_loads, list(tally.loaded_samples), list(tally.failed_samples)) == (0, [1.0], [])
+    assert (tally.failed_load_jobs, list(tally.loaded_samples), list(tally.failed_samples)) == (0, [1.0], [])
     assert engine.look(keys_of(4), ctx) == ["hit_pending"]
     engine.manager.on_step_end()
     engine.clock.now += 11
     engine.manager.on_step_end()
     engine.tier.run()
     engine.settle()
-    assert (tally.failed_loads, list(tally.failed_samples)) == (1, [11.0])
+    assert (tally.failed_load_jobs, list(tally.failed_samples)) == (1, [11.0])
     assert LookupResult.MISS in {engine.manager.lookup(key, ctx) for key in keys_of(4)}
 
 

@@ -28,7 +28,9 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.testing.waiting import eventually
 from kvstore.vllm.compat import region_shape
+from kvstore.vllm.connector import EngineContext
 from kvstore.vllm.copies import CountingWorker, LoadFailures, counters_of
+from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.vllm.engine_config import engine
 
 _NO_BLOCKS = GPULoadStoreSpec([], group_sizes=[0], block_indices=[0])
@@ -88,6 +90,12 @@ def pattern_of(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return rng.integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
 
 
+def make_spec(config: OffloadingConfig, spec_class: Any = KVStoreOffloadingSpec, known: Any = None) -> Any:
+    """Return a spec as made by our connector, in an engine with another configuration if given."""
+    with EngineContext(known or engine()).entered():
+        return spec_class(config)
+
+
 class LateWorker(OffloadingWorker):
     """Copies patterns into the rows of stores on demand, possibly long after a reset."""
 
@@ -144,10 +152,10 @@ class Driver:
         vllm_config: Any = None,
         **changes: Any,
     ) -> None:
-        # kvstore finds this local variable in the call stack, as in vLLM's connector.
-        vllm_config = vllm_config or engine()
-        self.spec = spec_class(offloading_config(tiers, **changes))
-        self.manager = self.spec.get_manager()
+        self.engine = EngineContext(vllm_config or engine())
+        with self.engine.entered():
+            self.spec = spec_class(offloading_config(tiers, **changes))
+            self.manager = self.spec.get_manager()
         self.tiers = getattr(self.manager, "secondary_tiers", [])
         self.events: list[Any] = []
         self.steps = 0
@@ -159,7 +167,7 @@ class Driver:
             region, parallel = self.spec._scheduler_mmap, self.spec.config.parallel
             counters = counters_of(region, *region_shape(self.spec), parallel.world_size)
             self.slots -= 1  # The last row holds the counters.
-            self.worker = CountingWorker(self.late, counters, 0, stores=True, failures=LoadFailures())
+            self.worker = CountingWorker(self.late, counters, 0, stores=True, failures=LoadFailures({}, by_block=True))
         self._jobs: dict[int, tuple[Any, Sequence[bytes], bool]] = {}
         self._flushing: set[int] = set()
         self._last_job = 0

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.errors import ConfigError
-from kvstore.vllm import KVStoreOffloadingSpec, KVStoreTier, plugin
+from kvstore.vllm import KVStoreConnector, KVStoreOffloadingSpec, KVStoreTier, plugin
 from kvstore.vllm.compat import region_path
 from kvstore.vllm.options import check_tiering, with_short_types
-from tests.vllm.harness import Driver, offloading_config
+from kvstore.vllm.startup import transfer_faults
+from tests.vllm.harness import Driver, make_spec, offloading_config
 
 FILE = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "file"}
 
@@ -89,11 +91,29 @@ def test_a_users_own_backend_by_path() -> None:
 @pytest.fixture
 def registered() -> Any:
     """The plugin's names in vLLM's factories, for one test."""
-    specs, tiers = dict(OffloadingSpecFactory._registry), dict(SecondaryTierFactory._registry)
+    factories = OffloadingSpecFactory, SecondaryTierFactory, KVConnectorFactory
+    before = [dict(factory._registry) for factory in factories]  # type: ignore[attr-defined]
     plugin.register()
     plugin.register()
     yield
-    OffloadingSpecFactory._registry, SecondaryTierFactory._registry = specs, tiers
+    for factory, names in zip(factories, before, strict=True):
+        factory._registry = names  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("name", ["KVStoreConnector", "OffloadingConnector"])
+def test_both_names_of_the_connector_are_ours(name: str) -> None:
+    """Configurations of earlier releases name vLLM's connector, and get ours."""
+    assert KVConnectorFactory.get_connector_class_by_name(name) is KVStoreConnector
+
+
+def test_the_former_name_of_the_connector_is_a_warning() -> None:
+    """The engine starts with the former name, and its log has the new one."""
+    extra = {"spec_name": "KVStoreOffloadingSpec", "cpu_bytes_to_use": 1 << 30, "secondary_tiers": [{"type": "memory"}]}
+    for name, count in (("KVStoreConnector", 0), ("OffloadingConnector", 1)):
+        found = transfer_faults({"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra})
+        assert found is not None and not found[0]
+        assert [str(each).count("'KVStoreConnector'") for each in found[1]] == [1] * count
 
 
 @pytest.mark.usefixtures("registered")
@@ -126,7 +146,7 @@ def test_our_spec_reads_what_vllms_reads(tmp_path: Path) -> None:
     """Our spec passes every other option to vLLM's."""
     config = offloading_config([{"type": "memory"}])
     config.extra_config["eviction_policy"] = "arc"  # type: ignore[index]
-    assert KVStoreOffloadingSpec(config).eviction_policy == "arc"
+    assert make_spec(config).eviction_policy == "arc"
 
 
 def test_the_primary_tier_may_have_a_unit() -> None:
@@ -134,7 +154,7 @@ def test_the_primary_tier_may_have_a_unit() -> None:
     config = offloading_config([{"type": "memory"}])
     size = int(config.extra_config["cpu_bytes_to_use"])
     config.extra_config["cpu_bytes_to_use"] = f"{size} B"  # type: ignore[index]
-    assert KVStoreOffloadingSpec(config).num_chunks == size // KVStoreOffloadingSpec(config).kv_bytes_per_chunk > 0
+    assert make_spec(config).num_chunks == size // make_spec(config).kv_bytes_per_chunk > 0
 
 
 MEMORY: dict[str, Any] = {"type": "memory"}
@@ -187,4 +207,4 @@ def test_bad_options_of_the_manager(more: dict[str, Any], tiers: list[dict[str, 
     config = offloading_config(tiers)
     config.extra_config.update(more)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=expected):
-        KVStoreOffloadingSpec(config)
+        make_spec(config)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, OffloadingManager, TransferResult
 
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.testing import Fault, FaultKind, FaultPlan, FaultyBackend
 from kvstore.vllm.compat import region_shape
+from kvstore.vllm.connector import EngineContext, KVStoreConnector
 from kvstore.vllm.copies import LANES, CountingWorker, LoadFailures, Slots, WorkerReports, counters_of
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.vllm.harness import BLOCK_BYTES, Driver, LateWorker, key_of, parallel, pattern_of
@@ -172,7 +172,7 @@ def test_a_worker_that_never_came_proves_nothing(opened: Open) -> None:
     late = [LateWorker(driver.late.rows) for _ in range(2)]
     workers = [driver.worker]
     counters = counters_of(region, rows, row_bytes, 2)
-    second = CountingWorker(late[1], counters, 1, stores=True, failures=LoadFailures())
+    second = CountingWorker(late[1], counters, 1, stores=True, failures=LoadFailures({}, by_block=True))
     workers.append(second)
     for inner, worker in zip([driver.late, late[1]], workers, strict=True):
         driver.step()
@@ -209,7 +209,7 @@ def test_a_worker_that_is_made_anew() -> None:
     with mmap.mmap(-1, mmap.PAGESIZE) as counters:
         reports = WorkerReports(memoryview(counters), 1)
         for _ in range(2):
-            CountingWorker(LateWorker(NO_ROWS), counters, 0, stores=True, failures=LoadFailures())
+            CountingWorker(LateWorker(NO_ROWS), counters, 0, stores=True, failures=LoadFailures({}, by_block=True))
             assert reports.ended(0, 0, 0) and not reports.ended(0, 0, 1)
         del reports
 
@@ -223,8 +223,8 @@ def test_a_block_that_is_missing_kills_no_engine(opened: Open) -> None:
     assert isinstance(spec, Slots) and spec.is_void and len(spec.chunk_ids) == 6
     assert driver.manager.errors.count == 1 and stats(driver).pinned == 0
     assert pickle.loads(pickle.dumps(spec)).is_void
-    connector = Connector(groups=1)
-    worker = CountingWorker(Unused(NO_ROWS), None, 0, stores=True, failures=connector.failures())
+    failures = LoadFailures({}, by_block=True)
+    connector, worker = Connector(failures), CountingWorker(Unused(NO_ROWS), None, 0, stores=True, failures=failures)
     assert worker.submit_load(1, spec, GPULoadStoreSpec([3, 4], [2], [0]))
     assert [result.job_id for result in worker.get_finished()] == [1]
     assert connector.get_block_ids_with_load_errors() == {3, 4}
@@ -236,10 +236,8 @@ def test_a_block_that_is_missing_kills_no_engine(opened: Open) -> None:
 
 def test_a_failed_load_of_a_model_with_several_kinds_of_blocks() -> None:
     """With several layer groups vLLM accepts only failed requests."""
-    connector = Connector(groups=2)
-    connector.get_transfer_results = lambda finished: KVConnectorTransferResults(finished_recving=set(finished))
-    worker = CountingWorker(Unused(NO_ROWS), None, 0, stores=True, failures=connector.failures())
-    connector.worker._load_jobs.update({1: "r1", 2: None})
+    failures = LoadFailures({1: "r1", 2: None}, by_block=False)
+    connector, worker = Connector(failures), CountingWorker(Unused(NO_ROWS), None, 0, stores=True, failures=failures)
     assert worker.submit_load(1, Slots([0], 0, is_void=True), GPULoadStoreSpec([3], [1], [0]))
     assert [result.job_id for result in worker.get_finished()] == [1]
     assert connector.get_transfer_results({"r2"}).failed_recving == set()
@@ -297,26 +295,13 @@ class Unused(LateWorker):
         return []
 
 
-class Connector:
-    """The parts of vLLM's connector that a worker's failures use."""
+class Connector(KVStoreConnector):
+    """Our connector in a worker without a model, whose loads end at once."""
 
-    get_transfer_results: Any
+    def __init__(self, failures: LoadFailures) -> None:
+        self.engine = EngineContext(None)
+        self.engine.load_failures = failures
 
-    def __init__(self, groups: int) -> None:
-        self.worker = ConnectorWorker(groups)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the failed blocks."""
-        return set()
-
-    def failures(self) -> LoadFailures:
-        """Return the reporter of failures through this connector."""
-        return LoadFailures(self, self.worker)
-
-
-class ConnectorWorker:
-    """The worker side of the connector."""
-
-    def __init__(self, groups: int) -> None:
-        self._load_jobs: dict[int, str | None] = {}
-        self.kv_cache_config = type("KVCacheConfig", (), {"kv_cache_groups": [None] * groups})
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """End the loads of these requests."""
+        return set(), set(finished_req_ids)

@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvstore.errors import ConfigError
 from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.compat import open_region, region_path, tolerate_unnaming
+from kvstore.vllm.connector import EngineContext
 from kvstore.vllm.layout import (
     WorkerNote,
     leave_note,
@@ -41,8 +42,7 @@ from kvstore.vllm.layout import (
     with_whole_rows,
     without_synchronous_loads,
 )
-from tests.vllm.engine_config import engine
-from tests.vllm.harness import BLOCK_BYTES, Driver, key_of, offloading_config, parallel
+from tests.vllm.harness import BLOCK_BYTES, Driver, key_of, make_spec, offloading_config, parallel
 
 TOKENS = 16
 FULL = FullAttentionSpec(block_size=TOKENS, num_kv_heads=4, head_size=8, dtype=torch.float32)
@@ -50,12 +50,6 @@ WINDOW = SlidingWindowSpec(block_size=TOKENS, num_kv_heads=4, head_size=8, dtype
 HALF = dataclasses.replace(FULL, num_kv_heads=2)
 LATENT = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=64, dtype=torch.float32)
 STATE = MambaSpec(block_size=TOKENS, shapes=((4, 16),), dtypes=(torch.float32,))
-
-
-@pytest.fixture
-def vllm_config() -> Any:
-    """The engine's configuration, which kvstore finds in the test's local variables, as in vLLM's connector."""
-    return engine()
 
 
 def connect(specs: list[Any], *, tp_size: int = 1, extra: dict[str, Any] | None = None) -> OffloadingConfig:
@@ -95,7 +89,8 @@ def connect(specs: list[Any], *, tp_size: int = 1, extra: dict[str, Any] | None 
         use_v2_model_runner=True,
     )  # fmt: skip
     config = build_offloading_config(vllm_config, kv_cache_config)
-    return with_canonical_layout(without_synchronous_loads(with_whole_rows(config)))
+    known = EngineContext(vllm_config, kv_cache_config)
+    return with_canonical_layout(without_synchronous_loads(with_whole_rows(config, known), known), known)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +133,6 @@ def test_the_users_choice_stands(choice: bool) -> None:
     assert connect([FULL], extra={"canonical_layout": choice}).canonical_layout is choice
 
 
-def test_nothing_changes_where_the_engine_is_not_known() -> None:
-    """Without a connector above, the configuration stays unchanged."""
-    config = offloading_config([])
-    assert with_canonical_layout(config) is config
-
-
 def test_an_accelerator_is_asked_for_the_canonical_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """On other platforms than the CPU, rows are canonical only on request, because this has not been tested there."""
     assert connect([FULL]).canonical_layout
@@ -155,12 +144,12 @@ def test_an_accelerator_is_asked_for_the_canonical_layout(monkeypatch: pytest.Mo
 def test_vllms_own_manager_keeps_vllms_own_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rows are canonical by default under kvstore's manager; under vLLM's only without vLLM's own tiers."""
     canonical = dataclasses.replace(offloading_config([{"type": "memory"}]), canonical_layout=True)
-    monkeypatch.setattr("kvstore.vllm.spec.with_canonical_layout", lambda config: canonical)
-    assert KVStoreOffloadingSpec(offloading_config([{"type": "memory"}])).config.canonical_layout
+    monkeypatch.setattr("kvstore.vllm.spec.with_canonical_layout", lambda config, known: canonical)
+    assert make_spec(offloading_config([{"type": "memory"}])).config.canonical_layout
     theirs = offloading_config([{"type": "memory"}, {"type": "fs", "root_dir": str(tmp_path)}])
-    assert KVStoreOffloadingSpec(theirs).config.canonical_layout
+    assert make_spec(theirs).config.canonical_layout
     theirs.extra_config["manager"] = "vllm"  # type: ignore[index]
-    assert not KVStoreOffloadingSpec(theirs).config.canonical_layout
+    assert not make_spec(theirs).config.canonical_layout
 
 
 @pytest.fixture
@@ -198,7 +187,7 @@ def test_a_note_that_can_not_be_left_ends_the_start() -> None:
 def test_a_scheduler_that_knows_nothing_of_canonical_rows_does_not_name_them(tmp_path: Path) -> None:
     """If only the workers have chosen canonical rows, the start fails: blocks would get a wrong name."""
     tiers = [{"type": "file", "path": str(tmp_path), "capacity": "1GiB"}]
-    spec = KVStoreOffloadingSpec(offloading_config(tiers))
+    spec = make_spec(offloading_config(tiers))
     region = open_region(spec, rank=0)
     try:
         leave_note(spec.config.engine_id, WorkerNote(True), expects_canonical=True)
@@ -212,7 +201,7 @@ def test_a_scheduler_that_knows_nothing_of_canonical_rows_does_not_name_them(tmp
 def choosing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every spec choose the canonical layout."""
 
-    def choose(config: OffloadingConfig) -> OffloadingConfig:
+    def choose(config: OffloadingConfig, known: EngineContext) -> OffloadingConfig:
         of_all = dataclasses.replace(config.parallel, is_parallelism_agnostic=True)
         return dataclasses.replace(config, canonical_layout=True, parallel=of_all)
 
@@ -237,7 +226,7 @@ def test_rows_that_are_not_canonical_are_not_shared(tmp_path: Path, portable: bo
     for tp_size in (1, 2):
         changes = {"engine_id": f"kvstore-test-{os.getpid()}-{tp_size}", "parallel": parallel(tp_size=tp_size)}
         config = offloading_config(tiers, **changes)
-        worker_spec = KVStoreOffloadingSpec(config)
+        worker_spec = make_spec(config)
         worker = worker_spec.get_worker(kv_caches(portable))
         driver = Driver(tiers, spec_class=KVStoreOffloadingSpec, **changes)
         assert worker_spec.config.canonical_layout is driver.spec.config.canonical_layout is portable
@@ -250,11 +239,11 @@ def test_rows_that_are_not_canonical_are_not_shared(tmp_path: Path, portable: bo
 
 @pytest.mark.parametrize("direct_is_replicated", [False, True])
 def test_replicated_rows_that_can_not_be_mapped_become_direct_ones(
-    monkeypatch: pytest.MonkeyPatch, direct_is_replicated: bool, vllm_config: Any
+    monkeypatch: pytest.MonkeyPatch, direct_is_replicated: bool
 ) -> None:
     """With latent attention all ranks share one copy in a canonical row; workers and scheduler fall back together."""
 
-    def choose(config: OffloadingConfig) -> OffloadingConfig:
+    def choose(config: OffloadingConfig, known: EngineContext) -> OffloadingConfig:
         of_all = dataclasses.replace(config.parallel, is_parallelism_agnostic=True)
         return dataclasses.replace(config, canonical_layout=True, replicated_layout=True, parallel=of_all)
 
@@ -266,7 +255,7 @@ def test_replicated_rows_that_can_not_be_mapped_become_direct_ones(
     )
     page = torch.zeros((8, BLOCK_BYTES), dtype=torch.int8)
     unmapped = CanonicalKVCaches([CanonicalKVCacheTensor(page, BLOCK_BYTES)], [[CanonicalKVCacheRef(0, BLOCK_BYTES)]])
-    of_worker, of_scheduler = KVStoreOffloadingSpec(config), KVStoreOffloadingSpec(config)
+    of_worker, of_scheduler = make_spec(config), make_spec(config)
     worker = of_worker.get_worker(unmapped)
     manager = of_scheduler.get_manager()
     for spec in (of_worker, of_scheduler):
@@ -281,16 +270,16 @@ def test_replicated_rows_that_can_not_be_mapped_become_direct_ones(
 
 @pytest.mark.parametrize("unnamed", [True, False])
 def test_a_worker_of_vllms_ends_in_peace_without_the_regions_name(
-    unnamed: bool, caplog: pytest.LogCaptureFixture, vllm_config: Any
+    unnamed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On an accelerator, too, the scheduler removes the name; if it never started, the worker does at its end."""
-    spec = KVStoreOffloadingSpec(offloading_config([{"type": "memory"}]))
+    spec = make_spec(offloading_config([{"type": "memory"}]))
     region = open_region(spec, rank=0)
     worker = SimpleNamespace(_mmap_region=region)
     path = region.mmap_path
     tolerate_unnaming(worker)
     if unnamed:
-        scheduler = KVStoreOffloadingSpec(dataclasses.replace(spec.config, canonical_layout=False))
+        scheduler = make_spec(dataclasses.replace(spec.config, canonical_layout=False))
         manager = scheduler.get_manager()
         assert not os.path.exists(path), "nothing is left if the engine is killed from now on"
         manager.shutdown()
@@ -303,7 +292,7 @@ def test_a_worker_of_vllms_ends_in_peace_without_the_regions_name(
     assert "unlink" not in caplog.text
 
 
-def test_workers_tell_which_attention_backend_they_chose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_workers_tell_which_attention_backend_they_chose(tmp_path: Path) -> None:
     """The scheduler names blocks by the attention backends of the workers' layers, whatever the chosen layout."""
     tiers = [{"type": "file", "path": str(tmp_path), "capacity": "1GiB"}]
     keys = [key_of(i) for i in range(4)]
@@ -315,9 +304,7 @@ def test_workers_tell_which_attention_backend_they_chose(monkeypatch: pytest.Mon
         )
         config = offloading_config(tiers, engine_id=f"kvstore-test-{os.getpid()}-attention-{number}")
         config = dataclasses.replace(config, extra_config={**config.extra_config, "canonical_layout": False})
-        monkeypatch.setattr("kvstore.vllm.spec.current_connector_config", lambda: (engine, None))
-        worker = KVStoreOffloadingSpec(config).get_worker(kv_caches(False))
-        monkeypatch.setattr("kvstore.vllm.spec.current_connector_config", lambda: (None, None))
+        worker = make_spec(config, known=engine).get_worker(kv_caches(False))
         driver = Driver(tiers, spec_class=KVStoreOffloadingSpec, engine_id=config.engine_id,
                         extra_config=config.extra_config)  # fmt: skip
         blocks = driver.load(keys)

@@ -27,12 +27,13 @@ GROUP = OffloadingEventGroupSpec("full_attention", None)
 TOKENS = 16
 
 
-class OffloadingConnectorScheduler:
-    """The parts of vLLM's class of this name that kvstore uses."""
+class Scheduler:
+    """The parts of vLLM's ``OffloadingConnectorScheduler`` that kvstore uses."""
 
     def __init__(self, *tiers: dict[str, Any], self_describing: bool = True) -> None:
         self.config = SimpleNamespace(kv_group_configs=(SimpleNamespace(kv_event_group_spec=GROUP),))
         self.driver = Driver(list(tiers), spec_class=KVStoreOffloadingSpec, events=True)
+        self.driver.engine.scheduler = self
         self._events_tracker = OffloadingEventsTracker(
             OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=self_describing)
         )
@@ -119,15 +120,13 @@ def encrypted(directory: Path) -> list[Any]:
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
     """Start schedulers on one directory; each is closed before the next."""
-    running: list[OffloadingConnectorScheduler] = []
+    running: list[Scheduler] = []
 
-    def start(*, seal: bool, **options: Any) -> OffloadingConnectorScheduler:
+    def start(*, seal: bool, **options: Any) -> Scheduler:
         stop()
         directory = tmp_path / "kv"
         tier: dict[str, Any] = {"type": "file", "path": str(directory), "capacity": "1MiB"}
-        running.append(
-            OffloadingConnectorScheduler(tier | ({"codec": encrypted(directory)} if seal else {}), **options)
-        )
+        running.append(Scheduler(tier | ({"codec": encrypted(directory)} if seal else {}), **options))
         return running[-1]
 
     def stop() -> None:
@@ -144,7 +143,7 @@ def notes_of(directory: Path) -> bytes:
     return b"".join(path.read_bytes() for path in directory.rglob("notes"))
 
 
-Start = Callable[..., OffloadingConnectorScheduler]
+Start = Callable[..., Scheduler]
 
 
 @pytest.mark.parametrize("hashes", [1, 3])
@@ -198,7 +197,7 @@ def test_tiers_of_one_medium_do_not_erase_each_others_blocks(tmp_path: Path, loc
     """A block is stated once per medium and locality, and vLLM keeps its payload until the last tier drops it."""
     small = {"type": "file", "path": str(tmp_path / "small"), "capacity": "192KiB"}
     large = {"type": "file", "path": str(tmp_path / "large"), "capacity": "1GiB", "locality": locality}
-    scheduler = OffloadingConnectorScheduler(small, large)
+    scheduler = Scheduler(small, large)
     driver, payloads = scheduler.driver, scheduler._events_tracker._pending_event_metadata
     rows = driver.slots
     everything = list(range(1, 4 * rows + 1))

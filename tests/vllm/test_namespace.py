@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import pytest
 from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConfig, OffloadingModelConfig
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.compat import current_connector_config
+from kvstore.vllm import KVStoreOffloadingSpec
+from kvstore.vllm.connector import EngineContext, current_engine
 from kvstore.vllm.namespace import engine_namespace
 from tests.vllm.engine_config import HFConfig, engine
 from tests.vllm.harness import offloading_config, parallel
@@ -149,33 +151,21 @@ def test_several_nodes_are_refused() -> None:
         digest(engine_config=engine(**{"parallel_config.nnodes_within_dp": 2}))
 
 
-def test_the_engine_configuration_is_found_up_the_stack() -> None:
-    """A tier created anywhere below vLLM's connector finds the engine's configuration; elsewhere there is none."""
-    assert current_connector_config() == (None, None)
-
-    def connector(vllm_config: Any) -> Any:
-        return spec()
-
-    def spec() -> Any:
-        return current_connector_config()[0]
-
-    config = engine()
-    assert connector(config) is config
-    assert connector("not a configuration") is None
-
-    def far_above(vllm_config: Any, calls: int) -> Any:
-        return spec() if not calls else far_above_again(calls - 1)
-
-    def far_above_again(calls: int) -> Any:
-        return spec() if not calls else far_above_again(calls - 1)
-
-    assert far_above(config, 200) is config
+def test_specs_and_tiers_have_the_configuration_of_their_own_engine() -> None:
+    """An engine made within another one, as in a MultiConnector, ends with its construction."""
+    one, other = EngineContext(engine()), EngineContext(engine())
+    with one.entered():
+        with pytest.raises(RuntimeError), other.entered():
+            assert current_engine() is other
+            raise RuntimeError
+        assert current_engine() is one
 
 
 def test_an_engine_without_a_configuration_is_refused() -> None:
     """Without the engine's configuration, engines of different models could read each other's blocks."""
-    with pytest.raises(ConfigError, match="did not find the engine's configuration"):
-        engine_namespace(SimpleNamespace(config=offloading_config([])), 4096, None)
+    for unknown in (contextlib.nullcontext(), EngineContext(None).entered()):
+        with unknown, pytest.raises(ConfigError, match='"kv_connector": "KVStoreConnector"'):
+            KVStoreOffloadingSpec(offloading_config([]))
 
 
 def layers(*backends: type) -> dict[str, Any]:

@@ -25,31 +25,13 @@ class Condition(threading.Condition):
         return False
 
 
-class Scheduler:
-    """The attributes of vLLM's scheduler that kvstore uses."""
-
-    def __init__(self) -> None:
-        self.running: list[str] = []
-        self.pauses = steps.Pauses()
-
-    def schedule(self) -> None:
-        """Identify vLLM's class."""
-
-    def reset_prefix_cache(self) -> None:
-        """Identify vLLM's class."""
-
-
 class EngineCore:
     """The attributes of vLLM's engine that kvstore uses."""
 
     def __init__(self) -> None:
-        self.model_executor = None
         self.input_queue: queue.Queue[str] = queue.Queue()
         self.input_queue.not_empty = self.condition = Condition(self.input_queue.mutex)
-        self.scheduler = Scheduler()
-
-    def add_lora(self) -> None:
-        """Identify vLLM's class."""
+        self.pauses = steps.Pauses()
 
 
 def test_only_an_engine_that_does_nothing_else_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +39,7 @@ def test_only_an_engine_that_does_nothing_else_pauses(monkeypatch: pytest.Monkey
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(steps.time, "monotonic", lambda: clock.now)
     engine = EngineCore()
-    paused, waits = engine.scheduler.pauses, engine.condition.waits
+    paused, waits = engine.pauses, engine.condition.waits
 
     def step(
         *, awaits: bool = True, other: bool = False, is_busy: bool = False, seconds: float = 0.1
@@ -79,9 +61,6 @@ def test_only_an_engine_that_does_nothing_else_pauses(monkeypatch: pytest.Monkey
     assert step() == [0.0], "a new wait"
     assert step(is_busy=True) == []
     assert step(other=True) == [], "another request waits for a tier"
-    engine.scheduler.running.append("request")
-    assert step() == []
-    engine.scheduler.running.clear()
     engine.input_queue.put("request")
     assert step() == []
 

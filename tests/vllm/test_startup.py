@@ -78,7 +78,7 @@ def _extra(tmp_path: Path, more: dict[str, Any], change: dict[str, Any]) -> dict
 
 
 def _transfer(extra: dict[str, Any]) -> dict[str, Any]:
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {"kv_connector": "KVStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 @pytest.mark.parametrize("name", _BAD)
@@ -170,6 +170,7 @@ def test_no_tier_is_a_warning(tiers: dict[str, Any], caplog: pytest.LogCaptureFi
         ({"kv_role": ...}, "'kv_role' is missing"),
         ({"kv_rol": "kv_both"}, "no option 'kv_rol'. Did you mean 'kv_role'"),
         ({"kv_connector": "OfloadingConnector"}, "Did you mean 'OffloadingConnector'"),
+        ({"kv_connector": "KVStoreConector"}, "Did you mean 'KVStoreConnector'"),
     ],
 )
 def test_a_mistake_beside_the_tiers_is_found(tmp_path: Path, change: dict[str, Any], said: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.tenants import Tags, Tenants
+from kvstore.vllm.connector import EngineContext, KVStoreConnector
 from kvstore.vllm.tags import RequestTags
 from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, managed, prompt
 
@@ -16,15 +17,16 @@ _ROW_BYTES = 32768
 """A block of the tiny model, see test_own_manager.py."""
 
 
-class OffloadingConnectorScheduler:
-    """The attributes that kvstore looks up in its caller's frames, under vLLM's class name."""
+class Connector(KVStoreConnector):
+    """Our connector, whose manager only asks for the tags of requests."""
 
     def __init__(self, tenants: Tenants) -> None:
-        self.tags = RequestTags(tenants)
+        self.engine = EngineContext(SimpleNamespace())
+        self.tags = RequestTags(tenants, self.engine)
         self.found: list[bytes] = []
+        self.connector_scheduler = SimpleNamespace(on_new_request=self._find)
 
-    def on_new_request(self, request: Any) -> None:
-        """Let the manager create the request's context."""
+    def _find(self, request: Any) -> None:
         if request.fails:
             raise RuntimeError("not added")
         self.found.append(self.tags.of(request.params)[0])
@@ -40,18 +42,18 @@ def request(salt: str | None = None, adapter: str | None = None, params: Any = N
 def test_a_request_belongs_to_the_tenant_that_the_rule_names(by: Any) -> None:
     """The tenant depends only on the rule's value; requests without one share a tenant."""
     tenants = Tenants(by=by)
-    tags, scheduler = Tags(tenants), OffloadingConnectorScheduler(tenants)
+    tags, connector = Tags(tenants), Connector(tenants)
     values = {"cache_salt": "salt", "adapter": "lora", "parameter": "named"}
     for has in (values, {}):
-        scheduler.on_new_request(
+        connector.on_new_request(
             request(has.get("cache_salt"), has.get("adapter"), {"tenant": has["parameter"]} if has else {})
         )
     for params in (None, "text", {"tenant": 7}, {"tenant": None}):
-        scheduler.on_new_request(request(params=params))
+        connector.on_new_request(request(params=params))
     with pytest.raises(RuntimeError):
-        scheduler.on_new_request(request("salt", "lora", fails=True))
-    assert scheduler.found == [tags.of(values[by]), *[tags.of("")] * 5]
-    assert scheduler.tags.of({}) == (tags.of(""), None), "nothing of the last request is left"
+        connector.on_new_request(request("salt", "lora", fails=True))
+    assert connector.found == [tags.of(values[by]), *[tags.of("")] * 5]
+    assert connector.tags.of({}) == (tags.of(""), None), "nothing of the last request is left"
 
 
 def salted(engine: Engine, salt: str | None, *prompts: list[int], **policy: Any) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ def check_command(config: _Config, kv_offloading_size: _SizeGib = None, json: Js
     found = transfer_faults(transfer, SimpleNamespace(kv_offloading_size=kv_offloading_size))
     if found is None:
         raise ConfigError(
-            "This configuration does not use kvstore. Expected an OffloadingConnector with "
+            "This configuration does not use kvstore. Expected a KVStoreConnector with "
             '"spec_name": "KVStoreOffloadingSpec" in \'kv_connector_extra_config\'.'
         )
     by_status = list(zip(("fail", "warn"), found, strict=True))

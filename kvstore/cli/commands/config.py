@@ -159,7 +159,7 @@ def vllm_config(
         raise ConfigError(f"Extra key {taken[0]!r}: there is an option for it, by which it is checked. Use that.")
     found |= extra or {}
     found["secondary_tiers"] = [_spelled(tier, spec) for tier in labelled]
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": found}
+    return {"kv_connector": "KVStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": found}
 
 
 def _holds_secret(tier: TierArgument) -> bool:

@@ -36,7 +36,7 @@ def started(model: str, offloading: dict[str, Any] | None, **llm: Any) -> Iterat
     extra: dict[str, Any] = {}
     if offloading is not None:
         extra["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="OffloadingConnector",
+            kv_connector="KVStoreConnector",
             kv_role="kv_both",
             engine_id=f"{engine_ids()}{uuid.uuid4().hex}",
             kv_connector_extra_config=offloading,

@@ -1,0 +1,118 @@
+"""vLLM's ``OffloadingConnector``, with the objects and calls that kvstore needs beyond its interface."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from vllm.distributed.kv_events import AllBlocksCleared
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvstore.errors import ConfigError
+
+_entered: ContextVar[EngineContext] = ContextVar("kvstore_engine")
+
+
+class EngineContext:
+    """One engine, as its connector knows it, in the scheduler's process or a worker's.
+
+    An ``OffloadingConfig``, which vLLM passes to a spec, lacks most fields that determine the bytes of a block: the
+    model's text configuration with its overrides (RoPE scaling), revision, quantization, hash algorithm. Without these
+    fields, tiers have served blocks of another model with the same name.
+
+    Args:
+        engine_config: ``VllmConfig``.
+        kv_cache_config: ``KVCacheConfig``; None in tests without a model.
+    """
+
+    def __init__(self, engine_config: Any, kv_cache_config: Any = None) -> None:
+        self.engine_config = engine_config
+        self.kv_cache_config = kv_cache_config
+        self.scheduler: Any = None  # ``OffloadingConnectorScheduler``, once it is made.
+        self.worker: Any = None  # ``OffloadingConnectorWorker``, once it is made.
+        self.request: Any = None  # vLLM's ``Request`` that is being added.
+        self.load_failures: Any = None  # :class:`kvstore.vllm.copies.LoadFailures` of a worker.
+        # Called with the ``SchedulerOutput`` of each step, after its metadata was made.
+        self.on_scheduled: list[Callable[[Any], object]] = []
+        # Called after consumers of events were told that the engine has no blocks, on the device or in a tier.
+        self.on_cleared: list[Callable[[], object]] = []
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make this the engine of all specs and tiers created inside."""
+        token = _entered.set(self)
+        try:
+            yield
+        finally:
+            _entered.reset(token)
+
+
+def current_engine() -> EngineContext:
+    """Return the engine whose connector is being made.
+
+    Raises:
+        ConfigError: The connector is not kvstore's, so the engine's configuration is unknown.
+    """
+    engine = _entered.get(None)
+    if engine is None or engine.engine_config is None:
+        raise ConfigError(
+            "kvstore has no configuration of this engine, so it can't tell this model's blocks from others. Expected "
+            '"kv_connector": "KVStoreConnector". If the variable VLLM_PLUGINS leaves kvstore out, also give '
+            '"kv_connector_module_path": "kvstore.vllm".'
+        )
+    return engine
+
+
+class KVStoreConnector(OffloadingConnector):
+    """vLLM's ``OffloadingConnector`` for engines whose spec or tiers are kvstore's; the same for all others."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self.engine = EngineContext(vllm_config, kv_cache_config)
+        with self.engine.entered():
+            super().__init__(vllm_config, role, kv_cache_config)
+        self.engine.scheduler, self.engine.worker = self.connector_scheduler, self.connector_worker
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Notice ``AllBlocksCleared``, which reaches consumers even if only the device's cache was reset."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        take_events = kv_cache_manager.take_events
+
+        def with_notice() -> Any:
+            events = take_events()
+            if any(isinstance(event, AllBlocksCleared) for event in events or ()):
+                for call in self.engine.on_cleared:
+                    call()
+            return events
+
+        if self.engine.on_cleared:
+            kv_cache_manager.take_events = with_notice
+
+    def on_new_request(self, request: Any) -> None:
+        """Show the request itself, whose salt and adapter vLLM does not pass to a manager."""
+        self.engine.request = request
+        try:
+            super().on_new_request(request)
+        finally:
+            self.engine.request = None
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Report the step."""
+        meta = super().build_connector_meta(scheduler_output)
+        for call in self.engine.on_scheduled:
+            call(scheduler_output)
+        return meta
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the device's blocks of loads that were not made."""
+        failures = self.engine.load_failures
+        return super().get_block_ids_with_load_errors() if failures is None else failures.take_blocks()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return ended loads and stores, and the requests whose loads were not made."""
+        results = super().get_transfer_results(finished_req_ids)
+        failures = self.engine.load_failures
+        failed = set() if failures is None else failures.take_requests(results.finished_recving)
+        return dataclasses.replace(results, failed_recving=results.failed_recving | failed) if failed else results
