@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import importlib.util
 import itertools
 import json
 import logging
@@ -311,6 +312,11 @@ def _faults_of_transfer(transfer: Mapping[str, Any]) -> Iterator[Fault]:
     for name in transfer:
         if name not in known:
             yield Fault("", f"vLLM's {_OPTION} has no option {name!r}.{did_you_mean(name, known)}")
+    extra = _connector_of(transfer)[1]
+    named = {"kv_connector_module_path": transfer, "spec_module_path": extra if isinstance(extra, Mapping) else {}}
+    for name, given in named.items():
+        if (module := given.get(name)) is not None and not _is_there(module):
+            yield Fault("", f"{name!r} is {shown(module)}, and there is no such module. Give {_MODULE!r}.")
     role, roles = transfer.get("kv_role"), get_args(KVRole)
     if role not in roles:
         found = shown(role) if "kv_role" in transfer else "missing"
@@ -324,6 +330,14 @@ def _faults_of_transfer(transfer: Mapping[str, Any]) -> Iterator[Fault]:
             "",
             f"'kv_connector_extra_config' is {shown(transfer['kv_connector_extra_config'])}. Expected a JSON object.",
         )
+
+
+def _is_there(module: object) -> bool:
+    """Return whether a module can be found; its packages are imported."""
+    try:
+        return isinstance(module, str) and importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _misspelt(name: object, meant: str) -> str | None:

@@ -168,6 +168,14 @@ def test_no_tier_is_a_warning(tiers: dict[str, Any], caplog: pytest.LogCaptureFi
     [
         ({"kv_role": "both"}, "'kv_role' is 'both'. Expected one of .*Did you mean 'kv_both'"),
         ({"kv_role": ...}, "'kv_role' is missing"),
+        (
+            {"kv_connector_module_path": "kvstore.vlm"},
+            "'kvstore.vlm', and there is no such module. Give 'kvstore.vllm'",
+        ),
+        (
+            {"kv_connector_extra_config": {**_OURS, "spec_module_path": "kvstore.vlm"}},
+            "'spec_module_path' is 'kvstore.vlm'",
+        ),
         ({"kv_rol": "kv_both"}, "no option 'kv_rol'. Did you mean 'kv_role'"),
         ({"kv_connector": "OfloadingConnector"}, "Did you mean 'OffloadingConnector'"),
         ({"kv_connector": "KVStoreConector"}, "Did you mean 'KVStoreConnector'"),
