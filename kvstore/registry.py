@@ -139,8 +139,8 @@ BACKENDS = Registry(
 
 DIRECTORIES = Registry(
     "directory",
-    base="kvstore.backends.peer.directory:DirectoryClient",
-    builtin=dict.fromkeys(("redis", "rediss", "unix"), "kvstore.backends.peer.redis_directory:RedisDirectory"),
+    base="kvstore.backends.peer.directory:Directory",
+    builtin=dict.fromkeys(("redis", "rediss", "unix"), "kvstore.backends.peer.directory:Directory"),
     group="kvstore.directories",
     extras=dict.fromkeys(("redis", "rediss", "unix"), "redis"),
 )

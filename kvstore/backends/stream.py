@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.codec.rows import address_of
+from kvstore.config import TierConfig
 from kvstore.errors import ConfigError
 
 BUFFERS_MAX: Final = 64
@@ -265,6 +266,16 @@ def check_encrypted(endpoint: Endpoint, *, is_encrypted: bool, insecure: bool, s
             f"{endpoint} is another machine and 'url' has no TLS. Use '{scheme}://', or set 'insecure' to true on a "
             "network that you trust."
         )
+
+
+def check_tls_files(config: TierConfig, *, is_encrypted: bool, remedy: str) -> None:
+    """Refuse a configuration whose TLS files would be ignored; ``remedy`` enables TLS."""
+    given = [name for name in ("tls_ca", "tls_cert", "tls_key") if getattr(config, name, None)]
+    if given and not is_encrypted:
+        names = " and ".join(map(repr, given))
+        raise ConfigError(f"{names} would be ignored: connections have no TLS. {remedy}, or leave out {names}.")
+    if "tls_key" in given and "tls_cert" not in given:
+        raise ConfigError("'tls_key' would be ignored without 'tls_cert'. Give 'tls_cert' too, or leave out 'tls_key'.")
 
 
 def client_context(

@@ -153,6 +153,11 @@ class TransferEngine:
         self._ring.close()
         return ended
 
+    def join(self) -> bool:
+        """Block until no thread is in the kernel any more, after :meth:`close`; false if operations of the ring are."""
+        self._threads.join()
+        return self._ring is None or not self._batches.count
+
     async def _move(
         self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], precedence: Precedence
     ) -> None:

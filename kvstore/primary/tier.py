@@ -104,6 +104,8 @@ class PrimaryTier:
         self._shares: SharedOrder | None = None
         self.evicted: list[BlockKey] = []
         """Blocks evicted since :meth:`take_evicted`."""
+        self.unfilled: list[BlockKey] | None = None
+        """WRITING blocks discarded or abandoned since their owner took them last; None unless they are recorded."""
         self._evicted_total = 0
         self._pinned_slots = 0
         self._abandoned: dict[int, int] = {}
@@ -233,10 +235,15 @@ class PrimaryTier:
 
     def abort(self, keys: Iterable[BlockKey]) -> None:
         """Discard WRITING blocks and free their slots, which no I/O accesses any more."""
-        self._drop(tuple(keys))
+        keys = tuple(keys)
+        if self.unfilled is not None:
+            self.unfilled += keys
+        self._drop(keys)
 
     def abandon(self, key: BlockKey) -> None:
         """Discard a WRITING block whose slot I/O may still access; :meth:`reclaim` frees the slot."""
+        if self.unfilled is not None:
+            self.unfilled.append(key)
         self._abandon(self._slot_of.pop(key))
         if self._shares is not None:
             self._shares.gone((key,))

@@ -120,6 +120,11 @@ class Workers:
             await asyncio.sleep(_POLL_S)
         return True
 
+    def join(self) -> None:
+        """Block until all threads have ended, after :meth:`stop`."""
+        for thread in self._threads:
+            thread.join()
+
     def _drop(self, batch: _Batch) -> bool:
         """Drop the calls of a batch that have not started; return whether this ended the batch."""
         kept = [entry for entry in self._queue if entry[2] is not batch]

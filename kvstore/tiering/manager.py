@@ -344,7 +344,7 @@ class TieringManager:
         if state.open and not isinstance(keys, list | tuple):
             keys = [key for key in state.open if key in keys]
         done, slots = [], []
-        for key in keys:
+        for key in state.by_position(keys):
             slot = state.open.pop(key, None)
             if slot is not None:
                 done.append(key)
@@ -421,7 +421,7 @@ class TieringManager:
         self._prefetch.drop(state)
         self._promotions.drop_request(state)
         if state.keys:
-            self.primary.touch(state.keys, anew=False)
+            self.primary.touch(state.by_position(state.keys), anew=False)
         self._end_if_idle(state)
 
     @property
@@ -495,6 +495,14 @@ class TieringManager:
     def take_events(self) -> list[BlockEvent]:
         """Return the events of all tiers since the last call (none unless ``events`` is configured)."""
         return self._log.take(self._links)
+
+    def take_unfilled(self) -> list[BlockKey]:
+        """Return the blocks whose slots were never filled since the last call, and that have none now.
+
+        The first call begins to record them.
+        """
+        found, self.primary.unfilled = self.primary.unfilled or [], []
+        return [key for key in dict.fromkeys(found) if key not in self.primary]
 
     @property
     def has_unreported(self) -> bool:

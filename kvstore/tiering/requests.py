@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -55,6 +57,7 @@ class RequestState:
     weighed: Collection[BlockKey] = ()  # Blocks subject to the gate.
     ends: Mapping[BlockKey, int] = field(default_factory=dict)
     """End of each block in tokens from the start, where known."""
+    has_groups: bool = False  # Whether its keys belong to several groups of layers, one group after the other.
     tokens_max: int | None = None  # Only blocks that end at or before this position may be stored; None for all.
     open: dict[BlockKey, int] = field(default_factory=dict)
     """Blocks that the engine is filling for it, with their slots, in prefix order."""
@@ -98,6 +101,12 @@ class RequestState:
     def after(self, tokens: int, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Return its blocks that end after ``tokens`` tokens; unknown positions are after the prompt."""
         return [key for key in keys if self.ends.get(key, tokens + 1) > tokens]
+
+    def by_position(self, keys: Collection[BlockKey]) -> Sequence[BlockKey]:
+        """Return blocks by position. A prefix is loaded only up to the first missing block of any group of layers."""
+        if not self.has_groups:
+            return keys if isinstance(keys, Sequence) else tuple(keys)
+        return sorted(keys, key=lambda key: self.ends.get(key, sys.maxsize))
 
     def is_cut(self, key: BlockKey, bit: int) -> bool:
         """Whether a block follows a block that a tier lacked room for, so that no lookup there would reach it."""
@@ -182,6 +191,7 @@ class Requests:
         known = ends if ends is not None else range(size, size * len(keys) + 1, size)
         state.keys = keys
         state.ends = dict(zip(keys, known, strict=False))
+        state.has_groups = any(map(operator.ge, known, known[1:]))
         if state.policy.stores_all and self._feed is None:
             return
         length = prompt_tokens if prompt_tokens is not None else max(state.ends.values(), default=0)

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm.v1.kv_offload.base import Medium as VllmMedium
 from vllm.v1.kv_offload.base import OffloadingEvent
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -67,6 +68,16 @@ def scheduled_tokens(scheduler_output: Any) -> list[tuple[int, int]] | None:
     before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     before.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
     return [(count, before.get(request_id, 0)) for request_id, count in counts.items() if count > 1]
+
+
+def unfilled_event(keys: Sequence[bytes]) -> OffloadingEvent | None:
+    """Build the event of blocks of the primary tier that were never complete; None before 0.33.
+
+    vLLM does not publish it, and drops the payloads that it keeps for these blocks.
+    """
+    if not keys or "metadata_only" not in _field_names(OffloadingEvent):
+        return None
+    return OffloadingEvent(keys=list(keys), medium=VllmMedium.CPU, removed=True, metadata_only=True)
 
 
 def make_event(keys: Sequence[bytes], medium: Any, *, removed: bool, locality: Any = None) -> OffloadingEvent:

@@ -387,6 +387,8 @@ class ForeignTiers:
         """Tiers that store every block of a request, including blocks stored before, by request id."""
         self._late: dict[VllmRequest, list[BlockKey]] = {}
         """Blocks for these tiers that were still being written at the last offer."""
+        self._ending: set[VllmRequest] = set()
+        """Finished requests with such blocks."""
 
     def __bool__(self) -> bool:
         return bool(self._tiers)
@@ -414,17 +416,23 @@ class ForeignTiers:
             if late:
                 self._late.setdefault(ctx, []).extend(late)
 
-    def finish(self, ctx: RequestContext) -> None:
-        """Remove a request."""
+    def finish(self, ctx: VllmRequest) -> None:
+        """End a request here and in the manager, as soon as no block for these tiers is still being written.
+
+        Another request may write such a block. The engine that waits for this request's blocks needs it, too.
+        """
+        if ctx in self._late:
+            self._ending.add(ctx)
+            return
         self._whole.pop(ctx.request_id, None)
-        if isinstance(ctx, VllmRequest):
-            self._late.pop(ctx, None)
+        self._manager.on_request_finished(ctx)
 
     def step(self, context: ScheduleEndContext) -> None:
         """Serve other engines. Call this before the manager ends its step."""
         late, self._late = self._late, {}
         for ctx, keys in late.items():
             self.offer(dict.fromkeys(keys), ctx)
+        self._end_requests()
         for tier, parent in zip(self._tiers, self._parents, strict=True):
             tier.context = context
             parent.promised = 0
@@ -433,6 +441,12 @@ class ForeignTiers:
     def reset(self) -> None:
         """Drop waiting blocks, because the primary tier is cleared."""
         self._late.clear()
+        self._end_requests()
+
+    def _end_requests(self) -> None:
+        for ctx in self._ending - self._late.keys():
+            self._ending.discard(ctx)
+            self.finish(ctx)
 
     @property
     def has_pending_work(self) -> bool:
@@ -480,5 +494,4 @@ class _Parent(ParentManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """End a request of another engine."""
         ctx = self._tiers._context(req_context, self._origin)
-        self._manager.on_request_finished(ctx)
         self._tiers.finish(ctx)

@@ -42,6 +42,7 @@ from kvstore.vllm.compat import (
     request_ends,
     request_params,
     steps_under_way_max,
+    unfilled_event,
 )
 from kvstore.vllm.copies import Slots, WorkerReports
 from kvstore.vllm.events import Lineage, Statements
@@ -104,6 +105,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._statements = Statements(natures, all_shared=bool(tags.tag_bytes))
         if self._emits_events:
             spec.engine.on_cleared.append(self._restate_events)
+            manager.take_unfilled()
         self._tags = tags
         self._tag_bytes = tags.tag_bytes
         self._lineage = Lineage(self._tiers if self._emits_events else (), spec.engine, self._tag_bytes)
@@ -221,7 +223,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         for names in (self._without_keys, self._live, self._outlived_reset, self._loading):
             names.discard(ctx.request_id)
         self._foreign.finish(ctx)
-        self.manager.on_request_finished(ctx)
 
     @guarded(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -264,7 +265,9 @@ class KVStoreOffloadingManager(OffloadingManager):
         for event in ours:
             if event.tier in self._by_name:
                 self._lineage.note(self._by_name[event.tier], event.keys, removed=event.cause is not None)
-        return self._statements.merge([*theirs, *((event.tier, self._vllm_event(event)) for event in ours)])
+        stated = self._statements.merge([*theirs, *((event.tier, self._vllm_event(event)) for event in ours)])
+        unfilled = unfilled_event(self._theirs(self.manager.take_unfilled()))
+        return stated if unfilled is None else [*stated, unfilled]
 
     @guarded(lambda: None)
     def reset_cache(self) -> None:

@@ -45,6 +45,7 @@ logger = logging.getLogger("kvstore.vllm.startup")
 OUR_CONNECTOR: Final = "KVStoreConnector"
 _VLLMS_CONNECTOR: Final = "OffloadingConnector"
 """Stands for ours, if the plugin is loaded; deprecated."""
+_CONNECTORS: Final = (OUR_CONNECTOR, _VLLMS_CONNECTOR)
 
 _MODULE: Final = "kvstore.vllm"
 _OUR_SPEC: Final = "KVStoreOffloadingSpec"
@@ -366,10 +367,9 @@ def _check_connector(transfer: Any, engine_args: Any) -> None:
             connector = "LMCacheMPConnector"
         elif vllm_envs.VLLM_USE_SIMPLE_KV_OFFLOAD:
             connector = "SimpleCPUOffloadConnector"
-    for meant in (OUR_CONNECTOR, _VLLMS_CONNECTOR):
-        if connector != meant and _misspelt(connector, meant):
-            raise ConfigError(f"kv_connector is {connector!r}. Did you mean {meant!r}?")
-    if connector not in (OUR_CONNECTOR, _VLLMS_CONNECTOR):
+    if connector not in _CONNECTORS and _misspelt(connector, OUR_CONNECTOR):
+        raise ConfigError(f"kv_connector is {connector!r}. Did you mean {OUR_CONNECTOR!r}?")
+    if connector not in _CONNECTORS:
         raise ConfigError(
             f"kv_connector is {connector!r}, which does not use kvstore. Expected {OUR_CONNECTOR!r}. Leave out "
             "--kv-offloading-size, which replaces it with VLLM_USE_SIMPLE_KV_OFFLOAD=1 or --kv-offloading-backend: "
@@ -421,7 +421,7 @@ def _offloadings(transfer: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the ``kv_connector_extra_config`` of each connector with specs, including those in a MultiConnector."""
     for each in _transfers(transfer):
         connector, extra = _connector_of(each)
-        if connector in (OUR_CONNECTOR, _VLLMS_CONNECTOR) and isinstance(extra, Mapping):
+        if connector in _CONNECTORS and isinstance(extra, Mapping):
             yield extra
 
 

@@ -34,7 +34,6 @@ SECRET = "a secret of sixteen"
         ({"peers": [f"host-{i}:1" for i in range(65)]}, "at most 64"),
         ({"peers": ["a:1"], "secret": "short"}, "at least 16 characters"),
         ({"peers": ["a:1"], "connections": 0}, "1 to 64"),
-        ({"peers": ["a:1"], "serve_share": 0}, "above 0"),
         ({"peers": ["a:1"], "timeout": 0}, "above 0"),
         ({"peers": ["a:1"], "codec": "zstd"}, "'raw'"),
         ({"peer": ["a:1"]}, "Did you mean 'peers'"),
@@ -47,6 +46,18 @@ SECRET = "a secret of sixteen"
         *(
             ({"request_peers": [entry], "secret": SECRET}, "with a port or ports, such as '10.0.0.0/8:5710'")
             for entry in ("10.0.0.0/8", "engine-7", "::1", "fd00::/8:1", ":5710", "a:0", "a:2-1", "a:1-", "a:1-65536")
+        ),
+        *(
+            ({"request_peers": [f"{host}:5710"], "secret": SECRET}, "'request_peers' is '.*. Expected a network")
+            for host in ("10.0.0.*", "10.0.0.300", "10.0.0", "engine 7", "x" * 300, "engine-*")
+        ),
+        ({"peers": ["10.0.0.300:5710"], "secret": SECRET}, "Expected 'host:port'"),
+        ({"peers": ["127.0.0.1:1"], "tls_ca": "a", "tls_key": "k"}, "'tls_ca' and 'tls_key' would be .* Set 'tls' to"),
+        ({"listen": "127.0.0.1:1", "secret": SECRET, "tls_cert": "c"}, "'tls_cert' would be ignored"),
+        ({"peers": ["127.0.0.1:1"], "tls": True, "tls_key": "k"}, "'tls_key' would be ignored without 'tls_cert'"),
+        (
+            {"directory": {"url": "redis://127.0.0.1", "networks": ["10.0.0.300"]}, "secret": SECRET},
+            "'networks' is '10.0.0.300'. Expected a network such as",
         ),
         (
             {"directory": {"url": "redis://127.0.0.1", "networks": ["10.0.0.0/33"]}, "secret": SECRET},
@@ -72,6 +83,10 @@ def test_what_is_refused(options: dict[str, Any], says: str) -> None:
         {"request_peers": ["10.0.0.0/8:5710", "engine-7:5710-5717"], "secret": SECRET},
         {"request_peers": ["10.0.0.0/8:5710"], "tls": True, "tls_ca": "a"},
         {"request_peers": ["127.0.0.0/8:5710", "[::1]:5710", "localhost:5710"], "peers": ["127.0.0.1:5711"]},
+        {
+            "request_peers": ["10.0.0.1:1", "engine_7.pool-2.example.:1", "7eleven:1", "[fe80::1%eth0]:1"],
+            "secret": SECRET,
+        },
         {"directory": {"url": "redis://127.0.0.1", "networks": ["127.0.0.0/8"]}},
     ],
 )

@@ -16,8 +16,8 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.peer import PeerBackend, PeerConfig
-from kvstore.backends.peer.directory import _READ_AT_ONCE, _READ_BYTES_MAX, ENGINES_MAX
-from kvstore.backends.peer.summary import SUMMARY_BYTES_MAX, Sample, pack
+from kvstore.backends.peer.directory import _READ_AT_ONCE, _READ_BYTES_MAX
+from kvstore.backends.peer.summary import ENGINES_MAX, SUMMARY_BYTES_MAX, Sample, pack
 from kvstore.config import decode_config
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
@@ -316,11 +316,15 @@ def test_a_summary_that_was_missing_comes_back(redis_only: Server) -> None:
         eventually(lambda: rig.lookup(SPARE) is LookupResult.MISS and fake.questions, what="a question to the engine")
 
 
-def test_summaries_are_read_at_a_bounded_rate(redis_only: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the allowance of bytes is used up, no summary is read, however many rounds are made."""
+@pytest.mark.parametrize("is_there", [True, False])
+def test_summaries_are_read_at_a_bounded_rate(
+    redis_only: Server, monkeypatch: pytest.MonkeyPatch, *, is_there: bool
+) -> None:
+    """Once the allowance of bytes is used up, no summary is read, whether or not there are any."""
     monkeypatch.setattr("kvstore.backends.peer.directory._READ_BYTES_MAX", 1)
     monkeypatch.setattr("kvstore.backends.peer.directory._READ_BYTES_PER_S", 0)
-    admin(redis_only).write([Entry(f"127.0.0.1:{free_port()}".encode(), summary_of(KEYS)) for _ in range(20)])
+    data = summary_of(KEYS) if is_there else None
+    admin(redis_only).write([Entry(f"127.0.0.1:{free_port()}".encode(), data) for _ in range(20)])
     with asking(redis_only) as rig:
         rig.until(lambda: stat(rig.tier, "directory_rounds") >= 4, "some rounds")
         assert stat(rig.tier, "directory_engines") == 20
@@ -395,6 +399,49 @@ def test_a_crowd_of_false_entries_hides_no_known_engine(redis_only: Server) -> N
             assert [rig.lookup(key) for key in KEYS] == [LookupResult.MISS] * len(KEYS)
             assert len(fake.questions) > asked
         assert stat(rig.tier, "directory_engines") == ENGINES_MAX
+
+
+@pytest.mark.parametrize(("first", "most"), [("the engine", 8), ("the crowd", ENGINES_MAX)])
+def test_a_crowd_of_dead_engines_costs_no_hit(
+    redis_only: Server, monkeypatch: pytest.MonkeyPatch, first: str, most: int
+) -> None:
+    """Once an engine is found, all its blocks are found, although dead ones claim them, more than are remembered."""
+    monkeypatch.setattr("kvstore.backends.peer.backend.ENGINES_MAX", most)
+    port, claim = free_port(), summary_of([SPARE, *KEYS])
+    hosts = [f"127.{1 + number // 250}.0.{1 + number % 250}" for number in range(300)]
+    crowd = [Entry(f"{host}:{port}".encode(), claim, seconds=200) for host in hosts]
+    networks = {"directory": options(redis_only, networks=["127.0.0.0/8"])["directory"]}
+    pauses = {"breaker_cooldown": 60, "breaker_cooldown_max": 60}
+    with holder(redis_only, KEYS), asking(redis_only, **networks, **pauses) as rig:
+        if first == "the engine":
+            eventually(lambda: rig.lookup(SPARE) is LookupResult.HIT, 60, what="the block")
+        admin(redis_only).write(crowd)
+        rig.until(lambda: stat(rig.tier, "directory_engines") == 301, "all entries")
+        rounds = stat(rig.tier, "directory_rounds")
+        rig.until(lambda: stat(rig.tier, "directory_rounds") >= rounds + 2, "an index of all entries")
+        eventually(lambda: rig.lookup(SPARE) is LookupResult.HIT, 60, what="the block")
+        assert [rig.lookup(key) for key in KEYS] == [LookupResult.HIT] * len(KEYS)
+
+
+def test_false_entries_delay_no_request(redis_only: Server) -> None:
+    """After some failed queries of engines that have never answered, no lookup waits for a silent one."""
+    dead, late = [f"127.{net}.0.{host}" for net in (1, 2) for host in range(1, 11)], {"lookup_timeout": 600}
+    networks = {"directory": options(redis_only, networks=["127.0.0.0/8"])["directory"]}
+    with (
+        socket.create_server(("0.0.0.0", 0)) as silent,
+        asking(
+            redis_only, **networks, **late, connect_timeout=300, breaker_cooldown=60, breaker_cooldown_max=60
+        ) as rig,
+    ):
+        port = silent.getsockname()[1]
+        entries = [Entry(f"{host}:{free_port()}".encode(), summary_of(KEYS), seconds=200) for host in dead[:10]]
+        entries += [Entry(f"{host}:{port}".encode(), summary_of([SPARE]), seconds=200) for host in dead[10:]]
+        admin(redis_only).write(entries)
+        rig.until(lambda: stat(rig.tier, "directory_summaries_read") >= 20, "all summaries")
+        rounds = stat(rig.tier, "directory_rounds")
+        rig.until(lambda: stat(rig.tier, "directory_rounds") >= rounds + 2, "an index of them")
+        assert [rig.lookup(key) for key in KEYS[:8]] == [LookupResult.MISS] * 8
+        assert rig.lookup(SPARE) is LookupResult.MISS
 
 
 def test_with_tls_and_the_least_rights(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ async def test_what_nobody_asked_for_closes_an_idle_connection(fake: FakePeer) -
     try:
         for number in range(3):
             assert await backend.exists([b"key-%d" % number]) == [True]
-            (peer,) = backend._listed
+            (peer,) = backend._listed.values()
             async with asyncio.timeout(20):
                 while (pipe := peer._idle_pipe()) is not None:
                     peer._idle.append((pipe, peer._loop.time()))

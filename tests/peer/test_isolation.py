@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.backends.peer.client import PeerLog
 from kvstore.backends.peer.protocol import Op
 from kvstore.backends.peer.summary import Sample, pack
 from kvstore.namespace import Namespace
@@ -138,8 +140,60 @@ def test_a_block_of_a_named_peer_is_loaded_again_after_a_lost_connection(fake: F
     with rig_of() as rig:
         ctx = RequestContext("a", source=Source(fake.address))
         rig.until(lambda: rig.tier.lookup(b"key", ctx) is LookupResult.HIT, "the block")
-        rig.prove(rig.load([b"key"], ctx=ctx), [b"key"], range(1))
+        assert rig.load([b"key"], ctx=ctx).success
         assert broken
+
+
+def test_a_repeated_load_asks_a_named_peer_only_about_its_own_blocks() -> None:
+    """After loads from a named and a listed peer broke off, the named one still receives only its own keys."""
+    seen: set[bytes] = set()
+    broken: set[FakePeer] = set()
+
+    def failing_once(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
+        if op is Op.LOAD and peer not in broken:
+            broken.add(peer)
+            raise EOFError
+        if peer is spy:
+            seen.update(keys)
+        having(b"own" if peer is spy else b"listed")(peer, sock, op, keys)
+
+    with FakePeer() as spy, FakePeer() as listed, rig_of(peers=[listed.address]) as rig:
+        spy.answer = listed.answer = failing_once
+        ctx, keys = RequestContext("a", source=Source(spy.address)), [b"own", b"listed"]
+        rig.until(lambda: rig.tier.lookup(b"own", ctx) is LookupResult.HIT, "the block of the named peer")
+        assert rig.lookup(b"listed") is LookupResult.HIT
+        assert rig.load(keys, ctx=ctx).success
+        assert (seen, broken) == ({b"own"}, {spy, listed})
+
+
+@pytest.mark.parametrize("moment", ["before the load", "during the lookup"])
+def test_naming_many_peers_ends_no_hit(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """A block of a named peer is found and loaded, however many others are named before its load or in its lookup."""
+    monkeypatch.setattr("kvstore.backends.peer.backend._NAMED_MAX", 2)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
+        if keys == [b"slow"] and op is Op.LOOKUP:
+            begun.set()
+            go_on.wait(30)
+        honest(peer, sock, op, keys)
+
+    with FakePeer() as fake, rig_of() as rig:
+        fake.answer = slow
+        ctx, key = (
+            RequestContext("a", source=Source(fake.address)),
+            b"slow" if moment == "during the lookup" else b"key",
+        )
+        rig.until(lambda: rig.tier.lookup(b"known", ctx) is LookupResult.HIT, "an answer of the peer")
+        rig.tier.lookup(key, ctx)
+        rig.until(lambda: begun.is_set() or rig.tier.lookup(key, ctx) is LookupResult.HIT, "the lookup")
+        for number in range(4):
+            named = RequestContext(f"b{number}", source=Source(f"127.0.0.1:{free_port()}"))
+            rig.until(lambda named=named: rig.tier.lookup(b"more", named) is LookupResult.MISS, "a miss")
+            assert rig.tier.lookup(key, ctx) is (LookupResult.RETRY if key == b"slow" else LookupResult.HIT)
+        go_on.set()
+        assert rig.lookup(key, ctx) is LookupResult.HIT
+        assert rig.load([key], ctx=ctx).success
 
 
 def test_naming_many_peers_ends_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +219,24 @@ def test_naming_many_peers_ends_no_load(monkeypatch: pytest.MonkeyPatch) -> None
             wanted = LookupResult.HIT if number == 3 else LookupResult.MISS
             rig.until(lambda named=named, wanted=wanted: rig.tier.lookup(b"more", named) is wanted, "an answer")
         go_on.set()
-        rig.prove(rig.finish(job), [b"key"], range(1))
+        assert rig.finish(job).success
+
+
+def test_warnings_about_peers_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """However many peers fail, ten lines a minute are logged, and then one with the number of the others."""
+    now = 0.0
+    log = PeerLog(clock=lambda: now)
+    for number in range(30):
+        log.warning("Peer %d", number)
+        now += 1.9
+    now += 60
+    log.warning("Peer 30")
+    lines = [one.message for one in caplog.records if one.levelno >= logging.WARNING]
+    assert lines == [
+        *(f"Peer {number}" for number in range(10)),
+        "20 more warnings about peers were omitted",
+        "Peer 30",
+    ]
 
 
 def having(prefix: bytes) -> Callable[[FakePeer, Wire, Op, list[bytes]], None]:
@@ -192,7 +263,7 @@ def test_failed_loads_from_one_peer_do_not_stop_the_tier() -> None:
                 assert not rig.load([key]).success
                 assert rig.lookup(b"healthy-%d" % number) is LookupResult.HIT
             there = [b"healthy-%d" % number for number in range(12)]
-            rig.prove(rig.load(there), there, range(12))
+            assert rig.load(there).success
             assert rig.tier.stats().load_breaker == "closed"
 
 

@@ -326,7 +326,7 @@ async def test_a_client_that_does_not_read_holds_one_row_for_a_while() -> None:
 
 async def test_rows_lent_are_a_share_of_the_tier() -> None:
     """With more non-reading clients than lendable rows, the others wait, and lent rows stay within the share."""
-    async with serving(serve_share=0.25, timeout=2) as served:
+    async with serving(timeout=2) as served:
         async with client_of(served) as one, client_of(served) as two, client_of(served) as three:
             for client in (one, two, three):
                 await client.greet()

@@ -13,8 +13,8 @@ import pytest
 import xxhash
 
 from kvstore.backends.peer import summary
-from kvstore.backends.peer.directory import ENGINES_MAX
 from kvstore.backends.peer.summary import (
+    ENGINES_MAX,
     SAMPLE_MAX,
     SUMMARY_BYTES_MAX,
     Index,

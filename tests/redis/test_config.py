@@ -52,6 +52,9 @@ def decoded(**options: Any) -> RedisConfig:
         ({"sentinels": ["kv:canary@h:1"], "sentinel_master": "m"}, "host:port"),
         ({"sentinels": ["h:70000"], "sentinel_master": "m"}, "host:port"),
         ({"sentinels": ["h:1"], "sentinel_master": "m", "mode": "cluster"}, "cluster"),
+        ({"url": "redis://h", "tls_ca": "a", "tls_cert": "c"}, "'tls_ca' and 'tls_cert' would be ignored"),
+        ({"url": "unix:///s", "tls_key": "k"}, "Give a 'url' with 'rediss://'"),
+        ({"url": "rediss://h", "tls_key": "k"}, "'tls_key' would be ignored without 'tls_cert'"),
         ({"pasword": "canary"}, "password"),
         ({"mode": "clusterr"}, "mode"),
     ],
@@ -177,7 +180,7 @@ async def test_untrusted_certificates(tls_server: Server, tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match="TLS files"):
             await opened(tls_server, tls_ca=str(tmp_path / "none.crt"))
         with pytest.raises(BackendError):
-            await opened(tls_server, url=tls_server.url.replace("rediss", "redis"), connect_timeout=1)
+            await opened(tls_server, url=tls_server.url.replace("rediss", "redis"), tls_ca=None, connect_timeout=1)
 
 
 async def test_tls_to_a_plain_server(redis_server: Server, tls_server: Server) -> None:

@@ -531,6 +531,8 @@ async def test_an_outage_is_one_warning_and_a_refused_start_is_none(
     with running(server):
         backend = await opened(server)
         await asyncio.to_thread(server.kill)
+        with pytest.raises(NodeDownError):
+            await backend.exists([b"k" * 32])
         await eventually_async(lambda: backend.stats().counters["connections_failed"] >= 4)
         await backend.close()
     assert [record.getMessage().partition(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [

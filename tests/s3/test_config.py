@@ -37,6 +37,7 @@ def decoded(**options: Any) -> S3Config:
         ({"endpoint": "s3.example:9000"}, "'endpoint'"),
         ({"endpoint": "ftp://host"}, "'endpoint'"),
         ({"endpoint": "http://host:9000"}, "set 'insecure' to true"),
+        ({"endpoint": "http://127.0.0.1:9000", "tls_ca": "a"}, "'tls_ca' would be ignored: .* Give an 'endpoint' with"),
         ({"endpoint": "https://user:canary@host"}, "'endpoint' \\(not shown\\)"),
         ({"endpoint": "https://host/path"}, "more than a host and port"),
         ({"endpoint": "https://host:99999"}, "is no URL"),

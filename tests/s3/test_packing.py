@@ -221,6 +221,24 @@ async def test_a_put_beside_a_removal_stays(faults: FaultServer, rng: random.Ran
         await engine.close()
 
 
+async def test_a_removal_during_a_put_leaves_no_block_reported_as_present(
+    faults: FaultServer, rng: random.Random
+) -> None:
+    """A block found present by a put, and removed while that put writes other blocks, is written again."""
+    backend = await opened(faults, **PACKED | PATIENT | {"prefix": fresh_prefix()})
+    there, new = blocks_of(rng, 2), blocks_of(rng, 2)
+    await backend.put(writes_of(there))
+    faults.plan(Fault.LATE, methods=("PUT",), count=1, delay_s=2.0)
+    put = asyncio.create_task(backend.put(writes_of(there | new)))
+    async with asyncio.timeout(20):
+        while not faults.counts().get("fault_late"):
+            await asyncio.sleep(0.01)
+    assert await backend.delete(list(there)) == [True] * 2
+    assert await put == [Outcome.OK] * 4
+    assert await backend.exists([*there, *new]) == [True] * 4
+    await backend.close()
+
+
 async def test_a_put_that_is_cancelled_leaves_the_one_it_waits_for_alone(
     faults: FaultServer, rng: random.Random
 ) -> None:

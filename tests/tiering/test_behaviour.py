@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvstore.tiering.events import BlockEvent
 from kvstore.types import Locality, LookupResult, Medium, RemovalCause, RequestContext
 from tests.tiering.engine import Engine, key_of, keys_of
@@ -151,6 +153,21 @@ def test_eviction_in_primary() -> None:
     assert [(event.tier, event.medium, list(event.keys)) for event in events] == [("cpu", Medium.CPU, keys_of(2))]
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_each_group_of_layers_keeps_its_start(has_ended: bool) -> None:
+    """Of a model with two groups of layers, the last blocks of both leave first: a load needs those of each group."""
+    engine = Engine(slots=6, tiers=[])
+    ctx, groups = RequestContext("r"), keys_of(1, 2, 3, 11, 12, 13)
+    engine.manager.on_new_request(ctx, groups, ends=[16, 32, 48] * 2)
+    engine.store(groups[3:] if has_ended else groups, ctx)
+    if has_ended:
+        engine.store(groups[:3], ctx)
+        engine.manager.on_request_finished(ctx)
+    engine.settle()
+    for left in ({3, 13}, {2, 12}):
+        assert set(engine.store(keys_of(*(100 + number for number in left))).evicted) == set(keys_of(*left))
+
+
 def test_reads_of_the_primary_tier_are_events_if_asked_for() -> None:
     """One event per load, with its blocks; a store or a lookup is no access."""
     for wanted in (True, False):
@@ -202,6 +219,24 @@ def test_a_failed_store_does_not_cascade() -> None:
     engine.settle()
     assert not engine.tier.blocks and engine.primary.stats().free == 8
     assert engine.look(keys_of(1, 2), ctx) == ["miss", "miss"]
+
+
+def test_blocks_that_were_never_complete_are_reported() -> None:
+    """After a failed store or load, unless the block has a slot again: an engine may drop what it knows of it."""
+    engine = Engine()
+    engine.store_and_forget(keys_of(1, 2))
+    engine.evict_all()
+    assert engine.manager.take_unfilled() == []
+    ctx = engine.request()
+    assert engine.manager.prepare_store(keys_of(3, 4, 5), ctx) is not None
+    engine.manager.complete_store(keys_of(3, 4), ctx, success=False)
+    engine.store(keys_of(4))
+    engine.look(keys_of(1, 2), engine.request())
+    engine.manager.on_step_end()
+    engine.tier.run(failing=keys_of(1))
+    engine.settle()
+    assert engine.manager.take_unfilled() == keys_of(3, 1)
+    assert engine.manager.take_unfilled() == []
 
 
 def test_tiers_evict_independently() -> None:

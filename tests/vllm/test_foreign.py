@@ -280,6 +280,26 @@ def test_a_tier_may_want_every_block_of_a_request(drive: Drivers) -> None:
     assert len(tier.blocks) == len(KEYS)
 
 
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_finished_request_waits_for_its_last_blocks(drive: Drivers, resets: bool) -> None:
+    """A tier gets blocks that another request was writing when this one ended, then its end; a reset drops them."""
+    driver = drive(DICT)
+    (tier,) = MADE
+    (job,) = driver.begin_store(KEYS[:4], driver.request())
+    tier.whole = True
+    context = driver.request()
+    assert not driver.begin_store(KEYS[:4], context)
+    driver.manager.on_request_finished(context)
+    driver.step()
+    assert driver.manager.has_pending_work() and "on_request_finished" not in tier.calls
+    if resets:
+        driver.forget_primary()
+    driver.copy(job)
+    driver.settle()
+    ours = [name for name in tier.calls if name in ("submit_store", "on_request_finished")]
+    assert ours == ["submit_store"] * (0 if resets else 2) + ["on_request_finished"]
+
+
 def test_events_have_vllms_keys(drive: Drivers) -> None:
     """Events of a tier contain vLLM's block keys."""
     driver = drive(DICT, events=True)

@@ -177,7 +177,6 @@ def test_no_tier_is_a_warning(tiers: dict[str, Any], caplog: pytest.LogCaptureFi
             "'spec_module_path' is 'kvstore.vlm'",
         ),
         ({"kv_rol": "kv_both"}, "no option 'kv_rol'. Did you mean 'kv_role'"),
-        ({"kv_connector": "OfloadingConnector"}, "Did you mean 'OffloadingConnector'"),
         ({"kv_connector": "KVStoreConector"}, "Did you mean 'KVStoreConnector'"),
     ],
 )

@@ -11,7 +11,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -34,6 +34,12 @@ _WANT_PREFIX: Final = "want."
 _LEDGER_WAIT_S: Final = 1.0
 _LEDGER_RETRY_S: Final = 0.01
 """Longest wait for the ledger once an ended owner has been loaded, and the pause between two tries."""
+
+_LARGEST_S: Final = 5.0
+"""Time for the largest owner to restore capacity or reserve; it may be stopped."""
+
+_WISH_S: Final = 10.0
+"""Age at which a request for space no longer counts. An engine that still stores repeats it each second."""
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -80,6 +86,9 @@ class Root:
     first: Root | None = None  # The first root, which has the journals; None: this one.
     _sizes: dict[tuple[str, str], int] = field(default_factory=dict)
     _unreadable: set[str] = field(default_factory=set)
+    _stuck: set[str] = field(default_factory=set)
+    """Ended owners whose segments can't be removed."""
+    _lacking_since: float = 0.0  # Time since which capacity or reserve is exceeded; 0 if it is not.
 
     def note_position(self, position: int) -> None:
         """Note format and position of the root, if they are not yet; the position decides which segments it has."""
@@ -146,15 +155,21 @@ class Root:
             return False
         lacking = self._missing_bytes(0) > 0
         owners = self.owners(try_locks=True)
-        if any(each.has_ended and each.segments for each in owners):
-            # Segments of ended owners are removed first, when an engine makes a segment.
+        if any(each.has_ended and each.segments and each.name not in self._stuck for each in owners):
+            # Segments of ended owners are removed first. An engine with a wish does so when it makes a segment.
+            if lacking:
+                ledger.release()
+                self._reclaim(0)
             return False
         sizes = {each.name: each.size_bytes for each in owners if not each.has_ended and each.is_readable}
+        if lacking:
+            return self._is_due(owner, sizes)
+        self._lacking_since = 0.0
         wishes = self._wishes() - {owner}
         for name in wishes - sizes.keys():
             self.want(name, wanted=False)
-        if lacking or not wishes & sizes.keys():
-            return lacking
+        if not wishes & sizes.keys():
+            return False
         poorest = min(wishes & sizes.keys(), key=lambda name: sizes[name])
         # If there is room for the segment, another owner has just given one up.
         is_due = sizes.get(owner, 0) - sizes[poorest] >= 2 * segment_bytes and self._missing_bytes(segment_bytes) > 0
@@ -162,10 +177,24 @@ class Root:
             self.want(poorest, wanted=False)
         return is_due
 
+    def _is_due(self, owner: str, sizes: Mapping[str, int]) -> bool:
+        """Return whether an owner restores capacity or reserve: the largest does; the others if it does not in time."""
+        now = time.monotonic()
+        self._lacking_since = self._lacking_since or now
+        is_largest = owner == max(sizes, key=lambda name: (sizes[name], name), default="")
+        if not is_largest and now - self._lacking_since < _LARGEST_S:
+            return False
+        self._lacking_since = now
+        return True
+
     def _wishes(self) -> set[str]:
-        """Return the owners that request space."""
-        names = files.names_in(self.disk, self.state_fd)
-        return {name.removeprefix(_WANT_PREFIX) for name in names if name.startswith(_WANT_PREFIX)}
+        """Return the owners that request space, and have repeated this lately."""
+        entries, oldest = files.entries_in(self.disk, self.state_fd), time.time() - _WISH_S
+        return {
+            name.removeprefix(_WANT_PREFIX)
+            for name, status in entries.items()
+            if name.startswith(_WANT_PREFIX) and status.st_mtime > oldest
+        }
 
     def _missing_bytes(self, more_bytes: int) -> int:
         """Return how far ``more_bytes`` would exceed the capacity or the free space."""
@@ -197,18 +226,22 @@ class Root:
         busy = {owner.namespace for owner in owners if not owner.has_ended} | {self.namespace}
         ended = [owner for owner in owners if owner.has_ended]
         for owner in sorted(ended, key=lambda owner: (owner.namespace in busy, owner.changed_at)):
-            with contextlib.ExitStack() as stack:
-                owner_fd = -1
-                with contextlib.suppress(OSError):
+            try:
+                with contextlib.ExitStack() as stack:
                     owner_fd = self._enter_ended(self.fd, owner, stack)
-                if owner_fd < 0:
-                    continue
-                if not owner.segments:
-                    # Its last segments were removed earlier, so other engines have read its journal since.
-                    with contextlib.suppress(OSError):
+                    if owner_fd < 0:
+                        continue
+                    if not owner.segments:
+                        # Its last segments were removed earlier, so other engines have read its journal since.
                         self._remove_owner(owner, owner_fd)
-                elif not self._reclaim_from(owner, owner_fd, size_bytes):
-                    return
+                    elif not self._reclaim_from(owner, owner_fd, size_bytes):
+                        return
+                    self._stuck.discard(owner.name)
+            except OSError as error:
+                # It costs the space of this owner only.
+                if owner.segments and owner.name not in self._stuck:
+                    _log.warning("segments of %s can't be removed: %s", owner.name, error)
+                self._stuck.add(owner.name)
 
     def _enter_ended(self, root_fd: int, owner: OwnerDirectory, stack: contextlib.ExitStack) -> int:
         """Open and lock an ended owner's directory in a root until ``stack`` ends; -1 if it was adopted meanwhile."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
@@ -225,6 +226,7 @@ class Session:
         self.space = Space(
             self.engine, self.roots, owner, self.index, self.journal, self.segments, self.counts, self.on_removed
         )
+        self._files.callback(self.space.release)
         if owner.intact:
             self.recovered.set()
         else:
@@ -366,6 +368,12 @@ class Session:
     async def _release(self, timeout_s: float) -> None:
         for task in self._tasks:
             task.cancel()
-        # A thread stuck in the kernel still uses the files, so they stay open and locked until it ends.
         if await self.engine.close(timeout_s):
+            self._files.close()
+        else:
+            threading.Thread(target=self._close_late, name="kvstore-closing", daemon=True).start()
+
+    def _close_late(self) -> None:
+        """Close the files, which a thread stuck in the kernel still uses, when it ends."""
+        if self.engine.join():
             self._files.close()

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from kvstore.backends.disk.files import remove_segment, segments_in
+from kvstore.backends.disk.files import FileLock, remove_segment, segments_in
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.journal import Journal
 from kvstore.backends.disk.layout import Kind, Row, segment_name
@@ -84,6 +84,8 @@ class Space:
         self._wants = False
         self._closing: int | None = None
         """Segment that is being given up and still has its file."""
+        self._ledger: FileLock | None = None
+        """The ledger's lock while a segment may be given up."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def take(self, count: int) -> list[int]:
@@ -114,7 +116,7 @@ class Space:
             async with self._growing:
                 own = [number for number in self._own_segments() if number % len(self._roots) == path]
                 # Held until the file is gone, so that no other engine gives up a segment for the same bytes.
-                lock = root.ledger()
+                lock = self._ledger = root.ledger()
                 needed = partial(root.must_give_up, lock, self._owner.name, self._geometry.segment_bytes)
                 try:
                     is_needed = await self._engine.call(needed)
@@ -122,7 +124,9 @@ class Space:
                         self._full_until = time.monotonic() + _ASK_AGAIN_S
                         await self._give_up(own)
                 finally:
-                    await self._engine.call(lock.release)
+                    # After the last call of stopped threads, :meth:`release` does it.
+                    with contextlib.suppress(RuntimeError):
+                        await self._engine.call(lock.release)
 
     async def match_files(self) -> None:
         """Give up segments whose files were deleted, and remove files that belong to no segment.
@@ -195,6 +199,11 @@ class Space:
         """Wait for background work."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
+
+    def release(self) -> None:
+        """Release the ledger's lock, once all threads have ended."""
+        if self._ledger is not None:
+            self._ledger.release()
 
     @property
     def _ahead(self) -> int:
@@ -320,5 +329,10 @@ class Space:
         """Start work that continues to its end even if the caller is cancelled."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_end)
         return task
+
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # A cancelled caller no longer retrieves it.

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import ClassVar, Final
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
-from kvstore.backends.peer.client import Peer, PeerCounters, PeerError
+from kvstore.backends.peer.client import Peer, PeerError, PeerLog
 from kvstore.backends.peer.config import NOTHING_TO_SERVE, DirectoryConfig, PeerConfig, endpoint_of
-from kvstore.backends.peer.directory import Directory, DirectoryClient, DirectoryCounters
-from kvstore.backends.peer.server import PeerServer, ServerCounters, serving_context
+from kvstore.backends.peer.server import PeerServer, serving_context
+from kvstore.backends.peer.summary import ENGINES_MAX
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
@@ -25,20 +25,36 @@ from kvstore.registry import DIRECTORIES
 from kvstore.runtime.limits import CallsUnderWay, RetryBudget
 from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, Outcome, Source
 
+if TYPE_CHECKING:
+    # Imported by the registry, because it needs redis-py.
+    from kvstore.backends.peer.directory import Directory
+
 logger = logging.getLogger("kvstore.backends.peer")
 
 _PLACES_MAX: Final = 262144
 """Blocks whose peer is remembered (some 40 MB); for all other blocks, all peers are queried again."""
 
 _NAMED_MAX: Final = 64
-"""Most peers named by requests; the least recently named one without a load is removed first."""
-
-_FOUND_MAX: Final = 256
-"""Most peers named by the directory, each with an idle connection for half a minute; the least recently named one is
-removed first."""
+"""Most remembered peers named by requests."""
 
 _CANDIDATES_MAX: Final = 2
 """Peers that the directory names for one lookup: the best one, and another for the blocks missing there."""
+
+_TRIALS_MAX: Final = 8
+"""Peers that one lookup tries in the background, so that an engine among hundreds of false entries is found soon."""
+
+_STRANGERS_MAX: Final = 4.0
+_STRANGERS_SHARE: Final = 0.01
+"""Failed queries of peers of the directory that have never answered: an initial allowance, then one in a hundred
+lookups. Beyond that, such peers are tried in the background, so that false entries delay no request."""
+
+_COUNTED: Final = (
+    *("connections_opened", "connections_failed", "answers_late", "peers_distrusted", "named_peers_refused"),
+    *("served_connections_accepted", "served_connections_refused", "served_keys_looked_up", "served_blocks_sent"),
+    *("served_bytes_sent", "served_blocks_from_storage", "served_blocks_absent"),
+    *("directory_rounds", "directory_failures", "directory_entries_refused"),
+    *("directory_summaries_read", "directory_bytes_read"),
+)
 
 _RETRIES_MAX: Final = 10.0
 _RETRY_SHARE: Final = 0.1
@@ -78,16 +94,15 @@ class PeerBackend(Backend):
         self._server: PeerServer | None = None
         self._namespace: Namespace | None = None
         self._context: ssl.SSLContext | None = None
-        self._listed: list[Peer] = []
+        self._listed: dict[Endpoint, Peer] = {}
         self._named: BoundedDict[Endpoint, Peer] = BoundedDict(_NAMED_MAX)
         self._directory: Directory | None = None
-        self._found: BoundedDict[Endpoint, Peer] = BoundedDict(_FOUND_MAX)
-        self._places: BoundedDict[BlockKey, Peer] = BoundedDict(_PLACES_MAX)
+        self._found: BoundedDict[Endpoint, Peer] = BoundedDict(ENGINES_MAX)
+        self._places: BoundedDict[BlockKey, Endpoint] = BoundedDict(_PLACES_MAX)
         self._budget = RetryBudget(_RETRIES_MAX, _RETRY_SHARE)
-        self._asked = PeerCounters()
-        self._served = ServerCounters()
-        self._listings = DirectoryCounters()
-        self._refused_names = 0
+        self._strangers = RetryBudget(_STRANGERS_MAX, _STRANGERS_SHARE)
+        self._log = PeerLog()
+        self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         self._under_way = CallsUnderWay()
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -98,7 +113,7 @@ class PeerBackend(Backend):
         _loading_context(self.config)
         serving_context(self.config)
         if self.config.directory is not None:
-            _directory_client(self.config.directory, "")
+            _directory_class(self.config.directory).check(self.config.directory)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Listen, if configured. Connections to peers are opened on first use.
@@ -112,20 +127,21 @@ class PeerBackend(Backend):
         if config.listen:
             if self._source is None:
                 raise ConfigError(NOTHING_TO_SERVE)
-            self._server = PeerServer(config, self._source, namespace, self._served, geometry.payload_bytes_max)
+            self._server = PeerServer(config, self._source, namespace, self._counts, geometry.payload_bytes_max)
             await self._server.open()
             logger.info("Serving blocks to peers on %s", config.listen)
         self._namespace = namespace
-        self._listed = [self._peer(endpoint_of(address)) for address in config.peers if address != config.listen]
+        listed = [endpoint_of(address) for address in config.peers if address != config.listen]
+        self._listed = {endpoint: self._peer(endpoint) for endpoint in listed}
         if config.directory is not None:
-            client = _directory_client(config.directory, namespace.hex)
+            directory = _directory_class(config.directory)
             own = config.published
-            self._directory = Directory(config.directory, client, own, self._server, self._listings)
+            self._directory = directory(config.directory, namespace.hex, own, self._server, self._counts)
 
     async def close(self) -> None:
         self._namespace = None
-        peers = [*self._listed, *self._named.values(), *self._found.values()]
-        self._listed, server, self._server = [], self._server, None
+        peers = self._peers()
+        self._listed, server, self._server = {}, self._server, None
         directory, self._directory = self._directory, None
         self._named.clear()
         self._found.clear()
@@ -160,14 +176,14 @@ class PeerBackend(Backend):
         self._ready()
         with self._under_way:
             named = self._named_peer(sources[0].address) if sources else None
-            peers = dict.fromkeys((*self._listed, *self._candidates(keys)))
+            peers, untried = self._peers_for(keys)
             if named is not None:
                 peers[named] = None
             search = await self._find(dict.fromkeys(peers, keys), named, [one.hand_over for one in sources])
         # If the set of peers changes, a failed peer must not make the tier stop querying the others.
         if search.error and not search.answered and not self.config.request_peers and self._directory is None:
             raise PeerError(search.error)
-        missing = Found.UNKNOWN if search.error else Found.ABSENT
+        missing = Found.UNKNOWN if search.error or untried else Found.ABSENT
         states = [Found.COMING if one.hand_over in search.waiting else Found.ABSENT for one in sources]
         if named not in search.answered:
             states = [Found.UNKNOWN] * len(sources)
@@ -204,24 +220,23 @@ class PeerBackend(Backend):
 
     def note_verified(self, keys: Sequence[BlockKey]) -> None:
         """See :meth:`Backend.note_verified`. It restores trust in the peer that sent the blocks."""
-        for peer in {peer for key in keys if (peer := self._places.get(key)) is not None}:
-            peer.note_verified()
+        for endpoint in {self._places.get(key) for key in keys}:
+            peer = self._peer_at(endpoint)
+            if peer is not None:
+                peer.note_verified()
 
     def note_damaged(self, keys: Sequence[BlockKey]) -> None:
         """See :meth:`Backend.note_damaged`. The peer that sent the blocks is not queried for a while."""
-        for peer in {peer for key in keys if (peer := self._places.pop(key, None)) is not None}:
-            peer.note_damaged()
+        for endpoint in {self._places.pop(key, None) for key in keys}:
+            peer = self._peer_at(endpoint)
+            if peer is not None:
+                peer.note_damaged()
 
     def stats(self) -> BackendStats:
-        peers = [*self._listed, *self._named.values(), *self._found.values()]
+        peers = self._peers()
         server = self._server
         return BackendStats(
-            counters={
-                **asdict(self._asked),
-                **{f"served_{name}": count for name, count in asdict(self._served).items()},
-                **asdict(self._listings),
-                "named_peers_refused": self._refused_names,
-            },
+            counters=dict(self._counts),
             gauges={
                 "peers": float(len(peers)),
                 "peers_down": float(sum(peer.down for peer in peers)),
@@ -245,9 +260,13 @@ class PeerBackend(Backend):
         search = _Search()
         asked = [peer for peer in wanted if peer.admits()]
         search.error = next((peer.last_error for peer in wanted if peer not in asked), "")
+        strangers = [peer for peer in asked if not peer.has_answered and peer.endpoint in self._found]
+        for _ in strangers:
+            self._strangers.spend()
         names = [name for name in hand_overs if name]
         calls = [peer.lookup(wanted[peer], names if peer is named else ()) for peer in asked]
         answers = await asyncio.gather(*calls, return_exceptions=True)
+        self._strangers.give_back(sum(peer.has_answered for peer in strangers))
         self._ready()
         places: dict[BlockKey, Peer] = {}
         for peer, answer in zip(asked, answers, strict=True):
@@ -266,7 +285,7 @@ class PeerBackend(Backend):
                     elif there == Found.COMING and best is None:
                         search.found[key] = Found.COMING
         for key, place in places.items():
-            self._places[key] = place
+            self._places[key] = place.endpoint
         return search
 
     async def _load(
@@ -280,11 +299,11 @@ class PeerBackend(Backend):
         lost = keys if again else [key for key in keys if self._peer_of(key) is None]
         error = ""
         if lost:
-            peers = dict.fromkeys((*self._listed, *self._candidates(lost)))
+            peers, _ = self._peers_for(lost)
             questions = {peer: list(lost) for peer in peers}
             for key in lost:
                 # A peer named by a request is queried only about blocks that it had.
-                holder = self._places.pop(key, None)
+                holder = self._peer_at(self._places.pop(key, None))
                 if holder is not None and holder not in peers:
                     questions.setdefault(holder, []).append(key)
             error = (await self._find(questions)).error
@@ -312,7 +331,7 @@ class PeerBackend(Backend):
 
     def _peer_of(self, key: BlockKey) -> Peer | None:
         """Return the peer that has a block, if one is known and available."""
-        peer = self._places.get(key)
+        peer = self._peer_at(self._places.get(key))
         return peer if peer is not None and peer.admits() else None
 
     def _ready(self) -> Namespace:
@@ -321,7 +340,10 @@ class PeerBackend(Backend):
         return self._namespace
 
     def _peer(self, endpoint: Endpoint) -> Peer:
-        return Peer(endpoint, self.config, self._context, self._ready().digest, self._asked)
+        return Peer(endpoint, self.config, self._context, self._ready().digest, self._counts, self._log)
+
+    def _peers(self) -> list[Peer]:
+        return [*self._listed.values(), *self._named.values(), *self._found.values()]
 
     def _named_peer(self, source: str) -> Peer | None:
         """Return the peer that a request names; None if the address is invalid or not permitted."""
@@ -329,35 +351,71 @@ class PeerBackend(Backend):
             endpoint = endpoint_of(source)
         except ConfigError:
             endpoint = None
-        listed = next((peer for peer in self._listed if peer.endpoint == endpoint), None)
-        if listed is not None or endpoint is None or not self.config.may_name(endpoint):
-            if listed is None:
-                self._refused_names += 1
-                if self._refused_names == 1:
-                    logger.warning("A request names the peer %r, which 'request_peers' does not allow.", source[:80])
-            return listed
+        if endpoint in self._listed:
+            return self._listed[endpoint]
+        if endpoint is None or not self.config.may_name(endpoint):
+            self._counts["named_peers_refused"] += 1
+            if self._counts["named_peers_refused"] == 1:
+                logger.warning("A request names the peer %r, which 'request_peers' does not allow.", source[:80])
+            return None
         return self._remembered(endpoint, self._named)
 
-    def _candidates(self, keys: Sequence[BlockKey]) -> list[Peer]:
-        """Return the peers that the directory names for some blocks, without configured or unavailable ones."""
+    def _peer_at(self, endpoint: Endpoint | None) -> Peer | None:
+        """Return the peer at an endpoint that had a block, also if it was removed since."""
+        if endpoint is None:
+            return None
+        known = self._listed.get(endpoint) or self._named.get(endpoint) or self._found.get(endpoint)
+        return known or self._remembered(endpoint, self._named)
+
+    def _peers_for(self, keys: Sequence[BlockKey]) -> tuple[dict[Peer, None], bool]:
+        """Return the configured peers, and those that the directory names for some blocks.
+
+        Of the two peers that seem best, those that have failed or never answered are replaced, except for one if few
+        such peers have failed before. They are then tried in the background.
+
+        Returns:
+            The peers, and whether some were replaced.
+        """
+        listed = dict.fromkeys(self._listed.values())
         if self._directory is None:
-            return []
-        barred = {peer.endpoint for peer in (*self._named.values(), *self._found.values()) if not peer.admits()}
-        barred.update(peer.endpoint for peer in self._listed)
-        found = self._directory.candidates(keys, _CANDIDATES_MAX, barred)
-        peers = [self._named.get(endpoint) or self._remembered(endpoint, self._found) for endpoint in found]
+            return listed, False
+        self._strangers.earn()
+        known = [*self._named.values(), *self._found.values()]
+        barred = self._listed.keys() | {peer.endpoint for peer in known if peer.paused}
+        best = self._found_at(self._directory.candidates(keys, _CANDIDATES_MAX, barred))
+        untried = [peer for peer in best if not (peer.has_answered and peer.admits())]
+        if not untried:
+            return listed | dict.fromkeys(best), False
+        proven = {peer.endpoint for peer in known if peer.has_answered and not peer.down}
+        others = self._found_at(self._directory.candidates(keys, _CANDIDATES_MAX, self._directory.known - proven))
+        ready: list[Peer] = []
+        if self._strangers.tokens >= 1:
+            ready = [peer for peer in untried if peer.admits()]
+        else:
+            for peer in self._found_at(self._directory.candidates(keys, _TRIALS_MAX, barred | proven)):
+                if peer.admits():
+                    peer.start_trial()
+        asked = [*others[:1], *ready, *others[1:]][:_CANDIDATES_MAX]
+        return listed | dict.fromkeys(asked), not set(untried) <= set(asked)
+
+    def _found_at(self, endpoints: Iterable[Endpoint]) -> list[Peer]:
+        peers = [self._named.get(endpoint) or self._remembered(endpoint, self._found) for endpoint in endpoints]
         return [peer for peer in peers if peer is not None]
 
     def _remembered(self, endpoint: Endpoint, peers: BoundedDict[Endpoint, Peer]) -> Peer | None:
-        """Return the peer at an endpoint; None if there are too many, each with a load under way."""
+        """Return the peer at an endpoint; None if there are too many, each with a load under way.
+
+        If there are too many, one without a load is removed: rather one without calls, then rather one that has never
+        answered, then the one that was named least recently.
+        """
         peer = peers.get(endpoint)
         if peer is None:
             peer = self._peer(endpoint)
             if len(peers) == peers.most:
-                oldest = next((one for one, other in peers.items() if not other.loading), None)
-                if oldest is None:
+                removable = [one for one in peers.values() if not one.loading]
+                if not removable:
                     return None
-                self._let_go(peers.pop(oldest))
+                self._let_go(peers.pop(min(removable, key=lambda one: (one.busy, one.has_answered)).endpoint))
         # Moves the peer to the end, so that it is removed last.
         peers[endpoint] = peer
         return peer
@@ -377,7 +435,6 @@ def _loading_context(config: PeerConfig) -> ssl.SSLContext | None:
     )
 
 
-def _directory_client(config: DirectoryConfig, namespace_hex: str) -> DirectoryClient:
-    """Create the client of a directory, not connected."""
-    client: DirectoryClient = DIRECTORIES.find(config.url.partition(":")[0])(config, namespace_hex)
-    return client
+def _directory_class(config: DirectoryConfig) -> type[Directory]:
+    found: type[Directory] = DIRECTORIES.find(config.url.partition(":")[0])
+    return found

@@ -13,15 +13,19 @@ from kvstore.backends.stream import Stream
 from kvstore.backends.vectored import drop_front
 
 
-class Pipe:
-    """Moves bytes over one stream; one task at a time receives, and one sends.
+class Channel:
+    """Moves bytes and, after a greeting, frames over one stream; one task at a time receives, and one sends.
 
     Buffers are only touched by the calling task while its call runs, so a cancelled call never touches them later. A
-    pipe abandoned in the middle of a frame is unusable, and the caller closes it.
+    channel abandoned in the middle of a frame is unusable, and the caller closes it. No part of a frame may be used
+    before :meth:`end_frame` has checked it, except to receive the rest.
 
     Args:
         stream: A connected stream.
     """
+
+    _sent: FrameMac
+    _received: FrameMac
 
     def __init__(self, stream: Stream) -> None:
         self._loop = asyncio.get_running_loop()
@@ -31,7 +35,7 @@ class Pipe:
         self._writable: asyncio.Future[None] | None = None
         self._watched = False
         self._idle = False
-        # Whether the pipe was closed, by :meth:`close` or because data or the end of the stream arrived while it was
+        # Whether it was closed, by :meth:`close` or because data or the end of the stream arrived while it was
         # idle.
         self.closed = False
 
@@ -76,7 +80,7 @@ class Pipe:
                 await self._until_writable()
 
     def watch(self) -> None:
-        """Until the next send, close the pipe when anything arrives, such as the end of the stream."""
+        """Until the next send, close the channel when anything arrives, such as the end of the stream."""
         self._idle = True
         self._watch()
 
@@ -93,6 +97,55 @@ class Pipe:
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
         self.stream.close(abort=abort)
+
+    def agree(self, agreement: Agreement, *, is_server: bool) -> None:
+        """Begin frames, after the greeting."""
+        macs = agreement.questions(), agreement.answers()
+        self._received, self._sent = macs if is_server else macs[::-1]
+
+    async def send_frames(self, *frames: Sequence[bytes | memoryview]) -> None:
+        """Send frames, each a list of pieces.
+
+        Raises:
+            OSError: The stream broke.
+        """
+        pieces: list[bytes | memoryview] = []
+        for frame in frames:
+            for piece in frame:
+                self._sent.update(piece)
+            pieces += [*frame, self._sent.end()]
+        await self.send(pieces)
+
+    async def begin_frame(self, count: int) -> bytes:
+        """Receive and return the first bytes of a frame, which are not checked yet.
+
+        Raises:
+            OSError: The stream ended or broke.
+        """
+        data = await self.receive_bytes(count)
+        self._received.update(data)
+        return data
+
+    async def end_frame(self, buffers: Sequence[memoryview] = ()) -> None:
+        """Receive the rest of a frame into buffers, and check the frame.
+
+        Raises:
+            OSError: The stream ended or broke.
+            PeerProtocolError: The frame is not the next one of the other side.
+        """
+        tag = bytearray(self._received.tag_bytes)
+        with memoryview(tag) as view:
+            await self.receive([*buffers, view])
+        for buffer in buffers:
+            self._received.update(buffer)
+        if not hmac.compare_digest(tag, self._received.end()):
+            raise PeerProtocolError("a frame was forged, changed, repeated or left out on its way")
+
+    async def receive_frame(self, count: int) -> bytes:
+        """Receive, check and return a frame of ``count`` bytes."""
+        data = await self.begin_frame(count)
+        await self.end_frame()
+        return data
 
     def _check(self) -> None:
         if self.closed:
@@ -144,62 +197,3 @@ class Pipe:
             self._writable = None
             if not self.closed:
                 self._loop.remove_writer(self._descriptor)
-
-
-class Channel(Pipe):
-    """A pipe that sends and receives frames after a greeting.
-
-    No part of a frame may be used before :meth:`end_frame` has checked it, except to receive the rest.
-    """
-
-    _sent: FrameMac
-    _received: FrameMac
-
-    def agree(self, agreement: Agreement, *, is_server: bool) -> None:
-        """Begin frames, after the greeting."""
-        macs = agreement.questions(), agreement.answers()
-        self._received, self._sent = macs if is_server else macs[::-1]
-
-    async def send_frames(self, *frames: Sequence[bytes | memoryview]) -> None:
-        """Send frames, each a list of pieces.
-
-        Raises:
-            OSError: The stream broke.
-        """
-        pieces: list[bytes | memoryview] = []
-        for frame in frames:
-            for piece in frame:
-                self._sent.update(piece)
-            pieces += [*frame, self._sent.end()]
-        await self.send(pieces)
-
-    async def begin_frame(self, count: int) -> bytes:
-        """Receive and return the first bytes of a frame, which are not checked yet.
-
-        Raises:
-            OSError: The stream ended or broke.
-        """
-        data = await self.receive_bytes(count)
-        self._received.update(data)
-        return data
-
-    async def end_frame(self, buffers: Sequence[memoryview] = ()) -> None:
-        """Receive the rest of a frame into buffers, and check the frame.
-
-        Raises:
-            OSError: The stream ended or broke.
-            PeerProtocolError: The frame is not the next one of the other side.
-        """
-        tag = bytearray(self._received.tag_bytes)
-        with memoryview(tag) as view:
-            await self.receive([*buffers, view])
-        for buffer in buffers:
-            self._received.update(buffer)
-        if not hmac.compare_digest(tag, self._received.end()):
-            raise PeerProtocolError("a frame was forged, changed, repeated or left out on its way")
-
-    async def receive_frame(self, count: int) -> bytes:
-        """Receive, check and return a frame of ``count`` bytes."""
-        data = await self.begin_frame(count)
-        await self.end_frame()
-        return data

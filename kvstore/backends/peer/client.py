@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import os
 import ssl
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from kvstore.backends.base import RecordRead
@@ -44,6 +45,9 @@ _DISTRUST_S_MAX: Final = 600.0
 _IDLE_S: Final = 30.0
 """Idle connections are closed after this time, before a firewall silently drops them."""
 
+_WARNINGS_MAX: Final = 10
+_WARNINGS_S: Final = 60.0
+"""Most warnings about peers in so many seconds: false entries of a directory can name thousands of addresses."""
 
 _ANSWERS: Final = {
     Op.LOOKUP: bytes((Found.ABSENT, Found.THERE, Found.COMING)),
@@ -52,24 +56,30 @@ _ANSWERS: Final = {
 
 
 class PeerError(BackendUnavailableError):
-    """A peer could not be queried."""
+    """A peer could not be queried; ``is_late``: it did not answer in time."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, is_late: bool = False) -> None:
         super().__init__(message, backend="peer")
+        self.is_late = is_late
 
 
-class PeerLateError(PeerError):
-    """A peer did not answer in time."""
+class PeerLog:
+    """Warnings about peers, at most ``_WARNINGS_MAX`` a minute; then one line has the number of the omitted ones."""
 
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until = -math.inf
+        self._count = 0
 
-@dataclass(slots=True)
-class PeerCounters:
-    """Counts over all peers of a backend."""
-
-    connections_opened: int = 0
-    connections_failed: int = 0
-    answers_late: int = 0
-    peers_distrusted: int = 0
+    def warning(self, text: str, *values: object) -> None:
+        """Log a warning; at DEBUG if there were too many in this minute."""
+        now = self._clock()
+        if now >= self._until:
+            if self._count > _WARNINGS_MAX:
+                logger.warning("%d more warnings about peers were omitted", self._count - _WARNINGS_MAX)
+            self._until, self._count = now + _WARNINGS_S, 0
+        self._count += 1
+        logger.log(logging.WARNING if self._count <= _WARNINGS_MAX else logging.DEBUG, text, *values)
 
 
 class Peer:
@@ -85,7 +95,8 @@ class Peer:
         config: Configuration of the backend.
         context: TLS settings, if any.
         namespace_digest: Namespace of the blocks.
-        counters: Counters shared by all peers.
+        counts: Counts of events, shared by all peers.
+        log: Log shared by all peers.
     """
 
     def __init__(
@@ -94,16 +105,19 @@ class Peer:
         config: PeerConfig,
         context: ssl.SSLContext | None,
         namespace_digest: bytes,
-        counters: PeerCounters,
+        counts: Counter[str],
+        log: PeerLog,
     ) -> None:
         self.endpoint = endpoint
         self.loading = 0  # Number of blocks being loaded from the peer.
+        self.has_answered = False  # Whether the peer has ever answered.
         self.is_foreign = False  # Whether the peer had blocks of another namespace at the last greeting.
         self.last_error = ""  # Text of the latest failure.
         self._config = config
         self._context = context
         self._namespace_digest = namespace_digest
-        self._counters = counters
+        self._counts = counts
+        self._log = log
         self._loop = asyncio.get_running_loop()
         pauses_s = float(config.breaker_cooldown), float(config.breaker_cooldown_max)
         self._health = Breaker(_FAILURES_MAX, *pauses_s)
@@ -122,6 +136,18 @@ class Peer:
         """Whether the peer is paused now."""
         return not (self._health.closed and self._trust.closed and self._loads.closed)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call or a trial is under way."""
+        return self.loading > 0 or self._lookup_places.in_use > 0 or self._trial is not None
+
+    @property
+    def paused(self) -> bool:
+        """Whether the peer may not even be tried: in a pause after failures, or during a trial."""
+        now = self._loop.time()
+        breakers = self._health, self._trust, self._loads
+        return self._trial is not None or any(not one.closed and now < one.retry_at for one in breakers)
+
     def admits(self) -> bool:
         """Return whether the peer may be queried; starts a trial in the background when one is due."""
         now = self._loop.time()
@@ -129,9 +155,14 @@ class Peer:
             return False
         if self._health.closed:
             return True
-        if self._trial is None and self._health.admit_trial(now):
-            self._trial = self._loop.create_task(self._try_again())
+        if self._health.admit_trial(now):
+            self.start_trial()
         return False
+
+    def start_trial(self) -> None:
+        """Query the peer in the background, unless a trial is under way."""
+        if self._trial is None:
+            self._trial = self._loop.create_task(self._try())
 
     async def lookup(self, keys: Sequence[BlockKey], hand_overs: Sequence[bytes] = ()) -> tuple[bytes, set[bytes]]:
         """Query the peer for blocks and for hand-overs of requests.
@@ -166,8 +197,8 @@ class Peer:
         except PeerError as error:
             # Blocks that have arrived keep their outcomes; the others are IO_ERROR already.
             if self._loads.record_failure(self._loop.time()):
-                logger.warning("Nothing is loaded from peer %s for %.1f s", self.endpoint, self._loads.pause_s)
-            if isinstance(error, PeerLateError):
+                self._log.warning("Nothing is loaded from peer %s for %.1f s", self.endpoint, self._loads.pause_s)
+            if error.is_late:
                 return [Outcome.TIMEOUT if one is Outcome.IO_ERROR else one for one in outcomes]
         else:
             self._loads.record_success()
@@ -183,9 +214,9 @@ class Peer:
     def note_damaged(self) -> None:
         """Record that a block from the peer failed verification: the peer is paused."""
         if self._trust.record_failure(self._loop.time()):
-            self._counters.peers_distrusted += 1
+            self._counts["peers_distrusted"] += 1
             self.last_error = f"{self.endpoint}: sent a record that does not verify"
-            logger.warning(
+            self._log.warning(
                 "Peer %s sent a record that does not verify. It is not asked for %.0f s.",
                 self.endpoint,
                 self._trust.pause_s,
@@ -245,16 +276,17 @@ class Peer:
             if self._closed:
                 raise PeerError("the backend is closed") from None
             late = isinstance(error, TimeoutError)
-            self._counters.answers_late += late
+            self._counts["answers_late"] += late
             text = "no answer in time" if late else str(error) or type(error).__name__
             if self._health.record_failure(self._loop.time()):
-                logger.warning("Peer %s is left alone for %.1f s: %s", self.endpoint, self._health.pause_s, text)
+                self._log.warning("Peer %s is left alone for %.1f s: %s", self.endpoint, self._health.pause_s, text)
             self.last_error = f"{self.endpoint}: {text}"
             # Not kept in a local variable: a reference cycle of frame and exception would keep the buffers alive.
-            raise (PeerLateError if late else PeerError)(self.last_error) from None
+            raise PeerError(self.last_error, is_late=late) from None
         if not self._health.closed:
-            logger.warning("Peer %s answers again", self.endpoint)
+            self._log.warning("Peer %s answers again", self.endpoint)
         self._health.record_success()
+        self.has_answered = True
 
     @asynccontextmanager
     async def _pipe(self) -> AsyncIterator[Channel]:
@@ -300,14 +332,14 @@ class Peer:
                     pipe.close()
                     raise
         except (OSError, ValueError, OverflowError, PeerProtocolError) as error:
-            self._counters.connections_failed += 1
+            self._counts["connections_failed"] += 1
             late = isinstance(error, TimeoutError)
             text = f"no connection within {float(self._config.connect_timeout)} s" if late else _reason(error)
             raise ConnectionError(text) from error
         if self._closed:
             pipe.close()
             raise ConnectionError("the backend is closed")
-        self._counters.connections_opened += 1
+        self._counts["connections_opened"] += 1
         self._pipes.add(pipe)
         return pipe
 
@@ -332,7 +364,7 @@ class Peer:
             )
         is_foreign = Note.FOREIGN in welcome.notes
         if is_foreign and not self.is_foreign:
-            logger.warning(
+            self._log.warning(
                 "Peer %s has blocks of another namespace, so none of them can be loaded here: model, revision, data "
                 "type, block size, vLLM version, attention backend or parallel sizes differ, or one of the engines was "
                 "reset. Start both with the same; the logger kvstore.vllm.manager prints all fields at DEBUG.",
@@ -342,7 +374,7 @@ class Peer:
         await pipe.send([agreement.client_proof])
         pipe.agree(agreement, is_server=False)
 
-    async def _try_again(self) -> None:
+    async def _try(self) -> None:
         """Look up a block that never exists. Success closes the breaker; failure lengthens its pause."""
         try:
             await self.lookup([b"\0kvstore-probe"])

@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from kvstore.backends.stream import Endpoint
+from kvstore.backends.stream import Endpoint, check_tls_files
 from kvstore.config import Seconds, SecretStr, TierConfig, check_field
 from kvstore.errors import ConfigError
 
@@ -25,6 +25,9 @@ _PORT_MIN: Final = 1024
 """Lowest port that a directory entry may name; engines do not listen on lower ports, but other services do."""
 
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}", re.ASCII)
+
+_HOST_NAME: Final = re.compile(r"([A-Za-z0-9_-]+\.)*(?!\d+\.?$)[A-Za-z0-9_-]+\.?", re.ASCII)
+"""Host names. The last label is not a number, because resolvers take such names for IPv4 addresses."""
 
 
 NOTHING_TO_SERVE: Final = (
@@ -71,11 +74,6 @@ class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
         if "@" in self.url:
             raise ConfigError("'url' (not shown) has a user or password in it. Give 'username' and 'password'.")
 
-    @property
-    def session_s(self) -> float:
-        """Time limit of one session with the server."""
-        return 2 * float(self.interval) + float(self.connect_timeout)
-
     def admits(self, endpoint: Endpoint) -> bool:
         """Return whether a directory entry may make this engine connect to an endpoint."""
         return endpoint.port >= _PORT_MIN and any(_covers(allowed, endpoint.host) for allowed in self.networks)
@@ -118,8 +116,6 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     closed. On the serving side, the limit for the transfer of one block, and so for the loan of its row."""
     # Every engine of a fleet may open a few connections.
     serve_connections: int = 256  # Most connections served at once.
-    # Each connection lends one row at a time. Most slots of the tier remain evictable.
-    serve_share: float = 0.25  # Largest share of the primary tier's slots that may be lent at once.
     # Waiting for a stopped peer must take less time than recomputing a short prompt. A lookup takes one round trip.
     lookup_timeout: Seconds = Seconds("500ms")
     load_timeout: Seconds = Seconds(2)
@@ -136,7 +132,6 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         check_field(len(self.peers) <= _PEERS_MAX, "peers", f"{len(self.peers)} addresses", f"at most {_PEERS_MAX}")
         check_field(1 <= self.connections <= 64, "connections", self.connections, "1 to 64")
         check_field(1 <= self.serve_connections <= 65536, "serve_connections", self.serve_connections, "1 to 65536")
-        check_field(0 < self.serve_share <= 1, "serve_share", self.serve_share, "above 0 and at most 1")
         for name in ("connect_timeout", "timeout"):
             check_field(0 < getattr(self, name) <= 300, name, getattr(self, name), "above 0 and at most 5 minutes")
         check_field(self.codec == "raw", "codec", self.codec, "'raw': peers send rows as they are in memory")
@@ -154,6 +149,7 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
                 "a network or host name with a port or ports, such as '10.0.0.0/8:5710' or 'engine-7:5710-5717'",
             )
         _check_networks("request_peers", self._request_networks)
+        check_tls_files(self, is_encrypted=self.tls, remedy="Set 'tls' to true")
         self._check_strangers()
         self._check_listening()
         self._check_directory()
@@ -235,7 +231,7 @@ def endpoint_of(address: str) -> Endpoint:
 def _endpoint(address: str) -> Endpoint | None:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not port.isascii() or not 0 < int(port[:6]) < 65536 or len(host) > 255:
+    if not _is_host(host) or not port.isdecimal() or not port.isascii() or not 0 < int(port[:6]) < 65536:
         return None
     return Endpoint(host, int(port))
 
@@ -253,13 +249,24 @@ def _places(entry: str) -> tuple[str, range] | None:
 def _check_networks(name: str, networks: Sequence[str]) -> None:
     """Raise ConfigError for a network that would cover no address, such as one with bits after its prefix."""
     for network in networks:
-        if "/" in network:
-            expected = "a network such as '10.0.0.0/8', or a host name"
+        expected = "a network such as '10.0.0.0/8', or a host name"
+        if "/" not in network:
+            check_field(_is_host(network), name, network, expected)
+        else:
             try:
                 expected = str(ipaddress.ip_network(network, strict=False))
                 ipaddress.ip_network(network)
             except ValueError:
                 check_field(False, name, network, expected)
+
+
+def _is_host(host: str) -> bool:
+    """Return whether a text is an IP address, or may be a host name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return len(host) <= 255 and _HOST_NAME.fullmatch(host) is not None
+    return True
 
 
 def _is_loopback(allowed: str) -> bool:

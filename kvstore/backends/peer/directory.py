@@ -1,33 +1,45 @@
-"""The directory: engines publish summaries of their blocks there, and read those of others."""
+"""The directory on a Redis or Valkey server: engines publish summaries of their blocks, and read those of others."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence, Set
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import xxhash
 
 from kvstore.backends.peer.config import DirectoryConfig, endpoint_of
 from kvstore.backends.peer.server import PeerServer
-from kvstore.backends.peer.summary import Index, Sample, Section, SummaryError, pack, unpack
+from kvstore.backends.peer.summary import (
+    ENGINES_MAX,
+    SUMMARY_BYTES_MAX,
+    Index,
+    Sample,
+    Section,
+    SummaryError,
+    pack,
+    unpack,
+)
+from kvstore.backends.redis import control
+from kvstore.backends.redis.config import RedisConfig
+from kvstore.backends.redis.node import check_secure
 from kvstore.backends.stream import Endpoint
 from kvstore.errors import BackendUnavailableError, ConfigError, KVStoreError
 from kvstore.types import BlockKey
 
 logger = logging.getLogger("kvstore.backends.peer")
 
-ENGINES_MAX: Final = 1024
-"""Most known engines; at 33 KiB each, their summaries take 33 MiB, and their index 64 MiB."""
-
-LEASE_S_MAX: Final = 300.0
+_LEASE_S_MAX: Final = 300.0
 """Longest lease that is accepted."""
 
-LEASE_INTERVALS: Final = 3.0
+_LEASE_INTERVALS: Final = 3.0
 """Length of a lease in intervals, so that it survives two failed rounds."""
 
 _READ_BYTES_PER_S: Final = 128 << 10
@@ -49,59 +61,21 @@ _KEYS_AT_ONCE: Final = 1024
 
 _CANCEL_AGAIN_S: Final = 0.1
 
+_ANSWER_BYTES_MAX: Final = 4 << 20
+"""Most bytes received in one session: a list of 2,048 entries, and a megabyte of summaries."""
 
-class Listed(NamedTuple):
+_MEMBER: Final = re.compile(rb"([!-~]{3,272}) ([0-9a-f]{16})")
+"""Member of the sorted set: address and version of a summary."""
+
+_CODE: Final = re.compile("[A-Z]{2,20}")
+
+
+class _Listed(NamedTuple):
     """An engine that has a lease."""
 
     address: str  # Address on which the engine claims to listen.
     version: str  # Version of its summary.
     left_s: float  # Seconds until its lease ends.
-
-
-class DirectoryClient(ABC):
-    """Client of a directory server. All calls but :meth:`session` require a session; one session at a time.
-
-    Args:
-        config: Address and credentials.
-        namespace_hex: Namespace; only engines of the same namespace see each other.
-
-    Raises:
-        ConfigError: The configuration can't be used.
-    """
-
-    @abstractmethod
-    def __init__(self, config: DirectoryConfig, namespace_hex: str) -> None: ...
-
-    @abstractmethod
-    def session(self) -> AbstractAsyncContextManager[None]:
-        """Connect, for ``config.session_s`` at most; failures within the context are ``BackendUnavailableError``."""
-
-    @abstractmethod
-    async def announce(self, address: str, summary: bytes, lease_s: float) -> None:
-        """Publish the summary of this engine, and renew its lease."""
-
-    @abstractmethod
-    async def listed(self) -> tuple[Sequence[Listed], bool]:
-        """Return engines that have a lease, and whether these are all. The number is bounded."""
-
-    @abstractmethod
-    async def read(self, addresses: Sequence[str]) -> Sequence[bytes]:
-        """Return the summaries of engines, at most ``SUMMARY_BYTES_MAX`` each; empty for an engine without one."""
-
-    @abstractmethod
-    async def withdraw(self, address: str) -> None:
-        """End the lease of this engine."""
-
-
-@dataclass(slots=True)
-class DirectoryCounters:
-    """Counts of one directory."""
-
-    directory_rounds: int = 0
-    directory_failures: int = 0
-    directory_entries_refused: int = 0
-    directory_summaries_read: int = 0
-    directory_bytes_read: int = 0
 
 
 @dataclass(slots=True)
@@ -123,25 +97,28 @@ class Directory:
 
     Args:
         config: Configuration of the directory.
-        client: Client of the directory server.
+        namespace_hex: Namespace; only engines of the same namespace see each other.
         own: Address under which other engines reach this one; None if it does not serve blocks.
         server: Server of this engine's blocks, if any.
-        counters: Counters of events.
+        counts: Counts of events.
+
+    Raises:
+        ConfigError: The configuration can't be used.
     """
 
     def __init__(
         self,
         config: DirectoryConfig,
-        client: DirectoryClient,
+        namespace_hex: str,
         own: Endpoint | None,
         server: PeerServer | None,
-        counters: DirectoryCounters,
+        counts: Counter[str],
     ) -> None:
         self._config = config
-        self._client = client
+        self._client = _Server(config, namespace_hex)
         self._own = own
         self._server = server
-        self._counters = counters
+        self._counts = counts
         self._loop = asyncio.get_running_loop()
         self._entries: dict[Endpoint, _Entry] = {}
         self._indexed: list[Endpoint] = []
@@ -156,14 +133,28 @@ class Directory:
         if server is not None:
             self._tasks.append(self._loop.create_task(self._sample_storage_forever(server)))
 
+    @staticmethod
+    def check(config: DirectoryConfig) -> None:
+        """Check a configuration; nothing is contacted.
+
+        Raises:
+            ConfigError: It can't be used.
+        """
+        _Server(config, "")
+
     @property
     def engines(self) -> int:
         """Number of other engines with leases that had not ended in the last round."""
         return len(self._entries)
 
-    def candidates(self, keys: Sequence[BlockKey], most: int, barred: Collection[Endpoint]) -> list[Endpoint]:
+    @property
+    def known(self) -> Set[Endpoint]:
+        """The engines that :meth:`candidates` may return."""
+        return self._places.keys()
+
+    def candidates(self, keys: Sequence[BlockKey], most: int, barred: Set[Endpoint]) -> list[Endpoint]:
         """Return the engines that, by their summaries, seem to have most of some blocks."""
-        places = [self._places[endpoint] for endpoint in barred if endpoint in self._places]
+        places = [self._places[endpoint] for endpoint in barred & self._places.keys()]
         found = [self._indexed[place] for place in self._index.best(keys, most, places)]
         # The index is rebuilt shortly after an engine has left.
         return [endpoint for endpoint in found if endpoint in self._entries]
@@ -190,17 +181,17 @@ class Directory:
     async def _refresh(self) -> None:
         """Make one round, within the session's time limit even if the server hangs."""
         interval_s = float(self._config.interval)
-        self._counters.directory_rounds += 1
+        self._counts["directory_rounds"] += 1
         try:
             summary = b"" if self._own is None else await self._summary()
             async with self._client.session():
                 if self._own is not None:
-                    await self._client.announce(str(self._own), summary, LEASE_INTERVALS * interval_s)
+                    await self._client.announce(str(self._own), summary, _LEASE_INTERVALS * interval_s)
                 self._note(*await self._client.listed())
                 await self._read()
         # Entries of others may have any content, and must not stop the rounds.
         except Exception as error:
-            self._counters.directory_failures += 1
+            self._counts["directory_failures"] += 1
             if not self._failing:
                 logger.warning("The directory of peers can't be used: %s", str(error) or "no answer in time")
             self._failing = True
@@ -225,7 +216,7 @@ class Directory:
             await asyncio.sleep(0)
         return pack([sample.section(), *([self._stored] if self._stored is not None else [])])
 
-    def _note(self, listed: Sequence[Listed], is_complete: bool) -> None:
+    def _note(self, listed: Sequence[_Listed], is_complete: bool) -> None:
         """Update the known engines. Those missing from a complete list have left.
 
         From a part of the list, engines are added only if there is room, so that false entries do not replace engines.
@@ -235,9 +226,9 @@ class Directory:
         for one in listed:
             endpoint = self._admitted(one.address)
             if endpoint is None:
-                self._counters.directory_entries_refused += 1
+                self._counts["directory_entries_refused"] += 1
                 continue
-            expires_at = now + min(one.left_s, LEASE_S_MAX)
+            expires_at = now + min(one.left_s, _LEASE_S_MAX)
             before = entries.get(endpoint)
             # A restarted engine may have two entries for a while.
             if endpoint == self._own or (before is not None and before.expires_at > expires_at):
@@ -284,13 +275,13 @@ class Directory:
         # unchanged, when a late engine renews its lease.
         entry.read_version, entry.read_at = entry.version if data else "", self._loop.time()
         self._is_stale = True
-        self._counters.directory_summaries_read += 1
-        self._counters.directory_bytes_read += len(data)
+        self._counts["directory_summaries_read"] += 1
+        self._counts["directory_bytes_read"] += len(data)
         try:
             entry.summary = unpack(data)
         except SummaryError as error:
             entry.summary = ()
-            self._counters.directory_entries_refused += 1
+            self._counts["directory_entries_refused"] += 1
             logger.debug("A summary can't be read: %s", error)
 
     async def _sample_storage_forever(self, server: PeerServer) -> None:
@@ -305,3 +296,90 @@ class Directory:
                 section = sample.section()
                 self._stored = section if len(section.digests) else None
             await asyncio.sleep(max(float(self._config.interval), (loop.time() - begun) / _SAMPLING_SHARE))
+
+
+class _Server:
+    """Sessions with the server, one at a time.
+
+    Its keys are ``<prefix><namespace>:engines`` and ``<prefix><namespace>:<address>``, which expire. The scores of the
+    sorted set are the ends of leases by the server's clock, so the clocks of engines do not matter.
+    """
+
+    def __init__(self, config: DirectoryConfig, namespace_hex: str) -> None:
+        names = "url", "username", "password", "insecure", "tls_ca", "tls_cert", "tls_key", "tls_check_hostname"
+        fields = {name: getattr(config, name) for name in names}
+        self._config = RedisConfig(**fields, connect_timeout=config.connect_timeout)
+        self._endpoint, self._database = control.endpoint_of(self._config)
+        check_secure(self._endpoint, self._config)
+        self._prefix = f"{config.prefix}{namespace_hex}:"
+        self._engines = f"{self._prefix}engines"
+        self._session_s = 2 * float(config.interval) + float(config.connect_timeout)
+        self._listed = 0
+        """Entries of the list that earlier rounds have read; 0 at its beginning."""
+        self._client: Any = None
+        self._member = b""
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[None]:
+        """Connect, for a limited time; failures within the context are ``BackendUnavailableError``."""
+        self._client = control.client_of(self._endpoint, self._config, self._database)
+        try:
+            async with control.conversation([self._client], self._session_s, _ANSWER_BYTES_MAX):
+                yield
+        # redis-py raises the last four for invalid answers. Not chained, because servers quote arguments.
+        except (control.ClientError, OSError, TypeError, ValueError, LookupError, AttributeError) as error:
+            code = str(error).split(" ", 1)[0]
+            reason = code if _CODE.fullmatch(code) else type(error).__name__
+            raise BackendUnavailableError(f"{self._endpoint}: {reason}", backend="peer") from None
+
+    async def announce(self, address: str, summary: bytes, lease_s: float) -> None:
+        """Publish the summary of this engine, and renew its lease."""
+        member = f"{address} {xxhash.xxh3_64_hexdigest(summary)}".encode()
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.set(self._prefix + address, summary, px=int(1000 * lease_s))
+        pipeline.zadd(self._engines, {member: await self._now_ms() + int(1000 * lease_s)})
+        pipeline.pexpire(self._engines, int(1000 * _LEASE_S_MAX))
+        if self._member not in (b"", member):
+            pipeline.zrem(self._engines, self._member)
+        await pipeline.execute()
+        self._member = member
+
+    async def listed(self) -> tuple[Sequence[_Listed], bool]:
+        """Return engines that have a lease, and whether these are all. Expired and overlong leases are removed."""
+        now_ms = await self._now_ms()
+        last_ms = now_ms + int(1000 * _LEASE_S_MAX)
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.zremrangebyscore(self._engines, "-inf", now_ms)
+        pipeline.zremrangebyscore(self._engines, f"({last_ms}", "+inf")
+        start, count = self._listed, 2 * ENGINES_MAX
+        pipeline.zrangebyscore(self._engines, f"({now_ms}", last_ms, start=start, num=count, withscores=True)
+        *_, found = await pipeline.execute()
+        # A long list is read in parts, one a round.
+        self._listed = start + count if len(found) == count else 0
+        listed = []
+        for member, score in found:
+            match = _MEMBER.fullmatch(member)
+            address, version = (match[1], match[2]) if match else (b"", b"")
+            listed.append(_Listed(address.decode("ascii"), version.decode("ascii"), (score - now_ms) / 1000))
+        return listed, not start and len(found) < ENGINES_MAX
+
+    async def read(self, addresses: Sequence[str]) -> Sequence[bytes]:
+        """Return the summaries of engines, a little more than ``SUMMARY_BYTES_MAX`` at most; empty if there is none."""
+        pipeline = self._client.pipeline(transaction=False)
+        for address in addresses:
+            # Limits the length of the answer, whatever the length of the value.
+            pipeline.getrange(self._prefix + address, 0, SUMMARY_BYTES_MAX)
+        # A key of another type must fail for one engine only.
+        answers = await pipeline.execute(raise_on_error=False)
+        return [answer if isinstance(answer, bytes) else b"" for answer in answers]
+
+    async def withdraw(self, address: str) -> None:
+        """End the lease of this engine."""
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.zrem(self._engines, self._member)
+        pipeline.unlink(self._prefix + address)
+        await pipeline.execute()
+
+    async def _now_ms(self) -> int:
+        seconds, microseconds = await self._client.time()
+        return int(seconds) * 1000 + int(microseconds) // 1000

@@ -9,9 +9,9 @@ import mmap
 import os
 import socket
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import takewhile
 from typing import Final
@@ -152,24 +152,14 @@ _GREETINGS_MAX: Final = 64
 """Most unauthenticated connections. A further one replaces the oldest, so silent ones keep no member out: a greeting
 takes milliseconds."""
 
+_LENT_SHARE: Final = 0.25
+"""Largest share of the primary tier's slots that may be lent at once, so that most slots remain evictable."""
+
 _PAUSE_S: Final = 0.1
 """Pause after a failed accept, most likely for lack of descriptors."""
 
 _TURN_BYTES: Final = 4 << 20
 """Bytes sent to a fast reader before the loop continues with other tasks."""
-
-
-@dataclass(slots=True)
-class ServerCounters:
-    """Counts of a server."""
-
-    connections_accepted: int = 0
-    connections_refused: int = 0
-    keys_looked_up: int = 0
-    blocks_sent: int = 0
-    bytes_sent: int = 0
-    blocks_from_storage: int = 0
-    blocks_absent: int = 0
 
 
 class PeerServer:
@@ -179,7 +169,7 @@ class PeerServer:
         config: Configuration of the backend.
         source: Lends the blocks.
         namespace: Namespace of these blocks. For a client of another namespace, every block is absent.
-        counters: Owned by the backend, because each epoch has a new server.
+        counts: Counts of events, owned by the backend, because each epoch has a new server.
         payload_bytes: Length of the longest block.
     """
 
@@ -188,7 +178,7 @@ class PeerServer:
         config: PeerConfig,
         source: Lender,
         namespace: Namespace,
-        counters: ServerCounters,
+        counts: Counter[str],
         payload_bytes: int,
     ) -> None:
         self._config = config
@@ -196,10 +186,10 @@ class PeerServer:
         self._stored = StoredRecords(source.backends, config, namespace, payload_bytes)
         self._digest = namespace.digest
         self._records = RecordCodec(namespace, header_bytes=HEADER_BYTES)
-        self._counters = counters
+        self._counts = counts
         self._context = serving_context(config)
         # Each load lends one row at a time.
-        self._rows = Limiter(max(1, int(source.slots * config.serve_share)))
+        self._rows = Limiter(max(1, int(source.slots * _LENT_SHARE)))
         self._greeting: dict[asyncio.Task[None], None] = {}
         """Tasks of unauthenticated connections, the oldest first."""
         self._connections: set[asyncio.Task[None]] = set()
@@ -267,7 +257,7 @@ class PeerServer:
             self._loop.call_later(_PAUSE_S, self._accept_again)
             return
         if len(self._connections) >= self._config.serve_connections or len(self._greeting) >= _GREETINGS_MAX:
-            self._counters.connections_refused += 1
+            self._counts["served_connections_refused"] += 1
             if not self._greeting:
                 sock.close()
                 return
@@ -297,7 +287,7 @@ class PeerServer:
             task = asyncio.current_task()
             if task is not None:
                 self._greeting.pop(task, None)
-            self._counters.connections_accepted += 1
+            self._counts["served_connections_accepted"] += 1
             with memoryview(bytearray(HEADER_BYTES)) as header:
                 while True:
                     await self._answer_one(pipe, header, is_ours=is_ours)
@@ -317,7 +307,7 @@ class PeerServer:
         except PeerProtocolError:
             # Reports our version to the client, for its log.
             await pipe.send([protocol.pack_welcome(Welcome(nonce, Note(0)))])
-            self._counters.connections_refused += 1
+            self._counts["served_connections_refused"] += 1
             raise
         hello += await pipe.receive_bytes(protocol.HELLO_BYTES - protocol.HEAD_BYTES)
         wanted = protocol.read_hello(hello)
@@ -328,11 +318,11 @@ class PeerServer:
         agreement = Agreement(self._config.secret_bytes, hello, draft, pipe.stream.binding)
         await pipe.send([protocol.pack_welcome(Welcome(nonce, notes, agreement.server_proof))])
         if is_misdirected:
-            self._counters.connections_refused += 1
+            self._counts["served_connections_refused"] += 1
             raise PeerProtocolError("the client dialled another address")
         proof = await pipe.receive_bytes(protocol.PROOF_BYTES)
         if not hmac.compare_digest(proof, agreement.client_proof):
-            self._counters.connections_refused += 1
+            self._counts["served_connections_refused"] += 1
             raise PeerProtocolError("the client has another secret")
         pipe.agree(agreement, is_server=True)
         return is_ours
@@ -360,7 +350,7 @@ class PeerServer:
             await pipe.end_frame()
             keys = protocol.read_keys(body, question.count)
         if question.op is Op.LOOKUP:
-            self._counters.keys_looked_up += len(keys)
+            self._counts["served_keys_looked_up"] += len(keys)
             answer = await self._find(keys) if is_ours else bytes(len(keys))
             async with asyncio.timeout(self._config.timeout):
                 await pipe.send_frames([answer])
@@ -386,7 +376,7 @@ class _LoadAnswer:
 
     def __init__(self, server: PeerServer, pipe: Channel) -> None:
         self._config = server._config
-        self._counters = server._counters
+        self._counts = server._counts
         self._source = server._source
         self._stored = server._stored
         self._records = server._records
@@ -442,7 +432,7 @@ class _LoadAnswer:
             for key in keys:
                 if key in records:
                     await self._send_record(key, *records[key])
-                    self._counters.blocks_from_storage += 1
+                    self._counts["served_blocks_from_storage"] += 1
                 else:
                     self._absent += 1
 
@@ -452,13 +442,13 @@ class _LoadAnswer:
         frame = (protocol.pack_part(Part.RECORD, length), header, payload)
         await self._pipe.send_frames(*self._absent_frames(), frame)
         self._source.note_sent(key)
-        self._counters.blocks_sent += 1
-        self._counters.bytes_sent += length
+        self._counts["served_blocks_sent"] += 1
+        self._counts["served_bytes_sent"] += length
 
     def _absent_frames(self) -> Sequence[Sequence[bytes]]:
         """Return the frame about absent blocks that were not reported yet, if any."""
         count, self._absent = self._absent, 0
-        self._counters.blocks_absent += count
+        self._counts["served_blocks_absent"] += count
         return [[protocol.pack_part(Part.ABSENT, count)]] if count else []
 
     def _wait_longer(self, length: int) -> None:

@@ -20,6 +20,9 @@ from kvstore.types import BlockKey
 SAMPLE_MAX: Final = 4096
 """Most blocks of a sample. Of 100,000 blocks, one in 24 is sampled: ten blocks of a prefix of 250 blocks."""
 
+ENGINES_MAX: Final = 1024
+"""Most engines with known summaries; at 33 KiB each, these take 33 MiB, and their index 64 MiB."""
+
 MAGIC: Final = b"\x89kvsumm\n"
 VERSION: Final = 1
 

@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from kvstore.backends.stream import check_tls_files
 from kvstore.config import ByteSize, Seconds, SecretStr, TierConfig, check_field
 from kvstore.errors import ConfigError
 
@@ -86,6 +87,7 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
             check_field(bool(host) and is_port and "@" not in address, "sentinels", shown, "a list of 'host:port'")
         if self.sentinels and self.mode == "cluster":
             raise ConfigError("A cluster is not watched by Sentinel. Leave out 'sentinels', or 'mode'.")
+        check_tls_files(self, is_encrypted=self.tls, remedy="Give a 'url' with 'rediss://'")
 
     @property
     def tls(self) -> bool:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvstore.backends.stream import Endpoint
+from kvstore.backends.stream import Endpoint, check_tls_files
 from kvstore.config import ByteSize, Seconds, SecretStr, TierConfig, check_field
 from kvstore.errors import ConfigError
 
@@ -181,6 +181,7 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
                 f"'endpoint' is {self.endpoint!r}: without TLS, prompts cross the network readable. "
                 "Expected https. Give it, or set 'insecure' to true."
             )
+        check_tls_files(self, is_encrypted=parts.scheme == "https", remedy="Give an 'endpoint' with 'https://'")
 
     def _check_credentials(self) -> None:
         if bool(self.access_key_id) != (self.secret_access_key is not None):
