@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import importlib.util
+import itertools
 import json
 import logging
 import multiprocessing
@@ -12,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, Final, NoReturn, get_args
 
 from vllm import envs as vllm_envs
@@ -67,14 +69,16 @@ def check_start() -> None:
         SystemExit: The configuration is invalid, in ``vllm serve`` or in vLLM's own processes; the text is one line.
     """
     engine_args, engine_config = _callers()
+    others = engine_args
     if engine_config is not None:
         transfer, here = engine_config.kv_transfer_config, True
     elif engine_args is not None:
         transfer, here = engine_args.kv_transfer_config, False
     else:
-        transfer, here = _of_command_line(sys.argv), not any(word in each for each in sys.argv for word in _ELSEWHERE)
+        transfer, others = _of_command_line(sys.argv)
+        here = not any(word in each for each in sys.argv for word in _ELSEWHERE)
     try:
-        _raise(*transfer_faults(transfer, engine_args, here=here) or ())
+        _raise(*transfer_faults(transfer, others, here=here) or ())
     except ConfigError as error:
         _refuse(
             error,
@@ -309,6 +313,11 @@ def _faults_of_transfer(transfer: Mapping[str, Any]) -> Iterator[Fault]:
     for name in transfer:
         if name not in known:
             yield Fault("", f"vLLM's {_OPTION} has no option {name!r}.{did_you_mean(name, known)}")
+    extra = _connector_of(transfer)[1]
+    named = {"kv_connector_module_path": transfer, "spec_module_path": extra if isinstance(extra, Mapping) else {}}
+    for name, given in named.items():
+        if (module := given.get(name)) is not None and not _is_there(module):
+            yield Fault("", f"{name!r} is {shown(module)}, and there is no such module. Give {_MODULE!r}.")
     role, roles = transfer.get("kv_role"), get_args(KVRole)
     if role not in roles:
         found = shown(role) if "kv_role" in transfer else "missing"
@@ -322,6 +331,14 @@ def _faults_of_transfer(transfer: Mapping[str, Any]) -> Iterator[Fault]:
             "",
             f"'kv_connector_extra_config' is {shown(transfer['kv_connector_extra_config'])}. Expected a JSON object.",
         )
+
+
+def _is_there(module: object) -> bool:
+    """Return whether a module can be found; its packages are imported."""
+    try:
+        return isinstance(module, str) and importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _misspelt(name: object, meant: str) -> str | None:
@@ -341,6 +358,11 @@ def _check_connector(transfer: Any, engine_args: Any) -> None:
     if not isinstance(extra, Mapping) or extra.get("spec_name") != _OUR_SPEC:
         return
     if getattr(engine_args, "kv_offloading_size", None) is not None:
+        if _value_of(transfer, "kv_connector_module_path"):
+            raise ConfigError(
+                "'kv_connector_module_path' is where vLLM would look for its own connector because of "
+                "--kv-offloading-size. Leave that argument out, and give 'cpu_bytes_to_use'."
+            )
         if getattr(engine_args, "kv_offloading_backend", "native") != "native":
             connector = "LMCacheMPConnector"
         elif vllm_envs.VLLM_USE_SIMPLE_KV_OFFLOAD:
@@ -377,14 +399,22 @@ def _callers() -> tuple[Any, Any]:
     return None, None
 
 
-def _of_command_line(arguments: Sequence[str]) -> Any:
-    """Return the value of ``--kv-transfer-config``; None if it is absent or invalid JSON (reported by vLLM)."""
-    for at, argument in enumerate(arguments):
+def _of_command_line(arguments: Sequence[str]) -> tuple[Any, Any]:
+    """Return the value of ``--kv-transfer-config``, and the arguments that change it.
+
+    What is absent or invalid is None; vLLM reports it.
+    """
+    found: dict[str, str] = {}
+    for argument, following in itertools.pairwise([*arguments, ""]):
         name, equals, value = argument.partition("=")
-        if name.replace("_", "-") == _OPTION:
-            with contextlib.suppress(ValueError, IndexError):
-                return json.loads(value if equals else arguments[at + 1])
-    return None
+        found[name.replace("_", "-")] = value if equals else following
+    transfer = size = None
+    with contextlib.suppress(ValueError):
+        transfer = json.loads(found.get(_OPTION, ""))
+    with contextlib.suppress(ValueError):
+        size = float(found.get("--kv-offloading-size", ""))
+    backend = found.get("--kv-offloading-backend", "native")
+    return transfer, SimpleNamespace(kv_offloading_size=size, kv_offloading_backend=backend)
 
 
 def _offloadings(transfer: Any) -> Iterator[Mapping[str, Any]]:
@@ -406,10 +436,11 @@ def _transfers(transfer: Any) -> Iterator[Any]:
 
 def _connector_of(transfer: Any) -> tuple[Any, Any]:
     """Return the name of the connector and its ``kv_connector_extra_config``; None for what is missing."""
-    names = ("kv_connector", "kv_connector_extra_config")
-    if isinstance(transfer, Mapping):
-        return transfer.get(names[0]), transfer.get(names[1])
-    return getattr(transfer, names[0], None), getattr(transfer, names[1], None)
+    return _value_of(transfer, "kv_connector"), _value_of(transfer, "kv_connector_extra_config")
+
+
+def _value_of(transfer: Any, name: str) -> Any:
+    return transfer.get(name) if isinstance(transfer, Mapping) else getattr(transfer, name, None)
 
 
 def _like(handler: logging.Handler) -> logging.Handler:

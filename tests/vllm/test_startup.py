@@ -168,6 +168,14 @@ def test_no_tier_is_a_warning(tiers: dict[str, Any], caplog: pytest.LogCaptureFi
     [
         ({"kv_role": "both"}, "'kv_role' is 'both'. Expected one of .*Did you mean 'kv_both'"),
         ({"kv_role": ...}, "'kv_role' is missing"),
+        (
+            {"kv_connector_module_path": "kvstore.vlm"},
+            "'kvstore.vlm', and there is no such module. Give 'kvstore.vllm'",
+        ),
+        (
+            {"kv_connector_extra_config": {**_OURS, "spec_module_path": "kvstore.vlm"}},
+            "'spec_module_path' is 'kvstore.vlm'",
+        ),
         ({"kv_rol": "kv_both"}, "no option 'kv_rol'. Did you mean 'kv_role'"),
         ({"kv_connector": "KVStoreConector"}, "Did you mean 'KVStoreConnector'"),
     ],
@@ -270,6 +278,25 @@ def test_the_command_line_is_read_before_it_is_parsed(tmp_path: Path, monkeypatc
     for arguments in (["--kv-transfer-config"], ["--kv-transfer-config", "{"], ["--kv-transfer-config", "[1]"], []):
         monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *arguments])
         check_start()
+
+
+@pytest.mark.parametrize("arguments", [["--kv-offloading-size", "8"], ["--kv_offloading_size=0.5"]])
+def test_the_command_line_may_give_the_size_of_the_primary_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """A server takes ``--kv-offloading-size`` for ``cpu_bytes_to_use``, unless vLLM would then not find kvstore."""
+    transfer = _transfer(_extra(tmp_path, {"cpu_bytes_to_use": None}, {}))
+    del transfer["kv_connector_extra_config"]["cpu_bytes_to_use"]
+    given = ["program", *arguments, "--kv-transfer-config", json.dumps(transfer)]
+    monkeypatch.setattr(sys, "argv", given)
+    check_start()
+    for more, text in (
+        (["--kv-offloading-backend", "lmcache"], "which does not use kvstore"),
+        (["--kv-transfer-config", json.dumps(transfer | {"kv_connector_module_path": "kvstore.vllm"})], "Leave that"),
+    ):
+        monkeypatch.setattr(sys, "argv", [*given, *more])
+        with pytest.raises(SystemExit, match=text):
+            check_start()
 
 
 def test_a_program_gets_an_error_that_it_can_catch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

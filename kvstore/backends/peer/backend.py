@@ -40,8 +40,10 @@ _NAMED_MAX: Final = 64
 _CANDIDATES_MAX: Final = 2
 """Peers that the directory names for one lookup: the best one, and another for the blocks missing there."""
 
-_TRIALS_MAX: Final = 8
-"""Peers that one lookup tries in the background, so that an engine among hundreds of false entries is found soon."""
+_TRIALS_MAX: Final = 32
+_TRIALS_AT_ONCE: Final = 8
+"""Peers of the directory that are tried in the background, and those of one lookup: an engine among hundreds of false
+entries is found soon, and takes few descriptors."""
 
 _STRANGERS_MAX: Final = 4.0
 _STRANGERS_SHARE: Final = 0.01
@@ -383,19 +385,18 @@ class PeerBackend(Backend):
         known = [*self._named.values(), *self._found.values()]
         barred = self._listed.keys() | {peer.endpoint for peer in known if peer.paused}
         best = self._found_at(self._directory.candidates(keys, _CANDIDATES_MAX, barred))
-        untried = [peer for peer in best if not (peer.has_answered and peer.admits())]
+        untried = [peer for peer in best if not (peer.has_answered and peer.ready)]
         if not untried:
             return listed | dict.fromkeys(best), False
         proven = {peer.endpoint for peer in known if peer.has_answered and not peer.down}
         others = self._found_at(self._directory.candidates(keys, _CANDIDATES_MAX, self._directory.known - proven))
-        ready: list[Peer] = []
-        if self._strangers.tokens >= 1:
-            ready = [peer for peer in untried if peer.admits()]
-        else:
-            for peer in self._found_at(self._directory.candidates(keys, _TRIALS_MAX, barred | proven)):
+        ready = [peer for peer in untried if peer.ready and self._strangers.tokens >= 1]
+        asked = [*others[:1], *ready, *others[1:]][:_CANDIDATES_MAX]
+        room = min(_TRIALS_AT_ONCE, _TRIALS_MAX - sum(peer.trying for peer in known))
+        if room > 0 and not ready:
+            for peer in self._found_at(self._directory.candidates(keys, room, barred | proven)):
                 if peer.admits():
                     peer.start_trial()
-        asked = [*others[:1], *ready, *others[1:]][:_CANDIDATES_MAX]
         return listed | dict.fromkeys(asked), not set(untried) <= set(asked)
 
     def _found_at(self, endpoints: Iterable[Endpoint]) -> list[Peer]:

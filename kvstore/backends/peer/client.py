@@ -142,6 +142,16 @@ class Peer:
         return self.loading > 0 or self._lookup_places.in_use > 0 or self._trial is not None
 
     @property
+    def trying(self) -> bool:
+        """Whether a trial is under way."""
+        return self._trial is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests may query the peer now."""
+        return self._health.closed and not self.paused
+
+    @property
     def paused(self) -> bool:
         """Whether the peer may not even be tried: in a pause after failures, or during a trial."""
         now = self._loop.time()
