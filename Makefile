@@ -4,6 +4,7 @@
 # make test-gpu PYTHON=python3   tests that need a CUDA GPU (minutes), with a Python that has torch for CUDA and the extra "test"
 # make test-docs  as root: the pages for users are followed in an empty Debian, to a restarted engine (tests/docs/empty_root.py)
 # make campaign  the reliability goals of docs/reliability.md, one line each (CAMPAIGN_MINUTES, CAMPAIGN_GOALS, CAMPAIGN_SEED), and test-versions
+# make outside  vLLM's own tests of offloading against kvstore's connector, manager and disk tier (tests/outside)
 # make lint   ruff, mypy, import contracts, schemas of deploy/
 # make docs   the documentation, into site/
 # make setup  the virtual environment that all of these need; each of them makes it first, and it is not made twice
@@ -17,7 +18,7 @@ WALK_REQUESTS ?= 2000
 VERSIONS ?= 0.31.0 0.32.0 0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-versions test-gpu test-docs campaign lint docs
+.PHONY: help setup demo test test-versions test-gpu test-docs campaign outside lint docs
 .SILENT:
 
 help:
@@ -49,6 +50,10 @@ campaign: setup
 	$(PY) -m tests.campaign --minutes $(or $(CAMPAIGN_MINUTES),0) --seed $(or $(CAMPAIGN_SEED),0) $(CAMPAIGN_GOALS) || failed=1; \
 	test -n "$(CAMPAIGN_GOALS)" || $(MAKE) --no-print-directory test-versions || failed=1; \
 	exit $$failed
+
+outside: setup
+	scripts/vllm_versions.sh 0.33.0
+	$(PY) -m tests.outside
 
 lint: setup
 	$(PY) -m ruff check .
