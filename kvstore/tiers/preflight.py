@@ -43,9 +43,9 @@ def check_before_opening(backend: str, config: TierConfig) -> None:
             raise ConfigError(f"{backend} tier: {found}. {advice}")
     try:
         BACKENDS.find(backend)(config).check()
-    except BackendError as error:
-        if config.required:
-            raise ConfigError(f"{backend} tier: {error}") from error
+    except (BackendError, OSError) as error:
+        if config.required or isinstance(error, OSError):
+            raise ConfigError(f"{backend} tier: {error}. Check its paths and files.") from error
 
 
 def doubts_before_opening(backend: str, config: TierConfig) -> Iterator[str]:
@@ -114,7 +114,8 @@ def path_faults(path: Path, *, is_tier: bool = True) -> Iterator[tuple[str, str]
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the nearest ancestor that exists, or the path itself."""
-    while not path.exists() and path != path.parent:
+    """Return the nearest ancestor that this user sees, or the path itself."""
+    # Path.exists raises where a directory may not be entered.
+    while not os.path.exists(path) and path != path.parent:
         path = path.parent
     return path

@@ -25,7 +25,7 @@ from kvstore.primary import Region
 from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.waiting import eventually
 from kvstore.tiers import AsyncTier
-from kvstore.types import LookupResult
+from kvstore.types import LookupResult, RequestContext, Source
 from tests.peer.directory_servers import (
     KINDS,
     Entry,
@@ -442,6 +442,44 @@ def test_false_entries_delay_no_request(redis_only: Server) -> None:
             while True:
                 tried.append(stack.enter_context(silent.accept()[0]))
         assert 8 <= len(tried) <= 32
+
+
+async def test_a_block_of_an_engine_that_was_not_queried_is_not_absent(redis_only: Server) -> None:
+    """A block that only an engine seems to have that is tried in the background is neither there nor absent."""
+    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        dead = [Entry(f"127.0.0.{host}:{port}".encode(), summary_of(KEYS), seconds=200) for host in range(1, 11)]
+        other = Entry(f"127.0.0.1:{silent.getsockname()[1]}".encode(), summary_of([SPARE]), seconds=200)
+        admin(redis_only).write([*dead, other])
+        late = {"lookup_timeout": 600, "connect_timeout": 300, "breaker_cooldown": 60, "breaker_cooldown_max": 60}
+        config = options(redis_only, networks=["127.0.0.0/8"]) | late
+        backend = PeerBackend(decode_config(PeerConfig, config, where="peer tier"))
+        await backend.open(NAMESPACE, RecordGeometry(256, SLOT_BYTES))
+        try:
+            async with asyncio.timeout(20):
+                while backend.stats().counters["directory_summaries_read"] < 11:
+                    await asyncio.sleep(0.01)
+                rounds = backend.stats().counters["directory_rounds"]
+                while backend.stats().counters["directory_rounds"] < rounds + 2:
+                    await asyncio.sleep(0.01)
+                for key in KEYS[:6]:
+                    await backend.exists([key])
+                assert await backend.exists([SPARE]) == [None]
+        finally:
+            await backend.close()
+
+
+def test_dead_peers_that_requests_name_do_not_hide_the_engines_of_the_directory(redis_only: Server) -> None:
+    """An engine of the directory is queried by the first lookup, however many dead peers were named before."""
+    named = {"request_peers": ["127.0.0.0/8:1024-65535"]}
+    with holder(redis_only, KEYS), asking(redis_only, **named) as rig:
+        for number in range(8):
+            ctx = RequestContext(f"r{number}", source=Source(f"127.0.0.{2 + number}:{free_port()}"))
+            assert rig.lookup(b"absent", ctx) is LookupResult.MISS
+        rig.until(lambda: stat(rig.tier, "directory_summaries_read") >= 1, "its summary")
+        rounds = stat(rig.tier, "directory_rounds")
+        rig.until(lambda: stat(rig.tier, "directory_rounds") >= rounds + 2, "an index")
+        assert rig.lookup(KEYS[0]) is LookupResult.HIT
 
 
 def test_with_tls_and_the_least_rights(tmp_path: Path) -> None:

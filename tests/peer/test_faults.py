@@ -58,6 +58,24 @@ def test_what_does_not_verify_is_not_loaded(fake: FakePeer, answer: Answer) -> N
         assert rig.untouched(range(6, 64))
 
 
+def test_a_verified_block_restores_trust(fake: FakePeer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that sent a damaged record no longer counts as paused once a block of it has been verified."""
+    monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S", 0.02)
+
+    def damaged(peer: FakePeer, sock: Wire, keys: list[bytes]) -> None:
+        for key in keys:
+            record = bytearray(peer.record(key))
+            record[-1] ^= 1
+            sock.sendall(part(bytes(record)))
+
+    with rig_of(fake.address) as rig:
+        for number, answer in enumerate((on_load(damaged), honest)):
+            fake.answer, key = answer, b"key-%d" % number
+            rig.until(lambda key=key: rig.tier.lookup(key) is LookupResult.HIT, "the block")
+            assert rig.load([key]).success == (answer is honest)
+            rig.until(lambda number=number: rig.tier.stats().backend_gauges["peers_down"] == 1 - number, "its state")
+
+
 async def test_a_record_longer_than_a_block_ends_the_connection(fake: FakePeer) -> None:
     """A length that nothing has authenticated yet proves no damage; the rest of the answer is not received."""
 
