@@ -153,10 +153,25 @@ class TransferEngine:
         self._ring.close()
         return ended
 
-    def join(self) -> bool:
-        """Block until no thread is in the kernel any more, after :meth:`close`; false if operations of the ring are."""
-        self._threads.join()
+    def stop(self) -> bool:
+        """End without waiting: drop what has not begun.
+
+        Returns:
+            Whether :meth:`join` tells when everything has ended; if not, await :meth:`ended` and call this again.
+        """
+        self._closing = True
+        self._threads.stop()
+        if self._ring is not None and not self._batches.count:
+            self._ring.close()
         return self._ring is None or not self._batches.count
+
+    async def ended(self) -> None:
+        """Wait until the kernel works on no operation of a ring."""
+        await self._batches.ended()
+
+    def join(self) -> None:
+        """Block until no thread is in the kernel any more, after :meth:`stop`."""
+        self._threads.join()
 
     async def _move(
         self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], precedence: Precedence

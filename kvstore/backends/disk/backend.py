@@ -108,10 +108,14 @@ class DiskBackend(Backend):
             if blocks is None:
                 await self._end_opening()
                 return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                    await self._calls.ended()
-            await blocks.session.close(_CLOSE_TIMEOUT_S)
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                        await self._calls.ended()
+                await blocks.session.close(_CLOSE_TIMEOUT_S)
+            except asyncio.CancelledError:
+                blocks.session.close_late()
+                raise
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return for each key whether the index has it, as our block or another engine's."""

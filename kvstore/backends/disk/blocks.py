@@ -31,6 +31,8 @@ _log = logging.getLogger("kvstore.backends.disk")
 _GONE: Final = frozenset({errno.ENOENT, errno.EPERM, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR})
 """Errors meaning that a segment does not exist; all others may be temporary."""
 
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
 
 class Blocks:
     """Puts, reads and removes blocks of one session. Used from the loop thread."""
@@ -109,6 +111,7 @@ class Blocks:
         slots: list[int] = []
         ops: list[SlotWrite] = []
         entered: set[int] = set()
+        failed: list[int] = []
         try:
             slots = await session.space.take(len(mine))
             for i, _ in mine[len(slots) :]:
@@ -120,10 +123,12 @@ class Blocks:
                         ops.append(session.mover.write(i, writes[i], digest, slot, fd, offset))
                     else:
                         outcomes[i] = self._failed(OSError(-fd, "the segment can't be opened"))
+                        failed.append(slot)
                 await session.engine.write(ops)
                 if session.config.durability == "data":
                     await self._sync(ops)
             # Written records are published even if this call is cancelled.
+            failed += [op.slot for op in ops if (failure := op.failure) and failure.errno not in _FULL]
             publishing = self._publish(ops, outcomes, entered)
             await to_the_end(asyncio.get_running_loop().create_task(publishing))
         except OSError as error:
@@ -131,7 +136,8 @@ class Blocks:
                 outcomes[i] = self._failed(error)
         finally:
             session.mover.release(ops)
-            session.index.give_back([slot for slot in slots if slot not in entered])
+            session.index.give_back([slot for slot in slots if slot not in entered and slot not in failed])
+            session.index.rest(failed)
 
     async def _sync(self, ops: Sequence[SlotWrite]) -> None:
         """Flush written records to the device; if that fails, all of them count as not written."""

@@ -6,7 +6,8 @@ and only their digests are known.
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -22,6 +23,12 @@ from kvstore.types import BlockKey
 _AGES: Final = 64
 """Number of ages that pass while every slot is used once."""
 
+
+_REST_S: Final = 300.0
+"""Pause of a slot that could not be written; its medium may be replaced or mounted again meanwhile."""
+
+_REST_SHARE: Final = 8
+"""At most an eighth of all slots rests: two of the 16 segments of a small tier."""
 
 _CANDIDATES: Final = 1 << 13
 """Most slots found by one search; a list of all slots of an age takes long to create."""
@@ -175,6 +182,8 @@ class Index:
         columns.make_room(expected)
         self.table = DigestTable(expected)
         self._free: list[int] = []
+        self._resting: OrderedDict[int, float] = OrderedDict()
+        """Free slots that are not given out before a time, because a write failed there."""
         self._readers: Counter[int] = Counter()
         self._left_behind: set[int] = set()
         self._closed: set[int] = set()
@@ -235,6 +244,8 @@ class Index:
 
     def take(self, count: int) -> list[int]:
         """Take and pin at most ``count`` free slots; in order, so that neighbours are written together."""
+        while self._resting and next(iter(self._resting.values())) <= time.monotonic():
+            self._free.insert(0, self._resting.popitem(last=False)[0])
         taken = self._free[-count:] if count else []
         del self._free[len(self._free) - len(taken) :]
         taken.sort()
@@ -250,6 +261,24 @@ class Index:
         """Free and unpin slots that hold no block."""
         self.release(slots)
         self.unpin(slots)
+
+    def rest(self, slots: Iterable[int]) -> None:
+        """Free and unpin slots that could not be written, but give them out only after a pause.
+
+        At a segment's second such slot, all of its free slots rest. So the medium's bad parts cost no more stores. At
+        most a share of all slots rests: if the whole medium fails, blocks are not evicted for stores that fail, too.
+        """
+        until, size = time.monotonic() + _REST_S, self.columns.segment_slots
+        for slot in slots:
+            self.give_back([slot])
+            if any(other // size == slot // size for other in self._resting):
+                same = [other for other in self._free if other // size == slot // size]
+            else:
+                same = [slot] if self._free and self._free[-1] == slot else []
+            if same and len(self._resting) + len(same) <= len(self.columns.segments) * size // _REST_SHARE:
+                gone = set(same)
+                self._free = [other for other in self._free if other not in gone]
+                self._resting.update(dict.fromkeys(same, until))
 
     def release(self, slots: Iterable[int]) -> None:
         """Free slots, immediately or when their last reader has ended."""
@@ -349,6 +378,8 @@ class Index:
             first, end = self._slots_of(segment)
             self._closed.add(segment)
             self._free = [slot for slot in self._free if not first <= slot < end]
+            for slot in [slot for slot in self._resting if first <= slot < end]:
+                del self._resting[slot]
         return segment
 
     def open_segment(self, segment: int, path: int) -> None:

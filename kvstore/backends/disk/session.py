@@ -137,8 +137,10 @@ class Session:
         # A task that waits for a thread on a frozen disk ends only with the thread, even if it is cancelled.
         await asyncio.wait({asyncio.gather(*self._tasks, return_exceptions=True)}, timeout=timeout_s)
         ending = asyncio.get_running_loop().create_task(self._end())
-        await asyncio.wait({ending}, timeout=timeout_s)
-        ending.cancel()
+        try:
+            await asyncio.wait({ending}, timeout=timeout_s)
+        finally:
+            ending.cancel()
         await self._release(timeout_s)
 
     async def _end(self) -> None:
@@ -371,9 +373,21 @@ class Session:
         if await self.engine.close(timeout_s):
             self._files.close()
         else:
-            threading.Thread(target=self._close_late, name="kvstore-closing", daemon=True).start()
+            self.close_late()
 
-    def _close_late(self) -> None:
-        """Close the files, which a thread stuck in the kernel still uses, when it ends."""
-        if self.engine.join():
-            self._files.close()
+    def close_late(self) -> None:
+        """Close the files once the last thread has left the kernel, without waiting for that."""
+        for task in self._tasks:
+            task.cancel()
+        if self.engine.stop():
+            threading.Thread(target=self._close_files, name="kvstore-closing", daemon=True).start()
+        else:
+            self._start(self._close_after_ring())
+
+    async def _close_after_ring(self) -> None:
+        await self.engine.ended()
+        self.close_late()
+
+    def _close_files(self) -> None:
+        self.engine.join()
+        self._files.close()
