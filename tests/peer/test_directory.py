@@ -82,6 +82,16 @@ def holder(server: Server, keys: list[bytes], **more: Any) -> Iterator[Holder]:
             one.close()
 
 
+@contextlib.contextmanager
+def listed(server: Server, keys: list[bytes]) -> Iterator[None]:
+    """Run an engine that has some blocks, with a lease that no pause of the machine ends."""
+    with FakePeer(NAMESPACE, SLOT_BYTES) as fake:
+        fake.secret = SECRET.encode()
+        fake.answer = lambda peer, sock, op, asked: sock.sendall(bytes(key in keys for key in asked))
+        admin(server).write([Entry(fake.address.encode(), summary_of(keys), seconds=200)])
+        yield
+
+
 def payload(key: bytes) -> bytes:
     """Return the bytes of a block, as the rig expects them."""
     return random.Random(key).randbytes(SLOT_BYTES)
@@ -401,26 +411,29 @@ def test_a_crowd_of_false_entries_hides_no_known_engine(redis_only: Server) -> N
         assert stat(rig.tier, "directory_engines") == ENGINES_MAX
 
 
-@pytest.mark.parametrize(("first", "most"), [("the engine", 8), ("the crowd", ENGINES_MAX)])
+@pytest.mark.parametrize(("first", "most"), [("the engine", 64), ("the crowd", ENGINES_MAX)])
 def test_a_crowd_of_dead_engines_costs_no_hit(
     redis_only: Server, monkeypatch: pytest.MonkeyPatch, first: str, most: int
 ) -> None:
     """Once an engine is found, all its blocks are found, although dead ones claim them, more than are remembered."""
     monkeypatch.setattr("kvstore.backends.peer.backend.ENGINES_MAX", most)
-    port, claim = free_port(), summary_of([SPARE, *KEYS])
+    false = [b"false-%d" % number for number in range(30)]
+    port, claim = free_port(), summary_of([SPARE, *KEYS, *false])
     hosts = [f"127.{1 + number // 250}.0.{1 + number % 250}" for number in range(300)]
     crowd = [Entry(f"{host}:{port}".encode(), claim, seconds=200) for host in hosts]
     networks = {"directory": options(redis_only, networks=["127.0.0.0/8"])["directory"]}
     pauses = {"breaker_cooldown": 60, "breaker_cooldown_max": 60}
-    with holder(redis_only, KEYS), asking(redis_only, **networks, **pauses) as rig:
+    with listed(redis_only, [SPARE, *KEYS]), asking(redis_only, **networks, **pauses) as rig:
         if first == "the engine":
             eventually(lambda: rig.lookup(SPARE) is LookupResult.HIT, 60, what="the block")
         admin(redis_only).write(crowd)
-        rig.until(lambda: stat(rig.tier, "directory_engines") == 301, "all entries")
+        rig.until(lambda: stat(rig.tier, "directory_summaries_read") >= 301, "all summaries")
         rounds = stat(rig.tier, "directory_rounds")
-        rig.until(lambda: stat(rig.tier, "directory_rounds") >= rounds + 2, "an index of all entries")
+        rig.until(lambda: stat(rig.tier, "directory_rounds") >= rounds + 2, "an index of them")
         eventually(lambda: rig.lookup(SPARE) is LookupResult.HIT, 60, what="the block")
-        assert [rig.lookup(key) for key in KEYS] == [LookupResult.HIT] * len(KEYS)
+        assert [rig.lookup(key) for key in KEYS[:15]] == [LookupResult.HIT] * 15
+        assert [rig.lookup(key) for key in false] == [LookupResult.MISS] * len(false)
+        assert [rig.lookup(key) for key in KEYS[15:]] == [LookupResult.HIT] * 15
 
 
 def test_false_entries_delay_no_request(redis_only: Server) -> None:
@@ -472,7 +485,7 @@ async def test_a_block_of_an_engine_that_was_not_queried_is_not_absent(redis_onl
 def test_dead_peers_that_requests_name_do_not_hide_the_engines_of_the_directory(redis_only: Server) -> None:
     """An engine of the directory is queried by the first lookup, however many dead peers were named before."""
     named = {"request_peers": ["127.0.0.0/8:1024-65535"]}
-    with holder(redis_only, KEYS), asking(redis_only, **named) as rig:
+    with listed(redis_only, KEYS), asking(redis_only, **named) as rig:
         for number in range(8):
             ctx = RequestContext(f"r{number}", source=Source(f"127.0.0.{2 + number}:{free_port()}"))
             assert rig.lookup(b"absent", ctx) is LookupResult.MISS
