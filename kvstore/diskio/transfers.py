@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class TransferEngine:
         self._threads = Workers(threads if self._ring is None else _HELPERS, "kvstore-disk")
         self._batches = CallsUnderWay()
         self._closing = False
+        self._releasing: asyncio.Task[None] | None = None
         self._slow_fds: set[int] = set()
 
     def admit(self, fd: int) -> None:
@@ -153,16 +155,38 @@ class TransferEngine:
         self._ring.close()
         return ended
 
-    def join(self) -> bool:
-        """Block until no thread is in the kernel any more, after :meth:`close`; false if operations of the ring are."""
-        self._threads.join()
-        return self._ring is None or not self._batches.count
+    def release(self, close_files: Callable[[], None]) -> None:
+        """Stop, and close the files as soon as no operation uses them: immediately, or on a thread of its own.
+
+        Call it on the loop. Only operations of the ring need the loop to end, so that a loop that stops immediately
+        leaves no locks behind.
+        """
+        self._closing = True
+        self._threads.stop()
+        if self._ring is not None and self._batches.count:
+            self._releasing = asyncio.get_running_loop().create_task(self._release_later(close_files))
+            return
+        if self._ring is not None:
+            self._ring.close()
+        if self._threads.ended:
+            close_files()
+            return
+
+        def close_late() -> None:
+            self._threads.join()
+            close_files()
+
+        threading.Thread(target=close_late, name="kvstore-closing", daemon=True).start()
+
+    async def _release_later(self, close_files: Callable[[], None]) -> None:
+        await self._batches.ended()
+        self.release(close_files)
 
     async def _move(
         self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], precedence: Precedence
     ) -> None:
         if self._closing:
-            raise RuntimeError("the transfer engine is closed")
+            raise OSError(errno.ESHUTDOWN, "the transfer engine is closed")
         with self._batches:
             if self._ring is None:
                 await self._threads.run([partial(_do, call, run) for run in _runs(transfers)], precedence=precedence)

@@ -125,7 +125,7 @@ class Space:
                         await self._give_up(own)
                 finally:
                     # After the last call of stopped threads, :meth:`release` does it.
-                    with contextlib.suppress(RuntimeError):
+                    with contextlib.suppress(OSError):
                         await self._engine.call(lock.release)
 
     async def match_files(self) -> None:
@@ -216,7 +216,9 @@ class Space:
                 await self.count_uses()
                 await self._evict(2 * self._ahead - self._index.free_slots)
         except OSError as error:
-            _log.warning("no room could be made ahead of need: %s", error)
+            level = logging.DEBUG if self._counts["ahead_errors"] else logging.WARNING
+            _log.log(level, "no room could be made ahead of need: %s", error)
+            self._counts["ahead_errors"] += 1
 
     async def _grow(self, *, needed: bool, reclaim: bool = True) -> bool:
         """Create a segment; False if there is no room for one."""
