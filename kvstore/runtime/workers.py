@@ -71,7 +71,7 @@ class Workers:
         batch = _Batch(len(calls))
         with self._changed:
             if self._closing:
-                raise OSError(errno.ESHUTDOWN, "the threads are closed")
+                raise OSError("the threads are closed")
             for call in calls:
                 heapq.heappush(self._queue, (int(precedence), next(self._sequence), batch, call))
             try:
@@ -96,7 +96,7 @@ class Workers:
         results: list[_R] = []
         await self.run([lambda: results.append(function())], precedence=precedence)
         if not results:
-            raise OSError(errno.ESHUTDOWN, "the threads were closed")
+            raise OSError("the threads were closed")
         return results[0]
 
     def stop(self) -> None:

@@ -32,6 +32,10 @@ _GONE: Final = frozenset({errno.ENOENT, errno.EPERM, errno.ELOOP, errno.ENXIO, e
 """Errors meaning that a segment does not exist; all others may be temporary."""
 
 
+_UNWRITABLE: Final = frozenset({errno.EIO, errno.EROFS, errno.EPERM, errno.EACCES})
+"""Errors meaning that a slot can't be written, though others may be; not those of a full disk or of a limit."""
+
+
 class Blocks:
     """Puts, reads and removes blocks of one session. Used from the loop thread."""
 
@@ -109,6 +113,7 @@ class Blocks:
         slots: list[int] = []
         ops: list[SlotWrite] = []
         entered: set[int] = set()
+        bad: list[int] = []
         try:
             slots = await session.space.take(len(mine))
             for i, _ in mine[len(slots) :]:
@@ -120,6 +125,7 @@ class Blocks:
                         ops.append(session.mover.write(i, writes[i], digest, slot, fd, offset))
                     else:
                         outcomes[i] = self._failed(OSError(-fd, "the segment can't be opened"))
+                        bad += [slot] if -fd in _UNWRITABLE else []
                 await session.engine.write(ops)
                 if session.config.durability == "data":
                     await self._sync(ops)
@@ -130,8 +136,10 @@ class Blocks:
             for i, _ in mine:
                 outcomes[i] = self._failed(error)
         finally:
+            bad += [op.slot for op in ops if op.error is not None and op.error.errno in _UNWRITABLE]
             session.mover.release(ops)
-            session.index.give_back([slot for slot in slots if slot not in entered])
+            session.index.set_aside(bad)
+            session.index.give_back([slot for slot in slots if slot not in entered and slot not in bad])
 
     async def _sync(self, ops: Sequence[SlotWrite]) -> None:
         """Flush written records to the device; if that fails, all of them count as not written."""

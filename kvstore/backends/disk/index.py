@@ -167,6 +167,10 @@ class Shares:
             self._number = np.concatenate([self._number, np.zeros(more, np.uint16)])
 
 
+_ASIDE_SLOTS: Final = 8
+"""Unwritable slots of a segment after which its other free slots count as unwritable, too."""
+
+
 class Index:
     """Blocks by key. ``expected`` is the likely number of blocks, ours and others'; ``tenants`` share our slots."""
 
@@ -179,6 +183,10 @@ class Index:
         self._left_behind: set[int] = set()
         self._closed: set[int] = set()
         """Segments that are being given up; their slots are not freed."""
+        self._aside: dict[int, list[int]] = {}
+        """Slots that could not be written, by segment; they are not given to blocks until a trial succeeds."""
+        self._trials: set[int] = set()  # Such slots that are free again, to be tried.
+        self.write_failures = 0  # Slots that could not be written since the last successful write.
         held = columns.held()
         noted = self.table.add_all(columns.digest[held], held)
         # An earlier engine stored these blocks twice; one copy is enough.
@@ -231,7 +239,7 @@ class Index:
                 del self._readers[slot]
                 if slot in self._left_behind:
                     self._left_behind.discard(slot)
-                    self._free.append(slot)
+                    self.release((slot,))
 
     def take(self, count: int) -> list[int]:
         """Take and pin at most ``count`` free slots; in order, so that neighbours are written together."""
@@ -261,8 +269,34 @@ class Index:
             else:
                 self._free.append(slot)
 
+    def set_aside(self, slots: Sequence[int]) -> None:
+        """Unpin taken slots that could not be written, so that a bad place of the medium costs only itself."""
+        self.write_failures += len(slots)
+        for slot in slots:
+            segment = slot // self.columns.segment_slots
+            self._trials.discard(slot)
+            if segment in self._closed:
+                continue
+            aside = self._aside.setdefault(segment, [])
+            aside.append(slot)
+            if len(aside) == _ASIDE_SLOTS:
+                aside += self._take_free(segment)
+        self.unpin(slots)
+
+    def retry_aside(self) -> None:
+        """Free one unwritable slot of each segment; if it can be written, the others of the segment are freed."""
+        for aside in self._aside.values():
+            if aside:
+                slot = aside.pop(0)
+                self._trials.add(slot)
+                self._free.append(slot)
+
     def add(self, rows: Sequence[Row]) -> None:
         """Add blocks in taken slots, from their journal records."""
+        self.write_failures = 0
+        for slot in self._trials.intersection([row[1] for row in rows]) if self._trials else ():
+            self._trials.discard(slot)
+            self.release(self._aside.pop(slot // self.columns.segment_slots, ()))
         for _, slot, size_bytes, digest, key in rows:
             self.columns.set(slot, size_bytes, digest, key)
             self.table.set(digest, slot)
@@ -346,15 +380,22 @@ class Index:
         pinned = {slot // self.columns.segment_slots for slot in self._readers}
         segment = next((each for each in among if each not in pinned and each not in self._closed), None)
         if segment is not None:
-            first, end = self._slots_of(segment)
             self._closed.add(segment)
-            self._free = [slot for slot in self._free if not first <= slot < end]
+            self._take_free(segment)
+            self._aside.pop(segment, None)
         return segment
 
     def open_segment(self, segment: int, path: int) -> None:
         """Add a new segment, with all of its slots free."""
         self.columns.open_segment(segment, path)
         self._free[:0] = self.columns.free_slots(segment)
+
+    def _take_free(self, segment: int) -> list[int]:
+        """Remove the free slots of a segment from the free list; return them."""
+        first, end = self._slots_of(segment)
+        taken = [slot for slot in self._free if first <= slot < end]
+        self._free = [slot for slot in self._free if not first <= slot < end]
+        return taken
 
     def _slots_of(self, segment: int) -> tuple[int, int]:
         first = segment * self.columns.segment_slots

@@ -269,6 +269,7 @@ class Session:
             "directory": self._notice_removal,
             "uses": self.space.count_uses,
             "journal": self.space.retry,
+            "slots": self.space.retry_aside,
         }
         # Before recovery, a segment with unknown blocks would count as empty.
         if self.recovered.is_set():
