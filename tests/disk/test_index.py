@@ -204,3 +204,15 @@ def test_a_few_unwritable_slots_leave_the_others_of_their_segment() -> None:
     bad = index.take(7)
     index.set_aside(bad)
     assert sorted([*bad, *index.take(16)]) == list(range(16))
+
+
+def test_a_retired_slot_stays_retired_after_its_last_read() -> None:
+    """A slot retired after its block was evicted, during a read, is not free when the read ends."""
+    index, (slot,) = filled(1)
+    index.pin((slot,))
+    evicted = index.depart((slot,))
+    retired = index.depart((slot,), Kind.BAD)
+    index.leave(evicted)
+    index.leave(retired)
+    index.unpin((slot,))
+    assert index.take(1) == []

@@ -191,7 +191,7 @@ class BadPlaces(OsDisk):
 
 @pytest.mark.parametrize("end", [1, 1 << 40], ids=["slot", "segment"])
 async def test_a_place_that_cannot_be_written_costs_only_itself(tmp_path: Path, end: int) -> None:
-    """A slot or segment whose writes fail is passed over, also on a full disk, and used again when it can be written."""
+    """A slot or segment whose writes fail is passed over, also on a full disk, and used again later."""
     disk = BadPlaces()
     async with opened(tmp_path, room_for(256), disk=disk, engine="threads") as rig:
         for _ in range(16):
