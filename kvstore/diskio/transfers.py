@@ -11,7 +11,6 @@ import contextlib
 import errno
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,7 +94,6 @@ class TransferEngine:
         self._threads = Workers(threads if self._ring is None else _HELPERS, "kvstore-disk")
         self._batches = CallsUnderWay()
         self._closing = False
-        self._releasing: asyncio.Task[None] | None = None
         self._slow_fds: set[int] = set()
 
     def admit(self, fd: int) -> None:
@@ -155,38 +153,31 @@ class TransferEngine:
         self._ring.close()
         return ended
 
-    def release(self, close_files: Callable[[], None]) -> None:
-        """Stop, and close the files as soon as no operation uses them: immediately, or on a thread of its own.
+    def stop(self) -> bool:
+        """End without waiting: drop what has not begun.
 
-        Call it on the loop. Only operations of the ring need the loop to end, so that a loop that stops immediately
-        leaves no locks behind.
+        Returns:
+            Whether :meth:`join` tells when everything has ended; if not, await :meth:`ended` and call this again.
         """
         self._closing = True
         self._threads.stop()
-        if self._ring is not None and self._batches.count:
-            self._releasing = asyncio.get_running_loop().create_task(self._release_later(close_files))
-            return
-        if self._ring is not None:
+        if self._ring is not None and not self._batches.count:
             self._ring.close()
-        if self._threads.ended:
-            close_files()
-            return
+        return self._ring is None or not self._batches.count
 
-        def close_late() -> None:
-            self._threads.join()
-            close_files()
-
-        threading.Thread(target=close_late, name="kvstore-closing", daemon=True).start()
-
-    async def _release_later(self, close_files: Callable[[], None]) -> None:
+    async def ended(self) -> None:
+        """Wait until the kernel works on no operation of a ring."""
         await self._batches.ended()
-        self.release(close_files)
+
+    def join(self) -> None:
+        """Block until no thread is in the kernel any more, after :meth:`stop`."""
+        self._threads.join()
 
     async def _move(
         self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], precedence: Precedence
     ) -> None:
         if self._closing:
-            raise OSError("the transfer engine is closed")
+            raise RuntimeError("the transfer engine is closed")
         with self._batches:
             if self._ring is None:
                 await self._threads.run([partial(_do, call, run) for run in _runs(transfers)], precedence=precedence)

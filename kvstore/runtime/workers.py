@@ -62,7 +62,8 @@ class Workers:
         this method has ended, even by cancellation.
 
         Raises:
-            OSError: No thread is running, and none can be started; or the pool is closed.
+            OSError: No thread is running, and none can be started.
+            RuntimeError: The pool is closed.
         """
         if not calls:
             # Repeated empty calls must not starve the loop.
@@ -71,7 +72,7 @@ class Workers:
         batch = _Batch(len(calls))
         with self._changed:
             if self._closing:
-                raise OSError("the threads are closed")
+                raise RuntimeError("the threads are closed")
             for call in calls:
                 heapq.heappush(self._queue, (int(precedence), next(self._sequence), batch, call))
             try:
@@ -96,7 +97,7 @@ class Workers:
         results: list[_R] = []
         await self.run([lambda: results.append(function())], precedence=precedence)
         if not results:
-            raise OSError("the threads were closed")
+            raise RuntimeError("the threads were closed")
         return results[0]
 
     def stop(self) -> None:
@@ -118,11 +119,6 @@ class Workers:
                 return False
             await asyncio.sleep(_POLL_S)
         return True
-
-    @property
-    def ended(self) -> bool:
-        """Whether no thread is alive."""
-        return not any(thread.is_alive() for thread in self._threads)
 
     def join(self) -> None:
         """Block until all threads have ended, after :meth:`stop`."""

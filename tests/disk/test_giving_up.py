@@ -190,48 +190,6 @@ async def test_a_failure_after_a_cancelled_store_is_no_error_of_the_loop(
     assert not reported
 
 
-def files_below(path: Path) -> list[str]:
-    """Return the open files and directories of this process below a directory."""
-    fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    names = [os.readlink(fd) for fd in fds if os.path.lexists(fd)]
-    return [name for name in names if name.startswith(str(path))]
-
-
-class SlowSync(OsDisk):
-    """A disk whose flushes wait for ``thawed``, once there is one."""
-
-    thawed: threading.Event | None = None
-    waiting = False
-
-    def fdatasync(self, fd: int) -> None:
-        if self.thawed is not None:
-            self.waiting = True
-            self.thawed.wait(60)
-        super().fdatasync(fd)
-
-
-@pytest.mark.parametrize("engine", ["io_uring", "threads"])
-@pytest.mark.parametrize("turns", [0, 1, 5, 40])
-async def test_a_cancelled_close_releases_all_files(tmp_path: Path, engine: str, turns: int) -> None:
-    """After a close was cancelled at any moment, files and locks are free once the last call has left the kernel."""
-    disk = SlowSync()
-    async with opened(tmp_path, room_for(64), disk=disk, engine=engine, durability="data") as rig:
-        disk.thawed = threading.Event()
-        putting = asyncio.create_task(rig.put(rig.new(4)))
-        await eventually_async(lambda: disk.waiting, what="a flush")
-        closing = asyncio.create_task(rig.backend.close())
-        await asyncio.sleep(0)
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        closing.cancel()
-        await asyncio.wait({closing})
-        is_open = bool(files_below(tmp_path))
-        disk.thawed.set()
-        assert is_open, "the call was still in the kernel"
-        assert Outcome.OK not in await putting
-        await eventually_async(lambda: not files_below(tmp_path), what="the files of the closed engine")
-
-
 class SlowUses(OsDisk):
     """A disk where the writes to the file that counts uses wait for ``thawed``, once there is one."""
 

@@ -180,32 +180,6 @@ def test_a_block_departs_once() -> None:
     assert (len(index), index.take(4)) == (2, slots[:2])
 
 
-def test_unwritable_slots_are_free_again_after_a_trial() -> None:
-    """After eight unwritable slots of a segment none of it is given out; when one tried again is written, all are."""
-    index = Index(Columns(16), 0)
-    index.open_segment(0, 0)
-    bad = index.take(8)
-    index.set_aside(bad)
-    assert index.take(16) == []
-    index.retry_aside()
-    (tried,) = index.take(16)
-    index.set_aside([tried])
-    assert index.take(16) == []
-    index.retry_aside()
-    (tried,) = index.take(16)
-    index.add([(Kind.ADD, tried, 100, digest_of(b"key"), b"key")])
-    assert sorted([tried, *index.take(16)]) == list(range(16))
-
-
-def test_a_few_unwritable_slots_leave_the_others_of_their_segment() -> None:
-    """Up to seven unwritable slots of a segment cost only themselves."""
-    index = Index(Columns(16), 0)
-    index.open_segment(0, 0)
-    bad = index.take(7)
-    index.set_aside(bad)
-    assert sorted([*bad, *index.take(16)]) == list(range(16))
-
-
 def test_a_retired_slot_stays_retired_after_its_last_read() -> None:
     """A slot retired after its block was evicted, during a read, is not free when the read ends."""
     index, (slot,) = filled(1)

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import os
 import threading
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from kvstore.backends.disk import segments as segments_module
 from kvstore.backends.disk.layout import segment_name
 from kvstore.backends.disk.segments import SegmentFiles
 from kvstore.diskio import OsDisk, TransferEngine
-from kvstore.types import Outcome
 from tests.disk.model import ModelDisk
 from tests.disk.rig import opened, room_for
 
@@ -175,50 +173,3 @@ async def test_one_that_cannot_be_opened_spoils_no_other(segments: SegmentFiles,
         assert fds[:2] == [-errno.ENOENT, -errno.EPERM]
         assert os.pread(fds[2], 9, 0) == b"8"
     assert descriptors(tmp_path) == [8]
-
-
-class BadPlaces(OsDisk):
-    """A disk where writes to ``bad`` segments, below ``end`` in each, fail."""
-
-    bad: frozenset[str] = frozenset()
-    end = 1 << 40
-
-    def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
-        if offset < self.end and Path(os.readlink(f"/proc/self/fd/{fd}")).name in self.bad:
-            raise OSError(errno.EIO, "failed for the test")
-        return super().pwritev(fd, buffers, offset)
-
-
-@pytest.mark.parametrize("end", [1, 1 << 40], ids=["slot", "segment"])
-async def test_a_place_that_cannot_be_written_costs_only_itself(tmp_path: Path, end: int) -> None:
-    """A slot or segment whose writes fail is passed over, also on a full disk, and used again later."""
-    disk = BadPlaces()
-    async with opened(tmp_path, room_for(256), disk=disk, engine="threads") as rig:
-        for _ in range(16):
-            await rig.put_new(20)
-        disk.end, disk.bad = end, frozenset({segment_name(1)})
-        failed = [(await rig.put(rig.new(20))).count(Outcome.IO_ERROR) for _ in range(60)]
-        assert 1 <= sum(failed) <= 64
-        assert not any(failed[-10:])
-        slots = rig.session.geometry.segment_slots
-        disk.bad = frozenset()
-        for _ in range(20):
-            rig.session.index.retry_aside()
-            await rig.put_new(20)
-        held = rig.session.index.columns.held(slots, 2 * slots)
-        assert len(held) > slots // 2
-
-
-async def test_a_disk_that_takes_no_blocks_loses_none(tmp_path: Path) -> None:
-    """While no slot can be written, stores evict a few blocks a second at most."""
-    disk = BadPlaces()
-    async with opened(tmp_path, room_for(512), disk=disk, engine="threads") as rig:
-        for _ in range(32):
-            await rig.put_new(20)
-        held = len(rig.session.index)
-        disk.bad = frozenset(map(segment_name, range(1000)))
-        begun = time.monotonic()
-        for _ in range(100):
-            assert Outcome.OK not in await rig.put(rig.new(20))
-        seconds = time.monotonic() - begun
-        assert held - len(rig.session.index) <= 200 + 40 * seconds

@@ -108,7 +108,14 @@ class DiskBackend(Backend):
             if blocks is None:
                 await self._end_opening()
                 return
-            await blocks.session.close(_CLOSE_TIMEOUT_S, self._calls)
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                        await self._calls.ended()
+                await blocks.session.close(_CLOSE_TIMEOUT_S)
+            except asyncio.CancelledError:
+                blocks.session.close_late()
+                raise
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return for each key whether the index has it, as our block or another engine's."""
@@ -241,7 +248,7 @@ class DiskBackend(Backend):
         if opening.done():
             self._opening = None
             if not opening.cancelled() and opening.exception() is None:
-                await opening.result().session.close(_CLOSE_TIMEOUT_S, self._calls)
+                await opening.result().session.close(_CLOSE_TIMEOUT_S)
 
     async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> Blocks:
         session = Session(self._disk, self.config, self._counts, self._report_added, self._report_removed, self.tenants)

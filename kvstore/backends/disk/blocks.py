@@ -31,9 +31,7 @@ _log = logging.getLogger("kvstore.backends.disk")
 _GONE: Final = frozenset({errno.ENOENT, errno.EPERM, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR})
 """Errors meaning that a segment does not exist; all others may be temporary."""
 
-
-_UNWRITABLE: Final = frozenset({errno.EIO, errno.EROFS, errno.EPERM, errno.EACCES})
-"""Errors meaning that a slot can't be written, though others may be; not those of a full disk or of a limit."""
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Blocks:
@@ -113,7 +111,7 @@ class Blocks:
         slots: list[int] = []
         ops: list[SlotWrite] = []
         entered: set[int] = set()
-        bad: list[int] = []
+        failed: list[int] = []
         try:
             slots = await session.space.take(len(mine))
             for i, _ in mine[len(slots) :]:
@@ -125,21 +123,21 @@ class Blocks:
                         ops.append(session.mover.write(i, writes[i], digest, slot, fd, offset))
                     else:
                         outcomes[i] = self._failed(OSError(-fd, "the segment can't be opened"))
-                        bad += [slot] if -fd in _UNWRITABLE else []
+                        failed.append(slot)
                 await session.engine.write(ops)
                 if session.config.durability == "data":
                     await self._sync(ops)
             # Written records are published even if this call is cancelled.
+            failed += [op.slot for op in ops if (failure := op.failure) and failure.errno not in _FULL]
             publishing = self._publish(ops, outcomes, entered)
             await to_the_end(asyncio.get_running_loop().create_task(publishing))
         except OSError as error:
             for i, _ in mine:
                 outcomes[i] = self._failed(error)
         finally:
-            bad += [op.slot for op in ops if op.error is not None and op.error.errno in _UNWRITABLE]
             session.mover.release(ops)
-            session.index.set_aside(bad)
-            session.index.give_back([slot for slot in slots if slot not in entered and slot not in bad])
+            session.index.give_back([slot for slot in slots if slot not in entered and slot not in failed])
+            session.index.rest(failed)
 
     async def _sync(self, ops: Sequence[SlotWrite]) -> None:
         """Flush written records to the device; if that fails, all of them count as not written."""

@@ -6,7 +6,8 @@ and only their digests are known.
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -22,6 +23,12 @@ from kvstore.types import BlockKey
 _AGES: Final = 64
 """Number of ages that pass while every slot is used once."""
 
+
+_REST_S: Final = 300.0
+"""Pause of a slot that could not be written; its medium may be replaced or mounted again meanwhile."""
+
+_REST_SHARE: Final = 8
+"""At most an eighth of all slots rests: two of the 16 segments of a small tier."""
 
 _CANDIDATES: Final = 1 << 13
 """Most slots found by one search; a list of all slots of an age takes long to create."""
@@ -167,10 +174,6 @@ class Shares:
             self._number = np.concatenate([self._number, np.zeros(more, np.uint16)])
 
 
-_ASIDE_SLOTS: Final = 8
-"""Unwritable slots of a segment after which its other free slots count as unwritable, too."""
-
-
 class Index:
     """Blocks by key. ``expected`` is the likely number of blocks, ours and others'; ``tenants`` share our slots."""
 
@@ -179,14 +182,12 @@ class Index:
         columns.make_room(expected)
         self.table = DigestTable(expected)
         self._free: list[int] = []
+        self._resting: OrderedDict[int, float] = OrderedDict()
+        """Free slots that are not given out before a time, because a write failed there."""
         self._readers: Counter[int] = Counter()
         self._left_behind: set[int] = set()
         self._closed: set[int] = set()
         """Segments that are being given up; their slots are not freed."""
-        self._aside: dict[int, list[int]] = {}
-        """Slots that could not be written, by segment; they are not given to blocks until a trial succeeds."""
-        self._trials: set[int] = set()  # Such slots that are free again, to be tried.
-        self.write_failures = 0  # Slots that could not be written since the last successful write.
         held = columns.held()
         noted = self.table.add_all(columns.digest[held], held)
         # An earlier engine stored these blocks twice; one copy is enough.
@@ -239,10 +240,12 @@ class Index:
                 del self._readers[slot]
                 if slot in self._left_behind:
                     self._left_behind.discard(slot)
-                    self.release((slot,))
+                    self._free.append(slot)
 
     def take(self, count: int) -> list[int]:
         """Take and pin at most ``count`` free slots; in order, so that neighbours are written together."""
+        while self._resting and next(iter(self._resting.values())) <= time.monotonic():
+            self._free.insert(0, self._resting.popitem(last=False)[0])
         taken = self._free[-count:] if count else []
         del self._free[len(self._free) - len(taken) :]
         taken.sort()
@@ -259,6 +262,24 @@ class Index:
         self.release(slots)
         self.unpin(slots)
 
+    def rest(self, slots: Iterable[int]) -> None:
+        """Free and unpin slots that could not be written, but give them out only after a pause.
+
+        At a segment's second such slot, all of its free slots rest. So the medium's bad parts cost no more stores. At
+        most a share of all slots rests: if the whole medium fails, blocks are not evicted for stores that fail, too.
+        """
+        until, size = time.monotonic() + _REST_S, self.columns.segment_slots
+        for slot in slots:
+            self.give_back([slot])
+            if any(other // size == slot // size for other in self._resting):
+                same = [other for other in self._free if other // size == slot // size]
+            else:
+                same = [slot] if self._free and self._free[-1] == slot else []
+            if same and len(self._resting) + len(same) <= len(self.columns.segments) * size // _REST_SHARE:
+                gone = set(same)
+                self._free = [other for other in self._free if other not in gone]
+                self._resting.update(dict.fromkeys(same, until))
+
     def release(self, slots: Iterable[int]) -> None:
         """Free slots, immediately or when their last reader has ended."""
         for slot in slots:
@@ -269,34 +290,8 @@ class Index:
             else:
                 self._free.append(slot)
 
-    def set_aside(self, slots: Sequence[int]) -> None:
-        """Unpin taken slots that could not be written, so that a bad place of the medium costs only itself."""
-        self.write_failures += len(slots)
-        for slot in slots:
-            segment = slot // self.columns.segment_slots
-            self._trials.discard(slot)
-            if segment in self._closed:
-                continue
-            aside = self._aside.setdefault(segment, [])
-            aside.append(slot)
-            if len(aside) == _ASIDE_SLOTS:
-                aside += self._take_free(segment)
-        self.unpin(slots)
-
-    def retry_aside(self) -> None:
-        """Free one unwritable slot of each segment; if it can be written, the others of the segment are freed."""
-        for aside in self._aside.values():
-            if aside:
-                slot = aside.pop(0)
-                self._trials.add(slot)
-                self._free.append(slot)
-
     def add(self, rows: Sequence[Row]) -> None:
         """Add blocks in taken slots, from their journal records."""
-        self.write_failures = 0
-        for slot in self._trials.intersection([row[1] for row in rows]) if self._trials else ():
-            self._trials.discard(slot)
-            self.release(self._aside.pop(slot // self.columns.segment_slots, ()))
         for _, slot, size_bytes, digest, key in rows:
             self.columns.set(slot, size_bytes, digest, key)
             self.table.set(digest, slot)
@@ -380,22 +375,17 @@ class Index:
         pinned = {slot // self.columns.segment_slots for slot in self._readers}
         segment = next((each for each in among if each not in pinned and each not in self._closed), None)
         if segment is not None:
+            first, end = self._slots_of(segment)
             self._closed.add(segment)
-            self._take_free(segment)
-            self._aside.pop(segment, None)
+            self._free = [slot for slot in self._free if not first <= slot < end]
+            for slot in [slot for slot in self._resting if first <= slot < end]:
+                del self._resting[slot]
         return segment
 
     def open_segment(self, segment: int, path: int) -> None:
         """Add a new segment, with all of its slots free."""
         self.columns.open_segment(segment, path)
         self._free[:0] = self.columns.free_slots(segment)
-
-    def _take_free(self, segment: int) -> list[int]:
-        """Remove the free slots of a segment from the free list; return them."""
-        first, end = self._slots_of(segment)
-        taken = [slot for slot in self._free if first <= slot < end]
-        self._free = [slot for slot in self._free if not first <= slot < end]
-        return taken
 
     def _slots_of(self, segment: int) -> tuple[int, int]:
         first = segment * self.columns.segment_slots

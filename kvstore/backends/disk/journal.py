@@ -237,6 +237,9 @@ class Journal:
                 await self._engine.call(partial(self._engine.disk.fdatasync, end.fd), precedence=Precedence.LOAD)
         except OSError as error:
             return bare(error), is_visible
+        except RuntimeError as error:
+            # The engine was closed.
+            return OSError(str(error)), is_visible
         return None, True
 
     async def _go_on_in(self, to: JournalEnd) -> None:
@@ -247,7 +250,7 @@ class Journal:
             unused, self.end = self.end, to
         self._next = None
         fd, unused.fd = unused.fd, -1
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):
             await self._engine.call(partial(self._engine.disk.close, fd))
 
 

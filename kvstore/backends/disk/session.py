@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
@@ -29,7 +30,7 @@ from kvstore.codec.record import HEADER_BYTES
 from kvstore.diskio import OsDisk, Transfer, TransferEngine
 from kvstore.errors import BackendUnavailableError, ConfigError, LockedError
 from kvstore.namespace import Namespace
-from kvstore.runtime.limits import CallsUnderWay, Precedence
+from kvstore.runtime.limits import Precedence
 from kvstore.tenants import Tenants
 from kvstore.types import BlockKey, RemovalCause
 
@@ -128,28 +129,18 @@ class Session:
             await asyncio.shield(self._release(1.0))
             raise
 
-    async def close(self, timeout_s: float, calls: CallsUnderWay) -> None:
-        """Wait for running calls, write a snapshot and close everything, if the disk responds.
-
-        Files and locks are also released, after the last operation, if this is cancelled.
-        """
+    async def close(self, timeout_s: float) -> None:
+        """Write a snapshot and close everything, if the disk responds."""
+        self.followers.watch.close()
+        for task in self._tasks:
+            task.cancel()
+        # A task that waits for a thread on a frozen disk ends only with the thread, even if it is cancelled.
+        await asyncio.wait({asyncio.gather(*self._tasks, return_exceptions=True)}, timeout=timeout_s)
+        ending = asyncio.get_running_loop().create_task(self._end())
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await calls.ended()
-            self.followers.watch.close()
-            self._cancel_tasks()
-            # A task that waits for a thread on a frozen disk ends only with the thread, even if it is cancelled.
-            await asyncio.wait({asyncio.gather(*self._tasks, return_exceptions=True)}, timeout=timeout_s)
-            ending = asyncio.get_running_loop().create_task(self._end())
-            self._tasks.append(ending)
             await asyncio.wait({ending}, timeout=timeout_s)
-        except BaseException:
-            # Nothing is awaited, because the loop may be about to end.
-            self.followers.watch.close()
-            self._cancel_tasks()
-            self.engine.release(self._files.close)
-            raise
+        finally:
+            ending.cancel()
         await self._release(timeout_s)
 
     async def _end(self) -> None:
@@ -269,7 +260,6 @@ class Session:
             "directory": self._notice_removal,
             "uses": self.space.count_uses,
             "journal": self.space.retry,
-            "slots": self.space.retry_aside,
         }
         # Before recovery, a segment with unknown blocks would count as empty.
         if self.recovered.is_set():
@@ -377,13 +367,27 @@ class Session:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(work))
 
-    def _cancel_tasks(self) -> None:
+    async def _release(self, timeout_s: float) -> None:
         for task in self._tasks:
             task.cancel()
+        if await self.engine.close(timeout_s):
+            self._files.close()
+        else:
+            self.close_late()
 
-    async def _release(self, timeout_s: float) -> None:
-        self._cancel_tasks()
-        try:
-            await self.engine.close(timeout_s)
-        finally:
-            self.engine.release(self._files.close)
+    def close_late(self) -> None:
+        """Close the files once the last thread has left the kernel, without waiting for that."""
+        for task in self._tasks:
+            task.cancel()
+        if self.engine.stop():
+            threading.Thread(target=self._close_files, name="kvstore-closing", daemon=True).start()
+        else:
+            self._start(self._close_after_ring())
+
+    async def _close_after_ring(self) -> None:
+        await self.engine.ended()
+        self.close_late()
+
+    def _close_files(self) -> None:
+        self.engine.join()
+        self._files.close()

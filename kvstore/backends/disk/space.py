@@ -47,14 +47,6 @@ segment takes up to half a second on a busy drive, and engines take turns."""
 _TURN_ROWS: Final = 1 << 11
 """Blocks of a segment that leave in one turn of the loop: some milliseconds."""
 
-_FAILURES_MAX: Final = 64
-_EVICTION_PAUSE_S: Final = 1.0
-"""After so many slots in a row that could not be written, stores evict only once a second: if none can be written,
-evictions would lose all blocks."""
-
-_ASIDE_S: Final = 60.0
-"""Time after which one unwritable slot of each segment is tried again."""
-
 _BUSY_PAUSE_S: Final = 0.01
 """Pause between two attempts to take the ledger's lock."""
 
@@ -90,8 +82,6 @@ class Space:
         self._full_until = 0.0
         self._failing_since = 0.0
         self._wants = False
-        self._evict_at = 0.0
-        self._aside_at = time.monotonic() + _ASIDE_S
         self._closing: int | None = None
         """Segment that is being given up and still has its file."""
         self._ledger: FileLock | None = None
@@ -135,7 +125,7 @@ class Space:
                         await self._give_up(own)
                 finally:
                     # After the last call of stopped threads, :meth:`release` does it.
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(RuntimeError):
                         await self._engine.call(lock.release)
 
     async def match_files(self) -> None:
@@ -197,12 +187,6 @@ class Space:
         """
         if self._journal.is_behind:
             await self._journal.append([])
-
-    async def retry_aside(self) -> None:
-        """Let some slots that could not be written be tried again, once a minute."""
-        if time.monotonic() >= self._aside_at:
-            self._aside_at = time.monotonic() + _ASIDE_S
-            self._index.retry_aside()
 
     async def count_uses(self) -> None:
         """Count the reads by other engines as uses."""
@@ -301,11 +285,6 @@ class Space:
         """Evict at most ``count`` blocks and free their slots; return whether any slot was freed."""
         # On a medium that takes no frames, no further block departs.
         await self.retry()
-        if self._index.write_failures >= _FAILURES_MAX:
-            now = time.monotonic()
-            if now < self._evict_at:
-                return False
-            self._evict_at = now + _EVICTION_PAUSE_S
         rows = self._index.evict(count)
         await self.leave(rows, RemovalCause.EVICTED)
         return bool(rows)
