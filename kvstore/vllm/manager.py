@@ -270,8 +270,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         if unfilled and self._tag_bytes:
             held = set(self._theirs([*self.manager.primary.keys()]))  # Other tags may have the block.
             unfilled = [key for key in unfilled if key not in held]
-        event = unfilled_event(unfilled)
-        return stated if event is None else [*stated, event]
+        dropped = unfilled_event(unfilled)
+        return stated if dropped is None else [*stated, dropped]
 
     @guarded(lambda: None)
     def reset_cache(self) -> None:

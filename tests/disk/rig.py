@@ -36,7 +36,12 @@ def room_for(blocks: int) -> int:
 
 def segment_bytes(root: Path) -> int:
     """Return the total length of all segments under a directory."""
-    return sum(path.stat().st_size for path in root.rglob("*.seg"))
+    total = 0
+    for path in root.rglob("*.seg"):
+        # An engine may remove it at this moment.
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
 
 class NoFrames(OsDisk):

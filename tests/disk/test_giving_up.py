@@ -188,3 +188,37 @@ async def test_a_failure_after_a_cancelled_store_is_no_error_of_the_loop(
         await rig.session.space.close()
     gc.collect()
     assert not reported
+
+
+class SlowUses(OsDisk):
+    """A disk where the writes to the file that counts uses wait for ``thawed``, once there is one."""
+
+    thawed: threading.Event | None = None
+    waiting = False
+
+    def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
+        if self.thawed is not None and os.readlink(f"/proc/self/fd/{fd}").endswith("uses"):
+            self.waiting = True
+            self.thawed.wait(60)
+        return super().pwritev(fd, buffers, offset)
+
+
+async def test_loads_of_other_engines_blocks_wait_for_no_count_of_uses(tmp_path: Path) -> None:
+    """While a disk takes no writes, the blocks of other engines are still loaded."""
+    disk = SlowUses()
+    async with (
+        opened(tmp_path, room_for(64)) as other,
+        opened(tmp_path, room_for(64), disk=disk, engine="threads", threads=4) as rig,
+    ):
+        values = await other.put_new(4)
+        disk.thawed = threading.Event()
+        await eventually_async(
+            lambda: rig.session.index.place(next(iter(values))) >= 0, what="the other engine's blocks"
+        )
+        try:
+            await rig.has_all(values)
+            await eventually_async(lambda: disk.waiting, what="a count of uses")
+            async with asyncio.timeout(10):
+                await rig.has_all(values)
+        finally:
+            disk.thawed.set()

@@ -178,3 +178,15 @@ def test_a_block_departs_once() -> None:
     assert (len(index), index.place(b"%d" % slots[0])) == (3, NOWHERE)
     index.leave(rows)
     assert (len(index), index.take(4)) == (2, slots[:2])
+
+
+def test_a_retired_slot_stays_retired_after_its_last_read() -> None:
+    """A slot retired after its block was evicted, during a read, is not free when the read ends."""
+    index, (slot,) = filled(1)
+    index.pin((slot,))
+    evicted = index.depart((slot,))
+    retired = index.depart((slot,), Kind.BAD)
+    index.leave(evicted)
+    index.leave(retired)
+    index.unpin((slot,))
+    assert index.take(1) == []

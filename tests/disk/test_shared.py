@@ -521,9 +521,13 @@ async def test_blocks_in_reclaimed_segments_are_no_longer_found(
         def left() -> int:
             return sum(len(list(path.glob(f"*/{name}/*.seg"))) for path in paths)
 
+        journal = max(paths[0].glob(f"*/{name}/journal.*"))
+        os.utime(journal, (1e9, 1e9))
         before = left()
         while left() > before - 3:
             await one.put(one.new(4))
+        # Owners are adopted and reclaimed in the order of their own last changes.
+        assert journal.stat().st_mtime == 1e9
         for rig in (one, two):
             await rig.session.followers.refresh()
             found = [key for key, there in zip(theirs, await rig.backend.exists(theirs), strict=True) if there]

@@ -187,8 +187,10 @@ class FileLock:
             OSError: The file can't be opened or locked; ``FileNotFoundError`` without ``create``.
         """
         operation = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
+        # On a frozen filesystem, opening for writing may block.
+        flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
         for _ in range(_LOCK_TRIES_MAX):
-            fd, _ = open_regular(self._disk, self._name, os.O_RDWR | (os.O_CREAT if create else 0), self._dir_fd)
+            fd, _ = open_regular(self._disk, self._name, flags, self._dir_fd)
             try:
                 self._disk.flock(fd, operation)
                 # Only a lock on the file that has the name now excludes other processes.

@@ -196,6 +196,8 @@ class Followers:
             self._changed.clear()
             try:
                 await self.refresh()
+                # Without the lock, because it writes: on a frozen filesystem, reads go on.
+                await self._engine.call(partial(self._report_uses, list(self.others.values())))
             except OSError as error:
                 _log.debug("other owners could not be looked at: %s", error)
             await asyncio.sleep(_PAUSE_S)
@@ -243,12 +245,14 @@ class Followers:
             other.close()
         self.others.clear()
 
+    def _report_uses(self, others: Sequence[Other]) -> None:
+        for other in others:
+            other.report_uses()
+
     def _look(self, others: Sequence[Other], *, find: bool) -> None:
         """Read new records of other owners, and with ``find`` open new owners; on a thread."""
         for other in others:
             try:
-                if find:
-                    other.report_uses()
                 other.look(self.watch.add)
                 if find and not other.news:
                     self._disk.stat(other.name, self._roots[0].namespace_fd)
