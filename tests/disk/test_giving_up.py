@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvstore.backends.disk import root as root_module
+from kvstore.backends.disk import space as space_module
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
@@ -222,3 +225,48 @@ async def test_loads_of_other_engines_blocks_wait_for_no_count_of_uses(tmp_path:
                 await rig.has_all(values)
         finally:
             disk.thawed.set()
+
+
+async def test_a_segment_given_up_is_not_made_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room is for the engine that requested it, which may take a second to notice."""
+    monkeypatch.setattr(space_module, "_ASK_AGAIN_S", 60.0)
+    async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
+        await fill(one, 16)
+        one.session.space._full_until = 0.0
+        two.session.roots[0].want(two.session.owner.name, wanted=True)
+        await one.session.space.give_up_excess()
+        assert segment_bytes(tmp_path) == room_for(60)
+        assert not await one.session.space._grow(needed=True)
+        assert await two.session.space._grow(needed=True)
+
+
+async def test_a_wish_is_fulfilled_by_one_engine(tmp_path: Path) -> None:
+    """Of several engines with more, one gives up a segment."""
+    async with (
+        opened(tmp_path, room_for(64)) as one,
+        opened(tmp_path, room_for(64)) as two,
+        opened(tmp_path, room_for(64)) as poor,
+    ):
+        for _ in range(8):
+            await fill(one, 1)
+            await fill(two, 1)
+        poor.session.roots[0].want(poor.session.owner.name, wanted=True)
+        for rig in (one, two, one, two):
+            await rig.session.space.give_up_excess()
+        assert one.session.counts["segments_given_up"] + two.session.counts["segments_given_up"] == 1
+
+
+@pytest.mark.parametrize("runs", [False, True])
+async def test_an_owner_whose_directory_was_removed_is_forgotten(tmp_path: Path, runs: bool) -> None:
+    """Its blocks are misses, also while its engine still runs."""
+    async with opened(tmp_path, room_for(64)) as one, contextlib.AsyncExitStack() as stack:
+        other = await stack.enter_async_context(opened(tmp_path, room_for(64)))
+        values, name = await other.put_new(2), other.session.owner.name
+        await one.session.followers.refresh()
+        assert await one.backend.exists(list(values)) == [True] * 2
+        if not runs:
+            await stack.aclose()
+        (directory,) = [path for path in tmp_path.rglob(name) if path.is_dir()]
+        shutil.rmtree(directory)
+        await eventually_async(lambda: not one.session.followers.others, what="the owner forgotten")
+        assert await one.backend.exists(list(values)) == [False] * 2
