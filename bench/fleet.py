@@ -18,10 +18,10 @@ from typing import Final
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # In place of this folder, whose redis.py is not the package.
 
 from bench.common import Row, arguments, reporting
-from kvstore.backends.peer import backend, directory, summary
+from kvstore.backends.peer import directory, summary
 from kvstore.backends.peer.summary import Index, Section
 
 INTERVAL_S: Final = 5.0
@@ -120,7 +120,7 @@ def of_directory(engines: int, lookups: int) -> Row:
         "found": found / max(1, there),
         "asked_in_vain": vain / max(1, asked),
         "asked_of_strangers": sum(bool(index.best(keys, 2)) for keys in strangers) / len(strangers),
-        "connections": 2 * sum(min(len(one), backend._FOUND_MAX) for one in windows) / len(windows),
+        "connections": 2 * sum(min(len(one), summary.ENGINES_MAX) for one in windows) / len(windows),
         "summary_age_s": age_s,
         "summary_bytes": size,
         "index_mb": index._entries.nbytes / 1e6,

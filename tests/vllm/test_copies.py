@@ -252,6 +252,7 @@ def test_no_method_raises(opened: Open) -> None:
     driver = opened()
     context = driver.request()
     driver.manager.manager, inner = None, driver.manager.manager
+    driver.manager._foreign._manager = None
     calls = {
         "lookup": (KEYS[0], context),
         "prepare_load": (KEYS, context),
@@ -270,7 +271,7 @@ def test_no_method_raises(opened: Open) -> None:
         answer = getattr(driver.manager, name)(*arguments)
         assert driver.manager.errors.count == before + 1, name
         assert name != "prepare_load" or answer.is_void
-    driver.manager.manager = inner
+    driver.manager.manager = driver.manager._foreign._manager = inner
     assert "on_reset_flushed" in calls or not hasattr(OffloadingManager, "on_reset_flushed")
 
 
