@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.codec.rows import address_of
-from kvstore.diskio.disk import OsDisk
+from kvstore.diskio.disk import OsDisk, bare
 from kvstore.diskio.loop_ring import LoopRing
 from kvstore.diskio.ring import IOVEC, SQE, SQE_ASYNC, Op, probe
 from kvstore.runtime.limits import CallsUnderWay, Precedence
@@ -94,6 +95,7 @@ class TransferEngine:
         self._threads = Workers(threads if self._ring is None else _HELPERS, "kvstore-disk")
         self._batches = CallsUnderWay()
         self._closing = False
+        self._releasing: asyncio.Task[None] | None = None
         self._slow_fds: set[int] = set()
 
     def admit(self, fd: int) -> None:
@@ -153,25 +155,28 @@ class TransferEngine:
         self._ring.close()
         return ended
 
-    def stop(self) -> bool:
-        """End without waiting: drop what has not begun.
+    def release(self, close_files: Callable[[], None]) -> None:
+        """End without waiting: drop what has not begun, and close files once no operation uses them any more.
 
-        Returns:
-            Whether :meth:`join` tells when everything has ended; if not, await :meth:`ended` and call this again.
+        Threads in the kernel are waited for on a thread. The end of a ring's operations needs a running loop.
         """
         self._closing = True
         self._threads.stop()
-        if self._ring is not None and not self._batches.count:
+        if self._ring is not None:
+            if self._batches.count:
+                self._releasing = asyncio.get_running_loop().create_task(self._release_after_ring(close_files))
+                return
             self._ring.close()
-        return self._ring is None or not self._batches.count
 
-    async def ended(self) -> None:
-        """Wait until the kernel works on no operation of a ring."""
+        def close_late() -> None:
+            self._threads.join()
+            close_files()
+
+        threading.Thread(target=close_late, name="kvstore-closing", daemon=True).start()
+
+    async def _release_after_ring(self, close_files: Callable[[], None]) -> None:
         await self._batches.ended()
-
-    def join(self) -> None:
-        """Block until no thread is in the kernel any more, after :meth:`stop`."""
-        self._threads.join()
+        self.release(close_files)
 
     async def _move(
         self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], precedence: Precedence
@@ -289,7 +294,7 @@ def _complete(call: Callable[..., int], transfer: Transfer, done: int) -> None:
             # Buffered I/O may go on at any byte; on a full disk, only a write of the rest fails with ENOSPC.
             done = reached if stuck > _STUCK_MAX else resume
     except OSError as error:
-        transfer.error = error
+        transfer.error = bare(error)
     transfer.done_bytes = done
 
 

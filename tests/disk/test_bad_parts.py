@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 from kvstore.backends.disk import index as index_module
 from kvstore.backends.disk.layout import segment_name
 from kvstore.diskio import OsDisk
+from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.disk.rig import Rig, opened, room_for
+from tests.disk.rig import NAMESPACE, Rig, opened, room_for
 
 
 class BadDisk(OsDisk):
@@ -68,6 +70,26 @@ async def test_a_medium_that_takes_no_blocks_keeps_those_it_has(tmp_path: Path) 
         assert len(await rig.still_there(values)) >= 64 - 64 // 8 - 4
         disk.bad = ""
         assert (await stores(rig, 20))[Outcome.OK] == 20
+
+
+@pytest.mark.parametrize("engine", ["threads", "auto"])
+def test_failed_writes_keep_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    """A closed tier has no view of the slots, although errors of their writes have tracebacks."""
+
+    def fail(self: OsDisk, fd: int, buffers: list[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, "bad for the test")
+
+    config = {"backend": "file", "path": str(tmp_path / "kv"), "capacity": "8MiB", "reserve": 0, "engine": engine}
+    gc.disable()
+    try:
+        with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=32) as rig:
+            assert rig.store([b"good"]).success
+            monkeypatch.setattr(OsDisk, "pwritev", fail)
+            for number in range(20):
+                rig.store([b"%d %d" % (number, i) for i in range(20)])
+            monkeypatch.undo()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("engine", ["threads", "auto"])

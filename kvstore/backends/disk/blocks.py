@@ -22,7 +22,7 @@ from kvstore.backends.disk.layout import OWNER_SHIFT, PAGE, SLOT_MASK, Kind, Row
 from kvstore.backends.disk.records import SlotRead, SlotWrite, aligned_buffer
 from kvstore.backends.disk.session import Session
 from kvstore.backends.disk.table import NOWHERE
-from kvstore.diskio import Transfer
+from kvstore.diskio import Transfer, bare
 from kvstore.runtime.workers import to_the_end
 from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome, RemovalCause
 
@@ -128,7 +128,7 @@ class Blocks:
                 if session.config.durability == "data":
                     await self._sync(ops)
             # Written records are published even if this call is cancelled.
-            failed += [op.slot for op in ops if (failure := op.failure) and failure.errno not in _FULL]
+            failed += [op.slot for op in ops if op.failure is not None and op.failure.errno not in _FULL]
             publishing = self._publish(ops, outcomes, entered)
             await to_the_end(asyncio.get_running_loop().create_task(publishing))
         except OSError as error:
@@ -146,7 +146,7 @@ class Blocks:
                 await self.session.engine.call(partial(self.session.disk.fdatasync, fd))
         except OSError as error:
             for op in ops:
-                op.error = error
+                op.error = bare(error)
 
     async def _publish(self, ops: Sequence[SlotWrite], outcomes: list[Outcome | None], entered: set[int]) -> None:
         """Enter the written records; add their slots, which are then no longer the caller's, to ``entered``."""
@@ -191,7 +191,7 @@ class Blocks:
                         await session.followers.refresh({op.place >> OWNER_SHIFT for op in of_others})
                     except OSError as error:
                         for op in of_others:
-                            op.error = error
+                            op.error = bare(error)
             for op in ops:
                 outcomes[op.index] = self._read_outcome(op, lost)
         finally:

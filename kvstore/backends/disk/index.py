@@ -271,10 +271,8 @@ class Index:
         until, size = time.monotonic() + _REST_S, self.columns.segment_slots
         for slot in slots:
             self.give_back([slot])
-            if any(other // size == slot // size for other in self._resting):
-                same = [other for other in self._free if other // size == slot // size]
-            else:
-                same = [slot] if self._free and self._free[-1] == slot else []
+            is_bad = any(other // size == slot // size for other in self._resting)
+            same = [other for other in self._free if other == slot or (is_bad and other // size == slot // size)]
             if same and len(self._resting) + len(same) <= len(self.columns.segments) * size // _REST_SHARE:
                 gone = set(same)
                 self._free = [other for other in self._free if other not in gone]

@@ -226,7 +226,7 @@ class Journal:
         try:
             await self._engine.write([transfer], Precedence.LOAD)
             if transfer.error is not None:
-                return bare(transfer.error), False
+                return transfer.error, False
             if transfer.done_bytes != len(frame):
                 return OSError(f"{transfer.done_bytes} of {len(frame)} bytes of a frame were written"), False
             end.offset += len(frame)

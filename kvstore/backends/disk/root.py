@@ -163,7 +163,7 @@ class Root:
             return False
         sizes = {each.name: each.size_bytes for each in owners if not each.has_ended and each.is_readable}
         if lacking:
-            return self._is_due(owner, sizes)
+            return self._restores(owner, sizes)
         self._lacking_since = 0.0
         wishes = self._wishes() - {owner}
         for name in wishes - sizes.keys():
@@ -177,7 +177,7 @@ class Root:
             self.want(poorest, wanted=False)
         return is_due
 
-    def _is_due(self, owner: str, sizes: Mapping[str, int]) -> bool:
+    def _restores(self, owner: str, sizes: Mapping[str, int]) -> bool:
         """Return whether an owner restores capacity or reserve: the largest does; the others if it does not in time."""
         now = time.monotonic()
         self._lacking_since = self._lacking_since or now

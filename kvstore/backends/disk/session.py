@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import copy
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
@@ -379,15 +378,4 @@ class Session:
         """Close the files once the last thread has left the kernel, without waiting for that."""
         for task in self._tasks:
             task.cancel()
-        if self.engine.stop():
-            threading.Thread(target=self._close_files, name="kvstore-closing", daemon=True).start()
-        else:
-            self._start(self._close_after_ring())
-
-    async def _close_after_ring(self) -> None:
-        await self.engine.ended()
-        self.close_late()
-
-    def _close_files(self) -> None:
-        self.engine.join()
-        self._files.close()
+        self.engine.release(self._files.close)
