@@ -277,7 +277,7 @@ class Channel(Protocol):
         """Note that a load is late, so that a stopped I/O half is detected soon; never waits."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until an answer has arrived; return whether one has. For start, drain and close only."""
+        """Block until an answer has arrived; return whether one has. Not for an engine's scheduler."""
 
     def close(self, timeout_s: float) -> bool:
         """Close the I/O half; its answers can still be received. Idempotent.

@@ -298,6 +298,14 @@ class AsyncTier(SecondaryTierManager):
             codec=dict(report.codec),
         )
 
+    def wait(self, timeout_s: float) -> None:
+        """Block until the I/O half has sent something or the timeout expires.
+
+        If the I/O half is a thread (``"io": "thread"``), other threads may use the tier meanwhile.
+        """
+        if not self._channel.closed:
+            self._channel.wait(timeout_s)
+
     def wait_recovered(self, timeout_s: float) -> bool:
         """Block until recovery has ended or the timeout expires; return whether it has. For the start of an engine."""
         deadline = self._clock() + timeout_s

@@ -109,6 +109,15 @@ def open_tier(
         return tier
 
 
+def check_tier(config: Mapping[str, Any]) -> None:
+    """Check the options of a tier that is opened later; the medium is not touched.
+
+    Raises:
+        ConfigError: A value can't be used.
+    """
+    _made(*_split(config), tenants=None)
+
+
 def _open(channel: Channel) -> None:
     try:
         channel.open(_OPEN_TIMEOUT_S)
