@@ -83,8 +83,9 @@ class KVStoreL2Adapter(L2AdapterInterface):
         unknown = sorted(set(params) - {"tier"})
         if unknown or not isinstance(params.get("tier"), dict):
             raise ConfigError(
-                f'The parameters of the adapter are {sorted(params)}. Expected "tier" alone, the object of a tier, such as '
-                '{"type": "file", "path": "/mnt/nvme0/kv", "capacity": "1TiB"}. Correct "adapter_params" of --l2-adapter.'
+                f'The parameters of the adapter are {sorted(params)}. Expected "tier" alone, the object of a tier, '
+                'such as {"type": "file", "path": "/mnt/nvme0/kv", "capacity": "1TiB"}. Correct "adapter_params" of '
+                "--l2-adapter."
             )
         self._config: dict[str, Any] = params["tier"]
         check_tier(self._config)
@@ -340,7 +341,8 @@ class _Space:
 
 
 def _layout_of(key: Any, item: Any) -> _Layout:
-    return _Layout.of(key.model_name, item.get_shapes(), item.get_dtypes())
+    about = item.metadata  # Objects of a single tensor may have no lists.
+    return _Layout.of(key.model_name, about.shapes or [about.shape], about.dtypes or [about.dtype])
 
 
 def _bytes_of(item: Any) -> Any:

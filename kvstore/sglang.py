@@ -123,6 +123,8 @@ class KVStoreHiCache(HiCacheStorage):
         found = {PoolName.KV: longest} if longest else {}
         restorable = list(range(1, longest + 1))
         for transfer in pool_transfers or ():
+            if not restorable:
+                break
             present = self._present(transfer.name, keys[:longest])
             if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
                 lengths = set(range(1, _leading(present) + 1))

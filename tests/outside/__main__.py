@@ -2,7 +2,12 @@
 
 vLLM's tests come with the source distribution of the newest supported version. They are downloaded once, into the
 virtual environment, and run over that version's Python (scripts/vllm_versions.sh) with kvstore's classes in place of
-vLLM's (vllm_adapter.py). The report is a table; the exit status is 0 only if every test passed that applies.
+vLLM's (vllm_adapter.py).
+
+SGLang and LMCache publish no tests of storage backends. Their packages, without their dependencies, are downloaded once
+to a folder each; check_sglang.py and check_lmcache.py drive their own classes and programs over kvstore.
+
+The report is a table; the exit status is 0 only if every test passed that applies.
 """
 
 from __future__ import annotations
@@ -15,12 +20,14 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VERSION = "0.33.0"
-FOLDER = Path(sys.prefix) / "outside" / f"vllm-{VERSION}"
+OUTSIDE = Path(sys.prefix) / "outside"
+FOLDER = OUTSIDE / f"vllm-{VERSION}"
 _PARTS = (
     "tests/__init__.py",
     "tests/utils.py",
@@ -33,11 +40,12 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Outsider:
-    """A group of vLLM's tests."""
+    """A group of tests."""
 
     name: str
     checks: str  # What of kvstore they check.
     path: str
+    packages: tuple[str, ...] = ()  # What they import, beyond the virtual environment; the first names the folder.
 
 
 OUTSIDERS = (
@@ -62,6 +70,20 @@ OUTSIDERS = (
         "tests/v1/kv_offload/tiering/test_fs_tier.py",
     ),
 )
+USERS = (
+    Outsider(
+        "SGLang 0.5.23: HiCache",
+        "`kvstore.sglang` under SGLang's controller, host pools and factory; answers as its file backend's",
+        "tests/outside/check_sglang.py",
+        ("sglang==0.5.23", "orjson==3.13.0", "ipython==9.18.1", "traitlets==5.16.1", "gguf"),
+    ),
+    Outsider(
+        "LMCache 0.5.6: L2 storage",
+        "`kvstore.lmcache` under LMCache's storage manager, factory and `lmcache bench l2`",
+        "tests/outside/check_lmcache.py",
+        ("lmcache==0.5.6",),
+    ),
+)
 
 
 def fetch() -> None:
@@ -70,13 +92,7 @@ def fetch() -> None:
         return
     FOLDER.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER.parent) as scratch:
-        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "vllm"]
-        for attempt in range(_ATTEMPTS):
-            time.sleep(5 * attempt)
-            if subprocess.run([*download, "--dest", scratch, f"vllm=={VERSION}"], check=False).returncode == 0:
-                break
-        else:
-            raise SystemExit(f"outside: the source of vLLM {VERSION} could not be downloaded")
+        _pip("download", "--no-binary", "vllm", "--dest", scratch, f"vllm=={VERSION}")
         made = Path(scratch) / "made"
         (archive,) = Path(scratch).glob("*.tar.gz")
         with tarfile.open(archive) as source:
@@ -91,9 +107,42 @@ def fetch() -> None:
         made.rename(FOLDER)
 
 
+def fetch_packages(outsider: Outsider) -> Path:
+    """Install an outsider's packages, but not their dependencies, into a folder of their own, unless it is there."""
+    folder = OUTSIDE / outsider.packages[0].replace("==", "-")
+    if not folder.is_dir():
+        OUTSIDE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=OUTSIDE) as scratch:
+            made = Path(scratch) / "made"
+            _pip("install", "--no-compile", "--only-binary", ":all:", "--target", str(made), *outsider.packages)
+            made.rename(folder)
+    return folder
+
+
+def _pip(verb: str, *arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", verb, "--quiet", "--no-deps", *arguments]
+    for attempt in range(_ATTEMPTS):
+        time.sleep(5 * attempt)
+        if subprocess.run(command, check=False).returncode == 0:
+            return
+    raise SystemExit(f"outside: failed: {' '.join(command)}")
+
+
 def run() -> Counter[tuple[str, str]]:
-    """Run all groups in one session of pytest; return the number of tests by group and result."""
-    paths = [FOLDER, Path(sys.prefix) / "vllm-versions" / VERSION, ROOT, ROOT / "tests" / "outside"]
+    """Run all groups; return the number of tests by group and result."""
+    vllm = [FOLDER, Path(sys.prefix) / "vllm-versions" / VERSION, ROOT, ROOT / "tests" / "outside"]
+    # The configuration of all of vLLM's tests needs packages that these do not.
+    options = ["-n", "2", "--timeout", "120", "-p", "vllm_adapter", "--confcutdir", str(FOLDER / "tests/v1")]
+    found = _session(OUTSIDERS, FOLDER, vllm, options)
+    for outsider in USERS:
+        found += _session((outsider,), ROOT, [fetch_packages(outsider), ROOT], ["--timeout", "60"])
+    return found
+
+
+def _session(
+    outsiders: Sequence[Outsider], folder: Path, paths: Sequence[Path], options: Sequence[str]
+) -> Counter[tuple[str, str]]:
+    """Run some groups in one session of pytest."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -104,15 +153,13 @@ def run() -> Counter[tuple[str, str]]:
     found: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        options = ["-q", "-n", "2", "-c", os.devnull, "--rootdir", str(FOLDER), "-p", "no:cacheprovider", "--tb=short"]
-        options += ["--timeout", "120", "-p", "vllm_adapter", "--junitxml", str(report), "-W", "ignore"]
-        # The configuration of all of vLLM's tests needs packages that these do not.
-        options += ["--confcutdir", str(FOLDER / "tests/v1")]
-        command = [sys.executable, "-m", "pytest", *options, *(outsider.path for outsider in OUTSIDERS)]
-        ended = subprocess.run(command, cwd=FOLDER, env=environment, check=False)
+        fixed = ["-q", "-c", os.devnull, "--rootdir", str(folder), "-p", "no:cacheprovider", "--tb=short"]
+        fixed += ["--junitxml", str(report), "-W", "ignore"]
+        command = [sys.executable, "-m", "pytest", *fixed, *options, *(outsider.path for outsider in outsiders)]
+        ended = subprocess.run(command, cwd=folder, env=environment, check=False)
         for test in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
             module = test.get("classname", "").replace(".", "/")
-            name = next((each.name for each in OUTSIDERS if module.startswith(each.path.removesuffix(".py"))), module)
+            name = next((each.name for each in outsiders if module.startswith(each.path.removesuffix(".py"))), module)
             results = {child.tag for child in test}
             bad, other = results & {"failure", "error"}, "skipped" in results  # With expected failures.
             found[name, "failed" if bad else "other" if other else "passed"] += 1
@@ -126,10 +173,10 @@ def main() -> int:
     fetch()
     found = run()
     print("| outsider | checks | passed | do not apply | failed |", "|---|---|---|---|---|", sep="\n")
-    for each in OUTSIDERS:
+    for each in (*OUTSIDERS, *USERS):
         counts = [found[each.name, result] for result in ("passed", "other", "failed")]
         print(f"| {each.name} | {each.checks} |", *(f"{count} |" for count in counts))
-    is_good = all(found[each.name, "passed"] for each in OUTSIDERS)
+    is_good = all(found[each.name, "passed"] for each in (*OUTSIDERS, *USERS))
     return 0 if is_good and not any(count for (_, result), count in found.items() if result == "failed") else 1
 
 
