@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
@@ -15,9 +15,6 @@ from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.base import TierStats
 from kvstore.tiers.opening import open_tier
 from kvstore.types import BlockKey, LookupResult, TransferJob
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 logger = logging.getLogger("kvstore.tiers")
 
@@ -45,9 +42,7 @@ class ThreadedTier:
         BackendError: The medium refuses, and the tier is ``required``.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], *, primary: WriteableBuffer, slot_bytes: int, namespace: Namespace
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], *, primary: Any, slot_bytes: int, namespace: Namespace) -> None:
         if config.get("io", "thread") != "thread":
             raise ConfigError(
                 f'"io" is {config["io"]!r}. Expected "thread": the memory belongs to another framework, and an I/O '

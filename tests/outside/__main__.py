@@ -75,7 +75,7 @@ USERS = (
         "SGLang 0.5.23: HiCache",
         "`kvstore.sglang` under SGLang's controller, host pools and factory; answers as its file backend's",
         "tests/outside/check_sglang.py",
-        ("sglang==0.5.23", "orjson==3.13.0", "ipython==9.18.1", "traitlets==5.16.1", "gguf"),
+        ("sglang==0.5.23", "orjson==3.13.0", "ipython==9.18.1", "traitlets==5.16.1", "gguf==0.19.0"),
     ),
     Outsider(
         "LMCache 0.5.6: L2 storage",
