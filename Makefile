@@ -4,7 +4,7 @@
 # make test-gpu PYTHON=python3   tests that need a CUDA GPU (minutes), with a Python that has torch for CUDA and the extra "test"
 # make test-docs  as root: the pages for users are followed in an empty Debian, to a restarted engine (tests/docs/empty_root.py)
 # make campaign  the reliability goals of docs/reliability.md, one line each (CAMPAIGN_MINUTES, CAMPAIGN_GOALS, CAMPAIGN_SEED), and test-versions
-# make outside  vLLM's own tests of offloading against kvstore's connector, manager and disk tier (tests/outside)
+# make outside  vLLM's own tests of offloading, SGLang's and LMCache's own classes and programs, against kvstore (tests/outside)
 # make lint   ruff, mypy, import contracts, schemas of deploy/
 # make docs   the documentation, into site/
 # make setup  the virtual environment that all of these need; each of them makes it first, and it is not made twice

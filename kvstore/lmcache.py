@@ -30,8 +30,6 @@ from kvstore.namespace import Namespace
 from kvstore.tiers.opening import check_tier
 from kvstore.tiers.threaded import ThreadedTier
 
-__all__ = ["KVStoreL2Adapter"]
-
 logger = logging.getLogger("kvstore.lmcache")
 
 _STAGING_BYTES = 256 << 20

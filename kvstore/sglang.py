@@ -29,8 +29,6 @@ from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.tiers.threaded import ThreadedTier
 
-__all__ = ["KVStoreHiCache"]
-
 logger = logging.getLogger("kvstore.sglang")
 
 _CLEAR_S = 30.0
