@@ -88,6 +88,7 @@ class AsyncTier(SecondaryTierManager):
 
     Attributes:
         may_encrypt: Whether payloads pass through a codec chain, which may encrypt.
+        lookup_timeout_s: Time after which an unanswered lookup is a miss.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class AsyncTier(SecondaryTierManager):
         self.name, self.takes_stores = name, takes_stores
         self.medium, self.locality = medium, locality
         self.may_encrypt = config.codec != "raw"
+        self.lookup_timeout_s = float(config.lookup_timeout)
         self._channel = channel
         self._config = config
         self._slot_bytes, self._slot_count = slot_bytes, slot_count

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.errors import ConfigError
@@ -23,6 +25,14 @@ _STEP_S = 0.1
 
 Answers = list[bool]
 """One value per key: whether the block is there, was stored, or was loaded."""
+
+
+@dataclass(slots=True)
+class _Lookup:
+    keys: Sequence[BlockKey]
+    found: list[LookupResult]
+    answers: Future[Answers]
+    deadline: float  # Monotonic seconds; what is unknown then is a miss.
 
 
 class ThreadedTier:
@@ -54,7 +64,7 @@ class ThreadedTier:
         )
         self._lock = threading.Lock()  # Held for each use of the tier, never while waiting.
         self._jobs: dict[int, tuple[Sequence[BlockKey], Future[Answers]]] = {}
-        self._lookups: list[tuple[Sequence[BlockKey], Future[Answers]]] = []
+        self._lookups: list[_Lookup] = []
         self._last_job = 0
         self._clearing: Future[bool] | None = None
         self._closing = False
@@ -63,7 +73,12 @@ class ThreadedTier:
 
     def lookup(self, keys: Sequence[BlockKey]) -> Answers:
         """Return which blocks are there, after at most the tier's ``lookup_timeout``."""
-        return self._wait(len(keys), lambda answers: self._look_up(keys, answers))
+        deadline = time.monotonic() + self._tier.lookup_timeout_s
+
+        def start(answers: Future[Answers]) -> None:
+            self._look_up(_Lookup(keys, [LookupResult.RETRY] * len(keys), answers, deadline))
+
+        return self._wait(len(keys), start)
 
     def store(self, keys: Sequence[BlockKey], slots: Sequence[int]) -> Answers:
         """Store blocks from slots; return which ones the medium now holds. Keys must differ."""
@@ -121,12 +136,15 @@ class ThreadedTier:
             self._tier.flush()
         return answers.result()
 
-    def _look_up(self, keys: Sequence[BlockKey], answers: Future[Answers]) -> None:
-        found = [self._tier.lookup(key) for key in keys]
-        if LookupResult.RETRY in found:
-            self._lookups.append((keys, answers))
+    def _look_up(self, lookup: _Lookup) -> None:
+        # An answer is kept: it may be stale before the last one arrives.
+        for i, result in enumerate(lookup.found):
+            if result is LookupResult.RETRY:
+                lookup.found[i] = self._tier.lookup(lookup.keys[i])
+        if LookupResult.RETRY in lookup.found and time.monotonic() < lookup.deadline:
+            self._lookups.append(lookup)
         else:
-            answers.set_result([result is LookupResult.HIT for result in found])
+            lookup.answers.set_result([result is LookupResult.HIT for result in lookup.found])
 
     def _submit(self, kind: JobKind, keys: Sequence[BlockKey], slots: Sequence[int], answers: Future[Answers]) -> None:
         self._last_job += 1
@@ -153,8 +171,8 @@ class ThreadedTier:
     def _step(self) -> None:
         self._report()
         lookups, self._lookups = self._lookups, []
-        for keys, answers in lookups:
-            self._look_up(keys, answers)
+        for lookup in lookups:
+            self._look_up(lookup)
         if self._clearing is not None and not self._jobs and self._tier.forget(b""):
             cleared, self._clearing = self._clearing, None
             cleared.set_result(True)
@@ -167,7 +185,8 @@ class ThreadedTier:
             answers.set_result([key in good for key in keys])
 
     def _fail_all(self) -> None:
-        for keys, answers in [*self._jobs.values(), *self._lookups]:
+        waiting = [*self._jobs.values(), *((lookup.keys, lookup.answers) for lookup in self._lookups)]
+        for keys, answers in waiting:
             answers.set_result([False] * len(keys))
         self._jobs.clear()
         self._lookups.clear()

@@ -63,6 +63,7 @@ from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 from kvstore.errors import ConfigError  # noqa: E402
 from kvstore.sglang import KVStoreHiCache  # noqa: E402
+from tests.redis.servers import plain, running  # noqa: E402
 
 PAGE_TOKENS = 16
 PAGES = 24
@@ -443,15 +444,26 @@ def test_clear_removes_the_pages_of_this_model_alone(tmp_path: Path, open_backen
     assert made.batch_exists(["a"]) == 1
 
 
-def test_a_medium_that_fails_is_a_miss(tmp_path: Path, open_backends: list[Any]) -> None:
-    """With a tier whose server does not answer, calls return misses, and none raises."""
+def test_a_server_that_stops(tmp_path: Path, open_backends: list[Any]) -> None:
+    """While a Redis server is stopped, calls return misses within the tier's limits; afterwards the pages are found."""
     pool = host_pool()
-    tier = {"type": "redis", "url": "redis://127.0.0.1:1/0", "required": False, "lookup_timeout": 0.2}
-    made = backend(config(tmp_path, extra_config={**extra(tmp_path), "tier": tier}), pool)
-    open_backends.append(made)
-    assert made.batch_exists(["a"]) == 0
-    assert made.batch_set_v1(["a"], indices_of([0])) == [False]
-    assert made.batch_get_v1(["a"], indices_of([0])) == [False]
+    fill(pool, indices_of([0, 1]), seed=1)
+    with running(plain("redis", tmp_path / "redis")) as (server,):
+        limits = dict.fromkeys(("lookup_timeout", "load_timeout", "store_timeout", "positive_ttl", "negative_ttl"), 0.2)
+        tier = {"type": "redis", "url": server.url, **limits}
+        made = backend(config(tmp_path, extra_config={**extra(tmp_path), "tier": tier}), pool)
+        open_backends.append(made)
+        assert made.batch_set_v1(["a"], indices_of([0])) == [True]
+        server.pause()
+        until(lambda: made.batch_exists(["a"]) == 0)
+        assert made.batch_set_v1(["b"], indices_of([1])) == [False]
+        assert made.batch_get_v1(["a"], indices_of([2])) == [False]
+        server.resume()
+        until(lambda: made.batch_get_v1(["a"], indices_of([2])) == [True])
+        assert holds(pool, 2 * PAGE_TOKENS, content(pool, 1, 0))
+        until(lambda: made.batch_exists(["a"]) == 1)
+        server.kill()
+        assert made.batch_get_v1(["a"], indices_of([3])) == [False]
 
 
 def test_calls_after_close_are_misses(tmp_path: Path) -> None:
@@ -502,8 +514,8 @@ def test_the_older_interface_is_a_miss(tmp_path: Path, open_backends: list[Any])
 
 
 if __name__ == "__main__":
-    running = controller(Path(sys.argv[1]), host_pool())
-    print("stored", write(running, TOKENS, seed=1), flush=True)
+    storing = controller(Path(sys.argv[1]), host_pool())
+    print("stored", write(storing, TOKENS, seed=1), flush=True)
     for other_seed in range(2, 50):
-        write(running, array("q", [other_seed, *TOKENS[1:]]), other_seed)
+        write(storing, array("q", [other_seed, *TOKENS[1:]]), other_seed)
     threading.Event().wait()  # To be killed.

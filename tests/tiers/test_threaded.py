@@ -119,6 +119,12 @@ def test_an_unanswered_lookup_is_a_miss_at_its_deadline(
     assert tier.lookup([key(1)]) == [False]
 
 
+def test_answers_that_do_not_last_end_the_lookup(opened: Callable[..., ThreadedTier]) -> None:
+    """With answers that are stale at once, a lookup still ends at its deadline."""
+    tier = opened(SHARED, lookup_timeout=0.05, positive_ttl=0, negative_ttl=0)
+    assert tier.lookup([key(1)]) == [False]
+
+
 def test_close_ends_waiting_calls(opened: Callable[..., ThreadedTier], monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that waits when the tier is closed returns a miss, as do all later calls."""
     tier = opened(SHARED, lookup_timeout=60)
