@@ -94,8 +94,8 @@ class KVStoreL2Adapter(L2AdapterInterface):
         self._lock = threading.Lock()
         self._last_task = 0
         self._done: dict[str, dict[int, Any]] = {kind: {} for kind in _KINDS}
-        self._spaces: dict[_Layout, _Space | float] = {}
-        """Open tiers; for one that could not be opened, the time of the next attempt."""
+        self._spaces: dict[_Layout, _Space] = {}
+        self._retry_at: dict[_Layout, float] = {}  # Earliest next attempt to open a tier, monotonic seconds.
         self._opening = threading.Lock()
 
     def get_store_event_fd(self) -> int:
@@ -137,7 +137,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
 
     def delete(self, keys: list[Any]) -> None:
         """Remove objects of every known layout of their model."""
-        for layout, space in self._open_spaces():
+        for layout, space in list(self._spaces.items()):
             theirs = [key for key in keys if key.model_name == layout.model]
             space.tier.remove([_block_key(key) for key in theirs])
             if theirs:
@@ -145,11 +145,11 @@ class KVStoreL2Adapter(L2AdapterInterface):
 
     def get_usage(self) -> AdapterUsage:
         """Return the bytes on the medium. Their limit is the tier's ``capacity``, which kvstore itself enforces."""
-        used = sum(space.tier.stats().used_bytes for _, space in self._open_spaces())
+        used = sum(space.tier.stats().used_bytes for space in list(self._spaces.values()))
         return AdapterUsage(total_bytes_used=used, total_capacity_bytes=0)
 
     def report_status(self) -> dict[str, Any]:
-        tiers = [space.tier.stats() for _, space in self._open_spaces()]
+        tiers = [space.tier.stats() for space in list(self._spaces.values())]
         return {
             "is_healthy": all(stats.ready for stats in tiers),
             "type": type(self).__name__,
@@ -163,7 +163,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         """End the tasks, and close the tiers and descriptors."""
         for pool in self._workers.values():
             pool.shutdown(wait=True, cancel_futures=True)
-        for _, space in self._open_spaces():
+        for space in list(self._spaces.values()):
             space.close()
         for notifier in self._notifiers.values():
             notifier.close()
@@ -244,28 +244,27 @@ class KVStoreL2Adapter(L2AdapterInterface):
 
     def _space(self, layout: _Layout) -> _Space | None:
         """Return the tier of a layout, opened at the first use; None, with an error in the log, if that fails."""
-        space = self._spaces.get(layout, 0.0)
-        if isinstance(space, float):
+        space = self._spaces.get(layout)
+        if space is None and self._retry_at.get(layout, 0.0) <= time.monotonic():
             with self._opening:
-                space = self._spaces.get(layout, 0.0)
-                if isinstance(space, float) and space <= time.monotonic():
-                    space = self._spaces[layout] = self._opened(layout)
-        return None if isinstance(space, float) else space
+                space = self._spaces.get(layout) or self._opened(layout)
+        return space
 
-    def _opened(self, layout: _Layout) -> _Space | float:
+    def _opened(self, layout: _Layout) -> _Space | None:
         try:
-            if len(self._spaces) >= _LAYOUTS_MAX and layout not in self._spaces:
+            if len(self._spaces) >= _LAYOUTS_MAX:
                 raise ConfigError(
                     f"{_LAYOUTS_MAX} tiers are in use. Expected at most one per model and group of layers. Restart "
                     "LMCache's server if its models have changed."
                 )
-            return _Space(layout, self._config)
+            space = self._spaces[layout] = _Space(layout, self._config)
         except (KVStoreError, OSError) as error:
             logger.error("Objects of the model %r are not cached: %s", layout.model, error)
-            return time.monotonic() + _RETRY_S
-
-    def _open_spaces(self) -> list[tuple[_Layout, _Space]]:
-        return [(layout, space) for layout, space in list(self._spaces.items()) if isinstance(space, _Space)]
+            if len(self._retry_at) >= _LAYOUTS_MAX:
+                self._retry_at.clear()
+            self._retry_at[layout] = time.monotonic() + _RETRY_S
+            return None
+        return space
 
 
 class _Space:
@@ -284,6 +283,7 @@ class _Space:
             )
         rows = max(2, min(_ROWS_MAX, _STAGING_BYTES // size_bytes))
         self._memory = mmap.mmap(-1, rows * size_bytes)
+        self._memory.madvise(mmap.MADV_DONTDUMP)  # Core dumps must not contain users' prompts.
         self._rows = np.frombuffer(self._memory, np.uint8).reshape(rows, size_bytes)
         self._free = list(range(rows))
         self._freed = threading.Condition()

@@ -34,6 +34,8 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 from lmcache.v1.platform import consume_fd
 
 from kvstore.errors import ConfigError
+from tests.s3.clients import options_for
+from tests.s3.servers import moto, running
 
 LAYOUT = MemoryLayoutDesc([torch.Size([2, 2, 64, 128])], [torch.bfloat16])
 """Keys and values of two layers, of a chunk of 64 tokens: 64 KiB."""
@@ -41,19 +43,24 @@ OBJECTS = 24
 WAIT_S = 30
 
 
-def adapter_config(directory: Path, **tier: Any) -> dict[str, Any]:
-    """Return the argument of ``--l2-adapter`` with a tier in a directory."""
+def on_disk(directory: Path, **more: Any) -> dict[str, Any]:
+    """Return a tier in a directory."""
+    return {"type": "file", "path": str(directory), "capacity": "64MiB", **more}
+
+
+def adapter_config(tier: Any) -> dict[str, Any]:
+    """Return the argument of ``--l2-adapter`` with a tier."""
     return {
         "type": "plugin",
         "module_path": "kvstore.lmcache",
         "class_name": "KVStoreL2Adapter",
-        "adapter_params": {"tier": {"type": "file", "path": str(directory), "capacity": "64MiB", **tier}},
+        "adapter_params": {"tier": tier},
     }
 
 
 def manager(directory: Path) -> StorageManager:
     """Return LMCache's storage manager, as its server makes it, with 64 MiB of memory."""
-    adapter = PluginL2AdapterConfig.from_dict(adapter_config(directory))
+    adapter = PluginL2AdapterConfig.from_dict(adapter_config(on_disk(directory)))
     memory = L1MemoryManagerConfig(64 << 20, use_lazy=False, shm_name="")
     return StorageManager(
         StorageManagerConfig(L1ManagerConfig(memory), EvictionConfig("LRU"), L2AdaptersConfig([adapter]))
@@ -85,9 +92,8 @@ def value_of(stored: Any) -> float:
 class Caller:
     """Calls an adapter as LMCache's controllers do, and waits for each task's descriptor."""
 
-    def __init__(self, directory: Path, **tier: Any) -> None:
-        parsed = PluginL2AdapterConfig.from_dict(adapter_config(directory, **tier))
-        self.adapter = create_l2_adapter(parsed)
+    def __init__(self, tier: dict[str, Any]) -> None:
+        self.adapter = create_l2_adapter(PluginL2AdapterConfig.from_dict(adapter_config(tier)))
         self.results: dict[int, Any] = {}
 
     def store(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> bool:
@@ -138,7 +144,7 @@ def open_caller(tmp_path: Path) -> Iterator[Callable[..., Caller]]:
     made: list[Caller] = []
 
     def open_one(**tier: Any) -> Caller:
-        made.append(Caller(tmp_path / "kv", **tier))
+        made.append(Caller(on_disk(tmp_path / "kv", **tier)))
         return made[-1]
 
     yield open_one
@@ -329,10 +335,7 @@ def test_many_threads(open_caller: Callable[..., Caller]) -> None:
 
 def test_a_medium_that_fails_is_a_miss() -> None:
     """With a server that does not answer, tasks fail or miss, and none raises."""
-    tier = {"type": "redis", "url": "redis://127.0.0.1:1/0", "lookup_timeout": 0.2}
-    adapter_json = {**adapter_config(Path()), "adapter_params": {"tier": tier}}
-    caller = Caller.__new__(Caller)
-    caller.adapter, caller.results = create_l2_adapter(PluginL2AdapterConfig.from_dict(adapter_json)), {}
+    caller = Caller({"type": "redis", "url": "redis://127.0.0.1:1/0", "lookup_timeout": 0.2})
     try:
         assert caller.look_up([key(1)]) == [False]
         assert not caller.store([key(1)], [item(1)])
@@ -341,7 +344,43 @@ def test_a_medium_that_fails_is_a_miss() -> None:
         caller.adapter.close()
 
 
-def test_objects_of_unknown_type_are_refused(open_caller: Callable[..., Caller], caplog: Any) -> None:
+def test_an_s3_tier(tmp_path: Path) -> None:
+    """Objects in S3 are found by the next server."""
+    with running(moto(tmp_path)) as server:
+        tier = {"type": "s3", **options_for(server)}
+        caller = Caller(tier)
+        assert caller.store([key(n) for n in range(8)], [item(n) for n in range(8)])
+        caller.adapter.close()
+        caller = Caller(tier)
+        assert caller.look_up([key(n) for n in range(9)]) == [True] * 8 + [False]
+        targets = [item() for _ in range(8)]
+        assert caller.load([key(n) for n in range(8)], targets) == [True] * 8
+        assert [value_of(each) for each in targets] == list(range(8))
+        caller.adapter.close()
+
+
+def test_a_tier_that_cannot_be_opened_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its directory the tier caches nothing; it works once the directory is there."""
+    monkeypatch.setattr("kvstore.lmcache._RETRY_S", 0.0)
+    caller = Caller(on_disk(tmp_path / "mount" / "kv"))
+    assert not caller.store([key(1)], [item(1)])
+    assert caller.look_up([key(1)]) == [False]
+    (tmp_path / "mount").mkdir()
+    assert caller.store([key(1)], [item(1)])
+    assert caller.look_up([key(1)]) == [True]
+    caller.adapter.close()
+
+
+def test_the_number_of_tiers_is_bounded(open_caller: Callable[..., Caller], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects of one model too many are not cached; those of the others are."""
+    monkeypatch.setattr("kvstore.lmcache._LAYOUTS_MAX", 2)
+    caller = open_caller()
+    keys = [key(1, model=model) for model in ("a", "b", "c")]
+    assert [caller.store([each], [item(1)]) for each in keys] == [True, True, False]
+    assert caller.look_up(keys) == [True, True, False]
+
+
+def test_objects_of_unknown_type_are_refused(open_caller: Callable[..., Caller]) -> None:
     """Bytes may be one kind of FP8 or another: they are cached only if the configuration names the kind."""
     layout = MemoryLayoutDesc([torch.Size([2, 2, 64, 128])], [torch.uint8])
     caller, named = open_caller(), open_caller(namespace="fp8_e4m3")
@@ -353,15 +392,15 @@ def test_objects_of_unknown_type_are_refused(open_caller: Callable[..., Caller],
 
 def test_faults_of_the_configuration(tmp_path: Path) -> None:
     """Each fault is refused at the start, with the value, the expected value and the remedy."""
-    good = adapter_config(tmp_path)
+    good = adapter_config(on_disk(tmp_path))
     for parameters in ({}, {"tier": "file"}, {**good["adapter_params"], "stage": 1}):
         config = PluginL2AdapterConfig.from_dict({**good, "adapter_params": parameters})
         with pytest.raises(ConfigError, match=r'Expected "tier" alone, .* Correct "adapter_params" of --l2-adapter'):
             create_l2_adapter(config)
     with pytest.raises(ConfigError, match="Unknown backend 'fiel'"):
-        create_l2_adapter(PluginL2AdapterConfig.from_dict(adapter_config(tmp_path, type="fiel")))
+        create_l2_adapter(PluginL2AdapterConfig.from_dict(adapter_config(on_disk(tmp_path, type="fiel"))))
     with pytest.raises(ConfigError, match="capacity"):
-        create_l2_adapter(PluginL2AdapterConfig.from_dict(adapter_config(tmp_path, capacity="much")))
+        create_l2_adapter(PluginL2AdapterConfig.from_dict(adapter_config(on_disk(tmp_path, capacity="much"))))
 
 
 def test_the_interface(open_caller: Callable[..., Caller]) -> None:
@@ -379,7 +418,7 @@ def test_the_interface(open_caller: Callable[..., Caller]) -> None:
 
 def test_their_load_generator_verifies_every_byte(tmp_path: Path) -> None:
     """``lmcache bench l2`` stores objects, loads them, and compares all bytes."""
-    spec = json.dumps(adapter_config(tmp_path / "kv", namespace="bench"))
+    spec = json.dumps(adapter_config(on_disk(tmp_path / "kv", namespace="bench")))
     options = ["--l2-adapter", spec, "--no-skip-verify", "--rounds", "3", "--in-flight", "4", "--format", "json"]
     done = subprocess.run(
         [sys.executable, "-m", "lmcache.cli.main", "bench", "l2", *options],
@@ -393,11 +432,11 @@ def test_their_load_generator_verifies_every_byte(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    running = manager(Path(sys.argv[1]))
-    put(running, range(OBJECTS), 0)
-    until(lambda: blocks(running) == OBJECTS)
+    storing = manager(Path(sys.argv[1]))
+    put(storing, range(OBJECTS), 0)
+    until(lambda: blocks(storing) == OBJECTS)
     print("stored", OBJECTS, flush=True)
     for start in range(100, 200, 4):
-        put(running, range(start, start + 4), 0)
+        put(storing, range(start, start + 4), 0)
         time.sleep(0.005)
     threading.Event().wait()  # To be killed.
