@@ -17,18 +17,14 @@ from kvstore.types import BlockInfo, BlockKey, Medium, NamespaceInfo, Outcome, R
 
 
 class MemoryConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Blocks in the memory of the process; for tests and examples.
-
-    Attributes:
-        capacity: Bytes of all records together; at the limit, blocks are evicted.
-        eviction: Eviction policy: ``"lru"``, ``"s3fifo"`` or ``"arc"``.
-        shelf: Name under which records survive ``close``, for the next backend of this process with the same name; one
-            backend at a time. Without a name, records are lost at ``close``.
-    """
+    """Blocks in the memory of the process; for tests and examples."""
 
     capacity: ByteSize = ByteSize(1 << 30)  # Enough to be useful, too little to hurt any host that runs an engine.
-    eviction: str = "lru"
+    """Bytes of all records together; at the limit, blocks are evicted."""
+    eviction: str = "lru"  # Eviction policy: ``"lru"``, ``"s3fifo"`` or ``"arc"``.
     shelf: str = ""
+    """Name under which records survive ``close``, for the next backend of this process with the same name; one backend
+    at a time. Without a name, records are lost at ``close``."""
 
 
 @dataclass(slots=True, eq=False)

@@ -98,6 +98,23 @@ def test_an_orchestrator_passes_hints_with_a_request(restarted: Engine) -> None:
     assert again["cached"] == 160
 
 
+def test_vllm_limits_the_tokens_that_are_stored_and_loaded(restarted: Engine) -> None:
+    """VLLM's ``max_offload_tokens`` and ``max_load_tokens`` hold for a prompt, whatever kvstore holds of it."""
+    text = prompt(778, 300)
+
+    def ask(**params: int) -> dict[str, Any]:
+        (answer,) = restarted.call("ask", [text], 6, None, params)
+        restarted.call("settle")
+        restarted.call("reset")
+        assert isinstance(answer, dict)
+        return answer
+
+    stores = [ask(max_offload_tokens=100), ask(max_offload_tokens=0)]
+    loads = [ask(max_load_tokens=0), ask(max_load_tokens=170), ask()]
+    assert [answer["cached"] for answer in stores + loads] == [0, 96, 0, 160, full_blocks(300)]
+    assert len({tuple(answer["tokens"]) for answer in stores + loads}) == 1
+
+
 def test_lazy_stores_write_nothing_before_they_must(restarted: Engine) -> None:
     """A lazy request's blocks stay in the primary tier while there is room; another's are written immediately."""
 

@@ -28,21 +28,13 @@ class Done(NamedTuple):
 
 
 class System(ABC):
-    """One system that stores and loads blocks.
+    """One system that stores and loads blocks."""
 
-    Attributes:
-        name: Name in tables: ``"kvstore-file"``, ``"vllm-fs"``, ``"raw"``.
-        host: Host of its I/O: ``"thread"`` or ``"process"``.
-        direct: Whether its reads bypass the page cache; None without one (memory, network).
-        looks_up: Whether :meth:`lookup` queries it; otherwise the caller tracks its stored blocks.
-        capacity_bytes: Most payload that may be stored, for a system without eviction; 0: no limit.
-    """
-
-    name: str
-    host = "thread"
-    direct: bool | None = None
-    looks_up = False
-    capacity_bytes = 0
+    name: str  # Name in tables: ``"kvstore-file"``, ``"vllm-fs"``, ``"raw"``.
+    host = "thread"  # Host of its I/O: ``"thread"`` or ``"process"``.
+    direct: bool | None = None  # Whether its reads bypass the page cache; None without one (memory, network).
+    looks_up = False  # Whether :meth:`lookup` queries it; otherwise the caller tracks its stored blocks.
+    capacity_bytes = 0  # Most payload that may be stored, for a system without eviction; 0: no limit.
 
     @abstractmethod
     def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
