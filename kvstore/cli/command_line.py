@@ -24,7 +24,7 @@ from typer import confirm as confirm
 from typer.core import TyperGroup
 
 import kvstore
-from kvstore.cli.reporting.terminal import print_line
+from kvstore.cli.terminal import print_line
 from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.quantity import ByteSize, Seconds
@@ -142,6 +142,14 @@ TierOption = Annotated[
     ),
 ]
 """One tier; parse it with :func:`kvstore.cli.tier_argument.parse_tier`."""
+Tiers = Annotated[
+    list[str] | None,
+    Option(
+        "--tier", "-t", metavar="JSON|URL|@FILE",
+        help="The tier: the very JSON that goes into secondary_tiers, a URL, or @file. Several: side by side. Without "
+        "it, a file tier in a temporary directory.",
+    ),
+]  # fmt: skip
 
 JsonFlag = Annotated[bool, Option("--json", help="Print one JSON object on stdout and nothing else.")]
 OutFile = Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="Also write the JSON report to a file.")]

@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Annotated, Any, Final, Self, TypeVar
 
 from kvstore.cli.command_line import ExitCode, Option, duration_option
-from kvstore.cli.reporting.terminal import say
+from kvstore.cli.terminal import say
 from kvstore.errors import ConfigError, KVStoreError
 
 _T = TypeVar("_T")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cli.replaying.traces import (
+from kvstore.cli.bench.traces import (
     Trace,
     TraceError,
     TraceRequest,

@@ -147,6 +147,18 @@ def device_of(path: Path) -> dict[str, Any]:
     return found
 
 
+def probe_direct(directory: Path) -> bool:
+    """Return whether files in a directory can be opened for direct I/O."""
+    path = directory / f".kvstore-bench-probe-{os.getpid()}"
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True
+
+
 def median_row(rows: Sequence[Mapping[str, Any]]) -> Row:
     """Merge the rows of several equal runs: the median of each measured number, and the number of runs."""
     merged = dict(rows[0])

@@ -16,10 +16,10 @@ from typing import Annotated
 
 import msgspec
 
+from kvstore.cli.bench.traces import TraceRequest
 from kvstore.cli.command_line import Argument, Exit, ExitCode, Option, OutputError, check_output, duration_option
 from kvstore.cli.interruption import Stopping
-from kvstore.cli.replaying.traces import TraceRequest
-from kvstore.cli.reporting.terminal import say
+from kvstore.cli.terminal import say
 from kvstore.errors import ConfigError
 from kvstore.tiering.recording import DATAGRAM_BYTES_MAX, SOCKET_PATH_BYTES_MAX, RecordedRequest
 

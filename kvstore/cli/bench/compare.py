@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+from kvstore.cli.bench.measure import BASELINES
+from kvstore.cli.bench.tables import keep_telling
 from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option
-from kvstore.cli.measuring.measure import BASELINES
-from kvstore.cli.reporting.report import Report, Row, read_report
-from kvstore.cli.reporting.tables import keep_telling
-from kvstore.cli.reporting.terminal import (
+from kvstore.cli.report import Report, Row, read_report
+from kvstore.cli.terminal import (
     Column,
     latency_text,
     print_json_text,

@@ -5,6 +5,13 @@ from __future__ import annotations
 import contextlib
 from typing import Annotated, Any, Final
 
+from kvstore.cli.bench.driver import Driver, PhaseResult
+from kvstore.cli.bench.measure import bench_namespace, remove_blocks
+from kvstore.cli.bench.payload import Payload
+from kvstore.cli.bench.run import Io, Keep, PayloadKind, Seed, tier_of
+from kvstore.cli.bench.systems import TierSystem
+from kvstore.cli.bench.target import Target
+from kvstore.cli.bench.workload import Workload, parse_sizes
 from kvstore.cli.command_line import (
     Exit,
     ExitCode,
@@ -16,16 +23,9 @@ from kvstore.cli.command_line import (
     size_option,
     write_output,
 )
-from kvstore.cli.commands.run import Io, Keep, PayloadKind, Seed, tier_of
 from kvstore.cli.interruption import Stopping
-from kvstore.cli.measuring.driver import Driver, PhaseResult
-from kvstore.cli.measuring.measure import bench_namespace, remove_blocks
-from kvstore.cli.measuring.payload import Payload
-from kvstore.cli.measuring.systems import TierSystem
-from kvstore.cli.measuring.target import Target
-from kvstore.cli.measuring.workload import Workload, parse_sizes
-from kvstore.cli.reporting.report import Report
-from kvstore.cli.reporting.terminal import Progress, print_json_text, print_line, rounded_size, say, size_text
+from kvstore.cli.report import Report
+from kvstore.cli.terminal import Progress, print_json_text, print_line, rounded_size, say, size_text
 from kvstore.errors import ConfigError
 from kvstore.primary import Region
 

@@ -10,6 +10,11 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from kvstore.cli.bench.engine import Link
+from kvstore.cli.bench.plot import check_pictures, pictures_of
+from kvstore.cli.bench.simulation import OPTIMUM, ReplayCase, ReplaySettings, auto_capacities, check_case, replay
+from kvstore.cli.bench.target import Target
+from kvstore.cli.bench.traces import BLOCK_TOKENS, Trace, TraceShape, generate_trace, read_trace, write_trace
 from kvstore.cli.command_line import (
     Argument,
     Exit,
@@ -24,13 +29,8 @@ from kvstore.cli.command_line import (
     size_option,
     write_output,
 )
-from kvstore.cli.measuring.target import Target
-from kvstore.cli.replaying.replay import OPTIMUM, ReplayCase, ReplaySettings, auto_capacities, check_case, replay
-from kvstore.cli.replaying.tiers import Link
-from kvstore.cli.replaying.traces import BLOCK_TOKENS, Trace, TraceShape, generate_trace, read_trace, write_trace
-from kvstore.cli.reporting.plots import check_pictures, pictures_of
-from kvstore.cli.reporting.report import Report
-from kvstore.cli.reporting.terminal import Column, Progress, print_json_text, print_table, rounded_size, say
+from kvstore.cli.report import Report
+from kvstore.cli.terminal import Column, Progress, print_json_text, print_table, rounded_size, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError

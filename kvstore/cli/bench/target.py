@@ -15,9 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from kvstore.cli.measuring.systems import probe_direct
-from kvstore.cli.reporting.report import device_of
-from kvstore.cli.reporting.terminal import say
+from kvstore.cli.report import device_of, probe_direct
+from kvstore.cli.terminal import say
 from kvstore.cli.tier_argument import TierArgument, make_tier
 from kvstore.config import Capacity
 from kvstore.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 
 from kvstore.cli.command_line import Option, json_object, size_option
 from kvstore.cli.interruption import DEADLINE_TO_LOOK, Deadline, DeadlineOption
-from kvstore.cli.reporting.terminal import print_json_text, say
+from kvstore.cli.terminal import print_json_text, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy

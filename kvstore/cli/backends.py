@@ -11,8 +11,8 @@ from string import Template
 from typing import Annotated, Any, Final
 
 from kvstore.cli.command_line import Argument, JsonFlag, Option
-from kvstore.cli.reporting.report import Report
-from kvstore.cli.reporting.terminal import Column, print_json_text, print_line, print_table
+from kvstore.cli.report import Report
+from kvstore.cli.terminal import Column, print_json_text, print_line, print_table
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 

@@ -12,7 +12,7 @@ from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.names import KeeperNames
 from kvstore.cli.command_line import Option, TierOption, parsed_json, text_of
 from kvstore.cli.interruption import DEADLINE_TO_LOOK, Deadline, DeadlineOption
-from kvstore.cli.reporting.terminal import print_json_text
+from kvstore.cli.terminal import print_json_text
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 

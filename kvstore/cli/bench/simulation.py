@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, cast
 
 from kvstore.backends.base import Backend, RecordGeometry
+from kvstore.cli.bench.engine import PRIMARY, DryTier, Link, Pace, ReplayCounts, ReplayEngine, WatchedTier, block_keys
+from kvstore.cli.bench.traces import Trace
 from kvstore.cli.interruption import Runner
-from kvstore.cli.replaying.engine import PRIMARY, Pace, ReplayCounts, ReplayEngine, block_keys
-from kvstore.cli.replaying.tiers import DryTier, Link, WatchedTier
-from kvstore.cli.replaying.traces import Trace
 from kvstore.cli.tier_argument import TierArgument
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy

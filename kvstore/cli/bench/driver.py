@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
 
-from kvstore.cli.measuring.histogram import Latencies
-from kvstore.cli.measuring.payload import BlockRows
-from kvstore.cli.measuring.systems import Op, System, cpu_seconds
-from kvstore.cli.measuring.workload import Workload
+from kvstore.cli.bench.histogram import Latencies
+from kvstore.cli.bench.payload import BlockRows
+from kvstore.cli.bench.systems import Op, System, cpu_seconds
+from kvstore.cli.bench.workload import Workload
 from kvstore.types import LookupResult, Outcome
 
 _LOOPS: Final = 1000

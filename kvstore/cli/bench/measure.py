@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.cli.measuring.baselines import RawSystem, VllmFsSystem, check_fio, fio_rows
-from kvstore.cli.measuring.driver import Driver, OpCounts, PhaseResult
-from kvstore.cli.measuring.histogram import Latencies
-from kvstore.cli.measuring.payload import Payload
-from kvstore.cli.measuring.systems import Op, System, TierSystem
-from kvstore.cli.measuring.target import Target
-from kvstore.cli.measuring.workload import Workload
-from kvstore.cli.reporting.report import Report, Row, median_row
-from kvstore.cli.reporting.tables import cost_rows
+from kvstore.cli.bench.driver import Driver, OpCounts, PhaseResult
+from kvstore.cli.bench.histogram import Latencies
+from kvstore.cli.bench.payload import Payload
+from kvstore.cli.bench.systems import Op, RawSystem, System, TierSystem, VllmFsSystem, check_fio, fio_rows
+from kvstore.cli.bench.tables import cost_rows
+from kvstore.cli.bench.target import Target
+from kvstore.cli.bench.workload import Workload
+from kvstore.cli.report import Report, Row, median_row
 from kvstore.errors import BackendError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.primary import Region

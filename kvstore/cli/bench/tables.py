@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from kvstore.cli.reporting.report import Row
-from kvstore.cli.reporting.terminal import Column, latency_text, print_line, print_table, size_text
+from kvstore.cli.report import Row
+from kvstore.cli.terminal import Column, latency_text, print_line, print_table, size_text
 from kvstore.tiers.base import TierStats
 
 _COLUMNS: Final = (

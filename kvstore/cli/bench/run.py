@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+from kvstore.cli.bench.driver import PhaseResult
+from kvstore.cli.bench.measure import BASELINES, Measurement
+from kvstore.cli.bench.tables import environment_line, print_costs, print_measurement
+from kvstore.cli.bench.target import Target
+from kvstore.cli.bench.workload import Mix, Verify, Workload, listed, parse_sizes
 from kvstore.cli.command_line import (
     DefaultsFile,
     Exit,
@@ -18,19 +23,15 @@ from kvstore.cli.command_line import (
     Option,
     OutFile,
     Reuse,
+    Tiers,
     check_output,
     duration_option,
     size_option,
     write_output,
 )
 from kvstore.cli.interruption import Stopping
-from kvstore.cli.measuring.driver import PhaseResult
-from kvstore.cli.measuring.measure import BASELINES, Measurement
-from kvstore.cli.measuring.target import Target
-from kvstore.cli.measuring.workload import Mix, Verify, Workload, listed, parse_sizes
-from kvstore.cli.reporting.report import Report, environment
-from kvstore.cli.reporting.tables import environment_line, print_costs, print_measurement
-from kvstore.cli.reporting.terminal import Progress, latency_text, print_json_text, print_line, rounded_size, say
+from kvstore.cli.report import Report, environment
+from kvstore.cli.terminal import Progress, latency_text, print_json_text, print_line, rounded_size, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.config import did_you_mean
 from kvstore.errors import BackendError, ConfigError
@@ -40,14 +41,6 @@ _HOUR: Final = 3600.0
 _SHARE_MAX: Final = 0.4
 """Largest share of a tier's capacity for the working set, so that storing as much again does not evict it."""
 
-Tiers = Annotated[
-    list[str] | None,
-    Option(
-        "--tier", "-t", metavar="JSON|URL|@FILE",
-        help="The tier: the very JSON that goes into secondary_tiers, a URL, or @file. Several: side by side. Without "
-        "it, a file tier in a temporary directory.",
-    ),
-]  # fmt: skip
 BlockSize = Annotated[
     str, Option("--block-size", "-b", metavar="SIZES", help="Block sizes, bytes, separated by commas.")
 ]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+from kvstore.cli.bench.simulation import ReplayCase, ReplaySettings, auto_capacities, replay
+from kvstore.cli.bench.traces import BLOCK_TOKENS, read_trace
 from kvstore.cli.command_line import JsonFlag, Option, parsed_json, size_option, text_of
-from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, replay
-from kvstore.cli.replaying.traces import BLOCK_TOKENS, read_trace
-from kvstore.cli.reporting.terminal import Column, latency_text, print_json_text, print_line, print_table, rounded_size
+from kvstore.cli.terminal import Column, latency_text, print_json_text, print_line, print_table, rounded_size
 from kvstore.errors import ConfigError
 
 _DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Annotated
 
 from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option, parsed_json, text_of
-from kvstore.cli.reporting.report import Report
-from kvstore.cli.reporting.terminal import print_json_text, print_line
+from kvstore.cli.report import Report
+from kvstore.cli.terminal import print_json_text, print_line
 from kvstore.errors import ConfigError
 
 _Config = Annotated[

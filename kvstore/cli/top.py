@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.cli.command_line import Argument, Exit, ExitCode, Option, duration_option
 from kvstore.cli.interruption import Stopping
-from kvstore.cli.reporting.terminal import (
+from kvstore.cli.terminal import (
     Column,
     Frame,
     Screen,

@@ -29,7 +29,7 @@ from kvstore.cli.holdings.archive import write_archive
 from kvstore.cli.holdings.care import GcPlan, chosen, import_archive, make_plan, run_plan, scrub, summary
 from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.interruption import DEADLINE_TO_LOOK, Deadline, DeadlineOption
-from kvstore.cli.reporting.terminal import (
+from kvstore.cli.terminal import (
     Bar,
     Column,
     age_text,
