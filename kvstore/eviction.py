@@ -302,13 +302,7 @@ class ARC(_QueuePolicy):
 
 
 class SharedPolicy(EvictionPolicy):
-    """One policy per tenant; accounts determine the tenant whose blocks are evicted.
-
-    Args:
-        policy: Class of each tenant's policy.
-        tenants: The rule and the shares.
-        capacity_blocks_hint: See :class:`EvictionPolicy`.
-    """
+    """One policy per tenant; accounts determine the tenant whose blocks are evicted."""
 
     name = "shared"
 
@@ -369,9 +363,6 @@ def make_policy(name: str, capacity_blocks_hint: int = 0, tenants: Tenants | Non
     """Create an empty policy by name (``"lru"``, ``"s3fifo"``, ``"arc"``; case, hyphens and underscores are ignored).
 
     With ``tenants``, their accounts determine the tenant to evict from (:class:`kvstore.tenants.Accounts`).
-
-    Raises:
-        ConfigError: There is no policy of this name.
     """
     policy = _POLICIES.get(str(name).lower().replace("-", "").replace("_", ""))
     if policy is None:

@@ -41,11 +41,7 @@ _tag_in: Final = operator.itemgetter(slice(TAG_BYTES))
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shares and rate limits of a tenant.
-
-    Raises:
-        ConfigError: A share or a rate is out of range.
-    """
+    """Shares and rate limits of a tenant."""
 
     values: tuple[str, ...] = ()  # Values of the rule that identify this tenant; if empty, its name.
     guaranteed: float = 0.0  # Share of a cache that other tenants cannot displace while this tenant is active.
@@ -68,12 +64,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tenants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rule that assigns requests to tenants, and the shares and rates of tenants.
-
-    Raises:
-        ConfigError: There is no such rule, the guaranteed shares exceed 1, a value identifies two tenants, or a number
-            is out of range.
-    """
+    """The rule that assigns requests to tenants, and the shares and rates of tenants."""
 
     by: str
     """Rule: the request's ``cache_salt``, the name of its LoRA ``adapter``, or the ``parameter`` ``"tenant"`` of its
@@ -152,8 +143,6 @@ class Accounts:
     need room converge to equal shares.
 
     Args:
-        tenants: The rule and the shares.
-        capacity: Blocks that the cache can hold.
         clock: Monotonic seconds; by default, tenants are never idle.
     """
 
@@ -202,9 +191,7 @@ class Accounts:
         """Take blocks from the accounts, in the order above.
 
         Args:
-            need: Blocks needed.
             take: Called with an account and a number of blocks; returns the number taken.
-            wanted_by: Account that needs the room.
             extra: Blocks that this account is about to add; they count as its own.
 
         Returns:

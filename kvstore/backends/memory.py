@@ -17,18 +17,14 @@ from kvstore.types import BlockInfo, BlockKey, Medium, NamespaceInfo, Outcome, R
 
 
 class MemoryConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Blocks in the memory of the process; for tests and examples.
-
-    Attributes:
-        capacity: Bytes of all records together; at the limit, blocks are evicted.
-        eviction: Eviction policy: ``"lru"``, ``"s3fifo"`` or ``"arc"``.
-        shelf: Name under which records survive ``close``, for the next backend of this process with the same name; one
-            backend at a time. Without a name, records are lost at ``close``.
-    """
+    """Blocks in the memory of the process; for tests and examples."""
 
     capacity: ByteSize = ByteSize(1 << 30)  # Enough to be useful, too little to hurt any host that runs an engine.
-    eviction: str = "lru"
+    """Bytes of all records together; at the limit, blocks are evicted."""
+    eviction: str = "lru"  # Eviction policy: ``"lru"``, ``"s3fifo"`` or ``"arc"``.
     shelf: str = ""
+    """Name under which records survive ``close``, for the next backend of this process with the same name; one backend
+    at a time. Without a name, records are lost at ``close``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,12 +58,6 @@ class MemoryBackend(Backend):
         make_policy(self.config.eviction)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """See :meth:`Backend.open`.
-
-        Raises:
-            ConfigError: The capacity is below one block, or the eviction policy is unknown.
-            LockedError: Another open backend has the shelf.
-        """
         capacity = self.config.capacity
         if capacity < geometry.record_bytes_max:
             raise ConfigError(
@@ -128,7 +118,7 @@ class MemoryBackend(Backend):
                 yield BlockInfo(key, len(record))
 
     async def namespaces(self) -> Sequence[NamespaceInfo]:
-        """See :meth:`Backend.namespaces`. Returns those on the shelf.
+        """Returns those on the shelf.
 
         Raises:
             ConfigError: The tier has no shelf, so its blocks are lost with its backend.

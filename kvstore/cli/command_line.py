@@ -229,7 +229,6 @@ def text_of(text: str, subject: str) -> str:
     """Return an argument, or the contents of the file that it names as ``@FILE`` (``@-`` for stdin).
 
     Args:
-        text: The argument.
         subject: Noun for errors, such as ``"configuration"``.
 
     Raises:

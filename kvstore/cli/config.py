@@ -123,11 +123,7 @@ def vllm_config(
     tiering: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the value of vLLM's ``--kv-transfer-config`` for tiers; the arguments are the options of the command.
-
-    Raises:
-        ConfigError: An option can't be used, or options contradict each other.
-    """
+    """Return the value of vLLM's ``--kv-transfer-config`` for tiers; the arguments are the options of the command."""
     labelled = _labelled(tiers)
     own_manager = spec == "kvstore" and manager == "kvstore"
     if manager not in ("kvstore", "vllm"):

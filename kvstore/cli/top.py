@@ -82,14 +82,10 @@ class Watch:
 
     Args:
         addresses: ``host:port``, or URLs.
-        timeout_s: Timeout of one request.
 
     Attributes:
         engines: Engines that answered the last scrape, in the order of the addresses.
         problems: Errors of the last scrape, by address.
-
-    Raises:
-        ConfigError: An address is not valid.
     """
 
     def __init__(self, addresses: Sequence[str], timeout_s: float) -> None:
@@ -136,10 +132,6 @@ class Watch:
 
 def parse(text: str, at: float) -> dict[str, Sample]:
     """Return kvstore's metrics on a page, by vLLM's number of the engine.
-
-    Args:
-        text: In Prometheus' text format.
-        at: Time of the scrape, on the monotonic clock.
 
     Raises:
         ValueError: The text is not in that format.
@@ -272,8 +264,6 @@ def frame_of(engines: Sequence[Engine], problems: Mapping[str, str], width: int)
     """Return the contents of the screen.
 
     Args:
-        engines: The engines.
-        problems: Errors of failed scrapes, by address.
         width: Most columns.
     """
     tables = (

@@ -69,11 +69,7 @@ _WARNINGS_MAX: Final = 256
 
 
 class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Source of a keyring: exactly one of ``file``, ``env`` and ``command``. It contains no secret itself.
-
-    Raises:
-        ConfigError: No source or several are given, or ``refresh`` is out of range.
-    """
+    """Source of a keyring: exactly one of ``file``, ``env`` and ``command``. It contains no secret itself."""
 
     file: Path | None = None  # Path of the document.
     env: str = ""
@@ -139,10 +135,6 @@ class Keyring:
 
     A failed reading is logged and leaves the keys unchanged. A successful one replaces all keys, so a key removed from
     the document is forgotten.
-
-    Args:
-        source: Source of the document.
-        clock: Monotonic seconds.
 
     Raises:
         ConfigError: The document can't be read, or is not a keyring.

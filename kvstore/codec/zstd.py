@@ -47,11 +47,7 @@ _MAGIC: Final = b"\x28\xb5\x2f\xfd"
 
 
 class ZstdOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of :class:`Zstd`.
-
-    Raises:
-        ConfigError: The level is out of range.
-    """
+    """Options of :class:`Zstd`."""
 
     # The fastest level that benefits from the planes.
     level: int = 1  # -5 to 19; higher levels compress better and slower. All levels decode at about the same rate.
@@ -64,8 +60,7 @@ class ZstdOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Zstd(Codec):
     """Compresses each payload, piece by piece.
 
-    See :class:`~kvstore.codec.base.Codec` for the contract. A batch releases the GIL once, through the package's
-    multi-buffer calls, if it has them (on CPython).
+    A batch releases the GIL once, through the package's multi-buffer calls, if it has them (on CPython).
     """
 
     name = "zstd"

@@ -38,8 +38,6 @@ class OsDisk:
         """Make a batch of system calls of one kind from the event loop, for io_uring. Fault injection overrides this.
 
         Args:
-            op: Name of the kind of call.
-            subjects: File name or descriptor of each call.
             function: Makes the calls at the given positions; returns the result of each, or minus its errno.
         """
         return await function(range(len(subjects)))

@@ -27,7 +27,6 @@ class Lender:
     on a dict or list, which Python makes atomic.
 
     Args:
-        primary: The primary tier.
         backends: Storage of this engine whose records may also be sent, on the borrower's event loop. Several lenders
             may share the list, and it may grow.
     """

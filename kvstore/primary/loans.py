@@ -81,7 +81,6 @@ class HandOvers:
         """Add a handed-over request whose blocks are not known yet.
 
         Args:
-            request_id: The request.
             name: Name of the hand-over, which several requests may share; empty if it has none.
         """
         self.end(request_id)

@@ -86,9 +86,6 @@ class SlotBuffers:
     Args:
         primary: The whole primary tier; any shape and format, C-contiguous and writable.
         slot_bytes: Length of a row. Row ``i`` begins at ``i * slot_bytes``.
-
-    Raises:
-        ConfigError: The memory can't be used as rows of that length.
     """
 
     def __init__(self, primary: memoryview, slot_bytes: int) -> None:

@@ -125,11 +125,7 @@ class TieringConfig:
 
 
 def engine_tiering(options: object, tier_names: Sequence[str]) -> TieringConfig:
-    """Return the options in an engine's ``tiering`` setting, checked against the names of the tiers.
-
-    Raises:
-        ConfigError: The options are not a JSON object, or an option or policy is not valid.
-    """
+    """Return the options in an engine's ``tiering`` setting, checked against the names of the tiers."""
     if not isinstance(options, Mapping):
         raise ConfigError(f"tiering is {shown(options)}. Expected a JSON object.")
     known = {option.name for option in fields(TieringConfig)} - _OF_ENGINE

@@ -34,9 +34,7 @@ class Copies:
     slots any more.
 
     Args:
-        primary: The primary tier.
         reports: Reports of the copying side; None: only :meth:`all_ended` proves the end of copies.
-        clock: Monotonic seconds.
     """
 
     def __init__(

@@ -38,7 +38,6 @@ class EventLog:
     """Collects the events of the primary tier and of the tiers below.
 
     Args:
-        enabled: Whether events are kept.
         accesses: Whether reads of blocks in the primary tier are events.
     """
 

@@ -183,7 +183,6 @@ class Gate:
         Args:
             prefills: Scheduled tokens and preceding tokens of context, per request. Requests with few tokens are
                 decoding; their time counts as the fixed part of a step.
-            seconds: Duration of the step.
         """
         if not 0.0 < seconds < math.inf:
             return
@@ -206,9 +205,7 @@ class Gate:
         """Add the measurement of a load.
 
         Args:
-            tier: The tier.
             blocks: Blocks in progress in the tier when the load began, including its own.
-            seconds: Time from submission to end.
         """
         one = self._tiers[tier]
         usual_s = self.p95_s(tier, blocks)
@@ -228,10 +225,7 @@ class Gate:
         """Note the report of an abandoned load. Loads delayed by the same stall count once.
 
         Args:
-            tier: The tier.
             blocks: As for :meth:`note_load`.
-            since: Time of submission.
-            now: Time of the report.
         """
         one = self._tiers[tier]
         one.late = max(0, one.late - 1)
@@ -278,10 +272,7 @@ class Gate:
         """Return the number of blocks of a prefix to load that saves the most time; 0 if loading saves none.
 
         Args:
-            start: Tokens before the first block.
-            ends: End of each block, in tokens.
             tiers: Tier of each block; -1 for a block in the primary tier or being promoted to it.
-            queued: Blocks in progress in each tier.
             unknown: Index of the first block whose tier has not answered yet. That block and later ones are loaded
                 after the answer.
             waiting: Requests that wait to be computed, including this one.
@@ -356,7 +347,6 @@ class Gate:
         The estimate of loads ignores probes, because small reads may be fast on a tier whose large reads are slow.
 
         Args:
-            tier: The tier.
             blocks: As for :meth:`note_load`.
             seconds: As for :meth:`note_load`; NaN if the probe failed.
         """

@@ -37,7 +37,6 @@ class Hedges:
     the other one ends.
 
     Args:
-        core: The shared state.
         gate: The gate, which estimates load times.
     """
 

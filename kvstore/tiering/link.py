@@ -105,7 +105,7 @@ class TierLink(TierFlow):
         return gone is not False
 
     def stats(self) -> TierStats:
-        """See :meth:`SecondaryTierManager.stats`. A dead tier is not ready."""
+        """A dead tier is not ready."""
         return self._contain("stats", self._stats, TierStats(self.name, ready=False))
 
     def reset(self) -> None:

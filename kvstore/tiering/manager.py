@@ -164,10 +164,6 @@ class TieringManager:
         """Set a request's blocks, as for :meth:`on_new_request`, once they are known.
 
         Args:
-            ctx: The request.
-            keys: See :meth:`on_new_request`.
-            ends: See :meth:`on_new_request`.
-            prompt_tokens: See :meth:`on_new_request`.
             weighed: Blocks subject to the gate: those of layers that need every block of the prefix; by default all.
                 The other blocks are loaded up to the same position.
         """

@@ -124,12 +124,8 @@ class PolicyParser:
     closed: the strictest restriction of its kind applies (see ``_STRICTEST``).
 
     Args:
-        tier_names: Names of all tiers.
         defaults: The configured defaults, in the same form as a request's parameters.
         allowed: Parameters that requests may set, of :data:`PARAMETERS`; others are ignored.
-
-    Raises:
-        ConfigError: The configured defaults are not valid, or an allowed parameter does not exist.
     """
 
     def __init__(

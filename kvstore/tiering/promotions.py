@@ -65,7 +65,6 @@ class Promotions:
     requests could wait for each other forever.
 
     Args:
-        core: The shared state.
         hedges: Repeats slow loads from a second tier; None for no hedges.
         on_abandoned: Called with the request of an abandoned load.
     """
@@ -152,7 +151,6 @@ class Promotions:
         """Return RETRY until the request has waited long enough, then MISS.
 
         Args:
-            state: The request.
             key: Block whose tier has not answered; None for a request that waits for room.
         """
         now = self._clock()

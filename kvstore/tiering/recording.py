@@ -41,9 +41,6 @@ class RequestFeed:
 
     It never waits: requests are lost while the recorder's queue is full, and the recorder counts them. Used by one
     thread.
-
-    Args:
-        path: Path of the socket.
     """
 
     def __init__(self, path: str) -> None:
@@ -56,7 +53,6 @@ class RequestFeed:
 
         Args:
             ends: Its blocks with their ends in tokens, group by group, each in prefix order.
-            tokens: Length of the prompt.
         """
         if not ends:
             return

@@ -41,7 +41,6 @@ class TierTally:
         """Count the first answer about a block to a request.
 
         Args:
-            hit: The answer.
             started: Start of the lookup (``time.perf_counter``); 0 if untimed.
         """
         self.queries += 1
@@ -51,14 +50,7 @@ class TierTally:
         self.lookup_samples.append(self.last_lookup_s)
 
     def note_job(self, is_load: bool, success: bool, seconds: float, since_s: float) -> None:
-        """Count a reported job.
-
-        Args:
-            is_load: Whether it is a load.
-            success: Whether it succeeded entirely.
-            seconds: Its time on the I/O side.
-            since_s: Seconds since its submission.
-        """
+        """Count a reported job."""
         if is_load:
             self.failed_load_jobs += not success
             self.load_seconds += seconds

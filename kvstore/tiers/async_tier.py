@@ -140,13 +140,13 @@ class AsyncTier(SecondaryTierManager):
         self._drained = self._drains = 0
 
     def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
-        """See :meth:`SecondaryTierManager.lookup`. HIT is a strong hint, not a promise: a load may still miss."""
+        """HIT is a strong hint, not a promise: a load may still miss."""
         result = self._lookup(key, ctx, self._clock())
         self._lookups[result.value] += 1
         return result
 
     def submit_store(self, job: TransferJob) -> None:
-        """See :meth:`SecondaryTierManager.submit_store`. Present blocks are not written again."""
+        """Present blocks are not written again."""
         if not is_sound(job, JobKind.STORE, self._slot_count):
             self._jobs.finish(job, JobKind.STORE, [Outcome.REFUSED] * len(job.keys))
             return
@@ -166,7 +166,7 @@ class AsyncTier(SecondaryTierManager):
         self._outbox.append(self._jobs.start(job, JobKind.STORE, asked, size_bytes, deadline))
 
     def submit_load(self, job: TransferJob) -> None:
-        """See :meth:`SecondaryTierManager.submit_load`. Loads are never shed; an open breaker makes them fail."""
+        """Loads are never shed; an open breaker makes them fail."""
         if not is_sound(job, JobKind.LOAD, self._slot_count):
             self._jobs.finish(job, JobKind.LOAD, [Outcome.REFUSED] * len(job.keys))
             return
@@ -192,7 +192,7 @@ class AsyncTier(SecondaryTierManager):
             self._jobs.give_up_all(Outcome.CANCELLED)
 
     def get_finished(self) -> Sequence[JobResult]:
-        """See :meth:`SecondaryTierManager.get_finished`. Flushes first."""
+        """Flushes first."""
         self.flush()
         self._receive()
         self._give_up_late_jobs(self._clock())
@@ -204,14 +204,14 @@ class AsyncTier(SecondaryTierManager):
             self._outbox.append(Touch(held))
 
     def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:
-        """See :meth:`SecondaryTierManager.remove`. The medium deletes them asynchronously."""
+        """The medium deletes them asynchronously."""
         sound = tuple(filter(is_key, keys))
         if sound and not self._epoch.is_changing:
             self._blocks_gone(self._presence.note_absent(sound, self._clock()), cause)
             self._outbox.append(Delete(sound))
 
     def forget(self, prefix: bytes) -> bool:
-        """See :meth:`SecondaryTierManager.forget`. Retries a failed attempt after ``breaker_cooldown``.
+        """Retries a failed attempt after ``breaker_cooldown``.
 
         Never true, and logged once, if the medium can't list its blocks: it may still hold some.
         """
@@ -224,7 +224,7 @@ class AsyncTier(SecondaryTierManager):
         return False
 
     def begin_epoch(self) -> bool:
-        """See :meth:`SecondaryTierManager.begin_epoch`. Until it has begun, loads fail and stores are shed."""
+        """Until it has begun, loads fail and stores are shed."""
         if self._config.reset == "forget":
             self._blocks_gone(self._presence.keys(), RemovalCause.REMOVED)
             self._forget_medium()
@@ -236,7 +236,7 @@ class AsyncTier(SecondaryTierManager):
         self._failed_loads.forget_request(ctx.request_id)
 
     def take_events(self) -> Sequence[TierEvent]:
-        """See :meth:`SecondaryTierManager.take_events`; none unless the tier was opened with events."""
+        """None unless the tier was opened with events."""
         return self._inventory.take()
 
     def restate_events(self) -> None:
@@ -324,7 +324,7 @@ class AsyncTier(SecondaryTierManager):
         return not self._jobs
 
     def close(self, timeout_s: float | None = None) -> None:
-        """See :meth:`SecondaryTierManager.close`. Jobs without an answer by then are reported as failed."""
+        """Jobs without an answer by then are reported as failed."""
         if self._channel.closed:
             return
         if not self._channel.close(_CLOSE_TIMEOUT_S if timeout_s is None else timeout_s):

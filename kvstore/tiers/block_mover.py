@@ -145,9 +145,6 @@ class BlockMover:
     """Moves blocks between the slots of a primary tier and the records of a backend.
 
     Args:
-        backend: Holds the records.
-        namespace: Namespace of the blocks.
-        slots: The rows of the primary tier.
         inflight_bytes: Maximum payload bytes in flight.
         on_put: Called on the loop thread, in order, with blocks that are now on the medium.
         on_found: Called likewise with blocks that already existed on the medium; by default ``on_put``.

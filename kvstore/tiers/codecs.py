@@ -81,10 +81,6 @@ class CodecChoice:
 
     Args:
         options: Options of ``"auto"``, see :class:`AutoOptions`.
-        clock: Monotonic seconds.
-
-    Raises:
-        ConfigError: The options can't be used.
     """
 
     def __init__(self, options: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
@@ -252,10 +248,6 @@ class TierCodecs:
 
     Args:
         config: The tier's ``codec`` option.
-        namespace: Namespace of its blocks.
-
-    Raises:
-        ConfigError: The option can't be used, or two of its codecs have the same wire id.
     """
 
     def __init__(self, config: ChainConfig, namespace: Namespace) -> None:
@@ -392,9 +384,6 @@ def namespace_with_codecs(namespace: Namespace, config: ChainConfig) -> Namespac
 
     There is no registry of the wire ids from ``THIRD_PARTY_WIRE_ID_MIN`` on. Two engines may have different codecs
     with the same id, and could not distinguish each other's blocks.
-
-    Raises:
-        ConfigError: The option can't be used.
     """
     steps = [CODECS.find(spec.name) for spec in parse_chain(config) if spec.name != AUTO]
     try:

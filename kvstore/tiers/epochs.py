@@ -31,7 +31,6 @@ class Epoch:
     """The scheduler half's view: requests epochs and tracks whether the latest has begun.
 
     Args:
-        tier: Name of the tier, for messages.
         named: Whether a configured source provides the first epoch; if not, the tier opens in the base epoch.
         lender: Source of rows for other engines; closed while the epoch changes.
     """

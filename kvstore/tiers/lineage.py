@@ -31,7 +31,6 @@ class LineageNotes:
     """Writes and reads notes.
 
     Args:
-        namespace: Namespace of the blocks.
         seal: Seal of the tier. Secrets are stored only with a seal that encrypts.
     """
 

@@ -73,7 +73,6 @@ class Presence:
     (:meth:`absorb`), because a million at once would delay a step.
 
     Args:
-        exclusive: Whether the set is authoritative.
         positive_ttl_s: Time for which a block of a shared tier counts as present.
         negative_ttl_s: Time for which an absence is remembered.
         shared_max: Maximum blocks of a shared tier to remember.
@@ -386,9 +385,6 @@ class RefusedRecords:
     Such a record seems intact, but its key is not in the keyring, its codec is not installed, or it lacks a seal.
     Another engine may be able to read it, so it stays on the medium. Here it counts as absent; otherwise it would be
     found, promoted and refused repeatedly. Belongs to one event loop.
-
-    Args:
-        clock: Monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

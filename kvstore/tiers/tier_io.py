@@ -91,11 +91,7 @@ class TierIOSpec:
 
 
 class _EpochParts:
-    """The parts of an I/O half that depend on the namespace: created at the begin of an epoch, closed at its end.
-
-    Raises:
-        ConfigError: The codecs can't be used.
-    """
+    """The parts of an I/O half that depend on the namespace: created at the begin of an epoch, closed at its end."""
 
     def __init__(
         self,

@@ -101,7 +101,6 @@ class CudaTransfer(Transfer):
     use the loaded blocks.
 
     Args:
-        plan: This rank's layers and runs.
         tensors: KV cache by layer name, on one device: blocks on the first axis, any element type. The bytes of a block
             must be contiguous, in any order of axes; tensors and blocks need not be. Layers may share a tensor.
         region: Slots, of ``plan.slot_bytes`` or longer.

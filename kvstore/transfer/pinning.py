@@ -58,8 +58,6 @@ class CudaLibrary:
 
         Args:
             target: Tensor of two axes, the second with a step of 1.
-            source: The same, of the same shape and type.
-            stream: Handle of the stream.
         """
         item = target.element_size()
         rows, width = target.shape
@@ -111,7 +109,6 @@ class PinnedRegion:
     """Keeps a whole region pinned until :meth:`close`. Close it before the region.
 
     Args:
-        region: The region. Pinning allocates its pages.
         runtime: The CUDA runtime; by default torch's.
         activate: Makes the copying device current. Registration creates a context of about 500 MB on the current
             device; without this, every rank would create one on the first GPU.

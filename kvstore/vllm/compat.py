@@ -86,7 +86,6 @@ def make_event(keys: Sequence[bytes], medium: Any, *, removed: bool, locality: A
     It has no ownership: Dynamo's router drops events with another one than those that it knows.
 
     Args:
-        keys: The blocks.
         medium: vLLM's ``Medium``.
         removed: Whether the blocks were removed (otherwise stored).
         locality: vLLM's ``Locality``; None for the primary tier.

@@ -51,8 +51,6 @@ class Lineage:
     """Moves payloads between vLLM's tracker and the tiers. Does nothing unless events are self-describing.
 
     Args:
-        tiers: The tiers.
-        engine: The engine, whose scheduler's half has the tracker.
         tag_bytes: Length of the tag that precedes vLLM's key in ours.
     """
 

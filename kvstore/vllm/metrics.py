@@ -185,11 +185,7 @@ def _definitions(gauges: _Table, counters: _Table, common: tuple[str, ...] = ())
 
 
 class _Increments:
-    """Increments of monotonic counts since their last report.
-
-    Args:
-        labels: Values of the common labels.
-    """
+    """Increments of monotonic counts since their last report."""
 
     def __init__(self, labels: tuple[str, ...] = ()) -> None:
         self._labels = labels
@@ -201,10 +197,7 @@ class _Increments:
         """Report the increments of a family of counts. The first report includes zeros, as a starting point for rates.
 
         Args:
-            out: Target of the report.
-            name: Name of the family.
             counts: Current counts, by the value of the last label.
-            known: Label values to report even without a count.
         """
         for label, value in {**dict.fromkeys(known, 0), **counts}.items():
             before = self._reported.get((name, label))
@@ -228,8 +221,6 @@ class ManagerMetrics:
         """Return all gauges and the increments since the last call.
 
         Args:
-            stats: The manager's statistics.
-            internal_errors: Errors caught in the adapter.
             callback_errors: Exceptions of tiers outside the manager's calls, by tier.
         """
         out = OffloadingConnectorStats()
@@ -328,7 +319,6 @@ class StandardMetrics:
     Args:
         tier_names: Names of the tiers below the primary one, in order.
         slot_bytes: Bytes per row of the primary tier; vLLM counts transfers in whole rows.
-        declared: Metric names declared by vLLM.
     """
 
     def __init__(self, tier_names: Sequence[str], slot_bytes: int, declared: Collection[str]) -> None:
@@ -415,9 +405,6 @@ class HitSummary:
 
         Args:
             now: ``time.monotonic()``.
-            stats: The manager's statistics.
-            tally: The manager's counts since the start.
-            slot_bytes: Bytes per block.
         """
         if now - self._since < _INTERVAL_S:
             return

@@ -111,9 +111,6 @@ class IdleWaker:
 
     Create it during the construction of vLLM's connector, because it finds the engine in the call stack. In the process
     of a program that makes the steps itself, it does nothing.
-
-    Args:
-        tiers: The tiers.
     """
 
     def __init__(self, tiers: Sequence[AsyncTier]) -> None:

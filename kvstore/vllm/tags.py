@@ -161,11 +161,7 @@ class RequestTags:
             on_adapter_loaded(self._adapters.check)
 
     def of(self, params: Any) -> tuple[bytes, Check | None]:
-        """Return the tag for the request being added, and the check whose digest is still to be appended to it.
-
-        Args:
-            params: Its parameters for kvstore, unchecked.
-        """
+        """Return the tag for the request being added, and the check whose digest is still to be appended to it."""
         tag = b"" if self._tags is None else self._tags.of(self._tenant(params))
         if self._adapters is None:
             return tag, None

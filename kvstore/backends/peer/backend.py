@@ -221,14 +221,14 @@ class PeerBackend(Backend):
         yield
 
     def note_verified(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.note_verified`. It restores trust in the peer that sent the blocks."""
+        """It restores trust in the peer that sent the blocks."""
         for endpoint in {self._places.get(key) for key in keys}:
             peer = self._peer_at(endpoint)
             if peer is not None:
                 peer.note_verified()
 
     def note_damaged(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.note_damaged`. The peer that sent the blocks is not queried for a while."""
+        """The peer that sent the blocks is not queried for a while."""
         for endpoint in {self._places.pop(key, None) for key in keys}:
             peer = self._peer_at(endpoint)
             if peer is not None:
@@ -255,8 +255,6 @@ class PeerBackend(Backend):
         """Query each peer for some blocks, concurrently, and remember a peer for each block found.
 
         Args:
-            wanted: Blocks by peer.
-            named: The peer to query for hand-overs.
             hand_overs: Their names; empty ones are skipped.
         """
         search = _Search()

@@ -92,11 +92,7 @@ class Peer:
 
     Args:
         endpoint: Address on which the peer listens.
-        config: Configuration of the backend.
         context: TLS settings, if any.
-        namespace_digest: Namespace of the blocks.
-        counts: Counts of events, shared by all peers.
-        log: Log shared by all peers.
     """
 
     def __init__(

@@ -96,14 +96,9 @@ class Directory:
     with their leases.
 
     Args:
-        config: Configuration of the directory.
         namespace_hex: Namespace; only engines of the same namespace see each other.
         own: Address under which other engines reach this one; None if it does not serve blocks.
         server: Server of this engine's blocks, if any.
-        counts: Counts of events.
-
-    Raises:
-        ConfigError: The configuration can't be used.
     """
 
     def __init__(
@@ -135,11 +130,7 @@ class Directory:
 
     @staticmethod
     def check(config: DirectoryConfig) -> None:
-        """Check a configuration; nothing is contacted.
-
-        Raises:
-            ConfigError: It can't be used.
-        """
+        """Check a configuration; nothing is contacted."""
         _Server(config, "")
 
     @property

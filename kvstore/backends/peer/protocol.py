@@ -117,7 +117,6 @@ class Agreement:
 
     Args:
         secret: The shared secret; empty for none.
-        hello: The client's hello.
         welcome: The server's welcome; its proof is not read.
         binding: Bytes that only both ends of this TLS connection share; empty without TLS.
     """

@@ -150,7 +150,6 @@ class Index:
         A second engine is chosen for the blocks that the first one seems to lack; if it lacks none, as a reserve.
 
         Args:
-            keys: The blocks.
             most: Most engines to return.
             barred: Engines not to return.
         """

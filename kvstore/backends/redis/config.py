@@ -25,9 +25,6 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
 
     docs/redis.md describes each option; comments below give the reasons for the defaults. A user name and password in
     ``url`` are moved to ``username`` and ``password``.
-
-    Raises:
-        ConfigError: A value is out of range, or values conflict.
     """
 
     aliases: ClassVar[dict[str, str]] = {"user": "username", "endpoint": "url"}

@@ -77,8 +77,6 @@ class Connection(Duplex):
     and passes its unanswered requests to ``on_closed``.
 
     Args:
-        stream: A connected stream.
-        config: Configuration of the backend.
         on_room: Called after replies have arrived.
         on_closed: Called once, with the unanswered requests and their common failure; None if they may be sent again on
             another connection.

@@ -226,9 +226,6 @@ def checked_tls(config: RedisConfig) -> ssl.SSLContext | None:
     """Refuse unencrypted connections to other machines, unless permitted; return the TLS settings, None without TLS.
 
     Sentinels receive a password, too.
-
-    Raises:
-        ConfigError: An address is another machine's and has no TLS, or a TLS file can't be used.
     """
     named = control.sentinel_endpoints(config) if config.sentinels else [control.endpoint_of(config)[0]]
     for endpoint in named:

@@ -27,9 +27,6 @@ class Prices(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     Storage is per month. The defaults are the 2025 prices of S3 Standard within us-east-1; AWS charges for bytes
     received across regions or outside of AWS. Source: https://aws.amazon.com/s3/pricing/
-
-    Raises:
-        ConfigError: A price is negative or not finite.
     """
 
     put_1000: float = 0.005
@@ -52,9 +49,6 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     """Blocks as objects in a bucket of AWS S3 or an S3-compatible service.
 
     docs/s3.md describes each option; comments below give the reasons for the defaults.
-
-    Raises:
-        ConfigError: A value is out of range, or values conflict.
     """
 
     aliases: ClassVar[dict[str, str]] = {

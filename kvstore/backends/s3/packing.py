@@ -169,7 +169,6 @@ class PackedBlocks:
         """Remove blocks for all engines. Packs are immutable, so a note lists the removals; empty packs are deleted.
 
         Args:
-            keys: Keys of the blocks.
             damaged: Remove only the copy used by reads; a copy in another pack then replaces it.
         """
         copies = 1 if damaged else None

@@ -147,8 +147,6 @@ class Driver:
     """Runs phases on one system, and remembers its blocks between phases.
 
     Args:
-        system: The measured system.
-        rows: The slots, prepared.
         stopped: Polled; after it returns True, no more jobs begin.
         watch: Called a few times per second with the counts so far; None without a viewer.
     """

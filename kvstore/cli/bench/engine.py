@@ -47,13 +47,8 @@ class DryTier(SecondaryTierManager):
     therefore reproducible.
 
     Args:
-        name: Its name.
-        block_bytes: Length of a block.
         capacity_blocks: Capacity; None for no limit.
-        policy: Eviction policy.
-        tenants: Tenants that share the tier.
         link: Bandwidth and latency of loads; None: loads finish immediately.
-        clock: Simulated time in seconds.
     """
 
     def __init__(
@@ -102,7 +97,7 @@ class DryTier(SecondaryTierManager):
         self._touched.append(keys)
 
     def flush(self) -> None:
-        """See :meth:`SecondaryTierManager.flush`. As with a real tier, loads and uses come before stores."""
+        """As with a real tier, loads and uses come before stores."""
         loads, touched, stores = self._loads, self._touched, self._stores
         self._loads, self._touched, self._stores = [], [], []
         for job in loads:
@@ -130,10 +125,10 @@ class DryTier(SecondaryTierManager):
             self._policy.remove(key)
 
     def on_request_finished(self, ctx: RequestContext) -> None:
-        """See :meth:`SecondaryTierManager.on_request_finished`."""
+        """Nothing is kept for a request."""
 
     def take_events(self) -> Sequence[TierEvent]:
-        """See :meth:`SecondaryTierManager.take_events`. A replay needs none."""
+        """A replay needs none."""
         return ()
 
     def stats(self) -> TierStats:
@@ -199,7 +194,7 @@ class WatchedTier:
         return getattr(self._tier, name)
 
     def submit_load(self, job: TransferJob) -> None:
-        """See :meth:`SecondaryTierManager.submit_load`; records the keys for the job's request."""
+        """Records the keys for the job's request."""
         if job.ctx is not None:
             self.loads.setdefault(job.ctx.request_id, set()).update(job.keys)
         self._tier.submit_load(job)
@@ -298,15 +293,10 @@ class ReplayEngine:
     ``step_blocks``, like chunked prefill.
 
     Args:
-        trace: The trace.
         manager: The manager; it is not closed.
-        primary: Its primary tier.
-        tiers: Its other tiers, wrapped for counting.
-        pace: Arrival times.
         step_blocks: Blocks computed and stored in one step of a request.
         concurrency: Most concurrent requests.
         with_bytes: Whether blocks have contents, which are compared when they are loaded.
-        tenants: Tenants of the requests.
         prefill_tokens_per_s: Rate of computing with a timed pace; all requests of a step share it.
     """
 

@@ -34,8 +34,6 @@ class Payload:
     Args:
         kind: ``"random"`` (independent bytes), ``"bf16"`` (bfloat16 numbers as in KV caches, slightly compressible) or
             ``"file:PATH"`` (bytes of a file, repeated as needed).
-        block_bytes: Length of a block.
-        seed: Determines keys, stamps and random bytes.
 
     Raises:
         ConfigError: The kind is unknown, the file can't be read, or the length is not a multiple of 4096.

@@ -261,11 +261,7 @@ class Picture:
     height: float = 4.0  # Inches.
 
     def render(self, kind: Format) -> bytes:
-        """Return the picture's bytes; the same report gives the same bytes.
-
-        Raises:
-            ConfigError: matplotlib is not installed.
-        """
+        """Return the picture's bytes; the same report gives the same bytes."""
         check_pictures()
         matplotlib = importlib.import_module("matplotlib")
         figures = importlib.import_module("matplotlib.figure")
@@ -281,11 +277,7 @@ class Picture:
 
 
 def check_pictures() -> None:
-    """Check that charts can be drawn, before a measurement begins.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Check that charts can be drawn, before a measurement begins."""
     try:
         importlib.import_module("matplotlib")
     except ModuleNotFoundError as error:

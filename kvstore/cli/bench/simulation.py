@@ -143,11 +143,7 @@ def replay(
 
 
 def check_case(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> None:
-    """Check whether a case can be replayed; opens nothing.
-
-    Raises:
-        ConfigError: Tiers, policies or sizes can't be used.
-    """
+    """Check whether a case can be replayed; opens nothing."""
     _Replay(trace, case, settings)
 
 

@@ -38,21 +38,13 @@ class Done(NamedTuple):
 
 
 class System(ABC):
-    """One system that stores and loads blocks.
+    """One system that stores and loads blocks."""
 
-    Attributes:
-        name: Name in tables: ``"kvstore-file"``, ``"vllm-fs"``, ``"raw"``.
-        host: Host of its I/O: ``"thread"`` or ``"process"``.
-        direct: Whether its reads bypass the page cache; None without one (memory, network).
-        looks_up: Whether :meth:`lookup` queries it; otherwise the caller tracks its stored blocks.
-        capacity_bytes: Most payload that may be stored, for a system without eviction; 0: no limit.
-    """
-
-    name: str
-    host = "thread"
-    direct: bool | None = None
-    looks_up = False
-    capacity_bytes = 0
+    name: str  # Name in tables: ``"kvstore-file"``, ``"vllm-fs"``, ``"raw"``.
+    host = "thread"  # Host of its I/O: ``"thread"`` or ``"process"``.
+    direct: bool | None = None  # Whether its reads bypass the page cache; None without one (memory, network).
+    looks_up = False  # Whether :meth:`lookup` queries it; otherwise the caller tracks its stored blocks.
+    capacity_bytes = 0  # Most payload that may be stored, for a system without eviction; 0: no limit.
 
     @abstractmethod
     def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
@@ -119,7 +111,7 @@ class TierSystem(System):
         return self.tier.stats().last_error
 
     def stats(self) -> TierStats | None:
-        """See :meth:`System.stats`; includes work in progress."""
+        """Includes work in progress."""
         self.tier.drain(60.0)
         return self.tier.stats()
 
@@ -253,7 +245,7 @@ class PooledSystem(System):
         """Store or load blocks, on a thread of the pool."""
 
     def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
-        """See :meth:`System.submit`. The whole job is one call."""
+        """The whole job is one call."""
         self._running[job_id] = [self._pool.submit(self.move, op, keys, slots)]
 
     def finished(self) -> Sequence[Done]:
@@ -294,7 +286,7 @@ class RawSystem(PooledSystem):
         self._running[job_id] = [self._pool.submit(self.move, op, [key], [slot]) for key, slot in pairs]
 
     def move(self, op: Op, keys: Sequence[BlockKey], slots: Sequence[int]) -> Sequence[Outcome]:
-        """See :meth:`PooledSystem.move`; of one block."""
+        """Move one block."""
         place = self._places.get(keys[0])
         if place is None:
             return [Outcome.MISS]
@@ -361,7 +353,7 @@ class VllmFsSystem(System):
         (self.tier.submit_store if op == "store" else self.tier.submit_load)(job)
 
     def finished(self) -> Sequence[Done]:
-        """See :meth:`System.finished`. The tier reports only whether a whole job succeeded."""
+        """The tier reports only whether a whole job succeeded."""
         return [
             Done(result.job_id, [Outcome.OK if result.success else Outcome.IO_ERROR] * self._counts.pop(result.job_id))
             for result in self.tier.get_finished_jobs()

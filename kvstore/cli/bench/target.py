@@ -100,11 +100,7 @@ class Target:
         return (int(capacity) or None) if isinstance(capacity, int) else None
 
     def scratch(self) -> Path:
-        """Return a directory on the tier's drive for baselines; it is removed at the end.
-
-        Raises:
-            ConfigError: The tier has no local path.
-        """
+        """Return a directory on the tier's drive for baselines; it is removed at the end."""
         if self.directory is None:
             raise ConfigError(
                 f"A {self.tier.backend} tier is on no local drive, so no drive can be measured beside it."

@@ -29,11 +29,7 @@ class Mix:
 
     @classmethod
     def parse(cls, text: str) -> Mix:
-        """Parse ``"load"``, ``"store"`` or ``"store=30,load=70"``.
-
-        Raises:
-            ConfigError: The text has another form.
-        """
+        """Parse ``"load"``, ``"store"`` or ``"store=30,load=70"``."""
         weights = dict.fromkeys(_OPS, 0.0)
         try:
             for part in text.split(","):
@@ -107,11 +103,7 @@ class Workload:
 
 
 def listed(text: str, parse: Callable[[str], _T], option: str) -> list[_T]:
-    """Parse a list separated by commas.
-
-    Raises:
-        ConfigError: The list is empty, or a part can't be parsed.
-    """
+    """Parse a list separated by commas."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise ConfigError(f"{option} is empty. Give one value, or several with commas.")
@@ -127,11 +119,7 @@ def listed(text: str, parse: Callable[[str], _T], option: str) -> list[_T]:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Parse block lengths, such as ``"128KiB,2MiB"``.
-
-    Raises:
-        ConfigError: A size is invalid, or outside the limits of a block.
-    """
+    """Parse block lengths, such as ``"128KiB,2MiB"``."""
     return listed(text, _block_size, "--block-size")
 
 
