@@ -24,11 +24,11 @@ because these bytes are copied into the slot."""
 
 LINE_BYTES_MAX: Final = 4096
 BULK_BYTES_MAX: Final = 32768
-REPLY_BYTES_MAX: Final = 262144
-ELEMENTS_MAX: Final = 4096
+REPLY_BYTES_MAX: Final = 1 << 20
+ELEMENTS_MAX: Final = 1 << 16
 DEPTH_MAX: Final = 8
 """Bounds of a reply without a target: bytes of a line, bytes of a string, total bytes, total elements, and nesting of
-arrays. Replies to HELLO and SCAN are far below."""
+arrays. The longest is the slot map of a cluster of a thousand nodes, with a few hundred thousand bytes."""
 
 _CRLF: Final = b"\r\n"
 _SHORT_STARTS: Final = b":+"

@@ -152,7 +152,7 @@ class Topology:
     async def _look(self) -> None:
         """Find the nodes. For a cluster, query known nodes in turn until one responds."""
         if self.config.sentinels:
-            master, replicas = await control.sentinel_nodes(self.config)
+            master, replicas = await control.sentinel_nodes(self.config, self._context)
             known = self._masters[0]
             if known is not None and known.endpoint != master:
                 logger.warning("Sentinel names a new master: %s", master)
@@ -166,7 +166,7 @@ class Topology:
         failure: RedisError = NodeDownError("no node of the cluster answers")
         for endpoint in dict.fromkeys([*up[:8], self._configured]):
             try:
-                self._adopt(await control.shards(endpoint, self.config))
+                self._adopt(await control.shards(endpoint, self.config, self._context))
                 return
             except RedisError as error:
                 failure = error
