@@ -118,7 +118,7 @@ class HandOvers:
 
     def take_sent(self) -> list[BlockKey]:
         """Return the blocks sent since the last call, once per transmission."""
-        return [self._sent.popleft() for _ in range(len(self._sent))]
+        return [self._sent.popleft() for _ in range(len(self._sent))] if self._sent else []
 
 
 def _count(counts: dict[bytes, int], name: bytes, change: int) -> None:

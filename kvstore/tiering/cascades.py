@@ -78,7 +78,7 @@ class Cascades:
         policy = state.policy
         links = state.store_links
         plain = policy.min_uses <= 1 and not policy.lazy and policy.cpu and not state.cut and self._rates is None
-        if not plain or len(links) < len(self._links) or any(len(keys) > self.room(link) for link in links):
+        if not plain or len(links) < len(self._links) or len(keys) > min(map(self.room, links), default=len(keys)):
             self._primary.commit(keys)
             self._send_some(keys, state)
             return
@@ -132,6 +132,8 @@ class Cascades:
             if link.dead:
                 link.dropped += len(waiting)
                 waiting.clear()
+            if not waiting:
+                continue
             due: list[BlockKey] = []
             room = self.room(link)
             while waiting and len(due) < room:

@@ -97,7 +97,7 @@ class OffloadPolicy:
     def acts_at_end(self) -> bool:
         """Whether the policy acts on the request's blocks when the request ends."""
         numbers = self.demote_tokens, self.prefetch_s, self.forget_tokens
-        return bool(self.retain) or any(number is not None for number in numbers)
+        return bool(self.retain) or numbers != (None, None, None)
 
     @property
     def stores_all(self) -> bool:

@@ -31,7 +31,6 @@ from kvstore.runtime.messages import (
     PresenceAdded,
     PresenceComplete,
     PresenceRemoved,
-    Probe,
     ProbeDone,
     StatsReport,
     ToIO,
@@ -379,7 +378,7 @@ class AsyncTier(SecondaryTierManager):
         """Handle the messages of the I/O half, up to about ``recovered_max`` recovered keys."""
         now = self._clock()
         while recovered_max > 0 and (message := self._channel.receive()) is not None:
-            if not (self._epoch.is_changing and isinstance(message, _ABOUT_BLOCKS)):
+            if not (isinstance(message, _ABOUT_BLOCKS) and self._epoch.is_changing):
                 self._handle(message, now)
             if isinstance(message, PresenceAdded) and message.recovered:
                 recovered_max -= len(message.keys)
@@ -449,7 +448,8 @@ class AsyncTier(SecondaryTierManager):
         job, outcomes = completed
         if self._epoch.is_changing:
             return  # Its blocks belong to the previous epoch.
-        self._send_probe(self._health.judge(job.message.kind, outcomes, done.error, now))
+        if probe := self._health.judge(job.message.kind, outcomes, done.error, now):
+            self._outbox.append(probe)
         if job.message.kind is JobKind.LOAD:
             pairs = zip(job.job.keys, outcomes, strict=True)
             self._inventory.accessed(key for key, outcome in pairs if outcome.ok)
@@ -465,15 +465,12 @@ class AsyncTier(SecondaryTierManager):
         corrupt = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]
         self._blocks_gone(self._presence.remove(corrupt), RemovalCause.CORRUPT)
 
-    def _send_probe(self, probe: Probe | None) -> None:
-        if probe is not None:
-            self._outbox.append(probe)
-
     def _existence_answered(self, done: ExistsDone, now: float) -> None:
         present, absent, unknown = self._existence.answered(done.question_id, done.found, now, done.sources)
         if done.error:
             self._last_error = done.error
-            self._send_probe(self._health.note_failure(JobKind.LOAD, done.error, now))
+            if probe := self._health.note_failure(JobKind.LOAD, done.error, now):
+                self._outbox.append(probe)
             return
         self._health.note_lookup()
         self._presence.add(present, now)

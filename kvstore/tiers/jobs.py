@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvstore.config import TierConfig
 from kvstore.runtime.messages import JobDone, JobKind, SubmitJob
 from kvstore.tiers.base import JobSample
-from kvstore.types import KEY_BYTES_MAX, JobResult, Outcome, TransferJob
+from kvstore.types import KEY_BYTES_MAX, SUCCESSES, JobResult, Outcome, TransferJob
 
 _SAMPLES_MAX = 1024
 
@@ -31,7 +31,7 @@ class Job:
     def outcomes(self, codes: Sequence[int]) -> list[Outcome]:
         """Return the outcome of every block of the job, given the outcomes of the message's blocks."""
         if len(self.asked) == len(self.job.keys):
-            return [_OUTCOMES[code] for code in codes]
+            return list(map(_OUTCOMES.__getitem__, codes))
         outcomes = [Outcome.EXISTS] * len(self.job.keys)
         for i, code in zip(self.asked, codes, strict=True):
             outcomes[i] = _OUTCOMES[code]
@@ -56,7 +56,9 @@ def is_sound(job: TransferJob, kind: JobKind, slot_count: int) -> bool:
     """
     keys: Sequence[object] = job.keys
     slots = job.slots
-    if len(keys) != len(slots) or not all(map(is_key, keys)) or not all(0 <= slot < slot_count for slot in slots):
+    if len(keys) != len(slots) or not all(map(is_key, keys)):
+        return False
+    if slots and not (min(slots) >= 0 and max(slots) < slot_count):
         return False
     # Otherwise both blocks would be reported as loaded, one of them with the other's bytes.
     return kind is JobKind.STORE or len(set(slots)) == len(slots)
@@ -95,8 +97,8 @@ class Jobs:
     ) -> SubmitJob:
         """Note a job as unfinished; return the message to send."""
         self._submitted += 1
-        keys = tuple([job.keys[i] for i in asked])
-        slots = tuple([int(job.slots[i]) for i in asked])
+        keys = tuple(map(job.keys.__getitem__, asked))
+        slots = tuple(map(int, map(job.slots.__getitem__, asked)))
         message = SubmitJob(self._submitted, kind, keys, slots, deadline)
         self._running[self._submitted] = Job(job, message, asked, size_bytes)
         if kind is JobKind.STORE:
@@ -106,7 +108,7 @@ class Jobs:
     def finish(self, job: TransferJob, kind: JobKind, outcomes: Sequence[Outcome], done: JobDone | None = None) -> None:
         """Queue the result of a job that never started or has ended."""
         counts = Counter(outcomes)
-        if all([outcome.ok for outcome in counts]):
+        if counts.keys() <= SUCCESSES:
             good = tuple(job.keys)
         else:
             good = tuple([key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome.ok])
