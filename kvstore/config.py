@@ -60,7 +60,6 @@ class EpochConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     file: str  # Path of a text file with the name. It is read when a tier opens and at each reset.
 
     def __post_init__(self) -> None:
-        """Check the path."""
         check_field(os.path.isabs(self.file), "file", self.file, "an absolute path, such as '/run/kvstore/epoch'")
 
 
@@ -139,7 +138,6 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     label: str = ""
 
     def __post_init__(self) -> None:
-        """Parse text and check ranges."""
         for name, kind in _parsed_fields(type(self)).items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):

@@ -40,7 +40,6 @@ class ByteSize(int):
     __slots__ = ()
 
     def __new__(cls, value: int | float | str) -> ByteSize:
-        """Parse ``value``."""
         return super().__new__(cls, _parse_size(value))
 
     @property
@@ -58,7 +57,6 @@ class Seconds(float):
     __slots__ = ()
 
     def __new__(cls, value: float | str) -> Seconds:
-        """Parse ``value``."""
         return super().__new__(cls, _parse_duration(value))
 
 

@@ -51,7 +51,6 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_rate: int | str | None = None  # Maximum bytes per second loaded from the lower tiers; None: unlimited.
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if not 0.0 <= self.guaranteed <= self.maximum <= 1.0:
             raise ConfigError(
                 f"guaranteed is {self.guaranteed!r}, and maximum is {self.maximum!r}. Expected shares from 0 to 1, the "
@@ -78,7 +77,6 @@ class Tenants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of active tenants."""
 
     def __post_init__(self) -> None:
-        """Check the tenants against each other."""
         if self.by not in _RULES:
             raise ConfigError(f"by is {self.by!r}. Expected one of {', '.join(_RULES)}.{did_you_mean(self.by, _RULES)}")
         Seconds(self.idle_s)

@@ -61,7 +61,6 @@ class _Group(TyperGroup):
     """
 
     def invoke(self, ctx: Any) -> Any:
-        """Invoke a command."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()

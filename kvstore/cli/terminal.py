@@ -156,7 +156,6 @@ class Bar:
         return sys.stderr.isatty()
 
     def expect(self, total: int) -> None:
-        """Set the total."""
         self._bar.update(self._task, total=total)
 
     def advance(self, amount: int) -> None:
@@ -221,7 +220,6 @@ class Screen:
 
 
 def print_frame(frame: Sequence[Frame], width: int) -> None:
-    """Print one frame to stdout."""
     console = Console(width=width, highlight=False)
     with console.capture() as capture:
         console.print(Group(*frame))

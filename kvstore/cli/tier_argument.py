@@ -90,7 +90,6 @@ def parse_tier(text: str) -> TierArgument:
 
 
 def make_tier(backend: str, options: Mapping[str, Any]) -> TierArgument:
-    """Return a tier of a backend with these options."""
     config = decode_config(BACKENDS.find(backend).config_type, options, where=f"{backend} tier")
     return TierArgument(backend, dict(options), config)
 

@@ -79,7 +79,6 @@ class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     refresh: Seconds = Seconds(30)  # Age at which the document is read again when it is used.
 
     def __post_init__(self) -> None:
-        """Check the number of sources, the variable's name and the range of ``refresh``."""
         if not isinstance(self.refresh, Seconds):
             msgspec.structs.force_setattr(self, "refresh", Seconds(self.refresh))
         given = sum(map(bool, (self.file, self.env, self.command)))

@@ -53,7 +53,6 @@ class ZstdOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: int = 1  # -5 to 19; higher levels compress better and slower. All levels decode at about the same rate.
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_field(_LEVEL_MIN <= self.level <= _LEVEL_MAX, "level", self.level, f"{_LEVEL_MIN} to {_LEVEL_MAX}")
 
 

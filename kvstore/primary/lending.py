@@ -80,7 +80,6 @@ class Lender:
         self._primary.hand_overs.note_sent(key)
 
     def give_back(self, loan: Loan) -> None:
-        """End a loan."""
         loan.row.release()
         self._loans.end(loan.slot)
 

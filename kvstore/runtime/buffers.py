@@ -32,7 +32,6 @@ class BufferPool:
 
     @property
     def address(self) -> int:
-        """Address of the mapping."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @property

@@ -58,7 +58,6 @@ class ThreadChannel:
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
         return self._closed
 
     def open(self, timeout_s: float) -> None:

@@ -154,7 +154,6 @@ class ProcessChannel:
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
         return self._closed
 
     @property

@@ -34,7 +34,6 @@ class Backfill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_uses: int = 2
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if self.min_uses < 1:
             raise ConfigError(f"backfill, min_uses is {self.min_uses!r}. Expected a whole number, 1 or more.")
 

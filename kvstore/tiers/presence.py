@@ -108,7 +108,6 @@ class Presence:
         return key in self._held
 
     def keys(self) -> list[BlockKey]:
-        """Return the present keys."""
         return list(self._held)
 
     def holds(self, key: BlockKey, now: float, since: float = 0.0) -> bool | None:
@@ -275,7 +274,6 @@ class Existence:
         return answer is not None and now < answer.failed_until
 
     def take_questions(self, now: float) -> list[AskExistence]:
-        """Return the questions to send."""
         questions = []
         for address, unasked in self._unasked.items():
             sources = tuple(self._sources.get(address, ()))
@@ -375,7 +373,6 @@ class FailedLoads:
         return False
 
     def forget_request(self, request_id: str) -> None:
-        """Forget the failures of a request."""
         self._by_request.pop(request_id, None)
 
 

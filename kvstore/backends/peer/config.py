@@ -57,7 +57,6 @@ class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
     connect_timeout: Seconds = Seconds(1)  # Time limit for connecting, and for each answer.
 
     def __post_init__(self) -> None:
-        """Turn text into values and check ranges."""
         for name in ("interval", "connect_timeout"):
             msgspec.structs.force_setattr(self, name, Seconds(getattr(self, name)))
         check_field(0.05 <= self.interval <= 60, "interval", self.interval, "50 ms to 1 minute")
@@ -115,7 +114,6 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     positive_ttl: Seconds = Seconds(5)
 
     def __post_init__(self) -> None:
-        """Turn text into values and check ranges."""
         super().__post_init__()
         for name in ("listen", "peers"):
             for address in (self.listen,) if name == "listen" else self.peers:

@@ -208,7 +208,6 @@ def check_head(data: bytes) -> None:
 
 
 def pack_hello(hello: Hello) -> bytes:
-    """Return a hello as bytes."""
     dialled = hello.dialled
     return _HELLO.pack(MAGIC, VERSION, 0, 0, hello.nonce, hello.namespace_digest, dialled.packed, dialled.port)
 
@@ -220,7 +219,6 @@ def read_hello(data: bytes) -> Hello:
 
 
 def pack_welcome(welcome: Welcome) -> bytes:
-    """Return a welcome as bytes."""
     return _WELCOME.pack(MAGIC, VERSION, 0, welcome.notes, welcome.nonce, welcome.proof)
 
 

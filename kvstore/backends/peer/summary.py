@@ -74,7 +74,6 @@ class Sample:
         self._kept = kept[:SAMPLE_MAX]
 
     def section(self) -> Section:
-        """Return the sample."""
         threshold = int(self._kept[-1] >> np.uint64(32)) if self._full else 0xFFFFFFFF
         return Section(threshold, np.unique(self._kept.astype(np.uint32)))
 

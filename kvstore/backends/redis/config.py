@@ -63,7 +63,6 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
     store_timeout: Seconds = Seconds(10)
 
     def __post_init__(self) -> None:
-        """Turn text into values and check ranges."""
         super().__post_init__()
         self._split_url()
         check_field(_PREFIX.fullmatch(self.prefix) is not None, "prefix", self.prefix, "1 to 64 of A-Z a-z 0-9 _ . : -")

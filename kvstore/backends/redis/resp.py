@@ -73,12 +73,10 @@ class Target:
 
 
 def encode_command(*args: bytes) -> bytes:
-    """Return the encoding of a command."""
     return b"*%d\r\n" % len(args) + encode_arguments(*args)
 
 
 def encode_arguments(*args: bytes) -> bytes:
-    """Return the encoding of some arguments of a command."""
     return b"".join([b"$%d\r\n%b\r\n" % (len(arg), arg) for arg in args])
 
 

@@ -90,7 +90,6 @@ class Topology:
 
     @property
     def nodes(self) -> Sequence[Node]:
-        """All known nodes."""
         return list(self._nodes.values())
 
     @property

@@ -38,7 +38,6 @@ class Prices(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     stored_gb_month: float = 0.023
 
     def __post_init__(self) -> None:
-        """Check ranges."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
@@ -111,7 +110,6 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     bytes_per_second_min: ByteSize = ByteSize(20 * _MIB)
 
     def __post_init__(self) -> None:
-        """Turn text into values and check ranges."""
         super().__post_init__()
         if self.prefix and not self.prefix.endswith("/"):
             msgspec.structs.force_setattr(self, "prefix", f"{self.prefix}/")

@@ -165,7 +165,6 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The body as text."""
         return self.body.decode("utf-8", "replace")
 
     def buffers(self) -> list[memoryview]:

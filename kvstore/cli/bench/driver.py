@@ -122,7 +122,6 @@ class PhaseResult:
     notes: list[str] = field(default_factory=list)  # Remarks for the reader.
 
     def counts(self, op: Op) -> OpCounts:
-        """Return the counts of an operation."""
         return self.store if op == "store" else self.load
 
 
@@ -175,7 +174,6 @@ class Driver:
         return _Phase(self, workload, store_share=1.0, jobs_max=max(0, missing)).run()
 
     def run(self, workload: Workload) -> PhaseResult:
-        """Run a phase."""
         phase = _Phase(self, workload, store_share=workload.mix.store_share, jobs_max=workload.ops_max, timed=True)
         if not workload.spin:
             return phase.run()
@@ -219,7 +217,6 @@ class _Phase:
         self._shown_at = 0.0
 
     def run(self, spinner: Spinner | None = None) -> PhaseResult:
-        """Run the phase to its end."""
         clock = time.perf_counter
         workload, result = self._workload, self._result
         started = clock()

@@ -68,7 +68,6 @@ class Latencies:
         }
 
     def as_text(self) -> str:
-        """Return the histogram as text."""
         encoded: bytes = self._histogram.encode()
         return encoded.decode("ascii")
 

@@ -470,7 +470,6 @@ def _series(rows: Rows) -> dict[str, tuple[str, float]]:
 
 
 def _colours_of(systems: Sequence[str]) -> dict[str, str]:
-    """Return the colour of each system."""
     known = _FIXED | _CEILINGS | _WITHOUT
     free = [colour for colour in _COLOURS if colour not in _FIXED.values()]
     others = [system for system in systems if system not in known]
