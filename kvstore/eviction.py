@@ -28,9 +28,8 @@ class EvictionPolicy(ABC):
 
     Every call is O(1) amortised; :meth:`victims` is O(blocks chosen + pinned blocks passed over).
 
-    Args:
-        capacity_blocks_hint: Approximate number of blocks in a full owner; 0 if unknown. Policies that need a capacity
-            use the larger of this and the present number of blocks.
+    ``capacity_blocks_hint``: approximate number of blocks in a full owner; 0 if unknown. Policies that need a capacity
+    use the larger of this and the present number of blocks.
     """
 
     name: ClassVar[str]  # Name in configurations.

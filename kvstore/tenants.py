@@ -140,8 +140,7 @@ class Accounts:
     An active account loses guaranteed blocks only to its own new blocks. So without guarantees, all active tenants that
     need room converge to equal shares.
 
-    Args:
-        clock: Monotonic seconds; by default, tenants are never idle.
+    ``clock``: monotonic seconds; by default, tenants are never idle.
     """
 
     def __init__(self, tenants: Tenants, capacity: int = 0, clock: Callable[[], float] = lambda: 0.0) -> None:

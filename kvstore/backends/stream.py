@@ -169,8 +169,7 @@ class Stream:
     Sends and short receives keep the GIL if possible: while a Python thread is busy, taking it back takes longer than
     the call. A long receive releases it, because other threads need it to verify blocks.
 
-    Args:
-        sock: Connected, non-blocking; with TLS an ``ssl.SSLSocket`` after its handshake.
+    ``sock``: connected, non-blocking; with TLS an ``ssl.SSLSocket`` after its handshake.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -278,8 +277,7 @@ def client_context(
 def server_context(*, cert: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
     """Return TLS settings of a server: at least TLS 1.2.
 
-    Args:
-        client_ca: PEM file of authorities; clients then need a certificate from one of them.
+    ``client_ca``: PEM file of authorities; clients then need a certificate from one of them.
     """
     context = _context(ssl.Purpose.CLIENT_AUTH, client_ca, cert, key)
     if client_ca is not None:

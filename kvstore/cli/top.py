@@ -261,11 +261,7 @@ def top(addresses: _Addresses = None, interval: _Interval = "2s") -> None:
 
 
 def frame_of(engines: Sequence[Engine], problems: Mapping[str, str], width: int) -> list[Frame]:
-    """Return the contents of the screen.
-
-    Args:
-        width: Most columns.
-    """
+    """Return the contents of the screen. ``width``: most columns."""
     tables = (
         (_ENGINE_COLUMNS, [engine_row(engine) for engine in engines]),
         (_TRAFFIC_COLUMNS, rows := tier_rows(engines)),

@@ -102,11 +102,7 @@ def parse_chain(value: ChainConfig) -> tuple[StepSpec, ...]:
 
 
 def build_chain(value: ChainConfig, context: CodecContext, find: FindStep) -> CodecChain:
-    """Create the steps of a ``codec`` option.
-
-    Args:
-        find: Returns the class of a step's name.
-    """
+    """Create the steps of a ``codec`` option. ``find``: returns the class of a step's name."""
     specs = list(parse_chain(value))
     auto: Mapping[str, Any] | None = None
     for i, spec in enumerate(specs):

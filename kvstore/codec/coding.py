@@ -32,9 +32,8 @@ class Encoder:
 
     A payload is never longer than its block: a block that the codecs don't shorten is stored raw.
 
-    Args:
-        unit: Payloads are padded with zeros to a multiple of this length, because a medium with direct I/O would copy
-            other lengths; 1 for no padding.
+    ``unit``: payloads are padded with zeros to a multiple of this length, because a medium with direct I/O would copy
+    other lengths; 1 for no padding.
     """
 
     def __init__(self, records: RecordCodec, chain: CodecChain, *, unit: int = 1) -> None:

@@ -37,8 +37,7 @@ class OsDisk:
     ) -> list[int]:
         """Make a batch of system calls of one kind from the event loop, for io_uring. Fault injection overrides this.
 
-        Args:
-            function: Makes the calls at the given positions; returns the result of each, or minus its errno.
+        ``function``: makes the calls at the given positions; returns the result of each, or minus its errno.
         """
         return await function(range(len(subjects)))
 

@@ -80,8 +80,7 @@ class HandOvers:
     def begin(self, request_id: str, name: bytes) -> None:
         """Add a handed-over request whose blocks are not known yet.
 
-        Args:
-            name: Name of the hand-over, which several requests may share; empty if it has none.
+        ``name``: name of the hand-over, which several requests may share; empty if it has none.
         """
         self.end(request_id)
         self._names[request_id] = name

@@ -188,8 +188,7 @@ class EvictionOrder:
     def look_ahead(self, count: int) -> None:
         """Choose the coldest blocks before their slots are needed: dirty ones become wanted, others first in line.
 
-        Args:
-            count: Blocks that should be first in line or newly wanted; blocks already wanted are not counted.
+        ``count``: blocks that should be first in line or newly wanted; blocks already wanted are not counted.
         """
         for key in self._victims(count - len(self._first_out), ()):
             if key in self._dirty:

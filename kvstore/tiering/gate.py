@@ -159,8 +159,7 @@ class Gate:
 
     All blocks have the same length, so the throughput of a tier is in blocks.
 
-    Args:
-        tiers: Number of tiers; they are identified by index.
+    ``tiers``: number of tiers; they are identified by index.
     """
 
     def __init__(self, tiers: int) -> None:
@@ -180,9 +179,8 @@ class Gate:
     def note_step(self, prefills: Sequence[tuple[int, int]], seconds: float) -> None:
         """Add the measurement of an engine step.
 
-        Args:
-            prefills: Scheduled tokens and preceding tokens of context, per request. Requests with few tokens are
-                decoding; their time counts as the fixed part of a step.
+        ``prefills``: scheduled tokens and preceding tokens of context, per request. Requests with few tokens are
+        decoding; their time counts as the fixed part of a step.
         """
         if not 0.0 < seconds < math.inf:
             return
@@ -204,8 +202,7 @@ class Gate:
     def note_load(self, tier: int, blocks: int, seconds: float) -> None:
         """Add the measurement of a load.
 
-        Args:
-            blocks: Blocks in progress in the tier when the load began, including its own.
+        ``blocks``: blocks in progress in the tier when the load began, including its own.
         """
         one = self._tiers[tier]
         usual_s = self.p95_s(tier, blocks)
@@ -224,8 +221,7 @@ class Gate:
     def note_late_end(self, tier: int, blocks: int, since: float, now: float) -> None:
         """Note the report of an abandoned load. Loads delayed by the same stall count once.
 
-        Args:
-            blocks: As for :meth:`note_load`.
+        ``blocks``: as for :meth:`note_load`.
         """
         one = self._tiers[tier]
         one.late = max(0, one.late - 1)

@@ -147,8 +147,7 @@ class PolicyParser:
     def parse(self, params: object) -> OffloadPolicy:
         """Return the policy of a request.
 
-        Args:
-            params: Its parameters for kvstore (``kv_transfer_params["kvstore"]``), or None.
+        ``params``: its parameters for kvstore (``kv_transfer_params["kvstore"]``), or None.
         """
         if params is None or params == {}:
             return self.default

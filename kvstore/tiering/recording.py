@@ -51,8 +51,7 @@ class RequestFeed:
     def send(self, ends: Mapping[BlockKey, int], tokens: int) -> None:
         """Send a request, if it has blocks.
 
-        Args:
-            ends: Its blocks with their ends in tokens, group by group, each in prefix order.
+        ``ends``: its blocks with their ends in tokens, group by group, each in prefix order.
         """
         if not ends:
             return

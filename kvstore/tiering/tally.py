@@ -40,8 +40,7 @@ class TierTally:
     def note_answer(self, hit: bool, started: float) -> None:
         """Count the first answer about a block to a request.
 
-        Args:
-            started: Start of the lookup (``time.perf_counter``); 0 if untimed.
+        ``started``: start of the lookup (``time.perf_counter``); 0 if untimed.
         """
         self.queries += 1
         self.hits += hit
@@ -61,11 +60,7 @@ class TierTally:
 
 
 class Tally:
-    """The counts of all tiers.
-
-    Args:
-        tiers: Counts of the tiers below the primary one, in order.
-    """
+    """The counts of all tiers. ``tiers``: counts of the tiers below the primary one, in order."""
 
     def __init__(self, tiers: Sequence[TierTally]) -> None:
         self.primary = TierTally()  # Counts of the primary tier.

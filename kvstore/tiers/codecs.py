@@ -79,8 +79,7 @@ class AutoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CodecChoice:
     """Decides before each batch whether to encode it, from reports of earlier ones. Threads may share it.
 
-    Args:
-        options: Options of ``"auto"``, see :class:`AutoOptions`.
+    ``options``: options of ``"auto"``, see :class:`AutoOptions`.
     """
 
     def __init__(self, options: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
@@ -244,11 +243,7 @@ _COUNTS: Final = (
 
 
 class TierCodecs:
-    """The codecs of one tier.
-
-    Args:
-        config: The tier's ``codec`` option.
-    """
+    """The codecs of one tier. ``config``: the tier's ``codec`` option."""
 
     def __init__(self, config: ChainConfig, namespace: Namespace) -> None:
         self._context = CodecContext(namespace, element_bytes_of(namespace.document()["fields"]))
@@ -405,8 +400,7 @@ def _path(cls: type[Step]) -> str:
 def element_bytes_of(fields: Mapping[str, Any]) -> int:
     """Return the length of a KV cache's elements in bytes, from a namespace's fields; 1 if they don't contain it.
 
-    Args:
-        fields: ``kv_dtype`` and ``dtype``, directly or within ``engine_config`` and ``model``.
+    ``fields``: ``kv_dtype`` and ``dtype``, directly or within ``engine_config`` and ``model``.
     """
     engine, model = (fields.get(name) for name in ("engine_config", "model"))
     for value in (

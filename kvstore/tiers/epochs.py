@@ -81,8 +81,7 @@ class Epoch:
 class EpochNames:
     """The I/O half's source of names, at start and at each reset. Belongs to one event loop.
 
-    Args:
-        source: Location of the fleet's name; None without a fleet.
+    ``source``: location of the fleet's name; None without a fleet.
     """
 
     def __init__(self, source: EpochConfig | None) -> None:

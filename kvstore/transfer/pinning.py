@@ -28,8 +28,7 @@ _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the address
 class CudaLibrary:
     """Calls of the CUDA runtime; each returns 0 for success, otherwise CUDA's error code.
 
-    Args:
-        library: ``libcudart``, or an object with its functions.
+    ``library``: ``libcudart``, or an object with its functions.
     """
 
     def __init__(self, library: Any) -> None:
@@ -56,8 +55,7 @@ class CudaLibrary:
     def copy_rows(self, target: Any, source: Any, stream: int) -> int:
         """Copy a matrix with contiguous rows between host and device asynchronously.
 
-        Args:
-            target: Tensor of two axes, the second with a step of 1.
+        ``target``: tensor of two axes, the second with a step of 1.
         """
         item = target.element_size()
         rows, width = target.shape

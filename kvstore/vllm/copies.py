@@ -40,8 +40,7 @@ class Slots(CPULoadStoreSpec):
 class WorkerReports:
     """The counters of all workers, read by the scheduler (see :class:`kvstore.tiering.copies.CopyReports`).
 
-    Args:
-        row: The last row of the region; released by its owner.
+    ``row``: the last row of the region; released by its owner.
     """
 
     lanes = LANES

@@ -361,8 +361,7 @@ class _Call(threading.Thread):
 class ForeignTiers:
     """All foreign tiers of a manager: makes the calls of vLLM's interface that have no counterpart in kvstore's.
 
-    Args:
-        context: Returns kvstore's context of a vLLM request; the second argument is the tier that made it, or None.
+    ``context``: returns kvstore's context of a vLLM request; the second argument is the tier that made it, or None.
     """
 
     def __init__(

@@ -94,8 +94,7 @@ def without_synchronous_loads(config: OffloadingConfig, engine: EngineContext) -
 def is_certified(kv_caches: Any) -> bool:
     """Return whether vLLM has mapped every layer to bytes independent of the tensor parallel size.
 
-    Args:
-        kv_caches: ``CanonicalKVCaches`` of a worker.
+    ``kv_caches``: ``CanonicalKVCaches`` of a worker.
     """
     mappings = [ref.mapping for refs in kv_caches.group_data_refs for ref in refs]
     return all(mapping is not None and mapping.parallelism_agnostic for mapping in mappings)

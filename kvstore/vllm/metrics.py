@@ -196,8 +196,7 @@ class _Increments:
     ) -> None:
         """Report the increments of a family of counts. The first report includes zeros, as a starting point for rates.
 
-        Args:
-            counts: Current counts, by the value of the last label.
+        ``counts``: current counts, by the value of the last label.
         """
         for label, value in {**dict.fromkeys(known, 0), **counts}.items():
             before = self._reported.get((name, label))
@@ -220,8 +219,7 @@ class ManagerMetrics:
     ) -> OffloadingConnectorStats:
         """Return all gauges and the increments since the last call.
 
-        Args:
-            callback_errors: Exceptions of tiers outside the manager's calls, by tier.
+        ``callback_errors``: exceptions of tiers outside the manager's calls, by tier.
         """
         out = OffloadingConnectorStats()
         for name, (_, _, source) in _MANAGER_GAUGES.items():
@@ -254,8 +252,7 @@ def _values(stats: TieringStats, source: str | Mapping[str, str]) -> dict[str, f
 class TierMetrics:
     """Converts a tier's monotonic counts into vLLM's statistics, which are increments.
 
-    Args:
-        tier: Value of the label ``tier``.
+    ``tier``: value of the label ``tier``.
     """
 
     def __init__(self, tier: str) -> None:
@@ -401,11 +398,7 @@ class HitSummary:
         self._counts: tuple[tuple[int, int], ...] = ()
 
     def note(self, now: float, stats: TieringStats, tally: Tally, slot_bytes: int) -> None:
-        """Log the summary if it is due.
-
-        Args:
-            now: ``time.monotonic()``.
-        """
+        """Log the summary if it is due. ``now``: ``time.monotonic()``."""
         if now - self._since < _INTERVAL_S:
             return
         found = [(each.hits, each.queries) for each in (tally.primary, *tally.tiers)]

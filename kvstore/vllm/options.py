@@ -66,8 +66,7 @@ def is_own_manager(extra_config: Mapping[str, Any]) -> bool:
     True unless ``"manager": "vllm"`` is set, or a ``CachePolicy`` (supported only by vLLM's manager) without
     ``"tiering"`` or ``"manager"``.
 
-    Args:
-        extra_config: ``kv_connector_extra_config``, with full type names.
+    ``extra_config``: ``kv_connector_extra_config``, with full type names.
     """
     needs_vllm = "cache_policy_module_path" in extra_config
     default = "kvstore" if "tiering" in extra_config or not needs_vllm else "vllm"
@@ -77,8 +76,7 @@ def is_own_manager(extra_config: Mapping[str, Any]) -> bool:
 def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
     """Return the configuration of kvstore's manager, or None to use vLLM's (see :func:`is_own_manager`).
 
-    Args:
-        extra_config: ``kv_connector_extra_config``, with full type names (:func:`with_short_types`).
+    ``extra_config``: ``kv_connector_extra_config``, with full type names (:func:`with_short_types`).
     """
     choice = extra_config.get("manager")
     if choice not in ("kvstore", "vllm", None):

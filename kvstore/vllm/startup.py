@@ -89,8 +89,7 @@ def check_start() -> None:
 def check_offloading(extra: Mapping[str, Any], *, here: bool = True) -> None:
     """Check one ``kv_connector_extra_config``. Configurations without kvstore are accepted.
 
-    Args:
-        here: Whether the engine will run on this machine. If so, directories and device are checked as well.
+    ``here``: whether the engine will run on this machine. If so, directories and device are checked as well.
     """
     _raise(*faults_of(extra, here=here) or ())
 
@@ -252,8 +251,7 @@ def said_in_the_log() -> Iterator[None]:
 def described(tier: AsyncTier, options: Mapping[str, Any]) -> str:
     """Return a tier's name, directories, capacity, blocks found and I/O method, for the log.
 
-    Args:
-        options: Its options, as from :func:`kvstore.vllm.options.check_options`.
+    ``options``: its options, as from :func:`kvstore.vllm.options.check_options`.
     """
     backend = str(options["backend"])
     given = {name: value for name, value in options.items() if name != "backend"}

@@ -78,11 +78,7 @@ class Adapters:
         self._thread: threading.Thread | None = None
 
     def check(self, adapter: Any) -> Check:
-        """Begin to check an adapter.
-
-        Args:
-            adapter: vLLM's ``LoRARequest``.
-        """
+        """Begin to check an adapter. ``adapter``: vLLM's ``LoRARequest``."""
         check = Check(str(adapter.lora_name), str(adapter.lora_path))
         if self._thread is None:
             # A daemon, because a file system that hangs must not prevent the exit of the process.

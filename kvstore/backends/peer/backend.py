@@ -249,8 +249,7 @@ class PeerBackend(Backend):
     ) -> _Search:
         """Query each peer for some blocks, concurrently, and remember a peer for each block found.
 
-        Args:
-            hand_overs: Their names; empty ones are skipped.
+        ``hand_overs``: their names; empty ones are skipped.
         """
         search = _Search()
         asked = [peer for peer in wanted if peer.admits()]

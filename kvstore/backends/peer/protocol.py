@@ -151,9 +151,8 @@ class Agreement:
 class FrameMac:
     """MACs of the frames of one direction: AES-256-GMAC, with a frame's number as the nonce.
 
-    Args:
-        key: Key of the connection and direction. Empty: frames have no MAC, because TLS authenticates them or both ends
-            do without a secret.
+    ``key``: key of the connection and direction. Empty: frames have no MAC, because TLS authenticates them or both ends
+    do without a secret.
     """
 
     def __init__(self, key: bytes) -> None:

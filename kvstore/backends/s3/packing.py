@@ -168,8 +168,7 @@ class PackedBlocks:
     async def remove(self, keys: Sequence[BlockKey], *, damaged: bool = False) -> None:
         """Remove blocks for all engines. Packs are immutable, so a note lists the removals; empty packs are deleted.
 
-        Args:
-            damaged: Remove only the copy used by reads; a copy in another pack then replaces it.
+        ``damaged``: remove only the copy used by reads; a copy in another pack then replaces it.
         """
         copies = 1 if damaged else None
         removed = [(pack, key) for key in dict.fromkeys(keys) for pack in self.index.packs_of(key)[:copies]]

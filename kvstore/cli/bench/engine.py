@@ -334,8 +334,7 @@ class ReplayEngine:
     def run(self, on_progress: Callable[[int], None] | None = None) -> None:
         """Replay all requests, and wait for their I/O.
 
-        Args:
-            on_progress: Called occasionally with the number of ended requests.
+        ``on_progress``: called occasionally with the number of ended requests.
         """
         coming = deque(self._trace.requests)
         live: list[_Live] = []
