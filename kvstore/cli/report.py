@@ -85,11 +85,7 @@ class Report:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read a report back.
-
-    Raises:
-        ConfigError: The file can't be read, or is not a report of this schema.
-    """
+    """Read a report back. ``ConfigError``: the file can't be read, or is not a report of this schema."""
     try:
         value: Any = json.loads(path.read_text())
     except OSError as error:

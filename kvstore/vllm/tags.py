@@ -123,11 +123,7 @@ class Adapters:
 
 
 def _signature_of(directory: str) -> _Signature:
-    """Return the signature of an adapter's files.
-
-    Raises:
-        OSError: There is no such directory, or it has no such files.
-    """
+    """Return the signature of an adapter's files. ``OSError``: there is no such directory, or it has no such files."""
     with os.scandir(directory) as entries:
         files = sorted((entry.name, entry.stat()) for entry in entries if entry.name.startswith(_FILES))
     if not files:

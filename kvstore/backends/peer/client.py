@@ -322,11 +322,7 @@ class Peer:
         return None
 
     async def _connected(self) -> Channel:
-        """Connect and greet.
-
-        Raises:
-            ConnectionError: The peer can't be reached, or the greeting failed.
-        """
+        """Connect and greet. ``ConnectionError``: the peer can't be reached, or the greeting failed."""
         if self._closed:
             raise ConnectionError("the backend is closed")
         try:

@@ -211,11 +211,7 @@ class PeerServer:
         return self._stored.keys()
 
     async def open(self) -> None:
-        """Listen.
-
-        Raises:
-            BackendUnavailableError: The address is not available.
-        """
+        """Listen. ``BackendUnavailableError``: the address is not available."""
         try:
             self._listener = listening_socket(endpoint_of(self._config.listen))
         except OSError as error:
@@ -382,11 +378,7 @@ class _LoadAnswer:
         self._patience = asyncio.timeout(self._config.timeout)
 
     async def send(self, keys: Sequence[BlockKey], header: memoryview, *, absent: int = 0) -> None:
-        """Send all parts.
-
-        Raises:
-            OSError: The client is gone or too slow (``TimeoutError``).
-        """
+        """Send all parts. ``OSError``: the client is gone or too slow (``TimeoutError``)."""
         at = in_turn = 0
         async with self._patience:
             while at < len(keys):

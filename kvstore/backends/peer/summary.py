@@ -85,11 +85,7 @@ def pack(sections: Sequence[Section]) -> bytes:
 
 
 def unpack(data: bytes) -> list[Section]:
-    """Read a summary.
-
-    Raises:
-        SummaryError: The data is not a summary, is damaged, or is of another version.
-    """
+    """Read a summary. ``SummaryError``: the data is not a summary, is damaged, or is of another version."""
     if not _HEAD.size <= len(data) <= SUMMARY_BYTES_MAX:
         raise SummaryError(f"{len(data)} bytes are no summary")
     magic, version, count, _, checksum = _HEAD.unpack_from(data)

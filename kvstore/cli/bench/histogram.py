@@ -23,11 +23,7 @@ class Latencies:
 
     @classmethod
     def from_text(cls, text: str) -> Latencies:
-        """Return the histogram that :meth:`as_text` wrote.
-
-        Raises:
-            ValueError: The text is not a histogram.
-        """
+        """Return the histogram that :meth:`as_text` wrote. ``ValueError``: the text is not a histogram."""
         found = cls()
         try:
             found._histogram.decode_and_add(text)

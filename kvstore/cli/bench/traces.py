@@ -116,11 +116,7 @@ def read_trace(path: str | os.PathLike[str], *, block_tokens: int = BLOCK_TOKENS
 
 
 def write_trace(path: str | os.PathLike[str], requests: Iterable[TraceRequest]) -> None:
-    """Write a trace.
-
-    Raises:
-        TraceError: The file can't be written.
-    """
+    """Write a trace. ``TraceError``: the file can't be written."""
     encoder = msgspec.json.Encoder()
     try:
         with open(path, "wb") as file:
