@@ -168,6 +168,7 @@ class BlockMover:
         self._on_put, self._on_found = on_put, on_found or on_put
         self.codecs = codecs or TierCodecs("raw", namespace)  # As given.
         self._refused = RefusedRecords() if refused is None else refused
+        self._is_raw = self.codecs.chain.is_raw
         self._records = RecordCodec(namespace, header_bytes=backend.alignment)
         # With page-aligned headers, the medium moves whole pages, and would copy a payload that ends within a page.
         unit = backend.alignment if backend.alignment >= _PAGE else 1
@@ -186,7 +187,7 @@ class BlockMover:
         wanted_bytes = min(_PART_BYTES_MAX, max(_PART_BYTES, blocks * slot_bytes // _PARTS_PER_JOB))
         size = longest = min(_HEADERS_MAX, max(1, wanted_bytes // slot_bytes))
         if running.job.kind is JobKind.STORE:
-            if not self.codecs.chain.is_raw:
+            if not self._is_raw:
                 size = longest = min(longest, self._batch_blocks)
             elif not self._bytes.in_use:
                 size = max(1, longest // _FIRST_PART)
@@ -305,7 +306,7 @@ class BlockMover:
     async def _encode(self, part: JobPart, spares: Sequence[memoryview], *, encode: bool) -> list[memoryview | None]:
         """Make the headers and payloads of a part."""
         work = partial(self._encoder.encode, part.keys, part.headers, part.rows, part.targets, spares, encode=encode)
-        if self.codecs.chain.is_raw:
+        if self._is_raw:
             await self._take_turn(len(part.keys))
             return work()[0]
         (payloads, error), seconds = await self._workers.call(partial(_timed, work))

@@ -216,7 +216,7 @@ class Existence:
         self._error_pause_s = error_pause_s
         self._pending: dict[tuple[str, BlockKey], float] = {}
         """Deadline of each open question, by address of the source (empty without one) and key."""
-        self._unasked: dict[str, list[BlockKey]] = {}
+        self.unasked: dict[str, list[BlockKey]] = {}  # Keys of the next questions, by address.
         self._sources: dict[str, dict[Source, None]] = {}
         self._questions: dict[int, AskExistence] = {}
         self._open: BoundedDict[tuple[str, BlockKey], _Answer] = BoundedDict(_OPEN_MAX)
@@ -241,8 +241,8 @@ class Existence:
             if not self._admits_source(source):
                 return True  # It is queried in the next step.
             deadline = self._pending[place] = now + self._timeout_s
-            self._unasked.setdefault(place[0], []).append(key)
-        elif place[0] in self._unasked:
+            self.unasked.setdefault(place[0], []).append(key)
+        elif place[0] in self.unasked:
             # Another request queries it in this step, perhaps for another hand-over.
             self._admits_source(source)
         return now < deadline
@@ -275,7 +275,7 @@ class Existence:
 
     def take_questions(self, now: float) -> list[AskExistence]:
         questions = []
-        for address, unasked in self._unasked.items():
+        for address, unasked in self.unasked.items():
             sources = tuple(self._sources.get(address, ()))
             for start in range(0, len(unasked), _QUESTION_KEYS_MAX):
                 keys = tuple(unasked[start : start + _QUESTION_KEYS_MAX])
@@ -283,7 +283,7 @@ class Existence:
                 question = AskExistence(self._last_id, keys, now + self._timeout_s, sources)
                 self._questions[self._last_id] = question
                 questions.append(question)
-        self._unasked.clear()
+        self.unasked.clear()
         self._sources.clear()
         return questions
 
@@ -332,11 +332,6 @@ class Existence:
             failed_until = now + self._error_pause_s if answer == Found.UNKNOWN else 0.0
             again_at = now if failed else now + _ASK_AGAIN_S
             self._open[address, key] = _Answer(again_at, found, settled, failed_until)
-
-    @property
-    def unasked(self) -> bool:
-        """Whether ``take_questions`` has questions to return."""
-        return bool(self._unasked)
 
 
 class FailedLoads:
