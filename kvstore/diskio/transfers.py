@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias, TypeVar
@@ -118,13 +118,18 @@ class TransferEngine:
             except OSError as error:
                 _log.warning("the ring can't hold locks (%s); a killed process may write after it has let go", error)
 
-    async def read(self, transfers: Sequence[Transfer], precedence: Precedence = Precedence.LOAD) -> None:
+    # Plain functions: a coroutine that only awaits another one would be resumed with it.
+    def read(
+        self, transfers: Sequence[Transfer], precedence: Precedence = Precedence.LOAD
+    ) -> Coroutine[Any, Any, None]:
         """Read; the buffers are not touched after the call, even if it is cancelled (see ``LoopRing.run``)."""
-        await self._move(Op.READV, self.disk.preadv, transfers, precedence)
+        return self._move(Op.READV, self.disk.preadv, transfers, precedence)
 
-    async def write(self, transfers: Sequence[Transfer], precedence: Precedence = Precedence.STORE) -> None:
+    def write(
+        self, transfers: Sequence[Transfer], precedence: Precedence = Precedence.STORE
+    ) -> Coroutine[Any, Any, None]:
         """Write, with the same guarantee."""
-        await self._move(Op.WRITEV, self.disk.pwritev, transfers, precedence)
+        return self._move(Op.WRITEV, self.disk.pwritev, transfers, precedence)
 
     async def call(self, function: Callable[[], _R], *, precedence: Precedence = Precedence.STORE) -> _R:
         """Run one blocking function on a thread and return its result (or raise its exception)."""

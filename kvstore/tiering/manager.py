@@ -453,7 +453,8 @@ class TieringManager:
         self._prefetch.run()
         if self._hedges is not None:
             self._hedges.start_due()
-        self._cascades.end_transit(self.primary.end_promises())
+        if ended := self.primary.end_promises():
+            self._cascades.end_transit(ended)
         self._promotions.flush()
         self._cascades.resume()
         self._cascades.write_back()

@@ -6,9 +6,9 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvstore.backends.base import Backend, RecordRead, RecordWrite, outcome_of
 from kvstore.codec.coding import Encoder
@@ -198,9 +198,9 @@ class BlockMover:
             start, size = end, min(longest, 2 * size)
         return parts
 
-    async def move(self, part: JobPart) -> None:
+    def move(self, part: JobPart) -> Coroutine[Any, Any, None]:
         """Load or store a part, and settle its blocks."""
-        await (self._load(part) if part.running.job.kind is JobKind.LOAD else self._store(part))
+        return self._load(part) if part.running.job.kind is JobKind.LOAD else self._store(part)
 
     async def reread_damaged(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Read damaged records again, one at a time; return those that are damaged again.
