@@ -245,10 +245,6 @@ def text_of(text: str, subject: str) -> str:
         raise ConfigError(f"The {subject} {text[1:]!r} is not UTF-8 text. Name a file with JSON.") from None
 
 
-class OutputError(KVStoreError):
-    """A file could not be written; its contents were printed."""
-
-
 def check_output(path: Path | None, option: str) -> None:
     """Check that the file of an option, if given, can be written, before a long command starts."""
     if path is None:
@@ -262,10 +258,10 @@ def check_output(path: Path | None, option: str) -> None:
 
 
 def write_output(path: Path | None, data: str | bytes, option: str) -> None:
-    """Write the file of an option, if given; raises :class:`OutputError`."""
+    """Write the file of an option, if given; raises ``KVStoreError``."""
     if path is None:
         return
     try:
         path.write_bytes(data.encode() if isinstance(data, str) else data)
     except OSError as error:
-        raise OutputError(f"{option} {str(path)!r} can't be written: {error.strerror}. Give another file.") from error
+        raise KVStoreError(f"{option} {str(path)!r} can't be written: {error.strerror}. Give another file.") from error

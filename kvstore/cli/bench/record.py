@@ -17,10 +17,10 @@ from typing import Annotated
 import msgspec
 
 from kvstore.cli.bench.traces import TraceRequest
-from kvstore.cli.command_line import Argument, Exit, ExitCode, Option, OutputError, check_output, duration_option
+from kvstore.cli.command_line import Argument, Exit, ExitCode, Option, check_output, duration_option
 from kvstore.cli.interruption import Stopping
 from kvstore.cli.terminal import say
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiering.recording import DATAGRAM_BYTES_MAX, SOCKET_PATH_BYTES_MAX, RecordedRequest
 
 _SocketPath = Annotated[
@@ -62,7 +62,7 @@ def record(
                 file.write(encoder.encode(request) + b"\n")
                 count += 1
     except OSError as error:
-        raise OutputError(
+        raise KVStoreError(
             f"--out {str(out)!r} can't be written: {error.strerror}. The file has {count} requests."
         ) from error
     if recorder.lost or recorder.refused:

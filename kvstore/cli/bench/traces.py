@@ -33,10 +33,6 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 _BlockId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class TraceError(ConfigError):
-    """A file is not a trace or can't be written, or a trace does not fit its parameters."""
-
-
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request; the names are those of the format."""
 
@@ -51,12 +47,12 @@ class Trace:
     """Requests in the order of their arrival; those with equal times keep their order.
 
     Raises:
-        TraceError: A request has a block twice, or more blocks than its prompt fills.
+        ConfigError: A request has a block twice, or more blocks than its prompt fills.
     """
 
     def __init__(self, requests: Iterable[TraceRequest], *, block_tokens: int = BLOCK_TOKENS, name: str = "") -> None:
         if block_tokens < 1:
-            raise TraceError(f"block_tokens is {block_tokens}. Expected 1 or more.")
+            raise ConfigError(f"block_tokens is {block_tokens}. Expected 1 or more.")
         self.requests: Sequence[TraceRequest] = sorted(requests, key=lambda request: request.timestamp)
         self.block_tokens = block_tokens
         self.name = name
@@ -93,7 +89,7 @@ def read_trace(path: str | os.PathLike[str], *, block_tokens: int = BLOCK_TOKENS
     """Read at most ``limit`` requests of a trace from a file, or from standard input if the path is ``-``.
 
     Raises:
-        ConfigError: The file can't be read; TraceError: a line is not a request.
+        ConfigError: The file can't be read, or a line is not a request.
     """
     decoder = msgspec.json.Decoder(TraceRequest)
     requests: list[TraceRequest] = []
@@ -106,32 +102,32 @@ def read_trace(path: str | os.PathLike[str], *, block_tokens: int = BLOCK_TOKENS
             try:
                 requests.append(decoder.decode(line))
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise TraceError(
+                raise ConfigError(
                     f"Line {number} of {os.fspath(path)} is not a request of a trace: {error}. Expected a JSON object "
                     'with "timestamp", "input_length" and "hash_ids", as in Mooncake\'s traces.'
                 ) from None
     if not requests:
-        raise TraceError(f"{os.fspath(path)} holds no request. Expected one JSON object a line.")
+        raise ConfigError(f"{os.fspath(path)} holds no request. Expected one JSON object a line.")
     return Trace(requests, block_tokens=block_tokens, name=Path(path).name)
 
 
 def write_trace(path: str | os.PathLike[str], requests: Iterable[TraceRequest]) -> None:
-    """Write a trace. ``TraceError``: the file can't be written."""
+    """Write a trace. ``ConfigError``: the file can't be written."""
     encoder = msgspec.json.Encoder()
     try:
         with open(path, "wb") as file:
             for request in requests:
                 file.write(encoder.encode(request) + b"\n")
     except OSError as error:
-        raise TraceError(f"The trace {os.fspath(path)!r} can't be written: {error.strerror}. Name a file.") from error
+        raise ConfigError(f"The trace {os.fspath(path)!r} can't be written: {error.strerror}. Name a file.") from error
 
 
 def _check(request: TraceRequest, block_tokens: int, what: str) -> None:
     blocks = len(request.hash_ids)
     if len(set(request.hash_ids)) != blocks:
-        raise TraceError(f"A block comes twice in {what}. Expected each once: a block stands for its whole prefix.")
+        raise ConfigError(f"A block comes twice in {what}. Expected each once: a block stands for its whole prefix.")
     if blocks > -(-request.input_length // block_tokens):
-        raise TraceError(
+        raise ConfigError(
             f"{blocks} blocks for {request.input_length} tokens in {what}, which are less than {block_tokens} tokens "
             "each. Say how many tokens a block of this trace has."
         )
@@ -168,15 +164,15 @@ class TraceShape:
     def __post_init__(self) -> None:
         for name in ("requests", "block_tokens", "systems", "system_tokens", "question_tokens"):
             if getattr(self, name) < 1:
-                raise TraceError(f"{name} is {getattr(self, name)!r}. Expected 1 or more.")
+                raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected 1 or more.")
         for name in ("documents", "document_tokens", "popularity", "answer_tokens", "think_s", "tool_s", "tool_spread"):
             if getattr(self, name) < 0:
-                raise TraceError(f"{name} is {getattr(self, name)!r}. Expected 0 or more.")
+                raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected 0 or more.")
         for name in ("document_share", "tool_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise TraceError(f"{name} is {getattr(self, name)!r}. Expected a share, 0 to 1.")
+                raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected a share, 0 to 1.")
         if self.turns < 1 or self.chats_per_s <= 0:
-            raise TraceError(
+            raise ConfigError(
                 f"{self.turns!r} turns, {self.chats_per_s!r} chats per second. Expected 1 or more, above 0."
             )
 
