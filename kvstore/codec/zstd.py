@@ -78,7 +78,6 @@ class Zstd(Codec):
         return _LENGTH_BYTES + sum(_LENGTH_BYTES + bound for bound in bounds)
 
     def encode(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
-        """Compress each source; see :meth:`Codec.encode`."""
         cuts = [_cuts(source.nbytes) for source in sources]
         pieces: Any = [source[i:k] for source, at in zip(sources, cuts, strict=True) for i, k in pairwise(at)]
         compressor = self._compressor()
@@ -96,7 +95,6 @@ class Zstd(Codec):
     def decode(
         self, wire_id: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
     ) -> Sequence[int | None]:
-        """Decompress each source; see :meth:`Codec.decode`."""
         parts = [_read_frames(source, target) for source, target in zip(sources, targets, strict=True)]
         sizes: list[int | None] = [None if part is None else sum(room.nbytes for _, room in part) for part in parts]
         if self._many and self._decode_together([pair for part in parts if part for pair in part]):

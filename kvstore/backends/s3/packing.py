@@ -102,7 +102,7 @@ class PackedBlocks:
             await asyncio.wait([task])
 
     async def put(self, writes: Sequence[RecordWrite]) -> list[Outcome]:
-        """Write records, up to ``pack_blocks`` of them in one object; see :meth:`Backend.put`."""
+        """Write records, up to ``pack_blocks`` of them in one object."""
         await self.refresh()
         outcomes = [Outcome.EXISTS] * len(writes)
         ours: dict[BlockKey, int] = {}
@@ -141,7 +141,7 @@ class PackedBlocks:
         return outcomes
 
     async def get_into(self, reads: Sequence[RecordRead]) -> list[Outcome]:
-        """Read records by ranges of their packs; see :meth:`Backend.get_into`."""
+        """Read records by ranges of their packs."""
         if any(read.key not in self.index for read in reads):
             await self.refresh()
         outcomes: dict[int, Outcome] = {}
