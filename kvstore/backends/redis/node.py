@@ -193,7 +193,7 @@ class Node:
             if connection is None:
                 break
             connection.submit(self._together(queue, connection))
-        if self.down:
+        if queue and self.down:
             self._fail_queue()
         self._grow()
 
