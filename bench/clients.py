@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from bench.common import Row, percentile
 from kvstore.backends.base import Backend, RecordGeometry
-from kvstore.cli.measuring.driver import the_spinner
+from kvstore.cli.bench.driver import the_spinner
 from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import JobKind, SubmitJob

@@ -42,12 +42,12 @@ _SET_DEATH_SIGNAL: Final = 1
 
 needs("hdrh", "rich", "typer")
 
-from kvstore.cli.measuring.driver import Driver, PhaseResult
-from kvstore.cli.measuring.measure import phase_row
-from kvstore.cli.measuring.systems import Op
-from kvstore.cli.measuring.workload import Workload
-from kvstore.cli.reporting.report import SCHEMA, Row, environment, median_row
-from kvstore.cli.reporting.terminal import cell
+from kvstore.cli.bench.driver import Driver, PhaseResult
+from kvstore.cli.bench.measure import phase_row
+from kvstore.cli.bench.systems import Op
+from kvstore.cli.bench.workload import Workload
+from kvstore.cli.report import SCHEMA, Row, environment, median_row
+from kvstore.cli.terminal import cell
 from kvstore.errors import ConfigError, KVStoreError
 
 __all__ = [

@@ -48,12 +48,11 @@ from bench.common import (
     runs_of,
     scratch,
 )
-from kvstore.cli.measuring.baselines import VllmFsSystem, fio_rows
-from kvstore.cli.measuring.driver import Driver
-from kvstore.cli.measuring.histogram import Latencies
-from kvstore.cli.measuring.payload import Payload
-from kvstore.cli.measuring.systems import Op, System, TierSystem
-from kvstore.cli.measuring.workload import Mix, Workload
+from kvstore.cli.bench.driver import Driver
+from kvstore.cli.bench.histogram import Latencies
+from kvstore.cli.bench.payload import Payload
+from kvstore.cli.bench.systems import Op, System, TierSystem, VllmFsSystem, fio_rows
+from kvstore.cli.bench.workload import Mix, Workload
 from kvstore.namespace import Namespace
 from kvstore.primary import Region
 

@@ -20,9 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import Row, arguments, reporting
-from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, replay
-from kvstore.cli.replaying.tiers import Link
-from kvstore.cli.replaying.traces import TraceShape, generate_trace
+from kvstore.cli.bench.engine import Link
+from kvstore.cli.bench.simulation import ReplayCase, ReplaySettings, replay
+from kvstore.cli.bench.traces import TraceShape, generate_trace
 from kvstore.cli.tier_argument import parse_tier
 
 LOADS = (0.1, 0.5, 0.9, 1.3)

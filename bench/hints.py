@@ -21,8 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import Row, arguments, reporting
-from kvstore.cli.replaying.replay import OPTIMUM, ReplayCase, ReplaySettings, replay
-from kvstore.cli.replaying.traces import TraceShape, generate_trace
+from kvstore.cli.bench.simulation import OPTIMUM, ReplayCase, ReplaySettings, replay
+from kvstore.cli.bench.traces import TraceShape, generate_trace
 
 SHAPES = [(0.7, 0.3), (0.7, 0.0), (1.0, 0.3), (1.0, 0.0)]
 """Share of turns followed by a tool call, and spread of the tools' times."""

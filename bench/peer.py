@@ -51,11 +51,10 @@ from bench.common import (
     runs_of,
     shared_memory,
 )
-from kvstore.cli.measuring.baselines import PooledSystem
-from kvstore.cli.measuring.driver import Driver, the_spinner
-from kvstore.cli.measuring.payload import Payload
-from kvstore.cli.measuring.systems import Op, System, TierSystem
-from kvstore.cli.measuring.workload import Mix, Workload
+from kvstore.cli.bench.driver import Driver, the_spinner
+from kvstore.cli.bench.payload import Payload
+from kvstore.cli.bench.systems import Op, PooledSystem, System, TierSystem
+from kvstore.cli.bench.workload import Mix, Workload
 from kvstore.namespace import Namespace
 from kvstore.primary import PrimaryTier, Region
 from kvstore.primary.lending import Lender

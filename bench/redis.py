@@ -61,10 +61,10 @@ import uvloop
 from bench.clients import Client, MovedSlots, at_once, measured
 from kvstore.backends.base import RecordRead, RecordWrite
 from kvstore.backends.redis import RedisBackend, RedisConfig
-from kvstore.cli.measuring.driver import Driver
-from kvstore.cli.measuring.payload import Payload
-from kvstore.cli.measuring.systems import TierSystem
-from kvstore.cli.measuring.workload import Mix, Workload
+from kvstore.cli.bench.driver import Driver
+from kvstore.cli.bench.payload import Payload
+from kvstore.cli.bench.systems import TierSystem
+from kvstore.cli.bench.workload import Mix, Workload
 from kvstore.namespace import Namespace
 from kvstore.primary import Region
 from kvstore.runtime.messages import JobKind

@@ -22,8 +22,8 @@ from msgspec.structs import replace
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import Row, arguments, reporting
-from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, replay
-from kvstore.cli.replaying.traces import Trace, TraceRequest, TraceShape, generate_trace, read_trace
+from kvstore.cli.bench.simulation import ReplayCase, ReplaySettings, replay
+from kvstore.cli.bench.traces import Trace, TraceRequest, TraceShape, generate_trace, read_trace
 from kvstore.tenants import Tenant, Tenants
 
 NEIGHBOURS = 10

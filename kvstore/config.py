@@ -55,16 +55,11 @@ _GIB: Final = 1024**3
 
 
 class EpochConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Source of the name of the epoch that the engines of a fleet share.
-
-    Raises:
-        ConfigError: The path is not absolute.
-    """
+    """Source of the name of the epoch that the engines of a fleet share."""
 
     file: str  # Path of a text file with the name. It is read when a tier opens and at each reset.
 
     def __post_init__(self) -> None:
-        """Check the path."""
         check_field(os.path.isabs(self.file), "file", self.file, "an absolute path, such as '/run/kvstore/epoch'")
 
 
@@ -143,7 +138,6 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     label: str = ""
 
     def __post_init__(self) -> None:
-        """Parse text and check ranges."""
         for name, kind in _parsed_fields(type(self)).items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
@@ -169,12 +163,7 @@ def decode_config(cls: type[_T], value: Mapping[str, Any] | str | bytes, *, wher
 
     Args:
         cls: The struct, usually a subclass of :class:`TierConfig`.
-        value: The object, or its JSON text.
         where: Subject of error messages: ``"file tier"``.
-
-    Raises:
-        ConfigError: Not an object, an unknown, duplicate or missing key, a wrong type or a value out of range. The text
-            shows the value and the expected value, but never a secret.
     """
     if isinstance(value, str | bytes):
         value = _parse_json(value, where)

@@ -28,9 +28,8 @@ class EvictionPolicy(ABC):
 
     Every call is O(1) amortised; :meth:`victims` is O(blocks chosen + pinned blocks passed over).
 
-    Args:
-        capacity_blocks_hint: Approximate number of blocks in a full owner; 0 if unknown. Policies that need a capacity
-            use the larger of this and the present number of blocks.
+    ``capacity_blocks_hint``: approximate number of blocks in a full owner; 0 if unknown. Policies that need a capacity
+    use the larger of this and the present number of blocks.
     """
 
     name: ClassVar[str]  # Name in configurations.
@@ -302,13 +301,7 @@ class ARC(_QueuePolicy):
 
 
 class SharedPolicy(EvictionPolicy):
-    """One policy per tenant; accounts determine the tenant whose blocks are evicted.
-
-    Args:
-        policy: Class of each tenant's policy.
-        tenants: The rule and the shares.
-        capacity_blocks_hint: See :class:`EvictionPolicy`.
-    """
+    """One policy per tenant; accounts determine the tenant whose blocks are evicted."""
 
     name = "shared"
 
@@ -369,9 +362,6 @@ def make_policy(name: str, capacity_blocks_hint: int = 0, tenants: Tenants | Non
     """Create an empty policy by name (``"lru"``, ``"s3fifo"``, ``"arc"``; case, hyphens and underscores are ignored).
 
     With ``tenants``, their accounts determine the tenant to evict from (:class:`kvstore.tenants.Accounts`).
-
-    Raises:
-        ConfigError: There is no policy of this name.
     """
     policy = _POLICIES.get(str(name).lower().replace("-", "").replace("_", ""))
     if policy is None:

@@ -35,15 +35,11 @@ class ByteSize(int):
     """A number of bytes, written ``1048576``, ``"512MiB"``, ``"2TB"`` (powers of 1000) or ``"2TiB"`` (of 1024).
 
     Units are case-insensitive; a fraction (``"1.5GiB"``) is rounded down to whole bytes.
-
-    Raises:
-        ConfigError: Not a size, negative, or above 2**63 - 1.
     """
 
     __slots__ = ()
 
     def __new__(cls, value: int | float | str) -> ByteSize:
-        """Parse ``value``."""
         return super().__new__(cls, _parse_size(value))
 
     @property
@@ -56,16 +52,11 @@ class ByteSize(int):
 
 
 class Seconds(float):
-    """A duration, written ``1.5`` (seconds), ``"250ms"``, ``"5s"``, ``"10m"``, ``"2h"``, ``"7d"``.
-
-    Raises:
-        ConfigError: Not a duration, negative, not finite, or above ten years.
-    """
+    """A duration, written ``1.5`` (seconds), ``"250ms"``, ``"5s"``, ``"10m"``, ``"2h"``, ``"7d"``."""
 
     __slots__ = ()
 
     def __new__(cls, value: float | str) -> Seconds:
-        """Parse ``value``."""
         return super().__new__(cls, _parse_duration(value))
 
 
@@ -73,9 +64,6 @@ class Capacity:
     """A limit in bytes, absolute or as a share of the filesystem: ``1048576``, ``"500GiB"``, ``"80%"``.
 
     Immutable. Exactly one of the attributes is set.
-
-    Raises:
-        ConfigError: Neither a size nor a percentage in (0, 100].
     """
 
     __slots__ = ("percent", "size_bytes")

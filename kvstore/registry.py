@@ -132,19 +132,10 @@ BACKENDS = Registry(
         "s3": "kvstore.backends.s3:S3Backend",
     },
     group="kvstore.backends",
-    extras={"mooncake": "mooncake", "peer": "peer", "redis": "redis", "s3": "s3"},
+    extras={"mooncake": "mooncake", "peer": "peer", "s3": "s3"},
     products={"disk": "file", "dragonfly": "redis", "keydb": "redis", "minio": "s3", "ssd": "file", "valkey": "redis"},
 )
 """The backends: adapters to one medium each."""
-
-DIRECTORIES = Registry(
-    "directory",
-    base="kvstore.backends.peer.directory:Directory",
-    builtin=dict.fromkeys(("redis", "rediss", "unix"), "kvstore.backends.peer.directory:Directory"),
-    group="kvstore.directories",
-    extras=dict.fromkeys(("redis", "rediss", "unix"), "redis"),
-)
-"""The directory servers through which engines find each other, by the scheme of their URL."""
 
 CODECS = Registry(
     "codec",

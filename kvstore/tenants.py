@@ -41,11 +41,7 @@ _tag_in: Final = operator.itemgetter(slice(TAG_BYTES))
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shares and rate limits of a tenant.
-
-    Raises:
-        ConfigError: A share or a rate is out of range.
-    """
+    """Shares and rate limits of a tenant."""
 
     values: tuple[str, ...] = ()  # Values of the rule that identify this tenant; if empty, its name.
     guaranteed: float = 0.0  # Share of a cache that other tenants cannot displace while this tenant is active.
@@ -55,7 +51,6 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_rate: int | str | None = None  # Maximum bytes per second loaded from the lower tiers; None: unlimited.
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if not 0.0 <= self.guaranteed <= self.maximum <= 1.0:
             raise ConfigError(
                 f"guaranteed is {self.guaranteed!r}, and maximum is {self.maximum!r}. Expected shares from 0 to 1, the "
@@ -68,12 +63,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tenants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rule that assigns requests to tenants, and the shares and rates of tenants.
-
-    Raises:
-        ConfigError: There is no such rule, the guaranteed shares exceed 1, a value identifies two tenants, or a number
-            is out of range.
-    """
+    """The rule that assigns requests to tenants, and the shares and rates of tenants."""
 
     by: str
     """Rule: the request's ``cache_salt``, the name of its LoRA ``adapter``, or the ``parameter`` ``"tenant"`` of its
@@ -87,7 +77,6 @@ class Tenants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of active tenants."""
 
     def __post_init__(self) -> None:
-        """Check the tenants against each other."""
         if self.by not in _RULES:
             raise ConfigError(f"by is {self.by!r}. Expected one of {', '.join(_RULES)}.{did_you_mean(self.by, _RULES)}")
         Seconds(self.idle_s)
@@ -151,10 +140,7 @@ class Accounts:
     An active account loses guaranteed blocks only to its own new blocks. So without guarantees, all active tenants that
     need room converge to equal shares.
 
-    Args:
-        tenants: The rule and the shares.
-        capacity: Blocks that the cache can hold.
-        clock: Monotonic seconds; by default, tenants are never idle.
+    ``clock``: monotonic seconds; by default, tenants are never idle.
     """
 
     def __init__(self, tenants: Tenants, capacity: int = 0, clock: Callable[[], float] = lambda: 0.0) -> None:
@@ -202,9 +188,7 @@ class Accounts:
         """Take blocks from the accounts, in the order above.
 
         Args:
-            need: Blocks needed.
             take: Called with an account and a number of blocks; returns the number taken.
-            wanted_by: Account that needs the room.
             extra: Blocks that this account is about to add; they count as its own.
 
         Returns:

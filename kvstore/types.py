@@ -58,15 +58,19 @@ class Outcome(enum.IntEnum):
     @property
     def ok(self) -> bool:
         """Whether the block is now at the job's destination."""
-        return self <= Outcome.EXISTS
+        return self in SUCCESSES
 
     @property
     def is_failure(self) -> bool:
         """Whether the breaker counts it: a failure of the medium."""
-        return self in _FAILURES
+        return self in FAILURES
 
 
-_FAILURES = frozenset({Outcome.TIMEOUT, Outcome.NO_SPACE, Outcome.IO_ERROR, Outcome.REFUSED})
+SUCCESSES = frozenset({Outcome.OK, Outcome.EXISTS})
+"""Outcomes of a block that is now at its job's destination."""
+
+FAILURES = frozenset({Outcome.TIMEOUT, Outcome.NO_SPACE, Outcome.IO_ERROR, Outcome.REFUSED})
+"""Outcomes that the breaker counts: failures of the medium."""
 
 
 class Found(enum.IntEnum):

@@ -19,7 +19,7 @@ from urllib.request import urlopen
 from rich.console import Console, Group
 from rich.terminal_theme import MONOKAI
 
-from kvstore.cli.commands.top import Engine, frame_of, parse
+from kvstore.cli.top import Engine, frame_of, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE_FILE = ROOT / "docs/images/top.svg"

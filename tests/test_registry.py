@@ -12,7 +12,7 @@ import pytest
 from kvstore.backends.base import Backend
 from kvstore.backends.memory import MemoryBackend
 from kvstore.errors import ConfigError
-from kvstore.registry import BACKENDS, CODECS, DIRECTORIES, Registry
+from kvstore.registry import BACKENDS, CODECS, Registry
 from tests.project.tree import ROOT
 
 
@@ -129,6 +129,6 @@ def test_a_built_in_name_without_its_packages_names_the_extra(modules: Path) -> 
 def test_every_extra_of_a_name_is_one_of_the_package() -> None:
     """Every recommended extra exists."""
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for registry in (BACKENDS, CODECS, DIRECTORIES):
+    for registry in (BACKENDS, CODECS):
         assert set(registry._extras) <= set(registry.names())
         assert set(registry._extras.values()) <= set(known)

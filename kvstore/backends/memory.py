@@ -58,12 +58,6 @@ class MemoryBackend(Backend):
         make_policy(self.config.eviction)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """See :meth:`Backend.open`.
-
-        Raises:
-            ConfigError: The capacity is below one block, or the eviction policy is unknown.
-            LockedError: Another open backend has the shelf.
-        """
         capacity = self.config.capacity
         if capacity < geometry.record_bytes_max:
             raise ConfigError(
@@ -124,7 +118,7 @@ class MemoryBackend(Backend):
                 yield BlockInfo(key, len(record))
 
     async def namespaces(self) -> Sequence[NamespaceInfo]:
-        """See :meth:`Backend.namespaces`. Returns those on the shelf.
+        """Returns those on the shelf.
 
         Raises:
             ConfigError: The tier has no shelf, so its blocks are lost with its backend.

@@ -91,11 +91,7 @@ class MooncakeBackend(Backend):
         self._failures = 0
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Join the pool.
-
-        Raises:
-            BackendUnavailableError: The master can't be reached.
-        """
+        """Join the pool. ``BackendUnavailableError``: the master can't be reached."""
         store, config = MooncakeDistributedStore(), self.config
         self._prefix = f"kvstore/{namespace.hex}/"
         slab_bytes = -(-max(_SLAB_BYTES, geometry.record_bytes_max) // mmap.PAGESIZE) * mmap.PAGESIZE

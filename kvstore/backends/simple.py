@@ -84,7 +84,7 @@ class SimpleBackend(Backend):
         return False
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
-        """See :meth:`Backend.exists`. It fails only if no key was answered."""
+        """It fails only if no key was answered."""
         answered = False
         failures: list[Exception] = []
 

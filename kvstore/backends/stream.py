@@ -82,7 +82,8 @@ _SEND_FLAGS: Final = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 class HeldCalls:
     """The calls of one socket; used by one thread at a time.
 
-    No buffer is kept: addresses are valid only until a call returns.
+    No buffer is kept: addresses are valid only until a call returns. A call that cannot move a byte now raises
+    ``BlockingIOError``; if the connection broke, it raises another ``OSError``.
     """
 
     def __init__(self) -> None:
@@ -91,22 +92,12 @@ class HeldCalls:
         self._at = ctypes.addressof(self._message)
 
     def send(self, descriptor: int, buffers: Sequence[bytes | memoryview]) -> int:
-        """Send from buffers, in order; return the number of bytes sent.
-
-        Raises:
-            BlockingIOError: Nothing can be sent now.
-            OSError: The connection broke.
-        """
+        """Send from buffers, in order; return the number of bytes sent."""
         self._point_at(buffers)
         return self._checked(_send(descriptor, self._at, _SEND_FLAGS))
 
     def receive(self, descriptor: int, buffers: Sequence[memoryview]) -> int:
-        """Receive into buffers, in order; return the number of bytes received, 0 at the end of the stream.
-
-        Raises:
-            BlockingIOError: No bytes are available yet.
-            OSError: The connection broke.
-        """
+        """Receive into buffers, in order; return the number of bytes received, 0 at the end of the stream."""
         self._point_at(buffers)
         return self._checked(_receive(descriptor, self._at, socket.MSG_DONTWAIT))
 
@@ -178,8 +169,7 @@ class Stream:
     Sends and short receives keep the GIL if possible: while a Python thread is busy, taking it back takes longer than
     the call. A long receive releases it, because other threads need it to verify blocks.
 
-    Args:
-        sock: Connected, non-blocking; with TLS an ``ssl.SSLSocket`` after its handshake.
+    ``sock``: connected, non-blocking; with TLS an ``ssl.SSLSocket`` after its handshake.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -207,10 +197,7 @@ class Stream:
     def receive(self, buffers: Sequence[memoryview]) -> int:
         """Receive into buffers, in order; return the number of bytes, 0 at the end of the stream.
 
-        Raises:
-            BlockingIOError: No bytes are available yet.
-            ssl.SSLWantWriteError: TLS must write before it can read more.
-            OSError: The connection broke.
+        With TLS, ``ssl.SSLWantWriteError`` means that it must write before it can read more.
         """
         if self._held is not None and sum([buffer.nbytes for buffer in buffers]) <= _SHORT_BYTES:
             return self._held.receive(self._sock.fileno(), buffers)
@@ -235,12 +222,7 @@ class Stream:
         return received
 
     def send(self, buffers: Sequence[bytes | memoryview]) -> int:
-        """Send from buffers, in order; return the number of bytes sent.
-
-        Raises:
-            BlockingIOError: Nothing can be sent now.
-            OSError: The connection broke.
-        """
+        """Send from buffers, in order; return the number of bytes sent."""
         if self._held is not None:
             return self._held.send(self._sock.fileno(), buffers)
         if self._tls is None:
@@ -285,12 +267,7 @@ def client_context(
 
     Args:
         ca: PEM file of the authorities to trust; without it, those of the system.
-        cert: PEM file of the client's certificate.
-        key: PEM file of its key.
         check_hostname: Whether the server's certificate must be for the requested host.
-
-    Raises:
-        ConfigError: A file can't be used.
     """
     context = _context(ssl.Purpose.SERVER_AUTH, ca, cert, key)
     context.check_hostname = check_hostname
@@ -300,13 +277,7 @@ def client_context(
 def server_context(*, cert: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
     """Return TLS settings of a server: at least TLS 1.2.
 
-    Args:
-        cert: PEM file of its certificate.
-        key: PEM file of the certificate's key.
-        client_ca: PEM file of authorities; clients then need a certificate from one of them.
-
-    Raises:
-        ConfigError: A file can't be used.
+    ``client_ca``: PEM file of authorities; clients then need a certificate from one of them.
     """
     context = _context(ssl.Purpose.CLIENT_AUTH, client_ca, cert, key)
     if client_ca is not None:

@@ -17,10 +17,6 @@ async def run_in_thread(call: Callable[..., _R], *arguments: Any) -> _R:
     ``asyncio.to_thread`` returns when it is cancelled, while its thread still uses buffers and connections. This
     function then raises ``CancelledError`` only after the call has ended.
 
-    Args:
-        call: The function.
-        arguments: Its arguments.
-
     Returns:
         Its result. Its exceptions are raised here.
     """

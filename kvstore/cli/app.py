@@ -8,24 +8,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
+from kvstore.cli import backends, check, config, doctor, lifecycle, top
+from kvstore.cli.bench import compare, plot, record, replay, run, size, verify
 from kvstore.cli.command_line import Context, Exit, ExitCode, Typer, VersionFlag, forget_stdout, make_app
-from kvstore.cli.commands import (
-    backends,
-    check,
-    compare,
-    config,
-    doctor,
-    lifecycle,
-    medium,
-    plot,
-    record,
-    replay,
-    run,
-    size,
-    top,
-    verify,
-)
-from kvstore.cli.reporting.terminal import say
+from kvstore.cli.holdings import commands as medium
+from kvstore.cli.terminal import say
 from kvstore.errors import ConfigError, KVStoreError
 
 _OF_BENCH: Final[dict[str, Callable[..., None]]] = {

@@ -24,7 +24,7 @@ from typer import confirm as confirm
 from typer.core import TyperGroup
 
 import kvstore
-from kvstore.cli.reporting.terminal import print_line
+from kvstore.cli.terminal import print_line
 from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.quantity import ByteSize, Seconds
@@ -61,7 +61,6 @@ class _Group(TyperGroup):
     """
 
     def invoke(self, ctx: Any) -> Any:
-        """Invoke a command."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -142,6 +141,14 @@ TierOption = Annotated[
     ),
 ]
 """One tier; parse it with :func:`kvstore.cli.tier_argument.parse_tier`."""
+Tiers = Annotated[
+    list[str] | None,
+    Option(
+        "--tier", "-t", metavar="JSON|URL|@FILE",
+        help="The tier: the very JSON that goes into secondary_tiers, a URL, or @file. Several: side by side. Without "
+        "it, a file tier in a temporary directory.",
+    ),
+]  # fmt: skip
 
 JsonFlag = Annotated[bool, Option("--json", help="Print one JSON object on stdout and nothing else.")]
 OutFile = Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="Also write the JSON report to a file.")]
@@ -221,7 +228,6 @@ def text_of(text: str, subject: str) -> str:
     """Return an argument, or the contents of the file that it names as ``@FILE`` (``@-`` for stdin).
 
     Args:
-        text: The argument.
         subject: Noun for errors, such as ``"configuration"``.
 
     Raises:
@@ -239,10 +245,6 @@ def text_of(text: str, subject: str) -> str:
         raise ConfigError(f"The {subject} {text[1:]!r} is not UTF-8 text. Name a file with JSON.") from None
 
 
-class OutputError(KVStoreError):
-    """A file could not be written; its contents were printed."""
-
-
 def check_output(path: Path | None, option: str) -> None:
     """Check that the file of an option, if given, can be written, before a long command starts."""
     if path is None:
@@ -256,10 +258,10 @@ def check_output(path: Path | None, option: str) -> None:
 
 
 def write_output(path: Path | None, data: str | bytes, option: str) -> None:
-    """Write the file of an option, if given; raises :class:`OutputError`."""
+    """Write the file of an option, if given; raises ``KVStoreError``."""
     if path is None:
         return
     try:
         path.write_bytes(data.encode() if isinstance(data, str) else data)
     except OSError as error:
-        raise OutputError(f"{option} {str(path)!r} can't be written: {error.strerror}. Give another file.") from error
+        raise KVStoreError(f"{option} {str(path)!r} can't be written: {error.strerror}. Give another file.") from error

@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Annotated, Any, Final, Self, TypeVar
 
 from kvstore.cli.command_line import ExitCode, Option, duration_option
-from kvstore.cli.reporting.terminal import say
+from kvstore.cli.terminal import say
 from kvstore.errors import ConfigError, KVStoreError
 
 _T = TypeVar("_T")
@@ -150,7 +150,7 @@ class Runner:
         self._runner.close()
 
     def run(self, coro: Coroutine[Any, Any, _T]) -> _T:
-        """See :meth:`asyncio.Runner.run`, which is used directly in other threads or with a custom SIGINT handler."""
+        """Run a coroutine; in other threads, or with a custom SIGINT handler, as asyncio's runner does."""
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return self._runner.run(coro)

@@ -70,9 +70,6 @@ def parse_tier(text: str) -> TierArgument:
     """Parse a tier as given on a command line: a JSON object (with or without vLLM's own keys), a URL, or ``@FILE``.
 
     The bare name of a backend suffices if it needs no options.
-
-    Raises:
-        ConfigError: The text can't be parsed, or the configuration can't be used. The message contains no secret.
     """
     text = text_of(text.strip(), "tier").strip()
     if "://" in text.partition("{")[0]:
@@ -93,11 +90,6 @@ def parse_tier(text: str) -> TierArgument:
 
 
 def make_tier(backend: str, options: Mapping[str, Any]) -> TierArgument:
-    """Return a tier of a backend with these options.
-
-    Raises:
-        ConfigError: The backend is unknown, or the options can't be used.
-    """
     config = decode_config(BACKENDS.find(backend).config_type, options, where=f"{backend} tier")
     return TierArgument(backend, dict(options), config)
 

@@ -32,7 +32,7 @@ class BytePlaneOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BytePlane(Codec):
     """Splits elements of 2 bytes (bf16, fp16) and 4 bytes (fp32) into planes; leaves one-byte types (fp8, int8) alone.
 
-    See :class:`~kvstore.codec.base.Codec` for the contract. Two numpy calls (four for 4-byte elements)
+    Two numpy calls (four for 4-byte elements)
     cover a whole batch if its buffers are evenly spaced in memory.
     """
 
@@ -52,7 +52,7 @@ class BytePlane(Codec):
         return self._wire_id
 
     def encode(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
-        """Split each source into planes; see :meth:`Codec.encode`."""
+        """Split each source into planes."""
         element_bytes = _ELEMENT_BYTES.get(self._wire_id, 1)
         return _apply(_split, element_bytes, sources, targets)
 

@@ -80,11 +80,7 @@ class CodecChain:
 
 
 def parse_chain(value: ChainConfig) -> tuple[StepSpec, ...]:
-    """Read a ``codec`` option; empty for ``"raw"``.
-
-    Raises:
-        ConfigError: It does not have the form of :data:`ChainConfig`.
-    """
+    """Read a ``codec`` option; empty for ``"raw"``."""
     specs: list[StepSpec] = []
     for item in [value] if isinstance(value, str) else value:
         if isinstance(item, str):
@@ -106,17 +102,7 @@ def parse_chain(value: ChainConfig) -> tuple[StepSpec, ...]:
 
 
 def build_chain(value: ChainConfig, context: CodecContext, find: FindStep) -> CodecChain:
-    """Create the steps of a ``codec`` option.
-
-    Args:
-        value: The option.
-        context: Properties of the blocks.
-        find: Returns the class of a step's name.
-
-    Raises:
-        ConfigError: The option, a name or a step's options can't be used, there are too many steps, or a seal is not
-            the last one.
-    """
+    """Create the steps of a ``codec`` option. ``find``: returns the class of a step's name."""
     specs = list(parse_chain(value))
     auto: Mapping[str, Any] | None = None
     for i, spec in enumerate(specs):
@@ -161,9 +147,7 @@ def encode_all(
 
     Args:
         codecs: The codecs; at least one.
-        sources: Payloads.
         targets: Buffers for the results; each at least as long as its source.
-        spares: The same again, for intermediate results.
 
     Returns:
         Bytes in each target; None if the result of a codec would not fit, or the codec has a defect.

@@ -32,11 +32,8 @@ class Encoder:
 
     A payload is never longer than its block: a block that the codecs don't shorten is stored raw.
 
-    Args:
-        records: Writes the headers.
-        chain: Steps of the tier.
-        unit: Payloads are padded with zeros to a multiple of this length, because a medium with direct I/O would copy
-            other lengths; 1 for no padding.
+    ``unit``: payloads are padded with zeros to a multiple of this length, because a medium with direct I/O would copy
+    other lengths; 1 for no padding.
     """
 
     def __init__(self, records: RecordCodec, chain: CodecChain, *, unit: int = 1) -> None:
@@ -64,8 +61,6 @@ class Encoder:
         """Make the records of a batch.
 
         Args:
-            keys: Keys of the blocks.
-            headers: Buffers for the headers.
             blocks: The blocks; only read, and must not change until the records are put.
             targets: Buffers as long as the blocks, for payloads other than the blocks themselves; in use until the
                 records are put. Empty if :meth:`needs_rows` returns False for them.
@@ -155,7 +150,6 @@ class Decoder:
             headers: Verified headers that :meth:`refusal` accepts.
             slots: Buffers as long as the blocks; each begins with its payload and receives its block.
             rows: Buffers as long as the blocks, one per block.
-            spares: The same again.
 
         Returns:
             For each block None on success; otherwise the reason for a miss, and the slot's content is undefined.

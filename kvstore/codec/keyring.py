@@ -69,11 +69,7 @@ _WARNINGS_MAX: Final = 256
 
 
 class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Source of a keyring: exactly one of ``file``, ``env`` and ``command``. It contains no secret itself.
-
-    Raises:
-        ConfigError: No source or several are given, or ``refresh`` is out of range.
-    """
+    """Source of a keyring: exactly one of ``file``, ``env`` and ``command``. It contains no secret itself."""
 
     file: Path | None = None  # Path of the document.
     env: str = ""
@@ -83,7 +79,6 @@ class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     refresh: Seconds = Seconds(30)  # Age at which the document is read again when it is used.
 
     def __post_init__(self) -> None:
-        """Check the number of sources, the variable's name and the range of ``refresh``."""
         if not isinstance(self.refresh, Seconds):
             msgspec.structs.force_setattr(self, "refresh", Seconds(self.refresh))
         given = sum(map(bool, (self.file, self.env, self.command)))
@@ -139,10 +134,6 @@ class Keyring:
 
     A failed reading is logged and leaves the keys unchanged. A successful one replaces all keys, so a key removed from
     the document is forgotten.
-
-    Args:
-        source: Source of the document.
-        clock: Monotonic seconds.
 
     Raises:
         ConfigError: The document can't be read, or is not a keyring.

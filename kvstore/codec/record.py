@@ -110,7 +110,6 @@ class RecordCodec:
     the payload's checksum.
 
     Args:
-        namespace: Namespace of the records.
         header_bytes: Length of header buffers: the greater of 256 and the medium's alignment.
         alignment: Unit of lengths on a medium that can't keep exact lengths (direct I/O): zeros may follow a record up
             to a multiple of it. None means ``header_bytes``.
@@ -164,7 +163,6 @@ class RecordCodec:
 
         Args:
             out: Writable buffer of ``header_bytes`` bytes.
-            key: Key of the block.
             payload: C-contiguous buffer of any format and shape. Must not change until the record is put.
             plain_bytes: Length of the block; None for the length of ``payload``.
             chain: Codec chain of the stored payload, including the seal.
@@ -207,10 +205,8 @@ class RecordCodec:
         """Check that a record is complete, intact, and the requested one.
 
         Args:
-            key: The requested key.
             header: Buffer of ``header_bytes`` bytes with the start of the record.
             payload: Buffer with the rest; C-contiguous, may be longer than the payload.
-            filled_bytes: Bytes read into the two buffers.
 
         Returns:
             Length of the payload in bytes; it is at the start of ``payload``.

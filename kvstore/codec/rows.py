@@ -22,7 +22,6 @@ def paired_rows(sources: Sequence[Any], targets: Sequence[Any]) -> Iterator[tupl
     """Yield sources and targets as arrays, each covering a run of evenly spaced rows.
 
     Args:
-        sources: Buffers of bytes, C-contiguous.
         targets: As many writable buffers; each may differ in length from its source.
 
     Yields:

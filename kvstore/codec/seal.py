@@ -76,7 +76,7 @@ class _GcmSeal(Seal):
         return keys.current
 
     def seal(self, key_id: int, associated: bytes, payload: memoryview, out: memoryview) -> bytes:
-        """See :meth:`kvstore.codec.base.Seal.seal`. ``out`` may be ``payload``."""
+        """``out`` may be ``payload``."""
         nonce = os.urandom(_NONCE_BYTES)
         cipher = gcm(self._key(self.wire_id, key_id, associated), nonce)
         cipher.authenticate_additional_data(associated)
@@ -90,7 +90,7 @@ class _GcmSeal(Seal):
     def open(
         self, wire_id: int, key_id: int, associated: bytes, mac: bytes, payload: memoryview, out: memoryview
     ) -> bool:
-        """See :meth:`kvstore.codec.base.Seal.open`. ``out`` may be ``payload``."""
+        """``out`` may be ``payload``."""
         nonce, tag, padding = mac[:_NONCE_BYTES], mac[_NONCE_BYTES : -len(_PADDING)], mac[-len(_PADDING) :]
         key = self._key(wire_id, key_id, associated)
         cipher = Cipher(algorithms.AES(key), modes.GCM(nonce, tag)).decryptor()

@@ -47,25 +47,19 @@ _MAGIC: Final = b"\x28\xb5\x2f\xfd"
 
 
 class ZstdOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of :class:`Zstd`.
-
-    Raises:
-        ConfigError: The level is out of range.
-    """
+    """Options of :class:`Zstd`."""
 
     # The fastest level that benefits from the planes.
     level: int = 1  # -5 to 19; higher levels compress better and slower. All levels decode at about the same rate.
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_field(_LEVEL_MIN <= self.level <= _LEVEL_MAX, "level", self.level, f"{_LEVEL_MIN} to {_LEVEL_MAX}")
 
 
 class Zstd(Codec):
     """Compresses each payload, piece by piece.
 
-    See :class:`~kvstore.codec.base.Codec` for the contract. A batch releases the GIL once, through the package's
-    multi-buffer calls, if it has them (on CPython).
+    A batch releases the GIL once, through the package's multi-buffer calls, if it has them (on CPython).
     """
 
     name = "zstd"
@@ -84,7 +78,6 @@ class Zstd(Codec):
         return _LENGTH_BYTES + sum(_LENGTH_BYTES + bound for bound in bounds)
 
     def encode(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
-        """Compress each source; see :meth:`Codec.encode`."""
         cuts = [_cuts(source.nbytes) for source in sources]
         pieces: Any = [source[i:k] for source, at in zip(sources, cuts, strict=True) for i, k in pairwise(at)]
         compressor = self._compressor()
@@ -102,7 +95,6 @@ class Zstd(Codec):
     def decode(
         self, wire_id: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
     ) -> Sequence[int | None]:
-        """Decompress each source; see :meth:`Codec.decode`."""
         parts = [_read_frames(source, target) for source, target in zip(sources, targets, strict=True)]
         sizes: list[int | None] = [None if part is None else sum(room.nbytes for _, room in part) for part in parts]
         if self._many and self._decode_together([pair for part in parts if part for pair in part]):

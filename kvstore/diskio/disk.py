@@ -32,17 +32,14 @@ class OsDisk:
         """Make one system call of kind ``op``, such as ``"preadv"``. Fault injection overrides this method."""
         return function(*args, **kwargs)
 
-    async def awaited_syscalls(
+    def awaited_syscalls(
         self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], Awaitable[list[int]]]
-    ) -> list[int]:
+    ) -> Awaitable[list[int]]:
         """Make a batch of system calls of one kind from the event loop, for io_uring. Fault injection overrides this.
 
-        Args:
-            op: Name of the kind of call.
-            subjects: File name or descriptor of each call.
-            function: Makes the calls at the given positions; returns the result of each, or minus its errno.
+        ``function``: makes the calls at the given positions; returns the result of each, or minus its errno.
         """
-        return await function(range(len(subjects)))
+        return function(range(len(subjects)))
 
     def open_root(self, path: str) -> int:
         """Open a directory by its path, following links, because the configured path is trusted."""

@@ -90,8 +90,6 @@ class LoopRing:
 
         Args:
             sqes: Array of ``SQE``; ``user_data`` is overwritten.
-            sizes: Number of bytes that each operation moves.
-            precedence: Loads go first.
             keep: Objects that must live as long as the operations.
 
         Returns:

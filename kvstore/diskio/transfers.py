@@ -13,10 +13,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -119,13 +118,18 @@ class TransferEngine:
             except OSError as error:
                 _log.warning("the ring can't hold locks (%s); a killed process may write after it has let go", error)
 
-    async def read(self, transfers: Sequence[Transfer], precedence: Precedence = Precedence.LOAD) -> None:
+    # Plain functions: a coroutine that only awaits another one would be resumed with it.
+    def read(
+        self, transfers: Sequence[Transfer], precedence: Precedence = Precedence.LOAD
+    ) -> Coroutine[Any, Any, None]:
         """Read; the buffers are not touched after the call, even if it is cancelled (see ``LoopRing.run``)."""
-        await self._move(Op.READV, self.disk.preadv, transfers, precedence)
+        return self._move(Op.READV, self.disk.preadv, transfers, precedence)
 
-    async def write(self, transfers: Sequence[Transfer], precedence: Precedence = Precedence.STORE) -> None:
+    def write(
+        self, transfers: Sequence[Transfer], precedence: Precedence = Precedence.STORE
+    ) -> Coroutine[Any, Any, None]:
         """Write, with the same guarantee."""
-        await self._move(Op.WRITEV, self.disk.pwritev, transfers, precedence)
+        return self._move(Op.WRITEV, self.disk.pwritev, transfers, precedence)
 
     async def call(self, function: Callable[[], _R], *, precedence: Precedence = Precedence.STORE) -> _R:
         """Run one blocking function on a thread and return its result (or raise its exception)."""
@@ -185,22 +189,25 @@ class TransferEngine:
             raise RuntimeError("the transfer engine is closed")
         with self._batches:
             if self._ring is None:
-                await self._threads.run([partial(_do, call, run) for run in _runs(transfers)], precedence=precedence)
+                work = [partial(_do, call, run) for run in _runs(transfers)[0]]
+                await self._threads.run(work, precedence=precedence)
             else:
-                await self._by_ring(self._ring, op, call, _runs(transfers), precedence)
+                await self._by_ring(self._ring, op, call, transfers, precedence)
 
     async def _by_ring(
-        self, ring: LoopRing, op: Op, call: Callable[..., int], runs: list[_Run], precedence: Precedence
+        self, ring: LoopRing, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], precedence: Precedence
     ) -> None:
         """Move runs in one batch of operations, and complete short ones by plain calls."""
-        sizes = [sum([t.size_bytes for t in run]) for run in runs]
+        runs, sizes = _runs(transfers)
 
         async def move(at: Sequence[int]) -> list[int]:
-            chosen = runs if len(at) == len(runs) else [runs[i] for i in at]
+            chosen, moved = runs, sizes
+            if len(at) < len(runs):
+                chosen, moved = [runs[i] for i in at], [sizes[i] for i in at]
             sqes, iovecs = _operations(op, chosen)
             if self._slow_fds:
                 sqes["flags"] = [SQE_ASYNC if run[0].fd in self._slow_fds else 0 for run in chosen]
-            return await ring.run(sqes, [sizes[i] for i in at], precedence=precedence, keep=(iovecs, chosen))
+            return await ring.run(sqes, moved, precedence=precedence, keep=(iovecs, chosen))
 
         results = await self.disk.awaited_syscalls(_NAMES[op], [run[0].fd for run in runs], move)
         left = []
@@ -233,9 +240,10 @@ def _loop_ring(choice: EngineChoice) -> LoopRing | None:
     return None
 
 
-def _runs(transfers: Sequence[Transfer]) -> list[_Run]:
-    """Group transfers that are adjacent in a file."""
+def _runs(transfers: Sequence[Transfer]) -> tuple[list[_Run], list[int]]:
+    """Group transfers that are adjacent in a file; return the groups and their lengths in bytes."""
     runs: list[_Run] = []
+    sizes: list[int] = []
     fd, end, length, buffers = -1, -1, 0, 0
     for transfer in transfers:
         length += transfer.size_bytes
@@ -243,25 +251,34 @@ def _runs(transfers: Sequence[Transfer]) -> list[_Run]:
         joins = transfer.offset == end and transfer.fd == fd
         if joins and length <= _RUN_BYTES_MAX and buffers <= _RUN_BUFFERS_MAX:
             runs[-1].append(transfer)
+            sizes[-1] = length
         else:
             runs.append([transfer])
             fd, length, buffers = transfer.fd, transfer.size_bytes, len(transfer.buffers)
+            sizes.append(length)
         end = transfer.offset + transfer.size_bytes
-    return runs
+    return runs, sizes
 
 
 def _operations(op: Op, runs: list[_Run]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Return a vectored operation for each run, and the iovecs, which must live until the operations are submitted."""
-    moved = list(chain.from_iterable(runs))
-    addresses = [t.addresses or [address_of(b) for b in t.buffers] for t in moved]
-    iovecs: npt.NDArray[Any] = np.empty(sum(map(len, addresses)), IOVEC)
-    iovecs["base"] = list(chain.from_iterable(addresses))
-    iovecs["len"] = [b.nbytes for t in moved for b in t.buffers]
-    counts = [sum([len(t.buffers) for t in run]) for run in runs]
+    addresses: list[int] = []
+    lengths: list[int] = []
+    fds, offsets, counts = [], [], []
+    # One loop: this runs for each batch, and a comprehension is a call.
+    for run in runs:
+        before = len(lengths)
+        for transfer in run:
+            addresses += transfer.addresses or map(address_of, transfer.buffers)
+            for buffer in transfer.buffers:
+                lengths.append(buffer.nbytes)
+        fds.append(run[0].fd)
+        offsets.append(run[0].offset)
+        counts.append(len(lengths) - before)
+    iovecs: npt.NDArray[Any] = np.empty(len(lengths), IOVEC)
+    iovecs["base"], iovecs["len"] = addresses, lengths
     sqes: npt.NDArray[Any] = np.zeros(len(runs), SQE)
-    sqes["opcode"] = op
-    sqes["fd"] = [run[0].fd for run in runs]
-    sqes["off"] = [run[0].offset for run in runs]
+    sqes["opcode"], sqes["fd"], sqes["off"] = op, fds, offsets
     sqes["addr"] = iovecs.ctypes.data + IOVEC.itemsize * (np.cumsum(counts) - counts)
     sqes["len"] = counts
     return sqes, iovecs

@@ -86,7 +86,6 @@ def take_huge_pages(mapping: mmap.mmap, fd: int) -> int:
 
     Args:
         mapping: A whole file in memory (memfd, or in /dev/shm), mapped from its start.
-        fd: That file.
 
     Returns:
         Bytes that the kernel converted. A step converted in part does not count.

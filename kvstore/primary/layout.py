@@ -1,39 +1,8 @@
 """The canonical layout of a slot: the bytes under tensor parallel size 1, regardless of the size that wrote them.
 
-**Slot.** ``[layer 0: block 0 .. b-1][layer 1: block 0 .. b-1]...[padding]``, with ``b`` blocks per slot. Pages have no
-padding, even if they are padded on the device. A slot holds blocks of one group of layers. Its length is that of the
-longest group, rounded up to a page of memory. The bytes after a group's payload are undefined.
-
-**Turns.** If ``R > 1`` ranks hold the same bytes, they take turns: the block with number ``n = slot * blocks_per_slot +
-place`` is stored by the rank with ``r % R == n % R``, and loaded by all.
-
-Sliding-window layers have the same pages as full-attention layers, but a prefix needs fewer of their blocks
-(:meth:`GroupLayout.needed`).
-
-**Page.** A layer keeps the KV cache of one block in one page. As a C-ordered array, every page in use by engines is a
-sequence of parts, and each part has the heads on one axis::
-
-    part = [repeats][heads][head_bytes]        # length repeats * heads * head_bytes
-
-With ``B`` tokens per block, and ``k`` and ``v`` bytes of key and value per head and token:
-
-=======  =========================  ==================================
-order    K and V together           K half, then V half
-=======  =========================  ==================================
-NHD      ``(B, k + v)``             ``(B, k)``, ``(B, v)``
-HND      ``(1, B * (k + v))``       ``(1, B * k)``, ``(1, B * v)``
-=======  =========================  ==================================
-
-**Ranks.** Tensor parallel size ``T`` splits ``H`` KV heads into ``S = min(T, H)`` shards of ``h = H / S`` heads. Each
-shard lies on ``R = T / S`` ranks: rank ``r`` has shard ``s = r // R`` (Megatron's grouped-query attention, and
-``QKVParallelLinear`` of vLLM: ``shard_id = tp_rank // num_kv_head_replicas``). Latent attention (MLA) keeps one vector
-per token for all heads: ``H = 1``, so every rank holds the whole page.
-
-**Run.** A part begins at offset ``a`` in the rank's page and at ``c`` in the canonical page. Of its ``repeats``
-fragments, rank ``r`` copies fragment ``i`` as follows::
-
-    local      a + i * h * head_bytes                            length h * head_bytes
-    canonical  c + i * H * head_bytes + s * h * head_bytes
+docs/layout.md specifies it. A page is a sequence of parts ``[repeats][heads][head_bytes]``. A rank copies the runs of
+its heads between its page and the canonical page. Heads are divided among ranks as by Megatron's grouped-query
+attention and vLLM's ``QKVParallelLinear``; ranks that hold the same bytes take turns storing blocks.
 """
 
 from __future__ import annotations

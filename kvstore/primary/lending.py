@@ -26,10 +26,8 @@ class Lender:
     block from the index, then checks for loans. So at least one of them notices the other. Each step is one operation
     on a dict or list, which Python makes atomic.
 
-    Args:
-        primary: The primary tier.
-        backends: Storage of this engine whose records may also be sent, on the borrower's event loop. Several lenders
-            may share the list, and it may grow.
+    ``backends``: storage of this engine whose records may also be sent, on the borrower's event loop. Several lenders
+    may share the list, and it may grow.
     """
 
     def __init__(self, primary: PrimaryTier, backends: list[Any] | None = None) -> None:
@@ -81,7 +79,6 @@ class Lender:
         self._primary.hand_overs.note_sent(key)
 
     def give_back(self, loan: Loan) -> None:
-        """End a loan."""
         loan.row.release()
         self._loans.end(loan.slot)
 

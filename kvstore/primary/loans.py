@@ -80,9 +80,7 @@ class HandOvers:
     def begin(self, request_id: str, name: bytes) -> None:
         """Add a handed-over request whose blocks are not known yet.
 
-        Args:
-            request_id: The request.
-            name: Name of the hand-over, which several requests may share; empty if it has none.
+        ``name``: name of the hand-over, which several requests may share; empty if it has none.
         """
         self.end(request_id)
         self._names[request_id] = name
@@ -119,7 +117,7 @@ class HandOvers:
 
     def take_sent(self) -> list[BlockKey]:
         """Return the blocks sent since the last call, once per transmission."""
-        return [self._sent.popleft() for _ in range(len(self._sent))]
+        return [self._sent.popleft() for _ in range(len(self._sent))] if self._sent else []
 
 
 def _count(counts: dict[bytes, int], name: bytes, change: int) -> None:

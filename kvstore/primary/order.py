@@ -40,7 +40,6 @@ class EvictionOrder:
     spared block once instead of at each allocation, so it stays O(1) per block.
 
     Args:
-        policy: Name of the eviction policy.
         capacity: Maximum number of blocks.
         slot_of: Slot of each block, kept by the owner.
         pins: Pins of each slot, kept by the owner.
@@ -189,8 +188,7 @@ class EvictionOrder:
     def look_ahead(self, count: int) -> None:
         """Choose the coldest blocks before their slots are needed: dirty ones become wanted, others first in line.
 
-        Args:
-            count: Blocks that should be first in line or newly wanted; blocks already wanted are not counted.
+        ``count``: blocks that should be first in line or newly wanted; blocks already wanted are not counted.
         """
         for key in self._victims(count - len(self._first_out), ()):
             if key in self._dirty:
@@ -296,7 +294,6 @@ class SharedOrder:
     So pins, priorities and demotion only change the order among the blocks of their own tenant.
 
     Args:
-        accounts: The accounts of all tenants.
         policy: Name of the eviction policy, used for every account.
         slot_of: Slot of each block, kept by the owner.
         pins: Pins of each slot, kept by the owner.
@@ -337,20 +334,20 @@ class SharedOrder:
             account.blocks -= len(list(theirs))
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
-        """See :meth:`EvictionOrder.touch`; also marks the tenants as active."""
+        """Also marks the tenants as active."""
         for account, theirs in self.accounts.groups(keys):
             self.accounts.use(account)
             self._orders[account].touch(theirs)
 
     def evicted(self, chosen: Iterable[BlockKey]) -> None:
-        """See :meth:`EvictionOrder.evicted`; also counts the blocks."""
+        """Also counts the blocks."""
         for account, theirs in self.accounts.groups(chosen):
             gone = list(theirs)
             account.evicted += len(gone)
             self._orders[account].evicted(gone)
 
     def choose(self, need: int, wanted: Sequence[BlockKey] = ()) -> list[BlockKey]:
-        """See :meth:`EvictionOrder.choose`. The ``wanted`` blocks belong to one tenant."""
+        """The ``wanted`` blocks belong to one tenant."""
         chosen: list[BlockKey] = []
 
         def take(account: Account, size: int) -> int:

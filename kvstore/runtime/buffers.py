@@ -32,7 +32,6 @@ class BufferPool:
 
     @property
     def address(self) -> int:
-        """Address of the mapping."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @property
@@ -86,9 +85,6 @@ class SlotBuffers:
     Args:
         primary: The whole primary tier; any shape and format, C-contiguous and writable.
         slot_bytes: Length of a row. Row ``i`` begins at ``i * slot_bytes``.
-
-    Raises:
-        ConfigError: The memory can't be used as rows of that length.
     """
 
     def __init__(self, primary: memoryview, slot_bytes: int) -> None:

@@ -58,14 +58,13 @@ class ThreadChannel:
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
         return self._closed
 
     def open(self, timeout_s: float) -> None:
         self._host.call(self._side.open(), timeout_s)
 
     def send(self, messages: Sequence[ToIO]) -> None:
-        """See :meth:`kvstore.runtime.messages.Channel.send`; wakes the loop once per batch."""
+        """Wakes the loop once per batch."""
         if self._closed:
             raise HostClosedError("The tier is closed; open a new one to go on.")
         self._inbox.extend(messages)
@@ -84,7 +83,7 @@ class ThreadChannel:
         return bool(self._outbox)
 
     def hurry(self) -> None:
-        """See :meth:`kvstore.runtime.messages.Channel.hurry`; a thread does not stop without its process."""
+        """A thread does not stop without its process."""
 
     def wait(self, timeout_s: float) -> bool:
         self._arrived.clear()
@@ -93,7 +92,7 @@ class ThreadChannel:
         return self._arrived.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """See :meth:`kvstore.runtime.messages.Channel.close`; unfinished work continues in its daemon thread."""
+        """Unfinished work continues in its daemon thread."""
         if self._closed:
             return True
         self._closed = True

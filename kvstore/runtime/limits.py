@@ -69,7 +69,8 @@ class Limiter:
     def leave(self, amount: int = 1) -> None:
         """Return an amount granted by :meth:`enter`."""
         self.in_use -= amount
-        self._grant()
+        if self._waiters:
+            self._grant()
 
     @asynccontextmanager
     async def hold(self, amount: int, precedence: Precedence = Precedence.LOAD) -> AsyncIterator[None]:

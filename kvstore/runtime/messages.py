@@ -260,11 +260,7 @@ class Channel(Protocol):
         """
 
     def send(self, messages: Sequence[ToIO]) -> None:
-        """Send messages in order; never waits for the I/O half.
-
-        Raises:
-            HostClosedError: After ``close``.
-        """
+        """Send messages in order; never waits for the I/O half. ``HostClosedError``: after ``close``."""
 
     def receive(self) -> FromIO | None:
         """Return the next answer, or None if none has arrived."""

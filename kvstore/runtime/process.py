@@ -154,7 +154,6 @@ class ProcessChannel:
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
         return self._closed
 
     @property
@@ -163,7 +162,7 @@ class ProcessChannel:
         return self._connection.pid if self._connection else None
 
     def open(self, timeout_s: float) -> None:
-        """See :meth:`kvstore.runtime.messages.Channel.open`; starts the child."""
+        """Starts the child."""
         # Started now, because no thread may be available when a child is lost.
         keeper = threading.Thread(target=self._replace_lost_children, name="kvstore-io-keeper", daemon=True)
         keeper.start()
@@ -173,7 +172,7 @@ class ProcessChannel:
         self._connection = connection
 
     def send(self, messages: Sequence[ToIO]) -> None:
-        """See :meth:`kvstore.runtime.messages.Channel.send`; without a running child, messages are dropped."""
+        """Without a running child, messages are dropped."""
         if self._closed:
             raise HostClosedError("The tier is closed; open a new one to go on.")
         if self._connection is not None:
@@ -199,7 +198,7 @@ class ProcessChannel:
         return True
 
     def hurry(self) -> None:
-        """See :meth:`kvstore.runtime.messages.Channel.hurry`; a child that does not answer soon is killed."""
+        """A child that does not answer soon is killed."""
         self._watch(is_late=True)
 
     def wait(self, timeout_s: float) -> bool:
@@ -216,7 +215,7 @@ class ProcessChannel:
         return bool(self._incoming)
 
     def close(self, timeout_s: float) -> bool:
-        """See :meth:`kvstore.runtime.messages.Channel.close`; a child that does not end in time is killed."""
+        """A child that does not end in time is killed."""
         if self._closed:
             return True
         self._closed = True

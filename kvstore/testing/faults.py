@@ -228,7 +228,7 @@ class FaultyBackend(Backend):
         await self.inner.close()
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
-        """See :meth:`Backend.exists`. A DROP fault replaces the answer for the first key with None."""
+        """A DROP fault replaces the answer for the first key with None."""
         fault = await self._before("exists")
         answers = list(await self.inner.exists(keys))
         if answers and fault is not None and fault.kind is FaultKind.DROP:

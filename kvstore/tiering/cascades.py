@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from kvstore.bounded import BoundedDict
 from kvstore.primary.tier import SlotState
@@ -12,6 +13,13 @@ from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
 from kvstore.tiering.tenants import Rates
 from kvstore.types import BlockKey, JobResult, RemovalCause, TransferJob
+
+_LAZY_SHARE: Final = 0.125
+"""Share of the slots kept free or ready for eviction while there are lazy blocks, so that a burst of stores need not
+wait for a tier."""
+
+_SIGHTINGS_MAX: Final = 1 << 17
+"""Maximum blocks with a count of uses; some megabytes of memory."""
 
 
 class Cascades:
@@ -32,7 +40,7 @@ class Cascades:
         self._rates = None if core.tenants is None else core.tenants.stores
         self._all_bits = sum(link.bit for link in self._links)
         self._store_blocks_max = max(1, int(core.primary.slots * config.store_share))
-        self._reserve = max(1, int(core.primary.slots * config.lazy_share))
+        self._reserve = max(1, int(core.primary.slots * _LAZY_SHARE))
         self._withheld: dict[BlockKey, int] = {}
         self._owed: dict[BlockKey, int] = {}
         self._transient: set[BlockKey] = set()
@@ -41,7 +49,7 @@ class Cascades:
         """Withheld blocks that were promoted from a slower tier; ``backfill.min_uses`` applies to them as well."""
         self._turn_come: dict[BlockKey, None] = {}
         self._writing_back = 0
-        self._sightings: BoundedDict[BlockKey, int] = BoundedDict(config.sightings_max)
+        self._sightings: BoundedDict[BlockKey, int] = BoundedDict(_SIGHTINGS_MAX)
         """Uses of blocks, for admission. The least recently seen blocks are dropped first."""
         self.lost_blocks = 0  # Owed blocks that a tier failed to store before their eviction.
 
@@ -70,7 +78,7 @@ class Cascades:
         policy = state.policy
         links = state.store_links
         plain = policy.min_uses <= 1 and not policy.lazy and policy.cpu and not state.cut and self._rates is None
-        if not plain or len(links) < len(self._links) or any(len(keys) > self.room(link) for link in links):
+        if not plain or len(links) < len(self._links) or len(keys) > min(map(self.room, links), default=len(keys)):
             self._primary.commit(keys)
             self._send_some(keys, state)
             return
@@ -124,6 +132,8 @@ class Cascades:
             if link.dead:
                 link.dropped += len(waiting)
                 waiting.clear()
+            if not waiting:
+                continue
             due: list[BlockKey] = []
             room = self.room(link)
             while waiting and len(due) < room:

@@ -34,7 +34,6 @@ class Backfill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_uses: int = 2
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if self.min_uses < 1:
             raise ConfigError(f"backfill, min_uses is {self.min_uses!r}. Expected a whole number, 1 or more.")
 
@@ -58,8 +57,6 @@ class TieringConfig:
         pin_lease_s: Time after its last use at which such a block may be evicted again. Ten minutes by default: the
             slots of a prompt unused for that long are worth more to other requests.
         backfill: Copies of blocks from a slower tier to the faster ones that lack them; false: never.
-        lazy_share: Slots kept free or ready for eviction while there are blocks with ``lazy``, so that a burst of
-            stores need not wait for a tier.
         gate: Whether blocks are loaded only if loading is estimated to be no slower than computing them. Has no effect
             until the engine reports its steps (:meth:`TieringManager.note_step`).
         hedge: Whether a load that takes unusually long is also started from a second tier. Needs the gate's
@@ -68,7 +65,6 @@ class TieringConfig:
         wait_s_max: Longest wait of a request for a tier's answer, or for room for its promotions.
         load_s_max: Age at which an unreported load is abandoned. Tiers have their own deadlines; this covers a tier
             that misses them.
-        sightings_max: Maximum blocks with a count of sightings, for ``min_uses``.
         tenants: Tenants that share the tiers, with their quotas and rates; None: all blocks are alike.
         events: Whether events are kept for ``take_events``.
         access_events: Whether reads of blocks are events, too; tiers have their own option (:func:`open_tier`).
@@ -87,13 +83,11 @@ class TieringConfig:
     pin_share: float = 0.25
     pin_lease_s: float = 600.0
     backfill: Backfill | bool = True
-    lazy_share: float = 0.125
     gate: bool = True
     hedge: bool = True
     prefetch: bool = True
     wait_s_max: float = 2.0
     load_s_max: float = 60.0
-    sightings_max: int = 1 << 17
     tenants: Tenants | None = None
     events: bool = False
     access_events: bool = False
@@ -113,23 +107,18 @@ class TieringConfig:
             )
         if not 0.0 <= self.pin_share <= 1.0:
             raise ConfigError(f"pin_share is {self.pin_share!r}. Expected a share from 0 to 1.")
-        for name in ("promotion_share", "store_share", "lazy_share"):
+        for name in ("promotion_share", "store_share"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected a share above 0 and at most 1.")
-        for name in ("tokens_per_block", "sightings_max"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected a whole number, 1 or more.")
+        if self.tokens_per_block < 1:
+            raise ConfigError(f"tokens_per_block is {self.tokens_per_block!r}. Expected a whole number, 1 or more.")
         for name in ("wait_s_max", "load_s_max", "pin_lease_s"):
             if not getattr(self, name) >= 0.0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected seconds, 0 or more.")
 
 
 def engine_tiering(options: object, tier_names: Sequence[str]) -> TieringConfig:
-    """Return the options in an engine's ``tiering`` setting, checked against the names of the tiers.
-
-    Raises:
-        ConfigError: The options are not a JSON object, or an option or policy is not valid.
-    """
+    """Return the options in an engine's ``tiering`` setting, checked against the names of the tiers."""
     if not isinstance(options, Mapping):
         raise ConfigError(f"tiering is {shown(options)}. Expected a JSON object.")
     known = {option.name for option in fields(TieringConfig)} - _OF_ENGINE

@@ -33,10 +33,7 @@ class Copies:
     counted separately. Once the copies ended in the old lane equal the copies prepared in it, no copy accesses its
     slots any more.
 
-    Args:
-        primary: The primary tier.
-        reports: Reports of the copying side; None: only :meth:`all_ended` proves the end of copies.
-        clock: Monotonic seconds.
+    ``reports``: reports of the copying side; None: only :meth:`all_ended` proves the end of copies.
     """
 
     def __init__(

@@ -37,9 +37,7 @@ class BlockEvent:
 class EventLog:
     """Collects the events of the primary tier and of the tiers below.
 
-    Args:
-        enabled: Whether events are kept.
-        accesses: Whether reads of blocks in the primary tier are events.
+    ``accesses``: whether reads of blocks in the primary tier are events.
     """
 
     def __init__(self, enabled: bool, accesses: bool) -> None:

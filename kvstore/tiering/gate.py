@@ -159,8 +159,7 @@ class Gate:
 
     All blocks have the same length, so the throughput of a tier is in blocks.
 
-    Args:
-        tiers: Number of tiers; they are identified by index.
+    ``tiers``: number of tiers; they are identified by index.
     """
 
     def __init__(self, tiers: int) -> None:
@@ -180,10 +179,8 @@ class Gate:
     def note_step(self, prefills: Sequence[tuple[int, int]], seconds: float) -> None:
         """Add the measurement of an engine step.
 
-        Args:
-            prefills: Scheduled tokens and preceding tokens of context, per request. Requests with few tokens are
-                decoding; their time counts as the fixed part of a step.
-            seconds: Duration of the step.
+        ``prefills``: scheduled tokens and preceding tokens of context, per request. Requests with few tokens are
+        decoding; their time counts as the fixed part of a step.
         """
         if not 0.0 < seconds < math.inf:
             return
@@ -205,10 +202,7 @@ class Gate:
     def note_load(self, tier: int, blocks: int, seconds: float) -> None:
         """Add the measurement of a load.
 
-        Args:
-            tier: The tier.
-            blocks: Blocks in progress in the tier when the load began, including its own.
-            seconds: Time from submission to end.
+        ``blocks``: blocks in progress in the tier when the load began, including its own.
         """
         one = self._tiers[tier]
         usual_s = self.p95_s(tier, blocks)
@@ -227,11 +221,7 @@ class Gate:
     def note_late_end(self, tier: int, blocks: int, since: float, now: float) -> None:
         """Note the report of an abandoned load. Loads delayed by the same stall count once.
 
-        Args:
-            tier: The tier.
-            blocks: As for :meth:`note_load`.
-            since: Time of submission.
-            now: Time of the report.
+        ``blocks``: as for :meth:`note_load`.
         """
         one = self._tiers[tier]
         one.late = max(0, one.late - 1)
@@ -278,10 +268,7 @@ class Gate:
         """Return the number of blocks of a prefix to load that saves the most time; 0 if loading saves none.
 
         Args:
-            start: Tokens before the first block.
-            ends: End of each block, in tokens.
             tiers: Tier of each block; -1 for a block in the primary tier or being promoted to it.
-            queued: Blocks in progress in each tier.
             unknown: Index of the first block whose tier has not answered yet. That block and later ones are loaded
                 after the answer.
             waiting: Requests that wait to be computed, including this one.
@@ -356,7 +343,6 @@ class Gate:
         The estimate of loads ignores probes, because small reads may be fast on a tier whose large reads are slow.
 
         Args:
-            tier: The tier.
             blocks: As for :meth:`note_load`.
             seconds: As for :meth:`note_load`; NaN if the probe failed.
         """

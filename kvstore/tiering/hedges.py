@@ -36,9 +36,7 @@ class Hedges:
     become ABANDONED. So a slot that a load may still write to is never reused, regardless of which load wins and when
     the other one ends.
 
-    Args:
-        core: The shared state.
-        gate: The gate, which estimates load times.
+    ``gate``: the gate, which estimates load times.
     """
 
     def __init__(self, core: Core, gate: Gate) -> None:

@@ -108,4 +108,5 @@ class JobTable:
 
     def take_overdue_loads(self, now: float) -> list[OpenJob]:
         """Return the loads past their deadline, each once; they stay in the table until reported."""
-        return [self._jobs[job_id] for job_id in self._deadlines.take_due(now)]
+        due = self._deadlines.take_due(now)
+        return [self._jobs[job_id] for job_id in due] if due else []

@@ -31,10 +31,8 @@ class Pins:
     them has fetched it.
 
     Args:
-        primary: The primary tier.
         blocks_max: Maximum blocks that may be held; see :meth:`PrimaryTier.may_hold` for the limit of a tenant.
         lease_s_max: Longest lease, and the default.
-        clock: Monotonic seconds.
     """
 
     def __init__(self, primary: PrimaryTier, blocks_max: int, lease_s_max: float, clock: Callable[[], float]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from kvstore.tiering.tally import TierTally
 from kvstore.tiers.base import SecondaryTierManager, TierStats
@@ -17,8 +17,6 @@ logger = logging.getLogger("kvstore.tiering")
 _STRIKES_MAX: Final = 3
 """Consecutive exceptions of one method after which a tier gets no more work. For third-party tiers: kvstore's own tiers
 never raise."""
-
-_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -64,11 +62,8 @@ class TierLink(TierFlow):
 
     def call(self, method: str, *args: object, otherwise: Any) -> Any:
         """Call a method of the tier. If it is missing or raises, count the exception and return ``otherwise``."""
-        return self._contain(method, lambda: getattr(self.tier, method)(*args), otherwise)
-
-    def _contain(self, method: str, act: Callable[[], _T], otherwise: _T) -> _T:
         try:
-            result = act()
+            result = getattr(self.tier, method)(*args)
         except Exception as error:  # A tier's failure is a miss or a failed job, and must never stop the engine.
             self._note_exception(method, error)
             return otherwise
@@ -91,7 +86,15 @@ class TierLink(TierFlow):
 
     def get_finished(self) -> Sequence[JobResult]:
         """Return the finished jobs, including those of a dead tier, because their slots are still in use."""
-        return self._contain("get_finished", self._get_finished, ())
+        try:
+            found = self.tier.get_finished()
+            results = [self._valid(result) for result in found] if found else ()
+        except Exception as error:  # As in call().
+            self._note_exception("get_finished", error)
+            return ()
+        if self._strikes:
+            self._strikes.pop("get_finished", None)
+        return results
 
     def forget(self, prefix: bytes) -> bool:
         """Remove the blocks with a key prefix. Return true if all are gone, or if the tier cannot do so (logged)."""
@@ -105,8 +108,11 @@ class TierLink(TierFlow):
         return gone is not False
 
     def stats(self) -> TierStats:
-        """See :meth:`SecondaryTierManager.stats`. A dead tier is not ready."""
-        return self._contain("stats", self._stats, TierStats(self.name, ready=False))
+        """A dead tier is not ready."""
+        stats = self.call("stats", otherwise=None)
+        if not isinstance(stats, TierStats):
+            return TierStats(self.name, ready=False)
+        return replace(stats, ready=False) if self.dead else stats
 
     def reset(self) -> None:
         """Begin a new epoch, even in a dead tier. A tier without epochs gets no more work: its blocks may be wrong."""
@@ -125,13 +131,6 @@ class TierLink(TierFlow):
         if not self.errors:
             logger.error("Tier %s: %s; ignored, as are further ones, which are counted only", self.name, fault)
         self.errors += 1
-
-    def _get_finished(self) -> Sequence[JobResult]:
-        return [self._valid(result) for result in self.tier.get_finished()]
-
-    def _stats(self) -> TierStats:
-        stats = self.tier.stats()
-        return replace(stats, ready=False) if self.dead else stats
 
     def _valid(self, result: JobResult) -> JobResult:
         if isinstance(result.successful_keys, Collection):

@@ -23,7 +23,6 @@ class Lookups:
     up to the first block that no tier holds. Later lookups of the step reuse these answers.
 
     Args:
-        core: The shared state.
         waiting: The requests that have not begun to compute.
         measure: Loads blocks from a tier only to measure it; the request computes them.
     """

@@ -164,10 +164,6 @@ class TieringManager:
         """Set a request's blocks, as for :meth:`on_new_request`, once they are known.
 
         Args:
-            ctx: The request.
-            keys: See :meth:`on_new_request`.
-            ends: See :meth:`on_new_request`.
-            prompt_tokens: See :meth:`on_new_request`.
             weighed: Blocks subject to the gate: those of layers that need every block of the prefix; by default all.
                 The other blocks are loaded up to the same position.
         """
@@ -457,7 +453,8 @@ class TieringManager:
         self._prefetch.run()
         if self._hedges is not None:
             self._hedges.start_due()
-        self._cascades.end_transit(self.primary.end_promises())
+        if ended := self.primary.end_promises():
+            self._cascades.end_transit(ended)
         self._promotions.flush()
         self._cascades.resume()
         self._cascades.write_back()

@@ -97,7 +97,7 @@ class OffloadPolicy:
     def acts_at_end(self) -> bool:
         """Whether the policy acts on the request's blocks when the request ends."""
         numbers = self.demote_tokens, self.prefetch_s, self.forget_tokens
-        return bool(self.retain) or any(number is not None for number in numbers)
+        return bool(self.retain) or numbers != (None, None, None)
 
     @property
     def stores_all(self) -> bool:
@@ -124,12 +124,8 @@ class PolicyParser:
     closed: the strictest restriction of its kind applies (see ``_STRICTEST``).
 
     Args:
-        tier_names: Names of all tiers.
         defaults: The configured defaults, in the same form as a request's parameters.
         allowed: Parameters that requests may set, of :data:`PARAMETERS`; others are ignored.
-
-    Raises:
-        ConfigError: The configured defaults are not valid, or an allowed parameter does not exist.
     """
 
     def __init__(
@@ -151,8 +147,7 @@ class PolicyParser:
     def parse(self, params: object) -> OffloadPolicy:
         """Return the policy of a request.
 
-        Args:
-            params: Its parameters for kvstore (``kv_transfer_params["kvstore"]``), or None.
+        ``params``: its parameters for kvstore (``kv_transfer_params["kvstore"]``), or None.
         """
         if params is None or params == {}:
             return self.default

@@ -29,10 +29,6 @@ class Prefetch:
     It pauses while promotions are full, and does not consume the waiting time of requests.
 
     Args:
-        core: The shared state.
-        promotions: Loads the blocks.
-        lookups: Finds the blocks.
-        expiry: Excludes expired blocks.
         on_begun: Called with a finished request before its first lookup.
         on_ended: Called with a finished request after its last lookup.
     """

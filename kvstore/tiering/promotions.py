@@ -25,8 +25,7 @@ class Patience:
     extends the wait by the time to compute that block. So it waits on while blocks arrive faster than they are computed
     here, and waiting and computing the rest take at most twice the time of computing everything.
 
-    Args:
-        gate: Estimates computing times; None if nothing does.
+    ``gate``: estimates computing times; None if nothing does.
     """
 
     def __init__(self, gate: Gate | None) -> None:
@@ -65,7 +64,6 @@ class Promotions:
     requests could wait for each other forever.
 
     Args:
-        core: The shared state.
         hedges: Repeats slow loads from a second tier; None for no hedges.
         on_abandoned: Called with the request of an abandoned load.
     """
@@ -151,9 +149,7 @@ class Promotions:
     def wait(self, state: RequestState, key: BlockKey | None = None) -> LookupResult:
         """Return RETRY until the request has waited long enough, then MISS.
 
-        Args:
-            state: The request.
-            key: Block whose tier has not answered; None for a request that waits for room.
+        ``key``: block whose tier has not answered; None for a request that waits for room.
         """
         now = self._clock()
         end = None if key is None else self._patience.end(key, state, now)

@@ -41,9 +41,6 @@ class RequestFeed:
 
     It never waits: requests are lost while the recorder's queue is full, and the recorder counts them. Used by one
     thread.
-
-    Args:
-        path: Path of the socket.
     """
 
     def __init__(self, path: str) -> None:
@@ -54,9 +51,7 @@ class RequestFeed:
     def send(self, ends: Mapping[BlockKey, int], tokens: int) -> None:
         """Send a request, if it has blocks.
 
-        Args:
-            ends: Its blocks with their ends in tokens, group by group, each in prefix order.
-            tokens: Length of the prompt.
+        ``ends``: its blocks with their ends in tokens, group by group, each in prefix order.
         """
         if not ends:
             return

@@ -136,8 +136,6 @@ class Requests:
     """Requests by id, from their first mention until their last work has ended.
 
     Args:
-        links: The tiers, in order.
-        parser: Parses the policies of requests.
         tokens_per_block: Tokens per block, for requests without the ends of their blocks.
         feed: Receives each request once its blocks are known.
     """
@@ -182,8 +180,6 @@ class Requests:
         """Set a request's blocks and their ends.
 
         Args:
-            state: The request.
-            keys: Its blocks, in prefix order.
             ends: End of each block in tokens from the start; by default, each block has ``tokens_per_block`` tokens.
             prompt_tokens: Length of the prompt; by default the largest end.
         """

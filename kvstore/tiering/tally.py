@@ -40,9 +40,7 @@ class TierTally:
     def note_answer(self, hit: bool, started: float) -> None:
         """Count the first answer about a block to a request.
 
-        Args:
-            hit: The answer.
-            started: Start of the lookup (``time.perf_counter``); 0 if untimed.
+        ``started``: start of the lookup (``time.perf_counter``); 0 if untimed.
         """
         self.queries += 1
         self.hits += hit
@@ -51,14 +49,7 @@ class TierTally:
         self.lookup_samples.append(self.last_lookup_s)
 
     def note_job(self, is_load: bool, success: bool, seconds: float, since_s: float) -> None:
-        """Count a reported job.
-
-        Args:
-            is_load: Whether it is a load.
-            success: Whether it succeeded entirely.
-            seconds: Its time on the I/O side.
-            since_s: Seconds since its submission.
-        """
+        """Count a reported job."""
         if is_load:
             self.failed_load_jobs += not success
             self.load_seconds += seconds
@@ -69,11 +60,7 @@ class TierTally:
 
 
 class Tally:
-    """The counts of all tiers.
-
-    Args:
-        tiers: Counts of the tiers below the primary one, in order.
-    """
+    """The counts of all tiers. ``tiers``: counts of the tiers below the primary one, in order."""
 
     def __init__(self, tiers: Sequence[TierTally]) -> None:
         self.primary = TierTally()  # Counts of the primary tier.

@@ -32,12 +32,6 @@ class Rates:
     """Token buckets that limit the blocks of each tenant stored in the tiers, or loaded from them.
 
     A bucket holds ``_BURST_S`` of the rate, and at least one block.
-
-    Args:
-        accounts: The tenants.
-        name: Name of the tenant's field with the rate.
-        block_bytes: Bytes per block.
-        clock: Monotonic seconds.
     """
 
     def __init__(self, accounts: Accounts, name: str, block_bytes: int, clock: Callable[[], float]) -> None:
@@ -85,9 +79,7 @@ class TenantTable:
     """The tenants of a manager. Creating it divides the primary tier among them.
 
     Args:
-        tenants: The rule and the shares.
         primary: The primary tier, still empty.
-        clock: Monotonic seconds.
 
     Attributes:
         stores: Rates of stores; None if no tenant has one.

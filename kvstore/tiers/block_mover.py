@@ -6,9 +6,9 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvstore.backends.base import Backend, RecordRead, RecordWrite, outcome_of
 from kvstore.codec.coding import Encoder
@@ -21,7 +21,7 @@ from kvstore.runtime.messages import JobKind, SubmitJob
 from kvstore.runtime.workers import Workers
 from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.presence import RefusedRecords
-from kvstore.types import BlockKey, Outcome
+from kvstore.types import FAILURES, BlockKey, Outcome
 
 _T = TypeVar("_T")
 
@@ -120,7 +120,7 @@ class JobPart:
 
     def note_failures(self, outcomes: Sequence[Outcome], error: str) -> None:
         """Keep the medium's error text if one of the outcomes is a failure."""
-        if any(outcome.is_failure for outcome in outcomes):
+        if not FAILURES.isdisjoint(outcomes):
             self.running.note_error(error)
 
     def settle_loaded(self, index: int, size_bytes: int, error: RecordError | None) -> None:
@@ -145,9 +145,6 @@ class BlockMover:
     """Moves blocks between the slots of a primary tier and the records of a backend.
 
     Args:
-        backend: Holds the records.
-        namespace: Namespace of the blocks.
-        slots: The rows of the primary tier.
         inflight_bytes: Maximum payload bytes in flight.
         on_put: Called on the loop thread, in order, with blocks that are now on the medium.
         on_found: Called likewise with blocks that already existed on the medium; by default ``on_put``.
@@ -171,6 +168,7 @@ class BlockMover:
         self._on_put, self._on_found = on_put, on_found or on_put
         self.codecs = codecs or TierCodecs("raw", namespace)  # As given.
         self._refused = RefusedRecords() if refused is None else refused
+        self._is_raw = self.codecs.chain.is_raw
         self._records = RecordCodec(namespace, header_bytes=backend.alignment)
         # With page-aligned headers, the medium moves whole pages, and would copy a payload that ends within a page.
         unit = backend.alignment if backend.alignment >= _PAGE else 1
@@ -189,7 +187,7 @@ class BlockMover:
         wanted_bytes = min(_PART_BYTES_MAX, max(_PART_BYTES, blocks * slot_bytes // _PARTS_PER_JOB))
         size = longest = min(_HEADERS_MAX, max(1, wanted_bytes // slot_bytes))
         if running.job.kind is JobKind.STORE:
-            if not self.codecs.chain.is_raw:
+            if not self._is_raw:
                 size = longest = min(longest, self._batch_blocks)
             elif not self._bytes.in_use:
                 size = max(1, longest // _FIRST_PART)
@@ -200,9 +198,9 @@ class BlockMover:
             start, size = end, min(longest, 2 * size)
         return parts
 
-    async def move(self, part: JobPart) -> None:
+    def move(self, part: JobPart) -> Coroutine[Any, Any, None]:
         """Load or store a part, and settle its blocks."""
-        await (self._load(part) if part.running.job.kind is JobKind.LOAD else self._store(part))
+        return self._load(part) if part.running.job.kind is JobKind.LOAD else self._store(part)
 
     async def reread_damaged(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Read damaged records again, one at a time; return those that are damaged again.
@@ -308,7 +306,7 @@ class BlockMover:
     async def _encode(self, part: JobPart, spares: Sequence[memoryview], *, encode: bool) -> list[memoryview | None]:
         """Make the headers and payloads of a part."""
         work = partial(self._encoder.encode, part.keys, part.headers, part.rows, part.targets, spares, encode=encode)
-        if self.codecs.chain.is_raw:
+        if self._is_raw:
             await self._take_turn(len(part.keys))
             return work()[0]
         (payloads, error), seconds = await self._workers.call(partial(_timed, work))
@@ -339,10 +337,11 @@ class BlockMover:
         """Settle the blocks of a part that was put, and report those on the medium."""
         running = part.running
         part.note_failures(outcomes, self._backend.last_error)
+        hidden: Collection[BlockKey] = ()
         if self._refused:
             put = zip(part.keys, outcomes, strict=True)
             self._refused.forget([key for key, outcome in put if outcome is Outcome.OK], replaced=True)
-        hidden = self._refused.hidden_among(part.keys)
+            hidden = self._refused.hidden_among(part.keys)
         put_now: list[BlockKey] = []
         found: list[BlockKey] = []
         for i, (key, outcome) in enumerate(zip(part.keys, outcomes, strict=True)):
@@ -360,16 +359,9 @@ class BlockMover:
             self._on_found(found)
 
     async def _put(self, part: JobPart, payloads: Sequence[memoryview | None]) -> Sequence[Outcome]:
-        """Put the records of a part; a block without a seal key is not stored, and never stored unsealed.
-
-        A record that can't be read here is replaced. On a shared medium another engine may read it: it stays, and its
-        block is not sent, until it has been refused once more after a pause.
-        """
-        keys, refused = part.keys, self._refused
-        unreadable = refused.among(keys) if self._backend.exclusive else refused.lasting(keys)
-        kept = set() if self._backend.exclusive else refused.hidden_among(keys) - unreadable
-        ready = [key for key, payload in zip(keys, payloads, strict=True) if payload is not None]
-        kept |= await self._remove_unreadable([key for key in ready if key in unreadable])
+        """Put the records of a part; a block without a seal key is not stored, and never stored unsealed."""
+        keys = part.keys
+        kept = await self._kept(keys, payloads) if self._refused else ()
         writes = [
             RecordWrite(key, (header, payload))
             for key, header, payload in zip(keys, part.headers, payloads, strict=True)
@@ -401,15 +393,23 @@ class BlockMover:
         self._hashed_bytes = 0
         self._turn_ended.set()
 
-    async def _remove_unreadable(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Remove unreadable records before their blocks are put again; return the keys of those that remain."""
-        if keys:
+    async def _kept(self, keys: Sequence[BlockKey], payloads: Sequence[memoryview | None]) -> set[BlockKey]:
+        """Remove records that can't be read here before their blocks are put again; return the keys of the others.
+
+        On a shared medium another engine may read such a record: it stays, and its block is not sent, until it has been
+        refused once more after a pause.
+        """
+        refused, is_exclusive = self._refused, self._backend.exclusive
+        unreadable = refused.among(keys) if is_exclusive else refused.lasting(keys)
+        kept = set() if is_exclusive else refused.hidden_among(keys) - unreadable
+        pairs = zip(keys, payloads, strict=True)
+        if replaced := [key for key, payload in pairs if payload is not None and key in unreadable]:
             try:
                 async with asyncio.timeout(_REPLACE_TIMEOUT_S):
-                    await self._backend.delete(keys)
+                    await self._backend.delete(replaced)
             except TimeoutError:
-                return set(keys)
-        return set()
+                kept |= set(replaced)
+        return kept
 
     async def _lend(self, part: JobPart, precedence: Precedence, *, needs_targets: bool = False) -> None:
         """Wait for the buffers and slots of a part; :meth:`_take_back` returns them.

@@ -79,12 +79,7 @@ class AutoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CodecChoice:
     """Decides before each batch whether to encode it, from reports of earlier ones. Threads may share it.
 
-    Args:
-        options: Options of ``"auto"``, see :class:`AutoOptions`.
-        clock: Monotonic seconds.
-
-    Raises:
-        ConfigError: The options can't be used.
+    ``options``: options of ``"auto"``, see :class:`AutoOptions`.
     """
 
     def __init__(self, options: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
@@ -248,15 +243,7 @@ _COUNTS: Final = (
 
 
 class TierCodecs:
-    """The codecs of one tier.
-
-    Args:
-        config: The tier's ``codec`` option.
-        namespace: Namespace of its blocks.
-
-    Raises:
-        ConfigError: The option can't be used, or two of its codecs have the same wire id.
-    """
+    """The codecs of one tier. ``config``: the tier's ``codec`` option."""
 
     def __init__(self, config: ChainConfig, namespace: Namespace) -> None:
         self._context = CodecContext(namespace, element_bytes_of(namespace.document()["fields"]))
@@ -392,9 +379,6 @@ def namespace_with_codecs(namespace: Namespace, config: ChainConfig) -> Namespac
 
     There is no registry of the wire ids from ``THIRD_PARTY_WIRE_ID_MIN`` on. Two engines may have different codecs
     with the same id, and could not distinguish each other's blocks.
-
-    Raises:
-        ConfigError: The option can't be used.
     """
     steps = [CODECS.find(spec.name) for spec in parse_chain(config) if spec.name != AUTO]
     try:
@@ -416,8 +400,7 @@ def _path(cls: type[Step]) -> str:
 def element_bytes_of(fields: Mapping[str, Any]) -> int:
     """Return the length of a KV cache's elements in bytes, from a namespace's fields; 1 if they don't contain it.
 
-    Args:
-        fields: ``kv_dtype`` and ``dtype``, directly or within ``engine_config`` and ``model``.
+    ``fields``: ``kv_dtype`` and ``dtype``, directly or within ``engine_config`` and ``model``.
     """
     engine, model = (fields.get(name) for name in ("engine_config", "model"))
     for value in (

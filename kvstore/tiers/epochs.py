@@ -31,7 +31,6 @@ class Epoch:
     """The scheduler half's view: requests epochs and tracks whether the latest has begun.
 
     Args:
-        tier: Name of the tier, for messages.
         named: Whether a configured source provides the first epoch; if not, the tier opens in the base epoch.
         lender: Source of rows for other engines; closed while the epoch changes.
     """
@@ -40,13 +39,9 @@ class Epoch:
         self._tier = tier
         self._lender = lender
         self._asked = 0
-        self._begun = 0
+        # Whether a requested epoch has not begun; until then, messages of the I/O half concern an earlier one.
+        self.is_changing = False
         self.name: str | None = None if named else ""  # The present epoch; None while unknown.
-
-    @property
-    def is_changing(self) -> bool:
-        """Whether a requested epoch has not begun; until then, messages of the I/O half concern an earlier one."""
-        return self._begun < self._asked
 
     @property
     def present(self) -> str | None:
@@ -68,7 +63,7 @@ class Epoch:
         """Note an answer; return whether it belongs to the latest request."""
         if message.number != self._asked:
             return False
-        self._begun, self.name = message.number, message.name
+        self.is_changing, self.name = False, message.name
         if self._lender is not None:
             self._lender.is_open = True
         logger.info("Tier %s is in the epoch %r", self._tier, message.name)
@@ -76,14 +71,14 @@ class Epoch:
 
     def _request(self) -> BeginEpoch:
         self._asked += 1
+        self.is_changing = True
         return BeginEpoch(self._asked, self.name)
 
 
 class EpochNames:
     """The I/O half's source of names, at start and at each reset. Belongs to one event loop.
 
-    Args:
-        source: Location of the fleet's name; None without a fleet.
+    ``source``: location of the fleet's name; None without a fleet.
     """
 
     def __init__(self, source: EpochConfig | None) -> None:

@@ -28,12 +28,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class LineageNotes:
-    """Writes and reads notes.
-
-    Args:
-        namespace: Namespace of the blocks.
-        seal: Seal of the tier. Secrets are stored only with a seal that encrypts.
-    """
+    """Writes and reads notes. ``seal``: seal of the tier. Secrets are stored only with a seal that encrypts."""
 
     def __init__(self, namespace: Namespace, seal: Seal | None) -> None:
         self._digest = namespace.digest

@@ -23,11 +23,7 @@ _CAPACITY_LITTLE: Final = 64 << 20
 
 
 def check_before_opening(backend: str, config: TierConfig) -> None:
-    """Check codecs, capacity, directories and the backend's own conditions; opens and changes nothing.
-
-    Raises:
-        ConfigError: An engine could not open this tier.
-    """
+    """Check codecs, capacity, directories and the backend's own conditions; opens and changes nothing."""
     for spec in parse_chain(config.codec):
         keys = spec.options.get("keys")
         # The program that prints a keyring runs only when the tier opens.

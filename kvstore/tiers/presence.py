@@ -73,7 +73,6 @@ class Presence:
     (:meth:`absorb`), because a million at once would delay a step.
 
     Args:
-        exclusive: Whether the set is authoritative.
         positive_ttl_s: Time for which a block of a shared tier counts as present.
         negative_ttl_s: Time for which an absence is remembered.
         shared_max: Maximum blocks of a shared tier to remember.
@@ -109,7 +108,6 @@ class Presence:
         return key in self._held
 
     def keys(self) -> list[BlockKey]:
-        """Return the present keys."""
         return list(self._held)
 
     def holds(self, key: BlockKey, now: float, since: float = 0.0) -> bool | None:
@@ -218,7 +216,7 @@ class Existence:
         self._error_pause_s = error_pause_s
         self._pending: dict[tuple[str, BlockKey], float] = {}
         """Deadline of each open question, by address of the source (empty without one) and key."""
-        self._unasked: dict[str, list[BlockKey]] = {}
+        self.unasked: dict[str, list[BlockKey]] = {}  # Keys of the next questions, by address.
         self._sources: dict[str, dict[Source, None]] = {}
         self._questions: dict[int, AskExistence] = {}
         self._open: BoundedDict[tuple[str, BlockKey], _Answer] = BoundedDict(_OPEN_MAX)
@@ -243,8 +241,8 @@ class Existence:
             if not self._admits_source(source):
                 return True  # It is queried in the next step.
             deadline = self._pending[place] = now + self._timeout_s
-            self._unasked.setdefault(place[0], []).append(key)
-        elif place[0] in self._unasked:
+            self.unasked.setdefault(place[0], []).append(key)
+        elif place[0] in self.unasked:
             # Another request queries it in this step, perhaps for another hand-over.
             self._admits_source(source)
         return now < deadline
@@ -276,9 +274,8 @@ class Existence:
         return answer is not None and now < answer.failed_until
 
     def take_questions(self, now: float) -> list[AskExistence]:
-        """Return the questions to send."""
         questions = []
-        for address, unasked in self._unasked.items():
+        for address, unasked in self.unasked.items():
             sources = tuple(self._sources.get(address, ()))
             for start in range(0, len(unasked), _QUESTION_KEYS_MAX):
                 keys = tuple(unasked[start : start + _QUESTION_KEYS_MAX])
@@ -286,7 +283,7 @@ class Existence:
                 question = AskExistence(self._last_id, keys, now + self._timeout_s, sources)
                 self._questions[self._last_id] = question
                 questions.append(question)
-        self._unasked.clear()
+        self.unasked.clear()
         self._sources.clear()
         return questions
 
@@ -336,11 +333,6 @@ class Existence:
             again_at = now if failed else now + _ASK_AGAIN_S
             self._open[address, key] = _Answer(again_at, found, settled, failed_until)
 
-    @property
-    def unasked(self) -> bool:
-        """Whether ``take_questions`` has questions to return."""
-        return bool(self._unasked)
-
 
 class FailedLoads:
     """Keys whose last load failed: MISS for that request until it ends, for all others during a pause.
@@ -376,7 +368,6 @@ class FailedLoads:
         return False
 
     def forget_request(self, request_id: str) -> None:
-        """Forget the failures of a request."""
         self._by_request.pop(request_id, None)
 
 
@@ -386,9 +377,6 @@ class RefusedRecords:
     Such a record seems intact, but its key is not in the keyring, its codec is not installed, or it lacks a seal.
     Another engine may be able to read it, so it stays on the medium. Here it counts as absent; otherwise it would be
     found, promoted and refused repeatedly. Belongs to one event loop.
-
-    Args:
-        clock: Monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -91,11 +91,7 @@ class TierIOSpec:
 
 
 class _EpochParts:
-    """The parts of an I/O half that depend on the namespace: created at the begin of an epoch, closed at its end.
-
-    Raises:
-        ConfigError: The codecs can't be used.
-    """
+    """The parts of an I/O half that depend on the namespace: created at the begin of an epoch, closed at its end."""
 
     def __init__(
         self,
@@ -202,8 +198,13 @@ class TierIO:
     def deliver(self, messages: Sequence[ToIO]) -> None:
         """Start the work of each message, stores last."""
         # Noted in the original order: a removal applies only to the stores before it.
-        ordered = [(inward, self._note_order(inward)) for inward in map(self._parts.inward, messages)]
-        for message, before in sorted(ordered, key=_is_store):
+        ordered = []
+        for message in messages:
+            inward = self._parts.inward(message)
+            ordered.append((inward, self._note_order(inward)))
+        if len(ordered) > 1:
+            ordered.sort(key=_is_store)
+        for message, before in ordered:
             match message:
                 case SubmitJob():
                     if message.kind is JobKind.STORE:
@@ -397,9 +398,9 @@ class TierIO:
             refused.note(running.refused, time.monotonic() - started)
         outcomes, faults = bytes(running.outcomes), dict(running.faults)
         self._post(JobDone(job.job_id, outcomes, running.size_bytes, seconds, faults, running.error))
-        missed = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome == Outcome.MISS]
-        if missed and self._backend.exclusive and not self._closed:
+        if Outcome.MISS in outcomes and self._backend.exclusive and not self._closed:
             # A store may have ended since the load.
+            missed = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome == Outcome.MISS]
             self._spawn(self._report_if_there(missed, self._on_found), self._questions)
 
     async def _quarantine(self, keys: Sequence[BlockKey]) -> None:

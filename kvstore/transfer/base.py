@@ -44,11 +44,8 @@ class BlockCopies:
         """Pair consecutive blocks of a request with the slots that they fill.
 
         Args:
-            blocks: Block numbers, in request order.
             slots: Slots in the same order; the last may be partly filled.
-            blocks_per_slot: Blocks in a slot.
             first: Place of the first block in the first slot, or its number in the request.
-            group: Number of the group of layers.
 
         Raises:
             ValueError: The number of slots does not match the blocks.
@@ -91,7 +88,6 @@ class Transfer(ABC):
         """Begin to copy a batch; returns immediately.
 
         Args:
-            copies: Blocks and their slots, for each group.
             kind: STORE copies from the KV cache to slots, LOAD from slots to the KV cache.
 
         Returns:

@@ -101,7 +101,6 @@ class CudaTransfer(Transfer):
     use the loaded blocks.
 
     Args:
-        plan: This rank's layers and runs.
         tensors: KV cache by layer name, on one device: blocks on the first axis, any element type. The bytes of a block
             must be contiguous, in any order of axes; tensors and blocks need not be. Layers may share a tensor.
         region: Slots, of ``plan.slot_bytes`` or longer.
@@ -161,7 +160,6 @@ class CudaTransfer(Transfer):
         self._closed = False
 
     def submit(self, copies: Sequence[BlockCopies], kind: JobKind) -> int:
-        """Launch the copies of a batch; see :meth:`Transfer.submit`."""
         if self._closed:
             raise ValueError("The transfer is closed.")
         batch = check_batch(self._plan, self._block_counts, self._region.slots, copies, kind)
@@ -186,14 +184,12 @@ class CudaTransfer(Transfer):
         return launched.handle
 
     def poll(self) -> list[TransferResult]:
-        """Return the results since the last call; see :meth:`Transfer.poll`."""
         self._collect()
         results = list(self._ended)
         self._ended.clear()
         return results
 
     def wait(self, handles: Collection[int] | None = None, timeout_s: float | None = None) -> bool:
-        """Wait until batches have ended; see :meth:`Transfer.wait`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._collect()
@@ -205,7 +201,6 @@ class CudaTransfer(Transfer):
             time.sleep(_POLL_PAUSE_S)
 
     def close(self) -> None:
-        """Wait for running copies and release all memory; see :meth:`Transfer.close`."""
         if self._closed:
             return
         self._closed = True

@@ -21,7 +21,6 @@ class HostTransfer(Transfer):
     """Copies between a KV cache in host memory and the slots. Guarantees are those of :class:`Transfer`.
 
     Args:
-        plan: The copies of this rank.
         tensors: KV cache by layer name: arrays of any item type with blocks on the first axis. The bytes of a block
             must be contiguous; arrays and blocks need not be. Pass types unknown to numpy (bfloat16) as a byte view.
             Layers may share an array.

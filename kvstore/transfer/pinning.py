@@ -28,8 +28,7 @@ _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the address
 class CudaLibrary:
     """Calls of the CUDA runtime; each returns 0 for success, otherwise CUDA's error code.
 
-    Args:
-        library: ``libcudart``, or an object with its functions.
+    ``library``: ``libcudart``, or an object with its functions.
     """
 
     def __init__(self, library: Any) -> None:
@@ -56,10 +55,7 @@ class CudaLibrary:
     def copy_rows(self, target: Any, source: Any, stream: int) -> int:
         """Copy a matrix with contiguous rows between host and device asynchronously.
 
-        Args:
-            target: Tensor of two axes, the second with a step of 1.
-            source: The same, of the same shape and type.
-            stream: Handle of the stream.
+        ``target``: tensor of two axes, the second with a step of 1.
         """
         item = target.element_size()
         rows, width = target.shape
@@ -111,7 +107,6 @@ class PinnedRegion:
     """Keeps a whole region pinned until :meth:`close`. Close it before the region.
 
     Args:
-        region: The region. Pinning allocates its pages.
         runtime: The CUDA runtime; by default torch's.
         activate: Makes the copying device current. Registration creates a context of about 500 MB on the current
             device; without this, every rank would create one on the first GPU.

@@ -48,13 +48,6 @@ def check_batch(
 ) -> Batch:
     """Validate a batch before copying. Unchecked, numpy would interpret -1 as the last row and copy wrong bytes.
 
-    Args:
-        plan: This rank's layers and runs.
-        block_counts: Blocks of the KV cache, by group.
-        slot_count: Number of slots.
-        copies: The submitted batch.
-        kind: STORE or LOAD.
-
     Raises:
         ValueError: A number is out of range, arrays differ in length, or a target occurs twice.
     """
@@ -89,10 +82,8 @@ def page_bytes_of(layer: LayerPlan, shape: Sequence[int], strides: Sequence[int]
     """Return the bytes of a block in a KV cache tensor, for any order of its inner axes in memory.
 
     Args:
-        layer: The layer.
         shape: Shape of the tensor; blocks are the first axis.
         strides: Its strides in bytes. Blocks may be padded.
-        item_bytes: Bytes of an element.
 
     Raises:
         ConfigError: A block is not contiguous, or shorter than the layer's page.

@@ -60,7 +60,6 @@ class StagingPlan:
     """Cuts batches into parts.
 
     Args:
-        plan: This rank's layers and runs.
         word_bytes: Length of a word; see :func:`word_bytes_of`.
         strided: Whether a strided copy is one launch; otherwise each piece is one.
     """
@@ -157,12 +156,7 @@ def turn_of(layer: LayerPlan) -> Turn:
 
 
 def word_bytes_of(plan: RankPlan, others: Iterable[int]) -> int:
-    """Return the longest word, 1 to 8 bytes, that divides all addresses and lengths, because kernels copy by words.
-
-    Args:
-        plan: This rank's layers and runs.
-        others: Further addresses, strides and lengths in bytes.
-    """
+    """Return the longest word, 1 to 8 bytes, that divides all addresses and lengths, because kernels copy by words."""
     found = math.gcd(8, *others)
     for layer in (one for layers in plan.groups for one in layers):
         found = math.gcd(found, layer.slot_offset, layer.block_bytes)

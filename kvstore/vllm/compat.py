@@ -56,8 +56,7 @@ def request_params(req_context: Any) -> Any:
 def scheduled_tokens(scheduler_output: Any) -> list[tuple[int, int]] | None:
     """Return tokens and preceding tokens of each request with more than one token in a step; None for an empty step.
 
-    Args:
-        scheduler_output: vLLM's ``SchedulerOutput``.
+    ``scheduler_output``: vLLM's ``SchedulerOutput``.
     """
     counts: Mapping[str, int] = scheduler_output.num_scheduled_tokens
     if not counts:
@@ -86,7 +85,6 @@ def make_event(keys: Sequence[bytes], medium: Any, *, removed: bool, locality: A
     It has no ownership: Dynamo's router drops events with another one than those that it knows.
 
     Args:
-        keys: The blocks.
         medium: vLLM's ``Medium``.
         removed: Whether the blocks were removed (otherwise stored).
         locality: vLLM's ``Locality``; None for the primary tier.
@@ -173,11 +171,7 @@ def hashes_adapter_paths() -> bool:
 
 
 def has_adapters(engine_config: Any) -> bool:
-    """Return whether an engine's requests may have LoRA adapters.
-
-    Args:
-        engine_config: A ``VllmConfig``.
-    """
+    """Return whether an engine's requests may have LoRA adapters. ``engine_config``: a ``VllmConfig``."""
     return getattr(engine_config, "lora_config", None) is not None
 
 
@@ -189,8 +183,7 @@ def engine_queue() -> Any:
 def event_payloads(scheduler: Any) -> MutableMapping[bytes, Any] | None:
     """Return the event payloads by key from vLLM's tracker; None unless events are self-describing.
 
-    Args:
-        scheduler: An ``OffloadingConnectorScheduler``.
+    ``scheduler``: an ``OffloadingConnectorScheduler``.
     """
     tracker = getattr(scheduler, "_events_tracker", None)
     if not getattr(tracker, "self_describing_enabled", False):
@@ -204,8 +197,7 @@ def payload_maker(scheduler: Any) -> Callable[..., Any] | None:
     The function takes the number of a group of layers, and the fields ``block_hashes``, ``parent_block_hash``,
     ``token_ids``, ``block_size`` and ``lora_name``. It raises IndexError if there is no such group.
 
-    Args:
-        scheduler: An ``OffloadingConnectorScheduler``.
+    ``scheduler``: an ``OffloadingConnectorScheduler``.
     """
     cls = getattr(sys.modules.get(_EVENTS_MODULE), "_OffloadEventMetadata", None)
     groups = getattr(getattr(scheduler, "config", None), "kv_group_configs", None)
@@ -284,8 +276,7 @@ def region_path(engine_id: str) -> str:
 def steps_under_way_max(engine_config: Any) -> int:
     """Return an engine's maximum number of concurrent steps: one per pipeline stage, and one scheduled ahead.
 
-    Args:
-        engine_config: A ``VllmConfig``; None if unknown.
+    ``engine_config``: a ``VllmConfig``; None if unknown.
     """
     stages = getattr(getattr(engine_config, "parallel_config", None), "pipeline_parallel_size", 64)
     is_ahead = getattr(getattr(engine_config, "scheduler_config", None), "async_scheduling", True)
@@ -340,8 +331,7 @@ def canonical_config(engine_config: Any, kv_cache_config: Any) -> OffloadingConf
 def window_groups(kv_cache_config: Any) -> frozenset[int]:
     """Return the groups of layers whose blocks vLLM frees while a request runs: sliding windows and states.
 
-    Args:
-        kv_cache_config: ``KVCacheConfig``; None if unknown.
+    ``kv_cache_config``: ``KVCacheConfig``; None if unknown.
     """
     groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
     return frozenset(i for i, group in enumerate(groups) if not isinstance(group.kv_cache_spec, FullAttentionSpec))
@@ -350,8 +340,7 @@ def window_groups(kv_cache_config: Any) -> frozenset[int]:
 def has_states(kv_cache_config: Any) -> bool:
     """Return whether a group of layers keeps a state (Mamba) instead of keys and values.
 
-    Args:
-        kv_cache_config: ``KVCacheConfig``; None if unknown.
+    ``kv_cache_config``: ``KVCacheConfig``; None if unknown.
     """
     groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
     return any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)

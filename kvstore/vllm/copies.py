@@ -40,9 +40,7 @@ class Slots(CPULoadStoreSpec):
 class WorkerReports:
     """The counters of all workers, read by the scheduler (see :class:`kvstore.tiering.copies.CopyReports`).
 
-    Args:
-        row: The last row of the region; released by its owner.
-        workers: Number of workers.
+    ``row``: the last row of the region; released by its owner.
     """
 
     lanes = LANES
@@ -74,9 +72,7 @@ class CountingWorker(OffloadingWorker):
     Args:
         worker: vLLM's worker or ours; :meth:`shutdown` shuts it down.
         counters: From :func:`counters_of`; closed by :meth:`shutdown`. None: nothing is counted.
-        rank: Rank of this worker.
         stores: Whether this worker stores. If all ranks hold the same bytes, only one of them does.
-        failures: Reports loads that lack a block.
     """
 
     def __init__(
@@ -201,9 +197,7 @@ def counters_of(region: Any, rows: int, row_bytes: int, workers: int) -> mmap.mm
 
     Args:
         region: vLLM's ``SharedOffloadRegion``.
-        rows: Number of its rows, including the last one.
         row_bytes: Length of a row, a multiple of the page size.
-        workers: Number of workers.
     """
     descriptor, size = getattr(region, "fd", None), 8 * _WORDS * workers
     if descriptor is None or size > row_bytes or row_bytes % mmap.PAGESIZE:

@@ -50,10 +50,7 @@ _read_secret: Final = msgspec.msgpack.Decoder(_Secret).decode
 class Lineage:
     """Moves payloads between vLLM's tracker and the tiers. Does nothing unless events are self-describing.
 
-    Args:
-        tiers: The tiers.
-        engine: The engine, whose scheduler's half has the tracker.
-        tag_bytes: Length of the tag that precedes vLLM's key in ours.
+    ``tag_bytes``: length of the tag that precedes vLLM's key in ours.
     """
 
     def __init__(self, tiers: Iterable[AsyncTier], engine: EngineContext, tag_bytes: int = 0) -> None:
@@ -191,8 +188,7 @@ class Statements:
     def merge(self, events: Iterable[tuple[str, OffloadingEvent]]) -> list[OffloadingEvent]:
         """Return the statements to publish; none for a copy of a block already stated, or not the last to leave.
 
-        Args:
-            events: Events, each with the name of its tier, which can only remove its own copies.
+        ``events``: events, each with the name of its tier, which can only remove its own copies.
         """
         if not (self._shared or self._all_shared):
             return [event for _, event in events]

@@ -87,11 +87,7 @@ def open_foreign_tier(
     """Create a tier through vLLM's factory.
 
     Args:
-        options: Its JSON object.
-        name: Its name in metrics and policies.
         view: The primary tier, of shape (rows, bytes per row).
-        spec: The offloading spec.
-        namespace: The namespace of the engine's blocks.
 
     Raises:
         Exception: Any exception of the tier's constructor; vLLM then does not start.
@@ -108,8 +104,6 @@ class ForeignTier(SecondaryTierManager):
 
     Args:
         tier: The tier; closed by :meth:`close`.
-        name: Its name.
-        namespace: The namespace of the engine's blocks.
         keeps_blocks: Whether blocks stored before a reset are found after it.
     """
 
@@ -367,10 +361,7 @@ class _Call(threading.Thread):
 class ForeignTiers:
     """All foreign tiers of a manager: makes the calls of vLLM's interface that have no counterpart in kvstore's.
 
-    Args:
-        manager: The manager of all tiers.
-        tiers: The foreign tiers.
-        context: Returns kvstore's context of a vLLM request; the second argument is the tier that made it, or None.
+    ``context``: returns kvstore's context of a vLLM request; the second argument is the tier that made it, or None.
     """
 
     def __init__(

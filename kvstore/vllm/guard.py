@@ -36,8 +36,7 @@ class ErrorLog:
 def guarded(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
     """Make a method return ``fallback()`` instead of raising. Its object needs an :class:`ErrorLog` named ``errors``.
 
-    Args:
-        fallback: Returns a safe result, such as a miss.
+    ``fallback``: returns a safe result, such as a miss.
     """
 
     def wrap(method: _Method) -> _Method:

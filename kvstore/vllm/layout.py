@@ -43,10 +43,6 @@ def with_canonical_layout(config: OffloadingConfig, engine: EngineContext) -> Of
 
     Only for the CPU platform: it uses our worker, and tests cover engines that share such rows. On an accelerator,
     vLLM's own worker copies the rows, on a path that our tests do not cover.
-
-    Args:
-        config: From vLLM's connector.
-        engine: The engine.
     """
     if "canonical_layout" in config.extra_config or not current_platform.is_cpu() or engine.kv_cache_config is None:
         return config
@@ -68,10 +64,6 @@ def with_whole_rows(config: OffloadingConfig, engine: EngineContext) -> Offloadi
     a row. The worker receives only the number of blocks. With several blocks per row, some are stored at the wrong
     place and others are missing. Requests that load such a row give wrong tokens (seen with 0.32, also with vLLM's
     manager).
-
-    Args:
-        config: From vLLM's connector.
-        engine: The engine.
     """
     per_row = config.cache.blocks_per_chunk
     if per_row == 1 or not window_groups(engine.kv_cache_config):
@@ -89,10 +81,6 @@ def without_synchronous_loads(config: OffloadingConfig, engine: EngineContext) -
 
     vLLM copies the state of the last cached block to the request's next block before it starts the loads of the step.
     If the cached block is loaded in the same step, its old contents are copied, and the request gives wrong tokens.
-
-    Args:
-        config: From vLLM's connector.
-        engine: The engine.
     """
     if not config.extra_config.get("sync_load_budget_bytes") or not has_states(engine.kv_cache_config):
         return config
@@ -106,8 +94,7 @@ def without_synchronous_loads(config: OffloadingConfig, engine: EngineContext) -
 def is_certified(kv_caches: Any) -> bool:
     """Return whether vLLM has mapped every layer to bytes independent of the tensor parallel size.
 
-    Args:
-        kv_caches: ``CanonicalKVCaches`` of a worker.
+    ``kv_caches``: ``CanonicalKVCaches`` of a worker.
     """
     mappings = [ref.mapping for refs in kv_caches.group_data_refs for ref in refs]
     return all(mapping is not None and mapping.parallelism_agnostic for mapping in mappings)
@@ -117,7 +104,6 @@ def leave_note(engine_id: str, note: WorkerNote, *, expects_canonical: bool) -> 
     """Leave a note for the scheduler. The worker must have mapped the region.
 
     Args:
-        engine_id: The engine.
         note: The note; all workers of an engine leave the same one.
         expects_canonical: Whether the scheduler expects canonical rows.
 

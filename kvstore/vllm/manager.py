@@ -407,7 +407,6 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
     """Open the primary tier in the region of vLLM's workers, the tiers, and their manager.
 
     Args:
-        spec: The offloading spec.
         config: From :func:`check_tiering`.
 
     Raises:

@@ -185,11 +185,7 @@ def _definitions(gauges: _Table, counters: _Table, common: tuple[str, ...] = ())
 
 
 class _Increments:
-    """Increments of monotonic counts since their last report.
-
-    Args:
-        labels: Values of the common labels.
-    """
+    """Increments of monotonic counts since their last report."""
 
     def __init__(self, labels: tuple[str, ...] = ()) -> None:
         self._labels = labels
@@ -200,11 +196,7 @@ class _Increments:
     ) -> None:
         """Report the increments of a family of counts. The first report includes zeros, as a starting point for rates.
 
-        Args:
-            out: Target of the report.
-            name: Name of the family.
-            counts: Current counts, by the value of the last label.
-            known: Label values to report even without a count.
+        ``counts``: current counts, by the value of the last label.
         """
         for label, value in {**dict.fromkeys(known, 0), **counts}.items():
             before = self._reported.get((name, label))
@@ -227,10 +219,7 @@ class ManagerMetrics:
     ) -> OffloadingConnectorStats:
         """Return all gauges and the increments since the last call.
 
-        Args:
-            stats: The manager's statistics.
-            internal_errors: Errors caught in the adapter.
-            callback_errors: Exceptions of tiers outside the manager's calls, by tier.
+        ``callback_errors``: exceptions of tiers outside the manager's calls, by tier.
         """
         out = OffloadingConnectorStats()
         for name, (_, _, source) in _MANAGER_GAUGES.items():
@@ -263,8 +252,7 @@ def _values(stats: TieringStats, source: str | Mapping[str, str]) -> dict[str, f
 class TierMetrics:
     """Converts a tier's monotonic counts into vLLM's statistics, which are increments.
 
-    Args:
-        tier: Value of the label ``tier``.
+    ``tier``: value of the label ``tier``.
     """
 
     def __init__(self, tier: str) -> None:
@@ -328,7 +316,6 @@ class StandardMetrics:
     Args:
         tier_names: Names of the tiers below the primary one, in order.
         slot_bytes: Bytes per row of the primary tier; vLLM counts transfers in whole rows.
-        declared: Metric names declared by vLLM.
     """
 
     def __init__(self, tier_names: Sequence[str], slot_bytes: int, declared: Collection[str]) -> None:
@@ -411,14 +398,7 @@ class HitSummary:
         self._counts: tuple[tuple[int, int], ...] = ()
 
     def note(self, now: float, stats: TieringStats, tally: Tally, slot_bytes: int) -> None:
-        """Log the summary if it is due.
-
-        Args:
-            now: ``time.monotonic()``.
-            stats: The manager's statistics.
-            tally: The manager's counts since the start.
-            slot_bytes: Bytes per block.
-        """
+        """Log the summary if it is due. ``now``: ``time.monotonic()``."""
         if now - self._since < _INTERVAL_S:
             return
         found = [(each.hits, each.queries) for each in (tally.primary, *tally.tiers)]

@@ -49,7 +49,6 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any) -> Namespac
 
     Args:
         spec: vLLM's ``OffloadingSpec``.
-        slot_bytes: Length of a row of the primary tier.
         engine_config: The engine's ``VllmConfig``.
 
     Raises:

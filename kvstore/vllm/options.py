@@ -66,8 +66,7 @@ def is_own_manager(extra_config: Mapping[str, Any]) -> bool:
     True unless ``"manager": "vllm"`` is set, or a ``CachePolicy`` (supported only by vLLM's manager) without
     ``"tiering"`` or ``"manager"``.
 
-    Args:
-        extra_config: ``kv_connector_extra_config``, with full type names.
+    ``extra_config``: ``kv_connector_extra_config``, with full type names.
     """
     needs_vllm = "cache_policy_module_path" in extra_config
     default = "kvstore" if "tiering" in extra_config or not needs_vllm else "vllm"
@@ -77,11 +76,7 @@ def is_own_manager(extra_config: Mapping[str, Any]) -> bool:
 def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
     """Return the configuration of kvstore's manager, or None to use vLLM's (see :func:`is_own_manager`).
 
-    Args:
-        extra_config: ``kv_connector_extra_config``, with full type names (:func:`with_short_types`).
-
-    Raises:
-        ConfigError: The manager, the eviction policy, an option of ``"tiering"``, a policy, or a tier is not valid.
+    ``extra_config``: ``kv_connector_extra_config``, with full type names (:func:`with_short_types`).
     """
     choice = extra_config.get("manager")
     if choice not in ("kvstore", "vllm", None):
@@ -197,14 +192,10 @@ def check_options(options: Mapping[str, Any], *, tier_type: str) -> dict[str, An
     """Check the JSON object of a tier and return the options for ``open_tier``.
 
     Args:
-        options: The object, with or without vLLM's own keys.
         tier_type: Its configured ``type``: ``"KVStoreTier"``, or the name of a backend.
 
     Returns:
         ``backend`` and the backend's options.
-
-    Raises:
-        ConfigError: A missing or unknown backend, an unknown key, a wrong type or a value out of range.
     """
     named = options.get("backend")
     if named is None and tier_type != TIER_TYPE:

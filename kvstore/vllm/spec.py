@@ -60,9 +60,6 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
     (:mod:`kvstore.vllm.foreign`). On the CPU platform, rows have the canonical layout if vLLM can certify it
     (:mod:`kvstore.vllm.layout`). On every platform, ``"canonical_layout"`` (``true`` or ``false``) overrides the
     default. All options are checked here, before the engine starts.
-
-    Raises:
-        ConfigError: An option is not valid.
     """
 
     config: OffloadingConfig

@@ -89,12 +89,7 @@ def check_start() -> None:
 def check_offloading(extra: Mapping[str, Any], *, here: bool = True) -> None:
     """Check one ``kv_connector_extra_config``. Configurations without kvstore are accepted.
 
-    Args:
-        extra: The object.
-        here: Whether the engine will run on this machine. If so, directories and device are checked as well.
-
-    Raises:
-        ConfigError: The configuration is invalid; with all its faults, one per line.
+    ``here``: whether the engine will run on this machine. If so, directories and device are checked as well.
     """
     _raise(*faults_of(extra, here=here) or ())
 
@@ -107,7 +102,7 @@ def transfer_faults(
     Args:
         transfer: The object, decoded or as vLLM's ``KVTransferConfig``.
         engine_args: vLLM's other arguments, if known.
-        here: See :func:`check_offloading`.
+        here: As for :func:`check_offloading`.
     """
     faults: list[Fault] = []
     with _noting(faults, "kv_connector"):
@@ -148,10 +143,7 @@ class Fault:
 
 
 def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Fault], list[Fault]] | None:
-    """Return all faults of one ``kv_connector_extra_config``, and warnings; None if it does not use kvstore.
-
-    See :func:`check_offloading`.
-    """
+    """Return all faults of one ``kv_connector_extra_config``, and warnings; None if it does not use kvstore."""
     faults: list[Fault] = []
     warnings: list[Fault] = []
     spec, tiers = extra.get("spec_name"), extra.get("secondary_tiers", [])
@@ -259,9 +251,7 @@ def said_in_the_log() -> Iterator[None]:
 def described(tier: AsyncTier, options: Mapping[str, Any]) -> str:
     """Return a tier's name, directories, capacity, blocks found and I/O method, for the log.
 
-    Args:
-        tier: The tier, just opened.
-        options: Its options, as from :func:`kvstore.vllm.options.check_options`.
+    ``options``: its options, as from :func:`kvstore.vllm.options.check_options`.
     """
     backend = str(options["backend"])
     given = {name: value for name, value in options.items() if name != "backend"}

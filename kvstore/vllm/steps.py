@@ -63,8 +63,7 @@ class Pauses:
     are waited for. Create it during the construction of vLLM's connector, because it finds the engine's queue of
     requests in the call stack.
 
-    Args:
-        enabled: Whether it pauses at all. Engines of one data-parallel group make their steps together.
+    ``enabled``: whether it pauses at all. Engines of one data-parallel group make their steps together.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
@@ -83,8 +82,7 @@ class Pauses:
         A step that computes may still run. Its end is noticed late by no more than the pause, a share of the time since
         it was scheduled.
 
-        Args:
-            is_busy: Whether this step computes, or blocks are being moved, whose end a step has to notice.
+        ``is_busy``: whether this step computes, or blocks are being moved, whose end a step has to notice.
         """
         awaits, self._awaits = self._awaits and not (is_busy or self._is_busy), False
         self._is_busy = False
@@ -111,9 +109,6 @@ class IdleWaker:
 
     Create it during the construction of vLLM's connector, because it finds the engine in the call stack. In the process
     of a program that makes the steps itself, it does nothing.
-
-    Args:
-        tiers: The tiers.
     """
 
     def __init__(self, tiers: Sequence[AsyncTier]) -> None:

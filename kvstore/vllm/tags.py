@@ -78,11 +78,7 @@ class Adapters:
         self._thread: threading.Thread | None = None
 
     def check(self, adapter: Any) -> Check:
-        """Begin to check an adapter.
-
-        Args:
-            adapter: vLLM's ``LoRARequest``.
-        """
+        """Begin to check an adapter. ``adapter``: vLLM's ``LoRARequest``."""
         check = Check(str(adapter.lora_name), str(adapter.lora_path))
         if self._thread is None:
             # A daemon, because a file system that hangs must not prevent the exit of the process.
@@ -127,11 +123,7 @@ class Adapters:
 
 
 def _signature_of(directory: str) -> _Signature:
-    """Return the signature of an adapter's files.
-
-    Raises:
-        OSError: There is no such directory, or it has no such files.
-    """
+    """Return the signature of an adapter's files. ``OSError``: there is no such directory, or it has no such files."""
     with os.scandir(directory) as entries:
         files = sorted((entry.name, entry.stat()) for entry in entries if entry.name.startswith(_FILES))
     if not files:
@@ -161,11 +153,7 @@ class RequestTags:
             on_adapter_loaded(self._adapters.check)
 
     def of(self, params: Any) -> tuple[bytes, Check | None]:
-        """Return the tag for the request being added, and the check whose digest is still to be appended to it.
-
-        Args:
-            params: Its parameters for kvstore, unchecked.
-        """
+        """Return the tag for the request being added, and the check whose digest is still to be appended to it."""
         tag = b"" if self._tags is None else self._tags.of(self._tenant(params))
         if self._adapters is None:
             return tag, None

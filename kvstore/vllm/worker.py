@@ -36,8 +36,6 @@ class HostOffloadingWorker(OffloadingWorker):
     """Worker side of the offloading connector for a KV cache in host memory.
 
     Args:
-        kv_caches: KV cache tensors from vLLM.
-        blocks_per_chunk: KV blocks per row of the region.
         region: Shared region; this worker takes ownership.
         canonical_layout: Whether rows hold canonical pages, the same under every tensor parallel size.
 

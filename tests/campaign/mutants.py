@@ -56,7 +56,7 @@ TESTS: Final[dict[str, str]] = {
     ),
     "transfer/staging.py transfer/pinning.py": "transfer",
     "tiers/presence.py": "tiers/test_presence.py tiers/test_refused.py tiers/test_async_tier.py",
-    "tiers/async_tier.py tiers/jobs.py tiers/health.py": (
+    "tiers/async_tier.py tiers/health.py": (
         "tiers/test_health.py tiers/test_async_tier.py tiers/test_refused.py tiers/test_epochs.py"
     ),
     "tiers/tier_io.py tiers/block_mover.py tiers/epochs.py": (

@@ -6,7 +6,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvstore.cli.replaying.traces import Trace
+from kvstore.cli.bench.traces import Trace
 
 
 def lru_hits(trace: Trace, capacity: float = float("inf"), *, step_blocks: int = 16, piece: int = 0) -> int:

@@ -25,7 +25,7 @@ from kvstore.backends.disk.layout import decode_descriptor, encode_descriptor
 from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive, write_archive
 from kvstore.cli.holdings.care import import_archive, make_plan, run_plan, scrub
 from kvstore.cli.holdings.medium import Medium
-from kvstore.cli.reporting.terminal import print_line
+from kvstore.cli.terminal import print_line
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.codec.checksum import header_checksum
 from kvstore.codec.keyring import new_document
@@ -490,7 +490,7 @@ def test_gc_leaves_what_nobody_knows_the_age_of(files: Fixture) -> None:
 
 def test_gc_takes_so_many_blocks_at_once(files: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks over the limit of one run are left to the next run and reported; the last run reports none."""
-    monkeypatch.setattr("kvstore.cli.commands.medium.make_plan", functools.partial(make_plan, expired_max=10))
+    monkeypatch.setattr("kvstore.cli.holdings.commands.make_plan", functools.partial(make_plan, expired_max=10))
     files.date(1e9)
     files.date(1e9, _QWEN)
     wanted = ("gc", "--unused-for", "0", "--expire", "100d")
@@ -846,7 +846,7 @@ def test_an_export_that_is_interrupted_leaves_no_archive(
         file.write(b"the beginning")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvstore.cli.commands.medium.write_archive", interrupted)
+    monkeypatch.setattr("kvstore.cli.holdings.commands.write_archive", interrupted)
     done = _kvstore("export", str(tmp_path / "blocks.tar"), tier=files.text)
     assert (done.returncode, done.stdout) == (130, "")
     assert [path.name for path in tmp_path.iterdir()] == ["tier"]

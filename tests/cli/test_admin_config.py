@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.commands.config import vllm_config
+from kvstore.cli.config import vllm_config
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.errors import ConfigError
 from tests.cli.cli import run_program

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from kvstore import LookupResult, Namespace, TransferJob, open_tier
-from kvstore.cli.commands import run as run_command
+from kvstore.cli.bench import run as run_command
+from kvstore.cli.bench.histogram import Latencies
+from kvstore.cli.bench.target import Target
 from kvstore.cli.holdings.medium import Medium
-from kvstore.cli.measuring.histogram import Latencies
-from kvstore.cli.measuring.target import Target
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.testing import eventually
 from tests.cli.cli import report_of, run_program

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kvstore.cli.measuring.driver import Driver, PhaseResult
-from kvstore.cli.measuring.payload import BlockRows, Payload
-from kvstore.cli.measuring.systems import Done, Op, System
-from kvstore.cli.measuring.workload import Mix, Verify, Workload
+from kvstore.cli.bench.driver import Driver, PhaseResult
+from kvstore.cli.bench.payload import BlockRows, Payload
+from kvstore.cli.bench.systems import Done, Op, System
+from kvstore.cli.bench.workload import Mix, Verify, Workload
 from kvstore.primary import Region
 from kvstore.types import LookupResult, Outcome
 

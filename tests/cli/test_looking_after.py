@@ -18,7 +18,7 @@ import pytest
 from kvstore import Namespace, SimpleBackend, TransferJob, open_tier
 from kvstore.backends.base import RecordRead
 from kvstore.backends.vectored import scatter
-from kvstore.cli.commands.medium import Pace
+from kvstore.cli.holdings.commands import Pace
 from kvstore.testing.codec_tests import memory_rise
 from kvstore.types import BlockInfo, NamespaceInfo, Outcome
 from tests.cli.cli import report_of, run_program
@@ -167,8 +167,8 @@ def test_a_pace_sleeps_for_what_was_done(monkeypatch: pytest.MonkeyPatch) -> Non
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr("kvstore.cli.commands.medium.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("kvstore.cli.commands.medium.time.sleep", sleep)
+    monkeypatch.setattr("kvstore.cli.holdings.commands.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvstore.cli.holdings.commands.time.sleep", sleep)
     pace = Pace(100, lambda: checks.append(now[0]))
     pace.spend(50)
     assert now[0] == pytest.approx(100.5)

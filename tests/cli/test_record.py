@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.cli.commands.record import Recorder
-from kvstore.cli.replaying.traces import read_trace
+from kvstore.cli.bench.record import Recorder
+from kvstore.cli.bench.traces import read_trace
 from kvstore.errors import ConfigError
 from kvstore.primary import PrimaryTier
 from kvstore.tiering import TieringConfig, TieringManager

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as changed
 
-from kvstore.cli.commands import replay as replay_command
+from kvstore.cli.bench import replay as replay_command
+from kvstore.cli.bench.engine import DryTier, Link, Pace, ReplayEngine, WatchedTier
+from kvstore.cli.bench.simulation import ReplayCase, ReplaySettings, auto_capacities, replay
+from kvstore.cli.bench.traces import Trace, TraceRequest, TraceShape, generate_trace
 from kvstore.cli.holdings.medium import Medium
-from kvstore.cli.replaying.engine import Pace, ReplayEngine
-from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, replay
-from kvstore.cli.replaying.tiers import DryTier, Link, WatchedTier
-from kvstore.cli.replaying.traces import Trace, TraceRequest, TraceShape, generate_trace
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 from kvstore.eviction import POLICY_NAMES

@@ -15,12 +15,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from kvstore.cli.commands.compare import compared, differences
-from kvstore.cli.commands.plot import html_report
-from kvstore.cli.measuring.histogram import Latencies
-from kvstore.cli.reporting.plots import pictures_of
-from kvstore.cli.reporting.report import Report, median_row
-from kvstore.cli.reporting.terminal import cell, latency_text, rounded_size
+from kvstore.cli.bench.compare import compared, differences
+from kvstore.cli.bench.histogram import Latencies
+from kvstore.cli.bench.plot import html_report, pictures_of
+from kvstore.cli.report import Report, median_row
+from kvstore.cli.terminal import cell, latency_text, rounded_size
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
 

@@ -10,11 +10,10 @@ import pytest
 
 from kvstore import Namespace
 from kvstore.backends.memory import MemoryBackend
-from kvstore.cli.measuring.baselines import RawSystem
-from kvstore.cli.measuring.driver import Driver
-from kvstore.cli.measuring.payload import Payload
-from kvstore.cli.measuring.systems import TierSystem
-from kvstore.cli.measuring.workload import Mix, Workload
+from kvstore.cli.bench.driver import Driver
+from kvstore.cli.bench.payload import Payload
+from kvstore.cli.bench.systems import RawSystem, TierSystem
+from kvstore.cli.bench.workload import Mix, Workload
 from kvstore.primary import Region
 from kvstore.types import Outcome
 from tests.cli.cli import report_of

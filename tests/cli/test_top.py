@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from rich.console import Console, Group
 
-from kvstore.cli.commands.top import Engine, engine_row, frame_of, parse, tier_rows
+from kvstore.cli.top import Engine, engine_row, frame_of, parse, tier_rows
 from tests.cli.in_process import run_here
 from tests.project.scripts import load_script
 from tests.project.tree import ROOT

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cli.replaying.traces import (
+from kvstore.cli.bench.traces import (
     Trace,
-    TraceError,
     TraceRequest,
     TraceShape,
     generate_trace,
@@ -54,7 +53,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, says: str) -> No
     """The error names the line or the request, and the expected content."""
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
-    with pytest.raises(TraceError, match=says):
+    with pytest.raises(ConfigError, match=says):
         read_trace(path)
 
 
@@ -118,5 +117,5 @@ def test_popularity_follows_zipf() -> None:
 )
 def test_a_shape_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
     """Each number of a shape has a range."""
-    with pytest.raises(TraceError, match="Expected"):
+    with pytest.raises(ConfigError, match="Expected"):
         TraceShape(**wrong)  # type: ignore[arg-type]

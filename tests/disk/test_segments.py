@@ -66,6 +66,17 @@ async def test_blocks_are_loaded_from_a_disk_that_became_read_only(tmp_path: Pat
         await rig.has_all(values | await rig.put_new(8))
 
 
+async def test_many_blocks_are_few_files(tmp_path: Path) -> None:
+    """The number of files depends on the bytes, not on the number of blocks (sglang#28653)."""
+    async with opened(tmp_path, "64MiB") as rig:
+        values: dict[bytes, bytes] = {}
+        for _ in range(20):
+            values |= await rig.put_new(200)
+        assert len(values) == 4000
+        assert sum(path.is_file() for path in tmp_path.rglob("*")) < 40
+        await rig.has_all(values)
+
+
 async def test_those_used_last_stay_open(segments: SegmentFiles, tmp_path: Path) -> None:
     """Above the limit, unused segments are closed, the least recently used first."""
     for number in range(LIMIT):

@@ -20,7 +20,7 @@ import pytest
 from typer.main import get_command
 
 from kvstore.cli.app import bench_app, kvstore_app
-from kvstore.cli.reporting.plots import pictures_of
+from kvstore.cli.bench.plot import pictures_of
 from kvstore.config import decode_config
 from kvstore.registry import BACKENDS
 from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions

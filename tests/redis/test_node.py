@@ -70,17 +70,21 @@ async def silent(**more: Any) -> AsyncIterator[tuple[FakeServer, asyncio.Event, 
 
 
 @pytest.mark.parametrize(
-    ("options", "under_way"),
+    ("connections", "depth", "in_flight_bytes", "under_way"),
     [
-        ({"connections": 2, "pipeline_depth": 3}, 6),
-        ({"connections": 3, "pipeline_depth": 100, "connection_inflight": 2 * (SIZE + 256)}, 6),
+        (2, 3, 8 << 20, 6),
+        (3, 100, 2 * (SIZE + 256), 6),
         # A value longer than the limit is sent alone.
-        ({"connections": 2, "pipeline_depth": 100, "connection_inflight": 1}, 2),
+        (2, 100, 1, 2),
     ],
 )
-async def test_what_is_under_way_is_bounded(options: dict[str, Any], under_way: int) -> None:
+async def test_what_is_under_way_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, connections: int, depth: int, in_flight_bytes: int, under_way: int
+) -> None:
     """Commands and bytes in flight stay within the limits; the rest waits and is answered too."""
-    async with silent(**options) as (server, go_on, backend):
+    monkeypatch.setattr("kvstore.backends.redis.node._PIPELINE_DEPTH", depth)
+    monkeypatch.setattr("kvstore.backends.redis.node._IN_FLIGHT_BYTES", in_flight_bytes)
+    async with silent(connections=connections) as (server, go_on, backend):
         reads = [maker().target(bytes([i]) * 32).read for i in range(40)]
         call = asyncio.ensure_future(backend.get_into(reads))
         await eventually_async(lambda: len(server.commands) >= under_way, what="all connections busy")
@@ -96,7 +100,8 @@ async def test_what_is_under_way_is_bounded(options: dict[str, Any], under_way: 
 async def test_too_many_requests_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """When too many requests wait, further ones fail at once; the waiting ones are unaffected."""
     monkeypatch.setattr("kvstore.backends.redis.node._QUEUE_MAX", 10)
-    async with silent(connections=1, pipeline_depth=1) as (server, go_on, backend):
+    monkeypatch.setattr("kvstore.backends.redis.node._PIPELINE_DEPTH", 1)
+    async with silent(connections=1) as (server, go_on, backend):
         read_ = [maker().target(bytes([i]) * 32).read for i in range(10)]
         waiting = asyncio.ensure_future(backend.get_into(read_))
         await eventually_async(lambda: len(server.commands) == 1, what="the first one under way")
@@ -270,7 +275,8 @@ async def test_the_control_plane_never_quotes_the_server(sentinel: bool) -> None
         shown = b" ".join(command)
         writer.write(b"-ERR unknown command, with args beginning with: %b\r\n" % shown)
 
-    async with fake_server(echo) as server:
+    # Without HELLO, the password is sent by AUTH.
+    async with fake_server(echo, hello=b"-ERR unknown command\r\n") as server:
         more: dict[str, Any] = {"mode": "cluster", "password": "canary-secret"}
         if sentinel:
             address = f"127.0.0.1:{server.port}"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvstore.cli.reporting.tables import cost_rows
+from kvstore.cli.bench.tables import cost_rows
 from kvstore.tiers.base import TierStats
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here

@@ -13,7 +13,7 @@ import pytest
 from kvstore.backends.s3 import S3Config
 from kvstore.backends.s3.client import Traffic
 from kvstore.backends.s3.config import Prices
-from kvstore.cli.commands.lifecycle import lifecycle_rules, merged_rules
+from kvstore.cli.lifecycle import lifecycle_rules, merged_rules
 from kvstore.config import decode_config
 from kvstore.errors import ConfigError
 from tests.s3.clients import CLIENTS, config_for, opened

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.backends.s3 import S3Config
-from kvstore.cli.commands.lifecycle import lifecycle_command, lifecycle_rules
+from kvstore.cli.lifecycle import lifecycle_command, lifecycle_rules
 from kvstore.errors import ConfigError
 from tests.s3.servers import S3Server
 

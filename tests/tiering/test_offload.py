@@ -193,9 +193,10 @@ def test_one_request_is_one_sighting() -> None:
     assert not engine.tier.blocks
 
 
-def test_sightings_are_bounded() -> None:
+def test_sightings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks not seen for longest are forgotten first, and the end of a prefix before its start."""
-    engine = Engine(policy={"min_uses": 2}, sightings_max=3)
+    monkeypatch.setattr("kvstore.tiering.cascades._SIGHTINGS_MAX", 3)
+    engine = Engine(policy={"min_uses": 2})
     _prompt(engine, A)
     for key in A:
         engine.primary.remove(key)
@@ -386,18 +387,18 @@ def test_nothing_is_remembered_of_blocks_of_the_fastest_tier() -> None:
     assert not engine.manager._cascades.notes
 
 
-@pytest.mark.parametrize(("share", "ahead"), [(0.01, 1), (0.5, 4), (1.0, 8)])
-def test_lazy_blocks_are_written_ahead_of_need(share: float, ahead: int) -> None:
-    """The configured share of the slots, at least one, can be evicted without waiting for writes."""
-    engine = Engine(slots=8, policy={"lazy": True}, lazy_share=share)
-    engine.store([*A, *B])
+@pytest.mark.parametrize(("slots", "ahead"), [(4, 1), (8, 1), (32, 4)])
+def test_lazy_blocks_are_written_ahead_of_need(slots: int, ahead: int) -> None:
+    """An eighth of the slots, at least one, can be evicted without waiting for writes."""
+    engine = Engine(slots=slots, policy={"lazy": True})
+    engine.store(keys_of(*range(slots)))
     engine.settle()
     assert len(engine.tier.blocks) == ahead
 
 
 def test_lazy_blocks_that_an_allocation_wants_are_written_as_room_comes() -> None:
     """A store that found no room is offered again in a later step, and all of its blocks fit by then."""
-    engine = Engine(slots=8, policy={"lazy": True}, store_share=0.25, lazy_share=0.01)
+    engine = Engine(slots=8, policy={"lazy": True}, store_share=0.25)
     engine.store([*A, *B])
     engine.settle()
     others = keys_of(*range(21, 29))

@@ -34,7 +34,7 @@ class Engine:
         if options["offloading"] is not None:
             _load_always(options["offloading"])
             extra["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="KVStoreConnector",
+                kv_connector="MultiConnector" if "connectors" in options["offloading"] else "KVStoreConnector",
                 kv_role="kv_both",
                 engine_id=options["engine_id"],
                 kv_connector_extra_config=options["offloading"],

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from examples.serving import free_port
-from kvstore.cli.commands.top import METRICS
+from kvstore.cli.top import METRICS
 from kvstore.testing import eventually
 from tests.project.scripts import load_script
 from tests.vllm.engines import BLOCK_TOKENS, Start

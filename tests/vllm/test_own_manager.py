@@ -98,6 +98,41 @@ def test_an_orchestrator_passes_hints_with_a_request(restarted: Engine) -> None:
     assert again["cached"] == 160
 
 
+def test_vllm_limits_the_tokens_that_are_stored_and_loaded(restarted: Engine) -> None:
+    """VLLM's ``max_offload_tokens`` and ``max_load_tokens`` hold for a prompt, whatever kvstore holds of it."""
+    text = prompt(778, 300)
+
+    def ask(**params: int) -> dict[str, Any]:
+        (answer,) = restarted.call("ask", [text], 6, None, params)
+        restarted.call("settle")
+        restarted.call("reset")
+        assert isinstance(answer, dict)
+        return answer
+
+    stores = [ask(max_offload_tokens=100), ask(max_offload_tokens=0)]
+    loads = [ask(max_load_tokens=0), ask(max_load_tokens=170), ask()]
+    assert [answer["cached"] for answer in stores + loads] == [0, 96, 0, 160, full_blocks(300)]
+    assert len({tuple(answer["tokens"]) for answer in stores + loads}) == 1
+
+
+def test_returning_sessions_get_their_own_blocks_from_disk(start: Start, plain: Engine, tmp_path: Path) -> None:
+    """Long prompts that left the memory get no blocks of the short requests beside them (LMCache#4385)."""
+    engine = start(offloading=managed(tmp_path, cpu_bytes_to_use=61 * ROW_BYTES))
+    sessions = [prompt(seed, 900) for seed in range(800, 804)]
+    expected = [answer["tokens"] for answer in plain.ask(*sessions)]
+    for turn in range(3):
+        shorts = [prompt(1000 + 100 * turn + number, 40 + 9 * number) for number in range(20)]
+        right = [answer["tokens"] for answer in plain.ask(*shorts)]
+        mixed = [text for number in range(4) for text in (sessions[number], *shorts[5 * number : 5 * number + 5])]
+        answers = engine.ask(*mixed)
+        assert [answers[6 * number]["tokens"] for number in range(4)] == expected
+        assert [answer["tokens"] for place, answer in enumerate(answers) if place % 6] == right
+        engine.call("settle")
+        engine.call("forget_device")
+    assert engine.call("manager_stats")["tiers"][0]["loaded"] > 2 * 60
+    engine.close()
+
+
 def test_lazy_stores_write_nothing_before_they_must(restarted: Engine) -> None:
     """A lazy request's blocks stay in the primary tier while there is room; another's are written immediately."""
 

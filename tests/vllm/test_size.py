@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kvstore.cli.commands.size import layers_of, pages_of
+from kvstore.cli.bench.size import layers_of, pages_of
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
 

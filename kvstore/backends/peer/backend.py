@@ -8,11 +8,12 @@ import ssl
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.peer.client import Peer, PeerError, PeerLog
-from kvstore.backends.peer.config import NOTHING_TO_SERVE, DirectoryConfig, PeerConfig, endpoint_of
+from kvstore.backends.peer.config import NOTHING_TO_SERVE, PeerConfig, endpoint_of
+from kvstore.backends.peer.directory import Directory
 from kvstore.backends.peer.server import PeerServer, serving_context
 from kvstore.backends.peer.summary import ENGINES_MAX
 from kvstore.backends.stream import Endpoint, client_context
@@ -21,13 +22,8 @@ from kvstore.config import TierConfig
 from kvstore.errors import BackendClosedError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.primary.lending import Lender
-from kvstore.registry import DIRECTORIES
 from kvstore.runtime.limits import CallsUnderWay, RetryBudget
 from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, Outcome, Source
-
-if TYPE_CHECKING:
-    # Imported by the registry, because it needs redis-py.
-    from kvstore.backends.peer.directory import Directory
 
 logger = logging.getLogger("kvstore.backends.peer")
 
@@ -115,7 +111,7 @@ class PeerBackend(Backend):
         _loading_context(self.config)
         serving_context(self.config)
         if self.config.directory is not None:
-            _directory_class(self.config.directory).check(self.config.directory)
+            Directory.check(self.config.directory)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Listen, if configured. Connections to peers are opened on first use.
@@ -136,9 +132,8 @@ class PeerBackend(Backend):
         listed = [endpoint_of(address) for address in config.peers if address != config.listen]
         self._listed = {endpoint: self._peer(endpoint) for endpoint in listed}
         if config.directory is not None:
-            directory = _directory_class(config.directory)
             own = config.published
-            self._directory = directory(config.directory, namespace.hex, own, self._server, self._counts)
+            self._directory = Directory(config.directory, namespace.hex, own, self._server, self._counts)
 
     async def close(self) -> None:
         self._namespace = None
@@ -221,14 +216,14 @@ class PeerBackend(Backend):
         yield
 
     def note_verified(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.note_verified`. It restores trust in the peer that sent the blocks."""
+        """It restores trust in the peer that sent the blocks."""
         for endpoint in {self._places.get(key) for key in keys}:
             peer = self._peer_at(endpoint)
             if peer is not None:
                 peer.note_verified()
 
     def note_damaged(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.note_damaged`. The peer that sent the blocks is not queried for a while."""
+        """The peer that sent the blocks is not queried for a while."""
         for endpoint in {self._places.pop(key, None) for key in keys}:
             peer = self._peer_at(endpoint)
             if peer is not None:
@@ -254,10 +249,7 @@ class PeerBackend(Backend):
     ) -> _Search:
         """Query each peer for some blocks, concurrently, and remember a peer for each block found.
 
-        Args:
-            wanted: Blocks by peer.
-            named: The peer to query for hand-overs.
-            hand_overs: Their names; empty ones are skipped.
+        ``hand_overs``: their names; empty ones are skipped.
         """
         search = _Search()
         asked = [peer for peer in wanted if peer.admits()]
@@ -434,8 +426,3 @@ def _loading_context(config: PeerConfig) -> ssl.SSLContext | None:
     return client_context(
         ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
     )
-
-
-def _directory_class(config: DirectoryConfig) -> type[Directory]:
-    found: type[Directory] = DIRECTORIES.find(config.url.partition(":")[0])
-    return found

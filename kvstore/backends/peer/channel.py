@@ -19,9 +19,7 @@ class Channel:
     Buffers are only touched by the calling task while its call runs, so a cancelled call never touches them later. A
     channel abandoned in the middle of a frame is unusable, and the caller closes it. No part of a frame may be used
     before :meth:`end_frame` has checked it, except to receive the rest.
-
-    Args:
-        stream: A connected stream.
+    Every call raises ``OSError`` if the stream broke or ended early.
     """
 
     _sent: FrameMac
@@ -40,11 +38,7 @@ class Channel:
         self.closed = False
 
     async def receive(self, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers, in order.
-
-        Raises:
-            OSError: The stream ended before the buffers were full, or broke (``ConnectionError``).
-        """
+        """Fill buffers, in order."""
         left = [buffer for buffer in buffers if buffer.nbytes]
         while left:
             self._check()
@@ -65,11 +59,7 @@ class Channel:
         return bytes(data)
 
     async def send(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Send all bytes of some buffers.
-
-        Raises:
-            OSError: The stream broke.
-        """
+        """Send all bytes of some buffers."""
         self._idle = False
         queue = deque(piece for piece in pieces if len(piece))
         while queue:
@@ -104,11 +94,7 @@ class Channel:
         self._received, self._sent = macs if is_server else macs[::-1]
 
     async def send_frames(self, *frames: Sequence[bytes | memoryview]) -> None:
-        """Send frames, each a list of pieces.
-
-        Raises:
-            OSError: The stream broke.
-        """
+        """Send frames, each a list of pieces."""
         pieces: list[bytes | memoryview] = []
         for frame in frames:
             for piece in frame:
@@ -117,11 +103,7 @@ class Channel:
         await self.send(pieces)
 
     async def begin_frame(self, count: int) -> bytes:
-        """Receive and return the first bytes of a frame, which are not checked yet.
-
-        Raises:
-            OSError: The stream ended or broke.
-        """
+        """Receive and return the first bytes of a frame, which are not checked yet."""
         data = await self.receive_bytes(count)
         self._received.update(data)
         return data
@@ -130,7 +112,6 @@ class Channel:
         """Receive the rest of a frame into buffers, and check the frame.
 
         Raises:
-            OSError: The stream ended or broke.
             PeerProtocolError: The frame is not the next one of the other side.
         """
         tag = bytearray(self._received.tag_bytes)

@@ -92,11 +92,7 @@ class Peer:
 
     Args:
         endpoint: Address on which the peer listens.
-        config: Configuration of the backend.
         context: TLS settings, if any.
-        namespace_digest: Namespace of the blocks.
-        counts: Counts of events, shared by all peers.
-        log: Log shared by all peers.
     """
 
     def __init__(
@@ -326,11 +322,7 @@ class Peer:
         return None
 
     async def _connected(self) -> Channel:
-        """Connect and greet.
-
-        Raises:
-            ConnectionError: The peer can't be reached, or the greeting failed.
-        """
+        """Connect and greet. ``ConnectionError``: the peer can't be reached, or the greeting failed."""
         if self._closed:
             raise ConnectionError("the backend is closed")
         try:

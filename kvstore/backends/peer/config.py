@@ -37,11 +37,7 @@ NOTHING_TO_SERVE: Final = (
 
 
 class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Directory server, on which engines publish summaries of their blocks and read those of others.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
+    """Directory server, on which engines publish summaries of their blocks and read those of others."""
 
     url: str  # ``redis://host:port/db``, ``rediss://…`` with TLS, or ``unix:///path?db=0``; without user and password.
     networks: tuple[str, ...]  # Permitted networks and host names of engines; entries with other addresses are ignored.
@@ -61,7 +57,6 @@ class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
     connect_timeout: Seconds = Seconds(1)  # Time limit for connecting, and for each answer.
 
     def __post_init__(self) -> None:
-        """Turn text into values and check ranges."""
         for name in ("interval", "connect_timeout"):
             msgspec.structs.force_setattr(self, name, Seconds(getattr(self, name)))
         check_field(0.05 <= self.interval <= 60, "interval", self.interval, "50 ms to 1 minute")
@@ -80,11 +75,7 @@ class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
 
 
 class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Blocks in the memory and on the disks of other engines, and those that this engine serves to them.
-
-    Raises:
-        ConfigError: A value is out of range, or values don't go together.
-    """
+    """Blocks in the memory and on the disks of other engines, and those that this engine serves to them."""
 
     aliases: ClassVar[dict[str, str]] = {"tls_ca_cert": "tls_ca"}
     has_own_load_breakers: ClassVar[bool] = True
@@ -123,7 +114,6 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     positive_ttl: Seconds = Seconds(5)
 
     def __post_init__(self) -> None:
-        """Turn text into values and check ranges."""
         super().__post_init__()
         for name in ("listen", "peers"):
             for address in (self.listen,) if name == "listen" else self.peers:
@@ -217,11 +207,7 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
 
 def endpoint_of(address: str) -> Endpoint:
-    """Return an address ``"host:port"`` (``"[host]:port"`` for IPv6) as an endpoint.
-
-    Raises:
-        ConfigError: The address is invalid.
-    """
+    """Return an address ``"host:port"`` (``"[host]:port"`` for IPv6) as an endpoint."""
     endpoint = _endpoint(address)
     if endpoint is None:
         raise ConfigError(f"{address[:80]!r} is not a valid address. Expected 'host:port'.")

@@ -29,7 +29,11 @@ from kvstore.backends.peer.summary import (
 )
 from kvstore.backends.redis import control
 from kvstore.backends.redis.config import RedisConfig
-from kvstore.backends.redis.node import check_secure
+from kvstore.backends.redis.connection import Request, answers_to, ask_all
+from kvstore.backends.redis.failures import RedisError, ServerRefusedError
+from kvstore.backends.redis.node import Node
+from kvstore.backends.redis.resp import Filled, Reply, Target, encode_command
+from kvstore.backends.redis.topology import checked_tls
 from kvstore.backends.stream import Endpoint
 from kvstore.errors import BackendUnavailableError, ConfigError, KVStoreError
 from kvstore.types import BlockKey
@@ -59,15 +63,8 @@ _SAMPLING_SHARE: Final = 0.01
 
 _KEYS_AT_ONCE: Final = 1024
 
-_CANCEL_AGAIN_S: Final = 0.1
-
-_ANSWER_BYTES_MAX: Final = 4 << 20
-"""Most bytes received in one session: a list of 2,048 entries, and a megabyte of summaries."""
-
 _MEMBER: Final = re.compile(rb"([!-~]{3,272}) ([0-9a-f]{16})")
 """Member of the sorted set: address and version of a summary."""
-
-_CODE: Final = re.compile("[A-Z]{2,20}")
 
 
 class _Listed(NamedTuple):
@@ -96,14 +93,9 @@ class Directory:
     with their leases.
 
     Args:
-        config: Configuration of the directory.
         namespace_hex: Namespace; only engines of the same namespace see each other.
         own: Address under which other engines reach this one; None if it does not serve blocks.
         server: Server of this engine's blocks, if any.
-        counts: Counts of events.
-
-    Raises:
-        ConfigError: The configuration can't be used.
     """
 
     def __init__(
@@ -135,11 +127,7 @@ class Directory:
 
     @staticmethod
     def check(config: DirectoryConfig) -> None:
-        """Check a configuration; nothing is contacted.
-
-        Raises:
-            ConfigError: It can't be used.
-        """
+        """Check a configuration; nothing is contacted."""
         _Server(config, "")
 
     @property
@@ -161,12 +149,9 @@ class Directory:
 
     async def close(self) -> None:
         """Stop, and withdraw this engine's entry if the server responds soon."""
-        running = set(self._tasks)
-        while running:
-            for task in running:
-                task.cancel()
-            # Repeated, because redis-py may lose a cancellation (seen with the pipelines of 8.1).
-            _, running = await asyncio.wait(running, timeout=_CANCEL_AGAIN_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
         if self._own is not None:
             with suppress(BackendUnavailableError, TimeoutError):
                 async with asyncio.timeout(float(self._config.connect_timeout)), self._client.session():
@@ -308,78 +293,93 @@ class _Server:
     def __init__(self, config: DirectoryConfig, namespace_hex: str) -> None:
         names = "url", "username", "password", "insecure", "tls_ca", "tls_cert", "tls_key", "tls_check_hostname"
         fields = {name: getattr(config, name) for name in names}
-        self._config = RedisConfig(**fields, connect_timeout=config.connect_timeout)
+        self._config = RedisConfig(**fields, connect_timeout=config.connect_timeout, timeout=config.connect_timeout)
         self._endpoint, self._database = control.endpoint_of(self._config)
-        check_secure(self._endpoint, self._config)
-        self._prefix = f"{config.prefix}{namespace_hex}:"
-        self._engines = f"{self._prefix}engines"
+        self._context = checked_tls(self._config)
+        self._prefix = f"{config.prefix}{namespace_hex}:".encode()
+        self._engines = self._prefix + b"engines"
         self._session_s = 2 * float(config.interval) + float(config.connect_timeout)
         self._listed = 0
         """Entries of the list that earlier rounds have read; 0 at its beginning."""
-        self._client: Any = None
+        self._node: Node
         self._member = b""
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
         """Connect, for a limited time; failures within the context are ``BackendUnavailableError``."""
-        self._client = control.client_of(self._endpoint, self._config, self._database)
+        place = self._endpoint, self._config, self._context, self._session_s, self._database
         try:
-            async with control.conversation([self._client], self._session_s, _ANSWER_BYTES_MAX):
+            async with control.session(*place) as self._node:
                 yield
-        # redis-py raises the last four for invalid answers. Not chained, because servers quote arguments.
-        except (control.ClientError, OSError, TypeError, ValueError, LookupError, AttributeError) as error:
-            code = str(error).split(" ", 1)[0]
-            reason = code if _CODE.fullmatch(code) else type(error).__name__
+        # The last four for invalid answers. Not chained, because servers quote arguments.
+        except (RedisError, TypeError, ValueError, LookupError, AttributeError) as error:
+            reason = error.bare if isinstance(error, RedisError) else type(error).__name__
+            reason = reason.removeprefix(f"{self._endpoint}: ")
             raise BackendUnavailableError(f"{self._endpoint}: {reason}", backend="peer") from None
 
     async def announce(self, address: str, summary: bytes, lease_s: float) -> None:
         """Publish the summary of this engine, and renew its lease."""
         member = f"{address} {xxhash.xxh3_64_hexdigest(summary)}".encode()
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.set(self._prefix + address, summary, px=int(1000 * lease_s))
-        pipeline.zadd(self._engines, {member: await self._now_ms() + int(1000 * lease_s)})
-        pipeline.pexpire(self._engines, int(1000 * _LEASE_S_MAX))
+        lease_ms = int(1000 * lease_s)
+        end_ms = await self._now_ms() + lease_ms
+        commands = [
+            (b"SET", self._prefix + address.encode(), summary, b"PX", b"%d" % lease_ms),
+            (b"ZADD", self._engines, b"%d" % end_ms, member),
+            (b"PEXPIRE", self._engines, b"%d" % (1000 * _LEASE_S_MAX)),
+        ]
         if self._member not in (b"", member):
-            pipeline.zrem(self._engines, self._member)
-        await pipeline.execute()
+            commands.append((b"ZREM", self._engines, self._member))
+        await self._ask(*commands)
         self._member = member
 
     async def listed(self) -> tuple[Sequence[_Listed], bool]:
         """Return engines that have a lease, and whether these are all. Expired and overlong leases are removed."""
         now_ms = await self._now_ms()
         last_ms = now_ms + int(1000 * _LEASE_S_MAX)
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.zremrangebyscore(self._engines, "-inf", now_ms)
-        pipeline.zremrangebyscore(self._engines, f"({last_ms}", "+inf")
         start, count = self._listed, 2 * ENGINES_MAX
-        pipeline.zrangebyscore(self._engines, f"({now_ms}", last_ms, start=start, num=count, withscores=True)
-        *_, found = await pipeline.execute()
+        part = b"LIMIT", b"%d" % start, b"%d" % count
+        found: Any
+        *_, found = await self._ask(
+            (b"ZREMRANGEBYSCORE", self._engines, b"-inf", b"%d" % now_ms),
+            (b"ZREMRANGEBYSCORE", self._engines, b"(%d" % last_ms, b"+inf"),
+            (b"ZRANGEBYSCORE", self._engines, b"(%d" % now_ms, b"%d" % last_ms, b"WITHSCORES", *part),
+        )
+        members, scores = found[::2], found[1::2]
         # A long list is read in parts, one a round.
-        self._listed = start + count if len(found) == count else 0
+        self._listed = start + count if len(members) == count else 0
         listed = []
-        for member, score in found:
+        for member, score in zip(members, scores, strict=True):
             match = _MEMBER.fullmatch(member)
             address, version = (match[1], match[2]) if match else (b"", b"")
-            listed.append(_Listed(address.decode("ascii"), version.decode("ascii"), (score - now_ms) / 1000))
-        return listed, not start and len(found) < ENGINES_MAX
+            listed.append(_Listed(address.decode("ascii"), version.decode("ascii"), (float(score) - now_ms) / 1000))
+        return listed, not start and len(members) < ENGINES_MAX
 
     async def read(self, addresses: Sequence[str]) -> Sequence[bytes]:
         """Return the summaries of engines, a little more than ``SUMMARY_BYTES_MAX`` at most; empty if there is none."""
-        pipeline = self._client.pipeline(transaction=False)
-        for address in addresses:
+        room = SUMMARY_BYTES_MAX + 1
+        buffers = [bytearray(room) for _ in addresses]
+        requests = []
+        for address, buffer in zip(addresses, buffers, strict=True):
             # Limits the length of the answer, whatever the length of the value.
-            pipeline.getrange(self._prefix + address, 0, SUMMARY_BYTES_MAX)
-        # A key of another type must fail for one engine only.
-        answers = await pipeline.execute(raise_on_error=False)
-        return [answer if isinstance(answer, bytes) else b"" for answer in answers]
+            command = encode_command(b"GETRANGE", self._prefix + address.encode(), b"0", b"%d" % SUMMARY_BYTES_MAX)
+            requests.append(Request([command], Target([memoryview(buffer)]), room))
+        answers = await answers_to(self._node.submit, requests)
+        for answer in answers:
+            # A key of another type must fail for one engine only.
+            if isinstance(answer, RedisError) and not isinstance(answer, ServerRefusedError):
+                raise answer
+        pairs = zip(buffers, answers, strict=True)
+        return [bytes(buffer[:answer]) if isinstance(answer, Filled) else b"" for buffer, answer in pairs]
 
     async def withdraw(self, address: str) -> None:
         """End the lease of this engine."""
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.zrem(self._engines, self._member)
-        pipeline.unlink(self._prefix + address)
-        await pipeline.execute()
+        await self._ask((b"ZREM", self._engines, self._member), (b"UNLINK", self._prefix + address.encode()))
 
     async def _now_ms(self) -> int:
-        seconds, microseconds = await self._client.time()
+        found: Any = await self._node.ask(b"TIME")
+        seconds, microseconds = found
         return int(seconds) * 1000 + int(microseconds) // 1000
+
+    async def _ask(self, *commands: Sequence[bytes]) -> list[Reply]:
+        """Send commands together; return their replies, or raise the first error."""
+        return await ask_all(self._node.submit, [Request([encode_command(*command)], None) for command in commands])

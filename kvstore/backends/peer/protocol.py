@@ -117,7 +117,6 @@ class Agreement:
 
     Args:
         secret: The shared secret; empty for none.
-        hello: The client's hello.
         welcome: The server's welcome; its proof is not read.
         binding: Bytes that only both ends of this TLS connection share; empty without TLS.
     """
@@ -152,9 +151,8 @@ class Agreement:
 class FrameMac:
     """MACs of the frames of one direction: AES-256-GMAC, with a frame's number as the nonce.
 
-    Args:
-        key: Key of the connection and direction. Empty: frames have no MAC, because TLS authenticates them or both ends
-            do without a secret.
+    ``key``: key of the connection and direction. Empty: frames have no MAC, because TLS authenticates them or both ends
+    do without a secret.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -184,11 +182,7 @@ class FrameMac:
 
 
 def address_of(host: str, port: int) -> Address:
-    """Return the address of a numeric host.
-
-    Raises:
-        ValueError: The host is a name.
-    """
+    """Return the address of a numeric host. ``ValueError``: the host is a name."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         address = ipaddress.IPv6Address(b"\0" * 10 + b"\xff\xff" + address.packed)
@@ -209,7 +203,6 @@ def check_head(data: bytes) -> None:
 
 
 def pack_hello(hello: Hello) -> bytes:
-    """Return a hello as bytes."""
     dialled = hello.dialled
     return _HELLO.pack(MAGIC, VERSION, 0, 0, hello.nonce, hello.namespace_digest, dialled.packed, dialled.port)
 
@@ -221,7 +214,6 @@ def read_hello(data: bytes) -> Hello:
 
 
 def pack_welcome(welcome: Welcome) -> bytes:
-    """Return a welcome as bytes."""
     return _WELCOME.pack(MAGIC, VERSION, 0, welcome.notes, welcome.nonce, welcome.proof)
 
 
@@ -238,11 +230,7 @@ def pack_question(op: Op, keys: Sequence[BlockKey]) -> bytes:
 
 
 def read_question(data: bytes) -> Question:
-    """Read the head of a question.
-
-    Raises:
-        PeerProtocolError: The data is not a valid head.
-    """
+    """Read the head of a question. ``PeerProtocolError``: the data is not a valid head."""
     op, reserved, count, body_bytes = _QUESTION.unpack(data)
     if reserved or op not in tuple(Op) or not 1 <= count <= KEYS_MAX:
         raise PeerProtocolError(f"no question: op {op}, {count} keys")
@@ -252,11 +240,7 @@ def read_question(data: bytes) -> Question:
 
 
 def read_keys(body: bytes, count: int) -> list[BlockKey]:
-    """Read the keys of a question.
-
-    Raises:
-        PeerProtocolError: The body does not consist of ``count`` keys.
-    """
+    """Read the keys of a question. ``PeerProtocolError``: the body does not consist of ``count`` keys."""
     keys, at = [], 0
     for _ in range(count):
         length = body[at] if at < len(body) else 0
@@ -276,11 +260,7 @@ def pack_part(part: Part, number: int) -> bytes:
 
 
 def read_part(data: bytes) -> tuple[Part, int]:
-    """Read the bytes of :func:`pack_part`.
-
-    Raises:
-        PeerProtocolError: The data is not a valid part.
-    """
+    """Read the bytes of :func:`pack_part`. ``PeerProtocolError``: the data is not a valid part."""
     part, number = _PART.unpack(data)
     if part not in tuple(Part) or not number:
         raise PeerProtocolError(f"no part of an answer: {part}, {number}")

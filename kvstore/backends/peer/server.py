@@ -46,8 +46,6 @@ class StoredRecords:
     Args:
         backends: Backends with records of a 256-byte header and an unencoded payload. The list may grow. Backends with
             another configured ``namespace`` or ``epoch`` are skipped.
-        config: Configuration of the serving tier.
-        namespace: Namespace of the blocks.
         payload_bytes: Length of the longest payload.
     """
 
@@ -166,8 +164,6 @@ class PeerServer:
     """Serves the blocks of one namespace.
 
     Args:
-        config: Configuration of the backend.
-        source: Lends the blocks.
         namespace: Namespace of these blocks. For a client of another namespace, every block is absent.
         counts: Counts of events, owned by the backend, because each epoch has a new server.
         payload_bytes: Length of the longest block.
@@ -215,11 +211,7 @@ class PeerServer:
         return self._stored.keys()
 
     async def open(self) -> None:
-        """Listen.
-
-        Raises:
-            BackendUnavailableError: The address is not available.
-        """
+        """Listen. ``BackendUnavailableError``: the address is not available."""
         try:
             self._listener = listening_socket(endpoint_of(self._config.listen))
         except OSError as error:
@@ -386,16 +378,7 @@ class _LoadAnswer:
         self._patience = asyncio.timeout(self._config.timeout)
 
     async def send(self, keys: Sequence[BlockKey], header: memoryview, *, absent: int = 0) -> None:
-        """Send all parts.
-
-        Args:
-            keys: Keys of the requested blocks.
-            header: Buffer for one header.
-            absent: Number of further blocks, all of them absent.
-
-        Raises:
-            OSError: The client is gone or too slow (``TimeoutError``).
-        """
+        """Send all parts. ``OSError``: the client is gone or too slow (``TimeoutError``)."""
         at = in_turn = 0
         async with self._patience:
             while at < len(keys):
@@ -458,11 +441,7 @@ class _LoadAnswer:
 
 
 def serving_context(config: PeerConfig) -> ssl.SSLContext | None:
-    """Return the TLS settings for connections from peers; None without TLS, or if the engine does not listen.
-
-    Raises:
-        ConfigError: A TLS file can't be used.
-    """
+    """Return the TLS settings for connections from peers; None without TLS, or if the engine does not listen."""
     if not (config.listen and config.tls and config.tls_cert and config.tls_key):
         return None
     return server_context(cert=config.tls_cert, key=config.tls_key, client_ca=config.tls_ca)

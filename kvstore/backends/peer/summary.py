@@ -74,7 +74,6 @@ class Sample:
         self._kept = kept[:SAMPLE_MAX]
 
     def section(self) -> Section:
-        """Return the sample."""
         threshold = int(self._kept[-1] >> np.uint64(32)) if self._full else 0xFFFFFFFF
         return Section(threshold, np.unique(self._kept.astype(np.uint32)))
 
@@ -86,11 +85,7 @@ def pack(sections: Sequence[Section]) -> bytes:
 
 
 def unpack(data: bytes) -> list[Section]:
-    """Read a summary.
-
-    Raises:
-        SummaryError: The data is not a summary, is damaged, or is of another version.
-    """
+    """Read a summary. ``SummaryError``: the data is not a summary, is damaged, or is of another version."""
     if not _HEAD.size <= len(data) <= SUMMARY_BYTES_MAX:
         raise SummaryError(f"{len(data)} bytes are no summary")
     magic, version, count, _, checksum = _HEAD.unpack_from(data)
@@ -150,7 +145,6 @@ class Index:
         A second engine is chosen for the blocks that the first one seems to lack; if it lacks none, as a reserve.
 
         Args:
-            keys: The blocks.
             most: Most engines to return.
             barred: Engines not to return.
         """

@@ -99,7 +99,7 @@ class RedisBackend(Backend):
         await self._under_way.ended()
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
-        """See :meth:`Backend.exists`. A failing node of a cluster affects only the blocks on it."""
+        """A failing node of a cluster affects only the blocks on it."""
         commands = self._ready()
         answers = await self._run([commands.exists(key) for key in keys])
         failures = [answer for answer in answers if isinstance(answer, RedisError)]
@@ -147,7 +147,7 @@ class RedisBackend(Backend):
         yield
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.touch`: renew the time to live of blocks, unless it was renewed recently."""
+        """Renew the time to live of blocks, unless it was renewed recently."""
         if self._commands is None or not self.config.ttl:
             return
         now = time.monotonic()
@@ -161,7 +161,7 @@ class RedisBackend(Backend):
             self._renewing = asyncio.get_running_loop().create_task(self._renew())
 
     def note_verified(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.note_verified`: failed reads must not keep an unreadable block alive."""
+        """Failed reads must not keep an unreadable block alive."""
         self.touch(keys)
 
     def stats(self) -> BackendStats:

@@ -10,10 +10,9 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from kvstore.backends.stream import check_tls_files
-from kvstore.config import ByteSize, Seconds, SecretStr, TierConfig, check_field
+from kvstore.config import Seconds, SecretStr, TierConfig, check_field
 from kvstore.errors import ConfigError
 
-_MIB: Final = 1024**2
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}", re.ASCII)
 _ADDRESS: Final = re.compile(r"[A-Za-z0-9.-]{1,253}:\d{1,5}(/\d{0,5})?", re.ASCII)
 """Host and port; a user and password would have an '@'."""
@@ -25,12 +24,13 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
 
     docs/redis.md describes each option; comments below give the reasons for the defaults. A user name and password in
     ``url`` are moved to ``username`` and ``password``.
-
-    Raises:
-        ConfigError: A value is out of range, or values conflict.
     """
 
     aliases: ClassVar[dict[str, str]] = {"user": "username", "endpoint": "url"}
+    retired: ClassVar[dict[str, str]] = {
+        "pipeline_depth": "Leave it out: it is 4.",
+        "connection_inflight": "Leave it out: it is 8 MiB.",
+    }
 
     url: str = "redis://127.0.0.1:6379"
     username: str = ""
@@ -51,10 +51,6 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
     # With one connection the server would idle while the client verifies. More than four gain nothing with a
     # single-threaded server, and every engine has its own.
     connections: int = 4
-    # Keeps responses in flight while one is processed; deeper pipelines only make a cancellation more expensive.
-    pipeline_depth: int = 4
-    # Two parts of a large block.
-    connection_inflight: ByteSize = ByteSize(8 * _MIB)
     # A server in the same data center responds in milliseconds.
     connect_timeout: Seconds = Seconds(1)
     # Longer than the pauses of a forking or syncing server, shorter than recomputing the blocks.
@@ -67,14 +63,11 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
     store_timeout: Seconds = Seconds(10)
 
     def __post_init__(self) -> None:
-        """Turn text into values and check ranges."""
         super().__post_init__()
         self._split_url()
         check_field(_PREFIX.fullmatch(self.prefix) is not None, "prefix", self.prefix, "1 to 64 of A-Z a-z 0-9 _ . : -")
         check_field(not self.ttl or self.ttl >= 1, "ttl", self.ttl, "0 or at least 1 second")
         check_field(1 <= self.connections <= 64, "connections", self.connections, "1 to 64")
-        check_field(1 <= self.pipeline_depth <= 1024, "pipeline_depth", self.pipeline_depth, "1 to 1024")
-        check_field(self.connection_inflight > 0, "connection_inflight", self.connection_inflight, "at least 1 byte")
         for name in ("connect_timeout", "timeout"):
             check_field(0 < getattr(self, name) <= 300, name, getattr(self, name), "above 0 and at most 5 minutes")
         if bool(self.sentinels) != bool(self.sentinel_master):

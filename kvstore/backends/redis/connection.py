@@ -77,8 +77,6 @@ class Connection(Duplex):
     and passes its unanswered requests to ``on_closed``.
 
     Args:
-        stream: A connected stream.
-        config: Configuration of the backend.
         on_room: Called after replies have arrived.
         on_closed: Called once, with the unanswered requests and their common failure; None if they may be sent again on
             another connection.
@@ -250,17 +248,30 @@ def give_up(requests: Sequence[Request]) -> None:
 
 async def ask(submit: Callable[[Sequence[Request]], None], *command: bytes) -> Reply:
     """Return the reply to one short command that concerns no block. RedisError without a reply, or for an error."""
-    request = Request([encode_command(*command)], None)
-    pending = Pending([request])
+    (reply,) = await ask_all(submit, [Request([encode_command(*command)], None)])
+    return reply
+
+
+async def ask_all(submit: Callable[[Sequence[Request]], None], requests: Sequence[Request]) -> list[Reply]:
+    """Return the replies to requests that are sent together, or raise the first error."""
+    replies: list[Reply] = []
+    for answer in await answers_to(submit, requests):
+        if isinstance(answer, RedisError):
+            raise answer
+        replies.append(answer)
+    return replies
+
+
+async def answers_to(submit: Callable[[Sequence[Request]], None], requests: Sequence[Request]) -> list[Answer]:
+    """Return the answers to requests that are sent together; failures are returned as answers, too."""
+    pending = Pending(requests)
     try:
-        submit([request])
+        submit(requests)
         await pending.done
     finally:
         if pending.missing:
-            give_up([request])
-    if isinstance(request.answer, RedisError):
-        raise request.answer
-    return request.answer
+            give_up(requests)
+    return [request.answer for request in requests]
 
 
 def _fits(reply: Reply, want: Want) -> bool:

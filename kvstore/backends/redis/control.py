@@ -1,52 +1,24 @@
-"""Control plane with redis-py: URLs, Sentinel queries, the slot map of a cluster.
-
-The only module that imports redis-py. Values never pass through it. Exceptions that quote the server are not chained,
-because servers quote arguments, including passwords.
-"""
+"""Control plane: the url, Sentinel queries, the slot map of a cluster. Each query has a connection of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
-import re
-from collections.abc import AsyncIterator, Sequence
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple
+from urllib.parse import parse_qs, unquote, urlsplit
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
-from redis.backoff import NoBackoff
-from redis.connection import parse_url
-from redis.exceptions import RedisError as ClientError
-from redis.exceptions import ResponseError
+import msgspec
 
 from kvstore.backends.redis.config import RedisConfig
-from kvstore.backends.redis.failures import NodeDownError
+from kvstore.backends.redis.failures import AnswerLateError, NodeDownError, RedisError
+from kvstore.backends.redis.node import Node
 from kvstore.backends.stream import Endpoint
-from kvstore.errors import ConfigError
-
-__all__ = [
-    "SLOTS",
-    "ClientError",
-    "Shard",
-    "client_of",
-    "conversation",
-    "endpoint_of",
-    "sentinel_endpoints",
-    "sentinel_nodes",
-    "shards",
-]
 
 SLOTS: Final = 16384
 """Number of slots in a cluster."""
-
-_ANSWER_BYTES_MAX: Final = 1 << 20
-"""Maximum bytes received per connection; the slot map of a cluster of a thousand nodes has a few hundred thousand."""
-
-_has_driver_info = "driver_info" in inspect.signature(Redis.__init__).parameters
-_QUIET: Final = dict.fromkeys(("driver_info",) if _has_driver_info else ("lib_name", "lib_version"))
-"""Options that stop redis-py from sending its name, which a narrow ACL forbids. Newer releases use one option."""
 
 
 class Shard(NamedTuple):
@@ -59,15 +31,13 @@ class Shard(NamedTuple):
 
 
 def endpoint_of(config: RedisConfig) -> tuple[Endpoint, int]:
-    """Return the endpoint and the database number of a configuration's url; else raise ConfigError."""
-    try:
-        found: dict[str, Any] = dict(parse_url(config.url))  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        raise ConfigError(f"'url' is {config.url!r}: {error}. Expected such as 'redis://host:6379/0'.") from error
-    database = int(found.get("db", 0))
-    if "path" in found:
-        return Endpoint(path=str(found["path"])), database
-    return Endpoint(str(found.get("host") or "127.0.0.1"), int(found.get("port") or 6379)), database
+    """Return the endpoint and the database number of a configuration's url."""
+    url = urlsplit(config.url)
+    database = parse_qs(url.query).get("db", [""])[0]
+    if url.scheme == "unix":
+        return Endpoint(path=unquote(url.path)), int(database or 0)
+    endpoint = Endpoint(unquote(url.hostname or "127.0.0.1"), url.port or 6379)
+    return endpoint, int(database or url.path.strip("/") or 0)
 
 
 def sentinel_endpoints(config: RedisConfig) -> list[Endpoint]:
@@ -75,63 +45,65 @@ def sentinel_endpoints(config: RedisConfig) -> list[Endpoint]:
     return [Endpoint(host.strip("[]"), int(port)) for host, _, port in places]
 
 
-async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint, ...]]:
-    """Query the Sentinels for the master and its replicas. RedisError if none responds with a master."""
-    addresses = [(endpoint.host, endpoint.port) for endpoint in sentinel_endpoints(config)]
-    password = config.sentinel_password.reveal() if config.sentinel_password else None
-    options = _options(config) | {"username": config.sentinel_username or None, "password": password, "db": 0}
-    sentinel = Sentinel(addresses, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
-    try:
-        async with conversation(sentinel.sentinels, len(addresses) * 2 * config.connect_timeout):
-            master = await sentinel.discover_master(config.sentinel_master)
-            found = await sentinel.discover_slaves(config.sentinel_master) if config.read_from == "replica" else []
-        return _endpoint(master), tuple(_endpoint(address) for address in found)
-    # redis-py raises the last four for malformed responses.
-    except (ClientError, OSError, TimeoutError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise NodeDownError(
-            f"no Sentinel names a master {config.sentinel_master!r} ({type(error).__name__}). Are they up, and is "
-            "that the name they know it by?"
-        ) from None
-
-
-def client_of(endpoint: Endpoint, config: RedisConfig, database: int = 0) -> Redis:
-    """Return a client for one node, to be used in a :func:`conversation`."""
-    password = config.password.reveal() if config.password else None
-    options = _options(config) | {"username": config.username or None, "password": password, "db": database}
-    if endpoint.path:
-        options = {name: value for name, value in options.items() if not name.startswith("ssl")}
-        return Redis(unix_socket_path=endpoint.path, **options)
-    return Redis(host=endpoint.host, port=endpoint.port, **options)
-
-
 @contextlib.asynccontextmanager
-async def conversation(
-    clients: Sequence[Redis], timeout_s: float, bytes_max: int = _ANSWER_BYTES_MAX
-) -> AsyncIterator[None]:
-    """Bound the duration and the response bytes of a conversation, and close its clients at the end."""
-    for client in clients:
-        pool = client.connection_pool
-        bases = (_Bounded, pool.connection_class)
-        pool.connection_class = type("BoundedConnection", bases, {"_bytes_max": bytes_max})
+async def session(
+    endpoint: Endpoint, config: RedisConfig, context: ssl.SSLContext | None, limit_s: float, database: int = 0
+) -> AsyncIterator[Node]:
+    """Connect to a server for some commands, for at most ``limit_s``; failures are ``RedisError``."""
+    one = msgspec.structs.replace(config, connections=1)
+    node = Node(endpoint, one, context, Counter(), database=database, is_replica=False, on_trouble=lambda: None)
     try:
-        # redis-py only limits single steps.
-        async with asyncio.timeout(timeout_s):
-            yield
+        async with asyncio.timeout(limit_s):
+            yield node
+    except TimeoutError:
+        raise AnswerLateError(f"{endpoint}: no answer within {limit_s:.3g} s") from None
     finally:
-        for client in clients:
-            await _close(client)
+        await node.close()
 
 
-async def shards(endpoint: Endpoint, config: RedisConfig) -> list[Shard]:
+async def sentinel_nodes(config: RedisConfig, context: ssl.SSLContext | None) -> tuple[Endpoint, tuple[Endpoint, ...]]:
+    """Query the Sentinels for the master and its replicas. RedisError if none responds with a master."""
+    login = msgspec.structs.replace(config, username=config.sentinel_username, password=config.sentinel_password)
+    name, reason = config.sentinel_master.encode(), ""
+    for endpoint in sentinel_endpoints(config):
+        try:
+            async with session(endpoint, login, context, 2 * config.connect_timeout) as node:
+                found = [each for each in _states(await node.ask(b"SENTINEL", b"MASTERS")) if each[b"name"] == name]
+                (master,) = [_endpoint_of_state(each) for each in found if _is_well(each, b"master")]
+                asks = config.read_from == "replica"
+                replicas = _states(await node.ask(b"SENTINEL", b"SLAVES", name)) if asks else []
+                return master, tuple(_endpoint_of_state(each) for each in replicas if _is_well(each, b"slave"))
+        # The last three for malformed responses, and for one without the master.
+        except (RedisError, TypeError, ValueError, LookupError) as error:
+            reason = error.bare if isinstance(error, RedisError) else f"{endpoint} does not"
+    raise NodeDownError(
+        f"no Sentinel names a master {config.sentinel_master!r} ({reason}). Are they up, and is that the name they "
+        "know it by?"
+    )
+
+
+def _states(reply: Any) -> list[dict[bytes, bytes]]:
+    """Return the items of a Sentinel's response, each a list of names and values."""
+    return [dict(zip(each[::2], each[1::2], strict=True)) for each in reply]
+
+
+def _is_well(state: dict[bytes, bytes], role: bytes) -> bool:
+    flags = state[b"flags"].split(b",")
+    return role in flags and b"s_down" not in flags and b"o_down" not in flags
+
+
+def _endpoint_of_state(state: dict[bytes, bytes]) -> Endpoint:
+    return _endpoint([state[b"ip"], int(state[b"port"])])
+
+
+async def shards(endpoint: Endpoint, config: RedisConfig, context: ssl.SSLContext | None) -> list[Shard]:
     """Query one node for the slot map of its cluster. RedisError without a valid response."""
-    client = client_of(endpoint, config)
     try:
-        async with conversation([client], 2 * config.connect_timeout):
-            answer: object = await client.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
-    except (ClientError, OSError, TimeoutError) as error:
-        word = str(error).split(" ", 1)[0] if isinstance(error, ResponseError) else ""
-        reason = word if re.fullmatch("[A-Z]{2,20}", word) else type(error).__name__
-        raise NodeDownError(f"{endpoint}: CLUSTER SLOTS failed ({reason})") from None
+        async with session(endpoint, config, context, 2 * config.connect_timeout) as node:
+            answer = await node.ask(b"CLUSTER", b"SLOTS")
+    except RedisError as error:
+        reason = error.bare.removeprefix(f"{endpoint}: ")
+        raise NodeDownError(f"{endpoint}: CLUSTER SLOTS failed: {reason}") from None
     return read_shards(answer, endpoint)
 
 
@@ -163,74 +135,3 @@ def _endpoint(address: Any, asked: Endpoint | None = None) -> Endpoint:
     if not isinstance(name, str) or not isinstance(port, int) or not 0 < port < 65536:
         raise ValueError("no address")
     return Endpoint(name, port)
-
-
-class _BoundedReader:
-    """Stream reader for redis-py with a bound on the total bytes: redis-py itself would buffer any amount."""
-
-    def __init__(self, reader: asyncio.StreamReader, bytes_max: int = _ANSWER_BYTES_MAX) -> None:
-        self._reader = reader
-        self._left = bytes_max
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
-
-    async def read(self, count: int) -> bytes:
-        return self._counted(await self._reader.read(min(count, self._left + 1)))
-
-    async def readline(self) -> bytes:
-        return self._counted(await self._reader.readline())
-
-    async def readexactly(self, count: int) -> bytes:
-        if count > self._left:
-            raise ConnectionError("an answer is too long")
-        return self._counted(await self._reader.readexactly(count))
-
-    def _counted(self, data: bytes) -> bytes:
-        self._left -= len(data)
-        if self._left < 0:
-            raise ConnectionError("an answer is too long")
-        return data
-
-
-class _Bounded:
-    """Mixin for all connection classes of redis-py."""
-
-    _reader: Any
-    _bytes_max: int
-
-    async def _connect(self) -> None:
-        await super()._connect()  # type: ignore[misc]
-        self._reader = _BoundedReader(self._reader, self._bytes_max)
-
-
-async def _close(client: Redis) -> None:
-    """Close a client completely, even if cancelled: redis-py would leave its connections open."""
-    closing = asyncio.ensure_future(client.aclose())
-    try:
-        await asyncio.shield(closing)
-    except asyncio.CancelledError:
-        # Takes at most one connection timeout.
-        await asyncio.wait({closing})
-        closing.cancelled() or closing.exception()
-        raise
-
-
-def _options(config: RedisConfig) -> dict[str, Any]:
-    """Return the options of all clients: short timeouts, no retries, RESP2, and no commands that narrow ACLs forbid."""
-    options: dict[str, Any] = {
-        "socket_timeout": float(config.connect_timeout),
-        "socket_connect_timeout": float(config.connect_timeout),
-        "retry": Retry(NoBackoff(), 0),
-        "protocol": 2,
-        **_QUIET,
-    }
-    if config.tls:
-        options |= {
-            "ssl": True,
-            "ssl_ca_certs": str(config.tls_ca) if config.tls_ca else None,
-            "ssl_certfile": str(config.tls_cert) if config.tls_cert else None,
-            "ssl_keyfile": str(config.tls_key) if config.tls_key else None,
-            "ssl_check_hostname": config.tls_check_hostname,
-        }
-    return options

@@ -1,6 +1,6 @@
 """Commands and their answers: routing to the node of the key, redirects and retries.
 
-Only this module retries: connections, redis-py and the layers above make one attempt each.
+Only this module retries: connections and the layers above make one attempt each.
 """
 
 from __future__ import annotations

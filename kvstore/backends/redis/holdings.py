@@ -300,7 +300,7 @@ class RedisHoldings(Holdings):
         await self._values.close()
 
     async def namespaces(self) -> list[NamespaceInfo]:
-        """See :meth:`Holdings.namespaces`. The last use is that of the most recently used block."""
+        """The last use is that of the most recently used block."""
         found: dict[str, NamespaceInfo] = {}
         async with aclosing(self._values.pages()) as pages:
             async for names in pages:
@@ -323,7 +323,7 @@ class RedisHoldings(Holdings):
         return list(found.values())
 
     async def scan(self, namespace: NamespaceInfo) -> AsyncGenerator[Sequence[BlockInfo], None]:
-        """See :meth:`Holdings.scan`. Parts written by a later release are skipped, because their format is unknown."""
+        """Parts written by a later release are skipped, because their format is unknown."""
         async with aclosing(self._values.pages(namespace.hex)) as pages:
             async for names in pages:
                 values = await self._values.describe([name for name in names if name.is_block])
@@ -351,7 +351,7 @@ class RedisHoldings(Holdings):
         return results
 
     async def remove(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo], cause: RemovalCause) -> int:
-        """See :meth:`Holdings.remove`. A server has no quarantine: damaged records are deleted."""
+        """A server has no quarantine: damaged records are deleted."""
         count = 0
         for start in range(0, len(blocks), _SCAN_COUNT):
             names = [block.place.names for block in blocks[start : start + _SCAN_COUNT]]
@@ -361,7 +361,7 @@ class RedisHoldings(Holdings):
         return count
 
     async def remove_namespace(self, namespace: NamespaceInfo) -> int:
-        """See :meth:`Holdings.remove_namespace`. Parts of incomplete blocks go as well."""
+        """Parts of incomplete blocks go as well."""
         count = 0
         async with aclosing(self._values.pages(namespace.hex)) as pages:
             async for names in pages:
@@ -370,7 +370,7 @@ class RedisHoldings(Holdings):
         return count
 
     async def stale_items(self) -> list[StaleItem]:
-        """See :meth:`Holdings.stale_items`: parts of blocks that have been incomplete for some minutes."""
+        """Parts of blocks that have been incomplete for some minutes."""
         found: dict[str, StaleItem] = {}
         self._stale_heads.clear()
         async with aclosing(self._values.pages()) as pages:
@@ -385,7 +385,7 @@ class RedisHoldings(Holdings):
         return list(found.values())
 
     async def sweep(self, stale: Sequence[StaleItem]) -> int:
-        """See :meth:`Holdings.sweep`. Parts rewritten since their listing stay."""
+        """Parts rewritten since their listing stay."""
         count = 0
         for start in range(0, len(stale), _SCAN_COUNT):
             names = [piece.name.encode() for piece in stale[start : start + _SCAN_COUNT]]

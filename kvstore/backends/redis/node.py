@@ -30,6 +30,13 @@ _PAUSE_S_MIN: Final = 0.05
 _PAUSE_S_MAX: Final = 3.0
 """Pause between connection attempts: short enough to notice a restarted server soon, long enough to cost little."""
 
+_PIPELINE_DEPTH: Final = 4
+"""Maximum commands with a value in flight per connection: keeps responses in flight while one is processed. Deeper
+pipelines only make a cancellation more expensive."""
+
+_IN_FLIGHT_BYTES: Final = 8 << 20
+"""Maximum bytes of values in flight per connection: two parts of a large block. A longer value is sent alone."""
+
 _QUEUE_MAX: Final = 65536
 """Maximum waiting requests; the tier's limit of bytes in flight is reached long before."""
 
@@ -166,12 +173,13 @@ class Node:
         tasks = [*self._opening, *([self._coming_back] if self._coming_back else [])]
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
         self._last_error = NodeDownError("the backend is closed")
         for connection in list(self._connections):
             connection.close(self._last_error)
         self._fail_queue()
+        # Last, because the caller may be cancelled here.
+        if tasks:
+            await asyncio.wait(tasks)
 
     def _pump(self) -> None:
         """Submit waiting requests to connections with room, and open further connections while all are busy."""
@@ -185,7 +193,7 @@ class Node:
             if connection is None:
                 break
             connection.submit(self._together(queue, connection))
-        if self.down:
+        if queue and self.down:
             self._fail_queue()
         self._grow()
 
@@ -193,8 +201,8 @@ class Node:
         """Take the first request from the queue, and the following ones that can share its send."""
         first = queue.popleft()
         together, has_value = [first], first.size_bytes > 0
-        count_max = self._config.pipeline_depth - connection.outstanding if has_value else _TOGETHER_MAX
-        bytes_left = min(_TOGETHER_BYTES, self._config.connection_inflight - connection.inflight_bytes)
+        count_max = _PIPELINE_DEPTH - connection.outstanding if has_value else _TOGETHER_MAX
+        bytes_left = min(_TOGETHER_BYTES, _IN_FLIGHT_BYTES - connection.inflight_bytes)
         bytes_left -= first.size_bytes
         while queue and len(together) < count_max and not first.asking:
             one = queue[0]
@@ -207,12 +215,12 @@ class Node:
     def _roomiest(self, size_bytes: int) -> Connection | None:
         """Return the connection with the fewest bytes in flight and room for ``size_bytes`` more; None without room."""
         best: Connection | None = None
-        bytes_max = self._config.connection_inflight - size_bytes
+        bytes_max = _IN_FLIGHT_BYTES - size_bytes
         for connection in self._connections:
             # An idle connection also accepts a request above the limit, alone.
             if not connection.outstanding:
                 return connection
-            if connection.outstanding < self._config.pipeline_depth and connection.inflight_bytes <= bytes_max:
+            if connection.outstanding < _PIPELINE_DEPTH and connection.inflight_bytes <= bytes_max:
                 best, bytes_max = connection, connection.inflight_bytes - 1
         return best
 

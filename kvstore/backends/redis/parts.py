@@ -34,7 +34,6 @@ def part_count(record_bytes: int, part_bytes: int = PART_BYTES) -> int:
 
 
 def part_key(key: bytes, number: int) -> bytes:
-    """Return the name of a part."""
     return b"%b:%d" % (key, number)
 
 

@@ -24,11 +24,11 @@ because these bytes are copied into the slot."""
 
 LINE_BYTES_MAX: Final = 4096
 BULK_BYTES_MAX: Final = 32768
-REPLY_BYTES_MAX: Final = 262144
-ELEMENTS_MAX: Final = 4096
+REPLY_BYTES_MAX: Final = 1 << 20
+ELEMENTS_MAX: Final = 1 << 16
 DEPTH_MAX: Final = 8
 """Bounds of a reply without a target: bytes of a line, bytes of a string, total bytes, total elements, and nesting of
-arrays. Replies to HELLO and SCAN are far below."""
+arrays. The longest is the slot map of a cluster of a thousand nodes, with a few hundred thousand bytes."""
 
 _CRLF: Final = b"\r\n"
 _SHORT_STARTS: Final = b":+"
@@ -73,12 +73,10 @@ class Target:
 
 
 def encode_command(*args: bytes) -> bytes:
-    """Return the encoding of a command."""
     return b"*%d\r\n" % len(args) + encode_arguments(*args)
 
 
 def encode_arguments(*args: bytes) -> bytes:
-    """Return the encoding of some arguments of a command."""
     return b"".join([b"$%d\r\n%b\r\n" % (len(arg), arg) for arg in args])
 
 

@@ -90,7 +90,6 @@ class Topology:
 
     @property
     def nodes(self) -> Sequence[Node]:
-        """All known nodes."""
         return list(self._nodes.values())
 
     @property
@@ -152,7 +151,7 @@ class Topology:
     async def _look(self) -> None:
         """Find the nodes. For a cluster, query known nodes in turn until one responds."""
         if self.config.sentinels:
-            master, replicas = await control.sentinel_nodes(self.config)
+            master, replicas = await control.sentinel_nodes(self.config, self._context)
             known = self._masters[0]
             if known is not None and known.endpoint != master:
                 logger.warning("Sentinel names a new master: %s", master)
@@ -166,7 +165,7 @@ class Topology:
         failure: RedisError = NodeDownError("no node of the cluster answers")
         for endpoint in dict.fromkeys([*up[:8], self._configured]):
             try:
-                self._adopt(await control.shards(endpoint, self.config))
+                self._adopt(await control.shards(endpoint, self.config, self._context))
                 return
             except RedisError as error:
                 failure = error
@@ -226,9 +225,6 @@ def checked_tls(config: RedisConfig) -> ssl.SSLContext | None:
     """Refuse unencrypted connections to other machines, unless permitted; return the TLS settings, None without TLS.
 
     Sentinels receive a password, too.
-
-    Raises:
-        ConfigError: An address is another machine's and has no TLS, or a TLS file can't be used.
     """
     named = control.sentinel_endpoints(config) if config.sentinels else [control.endpoint_of(config)[0]]
     for endpoint in named:

@@ -113,7 +113,7 @@ class S3Backend(SimpleBackend):
         return await (super().exists(keys) if self._packs is None else self._packs.exists(keys))
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.delete`. S3 does not report which objects existed, so a lookup precedes the removal."""
+        """S3 does not report which objects existed, so a lookup precedes the removal."""
         unique = list(dict.fromkeys(keys))
         there = dict(zip(unique, await self.exists(unique), strict=True))
         removed = [key for key in unique if there[key] is not False]
@@ -122,7 +122,7 @@ class S3Backend(SimpleBackend):
         return [bool(there.pop(key, False)) for key in keys]
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.quarantine`: damaged objects are deleted for all engines."""
+        """Damaged objects are deleted for all engines."""
         client = self._ready()
         if self._packs is not None:
             await self._packs.remove(keys, damaged=True)
@@ -134,7 +134,7 @@ class S3Backend(SimpleBackend):
             await client.delete_all([self._names.block(key) for key in keys])
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.touch`: uses are published for the evicting engine."""
+        """Uses are published for the evicting engine."""
         if self._keeper is None:
             return
         if self._packs is None:
@@ -179,7 +179,7 @@ class S3Backend(SimpleBackend):
         return await client.head(name, timeout_s=_HEAD_SHARE * self.config.lookup_timeout) is not None
 
     async def _on_all_refused(self, failure: Exception) -> None:
-        """See :meth:`SimpleBackend._on_all_refused`: the service may refuse one object, such as for its KMS key."""
+        """The service may refuse one object, such as for its KMS key."""
         if isinstance(failure, S3Error) and failure.cause in _MAYBE_OF_THE_OBJECT:
             # A HEAD response has no body with the reason; if the probe passes, the service works.
             await self.probe()

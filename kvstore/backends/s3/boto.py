@@ -63,7 +63,7 @@ _FAILURES: Final = (boto.BotoCoreError, boto.ClientError, ResponseParserError, a
 
 
 class BotoClient(ObjectClient):
-    """See :class:`~kvstore.backends.s3.client.ObjectClient`."""
+    """Client with aioboto3."""
 
     def __init__(self, config: S3Config) -> None:
         super().__init__(config)

@@ -379,11 +379,7 @@ class ObjectClient(ABC):
 
 
 def make_client(config: S3Config) -> ObjectClient:
-    """Return the configured client, not opened.
-
-    Raises:
-        ConfigError: A package is not installed.
-    """
+    """Return the configured client, not opened."""
     module, attribute = _CLASSES[config.chosen_client]
     try:
         # Imported here because each client needs packages that may be missing.

@@ -27,9 +27,6 @@ class Prices(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     Storage is per month. The defaults are the 2025 prices of S3 Standard within us-east-1; AWS charges for bytes
     received across regions or outside of AWS. Source: https://aws.amazon.com/s3/pricing/
-
-    Raises:
-        ConfigError: A price is negative or not finite.
     """
 
     put_1000: float = 0.005
@@ -41,7 +38,6 @@ class Prices(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     stored_gb_month: float = 0.023
 
     def __post_init__(self) -> None:
-        """Check ranges."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
@@ -52,9 +48,6 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     """Blocks as objects in a bucket of AWS S3 or an S3-compatible service.
 
     docs/s3.md describes each option; comments below give the reasons for the defaults.
-
-    Raises:
-        ConfigError: A value is out of range, or values conflict.
     """
 
     aliases: ClassVar[dict[str, str]] = {
@@ -117,7 +110,6 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     bytes_per_second_min: ByteSize = ByteSize(20 * _MIB)
 
     def __post_init__(self) -> None:
-        """Turn text into values and check ranges."""
         super().__post_init__()
         if self.prefix and not self.prefix.endswith("/"):
             msgspec.structs.force_setattr(self, "prefix", f"{self.prefix}/")

@@ -27,7 +27,7 @@ from kvstore.errors import BackendClosedError
 
 
 class DirectClient(ObjectClient):
-    """See :class:`~kvstore.backends.s3.client.ObjectClient`."""
+    """Client with own requests."""
 
     def __init__(self, config: S3Config) -> None:
         super().__init__(config)

@@ -74,7 +74,7 @@ class S3Holdings(Holdings):
         await self._client.close()
 
     async def namespaces(self) -> list[NamespaceInfo]:
-        """See :meth:`Holdings.namespaces`. Takes one LIST per thousand objects."""
+        """Takes one LIST per thousand objects."""
         used = await self._uses()
         newest: dict[str, float] = {}
         unknown: set[str] = set()
@@ -89,7 +89,7 @@ class S3Holdings(Holdings):
         return [NamespaceInfo(name, used_at=0.0 if name in unknown else at) for name, at in newest.items()]
 
     async def scan(self, namespace: NamespaceInfo) -> AsyncGenerator[Sequence[BlockInfo], None]:
-        """See :meth:`Holdings.scan`: single blocks, then packs. A block in two packs is yielded twice.
+        """Single blocks, then packs. A block in two packs is yielded twice.
 
         Unreadable packs come last; their keys are the digits of their names.
         """
@@ -119,7 +119,7 @@ class S3Holdings(Holdings):
         return await asyncio.gather(*reads)
 
     async def remove(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo], cause: RemovalCause) -> int:
-        """See :meth:`Holdings.remove`. Removals from packs with remaining blocks go into notes, which engines read."""
+        """Removals from packs with remaining blocks go into notes, which engines read."""
         if cause is RemovalCause.CORRUPT:
             blocks = [block for block in blocks if await self._is_same(block.place)]
         names = [block.place.name for block in blocks if block.place.offset is None]
@@ -140,7 +140,7 @@ class S3Holdings(Holdings):
         return len(blocks)
 
     async def remove_namespace(self, namespace: NamespaceInfo) -> int:
-        """See :meth:`Holdings.remove_namespace`: blocks and packs, then notes and the snapshot."""
+        """Blocks and packs, then notes and the snapshot."""
         count, names = 0, list[str]()
         async with aclosing(self.scan(namespace)) as pages:
             async for blocks in pages:

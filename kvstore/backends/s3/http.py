@@ -47,11 +47,7 @@ def read_deleted(body: bytes) -> None:
 
 
 def read_list(body: bytes) -> ListPage:
-    """Return the page in the response to a ListObjectsV2 request.
-
-    Raises:
-        S3Error: The response can't be read.
-    """
+    """Return the page in the response to a ListObjectsV2 request. ``S3Error``: the response can't be read."""
     root = parse_xml(body)
     if root.tag != "ListBucketResult":
         raise error_of_response(200, body[:4096].decode("utf-8", "replace"))
@@ -165,7 +161,6 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The body as text."""
         return self.body.decode("utf-8", "replace")
 
     def buffers(self) -> list[memoryview]:

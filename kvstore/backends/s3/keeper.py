@@ -56,8 +56,6 @@ class Keeper:
     For one event loop; every engine has a keeper.
 
     Args:
-        client: Client of the bucket.
-        config: Prefix, capacity and interval.
         on_removed: Called with the names of objects removed by any engine, and the cause.
         snapshot: Read once a round, and written by the elected engine; None to disable snapshots.
     """

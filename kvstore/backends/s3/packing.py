@@ -102,7 +102,7 @@ class PackedBlocks:
             await asyncio.wait([task])
 
     async def put(self, writes: Sequence[RecordWrite]) -> list[Outcome]:
-        """Write records, up to ``pack_blocks`` of them in one object; see :meth:`Backend.put`."""
+        """Write records, up to ``pack_blocks`` of them in one object."""
         await self.refresh()
         outcomes = [Outcome.EXISTS] * len(writes)
         ours: dict[BlockKey, int] = {}
@@ -141,7 +141,7 @@ class PackedBlocks:
         return outcomes
 
     async def get_into(self, reads: Sequence[RecordRead]) -> list[Outcome]:
-        """Read records by ranges of their packs; see :meth:`Backend.get_into`."""
+        """Read records by ranges of their packs."""
         if any(read.key not in self.index for read in reads):
             await self.refresh()
         outcomes: dict[int, Outcome] = {}
@@ -168,9 +168,7 @@ class PackedBlocks:
     async def remove(self, keys: Sequence[BlockKey], *, damaged: bool = False) -> None:
         """Remove blocks for all engines. Packs are immutable, so a note lists the removals; empty packs are deleted.
 
-        Args:
-            keys: Keys of the blocks.
-            damaged: Remove only the copy used by reads; a copy in another pack then replaces it.
+        ``damaged``: remove only the copy used by reads; a copy in another pack then replaces it.
         """
         copies = 1 if damaged else None
         removed = [(pack, key) for key in dict.fromkeys(keys) for pack in self.index.packs_of(key)[:copies]]

@@ -54,8 +54,7 @@ _CHECKSUM: Final = struct.Struct("<Q")
 class Unreadable(Exception):
     """The object is not a pack or note of this version and namespace, or is damaged.
 
-    Args:
-        is_damage: Whether its start has this version and namespace, so that no engine can read it.
+    ``is_damage``: whether its start has this version and namespace, so that no engine can read it.
     """
 
     def __init__(self, *, is_damage: bool = False) -> None:

@@ -99,9 +99,6 @@ def scrub(
     passes after a finding, the result is returned with the error.
 
     Args:
-        medium: The medium.
-        namespaces: Namespaces to verify.
-        dry: Whether to change nothing.
         on_block: Called with the length of each record that was read; may raise DeadlineError.
         confirm: Called with a namespace and the number of its damaged blocks before they are taken out of use; False
             leaves them alone.
@@ -181,7 +178,6 @@ def make_plan(
     """Decide what to remove; changes nothing. Namespaces and blocks with unknown last use are kept.
 
     Args:
-        medium: The medium.
         unused_for_s: Time since the last use after which a namespace is removed whole; None for never.
         expire_s: Time since the last use after which a block is removed; None for never.
         keep: Digest prefixes of namespaces to keep with all their blocks.

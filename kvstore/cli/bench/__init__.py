@@ -1,0 +1,1 @@
+"""``kvstore-bench``: measures tiers, replays traces, and reports. Only :mod:`kvstore.cli.app` imports it."""

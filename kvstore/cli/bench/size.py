@@ -1,0 +1,330 @@
+"""``kvstore size``: the size of a tier for a model, and the cost of a hit relative to computing."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from kvstore.cli.bench.simulation import ReplayCase, ReplaySettings, auto_capacities, replay
+from kvstore.cli.bench.traces import BLOCK_TOKENS, read_trace
+from kvstore.cli.command_line import JsonFlag, Option, parsed_json, size_option, text_of
+from kvstore.cli.terminal import Column, latency_text, print_json_text, print_line, print_table, rounded_size
+from kvstore.errors import ConfigError
+
+_DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
+_KV_DTYPE_BYTES: Final = {**_DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+_FULL: Final = frozenset({"full_attention", "attention"})
+_WINDOW: Final = frozenset({"sliding_attention", "chunked_attention", "local_attention"})
+_STATE: Final = frozenset({"linear_attention", "mamba"})
+
+_KERNEL_TOKENS: Final = 16
+"""Tokens that kernels process together; a block of a model with states is a multiple of it."""
+
+_ALIKE: Final = 1.5
+"""Limit of the ratio of the layers of the most frequent kind to those of the rarest. Below it each kind is one group,
+with padding; otherwise groups have as many layers as the rarest kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Layers of one kind."""
+
+    kind: str  # ``"full"``, ``"window"``, ``"mla"`` or ``"state"``.
+    count: int  # Number of layers.
+    token_bytes: int = 0  # KV cache of a token in one layer; 0 for states.
+    state_bytes: int = 0  # State of one layer, which replaces the tokens before it; 0 for attention.
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Read a ``config.json``, or that of a model's directory.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not a model's configuration.
+    """
+    if path.is_dir():
+        path = path / "config.json"
+    found = parsed_json(text_of(f"@{path}", "--model"), f"--model {str(path)!r}", " Give a model's config.json.")
+    if not isinstance(found, dict):
+        raise ConfigError(f"--model {str(path)!r} is not a JSON object. Give a model's config.json.")
+    text = found.get("text_config")
+    return {**found, **text} if isinstance(text, dict) else found
+
+
+def layers_of(config: Mapping[str, Any], *, kv_dtype: str = "auto", ranks: int = 1) -> list[Layers]:
+    """Return the layers of a model that have a KV cache or a state, over all tensor parallel ranks.
+
+    ``kv_dtype`` is a value of ``--kv-cache-dtype``. KV heads are replicated if there are fewer heads than ranks.
+
+    Raises:
+        ConfigError: A field is missing, or the kind of model is unknown.
+    """
+    model_bytes = _dtype_bytes(config)
+    if kv_dtype != "auto" and kv_dtype not in _KV_DTYPE_BYTES:
+        raise ConfigError(f"--kv-dtype is {kv_dtype!r}. Expected auto, {', '.join(_KV_DTYPE_BYTES)}.")
+    kv_bytes = model_bytes if kv_dtype == "auto" else _KV_DTYPE_BYTES[kv_dtype]
+    kinds = _kinds(config)
+    found = []
+    if config.get("kv_lora_rank"):
+        # Latents are the same on all ranks, and stored once.
+        latent = (_number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")) * kv_bytes
+        found.append(Layers("mla", len(kinds), latent))
+        return found
+    for kind, names in (("full", _FULL), ("window", _WINDOW)):
+        if count := sum(name in names for name in kinds):
+            found.append(Layers(kind, count, _attention_bytes(config, kv_bytes, ranks)))
+    if count := sum(name in _STATE for name in kinds):
+        found.append(Layers("state", count, state_bytes=_state_bytes(config, model_bytes)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Blocks of a model."""
+
+    block_tokens: int
+    block_bytes: int  # Bytes of a block of one group, over all ranks: the unit of vLLM's pool.
+    groups: int  # Groups of layers; each has a block for the same tokens.
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes per token, with the blocks of all groups."""
+        return self.block_bytes * self.groups / self.block_tokens
+
+
+def pages_of(layers: Sequence[Layers], block_tokens: int = 16) -> Pages:
+    """Return vLLM's division of layers into blocks.
+
+    A model with several kinds of layers has several groups with equal numbers of layers, and a block has the same
+    bytes in each. The state of a layer takes one page for any number of tokens, so a block has at least as many tokens
+    as fill a page of that size, and at least ``block_tokens`` (vLLM's ``--block-size``).
+    """
+    if not layers:
+        raise ConfigError("The model has no layers with a KV cache. There is nothing to offload.")
+    token_bytes = {each.token_bytes for each in layers if each.token_bytes}
+    if len(token_bytes) > 1:
+        raise ConfigError("The layers of this model have KV caches of different lengths. Measure: run an engine once.")
+    per_token = max(token_bytes, default=0)
+    state_bytes = max((each.state_bytes for each in layers), default=0)
+    if per_token and state_bytes:
+        block_tokens = max(block_tokens, -(-state_bytes // (per_token * _KERNEL_TOKENS)) * _KERNEL_TOKENS)
+    page_bytes = max(per_token * block_tokens, state_bytes)
+    counts = [each.count for each in layers]
+    size = max(counts) if max(counts) < min(counts) * _ALIKE else min(counts)
+    groups = sum(-(-count // size) for count in counts)
+    return Pages(block_tokens, page_bytes * size, groups)
+
+
+def _kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of each layer with a KV cache or a state."""
+    pattern = config.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        known = {"M": "mamba", "*": "full_attention"}
+        return [known[letter] for letter in pattern if letter in known]
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    if isinstance(kinds, list):
+        unknown = {str(kind) for kind in kinds} - _FULL - _WINDOW - _STATE
+        if unknown:
+            raise ConfigError(f"Layers of the kind {min(unknown)!r} are not known here. Measure: run an engine once.")
+        return [str(kind) for kind in kinds]
+    count = _number(config, "num_hidden_layers")
+    if config.get("attn_layer_period"):
+        period, offset = _number(config, "attn_layer_period"), int(config.get("attn_layer_offset", 0))
+        return ["full_attention" if layer % period == offset else "mamba" for layer in range(count)]
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return ["full_attention"] * count
+    pattern_length = config.get("sliding_window_pattern")
+    if isinstance(pattern_length, int) and pattern_length > 1:
+        return [
+            "full_attention" if (layer + 1) % pattern_length == 0 else "sliding_attention" for layer in range(count)
+        ]
+    return ["sliding_attention"] * count
+
+
+def _attention_bytes(config: Mapping[str, Any], kv_bytes: int, ranks: int) -> int:
+    heads = _number(config, "num_attention_heads")
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or _number(config, "hidden_size") // heads)
+    return 2 * max(kv_heads, ranks) * head_dim * kv_bytes
+
+
+def _state_bytes(config: Mapping[str, Any], model_bytes: int) -> int:
+    """Return the bytes of one layer's state: the end of a convolution, and the state of the recurrence."""
+    kept_bytes = _DTYPE_BYTES.get(str(config.get("mamba_ssm_cache_dtype")), model_bytes)
+    if config.get("linear_num_value_heads"):  # Gated delta net.
+        keys = _number(config, "linear_num_key_heads") * _number(config, "linear_key_head_dim")
+        values = _number(config, "linear_num_value_heads") * _number(config, "linear_value_head_dim")
+        convolved = (2 * keys + values) * (_number(config, "linear_conv_kernel_dim") - 1)
+        return convolved * model_bytes + values * _number(config, "linear_key_head_dim") * kept_bytes
+    width = int(config.get("conv_kernel") or config.get("mamba_d_conv") or 0)
+    state = int(config.get("ssm_state_size") or config.get("mamba_d_state") or 0)
+    heads = int(config.get("mamba_num_heads") or config.get("mamba_n_heads") or 0)
+    if not width or not state:
+        raise ConfigError("The state of this model's layers is not known here. Measure: run an engine once.")
+    if heads:  # Mamba 2.
+        inner = heads * int(config.get("mamba_head_dim") or config.get("mamba_d_head") or 0)
+        groups = int(config.get("n_groups") or config.get("mamba_n_groups") or 1)
+        convolved = (inner + 2 * groups * state) * (width - 1)
+    else:
+        inner = int(config.get("mamba_expand") or 2) * _number(config, "hidden_size")
+        convolved = inner * (width - 1)
+    return convolved * model_bytes + inner * state * kept_bytes
+
+
+def _dtype_bytes(config: Mapping[str, Any]) -> int:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if name not in _DTYPE_BYTES:
+        raise ConfigError(f"The model's data type is {name!r}. Known: {', '.join(_DTYPE_BYTES)}. Give --kv-dtype.")
+    return _DTYPE_BYTES[name]
+
+
+def _number(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"The model's configuration has {name} = {value!r}. Expected a number: give its config.json.")
+    return value
+
+
+_SCHEMA: Final = 1
+_LAYER_COLUMNS: Final = (
+    Column("kind", "layers", left=True, style="bold"),
+    Column("count", "number"),
+    Column("token", "bytes a token"),
+    Column("state", "state"),
+)
+_TIER_COLUMNS: Final = (
+    Column("tier", "tier", left=True, style="bold"),
+    Column("rate", "rate"),
+    Column("load", "load of the prompt"),
+    Column("of_prefill", "of computing it"),
+)
+
+_Model = Annotated[Path, Option("--model", metavar="FILE", help="The model's config.json, or its directory.")]
+_KvDtype = Annotated[str, Option("--kv-dtype", metavar="TYPE", help="As vLLM's --kv-cache-dtype: auto, fp8, …")]
+_Ranks = Annotated[int, Option("--tp", metavar="N", help="Tensor parallel size.", min=1)]
+_BlockTokens = Annotated[int, Option("--block-tokens", metavar="N", help="vLLM's --block-size.", min=1)]
+_Capacity = Annotated[str | None, Option("--capacity", metavar="SIZE", help="Capacity of a tier: tokens that fit.")]
+_Prompt = Annotated[int, Option("--prompt", metavar="TOKENS", help="Length of a prompt, for the times.", min=1)]
+_Rates = Annotated[
+    str | None,
+    Option("--rates", metavar="NAME=SIZE,…", help="Load rate of tiers per second, such as disk=3GiB,redis=1GiB."),
+]
+_Prefill = Annotated[float, Option("--prefill", metavar="TOKENS/S", help="What the engine computes a second.")]
+_TraceFile = Annotated[
+    Path | None, Option("--trace", metavar="FILE", help="A trace of requests: the capacity for --hit-rate.")
+]
+_HitRate = Annotated[float, Option("--hit-rate", metavar="SHARE", help="Target hit rate, 0 to 1.")]
+
+
+def size_command(
+    model: _Model,
+    kv_dtype: _KvDtype = "auto",
+    tp: _Ranks = 1,
+    block_tokens: _BlockTokens = 16,
+    capacity: _Capacity = None,
+    prompt: _Prompt = 8000,
+    rates: _Rates = None,
+    prefill: _Prefill = 10_000.0,
+    trace: _TraceFile = None,
+    hit_rate: _HitRate = 0.5,
+    json: JsonFlag = False,
+) -> None:
+    """Calculate the size of a tier. Bytes per token of a model, capacity, and the time of a hit.
+
+    Computes only: no engine, model or medium is touched.
+    """
+    if not 0 < hit_rate <= 1:
+        raise ConfigError(f"--hit-rate is {hit_rate}. Expected a share above 0 and at most 1, such as 0.5.")
+    if not 0 < prefill < float("inf"):
+        raise ConfigError(f"--prefill is {prefill}. Expected tokens per second, above 0.")
+    layers = layers_of(read_model_config(model), kv_dtype=kv_dtype, ranks=tp)
+    pages = pages_of(layers, block_tokens)
+    found: dict[str, Any] = {
+        "token_bytes": pages.token_bytes,
+        "block_tokens": pages.block_tokens,
+        "block_bytes": pages.block_bytes,
+        "groups": pages.groups,
+        "prompt_bytes": round(pages.token_bytes * prompt),
+    }
+    if capacity is not None:
+        size_bytes = int(size_option(capacity, "--capacity"))
+        found["capacity_bytes"] = size_bytes
+        found["capacity_blocks"] = size_bytes // pages.block_bytes
+        found["capacity_tokens"] = size_bytes // pages.block_bytes // pages.groups * pages.block_tokens
+    tiers = [_tier(name, rate, pages, prompt, prefill) for name, rate in _parsed(rates)]
+    if trace is not None:
+        found |= _for_hit_rate(trace, hit_rate, pages)
+    rows: list[dict[str, Any]] = [
+        {"kind": e.kind, "count": e.count, "token": e.token_bytes, "state": e.state_bytes} for e in layers
+    ]
+    if json:
+        report = {"schema": _SCHEMA, "command": "size", **found, "layers": rows, "tiers": tiers}
+        print_json_text(json_module.dumps(report, indent=1))
+        return
+    for row in rows:
+        row |= {name: rounded_size(row[name]) if row[name] else None for name in ("token", "state")}
+    print_table(rows, _LAYER_COLUMNS)
+    _print(found, prompt, hit_rate)
+    if tiers:
+        print_table([_shown(tier) for tier in tiers], _TIER_COLUMNS)
+
+
+def _print(found: dict[str, Any], prompt: int, hit_rate: float) -> None:
+    groups = "" if found["groups"] == 1 else f", {found['groups']} of them for the same tokens"
+    print_line(
+        f"{rounded_size(round(found['token_bytes']))} a token; a block of {found['block_tokens']} tokens has "
+        f"{rounded_size(found['block_bytes'])}{groups}; a prompt of {prompt:,} tokens has "
+        f"{rounded_size(found['prompt_bytes'])}"
+    )
+    if "capacity_tokens" in found:
+        print_line(
+            f"{rounded_size(found['capacity_bytes'])} hold {found['capacity_tokens']:,} tokens "
+            f"({found['capacity_blocks']:,} blocks)"
+        )
+    if "hit_capacity_bytes" in found:
+        size_bytes, reached = found["hit_capacity_bytes"], found["hit_rate"]
+        if reached >= hit_rate:
+            print_line(f"{rounded_size(size_bytes)} for {reached:.0%} of the trace's blocks (wanted: {hit_rate:.0%})")
+        else:
+            print_line(f"no capacity gives {hit_rate:.0%}: only {reached:.0%} of the trace's blocks come again")
+
+
+def _parsed(rates: str | None) -> list[tuple[str, int]]:
+    found = []
+    for part in rates.split(",") if rates else ():
+        name, equals, size = part.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"--rates has {part!r}. Expected such as disk=3GiB, with commas between.")
+        found.append((name.strip(), int(size_option(size.strip(), f"--rates {name.strip()}"))))
+        if found[-1][1] < 1:
+            raise ConfigError(f"--rates {part!r}: expected more than 0 bytes a second.")
+    return found
+
+
+def _tier(name: str, rate: int, pages: Pages, prompt: int, prefill: float) -> dict[str, Any]:
+    load_s = pages.token_bytes * prompt / rate
+    return {"tier": name, "bytes_per_s": rate, "load_s": load_s, "prefill_s": prompt / prefill}
+
+
+def _shown(tier: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "tier": tier["tier"],
+        "rate": f"{rounded_size(tier['bytes_per_s'])}/s",
+        "load": latency_text(tier["load_s"]),
+        "of_prefill": f"{tier['load_s'] / tier['prefill_s']:.1%}",
+    }
+
+
+def _for_hit_rate(path: Path, hit_rate: float, pages: Pages) -> dict[str, Any]:
+    """Return the smallest capacity of ``replay --capacity auto`` that reaches a hit rate, or the largest."""
+    trace = read_trace(path, block_tokens=BLOCK_TOKENS)
+    settings = ReplaySettings(bytes_per_token=max(1, round(pages.token_bytes)))
+    row: dict[str, Any] = {}
+    for capacity_bytes in auto_capacities(trace, settings):
+        row = replay(trace, ReplayCase(capacity_bytes=capacity_bytes), settings)
+        if row["hit_rate"] >= hit_rate:
+            break
+    return {"hit_capacity_bytes": row["capacity_bytes"], "hit_rate": row["hit_rate"]}

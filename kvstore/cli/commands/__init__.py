@@ -1,1 +1,0 @@
-"""The subcommands of both tools, a module each: options in, exit status out; the work is done elsewhere."""

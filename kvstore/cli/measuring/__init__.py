@@ -1,1 +1,0 @@
-"""Measurements: systems, workloads, timing and verification."""

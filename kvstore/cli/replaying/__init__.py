@@ -1,1 +1,0 @@
-"""Traces of requests, and their replay through the manager and its tiers."""

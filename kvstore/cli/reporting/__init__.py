@@ -1,1 +1,0 @@
-"""Presentation of results: reports, tables, charts, HTML pages."""
