@@ -353,6 +353,9 @@ class AsyncTier(SecondaryTierManager):
             return LookupResult.MISS
         source, since = (None, 0.0) if ctx is None else (ctx.source, ctx.since)
         held = self._presence.holds(key, now, since)
+        answer = self._presence.take_answer(key, now, since)
+        if held is None:
+            held = answer
         if held:
             return LookupResult.HIT
         is_known = held is False or self._existence.has_failed(key, now, source)
@@ -490,6 +493,8 @@ class AsyncTier(SecondaryTierManager):
         # Unknown keys may be present; they are not queried again during a pause.
         self._failed_loads.note(unknown, None, now)
         self._blocks_gone(self._presence.note_absent(absent, now), RemovalCause.LOST)
+        self._presence.await_reading(present, True, now)
+        self._presence.await_reading(absent, False, now)
 
     def _blocks_gone(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         if keys:

@@ -23,6 +23,12 @@ _SHARED_MAX: Final = 1 << 20
 """Blocks of a shared tier remembered as present (about 256 MB). The medium may hold more, and is queried again for
 forgotten ones. For an exclusive tier all are kept: its capacity is the bound."""
 
+_UNREAD_S: Final = 60.0
+"""Time for which an answer waits for the lookup that caused its question: longer than any step."""
+
+_UNREAD_MAX: Final = 1 << 16
+"""Answers that wait for their lookups; as many as keys in open questions."""
+
 _QUESTION_KEYS_MAX: Final = 4096
 """Keys per question; a request of 500,000 tokens has about as many blocks."""
 
@@ -96,6 +102,8 @@ class Presence:
         self._held: set[BlockKey] = set()
         self._held_until: dict[BlockKey, float] = {}
         self._absent_until: BoundedDict[BlockKey, float] = BoundedDict(_ABSENT_MAX)
+        self._unread: BoundedDict[BlockKey, tuple[float, bool]] = BoundedDict(_UNREAD_MAX)
+        """Times and contents of answers that no lookup has read yet."""
         self._recovered: deque[tuple[Sequence[BlockKey], bool]] = deque()
         self._gone_since_start: set[BlockKey] = set()
         self._scan_ended = False
@@ -133,6 +141,7 @@ class Presence:
     def add(self, keys: Sequence[BlockKey], now: float) -> None:
         """Note present blocks."""
         self._held.update(keys)
+        self._forget_answers(keys)
         if self._absent_until:
             for key in keys:
                 self._absent_until.pop(key, None)
@@ -149,6 +158,7 @@ class Presence:
 
     def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Note removed blocks; return those that were present."""
+        self._forget_answers(keys)
         gone = [key for key in keys if key in self._held]
         self._held.difference_update(gone)
         for key in gone:
@@ -164,6 +174,24 @@ class Presence:
         for key in keys:
             self._absent_until[key] = until
         return gone
+
+    def await_reading(self, keys: Sequence[BlockKey], found: bool, now: float) -> None:
+        """Keep the answer to a question for the next lookup of each key, which may come after the TTL."""
+        for key in keys:
+            self._unread[key] = now, found
+
+    def take_answer(self, key: BlockKey, now: float, since: float) -> bool | None:
+        """Return whether the tier holds a key, by an answer that no lookup has read; None if there is none.
+
+        Absences from before ``since`` don't count.
+        """
+        at, found = self._unread.pop(key, (-_UNREAD_S, False)) if self._unread else (-_UNREAD_S, False)
+        return found if now - at < _UNREAD_S and (found or at >= since) else None
+
+    def _forget_answers(self, keys: Sequence[BlockKey]) -> None:
+        if self._unread:
+            for key in keys:
+                self._unread.pop(key, None)
 
     def recover(self, keys: Sequence[BlockKey], *, own: bool = True) -> None:
         """Queue keys found by the scan at start, and whether this engine reports them."""

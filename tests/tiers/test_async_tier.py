@@ -107,6 +107,32 @@ def test_a_block_of_which_the_medium_could_not_say_is_asked_for_after_a_pause() 
     assert bench.tier.lookup(b"a") is LookupResult.RETRY
 
 
+@pytest.mark.parametrize("found", [Found.THERE, Found.ABSENT])
+def test_an_answer_is_read_once_however_late(found: Found) -> None:
+    """Without a time to live each lookup queries the medium, and the next lookup has the answer, if nothing changed."""
+    right = LookupResult.HIT if found is Found.THERE else LookupResult.MISS
+    bench = Bench(exclusive=False, positive_ttl=0, negative_ttl=0)
+    for number in range(3):
+        assert bench.tier.lookup(b"a") is LookupResult.RETRY
+        bench.tier.flush()
+        bench.answer(ExistsDone(bench.channel.of(AskExistence)[number].question_id, bytes([found]), ""))
+        bench.now += 5
+        if number < 2:
+            assert bench.tier.lookup(b"a") is right
+    bench.now += 60
+    assert bench.tier.lookup(b"a") is LookupResult.RETRY
+
+
+def test_a_removal_wins_over_an_answer_that_was_not_read() -> None:
+    """A block that left after its query is no hit."""
+    bench = Bench(exclusive=False, positive_ttl=0, negative_ttl=0)
+    bench.tier.lookup(b"a")
+    bench.tier.flush()
+    bench.answer(ExistsDone(bench.channel.of(AskExistence)[0].question_id, bytes([Found.THERE]), ""))
+    bench.tier.remove([b"a"])
+    assert bench.tier.lookup(b"a") is not LookupResult.HIT
+
+
 def test_blocks_that_are_there_are_not_written_again() -> None:
     """A store sends only blocks that the tier does not hold, and reports all of them."""
     bench = Bench()
