@@ -17,7 +17,7 @@ import pytest
 
 from kvstore.backends.disk import followers as followers_module
 from kvstore.backends.disk import journal as journal_module
-from kvstore.backends.disk.journal import JournalReader, create_journal
+from kvstore.backends.disk.journal import JournalEnd, JournalReader, create_journal
 from kvstore.backends.disk.layout import (
     FRAME_BYTES,
     JOURNAL_HEADER_BYTES,
@@ -184,9 +184,13 @@ async def test_a_switch_that_is_not_synced_is_made(tmp_path: Path) -> None:
     async with opened(tmp_path, "64MiB", disk=disk, durability="data") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(2)
         await two.session.followers.refresh()
-        to = await one.session.engine.call(lambda: one.session.owner.create_journal(2))
-        disk.fails = True
-        await one.session.journal.switch(to)
+
+        def create() -> JournalEnd:
+            end = one.session.owner.create_journal(2)
+            disk.fails = True
+            return end
+
+        await one.session.journal.switch(create)
         disk.fails = False
         await two.session.followers.refresh()
         values |= await one.put_new(2)

@@ -125,7 +125,7 @@ class Space:
                         await self._give_up(own)
                 finally:
                     # After the last call of stopped threads, :meth:`release` does it.
-                    with contextlib.suppress(RuntimeError):
+                    with contextlib.suppress(OSError):
                         await self._engine.call(lock.release)
 
     async def match_files(self) -> None:
