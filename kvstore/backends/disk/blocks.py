@@ -140,13 +140,14 @@ class Blocks:
             session.index.rest(failed)
 
     async def _sync(self, ops: Sequence[SlotWrite]) -> None:
-        """Flush written records to the device; if that fails, all of them count as not written."""
-        try:
-            for fd in {op.fd for op in ops}:
+        """Flush written records to the device; those of a segment that can't be flushed count as not written."""
+        for fd in {op.fd for op in ops}:
+            try:
                 await self.session.engine.call(partial(self.session.disk.fdatasync, fd))
-        except OSError as error:
-            for op in ops:
-                op.error = bare(error)
+            except OSError as error:
+                for op in ops:
+                    if op.fd == fd:
+                        op.error = bare(error)
 
     async def _publish(self, ops: Sequence[SlotWrite], outcomes: list[Outcome | None], entered: set[int]) -> None:
         """Enter the written records; add their slots, which are then no longer the caller's, to ``entered``."""

@@ -299,10 +299,10 @@ class JournalReader:
         Raises:
             OSError: It is gone.
         """
-        end, is_ended = self.end, self.next
+        end = self.end
         if not self.open(layout.journal_name(end.number), end.number):
             raise FileNotFoundError(f"{layout.journal_name(end.number)} is another journal")
-        self.end.offset, self.end.sequence, self.next = end.offset, end.sequence, is_ended
+        self.end.offset, self.end.sequence = end.offset, end.sequence
 
     def read(self, *, follow: bool = True) -> Iterator[npt.NDArray[Any]]:
         """Yield the records not read yet; with ``follow``, continue in the next journal at the end of each.
