@@ -17,6 +17,7 @@ import pytest
 
 from kvstore.backends.disk import followers as followers_module
 from kvstore.backends.disk import journal as journal_module
+from kvstore.backends.disk import layout
 from kvstore.backends.disk.journal import JournalEnd, JournalReader, create_journal
 from kvstore.backends.disk.layout import (
     FRAME_BYTES,
@@ -321,6 +322,27 @@ async def test_an_owner_of_many_blocks_is_taken_in_by_turns(tmp_path: Path, monk
             assert all(await two.backend.exists(keys))
             assert len(two.arrived) >= 4000
     assert longest == {"added": 256, "searched": 256}
+
+
+async def test_a_close_encodes_few_slots_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks there are, the snapshot holds the GIL, and so the loop, for one frame at most."""
+    monkeypatch.setattr(journal_module, "_SNAPSHOT_FRAME_SLOTS", 8)
+    lengths: list[int] = []
+    encode = layout.encode_frame
+
+    def encode_frame(records: bytes, *args: int) -> bytes:
+        lengths.append(len(records) // layout.RECORD.itemsize)
+        return encode(records, *args)
+
+    async with opened(tmp_path, room_for(64)) as rig:
+        values = await rig.put_new(64)
+        monkeypatch.setattr(layout, "encode_frame", encode_frame)
+    assert sum(lengths) >= 64
+    # The list of segments is one frame, too.
+    assert max(lengths) <= 16
+    monkeypatch.undo()
+    async with opened(tmp_path, room_for(64)) as rig:
+        await rig.has_all(values)
 
 
 async def test_a_sparse_journal_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
