@@ -3,6 +3,7 @@
 - prefix_repetition: `vllm bench serve` of vLLM; prompts of one of several prefixes and a suffix that occurs once.
 - multi_turn: `benchmarks/multi_turn` of vLLM 0.33; users hold conversations of several turns after a common start.
 - guidellm: `guidellm run` with synthetic prompts, each with one of several prefixes.
+- long_doc_qa: `lmcache bench engine` of LMCache; several questions about each of some documents, which it sends before.
 - selective: the experiment of vLLM's pull request 39983; as prefix_repetition, with too little CPU memory, no other
   tier and one request at a time. Requests say how much of them is stored. The column to compare is ``cached_tokens``.
 
@@ -18,6 +19,7 @@ The first run downloads vLLM's source and installs guidellm, into the virtual en
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
 import statistics
@@ -130,7 +132,7 @@ def multi_turn(server: Server, work: Path, size: Size, seed: int) -> Result:
             *(str(generators()), str(MULTI_TURN / "benchmark_serving_multi_turn.py"), "--no-early-stop"),
             *("--model", server.model, "--url", f"http://127.0.0.1:{server.port}", "--seed", str(seed)),
             *("--input-file", str(work / "conversations.json"), "--stats-json-output", str(work / "turns.json")),
-            *("--num-clients", str(size.clients), "--max-active-conversations", str(2 * size.clients)),
+            *("--num-clients", str(size.clients), "--max-active-conversations", str(min(2 * size.clients, conversations))),
         ],
         work,
     )
@@ -173,15 +175,40 @@ def guidellm(server: Server, work: Path, size: Size, seed: int) -> Result:
     _run([str(program), "run", "--config", str(work / "scenario.json"), "--disable-console"], work)
     (found,) = json.loads(report.read_text())["benchmarks"]
     done = found["requests"]["successful"]
-    if len(done) != size.requests or found["requests"]["errored"]:
-        raise RuntimeError(f"{size.requests - len(done)} requests failed at {server.name}.")
+    # At the last answer that it waits for, it may cancel others.
+    if found["requests"]["errored"] or len(done) <= size.requests - size.clients:
+        raise RuntimeError(f"{server.name} answered {len(done)} of {size.requests} requests.")
     return Result([each["time_to_first_token_ms"] / 1000 for each in done], found["duration"])
+
+
+def long_doc_qa(server: Server, work: Path, size: Size, seed: int) -> Result:
+    """Run `lmcache bench engine` with the workload "long-doc-qa"."""
+    # Its tokens are words, of about three bytes.
+    tokens = size.prefix_tokens // 3
+    _run(
+        [
+            *(str(generators()), "-m", "lmcache.cli.main", "bench", "engine", "--no-interactive", "--quiet"),
+            *("--engine-url", f"http://127.0.0.1:{server.port}", "--workload", "long-doc-qa", "--seed", str(seed)),
+            *("--kv-cache-volume", "1", "--tokens-per-gb-kvcache", str(tokens * size.prefixes)),
+            *("--ldqa-document-length", str(tokens), "--ldqa-max-output-length", "8", "--ignore-eos"),
+            *("--ldqa-query-per-document", str(size.requests // size.prefixes)),
+            *("--ldqa-num-inflight-requests", str(size.clients), "--output-dir", str(work)),
+        ],
+        work,
+    )
+    with (work / "bench_results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    if failed := [row["error"] for row in rows if row["successful"] != "True"]:
+        raise RuntimeError(f"{len(failed)} requests failed at {server.name}: {failed[0]}")
+    span_s = max(float(row["finish_time"]) for row in rows) - min(float(row["submit_time"]) for row in rows)
+    return Result([float(row["ttft"]) for row in rows], span_s)
 
 
 GENERATORS: Mapping[str, Generator] = {
     "prefix_repetition": prefix_repetition,
     "multi_turn": multi_turn,
     "guidellm": guidellm,
+    "long_doc_qa": long_doc_qa,
 }
 
 

@@ -5,7 +5,8 @@ virtual environment, and run over that version's Python (scripts/vllm_versions.s
 vLLM's (vllm_adapter.py).
 
 SGLang and LMCache publish no tests of storage backends. Their packages, without their dependencies, are downloaded once
-to a folder each; check_sglang.py and check_lmcache.py drive their own classes and programs over kvstore.
+to a folder each; check_sglang.py and check_lmcache.py drive their own classes and programs over kvstore. Dynamo's
+simulator and load generators are programs of others, too, with checks of ours.
 
 The report is a table; the exit status is 0 only if every test passed that applies.
 """
@@ -15,27 +16,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
-import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-VERSION = "0.33.0"
-OUTSIDE = Path(sys.prefix) / "outside"
-FOLDER = OUTSIDE / f"vllm-{VERSION}"
-_PARTS = (
-    "tests/__init__.py",
-    "tests/utils.py",
-    "tests/v1/__init__.py",
-    "tests/v1/kv_offload/",
-    "tests/v1/kv_connector/",
-)
-_ATTEMPTS = 3
+from tests.outside.sources import LMCACHE, ROOT, VERSION, VLLM, packages, vllm_tests
 
 
 @dataclass(frozen=True)
@@ -81,61 +69,30 @@ USERS = (
         "LMCache 0.5.6: L2 storage",
         "`kvstore.lmcache` under LMCache's storage manager, factory and `lmcache bench l2`",
         "tests/outside/check_lmcache.py",
-        ("lmcache==0.5.6",),
+        LMCACHE,
+    ),
+    Outsider(
+        "Dynamo 1.6.1: simulated engine",
+        "`kvstore-bench replay`: hit rates of a trace at four capacities",
+        "tests/outside/check_dynamo.py",
+    ),
+    Outsider(
+        "load generators of vLLM, guidellm 0.8.1 and LMCache 0.5.6",
+        "a `vllm serve` with kvstore: all requests answered, prompts found",
+        "tests/outside/check_generators.py",
     ),
 )
 
 
-def fetch() -> None:
-    """Download and unpack vLLM's tests, unless they are there, with the tiny model that they name."""
-    if (FOLDER / "tests").is_dir():
-        return
-    FOLDER.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=FOLDER.parent) as scratch:
-        _pip("download", "--no-binary", "vllm", "--dest", scratch, f"vllm=={VERSION}")
-        made = Path(scratch) / "made"
-        (archive,) = Path(scratch).glob("*.tar.gz")
-        with tarfile.open(archive) as source:
-            for member in source:
-                _, _, name = member.name.partition("/")
-                if member.isfile() and name.startswith(_PARTS):
-                    member.name = name
-                    source.extract(member, made, filter="data")
-        # vLLM's tests name this model, and need only its configuration.
-        code = "import sys, pathlib, examples.tiny_llama as m; m.make_tiny_llama(pathlib.Path(sys.argv[1]))"
-        subprocess.run([sys.executable, "-c", code, str(made / "facebook/opt-125m")], cwd=ROOT, check=True)
-        made.rename(FOLDER)
-
-
-def fetch_packages(outsider: Outsider) -> Path:
-    """Install an outsider's packages, but not their dependencies, into a folder of their own, unless it is there."""
-    folder = OUTSIDE / outsider.packages[0].replace("==", "-")
-    if not folder.is_dir():
-        OUTSIDE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=OUTSIDE) as scratch:
-            made = Path(scratch) / "made"
-            _pip("install", "--no-compile", "--only-binary", ":all:", "--target", str(made), *outsider.packages)
-            made.rename(folder)
-    return folder
-
-
-def _pip(verb: str, *arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", verb, "--quiet", "--no-deps", *arguments]
-    for attempt in range(_ATTEMPTS):
-        time.sleep(5 * attempt)
-        if subprocess.run(command, check=False).returncode == 0:
-            return
-    raise SystemExit(f"outside: failed: {' '.join(command)}")
-
-
 def run() -> Counter[tuple[str, str]]:
     """Run all groups; return the number of tests by group and result."""
-    vllm = [FOLDER, Path(sys.prefix) / "vllm-versions" / VERSION, ROOT, ROOT / "tests" / "outside"]
+    vllm = [VLLM, Path(sys.prefix) / "vllm-versions" / VERSION, ROOT, ROOT / "tests" / "outside"]
     # The configuration of all of vLLM's tests needs packages that these do not.
-    options = ["-n", "2", "--timeout", "120", "-p", "vllm_adapter", "--confcutdir", str(FOLDER / "tests/v1")]
-    found = _session(OUTSIDERS, FOLDER, vllm, options)
+    options = ["-n", "2", "--timeout", "120", "-p", "vllm_adapter", "--confcutdir", str(VLLM / "tests/v1")]
+    found = _session(OUTSIDERS, VLLM, vllm, options)
     for outsider in USERS:
-        found += _session((outsider,), ROOT, [fetch_packages(outsider), ROOT], ["--timeout", "60"])
+        extra = [packages(outsider.packages)] if outsider.packages else []
+        found += _session((outsider,), ROOT, [*extra, ROOT], ["--timeout", "180"])
     return found
 
 
@@ -170,7 +127,7 @@ def _session(
 
 def main() -> int:
     """Run all outsiders and print the table."""
-    fetch()
+    vllm_tests()
     found = run()
     print("| outsider | checks | passed | do not apply | failed |", "|---|---|---|---|---|", sep="\n")
     for each in (*OUTSIDERS, *USERS):

@@ -24,6 +24,7 @@ _PARTS = (
     "tests/v1/kv_connector/",
     "benchmarks/multi_turn/",
 )
+LMCACHE = ("lmcache==0.5.6",)
 _GENERATORS = ("guidellm==0.8.1", "pandas==3.1.1")
 _ATTEMPTS = 3
 
@@ -54,6 +55,19 @@ def vllm_tests() -> Path:
     return VLLM
 
 
+def packages(names: tuple[str, ...]) -> Path:
+    """Install packages, but not their dependencies, into a folder of their own, unless it is there."""
+    folder = CACHE / names[0].replace("==", "-")
+    if not folder.is_dir():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+            made = Path(scratch) / "made"
+            options = ("--no-deps", "--no-compile", "--only-binary", ":all:", "--target", str(made))
+            _pip(sys.executable, "install", *options, *names)
+            made.rename(folder)
+    return folder
+
+
 def generators() -> Path:
     """Install the load generators, which need other versions of packages than vLLM does, unless they are there.
 
@@ -61,12 +75,12 @@ def generators() -> Path:
         The Python of a virtual environment that also sees the packages of this one.
     """
     home = CACHE / "generators"
-    stamp = home / "-".join(_GENERATORS)
+    stamp = home / "-".join(_GENERATORS + LMCACHE)
     if not stamp.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        packages = home / "lib" / version / "site-packages"
-        (packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        site = home / "lib" / version / "site-packages"
+        (site / "outer.pth").write_text(f"{sysconfig.get_path('purelib')}\n{packages(LMCACHE)}\n")
         _pip(home / "bin" / "python", "install", *_GENERATORS)
         stamp.touch()
     return home / "bin" / "python"
