@@ -7,8 +7,8 @@ direct I/O). Systems take turns, run by run; a row is the median, and the first 
 all participating processes and the caller.
 
 fio uses the same filesystem, direct I/O, the same block size and queue depth 32. ``of_fio`` is the rate divided by
-fio's in the same run, or the median of such ratios. The primary tier uses huge pages if the kernel provides them; fio's
-memory uses small pages, except for ``fio-huge``. fio computes no hashes.
+fio's in the same run, or the median of such ratios. Memory is in small pages, as vLLM's is. fio computes
+no hashes.
 
 With ``engines`` above 1 each engine is a process with a primary tier of its own, and all share one directory. They
 start together. The rate is the bytes of all engines divided by the time from the first start to the last end; latencies
@@ -137,11 +137,11 @@ def forget(driver: Driver, directory: Path) -> None:
             path.unlink()
 
 
-def fio(directory: Path, op: Op, size: int, divisor: int, *, huge_pages: bool = False) -> Row:
+def fio(directory: Path, op: Op, size: int, divisor: int) -> Row:
     """Return the row of fio."""
     (row,) = fio_rows(
         directory, block_bytes=size, store_share=float(op == "store"), runtime_s=FIO_S,
-        room_bytes=1024 * MIB // divisor, huge_pages=huge_pages,
+        room_bytes=1024 * MIB // divisor,
     )  # fmt: skip
     return {"bench": "disk", "engines": 1, **row, "verified": False}
 
@@ -178,8 +178,6 @@ def measure_one(options: argparse.Namespace, root: Path, size: int, divisor: int
                 for spin in [False] if options.quick or options.no_spin else [False, True]:
                     workload = phase(op, size, jobs, RUN_MIB[jobs][size // KIB] * MIB // divisor, spin=spin)
                     systems: dict[str, Callable[[], Row]] = {"fio": partial(fio, root, op, size, divisor)}
-                    if not spin and jobs == 1:
-                        systems["fio-huge"] = partial(fio, root, op, size, divisor, huge_pages=True)
                     systems |= {
                         name: partial(measure, driver, workload, root / name) for name, driver in drivers.items()
                     }

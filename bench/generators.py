@@ -132,7 +132,8 @@ def multi_turn(server: Server, work: Path, size: Size, seed: int) -> Result:
             *(str(generators()), str(MULTI_TURN / "benchmark_serving_multi_turn.py"), "--no-early-stop"),
             *("--model", server.model, "--url", f"http://127.0.0.1:{server.port}", "--seed", str(seed)),
             *("--input-file", str(work / "conversations.json"), "--stats-json-output", str(work / "turns.json")),
-            *("--num-clients", str(size.clients), "--max-active-conversations", str(min(2 * size.clients, conversations))),
+            *("--num-clients", str(size.clients)),
+            *("--max-active-conversations", str(min(2 * size.clients, conversations))),
         ],
         work,
     )

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError
-from kvstore.primary.huge_pages import advise_huge_pages, map_for_huge_pages, take_huge_pages
 
 PAGE_BYTES = mmap.PAGESIZE
 """Alignment of rows, as required by direct I/O and by registration of pages."""
@@ -72,7 +71,7 @@ class Region:
             slots: Number of rows, at least 1.
             slot_bytes: Length of a row, a multiple of ``PAGE_BYTES`` (see :func:`rounded_up`).
             name: Label in /proc/PID/maps; neither a key nor a path.
-            populate: Allocate the memory now, in huge pages if possible. A shortage then fails at start, and no later
+            populate: Allocate the memory now. A shortage then fails at start, and no later
                 access waits for a page. Takes about a second per 4 GiB. Otherwise each page is allocated at its first
                 write.
 
@@ -259,27 +258,22 @@ def _check_shape(slots: int, slot_bytes: int, *, aligned: bool) -> None:
 
 
 def _mapped(fd: int, size: int) -> mmap.mmap:
-    mapping = map_for_huge_pages(
-        lambda: mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    )
+    mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     # Core dumps must not contain users' prompts, and a dump of the whole cache would fill a disk.
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_DONTDUMP)
-    advise_huge_pages(mapping)
     return mapping
 
 
 def _populate(mapping: mmap.mmap, fd: int) -> None:
     size = len(mapping)
     try:
-        huge_bytes = take_huge_pages(mapping, fd)
         for at in range(0, size, _POPULATE_BYTES):
             os.posix_fallocate(fd, at, min(_POPULATE_BYTES, size - at))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         raise ConfigError(f"A primary tier of {size} bytes: {error.strerror}. Make it smaller.") from error
-    logger.info("A primary tier of %d bytes; huge pages were taken for %d of them.", size, huge_bytes)
 
 
 def _memory_available_bytes() -> int | None:

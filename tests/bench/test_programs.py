@@ -106,7 +106,10 @@ MODULES = {
     "bench/linked_memory.py",
     "examples/serving.py",
 }
-TESTED_ELSEWHERE = {"examples/prefill_decode.py": "tests/vllm/test_prefill_decode.py"}
+TESTED_ELSEWHERE = {
+    "examples/prefill_decode.py": "tests/vllm/test_prefill_decode.py",
+    "bench/generators.py": "tests/outside/check_generators.py",
+}
 ENGINES = {"bench/events.py", "bench/manager_vs_vllm.py", "examples/vllm_restart.py"}
 """Programs that start or import vLLM."""
 WITHOUT_ENGINES = {"bench/gate.py", "bench/vllm_e2e.py", "bench/vllm_overhead.py"}

@@ -174,15 +174,11 @@ def fio_rows(
     store_share: float,
     runtime_s: float,
     room_bytes: int = _FIO_FILE_BYTES,
-    huge_pages: bool = False,
 ) -> list[Row]:
     """Measure with fio: direct I/O at random offsets of one file of at most ``room_bytes``, 32 concurrent operations.
 
-    The file is written before ``runtime_s`` begins, and removed at the end. fio's errors raise BackendError. With
-    ``huge_pages`` its memory is in huge pages, and the system is called ``fio-huge``.
+    The file is written before ``runtime_s`` begins, and removed at the end. fio's errors raise BackendError.
     """
-    # Makes the C library request huge pages. They are allocated at first use, in the ramp time, which is not counted.
-    huge = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if huge_pages else {}
     path = directory / "fio.dat"
     size = max(block_bytes * _FIO_DEPTH, min(_FIO_FILE_BYTES, room_bytes) // block_bytes * block_bytes)
     kind = "randwrite" if store_share == 1 else "randread" if store_share == 0 else "randrw"
@@ -194,11 +190,10 @@ def fio_rows(
                 f"--filename={path}", f"--size={size}", f"--bs={block_bytes}", "--thread", f"--rw={kind}",
                 f"--rwmixwrite={round(100 * store_share)}", f"--direct={int(direct)}", f"--ioengine={engine}",
                 f"--iodepth={_FIO_DEPTH}", "--time_based", f"--runtime={runtime_s:g}", "--norandommap",
-                "--randrepeat=1", *(["--ramp_time=500ms"] if huge_pages else []),
+                "--randrepeat=1",
             ]  # fmt: skip
             try:
-                job = _run_fio(options, runtime_s, huge)
-                return _rows_of(job, "fio-huge" if huge_pages else "fio", block_bytes, engine, direct)
+                return _rows_of(_run_fio(options, runtime_s), "fio", block_bytes, engine, direct)
             except BackendError as error:
                 failure = error
     finally:
@@ -206,7 +201,7 @@ def fio_rows(
     raise failure
 
 
-def _run_fio(options: Sequence[str], runtime_s: float, environment: Mapping[str, str]) -> dict[str, Any]:
+def _run_fio(options: Sequence[str], runtime_s: float) -> dict[str, Any]:
     """Run one job of fio; return its part of fio's JSON. It has 120 s more than ``runtime_s``, to write its file.
 
     Raises:
@@ -215,7 +210,7 @@ def _run_fio(options: Sequence[str], runtime_s: float, environment: Mapping[str,
     try:
         done = subprocess.run(
             ["fio", "--name=ceiling", *options, "--output-format=json"], capture_output=True, text=True, check=False,
-            timeout=runtime_s + _FIO_GRACE_S, stdin=subprocess.DEVNULL, env={**os.environ, **environment},
+            timeout=runtime_s + _FIO_GRACE_S, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         if done.returncode == 0:
             # fio prints messages about its fallbacks before the JSON.
