@@ -35,7 +35,7 @@ GOALS: Final[dict[str, str]] = {
     ),
     "R16": (
         "tests/s3/test_faults.py tests/redis/test_hostile.py tests/redis/test_operations.py::test_bad_network"
-        " tests/peer/test_faults.py tests/peer/test_fault_requests.py tests/peer/test_walk.py"
+        " tests/peer/test_faults.py tests/peer/test_fault_requests.py"
         " tests/peer/test_relay.py tests/peer/test_middle.py"
     ),
     "R17": "tests/redis/test_operations.py tests/redis/test_topology.py tests/s3/test_contract.py",

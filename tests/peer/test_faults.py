@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from kvstore.backends.peer.protocol import Note, Op, Welcome
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.namespace import Namespace
 from kvstore.testing.tier_rig import TierRig
+from kvstore.testing.waiting import eventually_async
 from kvstore.types import Found, LookupResult, Outcome, RequestContext, Source
 from tests.peer.fake_peer import Answer, FakePeer, honest, on_load, part
 from tests.peer.faults import (
@@ -192,9 +193,7 @@ async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             for peer in (two, three):
                 assert await backend.exists_at([b"key"], [Source(peer.address)]) == ([Found.THERE], [Found.ABSENT])
             assert backend.stats().gauges["peers"] == 2
-            async with asyncio.timeout(20):
-                while not all(pipe.closed for pipe in first._pipes):
-                    await asyncio.sleep(0.001)
+            await eventually_async(lambda: all(pipe.closed for pipe in first._pipes), 20)
             assert not first.admits()
             assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [Found.ABSENT])
         finally:
@@ -246,56 +245,21 @@ def test_another_secret_is_told(fake: FakePeer) -> None:
     assert fake.questions == []
 
 
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A process that serves blocks, for tests that neither stop nor kill it."""
-    with Serving(tmp_path_factory.mktemp("healthy")) as process:
-        yield process
-
-
-@pytest.mark.parametrize("answer", [*LIES.values(), *BREAKS.values()], ids=[*LIES.keys(), *BREAKS.keys()])
-def test_a_bad_peer_costs_only_itself(fake: FakePeer, healthy: Serving, answer: Answer) -> None:
-    """Beside a peer that sends false data or hangs, another peer's blocks are all found and loaded in the end."""
-    fake.slot_bytes = SLOT_BYTES
-    fake.answer = answer
-    with rig_of(fake.address, healthy.address, slot_bytes=SLOT_BYTES) as rig:
-        keys = [key_of(number) for number in range(8)]
-
-        def all_load() -> bool:
-            # A request computes a failed block itself; the next request looks it up again.
-            hits = [key for key in keys if rig.lookup(key) is LookupResult.HIT]
-            return len(hits) == 8 and rig.load(hits).success
-
-        rig.until(all_load, "the blocks of the good peer")
-
-
-def test_a_killed_peer_is_a_miss_and_is_used_again(serving: Serving) -> None:
-    """A peer killed between lookup and load costs its blocks; once restarted, it is found without restarting ours."""
+@pytest.mark.parametrize(("fail", "mend"), [("kill", "start"), ("stop", "go_on")])
+def test_a_stopped_peer_costs_its_deadline(serving: Serving, fail: str, mend: str) -> None:
+    """A peer killed or stopped between lookup and load costs its blocks; it is used again once it is back."""
     with rig_of(serving.address, slot_bytes=SLOT_BYTES, breaker_cooldown="50ms", breaker_cooldown_max="100ms") as rig:
         keys = [key_of(number) for number in range(8)]
         all_found(rig, keys)
-        serving.kill()
-        assert not any(outcome.ok for outcome in rig.load(keys).outcomes)
-        assert rig.lookup(key_of(9)) is LookupResult.MISS
-        serving.start()
-        all_found(rig, [key_of(10)])
-        rig.until(lambda: rig.load([key_of(10)]).success, "a load from the restarted peer")
-
-
-def test_a_stopped_peer_costs_its_deadline(serving: Serving) -> None:
-    """A stopped peer is a miss; it is used again once it resumes."""
-    with rig_of(serving.address, slot_bytes=SLOT_BYTES, breaker_cooldown="50ms", breaker_cooldown_max="100ms") as rig:
-        keys = [key_of(number) for number in range(8)]
-        all_found(rig, keys)
-        serving.stop()
+        getattr(serving, fail)()
         assert not any(outcome.ok for outcome in rig.load(keys).outcomes)
         assert rig.lookup(key_of(20)) is LookupResult.MISS
         for slot in range(8):
             rig.fill(slot)
-        serving.go_on()
+        getattr(serving, mend)()
         all_found(rig, [key_of(21)])
         assert rig.untouched(range(8))
-        rig.until(lambda: rig.load([key_of(21)]).success, "a load from the resumed peer")
+        rig.until(lambda: rig.load([key_of(21)]).success, "a load from the peer that is back")
 
 
 def test_a_replaced_secret_shuts_out(serving: Serving) -> None:
