@@ -26,11 +26,7 @@ from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.waiting import eventually
 from kvstore.tiers import AsyncTier
 from kvstore.types import LookupResult, RequestContext, Source
-from tests.peer.directory_servers import (
-    Entry,
-    RedisAdmin,
-    prefix_of,
-)
+from tests.peer.directory_servers import Entry, RedisAdmin, prefix_of
 from tests.peer.fake_peer import FakePeer
 from tests.peer.holder import NAMESPACE, SLOT_BYTES, Holder
 from tests.peer.ports import free_port

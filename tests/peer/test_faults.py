@@ -18,12 +18,7 @@ from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Found, LookupResult, Outcome, RequestContext, Source
 from tests.peer.fake_peer import Answer, FakePeer, honest, on_load, part
-from tests.peer.faults import (
-    BREAKS,
-    LIES,
-    endless,
-    stall_in_the_middle,
-)
+from tests.peer.faults import BREAKS, LIES, endless, stall_in_the_middle
 from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
 from tests.peer.wire import Wire, receive

@@ -118,7 +118,6 @@ async def test_after_a_late_answer_no_idle_connection_is_trusted() -> None:
 async def test_a_question_about_the_server_ends_whatever_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A query of the operator's tools has a deadline of its own, even in the queue, and is not sent after it."""
     async with silent(timeout=0.2, connect_timeout=0.2) as (server, go_on, backend):
-        assert backend._topology is not None
         (node,) = backend._topology.nodes
         monkeypatch.setattr(node, "_roomiest", lambda size_bytes: None)
         async with asyncio.timeout(60):
@@ -447,7 +446,6 @@ async def test_a_pause_that_is_over_holds_nobody_up(monkeypatch: pytest.MonkeyPa
 
     async with fake_server(script) as server:
         backend = await opened(server, SIZE)
-        assert backend._topology is not None
         (node,) = backend._topology.nodes
         node._note_failure(NodeDownError("as if a connection had failed"))
         await node._open_one()
@@ -476,7 +474,6 @@ async def test_a_server_that_is_back_is_used_at_once(connections: int, end: str)
 
         server.on_hello = on_hello
         backend = await opened(server, SIZE, connections=connections)
-        assert backend._topology is not None
         (node,) = backend._topology.nodes
         for _ in range(10):
             await backend.exists([b"k" * 32])

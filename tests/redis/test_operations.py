@@ -200,33 +200,6 @@ async def test_bad_network(redis_server: Server, kind: str) -> None:
     assert set(await healthy.exists([b"a" * 32])) == {False}
 
 
-async def test_stopped_server_costs_a_deadline(own_server: Server) -> None:
-    """A server stopped by SIGSTOP costs one call its deadline at most, and later calls nothing, until it resumes."""
-    backend = await opened(own_server, PAYLOAD_BYTES, **QUICK)
-    mix = Mix(backend, fresh_seed(), calm=True)
-    await mix.run(1000)
-    own_server.pause()
-    try:
-        durations = []
-        for _ in range(8):
-            started = time.monotonic()
-            target = _target(mix)
-            (outcome,) = await backend.get_into([target.read])
-            durations.append(time.monotonic() - started)
-            assert outcome in (Outcome.TIMEOUT, Outcome.IO_ERROR)
-        # The time above the deadline is an allowance for a busy machine.
-        assert max(durations) < QUICK["timeout"] + 20, durations
-        assert min(durations) < QUICK["timeout"] / 2, f"a node that is known to be down is not asked: {durations}"
-    finally:
-        own_server.resume()
-    await settled(backend)
-
-
-def _target(mix: Mix) -> Any:
-    maker = RecordMaker(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES), random.Random(mix.seed))
-    return maker.target(maker.key())
-
-
 async def test_killed_and_started_again(own_server: Server) -> None:
     """A server killed and restarted empty: failures while it is down, then misses, then normal operation."""
     backend = await opened(own_server, PAYLOAD_BYTES, **QUICK)

@@ -226,7 +226,6 @@ async def test_a_slot_that_has_moved_is_asked_for_in_its_new_place() -> None:
     """After MOVED, the new node gets the commands of that slot at once, even before the map is refreshed."""
     async with nodes_of_a_cluster(2) as (old, new):
         backend = await on(old)
-        assert backend._topology is not None
         backend._topology._refreshed_at = asyncio.get_running_loop().time() + 1000
         key = keys_by_node(backend, 1)[0][0]
         port = new.server.port
@@ -268,7 +267,6 @@ async def test_a_closed_backend_follows_no_redirect() -> None:
     async with nodes_of_a_cluster(2) as (old, new):
         backend = await on(old)
         nodes = backend._topology
-        assert nodes is not None
         asked = nodes.nodes[0]
         await backend.close()
         moved = refusal(ErrorReply("MOVED", f"1 127.0.0.1:{new.server.port}"))
