@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -238,6 +238,29 @@ def test_another_secret_is_told(fake: FakePeer) -> None:
         assert "has another 'secret'" in rig.tier.stats().last_error
         assert "quite another" not in rig.tier.stats().last_error
     assert fake.questions == []
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A process that serves blocks, for tests that neither stop nor kill it."""
+    with Serving(tmp_path_factory.mktemp("healthy")) as process:
+        yield process
+
+
+@pytest.mark.parametrize("answer", [*LIES.values(), *BREAKS.values()], ids=[*LIES.keys(), *BREAKS.keys()])
+def test_a_bad_peer_costs_only_itself(fake: FakePeer, healthy: Serving, answer: Answer) -> None:
+    """Beside a peer that sends false data or hangs, another peer's blocks are all found and loaded in the end."""
+    fake.slot_bytes = SLOT_BYTES
+    fake.answer = answer
+    with rig_of(fake.address, healthy.address, slot_bytes=SLOT_BYTES) as rig:
+        keys = [key_of(number) for number in range(8)]
+
+        def all_load() -> bool:
+            # A request computes a failed block itself; the next request looks it up again.
+            hits = [key for key in keys if rig.lookup(key) is LookupResult.HIT]
+            return len(hits) == 8 and rig.load(hits).success
+
+        rig.until(all_load, "the blocks of the good peer")
 
 
 @pytest.mark.parametrize(("fail", "mend"), [("kill", "start"), ("stop", "go_on")])
