@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable
 
@@ -22,9 +23,9 @@ def eventually(predicate: Callable[[], object], timeout_s: float = 30.0, what: s
 
 
 async def eventually_async(predicate: Callable[[], object], timeout_s: float = 30.0, what: str = "") -> None:
-    """Do the same as :func:`eventually` while the loop runs."""
+    """Do the same as :func:`eventually` while the loop runs; the predicate may be a coroutine function."""
     deadline = time.monotonic() + timeout_s
-    while not predicate():
+    while not (await found if inspect.isawaitable(found := predicate()) else found):
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what or predicate!r}")
         await asyncio.sleep(_PAUSE_S)

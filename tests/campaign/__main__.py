@@ -2,8 +2,8 @@
 
     python -m tests.campaign [--minutes M] [--seed S] [--record] [R1 R7 ...]
 
-Programs are ``rNN_*.py`` in this directory; the first line of each docstring is the goal. A program exits with 0
-(PASS), 1 (FAIL) or 77 (NOT RUN), and its last line of output is the figure or the reason.
+Programs are ``rNN_*.py`` in this directory, and ``suite.py`` for goals that tests of the suite try. A program exits
+with 0 (PASS), 1 (FAIL) or 77 (NOT RUN), and its last line of output is the figure or the reason.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from examples.serving import kill_session
 from kvstore.testing.seeds import SEED_VARIABLE
 from tests.campaign.program import NOT_RUN, SECONDS_VARIABLE
+from tests.campaign.suite import GOALS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -43,15 +45,15 @@ def main() -> int:
     # A shell starts background jobs with SIGINT ignored, and tests of signals inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     seed = args.seed or random.SystemRandom().randrange(1, 1 << 32)
-    programs = {number(path): path for path in sorted(HERE.glob("r[0-9][0-9]_*.py"))}
-    if unknown := set(args.goals) - set(programs):
-        parser.error(f"unknown goals: {', '.join(sorted(unknown))}. Known: {', '.join(programs)}.")
-    chosen = {goal: path for goal, path in programs.items() if not args.goals or goal in args.goals}
+    known = programs()
+    if unknown := set(args.goals) - set(known):
+        parser.error(f"unknown goals: {', '.join(sorted(unknown))}. Known: {', '.join(known)}.")
+    chosen = {goal: program for goal, program in known.items() if not args.goals or goal in args.goals}
     logs = Path(tempfile.mkdtemp(prefix="kvstore-campaign-"))
     print(f"seed {seed}, {args.minutes:g} minutes, logs in {logs}", flush=True)
     failed = 0
-    for goal, path in chosen.items():
-        verdict, figure = run(path, seed, 60 * args.minutes / len(chosen), logs / f"{goal}.log")
+    for goal, program in chosen.items():
+        verdict, figure = run(goal, program, seed, 60 * args.minutes / len(chosen), logs / f"{goal}.log")
         failed += verdict == "FAIL"
         print(f"{goal:4} {verdict:8} {figure}", flush=True)
         if args.record:
@@ -59,7 +61,16 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def run(path: Path, seed: int, seconds: float, log: Path, *, limit_s: float = LIMIT_S) -> tuple[str, str]:
+def programs() -> dict[str, list[str]]:
+    """Return the arguments of Python for each goal, in order."""
+    own = {f"R{int(path.stem[1:3])}": ["-m", f"tests.campaign.{path.stem}"] for path in HERE.glob("r[0-9][0-9]_*.py")}
+    found = own | {goal: ["-m", "tests.campaign.suite", goal] for goal in GOALS}
+    return dict(sorted(found.items(), key=lambda item: int(item[0][1:])))
+
+
+def run(
+    goal: str, program: Sequence[str], seed: int, seconds: float, log: Path, *, limit_s: float = LIMIT_S
+) -> tuple[str, str]:
     """Run one program; return its verdict and its figure with seed and duration.
 
     A program that takes longer than ``seconds`` and ``limit_s`` has failed.
@@ -67,21 +78,21 @@ def run(path: Path, seed: int, seconds: float, log: Path, *, limit_s: float = LI
     env = os.environ | {SEED_VARIABLE: str(seed), SECONDS_VARIABLE: str(seconds), "PYTHONPATH": str(ROOT)}
     started = time.monotonic()
     with log.open("a") as output:
-        program = subprocess.Popen(
-            _command(path), cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True
+        process = subprocess.Popen(
+            [sys.executable, *program], cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True
         )
         try:
-            status = program.wait(seconds + limit_s)
+            status = process.wait(seconds + limit_s)
         except subprocess.TimeoutExpired:
             status = 1
             output.write(f"\nnot finished after {time.monotonic() - started:.0f} s\n")
         finally:
             # Its tests and their servers end with it, also when this is interrupted.
-            kill_session(program)
+            kill_session(process)
     lines = log.read_text(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
     verdict = VERDICTS.get(status, "FAIL")
-    repeat = f"; repeat with --seed {seed} {number(path)}, log {log}" if verdict == "FAIL" else ""
+    repeat = f"; repeat with --seed {seed} {goal}, log {log}" if verdict == "FAIL" else ""
     return verdict, f"{last} ({time.monotonic() - started:.0f} s{repeat})"
 
 
@@ -94,15 +105,6 @@ def record(goal: str, verdict: str, figure: str) -> None:
     if count != 1:
         raise SystemExit(f"{PAGE} has {count} rows of {goal}; expected 1")
     PAGE.write_text(text)
-
-
-def _command(path: Path) -> list[str]:
-    return [sys.executable, "-m", f"tests.campaign.{path.stem}"]
-
-
-def number(path: Path) -> str:
-    """Return the goal of a program: ``R7`` of ``r07_power_cuts.py``."""
-    return f"R{int(path.stem[1:3])}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from typing import Any
 
@@ -78,17 +77,6 @@ def test_payloads_for_direct_io_end_with_a_page(slot: int) -> None:
     assert coding.read([record], slot) == [block]
     assert coding.read([record[: 4096 + stored]], slot) == [block]
     assert coding.read([record[:-1] + b"\1"], slot) == ["length"]
-
-
-def test_a_seal_for_nobody_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """A sealed record is a miss for a tier without keys, and its key id is logged in one warning."""
-    (record,) = Coding("raw").write([numbers(SLOT)])
-    sealed = forged(record, codec_chain=64, mac_key_id=77)
-    coding = Coding("raw")
-    with caplog.at_level(logging.WARNING, "kvstore.codec"):
-        assert coding.read([sealed], SLOT) == coding.read([sealed], SLOT) == ["codec"]
-    (warned,) = caplog.records
-    assert "key 77" in warned.getMessage()
 
 
 def test_unknown_codecs_are_misses(caplog: pytest.LogCaptureFixture) -> None:

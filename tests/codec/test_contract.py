@@ -80,9 +80,3 @@ class TestZstdSlow(TestZstd):
     # At this level 8 MiB take fifteen seconds.
     sizes = CodecTests.sizes[:-2]
     mutations = 100_000
-
-
-def test_there_are_a_million_mutations() -> None:
-    """The suites above, over all codecs, decode at least a million mutated payloads."""
-    suites = (TestBytePlane2, TestBytePlane4, TestZstd, TestZstdFast, TestZstdSlow)
-    assert sum(suite.mutations for suite in suites) >= 1_000_000

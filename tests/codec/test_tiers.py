@@ -31,7 +31,6 @@ class CodedRig(TierRig):
     """A rig whose blocks compress like those of a KV cache. Every eighth one is noise."""
 
     def payload(self, key: BlockKey) -> bytes:
-        """Return the bytes of a key's block."""
         if key[0] % 8 == 0:
             return super().payload(key)
         return numbers(self.slot_bytes, int.from_bytes(key[:4], "little"))
@@ -167,11 +166,9 @@ class CodedHarness(TierHarness):
         self.tmp_path = tmp_path
 
     def make_config(self) -> dict[str, Any]:
-        """Return the configuration of a tier over an empty medium."""
         return self.small_config(64 << 20)
 
     def small_config(self, capacity_bytes: int) -> dict[str, Any]:
-        """Return the same configuration with a capacity."""
         path = tempfile.mkdtemp(dir=self.tmp_path)
         return {"path": path, "capacity": capacity_bytes, "codec": self.codec, **self.options}
 
@@ -191,5 +188,4 @@ class TestMemory(CodedHarness, TierValueTests):
     codec: ClassVar[Any] = ["zstd:-5"]
 
     def small_config(self, capacity_bytes: int) -> dict[str, Any]:
-        """Return the same configuration with a capacity."""
         return {"backend": "memory", "capacity": capacity_bytes, "codec": self.codec}

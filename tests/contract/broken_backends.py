@@ -28,24 +28,19 @@ class SuiteOf(BackendTests):
     kind: type[Breakable]
 
     async def make_backend(self) -> Backend:
-        """Return a backend over an empty shelf."""
         return self.kind(MemoryConfig(shelf=next(_shelves)))
 
     async def reopen(self, backend: Backend) -> Backend:
-        """Return a backend over the same shelf."""
         return self.kind(cast(MemoryConfig, backend.config))
 
     async def make_small_backend(self, capacity_bytes: int) -> Backend:
-        """Return a backend that evicts."""
         return self.kind(MemoryConfig(capacity=ByteSize(capacity_bytes)))
 
     async def break_medium(self, backend: Backend) -> bool:
-        """Make every call fail."""
         cast(Breakable, backend).broken = True
         return True
 
     async def mend_medium(self, backend: Backend) -> None:
-        """Make calls work again."""
         cast(Breakable, backend).broken = False
 
 
@@ -55,16 +50,13 @@ class Breakable(MemoryBackend):
     broken = False
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Look up, or fail."""
         self._check()
         return await super().exists(keys)
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Put, or fail."""
         return [Outcome.IO_ERROR] * len(writes) if self.broken else await super().put(writes)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Get, or fail."""
         self._check()
         return await super().get_into(reads)
 
@@ -77,7 +69,6 @@ class WritesAfterReturn(Breakable):
     """A cancelled get ends at once, and its reads continue in the background."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Read in a task of its own that outlives a cancellation."""
 
         async def late() -> Sequence[Outcome]:
             await asyncio.sleep(0.002)
@@ -90,7 +81,6 @@ class ReadsAfterReturn(Breakable):
     """A cancelled put ends at once, and its writes continue in the background."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Write in a task of its own that outlives a cancellation."""
 
         async def late() -> Sequence[Outcome]:
             await asyncio.sleep(0)
@@ -121,7 +111,6 @@ class WrongBlock(Breakable):
     """Returns the reads of a batch in another order."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Give each read the record of its neighbour."""
         swapped = [
             RecordRead(other.key, read.buffers) for read, other in zip(reads, reads[1:] + reads[:1], strict=True)
         ]
@@ -135,7 +124,6 @@ class OutcomesInOrderOfCompletion(Breakable):
     """Handles misses first, and reports them first."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Sort the outcomes."""
         return sorted(await super().get_into(reads))
 
 
@@ -145,7 +133,6 @@ class LosesABatch(Breakable):
     _puts = 0
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Drop one batch in four."""
         self._puts += 1
         if self._puts % 4 == 0 and not self.broken:
             return [Outcome.EXISTS if there else Outcome.OK for there in await self.exists([w.key for w in writes])]
@@ -156,7 +143,6 @@ class SaysOKWithoutStoring(Breakable):
     """Reports the last block of a batch as OK without storing it."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Drop the last block."""
         return [*await super().put(writes[:-1]), *([Outcome.OK] if writes else [])]
 
 
@@ -164,7 +150,6 @@ class LastWriterWins(Breakable):
     """Replaces existing blocks."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Delete existing blocks first."""
         there = await self.exists([write.key for write in writes])
         await self.delete([write.key for write in writes])
         outcomes = await super().put(writes)
@@ -175,7 +160,6 @@ class MissRaises(Breakable):
     """Raises for absent blocks."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Raise instead of MISS."""
         outcomes = await super().get_into(reads)
         if Outcome.MISS in outcomes:
             raise BackendError("no such block", backend=self.name)
@@ -186,7 +170,6 @@ class OneFailureFailsAll(Breakable):
     """One miss makes the whole batch a miss."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """All or nothing."""
         outcomes = await super().get_into(reads)
         return [Outcome.MISS] * len(reads) if Outcome.MISS in outcomes else outcomes
 
@@ -208,7 +191,6 @@ class CutsKeys(Breakable):
     """Distinguishes keys by their first 32 bytes only."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Truncate the keys."""
         return await super().put([RecordWrite(write.key[:32], write.buffers) for write in writes])
 
 
@@ -216,7 +198,6 @@ class TellsWrongLength(Breakable):
     """Reports that the buffers were filled to their end."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Set ``filled_bytes`` to the buffers' length."""
         outcomes = await super().get_into(reads)
         for read in reads:
             read.filled_bytes = read.capacity_bytes
@@ -238,7 +219,6 @@ class SecondCloseRaises(Breakable):
     """Can be closed only once."""
 
     async def close(self) -> None:
-        """Fail unless open."""
         self._open_shelf()
         await super().close()
 
@@ -247,7 +227,6 @@ class UsableAfterClose(Breakable):
     """Reports all blocks as absent when closed."""
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Report absence when closed."""
         return [False] * len(keys) if self._shelf is None else await super().exists(keys)
 
 
@@ -255,7 +234,6 @@ class ScanForgets(Breakable):
     """A scan omits the first block."""
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
-        """Skip one block."""
         first = True
         async for info in super().scan():
             if not first:
@@ -267,7 +245,6 @@ class ScanRepeats(Breakable):
     """A scan yields every block twice."""
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
-        """Yield twice."""
         async for info in super().scan():
             yield info
             yield info
@@ -305,7 +282,6 @@ class EvictsTheHottest(Breakable):
     """Evicts the most recently used block."""
 
     def _evict(self, shelf: Any, incoming_bytes: int) -> None:
-        """Reverse the order first."""
         for key in reversed(list(shelf.policy)):
             shelf.policy.touch(key)
         super()._evict(shelf, incoming_bytes)
@@ -315,7 +291,6 @@ class IgnoresNamespace(Breakable):
     """Uses one namespace for all."""
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Open with a fixed namespace."""
         await super().open(Namespace({}), geometry)
 
 
@@ -323,7 +298,6 @@ class ForgetsAtRestart(Breakable):
     """Loses one of its blocks at a restart."""
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Drop the newest block."""
         await super().open(namespace, geometry)
         if keys := list(self._open_shelf().records):
             await self.delete(keys[-1:])
@@ -333,7 +307,6 @@ class RevivesDeleted(Breakable):
     """A delete is forgotten at a restart."""
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Keep a copy for the next restart."""
         shelf = self._open_shelf()
         _graves.setdefault(self.config.shelf, {}).update(
             {key: shelf.records[key] for key in keys if key in shelf.records}
@@ -341,7 +314,6 @@ class RevivesDeleted(Breakable):
         return await super().delete(keys)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Restore the copies."""
         await super().open(namespace, geometry)
         writes = [RecordWrite(key, [memoryview(old)]) for key, old in _graves.pop(self.config.shelf, {}).items()]
         await super().put(writes)
@@ -361,7 +333,6 @@ class ErrorIsAbsence(Breakable):
     """Reports a block as absent when the medium cannot be queried."""
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Hide the failure."""
         try:
             return await super().exists(keys)
         except BackendUnavailableError:
@@ -372,7 +343,6 @@ class RaisesGroups(Breakable):
     """Raises the exception group of a TaskGroup."""
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Look up in a task group."""
         async with asyncio.TaskGroup() as group:
             task = group.create_task(super().exists(keys))
         return task.result()
@@ -382,7 +352,6 @@ class FailedGetIsAMiss(Breakable):
     """Returns MISS when the medium fails."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Hide the failure."""
         return [Outcome.MISS] * len(reads) if self.broken else await super().get_into(reads)
 
 
@@ -390,7 +359,6 @@ class CountsWrong(Breakable):
     """Does not count deletions."""
 
     def stats(self) -> BackendStats:
-        """Count one too many."""
         stats = super().stats()
         return BackendStats(stats.blocks + 1, stats.used_bytes + 1, stats.capacity_bytes)
 
@@ -399,7 +367,6 @@ class SleepsOnTheLoop(Breakable):
     """Sleeps with a blocking call."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Wait, then put."""
         time.sleep(0.0001)  # noqa: ASYNC251 - the defect.
         return await super().put(writes)
 
@@ -408,7 +375,6 @@ class OpensFilesOnTheLoop(Breakable):
     """Reads a file on the loop, while all other tasks wait."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Read, then put."""
         Path("/proc/self/status").read_text()
         return await super().put(writes)
 
@@ -417,7 +383,6 @@ class ConnectsOnTheLoop(Breakable):
     """Uses a blocking client."""
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Connect, then put."""
         with socket.socket() as client, contextlib.suppress(OSError):
             client.connect(("127.0.0.1", 1))
         return await super().put(writes)
@@ -427,6 +392,5 @@ class ProbeLeavesTraces(Breakable):
     """Writes when probed."""
 
     async def probe(self) -> None:
-        """Put a block."""
         await super().probe()
         await self.put([RecordWrite(b"probe", [memoryview(b"probe")])])

@@ -24,15 +24,12 @@ class MemorySuite(BackendTests):
     eviction = "lru"
 
     async def make_backend(self) -> Backend:
-        """Return a backend over an empty shelf."""
         return MemoryBackend(MemoryConfig(shelf=fresh_shelf(), eviction=self.eviction))
 
     async def reopen(self, backend: Backend) -> Backend:
-        """Return a backend over the same shelf."""
         return MemoryBackend(cast(MemoryConfig, backend.config))
 
     async def make_small_backend(self, capacity_bytes: int) -> Backend:
-        """Return a backend that evicts."""
         return MemoryBackend(MemoryConfig(capacity=ByteSize(capacity_bytes), eviction=self.eviction))
 
 
@@ -40,9 +37,7 @@ class MemoryTierSuite(TierTests):
     """One shelf per tier, so that restarts can be tested."""
 
     def make_config(self) -> dict[str, Any]:
-        """Return the configuration of a tier over an empty shelf."""
         return {"backend": "memory", "shelf": fresh_shelf()}
 
     def small_config(self, capacity_bytes: int) -> dict[str, Any]:
-        """Return the same configuration with a capacity."""
         return {**self.make_config(), "capacity": capacity_bytes}

@@ -64,12 +64,10 @@ class TestFilesBackend(BackendTests):
         self.directory = tmp_path
 
     async def make_backend(self) -> Backend:
-        """Return a backend over an empty directory."""
         backend: Backend = example.FilesBackend(example.FilesConfig(path=tempfile.mkdtemp(dir=self.directory)))
         return backend
 
     async def reopen(self, backend: Backend) -> Backend:
-        """Return a backend over the same directory."""
         again: Backend = example.FilesBackend(backend.config)
         return again
 
@@ -84,7 +82,6 @@ class TestFilesTier(TierTests):
         self.directory = tmp_path
 
     def make_config(self) -> dict[str, Any]:
-        """Return a configuration with an empty directory."""
         return {"backend": "custom_backend:FilesBackend", "path": tempfile.mkdtemp(dir=self.directory)}
 
 

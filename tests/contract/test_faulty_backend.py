@@ -23,23 +23,28 @@ NAMESPACE = Namespace({"test": "faults"})
 
 
 class TestWithoutFaults(MemorySuite):
-    """A wrapped correct backend keeps the contract."""
+    """A wrapped correct backend keeps the contract, and its medium can be broken on purpose."""
 
     def plan(self) -> FaultPlan:
         """Return an empty plan."""
         return FaultPlan()
 
     async def make_backend(self) -> Backend:
-        """Return a wrapped backend."""
         return FaultyBackend(await super().make_backend(), self.plan())
 
     async def reopen(self, backend: Backend) -> Backend:
-        """Return a wrapped backend over the same shelf."""
         return FaultyBackend(await super().reopen(cast(FaultyBackend, backend).inner), self.plan())
 
     async def make_small_backend(self, capacity_bytes: int) -> Backend:
-        """Return a wrapped backend that evicts."""
         return FaultyBackend(await super().make_small_backend(capacity_bytes), self.plan())
+
+    async def break_medium(self, backend: Backend) -> bool:
+        ops = ("put", "get", "exists", "delete", "probe")
+        cast(FaultyBackend, backend).plan.add(*(Fault(op, FaultKind.ERROR, times=None) for op in ops))
+        return True
+
+    async def mend_medium(self, backend: Backend) -> None:
+        cast(FaultyBackend, backend).plan.clear()
 
 
 class TestWithDelays(TestWithoutFaults):
@@ -51,20 +56,6 @@ class TestWithDelays(TestWithoutFaults):
             Fault(op, FaultKind.DELAY, times=None, probability=0.1, seconds=0.001) for op in ("put", "get", "exists")
         ]
         return FaultPlan(slow)
-
-
-class TestWithBreakableMedium(TestWithoutFaults):
-    """A medium that the checks can break on purpose."""
-
-    async def break_medium(self, backend: Backend) -> bool:
-        """Make all calls fail."""
-        ops = ("put", "get", "exists", "delete", "probe")
-        cast(FaultyBackend, backend).plan.add(*(Fault(op, FaultKind.ERROR, times=None) for op in ops))
-        return True
-
-    async def mend_medium(self, backend: Backend) -> None:
-        """Make all calls work."""
-        cast(FaultyBackend, backend).plan.clear()
 
 
 class Bench:

@@ -26,7 +26,6 @@ class TestMemoryWithoutShelf(BackendTests):
     """A backend without a shelf, which forgets its blocks at a close; the suite skips restarts."""
 
     async def make_backend(self) -> Backend:
-        """Return a backend without a shelf."""
         return MemoryBackend(MemoryConfig())
 
 

@@ -26,7 +26,6 @@ class TestSharedMemoryTier(TestMemoryTier):
     forgets = False
 
     def make_config(self) -> dict[str, Any]:
-        """Return the configuration of a tier over an empty shelf."""
         return {"backend": f"{__name__}:SharedMemoryBackend", "shelf": fresh_shelf()}
 
 
@@ -36,5 +35,4 @@ class TestMemoryTierWithoutShelf(TierTests):
     persistent = False
 
     def make_config(self) -> dict[str, Any]:
-        """Return the configuration of a tier without a shelf."""
         return {"backend": "memory"}

@@ -15,13 +15,7 @@ import pytest
 
 from kvstore.runtime.process import ProcessChannel
 from kvstore.testing import TierRig
-from kvstore.testing.tier_tests import (
-    TierEpochTests,
-    TierFaultTests,
-    TierHarness,
-    TierLifecycleTests,
-    TierValueTests,
-)
+from kvstore.testing.tier_tests import TierEpochTests, TierFaultTests, TierHarness, TierLifecycleTests, TierValueTests
 from kvstore.types import BlockKey
 
 
@@ -35,11 +29,9 @@ class ProcessRig(TierHarness):
         self.tmp_path = tmp_path
 
     def make_config(self) -> dict[str, Any]:
-        """Return the configuration of a tier over an empty medium."""
         return self.small_config(64 << 20)
 
     def small_config(self, capacity_bytes: int) -> dict[str, Any]:
-        """Return the same configuration with a capacity."""
         where = {} if self.options["backend"] == "memory" else {"path": tempfile.mkdtemp(dir=self.tmp_path)}
         return {"capacity": capacity_bytes, "io": "process", **where, **self.options}
 

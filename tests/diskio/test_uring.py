@@ -300,3 +300,14 @@ async def test_a_ring_that_holds_locks_keeps_the_lifetime_too(tmp_path: Path, mo
     assert free() == [False, False]
     ring.close()
     await eventually_async(lambda: free() == [True, True], what="the kernel has let go of the ring")
+
+
+def test_a_close_is_never_repeated(tmp_path: Path) -> None:
+    """The descriptor is released by the first try, whatever close returns."""
+    disk = FaultyDisk()
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    disk.fail("close", errno.EINTR)
+    with pytest.raises(InterruptedError):
+        disk.close(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import redis
 
 from kvstore.namespace import Namespace
 from tests.peer.holder import NAMESPACE
-from tests.redis.servers import Server, plain
-
-KINDS = ("redis", "valkey")
+from tests.redis.servers import Server
 
 
 class Entry(NamedTuple):
@@ -23,11 +20,6 @@ class Entry(NamedTuple):
     summary: bytes | None = None
     version: bytes = b"0" * 16
     seconds: float = 100
-
-
-def server_of(kind: str, directory: Path) -> Server:
-    """Return a server of a kind without password, not started."""
-    return plain(kind, directory)
 
 
 def prefix_of(namespace: Namespace = NAMESPACE) -> bytes:

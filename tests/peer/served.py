@@ -85,7 +85,6 @@ class ServedPeer(PeerBackend):
         self.is_broken = False
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Serve the records of a namespace."""
         self.records = _MEDIA[self.medium_name, namespace.hex]
         self.set_lender(self.records)  # type: ignore[arg-type]
         await super().open(namespace, geometry)
@@ -93,12 +92,10 @@ class ServedPeer(PeerBackend):
         self._server._records = self.records  # type: ignore[assignment]
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Keep records; the first one wins."""
         self._ready()
         return [Outcome.IO_ERROR if self.is_broken else self._put_one(write) for write in writes]
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Drop records."""
         self._ready()
         return [self.records.by_key.pop(key, None) is not None for key in keys]
 

@@ -39,23 +39,19 @@ class PeerHarness(BackendHarness):
     more: ClassVar[dict[str, Any]] = {"secret": "sixteen characters"}
 
     async def make_backend(self) -> Backend:
-        """Return a backend over a medium of its own."""
         return ServedPeer(ServedConfig(**options(uuid.uuid4().hex, **self.more)))
 
     async def reopen(self, backend: Backend) -> Backend:
-        """Return another backend over the same medium."""
         assert isinstance(backend, ServedPeer)
         return ServedPeer(ServedConfig(**options(backend.medium_name, **self.more)))
 
     async def break_medium(self, backend: Backend) -> bool:
-        """Stop serving."""
         assert isinstance(backend, ServedPeer) and backend._server is not None
         await backend._server.close()
         backend.is_broken = True
         return True
 
     async def mend_medium(self, backend: Backend) -> None:
-        """Serve again, and wait until the backend has noticed."""
         assert isinstance(backend, ServedPeer) and backend._server is not None
         await backend._server.open()
         backend.is_broken = False
@@ -89,7 +85,6 @@ class PeerTierHarness(TierHarness):
     more: ClassVar[dict[str, Any]] = {}
 
     def make_config(self) -> dict[str, Any]:
-        """Return the configuration of a tier over a medium of its own."""
         return {"backend": "tests.peer.served:ServedPeer", **options(uuid.uuid4().hex, **self.more)}
 
 

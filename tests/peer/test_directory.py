@@ -26,19 +26,13 @@ from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.waiting import eventually
 from kvstore.tiers import AsyncTier
 from kvstore.types import LookupResult, RequestContext, Source
-from tests.peer.directory_servers import (
-    KINDS,
-    Entry,
-    RedisAdmin,
-    prefix_of,
-    server_of,
-)
+from tests.peer.directory_servers import Entry, RedisAdmin, prefix_of
 from tests.peer.fake_peer import FakePeer
 from tests.peer.holder import NAMESPACE, SLOT_BYTES, Holder
 from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, Serving, key_of
 from tests.peer.serving import SLOT_BYTES as SERVED_BYTES
-from tests.redis.servers import PASSWORD, Server, running, secured
+from tests.redis.servers import PASSWORD, Server, plain, running, secured
 
 SECRET = "a secret of sixteen"
 KEYS = [b"block-%d" % number for number in range(30)]
@@ -49,17 +43,17 @@ LEAST_ACL += " +zremrangebyscore"
 PAGE = Path(__file__).parents[2] / "docs" / "peer.md"
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["redis", "valkey"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     """A server for one test."""
-    with running(server_of(request.param, tmp_path / "server")) as (one,):
+    with running(plain(request.param, tmp_path / "server")) as (one,):
         yield one
 
 
 @pytest.fixture
 def redis_only(tmp_path: Path) -> Iterator[Server]:
     """A Redis for one test."""
-    with running(server_of("redis", tmp_path / "server")) as (one,):
+    with running(plain("redis", tmp_path / "server")) as (one,):
         yield one
 
 
@@ -111,6 +105,13 @@ def stat(tier: AsyncTier, name: str) -> float:
     tier.get_finished()
     stats = tier.stats()
     return {**stats.backend_counters, **stats.backend_gauges}[name]
+
+
+def until_read(rig: TierRig, summaries: int) -> None:
+    """Wait until an engine has read so many summaries, and has an index of them."""
+    rig.until(lambda: stat(rig.tier, "directory_summaries_read") >= summaries, "all summaries")
+    rounds = stat(rig.tier, "directory_rounds")
+    rig.until(lambda: stat(rig.tier, "directory_rounds") >= rounds + 2, "an index of them")
 
 
 def finds(rig: TierRig, keys: list[bytes]) -> Callable[[], bool]:
@@ -426,9 +427,7 @@ def test_a_crowd_of_dead_engines_costs_no_hit(
         if first == "the engine":
             eventually(lambda: rig.lookup(SPARE) is LookupResult.HIT, 60, what="the block")
         admin(redis_only).write(crowd)
-        rig.until(lambda: stat(rig.tier, "directory_summaries_read") >= 301, "all summaries")
-        rounds = stat(rig.tier, "directory_rounds")
-        rig.until(lambda: stat(rig.tier, "directory_rounds") >= rounds + 2, "an index of them")
+        until_read(rig, 301)
         eventually(lambda: rig.lookup(SPARE) is LookupResult.HIT, 60, what="the block")
         assert [rig.lookup(key) for key in KEYS[:15]] == [LookupResult.HIT] * 15
         assert [rig.lookup(key) for key in false] == [LookupResult.MISS] * len(false)
@@ -444,9 +443,7 @@ def test_false_entries_delay_no_request(redis_only: Server) -> None:
         entries = [Entry(f"127.1.0.{host}:{free}".encode(), summary_of(KEYS[:8]), seconds=200) for host in range(1, 11)]
         entries += [Entry(f"127.2.0.{host}:{port}".encode(), claim, seconds=200) for host in range(1, 101)]
         admin(redis_only).write(entries)
-        rig.until(lambda: stat(rig.tier, "directory_summaries_read") >= 110, "all summaries")
-        rounds = stat(rig.tier, "directory_rounds")
-        rig.until(lambda: stat(rig.tier, "directory_rounds") >= rounds + 2, "an index of them")
+        until_read(rig, 110)
         assert [rig.lookup(key) for key in KEYS] == [LookupResult.MISS] * len(KEYS)
         silent.setblocking(False)
         tried = []
@@ -488,9 +485,7 @@ def test_dead_peers_that_requests_name_do_not_hide_the_engines_of_the_directory(
         for number in range(8):
             ctx = RequestContext(f"r{number}", source=Source(f"127.0.0.{2 + number}:{free_port()}"))
             assert rig.lookup(b"absent", ctx) is LookupResult.MISS
-        rig.until(lambda: stat(rig.tier, "directory_summaries_read") >= 1, "its summary")
-        rounds = stat(rig.tier, "directory_rounds")
-        rig.until(lambda: stat(rig.tier, "directory_rounds") >= rounds + 2, "an index")
+        until_read(rig, 1)
         assert rig.lookup(KEYS[0]) is LookupResult.HIT
 
 

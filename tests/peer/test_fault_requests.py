@@ -29,13 +29,13 @@ from kvstore.testing.waiting import eventually
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiers import open_tier
 from kvstore.types import BlockKey, Found, LookupResult, RequestContext, Source
-from tests.peer.directory_servers import Entry, RedisAdmin, server_of
+from tests.peer.directory_servers import Entry, RedisAdmin
 from tests.peer.fake_peer import FakePeer, honest, part
 from tests.peer.faults import BREAKS, LIES
 from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
 from tests.peer.wire import Wire
-from tests.redis.servers import running
+from tests.redis.servers import plain, running
 from tests.sizes import sized
 
 pytestmark = pytest.mark.timeout(3600)
@@ -237,11 +237,44 @@ def test_requests_beside_a_peer_that_fails(fault: str, tmp_path: Path) -> None:
             faulty.start()
 
 
+def test_requests_while_peers_fail_in_all_ways(tmp_path: Path) -> None:
+    """A peer whose answers change at random, beside two that are killed, stopped and started again."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with (
+        FakePeer(Namespace(FIELDS), SLOT_BYTES) as fake,
+        Serving(tmp_path / "one") as one,
+        Serving(tmp_path / "two") as two,
+        ExitStack() as stack,
+    ):
+        ill: dict[Serving, Callable[[], None]] = {}  # How to mend each peer that fails.
+        stack.callback(lambda: [mend() for mend in ill.values()])
+
+        def act(number: int, rng: random.Random) -> None:
+            if rng.random() < 0.3:
+                peer = rng.choice([one, two])
+                if mend := ill.pop(peer, None):
+                    mend()
+                else:
+                    fail, ill[peer] = rng.choice([(peer.kill, peer.start), (peer.stop, peer.go_on)])
+                    fail()
+            if rng.random() < 0.3:
+                fake.answer = rng.choice([honest, *LIES.values(), *BREAKS.values()])
+
+        def mend_all() -> None:
+            while ill:
+                ill.popitem()[1]()
+            fake.answer = honest
+            fake.released.set()
+
+        run("mixed", Engine(fake.address, one.address, two.address), act, mend=mend_all, requests=4 * REQUESTS)
+
+
 @pytest.mark.parametrize("fault", ["killed", "stopped", "wrong"])
 def test_requests_beside_a_directory_that_fails(fault: str, tmp_path: Path) -> None:
     """Faults of the directory server, or false and invalid entries."""
     with (
-        running(server_of("redis", tmp_path / "server")) as (server,),
+        running(plain("redis", tmp_path / "server")) as (server,),
         FakePeer(Namespace(FIELDS), SLOT_BYTES) as liar,
         contextlib.closing(RedisAdmin(server, Namespace(FIELDS))) as admin,
     ):
@@ -294,6 +327,7 @@ def run(
     *,
     source: Source | None = None,
     mend: Callable[[], None] = lambda: None,
+    requests: int = REQUESTS,
 ) -> None:
     """Make the requests, verify all bytes, and print a line; ``mend`` ends the fault, if needed."""
     seed = fresh_seed()
@@ -301,7 +335,7 @@ def run(
     seen: Counter[str] = Counter()
     slowest, over = 0.0, 0
     try:
-        for number in range(REQUESTS):
+        for number in range(requests):
             act(number, rng)
             fields = {"source": source, "since": time.monotonic(), "patience_s": 60.0} if source else {}
             keys = [key_of(block) for block in rng.sample(range(2 * SLOTS), rng.randrange(1, 8))]
@@ -324,5 +358,5 @@ def run(
     finally:
         engine.close()
     counts = f"{seen['loaded']} blocks loaded, {seen['computed']} computed"
-    print(f"\n{fault}: {REQUESTS} requests, {counts}, slowest {slowest:.2f} s, {over} over {DEADLINE_S} s, seed {seed}")
+    print(f"\n{fault}: {requests} requests, {counts}, slowest {slowest:.2f} s, {over} over {DEADLINE_S} s, seed {seed}")
     assert seen["loaded"], "no block was loaded"

@@ -15,14 +15,10 @@ from kvstore.backends.peer.protocol import Note, Op, Welcome
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.namespace import Namespace
 from kvstore.testing.tier_rig import TierRig
+from kvstore.testing.waiting import eventually_async
 from kvstore.types import Found, LookupResult, Outcome, RequestContext, Source
 from tests.peer.fake_peer import Answer, FakePeer, honest, on_load, part
-from tests.peer.faults import (
-    BREAKS,
-    LIES,
-    endless,
-    stall_in_the_middle,
-)
+from tests.peer.faults import BREAKS, LIES, endless, stall_in_the_middle
 from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
 from tests.peer.wire import Wire, receive
@@ -192,9 +188,7 @@ async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             for peer in (two, three):
                 assert await backend.exists_at([b"key"], [Source(peer.address)]) == ([Found.THERE], [Found.ABSENT])
             assert backend.stats().gauges["peers"] == 2
-            async with asyncio.timeout(20):
-                while not all(pipe.closed for pipe in first._pipes):
-                    await asyncio.sleep(0.001)
+            await eventually_async(lambda: all(pipe.closed for pipe in first._pipes), 20)
             assert not first.admits()
             assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [Found.ABSENT])
         finally:
@@ -269,33 +263,21 @@ def test_a_bad_peer_costs_only_itself(fake: FakePeer, healthy: Serving, answer: 
         rig.until(all_load, "the blocks of the good peer")
 
 
-def test_a_killed_peer_is_a_miss_and_is_used_again(serving: Serving) -> None:
-    """A peer killed between lookup and load costs its blocks; once restarted, it is found without restarting ours."""
+@pytest.mark.parametrize(("fail", "mend"), [("kill", "start"), ("stop", "go_on")])
+def test_a_stopped_peer_costs_its_deadline(serving: Serving, fail: str, mend: str) -> None:
+    """A peer killed or stopped between lookup and load costs its blocks; it is used again once it is back."""
     with rig_of(serving.address, slot_bytes=SLOT_BYTES, breaker_cooldown="50ms", breaker_cooldown_max="100ms") as rig:
         keys = [key_of(number) for number in range(8)]
         all_found(rig, keys)
-        serving.kill()
-        assert not any(outcome.ok for outcome in rig.load(keys).outcomes)
-        assert rig.lookup(key_of(9)) is LookupResult.MISS
-        serving.start()
-        all_found(rig, [key_of(10)])
-        rig.until(lambda: rig.load([key_of(10)]).success, "a load from the restarted peer")
-
-
-def test_a_stopped_peer_costs_its_deadline(serving: Serving) -> None:
-    """A stopped peer is a miss; it is used again once it resumes."""
-    with rig_of(serving.address, slot_bytes=SLOT_BYTES, breaker_cooldown="50ms", breaker_cooldown_max="100ms") as rig:
-        keys = [key_of(number) for number in range(8)]
-        all_found(rig, keys)
-        serving.stop()
+        getattr(serving, fail)()
         assert not any(outcome.ok for outcome in rig.load(keys).outcomes)
         assert rig.lookup(key_of(20)) is LookupResult.MISS
         for slot in range(8):
             rig.fill(slot)
-        serving.go_on()
+        getattr(serving, mend)()
         all_found(rig, [key_of(21)])
         assert rig.untouched(range(8))
-        rig.until(lambda: rig.load([key_of(21)]).success, "a load from the resumed peer")
+        rig.until(lambda: rig.load([key_of(21)]).success, "a load from the peer that is back")
 
 
 def test_a_replaced_secret_shuts_out(serving: Serving) -> None:

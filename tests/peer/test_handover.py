@@ -259,6 +259,5 @@ def test_blocks_are_kept_for_each_engine_that_is_to_fetch_them(
     crowd = RequestContext("crowd")
     prefill.manager.on_new_request(crowd)
     plan = prefill.manager.prepare_store([b"crowd-%d" % number for number in range(12)], crowd)
-    assert plan is not None
     prefill.manager.complete_store(plan.keys, crowd, success=False)
     assert sum(key in prefill.primary for key in KEYS) == 4

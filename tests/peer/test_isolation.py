@@ -18,13 +18,13 @@ from kvstore.backends.peer.summary import Sample, pack
 from kvstore.namespace import Namespace
 from kvstore.testing.tier_rig import TierRig
 from kvstore.types import LookupResult, Outcome, RequestContext, Source
-from tests.peer.directory_servers import Entry, RedisAdmin, server_of
+from tests.peer.directory_servers import Entry, RedisAdmin
 from tests.peer.fake_peer import FakePeer, honest
 from tests.peer.ports import free_port
 from tests.peer.relay import EVIL, Impostor
 from tests.peer.serving import FIELDS, SLOT_BYTES, Serving
 from tests.peer.wire import Wire
-from tests.redis.servers import running
+from tests.redis.servers import plain, running
 
 SECRET = "a secret of sixteen"
 PATIENT = {"timeout": 10, "lookup_timeout": 60, "load_timeout": 20, "connect_timeout": 10, "negative_ttl": "1ms"}
@@ -287,7 +287,7 @@ def test_an_entry_in_the_directory_forges_no_block(tmp_path: Path) -> None:
     sample = Sample()
     sample.add([key])
     with (
-        running(server_of("redis", tmp_path / "server")) as (server,),
+        running(plain("redis", tmp_path / "server")) as (server,),
         Serving(tmp_path, secret=SECRET) as real,
         Impostor(real.port) as stranger,
     ):

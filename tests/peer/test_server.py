@@ -18,6 +18,7 @@ from kvstore.errors import BackendUnavailableError
 from kvstore.namespace import Namespace
 from kvstore.primary import PrimaryTier
 from kvstore.primary.lending import Lender
+from kvstore.testing.waiting import eventually_async
 from tests.peer.ports import free_port
 from tests.peer.wire import hello_of
 
@@ -382,6 +383,4 @@ async def test_a_port_that_is_taken() -> None:
 
 
 async def _until(predicate: Any) -> None:
-    async with asyncio.timeout(20):
-        while not predicate():
-            await asyncio.sleep(0.001)
+    await eventually_async(lambda: predicate(), 20)

@@ -146,7 +146,6 @@ class Hanging(MemoryBackend):
         self.targets: list[memoryview] = []
 
     async def exists(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Report all blocks but those of a failing disk as present."""
         if keys[0] == b"failing":
             raise BackendUnavailableError("failing", backend="memory")
         if keys[0] == b"hanging":
@@ -154,7 +153,6 @@ class Hanging(MemoryBackend):
         return [True] * len(keys)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """Write to the buffers only after the release."""
         self.targets += [buffer for read in reads for buffer in read.buffers]
         await self.released.wait()
         codec = RecordCodec(NAMESPACE, header_bytes=HEADER_BYTES)

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.campaign import __main__ as campaign
-from tests.campaign import mutants
+from tests.campaign import mutants, suite
 from tests.campaign.targets import TARGETS
 from tests.project.tree import ROOT
-
-PROGRAMS = sorted((ROOT / "tests" / "campaign").glob("r[0-9][0-9]_*.py"))
 
 
 def test_every_goal_has_a_program_and_a_row() -> None:
     """Each of R1 to R33 has one program and one row."""
-    goals = [f"R{int(path.stem[1:3])}" for path in PROGRAMS]
     rows = re.findall(r"^\| (R\d+) \|", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE)
-    assert goals == rows == [f"R{number}" for number in range(1, 34)]
+    assert list(campaign.programs()) == rows == [f"R{number}" for number in range(1, 34)]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
-def test_the_tests_of_a_program_exist(program: Path) -> None:
-    """Each test file path in a program exists, and each name after it is one of the file's tests."""
-    for node in ast.walk(ast.parse(program.read_text())):
-        if not (isinstance(node, ast.Constant) and re.fullmatch(r"tests/\S+\.py(::\S+)?", str(node.value))):
-            continue
-        path, _, name = str(node.value).partition("::")
-        assert (ROOT / path).is_file(), f"{program.name} runs {path}"
-        assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{program.name} runs {name} of {path}"
+@pytest.mark.parametrize("goal", suite.GOALS)
+def test_the_tests_of_a_goal_exist(goal: str) -> None:
+    """Each test file of a goal exists, and each name after it is one of the file's tests."""
+    for path, name in re.findall(r"(tests/\S+\.py)(?:::(\S+))?", suite.GOALS[goal]):
+        assert (ROOT / path).is_file(), f"{goal} runs {path}"
+        assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{goal} runs {name} of {path}"
 
 
 def test_mutants_are_made_of_modules_that_have_tests() -> None:
@@ -41,17 +33,16 @@ def test_mutants_are_made_of_modules_that_have_tests() -> None:
     assert tests and not [path for path in tests if not (ROOT / path).exists()]
 
 
-def test_an_unfinished_program_ends_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_program_ends_with_its_children(tmp_path: Path) -> None:
     """A program that takes too long has failed; its log has the output so far, and none of its processes survives."""
-    program = tmp_path / "r01_endless.py"
+    program = tmp_path / "endless.py"
     child = "import time; time.sleep(600)"
     program.write_text(
         f"import subprocess, sys, time\n"
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}, {str(tmp_path)!r}])\n"
         f"print('child', child.pid, flush=True)\ntime.sleep(600)\n"
     )
-    monkeypatch.setattr(campaign, "_command", lambda path: [sys.executable, str(path)])
-    verdict, figure = campaign.run(program, 1, 0, tmp_path / "log", limit_s=5)
+    verdict, figure = campaign.run("R1", [str(program)], 1, 0, tmp_path / "log", limit_s=5)
     assert verdict == "FAIL" and figure.startswith("not finished after")
     found = re.search(r"child (\d+)", (tmp_path / "log").read_text())
     assert found is not None

@@ -11,6 +11,7 @@ from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.namespace import Namespace
 from kvstore.testing.records import RecordMaker
+from tests.redis.fake_server import FakeServer
 from tests.redis.servers import Server
 
 _numbers = itertools.count()
@@ -27,7 +28,7 @@ def fresh_prefix() -> str:
     return f"kv:{os.getpid()}-{next(_numbers)}:"
 
 
-def options_for(server: Server, **more: Any) -> dict[str, Any]:
+def options_for(server: Server | FakeServer, **more: Any) -> dict[str, Any]:
     """Return the options of a backend on a server, under a prefix of its own, with long deadlines."""
     options: dict[str, Any] = {"url": server.url, "prefix": fresh_prefix(), **PATIENT}
     if server.tls_ca is not None:
@@ -40,25 +41,22 @@ def backend_on(server: Server, **more: Any) -> RedisBackend:
     return RedisBackend(RedisConfig(**options_for(server, **more)))
 
 
-async def opened(server: Server, payload_bytes: int = 4096, **more: Any) -> RedisBackend:
-    """Return a backend on a server, opened."""
-    backend = backend_on(server, **more)
+async def opened(
+    server: Server | FakeServer, payload_bytes: int = 4096, *, kind: type[RedisBackend] = RedisBackend, **more: Any
+) -> RedisBackend:
+    """Return a backend on a server, open until the end of the test."""
+    backend = kind(RedisConfig(**options_for(server, **more)))
     await backend.open(NAMESPACE, RecordGeometry(RedisBackend.alignment, payload_bytes))
-    return close_in_any_case(backend)
-
-
-def close_in_any_case(backend: RedisBackend) -> RedisBackend:
-    """Register a backend to be closed even if its test fails."""
     _opened.append(backend)
     return backend
 
 
 async def close_all() -> None:
-    """Close backends that a failed test left open: their sockets would fail the next test."""
+    """Close the backends of a test."""
     while _opened:
         await _opened.pop().close()
 
 
-def maker() -> RecordMaker:
+def maker(payload_bytes: int = 4096, seed: int = 7) -> RecordMaker:
     """Return a maker of records."""
-    return RecordMaker(NAMESPACE, RecordGeometry(256, 4096), random.Random(7))
+    return RecordMaker(NAMESPACE, RecordGeometry(256, payload_bytes), random.Random(seed))

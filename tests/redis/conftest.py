@@ -18,7 +18,7 @@ cluster = cluster_fixture("session")
 
 @pytest.fixture(autouse=True)
 async def nothing_stays_open() -> AsyncIterator[None]:
-    """Close connections that a failed test leaves open."""
+    """Close the backends of each test."""
     yield
     await close_all()
 

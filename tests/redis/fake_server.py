@@ -22,6 +22,7 @@ class FakeServer:
     """Observations of a fake server."""
 
     port: int = 0
+    tls_ca: None = None
     hello: bytes = HELLO
     commands: list[list[bytes]] = field(default_factory=list)
     connections: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -34,3 +34,15 @@ def cluster_fixture(scope: Scope) -> Any:
             yield servers
 
     return cluster
+
+
+class OnServer:
+    """The server of a contract suite, by the name of its fixture; of a cluster, one node."""
+
+    on: ClassVar[str] = "redis_server"
+    server: Any
+
+    @pytest.fixture(autouse=True)
+    def _server(self, request: pytest.FixtureRequest) -> None:
+        found = request.getfixturevalue(self.on)
+        self.server = found[0] if isinstance(found, Sequence) else found

@@ -265,6 +265,12 @@ def sentinels(master: Server, directory: Path, count: int = 3, name: str = "kv-m
     return found
 
 
+def by_sentinels(watchers: Sequence[Server]) -> dict[str, object]:
+    """Return the options of a backend that asks Sentinels for its master."""
+    addresses = tuple(f"127.0.0.1:{server.port}" for server in watchers)
+    return {"url": "redis://", "sentinel_master": "kv-master", "sentinels": addresses}
+
+
 def make_certificates(directory: Path, hosts: Sequence[str] = ()) -> None:
     """Write ``ca.crt``, and ``server.crt`` with ``server.key`` for 127.0.0.1, localhost and ``hosts``."""
     now = datetime.datetime.now(datetime.UTC)

@@ -156,4 +156,3 @@ async def test_cancelled_puts(redis_server: Server) -> None:
             # Other tests also use the server, which evicts when full.
             await backend.delete([key])
     assert 0 < stored < tried, f"seed {seed}: {stored} of {tried} stored: cancellation was always too early or too late"
-    await backend.close()

@@ -157,7 +157,6 @@ async def test_credentials(tls_server: Server, caplog: pytest.LogCaptureFixture)
     await backend.exists([b"k"])
     shown = caplog.text + repr(backend.config) + repr(backend.__dict__) + str(backend.stats())
     assert "canary" not in shown and PASSWORD not in shown
-    await backend.close()
 
 
 async def test_forbidden_prefix(tls_server: Server) -> None:
@@ -195,7 +194,6 @@ async def test_database(redis_server: Server) -> None:
     before = cli(redis_server, "-n", "3", "DBSIZE")
     await backend.put([maker().write(b"k" * 32, b"x")])
     assert int(cli(redis_server, "-n", "3", "DBSIZE")) == int(before) + 1
-    await backend.close()
 
 
 async def test_only_modest_commands(tmp_path: Path) -> None:
@@ -236,7 +234,6 @@ async def test_ttl_is_renewed_by_use(redis_server: Server, monkeypatch: pytest.M
         await eventually_async(lambda: backend._renewing is None, what="renewals sent")
         assert backend.stats().counters["ttl_renewals"] == renewals
     assert 500_000 < int(cli(redis_server, "PTTL", name)) <= 600_000
-    await backend.close()
 
 
 async def test_reading_alone_renews_nothing(redis_server: Server) -> None:
@@ -253,8 +250,6 @@ async def test_reading_alone_renews_nothing(redis_server: Server) -> None:
     reader.touch([number.to_bytes(32, "big") for number in range(9000)])
     await eventually_async(lambda: reader._renewing is None, what="renewals sent")
     assert reader.stats().counters["ttl_renewals"] == 1 + 8192
-    await backend.close()
-    await reader.close()
 
 
 def test_only_a_block_that_was_verified_is_renewed(redis_server: Server) -> None:

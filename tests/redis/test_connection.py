@@ -19,6 +19,7 @@ from kvstore.backends.redis.connection import Connection, Pending, Request, Want
 from kvstore.backends.redis.failures import AnswerLateError, ConnectionLostError, ProtocolBrokenError, RedisError
 from kvstore.backends.redis.resp import Filled, Target, encode_command
 from kvstore.backends.stream import Stream
+from kvstore.testing.waiting import eventually_async
 
 VALUE_BYTES = 1 << 20
 
@@ -114,9 +115,7 @@ async def test_a_reset_that_came_with_bytes_is_found() -> None:
         ends.connection._stream = Scripted(stream, stream.receive, reset)  # type: ignore[assignment]
         ends.connection.submit([get_of(8)])
         ends.server.sendall(b"$8")
-        async with asyncio.timeout(20):
-            while not ends.closed:
-                await asyncio.sleep(0.01)
+        await eventually_async(lambda: ends.closed, 20)
         assert isinstance(ends.closed[0], ConnectionLostError)
 
 
@@ -199,9 +198,7 @@ async def test_an_answer_of_another_kind_ends_the_connection(want: Want, reply: 
         pending = Pending(requests)
         ends.connection.submit(requests)
         ends.server.sendall(reply + b":1\r\n")
-        async with asyncio.timeout(20):
-            while not ends.closed:
-                await asyncio.sleep(0.01)
+        await eventually_async(lambda: ends.closed, 20)
         assert isinstance(ends.closed[0], ProtocolBrokenError)
         assert (pending.missing, [request.answer for request in requests]) == (2, [None, None])
 

@@ -6,10 +6,7 @@ Variants that only change the connection or an option of the writes run the valu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any, ClassVar
-
-import pytest
 
 from kvstore.backends.base import Backend
 from kvstore.backends.redis import RedisBackend, RedisConfig
@@ -18,32 +15,25 @@ from kvstore.testing.backend_harness import BackendHarness
 from kvstore.testing.backend_tests import BackendConcurrencyTests, BackendFailureTests, BackendValueTests
 from kvstore.testing.tier_tests import TierHarness, TierValueTests
 from tests.redis.clients import options_for
-from tests.redis.servers import Server
+from tests.redis.fixtures import OnServer
 
 
-class RedisHarness(BackendHarness):
-    """Shared parts of the suites below; the server is Redis from Debian."""
+class RedisHarness(OnServer, BackendHarness):
+    """Shared parts of the suites below."""
 
     scans: ClassVar[bool] = False
     more: ClassVar[dict[str, Any]] = {}
-    server: Server
-
-    @pytest.fixture(autouse=True)
-    def _server(self, redis_server: Server) -> None:
-        self.server = redis_server
+    kind: ClassVar[type[RedisBackend]] = RedisBackend
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a backend under an unused prefix."""
         return options_for(self.server, **self.more)
 
     async def make_backend(self) -> Backend:
-        """Return a backend under a prefix of its own."""
-        return RedisBackend(RedisConfig(**self.options()))
+        return self.kind(RedisConfig(**self.options()))
 
     async def reopen(self, backend: Backend) -> Backend:
-        """Return another backend under the same prefix."""
         assert isinstance(backend, RedisBackend)
-        return RedisBackend(backend.config)
+        return self.kind(backend.config)
 
 
 class TestRedis(RedisHarness, BackendTests):
@@ -60,7 +50,6 @@ class TestUnixSocket(RedisHarness, BackendValueTests):
     """Redis over a unix socket."""
 
     def options(self) -> dict[str, Any]:
-        """Return the same options with the socket's path."""
         return {**super().options(), "url": f"unix://{self.server.unix_path}"}
 
 
@@ -70,53 +59,35 @@ class InParts(RedisBackend):
     part_bytes: ClassVar[int] = 16384
 
 
-class PartsHarness(RedisHarness):
-    """Blocks stored in parts, of 16 KiB here."""
+class TestParts(RedisHarness, BackendValueTests):
+    """Blocks in parts of 16 KiB on one node."""
 
-    async def make_backend(self) -> Backend:
-        """Return a backend under a prefix of its own."""
-        return InParts(RedisConfig(**self.options()))
-
-    async def reopen(self, backend: Backend) -> Backend:
-        """Return another backend under the same prefix."""
-        assert isinstance(backend, InParts)
-        return InParts(backend.config)
+    kind = InParts
 
 
-class TestParts(PartsHarness, BackendValueTests):
-    """Parts on one node."""
-
-
-class TestPartsInCluster(PartsHarness, BackendTests):
+class TestPartsInCluster(RedisHarness, BackendTests):
     """Parts on different nodes."""
 
-    @pytest.fixture(autouse=True)
-    def _server(self, cluster: Sequence[Server]) -> None:
-        self.server = cluster[0]
+    kind = InParts
+    on = "cluster"
 
 
-class TestValkey(TestRedis):
+class TestValkey(RedisHarness, BackendValueTests, BackendConcurrencyTests):
     """Valkey 9."""
 
-    @pytest.fixture(autouse=True)
-    def _server(self, valkey_server: Server) -> None:
-        self.server = valkey_server
+    on = "valkey_server"
 
 
 class TestTLS(RedisHarness, BackendValueTests, BackendConcurrencyTests):
     """TLS, with a user of least rights."""
 
-    @pytest.fixture(autouse=True)
-    def _server(self, tls_server: Server) -> None:
-        self.server = tls_server
+    on = "tls_server"
 
 
-class TestCluster(TestRedis):
+class TestCluster(RedisHarness, BackendValueTests, BackendConcurrencyTests):
     """Three masters; the backend detects the cluster."""
 
-    @pytest.fixture(autouse=True)
-    def _server(self, cluster: Sequence[Server]) -> None:
-        self.server = cluster[0]
+    on = "cluster"
 
 
 class TestOutage(RedisHarness, BackendFailureTests):
@@ -125,17 +96,13 @@ class TestOutage(RedisHarness, BackendFailureTests):
     # The check that stops the server waits for these timeouts a few times.
     more: ClassVar[dict[str, Any]] = {"timeout": 3, "connect_timeout": 3}
 
-    @pytest.fixture(autouse=True)
-    def _server(self, own_server: Server) -> None:
-        self.server = own_server
+    on = "own_server"
 
     async def break_medium(self, backend: Backend) -> bool:
-        """Stop the server (SIGSTOP)."""
         self.server.pause()
         return True
 
     async def mend_medium(self, backend: Backend) -> None:
-        """Resume the server, and wait until the backend has noticed."""
         self.server.resume()
         await _until_back(backend)
 
@@ -150,17 +117,12 @@ async def _until_back(backend: Backend) -> None:
                 await asyncio.sleep(0.02)
 
 
-class RedisTierHarness(TierHarness):
-    """Shared parts of the suites below; the server is Redis from Debian."""
+class RedisTierHarness(OnServer, TierHarness):
+    """Shared parts of the suites below."""
 
     exclusive = False
 
-    @pytest.fixture(autouse=True)
-    def _server(self, redis_server: Server) -> None:
-        self.server = redis_server
-
     def make_config(self) -> dict[str, Any]:
-        """Return the configuration of a tier under an unused prefix."""
         return {"backend": "redis", **options_for(self.server)}
 
 
@@ -171,9 +133,7 @@ class TestRedisTier(RedisTierHarness, TierTests):
 class TestValkeyTier(RedisTierHarness, TierValueTests):
     """A tier over Valkey."""
 
-    @pytest.fixture(autouse=True)
-    def _server(self, valkey_server: Server) -> None:
-        self.server = valkey_server
+    on = "valkey_server"
 
 
 class TestTLSTier(RedisTierHarness, TierValueTests):
@@ -181,17 +141,13 @@ class TestTLSTier(RedisTierHarness, TierValueTests):
 
     forgets = False
 
-    @pytest.fixture(autouse=True)
-    def _server(self, tls_server: Server) -> None:
-        self.server = tls_server
+    on = "tls_server"
 
 
 class TestClusterTier(RedisTierHarness, TierValueTests):
     """A tier over a cluster."""
 
-    @pytest.fixture(autouse=True)
-    def _server(self, cluster: Sequence[Server]) -> None:
-        self.server = cluster[0]
+    on = "cluster"
 
 
 class TestHoldings(RedisHarness, HoldingsTests):

@@ -11,30 +11,33 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.backends.base import RecordGeometry, RecordWrite
-from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.backends.base import RecordWrite
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.redis.clients import NAMESPACE, close_in_any_case
-from tests.redis.fake_server import HELLO, end_server
+from tests.redis.clients import opened
+from tests.redis.fake_server import HELLO, FakeServer, end_server
 
 SIZE = 3 << 20
-GEOMETRY = RecordGeometry(256, SIZE)
 
 
 @dataclass
-class Hasty:
+class Hasty(FakeServer):
     """Observations of a server that answers early."""
 
+    path: str = ""
     received: bytearray = field(default_factory=bytearray)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     dropped: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.path}"
 
 
 @asynccontextmanager
 async def hasty_server(path: Path, answer: bytes) -> AsyncIterator[Hasty]:
     """Run a server that answers a SET as soon as it has the value's length, and reads on much later."""
-    state = Hasty()
+    state = Hasty(path=str(path))
     tasks: set[asyncio.Task[None]] = set()
     writers: list[asyncio.StreamWriter] = []
 
@@ -88,9 +91,7 @@ async def test_nothing_is_sent_after_the_answer(tmp_path: Path, answer: bytes, o
     failures = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failures.append(context))
     async with hasty_server(tmp_path / "s", answer) as server:
-        config = RedisConfig(url=f"unix://{tmp_path / 's'}", connections=1, timeout=20, connect_timeout=20)
-        backend = close_in_any_case(RedisBackend(config))
-        await backend.open(NAMESPACE, GEOMETRY)
+        backend = await opened(server, SIZE, connections=1)
         slot, header = bytearray(b"A" * SIZE), memoryview(bytes(256))
         payload = memoryview(slot)
         assert list(await backend.put([RecordWrite(b"k" * 32, [header, payload])])) == [outcome]
@@ -110,14 +111,11 @@ async def test_a_buffer_that_is_released_too_early_ends_the_connection(tmp_path:
     failures = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failures.append(context))
     async with hasty_server(tmp_path / "s", b"") as server:
-        config = RedisConfig(url=f"unix://{tmp_path / 's'}", connections=1, timeout=20, connect_timeout=20)
-        backend = close_in_any_case(RedisBackend(config))
-        await backend.open(NAMESPACE, GEOMETRY)
+        backend = await opened(server, SIZE, connections=1)
         header, payloads = memoryview(bytes(256)), [memoryview(bytearray(SIZE)) for _ in range(2)]
         put = asyncio.ensure_future(
             backend.put([RecordWrite(bytes([i]) * 32, [header, payload]) for i, payload in enumerate(payloads)])
         )
-        assert backend._topology is not None
         (node,) = backend._topology.nodes
         await eventually_async(lambda: node._connections[0]._writing, what="the first value stuck in the socket")
         payloads[1].release()

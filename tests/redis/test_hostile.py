@@ -6,39 +6,17 @@ import asyncio
 import random
 import socket
 import time
-from collections.abc import Callable
-from typing import Any
 
 import psutil
 import pytest
 
-from kvstore.backends.base import RecordGeometry
-from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.errors import BackendError, BackendUnavailableError
-from kvstore.testing.records import RecordMaker
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.redis.clients import NAMESPACE, close_in_any_case
-from tests.redis.fake_server import FakeServer, Weather, answering, fake_server, reset, stormy
+from tests.redis.clients import maker, opened
+from tests.redis.fake_server import Weather, answering, fake_server, reset, stormy
 
-PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "prefix": "kv:"}
-"""False data is detected at once: no deadline has to pass."""
-GEOMETRY = RecordGeometry(256, 65536)
-
-Script = Callable[[list[bytes], asyncio.StreamWriter], Any]
-
-
-async def connected(server: FakeServer, **more: Any) -> RedisBackend:
-    """Return a backend that is connected to a fake server."""
-    backend = RedisBackend(RedisConfig(url=server.url, **{**PATIENT, **more}))
-    await backend.open(NAMESPACE, GEOMETRY)
-    return close_in_any_case(backend)
-
-
-def maker() -> RecordMaker:
-    """Return a maker of records as long as the backend expects."""
-    return RecordMaker(NAMESPACE, GEOMETRY, random.Random(7))
-
+SIZE = 65536
 
 LIES = {
     "huge value": b"$1073741824\r\n" + b"x" * 1000,
@@ -60,36 +38,33 @@ LIES = {
 async def test_lies_to_get(lie: str) -> None:
     """For any bytes in place of a value, the block fails or is a miss, the guards hold, and the connection closes."""
     async with fake_server(answering(LIES[lie])) as server:
-        backend = await connected(server, connections=1)
-        target = maker().target(b"k" * 32)
+        backend = await opened(server, SIZE, connections=1)
+        target = maker(SIZE).target(b"k" * 32)
         (outcome,) = await backend.get_into([target.read])
         assert target.guards_intact
         assert outcome in (Outcome.CORRUPT, Outcome.IO_ERROR, Outcome.MISS), outcome
         if lie != "two answers":
             assert outcome is not Outcome.MISS
         await eventually_async(lambda: server.open_connections == 0, what="the connection dropped")
-        await backend.close()
 
 
 @pytest.mark.parametrize("lie", ["integer for a value", "array for a value", "garbage", "endless line", "http"])
 async def test_lies_to_put(lie: str) -> None:
     """A put with an invalid answer has failed."""
     async with fake_server(answering(LIES[lie])) as server:
-        backend = await connected(server)
-        (outcome,) = await backend.put([maker().write(b"k" * 32, b"payload")])
+        backend = await opened(server, SIZE)
+        (outcome,) = await backend.put([maker(SIZE).write(b"k" * 32, b"payload")])
         assert outcome is Outcome.IO_ERROR
         assert backend.last_error
-        await backend.close()
 
 
 @pytest.mark.parametrize("lie", ["text for a value", "garbage", "bomb of arrays", "huge value"])
 async def test_lies_to_exists(lie: str) -> None:
     """A lookup with an invalid answer raises one clear error and is not a miss."""
     async with fake_server(answering(LIES[lie])) as server:
-        backend = await connected(server)
+        backend = await opened(server, SIZE)
         with pytest.raises(BackendUnavailableError, match=r"^\[redis\] "):
             await backend.exists([b"k" * 32] * 5)
-        await backend.close()
 
 
 @pytest.mark.parametrize("hello", [b"*1000000\r\n", b"$100\r\n", b"garbage\r\n", b"+" + b"x" * 70_000, b""])
@@ -98,7 +73,7 @@ async def test_lies_to_hello(hello: bytes) -> None:
     async with fake_server(answering(b""), hello=hello) as server:
         started = time.monotonic()
         with pytest.raises(BackendError):
-            await connected(server, connect_timeout=0.5, timeout=300)
+            await opened(server, SIZE, connect_timeout=0.5, timeout=300)
         # The rest is allowance for a busy machine.
         assert time.monotonic() - started < 30
 
@@ -114,9 +89,9 @@ async def test_endless_value_costs_no_memory() -> None:
 
     before = psutil.Process().memory_info().rss
     async with fake_server(endless) as server:
-        backend = await connected(server)
+        backend = await opened(server, SIZE)
         for _ in range(20):
-            target = maker().target(b"k" * 32)
+            target = maker(SIZE).target(b"k" * 32)
             (outcome,) = await backend.get_into([target.read])
             assert outcome is Outcome.IO_ERROR and target.guards_intact
         await backend.close()
@@ -135,12 +110,11 @@ async def test_trickle_costs_a_deadline() -> None:
 
     async with fake_server(trickle) as server:
         # A byte every 10 ms: without the deadline it would take ten minutes.
-        backend = await connected(server, timeout=0.2)
+        backend = await opened(server, SIZE, timeout=0.2)
         started = time.monotonic()
-        (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+        (outcome,) = await backend.get_into([maker(SIZE).target(b"k" * 32).read])
         assert outcome is Outcome.TIMEOUT
         assert time.monotonic() - started < 30
-        await backend.close()
 
 
 async def test_questions_that_were_asked_together_have_one_deadline() -> None:
@@ -152,10 +126,9 @@ async def test_questions_that_were_asked_together_have_one_deadline() -> None:
         await asyncio.sleep(0.02)
 
     async with fake_server(trickle) as server:
-        backend = await connected(server, timeout=0.5)
+        backend = await opened(server, SIZE, timeout=0.5)
         answers = await backend.exists([bytes([number % 256]) * 32 for number in range(1000)])
         assert answers.count(None) > 500 and "no answer within" in backend.last_error
-        await backend.close()
 
 
 async def test_early_close_is_tried_once_more() -> None:
@@ -168,11 +141,10 @@ async def test_early_close_is_tried_once_more() -> None:
             writer.close()
 
     async with fake_server(hang_up) as server:
-        backend = await connected(server, connections=1)
-        (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+        backend = await opened(server, SIZE, connections=1)
+        (outcome,) = await backend.get_into([maker(SIZE).target(b"k" * 32).read])
         assert outcome is Outcome.IO_ERROR
         assert 2 <= len(server.commands) <= 6
-        await backend.close()
 
 
 async def test_retries_are_a_tenth_of_the_load() -> None:
@@ -182,12 +154,11 @@ async def test_retries_are_a_tenth_of_the_load() -> None:
         writer.close()
 
     async with fake_server(hang_up) as server:
-        backend = await connected(server, connections=1, breaker_failures=1000)
+        backend = await opened(server, SIZE, connections=1, breaker_failures=1000)
         calls = 300
         for _ in range(calls):
-            await backend.get_into([maker().target(b"k" * 32).read])
+            await backend.get_into([maker(SIZE).target(b"k" * 32).read])
         assert len(server.commands) <= 1.1 * calls + 25
-        await backend.close()
 
 
 ERRORS = {
@@ -211,15 +182,14 @@ ERRORS = {
 async def test_errors_become_outcomes(error: bytes) -> None:
     """Each server error maps to an outcome for puts and gets, is raised for lookups, and takes bounded attempts."""
     async with fake_server(answering(error)) as server:
-        backend = await connected(server)
-        (put,) = await backend.put([maker().write(b"k" * 32, b"x")])
+        backend = await opened(server, SIZE)
+        (put,) = await backend.put([maker(SIZE).write(b"k" * 32, b"x")])
         assert put is ERRORS[error]
-        (got,) = await backend.get_into([maker().target(b"k" * 32).read])
+        (got,) = await backend.get_into([maker(SIZE).target(b"k" * 32).read])
         assert got is ERRORS[error]
         with pytest.raises(BackendError):
             await backend.exists([b"k" * 32])
         assert len(server.commands) <= 3 * 6
-        await backend.close()
 
 
 async def test_a_busy_slot_is_asked_again() -> None:
@@ -230,10 +200,9 @@ async def test_a_busy_slot_is_asked_again() -> None:
         await writer.drain()
 
     async with fake_server(busy_once) as server:
-        backend = await connected(server)
+        backend = await opened(server, SIZE)
         assert await backend.exists([b"k" * 32]) == [True]
         assert len(server.commands) == 2
-        await backend.close()
 
 
 async def test_errors_never_quote_the_server() -> None:
@@ -241,7 +210,7 @@ async def test_errors_never_quote_the_server() -> None:
     echo = b"-ERR unknown command 'HELLO', with args beginning with: '3' 'AUTH' 'default' 'canary-secret'\r\n"
     async with fake_server(answering(echo), hello=echo) as server:
         with pytest.raises(BackendError) as caught:
-            await connected(server, password="canary-secret")
+            await opened(server, SIZE, password="canary-secret")
     error: BaseException | None = caught.value
     while error is not None:
         assert "canary" not in str(error) and "canary" not in repr(error)
@@ -252,8 +221,8 @@ async def test_a_redirect_leads_to_no_stranger() -> None:
     """A server that is not a cluster cannot redirect us."""
     async with fake_server(answering(b"$-1\r\n")) as other:
         async with fake_server(answering(b"-MOVED 1 127.0.0.1:%d\r\n" % other.port)) as server:
-            backend = await connected(server)
-            (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+            backend = await opened(server, SIZE)
+            (outcome,) = await backend.get_into([maker(SIZE).target(b"k" * 32).read])
             assert outcome is Outcome.IO_ERROR
             await backend.close()
         assert other.connections == 0

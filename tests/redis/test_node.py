@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvstore.backends.base import RecordGeometry
-from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.backends.redis import RedisBackend
 from kvstore.backends.redis.failures import NodeDownError, SkippedError
 from kvstore.backends.redis.topology import slot_of
 from kvstore.errors import BackendError
@@ -23,26 +23,13 @@ from kvstore.testing.records import RecordMaker
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.redis.clients import NAMESPACE, backend_on, close_in_any_case, opened
+from tests.redis.clients import NAMESPACE, backend_on, maker, opened
 from tests.redis.fake_server import HELLO, FakeServer, fake_server, reset
 from tests.redis.mix import PAYLOAD_BYTES, Mix
 from tests.redis.servers import Server, cluster_nodes, join_cluster, plain, running
 
 SIZE = 65536
 GEOMETRY = RecordGeometry(256, SIZE)
-
-
-def maker(seed: int = 5) -> RecordMaker:
-    """Return a maker of records."""
-    return RecordMaker(NAMESPACE, GEOMETRY, random.Random(seed))
-
-
-async def on(server: FakeServer, **more: Any) -> RedisBackend:
-    """Return a backend that is connected to a fake server."""
-    options = {"timeout": 20, "connect_timeout": 20, **more}
-    backend = RedisBackend(RedisConfig(url=server.url, **options))
-    await backend.open(NAMESPACE, GEOMETRY)
-    return close_in_any_case(backend)
 
 
 @asynccontextmanager
@@ -60,7 +47,7 @@ async def silent(**more: Any) -> AsyncIterator[tuple[FakeServer, asyncio.Event, 
 
     tasks: list[asyncio.Future[None]] = []
     async with fake_server(script) as server:
-        backend = await on(server, **more)
+        backend = await opened(server, SIZE, **more)
         try:
             yield server, go_on, backend
         finally:
@@ -85,7 +72,7 @@ async def test_what_is_under_way_is_bounded(
     monkeypatch.setattr("kvstore.backends.redis.node._PIPELINE_DEPTH", depth)
     monkeypatch.setattr("kvstore.backends.redis.node._IN_FLIGHT_BYTES", in_flight_bytes)
     async with silent(connections=connections) as (server, go_on, backend):
-        reads = [maker().target(bytes([i]) * 32).read for i in range(40)]
+        reads = [maker(SIZE).target(bytes([i]) * 32).read for i in range(40)]
         call = asyncio.ensure_future(backend.get_into(reads))
         await eventually_async(lambda: len(server.commands) >= under_way, what="all connections busy")
         for _ in range(20):
@@ -102,10 +89,10 @@ async def test_too_many_requests_fail_at_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("kvstore.backends.redis.node._QUEUE_MAX", 10)
     monkeypatch.setattr("kvstore.backends.redis.node._PIPELINE_DEPTH", 1)
     async with silent(connections=1) as (server, go_on, backend):
-        read_ = [maker().target(bytes([i]) * 32).read for i in range(10)]
+        read_ = [maker(SIZE).target(bytes([i]) * 32).read for i in range(10)]
         waiting = asyncio.ensure_future(backend.get_into(read_))
         await eventually_async(lambda: len(server.commands) == 1, what="the first one under way")
-        more = [maker().target(b"m" * 32).read for _ in range(5)]
+        more = [maker(SIZE).target(b"m" * 32).read for _ in range(5)]
         assert list(await backend.get_into(more)) == [Outcome.IO_ERROR] * 5
         assert "too many requests wait" in backend.last_error
         go_on.set()
@@ -118,22 +105,19 @@ async def test_after_a_late_answer_no_idle_connection_is_trusted() -> None:
         go_on.set()
 
         async def all_open() -> bool:
-            await backend.get_into([maker().target(bytes([i]) * 32).read for i in range(9)])
+            await backend.get_into([maker(SIZE).target(bytes([i]) * 32).read for i in range(9)])
             return backend.stats().gauges["connections"] == 3
 
-        async with asyncio.timeout(60):
-            while not await all_open():
-                await asyncio.sleep(0.01)
+        await eventually_async(all_open, 60)
         go_on.clear()
-        assert list(await backend.get_into([maker().target(b"k" * 32).read])) == [Outcome.TIMEOUT]
+        assert list(await backend.get_into([maker(SIZE).target(b"k" * 32).read])) == [Outcome.TIMEOUT]
         assert backend.stats().gauges["connections"] == 0
-        assert list(await backend.get_into([maker().target(b"k" * 32).read])) == [Outcome.IO_ERROR]
+        assert list(await backend.get_into([maker(SIZE).target(b"k" * 32).read])) == [Outcome.IO_ERROR]
 
 
 async def test_a_question_about_the_server_ends_whatever_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A query of the operator's tools has a deadline of its own, even in the queue, and is not sent after it."""
     async with silent(timeout=0.2, connect_timeout=0.2) as (server, go_on, backend):
-        assert backend._topology is not None
         (node,) = backend._topology.nodes
         monkeypatch.setattr(node, "_roomiest", lambda size_bytes: None)
         async with asyncio.timeout(60):
@@ -141,20 +125,20 @@ async def test_a_question_about_the_server_ends_whatever_it_waits_for(monkeypatc
                 await node.ask(b"SCAN", b"0")
         monkeypatch.undo()
         go_on.set()
-        assert list(await backend.get_into([maker().target(b"k" * 32).read])) == [Outcome.MISS]
+        assert list(await backend.get_into([maker(SIZE).target(b"k" * 32).read])) == [Outcome.MISS]
         assert [command[0] for command in server.commands] == [b"GET"]
 
 
 async def test_a_request_is_not_moved_for_ever() -> None:
     """A request whose connection is repeatedly closed by others' cancellations ends as a failure."""
     async with silent(connections=1) as (server, _, backend):
-        patient = asyncio.ensure_future(backend.get_into([maker().target(b"p" * 32).read]))
+        patient = asyncio.ensure_future(backend.get_into([maker(SIZE).target(b"p" * 32).read]))
         await eventually_async(lambda: server.commands, what="the request sent")
         for _ in range(40):
             if patient.done():
                 break
             seen = len(server.commands)
-            other = asyncio.ensure_future(backend.get_into([maker().target(b"o" * 32).read]))
+            other = asyncio.ensure_future(backend.get_into([maker(SIZE).target(b"o" * 32).read]))
             await eventually_async(
                 lambda seen=seen: any(b"6f6f" in command[-1] for command in server.commands[seen:]), what="the other"
             )
@@ -171,19 +155,18 @@ async def test_a_server_that_drops_us_is_left_alone(hello: bytes) -> None:
         writer.close()
 
     async with fake_server(drop) as server:
-        backend = await on(server)
+        backend = await opened(server, SIZE)
         server.hello = hello
         started, before = time.monotonic(), server.connections
         calls = 0
         while time.monotonic() < started + 1.5 or calls <= 20:
             calls += 1
-            (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+            (outcome,) = await backend.get_into([maker(SIZE).target(b"k" * 32).read])
             assert outcome is Outcome.IO_ERROR
             await asyncio.sleep(0.002)
         # Pauses of 50 ms and more, doubled up to 3 s, of which at least half passes: six within 1.6 s, eight
         # within 4.7 s, then one per 1.5 s; plus one call's own attempts.
         assert server.connections - before <= 9 + (time.monotonic() - started) / 1.5
-        await backend.close()
 
 
 Slots = list[tuple[int, int]]
@@ -207,7 +190,7 @@ async def test_a_slot_that_nobody_served_is_found() -> None:
     """The state of a slot without a node is unknown; when a node takes the slot, we find it without a notification."""
     slots: Slots = [(0, 99)]
     async with fake_server(cluster_script(lambda: slots, lambda command: b":1\r\n")) as server:
-        backend = await on(server, mode="cluster")
+        backend = await opened(server, SIZE, mode="cluster")
         key = b"q" * 32
         assert slot_of(backend._ready().key_of(key)) > 99
         assert list(await backend.exists([key])) == [None]
@@ -216,11 +199,7 @@ async def test_a_slot_that_nobody_served_is_found() -> None:
         async def found() -> bool:
             return list(await backend.exists([key])) == [True]
 
-        deadline = time.monotonic() + 60
-        while not await found():
-            assert time.monotonic() < deadline, "the map of the cluster was never asked for again"
-            await asyncio.sleep(0.01)
-        await backend.close()
+        await eventually_async(found, 60, "the map of the cluster was never asked for again")
 
 
 @pytest.mark.parametrize("host", [b"\x00nowhere", b".nowhere", b"nowhere.invalid"])
@@ -228,22 +207,20 @@ async def test_a_redirect_to_an_impossible_name(host: bytes) -> None:
     """A redirect to an unusable host name fails in time."""
     script = cluster_script(lambda: [(0, 16383)], lambda command: b"-ASK 1 %b:7000\r\n" % host)
     async with fake_server(script) as server:
-        backend = await on(server, mode="cluster", insecure=True, connect_timeout=1)
+        backend = await opened(server, SIZE, mode="cluster", insecure=True, connect_timeout=1)
         async with asyncio.timeout(60):
-            (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+            (outcome,) = await backend.get_into([maker(SIZE).target(b"k" * 32).read])
         assert outcome in (Outcome.IO_ERROR, Outcome.MISS)
-        await backend.close()
 
 
 async def test_a_redirect_to_another_machine_without_tls(caplog: pytest.LogCaptureFixture) -> None:
     """A cluster that names other machines receives no data there without TLS; the reason is logged on first use."""
     script = cluster_script(lambda: [(0, 16383)], lambda command: b"-MOVED 1 192.0.2.7:7000\r\n")
     async with fake_server(script) as server:
-        backend = await on(server, mode="cluster")
-        (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+        backend = await opened(server, SIZE, mode="cluster")
+        (outcome,) = await backend.get_into([maker(SIZE).target(b"k" * 32).read])
         assert outcome is Outcome.IO_ERROR
         assert "192.0.2.7" in backend.last_error and "TLS" in backend.last_error
-        await backend.close()
 
 
 @pytest.mark.parametrize("kind", ["INFO", "CLUSTER"])
@@ -260,11 +237,11 @@ async def test_endless_answers_to_the_control_plane(kind: str) -> None:
     async with fake_server(endless, info=None) as server:
         async with asyncio.timeout(60):
             if kind == "INFO":
-                backend = await on(server, connect_timeout=1)
+                backend = await opened(server, SIZE, connect_timeout=1)
                 await backend.close()
             else:
                 with pytest.raises(BackendError, match="CLUSTER SLOTS failed"):
-                    await on(server, connect_timeout=1, mode="cluster")
+                    await opened(server, SIZE, connect_timeout=1, mode="cluster")
 
 
 @pytest.mark.parametrize("sentinel", [False, True])
@@ -282,7 +259,7 @@ async def test_the_control_plane_never_quotes_the_server(sentinel: bool) -> None
             address = f"127.0.0.1:{server.port}"
             more = {"sentinels": (address,), "sentinel_master": "m", "sentinel_password": "canary-secret"}
         with pytest.raises(BackendError) as caught:
-            await on(server, **more)
+            await opened(server, SIZE, **more)
         assert any(b"canary-secret" in command for command in server.commands), "the password was never sent"
     error: BaseException | None = caught.value
     while error is not None:
@@ -300,8 +277,8 @@ async def test_nothing_goes_on_after_close() -> None:
 
     answers = cluster_script(lambda: [(0, 16383)], lambda command: b"")
     async with fake_server(slow) as server:
-        backend = await on(server, mode="cluster")
-        calls = [asyncio.ensure_future(backend.get_into([maker().target(bytes([i]) * 32).read])) for i in range(4)]
+        backend = await opened(server, SIZE, mode="cluster")
+        calls = [asyncio.ensure_future(backend.get_into([maker(SIZE).target(bytes([i]) * 32).read])) for i in range(4)]
         await eventually_async(lambda: len(server.commands) >= 4, what="calls under way")
         await backend.close()
         for call in calls:
@@ -339,8 +316,8 @@ async def test_close_waits_for_a_call_between_two_attempts(monkeypatch: pytest.M
     monkeypatch.setattr("kvstore.backends.redis.exchange._LATER_PAUSE_S", 0.3)
     script = cluster_script(lambda: [(0, 16383)], lambda command: b"-TRYAGAIN several keys\r\n")
     async with fake_server(script) as server:
-        backend = await on(server, mode="cluster")
-        call = asyncio.ensure_future(backend.get_into([maker().target(b"k" * 32).read]))
+        backend = await opened(server, SIZE, mode="cluster")
+        call = asyncio.ensure_future(backend.get_into([maker(SIZE).target(b"k" * 32).read]))
         await eventually_async(lambda: backend.stats().counters["retries"], what="the pause")
         await backend.close()
         assert call.done()
@@ -351,7 +328,7 @@ async def test_nodes_that_were_left_are_closed() -> None:
     """A node that serves no slots any more is dropped; a close right then leaves none of its connections."""
     script = cluster_script(lambda: [(0, 16383)], lambda command: b":1\r\n")
     async with fake_server(script) as server:
-        backend = await on(server, mode="cluster")
+        backend = await opened(server, SIZE, mode="cluster")
         topology = backend._topology
         assert topology is not None and server.open_connections > 0
         topology._keep([])
@@ -391,7 +368,6 @@ async def test_one_stopped_node_of_a_cluster(tmp_path: Path) -> None:
             await asyncio.sleep(0.05)
         mix = Mix(backend, fresh_seed(), calm=True)
         await mix.run(500)
-        await backend.close()
 
 
 def _keys_of(backend: RedisBackend, values: dict[BlockKey, bytes], server: Server) -> set[BlockKey]:
@@ -415,13 +391,12 @@ async def test_redirects_in_a_circle_end(redirect: bytes) -> None:
     """Circular redirects cost a few commands, and the block fails."""
     script = cluster_script(lambda: [(0, 16383)], lambda command: redirect % server.port)
     async with fake_server(script) as server:
-        backend = await on(server, mode="cluster")
+        backend = await opened(server, SIZE, mode="cluster")
         before = len(server.commands)
-        (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+        (outcome,) = await backend.get_into([maker(SIZE).target(b"k" * 32).read])
         assert outcome is Outcome.IO_ERROR
         gets = [command for command in server.commands[before:] if command[0] == b"GET"]
         assert 2 <= len(gets) <= 5
-        await backend.close()
 
 
 async def test_a_thousand_questions_are_one_round_trip() -> None:
@@ -470,8 +445,7 @@ async def test_a_pause_that_is_over_holds_nobody_up(monkeypatch: pytest.MonkeyPa
         writer.write(b":0\r\n")
 
     async with fake_server(script) as server:
-        backend = await on(server)
-        assert backend._topology is not None
+        backend = await opened(server, SIZE)
         (node,) = backend._topology.nodes
         node._note_failure(NodeDownError("as if a connection had failed"))
         await node._open_one()
@@ -479,7 +453,6 @@ async def test_a_pause_that_is_over_holds_nobody_up(monkeypatch: pytest.MonkeyPa
             connection.close()
         async with asyncio.timeout(60):
             assert list(await backend.exists([b"k" * 32])) == [False]
-        await backend.close()
 
 
 @pytest.mark.parametrize("connections", [1, 4])
@@ -500,8 +473,7 @@ async def test_a_server_that_is_back_is_used_at_once(connections: int, end: str)
                 (reset if end == "reset" else asyncio.StreamWriter.close)(writer)
 
         server.on_hello = on_hello
-        backend = await on(server, connections=connections)
-        assert backend._topology is not None
+        backend = await opened(server, SIZE, connections=connections)
         (node,) = backend._topology.nodes
         for _ in range(10):
             await backend.exists([b"k" * 32])
@@ -517,13 +489,10 @@ async def test_a_server_that_is_back_is_used_at_once(connections: int, end: str)
                 except BackendError:
                     return False
 
-            async with asyncio.timeout(60):
-                while not await asked():
-                    await asyncio.sleep(0.01)
+            await eventually_async(asked, 60)
             assert node.waiting_count == 0
         await eventually_async(lambda: node._coming_back is None, what="an end of the tries to come back")
         assert node.connection_count <= connections
-        await backend.close()
 
 
 async def test_an_outage_is_one_warning_and_a_refused_start_is_none(

@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 
 from kvstore.backends.base import RecordGeometry
-from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.backends.redis import RedisBackend
 from kvstore.testing.records import RecordMaker
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.redis.clients import NAMESPACE, fresh_prefix, opened
+from tests.redis.clients import NAMESPACE, opened
 from tests.redis.fake_server import Weather, stormy
 from tests.redis.mix import PAYLOAD_BYTES, Mix
 from tests.redis.servers import (
     Server,
+    by_sentinels,
     cli,
     cluster_nodes,
     join_cluster,
@@ -88,19 +89,11 @@ async def calm(server: Server, **more: Any) -> None:
     await backend.close()
 
 
-async def test_redis(redis_server: Server) -> None:
-    """Redis of Debian: exact results, no lost block."""
-    await calm(redis_server)
-
-
-async def test_valkey(valkey_server: Server) -> None:
-    """Valkey 9: exact results, no lost block."""
-    await calm(valkey_server)
-
-
-async def test_unix_socket(redis_server: Server) -> None:
-    """A unix socket: exact results, no lost block."""
-    await calm(redis_server, url=f"unix://{redis_server.unix_path}")
+@pytest.mark.parametrize("kind", ["redis", "valkey", "unix socket"])
+async def test_plain_server(request: pytest.FixtureRequest, kind: str) -> None:
+    """Redis of Debian, Valkey 9, and a unix socket: exact results, no lost block."""
+    server: Server = request.getfixturevalue("valkey_server" if kind == "valkey" else "redis_server")
+    await calm(server, **({"url": f"unix://{server.unix_path}"} if kind == "unix socket" else {}))
 
 
 async def test_tls_with_acl(tls_server: Server) -> None:
@@ -132,7 +125,6 @@ async def test_cluster_whose_master_dies(tmp_path: Path) -> None:
         mix.calm = True
         await mix.run(4000)
         print(mix, f"back after {took_s:.1f} s")
-        await backend.close()
 
 
 @pytest.mark.parametrize("kind", ["redis", "valkey"])
@@ -143,12 +135,7 @@ async def test_sentinel_fail_over(tmp_path: Path, kind: str) -> None:
     watchers = sentinels(master, tmp_path)
     with running(master, replica, *watchers):
         await asyncio.to_thread(until_watched, watchers)
-        config = RedisConfig(
-            url="redis://", prefix=fresh_prefix(), sentinel_master="kv-master",
-            sentinels=tuple(f"127.0.0.1:{server.port}" for server in watchers), **QUICK,
-        )  # fmt: skip
-        backend = RedisBackend(config)
-        await backend.open(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES))
+        backend = await opened(master, PAYLOAD_BYTES, **by_sentinels(watchers), **QUICK)
         mix = Mix(backend, fresh_seed(), calm=True)
         await mix.run(6000)
         mix.calm = False
@@ -211,35 +198,6 @@ async def test_bad_network(redis_server: Server, kind: str) -> None:
         print(kind, weather.injected, mix)
     healthy = await opened(redis_server, PAYLOAD_BYTES)
     assert set(await healthy.exists([b"a" * 32])) == {False}
-    await healthy.close()
-
-
-async def test_stopped_server_costs_a_deadline(own_server: Server) -> None:
-    """A server stopped by SIGSTOP costs one call its deadline at most, and later calls nothing, until it resumes."""
-    backend = await opened(own_server, PAYLOAD_BYTES, **QUICK)
-    mix = Mix(backend, fresh_seed(), calm=True)
-    await mix.run(1000)
-    own_server.pause()
-    try:
-        durations = []
-        for _ in range(8):
-            started = time.monotonic()
-            target = _target(mix)
-            (outcome,) = await backend.get_into([target.read])
-            durations.append(time.monotonic() - started)
-            assert outcome in (Outcome.TIMEOUT, Outcome.IO_ERROR)
-        # The time above the deadline is an allowance for a busy machine.
-        assert max(durations) < QUICK["timeout"] + 20, durations
-        assert min(durations) < QUICK["timeout"] / 2, f"a node that is known to be down is not asked: {durations}"
-    finally:
-        own_server.resume()
-    await settled(backend)
-    await backend.close()
-
-
-def _target(mix: Mix) -> Any:
-    maker = RecordMaker(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES), random.Random(mix.seed))
-    return maker.target(maker.key())
 
 
 async def test_killed_and_started_again(own_server: Server) -> None:
@@ -253,7 +211,6 @@ async def test_killed_and_started_again(own_server: Server) -> None:
         await until_noticed(mix)
         await asyncio.to_thread(own_server.start)
     await settled(backend)
-    await backend.close()
 
 
 @pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru", "volatile-lru"])
@@ -278,4 +235,3 @@ async def test_full_server(tmp_path: Path, policy: str, caplog: pytest.LogCaptur
                 found += 1
                 assert maker.content(target) == payload
         assert 0 < found < 300
-        await backend.close()

@@ -91,4 +91,3 @@ async def test_a_lost_part_is_a_miss_and_the_rest_goes(redis_server: Server, los
     assert maker.content(target) == payload
     await backend.delete([key])
     assert cli(redis_server, "EXISTS", *names).strip() == "0"
-    await backend.close()

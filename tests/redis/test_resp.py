@@ -69,7 +69,7 @@ def feed(reader: ReplyReader, data: bytes, cuts: list[int]) -> list[Reply]:
     return found
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(replies, max_size=6), st.lists(st.integers(0, 10**6), max_size=12), st.randoms(use_true_random=False))
 def test_any_split_gives_the_same_replies(wanted: list[Reply], cuts: list[int], rng: random.Random) -> None:
     """Replies of all types are decoded correctly, wherever the stream is cut."""
@@ -79,7 +79,7 @@ def test_any_split_gives_the_same_replies(wanted: list[Reply], cuts: list[int], 
     assert feed(reader, b"".join(encoded(reply, rng) for reply in wanted), cuts) == wanted
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.one_of(st.none(), values, st.integers(0, 1)), min_size=1, max_size=12),
     st.lists(st.integers(0, 10**6), max_size=20),
@@ -113,7 +113,7 @@ def test_values_go_into_their_targets(wanted: list[bytes | int | None], cuts: li
         assert room == held + b"\xc7" * (4000 - len(held))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.sampled_from(["OK", 0, 1, "OK", 0, 1, -1, 10, "", "OKAY", b"", b"+OK\r\n", None, ErrorReply("ERR", "no")]),
@@ -133,7 +133,7 @@ def test_runs_of_short_replies(wanted: list[Reply], cuts: list[int], more: bytes
         feed(reader, more, [])
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=6), st.booleans())
 @example(b"$" + b"9" * 500, [], True)
 @example(b"*1000000000\r\n", [], False)
@@ -150,7 +150,7 @@ def test_garbage_is_an_error_or_a_reply(data: bytes, cuts: list[int], has_target
     assert room[32:] == b"\xc7" * 32
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(replies, min_size=1, max_size=4), st.data())
 def test_damaged_streams(wanted: list[Reply], data: st.DataObject) -> None:
     """A valid stream with a few changed bytes gives replies or ``ProtocolError``."""

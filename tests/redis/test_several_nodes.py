@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,18 +12,15 @@ from typing import Any
 import psutil
 import pytest
 
-from kvstore.backends.base import RecordGeometry
-from kvstore.backends.redis import RedisBackend, RedisConfig, topology
+from kvstore.backends.redis import RedisBackend, topology
 from kvstore.backends.redis.failures import refusal
 from kvstore.backends.redis.resp import ErrorReply
 from kvstore.errors import BackendError
-from kvstore.testing.records import RecordMaker
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.redis.clients import NAMESPACE, close_in_any_case
+from tests.redis.clients import maker, opened
 from tests.redis.fake_server import FakeServer, fake_server, reset
 
-GEOMETRY = RecordGeometry(256, 2048)
 SLOTS = 16384
 
 
@@ -106,15 +102,8 @@ class Small(RedisBackend):
 
 async def on(node: FakeNode, kind: type[RedisBackend] = RedisBackend, **more: Any) -> RedisBackend:
     """Return a backend that is connected to a cluster."""
-    options = {"timeout": 20, "connect_timeout": 20, "mode": "cluster", "ttl": 0, **more}
-    backend = kind(RedisConfig(url=node.server.url, **options))
-    await backend.open(NAMESPACE, GEOMETRY if kind is Small else RecordGeometry(256, 1024))
-    return close_in_any_case(backend)
-
-
-def maker() -> RecordMaker:
-    """Return a maker of records."""
-    return RecordMaker(NAMESPACE, RecordGeometry(256, 1024), random.Random(3))
+    more = {"prefix": "kv:", "mode": "cluster", "ttl": 0, **more}
+    return await opened(node.server, 2048 if kind is Small else 1024, kind=kind, **more)
 
 
 def keys_by_node(backend: RedisBackend, count: int) -> tuple[list[BlockKey], list[BlockKey]]:
@@ -136,7 +125,7 @@ async def test_a_node_that_refuses_costs_only_what_lies_there(error: bytes) -> N
     async with nodes_of_a_cluster(2) as (well, ill):
         backend = await on(well)
         on_well, on_ill = keys_by_node(backend, 20)
-        records = maker()
+        records = maker(1024)
         assert set(await backend.put([records.write(key, key) for key in on_well + on_ill])) == {Outcome.OK}
         ill.instead = lambda command: error
         for keys in (on_ill, on_ill + on_well, on_ill[:1]):
@@ -150,10 +139,7 @@ async def test_a_node_that_refuses_costs_only_what_lies_there(error: bytes) -> N
         async def all_there() -> bool:
             return list(await backend.exists(on_ill)) == [True] * len(on_ill)
 
-        async with asyncio.timeout(60):
-            while not await all_there():
-                await asyncio.sleep(0.01)
-        await backend.close()
+        await eventually_async(all_there, 60)
 
 
 async def test_a_node_that_refuses_is_left_alone() -> None:
@@ -162,7 +148,7 @@ async def test_a_node_that_refuses_is_left_alone() -> None:
         backend = await on(well)
         _, on_ill = keys_by_node(backend, 20)
         ill.instead = lambda command: b"-LOADING the dataset\r\n"
-        records = maker()
+        records = maker(1024)
         for key in on_ill[:5]:
             await backend.exists([key])
         before = ill.count(b"EXISTS") + ill.count(b"GET") + ill.count(b"SET")
@@ -170,7 +156,6 @@ async def test_a_node_that_refuses_is_left_alone() -> None:
         outcomes += [(await backend.put([records.write(key, b"x")]))[0] for key in on_ill]
         assert ill.count(b"EXISTS") + ill.count(b"GET") + ill.count(b"SET") - before <= 4
         assert outcomes.count(Outcome.MISS) >= 16 and outcomes.count(Outcome.SHED) >= 16
-        await backend.close()
 
 
 async def test_a_trial_that_is_cancelled_does_not_shut_a_node_out() -> None:
@@ -178,7 +163,7 @@ async def test_a_trial_that_is_cancelled_does_not_shut_a_node_out() -> None:
     async with nodes_of_a_cluster(2) as (well, ill):
         backend = await on(well, timeout=2, connect_timeout=2)
         _, on_ill = keys_by_node(backend, 8)
-        records = maker()
+        records = maker(1024)
         assert set(await backend.put([records.write(key, key) for key in on_ill])) == {Outcome.OK}
         ill.instead = lambda command: b"-LOADING the dataset\r\n"
         for key in on_ill:
@@ -194,19 +179,14 @@ async def test_a_trial_that_is_cancelled_does_not_shut_a_node_out() -> None:
             await asyncio.wait([question])
             return ill.count(b"EXISTS") > asked
 
-        async with asyncio.timeout(60):
-            while not await trial_is_cut():
-                pass
+        await eventually_async(trial_is_cut, 60)
         ill.instead = lambda command: None
 
         async def is_taken_back() -> bool:
             read = records.target(on_ill[0]).read
             return list(await backend.get_into([read])) == [Outcome.OK]
 
-        async with asyncio.timeout(60):
-            while not await is_taken_back():
-                await asyncio.sleep(0.01)
-        await backend.close()
+        await eventually_async(is_taken_back, 60)
 
 
 async def test_all_nodes_in_trouble_is_an_error() -> None:
@@ -223,7 +203,6 @@ async def test_all_nodes_in_trouble_is_an_error() -> None:
             except BackendError:
                 answers = "raised"
         assert answers == "raised"
-        await backend.close()
 
 
 async def test_redirects_that_lead_to_the_block_are_not_counted() -> None:
@@ -231,7 +210,7 @@ async def test_redirects_that_lead_to_the_block_are_not_counted() -> None:
     async with nodes_of_a_cluster(2) as (old, new):
         backend = await on(old)
         keys = keys_by_node(backend, 300)[0]
-        records = maker()
+        records = maker(1024)
         for start in range(0, 300, 50):
             await backend.put([records.write(key, key) for key in keys[start : start + 50]])
         new.values, old.values = old.values, {}
@@ -241,14 +220,12 @@ async def test_redirects_that_lead_to_the_block_are_not_counted() -> None:
         for start in range(0, 300, 50):
             reads = [records.target(key).read for key in keys[start : start + 50]]
             assert set(await backend.get_into(reads)) == {Outcome.OK}
-        await backend.close()
 
 
 async def test_a_slot_that_has_moved_is_asked_for_in_its_new_place() -> None:
     """After MOVED, the new node gets the commands of that slot at once, even before the map is refreshed."""
     async with nodes_of_a_cluster(2) as (old, new):
         backend = await on(old)
-        assert backend._topology is not None
         backend._topology._refreshed_at = asyncio.get_running_loop().time() + 1000
         key = keys_by_node(backend, 1)[0][0]
         port = new.server.port
@@ -256,7 +233,6 @@ async def test_a_slot_that_has_moved_is_asked_for_in_its_new_place() -> None:
         for _ in range(5):
             assert list(await backend.exists([key])) == [False]
         assert (old.count(b"EXISTS"), new.count(b"EXISTS")) == (1, 5)
-        await backend.close()
 
 
 async def test_asking_goes_before_what_follows_an_ask() -> None:
@@ -274,7 +250,7 @@ async def test_asking_goes_before_what_follows_an_ask() -> None:
             return None if is_asked else b"-MOVED 1 127.0.0.1:%d\r\n" % ports[0]
 
         new.instead = importing
-        records = maker()
+        records = maker(1024)
         for some in (keys[:1], keys):
             assert set(await backend.exists(some)) == {False}
             assert set(await backend.put([records.write(key, b"payload") for key in some])) == {Outcome.OK}
@@ -284,7 +260,6 @@ async def test_asking_goes_before_what_follows_an_ask() -> None:
             for name in (b"EXISTS", b"SET", b"GET", b"UNLINK"):
                 assert new.count(name) == len(some)
             new.server.commands.clear()
-        await backend.close()
 
 
 async def test_a_closed_backend_follows_no_redirect() -> None:
@@ -292,7 +267,6 @@ async def test_a_closed_backend_follows_no_redirect() -> None:
     async with nodes_of_a_cluster(2) as (old, new):
         backend = await on(old)
         nodes = backend._topology
-        assert nodes is not None
         asked = nodes.nodes[0]
         await backend.close()
         moved = refusal(ErrorReply("MOVED", f"1 127.0.0.1:{new.server.port}"))
@@ -305,20 +279,19 @@ async def test_the_first_part_is_written_last() -> None:
     """The part that makes a block visible is sent after all others, and its first writer wins."""
     async with nodes_of_a_cluster(1) as (node,):
         backend = await on(node, Small)
-        records = RecordMaker(NAMESPACE, GEOMETRY, random.Random(3))
+        records = maker(2048)
         assert list(await backend.put([records.write(b"k" * 32, bytes(2048))])) == [Outcome.OK]
         sets = [command for command in node.server.commands if command[0] == b"SET"]
         assert sorted(command[1][-2:] for command in sets[:-1]) == [b":1", b":2"]
         assert sets[-1][1].endswith(b":0")
         assert [b"NX" in command[3:] for command in sets] == [False, False, True]
-        await backend.close()
 
 
 async def test_parts_of_a_block_that_could_not_be_stored_are_removed() -> None:
     """A refused part makes the store fail, and the parts already stored are removed from the server."""
     async with nodes_of_a_cluster(1) as (node,):
         backend = await on(node, Small)
-        records = RecordMaker(NAMESPACE, GEOMETRY, random.Random(3))
+        records = maker(2048)
         refused: list[bytes] = []
 
         def full_from_the_second_part(command: list[bytes]) -> bytes | None:
@@ -332,7 +305,6 @@ async def test_parts_of_a_block_that_could_not_be_stored_are_removed() -> None:
         assert refused
         unlinked = {command[1][-2:] for command in node.server.commands if command[0] == b"UNLINK"}
         assert unlinked == {b":1", b":2"}
-        await backend.close()
 
 
 async def test_redirects_are_a_tenth_of_the_load() -> None:
@@ -344,9 +316,8 @@ async def test_redirects_are_a_tenth_of_the_load() -> None:
         backend = await on(nodes[0])
         asked = 400
         for start in range(0, asked, 20):
-            await backend.put([maker().write((start + i).to_bytes(32, "big"), b"x") for i in range(20)])
+            await backend.put([maker(1024).write((start + i).to_bytes(32, "big"), b"x") for i in range(20)])
         assert asked <= sum(node.count(b"SET") for node in nodes) <= 1.1 * asked + 70
-        await backend.close()
 
 
 async def test_tries_after_lost_connections_are_a_tenth_of_the_load() -> None:
@@ -361,9 +332,7 @@ async def test_tries_after_lost_connections_are_a_tenth_of_the_load() -> None:
             writer.write(b":0\r\n")
 
     async with fake_server(script) as server:
-        backend = RedisBackend(RedisConfig(url=server.url, connections=1, timeout=20, connect_timeout=20, ttl=0))
-        await backend.open(NAMESPACE, RecordGeometry(256, 1024))
-        close_in_any_case(backend)
+        backend = await opened(server, 1024, connections=1, ttl=0)
         asked = 400
         for number in range(asked):
             with contextlib.suppress(BackendError):
@@ -382,7 +351,6 @@ async def test_a_map_of_too_many_nodes_is_refused(monkeypatch: pytest.MonkeyPatc
     async with nodes_of_a_cluster(3) as nodes:
         backend = await on(nodes[0])
         assert len(backend._topology.nodes if backend._topology else ()) == 3
-        await backend.close()
 
 
 async def test_redirects_make_no_more_nodes_than_a_cluster_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,16 +361,15 @@ async def test_redirects_make_no_more_nodes_than_a_cluster_has(monkeypatch: pyte
         node.instead = lambda command: b"-ASK 1 127.0.0.1:%d\r\n" % next(ports)
         backend = await on(node)
         for number in range(20):
-            await backend.get_into([maker().target(number.to_bytes(32, "big")).read])
+            await backend.get_into([maker(1024).target(number.to_bytes(32, "big")).read])
             assert len(backend._topology.nodes if backend._topology else ()) <= 5
-        await backend.close()
 
 
 async def test_a_replica_that_lags_takes_nothing_away() -> None:
     """Inconsistent parts on a replica are read from the master, and only parts torn there are removed."""
     async with nodes_of_a_cluster(1, replicas=1) as (master, replica):
         writer = await on(master, Small)
-        records = RecordMaker(NAMESPACE, GEOMETRY, random.Random(3))
+        records = maker(2048)
         key = b"k" * 32
         payload = bytes(range(256)) * 8
         await writer.put([records.write(key, payload)])
@@ -423,8 +390,6 @@ async def test_a_replica_that_lags_takes_nothing_away() -> None:
         ]
         assert list(await reader.get_into([records.target(key).read])) == [Outcome.MISS]
         assert not master.values
-        await writer.close()
-        await reader.close()
 
 
 async def test_a_flood_that_nobody_asked_for_ends_the_connection() -> None:
@@ -437,9 +402,7 @@ async def test_a_flood_that_nobody_asked_for_ends_the_connection() -> None:
             await writer.drain()
 
     async with fake_server(script) as server:
-        backend = RedisBackend(RedisConfig(url=server.url, connections=1, timeout=20, connect_timeout=20))
-        await backend.open(NAMESPACE, GEOMETRY)
-        close_in_any_case(backend)
+        backend = await opened(server, 2048, connections=1)
         with contextlib.suppress(BackendError):
             await backend.exists([b"k" * 32])
         await eventually_async(lambda: server.open_connections == 0, what="the connection closed")
@@ -464,9 +427,7 @@ async def test_an_endless_value_for_the_control_plane_costs_no_memory(sentinel: 
         if sentinel:
             more = {"sentinels": (f"127.0.0.1:{server.port}",), "sentinel_master": "m"}
         before = psutil.Process().memory_info().rss
-        backend = RedisBackend(RedisConfig(url=server.url, connect_timeout=20, **more))
         with pytest.raises(BackendError):
-            await backend.open(NAMESPACE, GEOMETRY)
-        await backend.close()
+            await opened(server, **more)
         assert sent < 64
         assert psutil.Process().memory_info().rss - before < 32 << 20

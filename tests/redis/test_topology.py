@@ -25,6 +25,7 @@ from tests.redis.clients import NAMESPACE, opened
 from tests.redis.mix import PAYLOAD_BYTES, Mix
 from tests.redis.servers import (
     Server,
+    by_sentinels,
     cli,
     cluster_nodes,
     join_cluster,
@@ -80,7 +81,6 @@ async def test_slots_on_the_move(tmp_path: Path) -> None:
         await _all_found(backend, maker, values)
         counters = backend.stats().counters
         assert counters["redirects"] > 0, counters
-        await backend.close()
 
 
 def _move_slots(servers: Sequence[Server], slots: Sequence[int]) -> None:
@@ -103,16 +103,7 @@ async def test_replica_reads(tmp_path: Path) -> None:
     watchers = sentinels(master, tmp_path)
     with running(master, replica, *watchers):
         await asyncio.to_thread(until_watched, watchers)
-        backend = await opened(
-            master,
-            PAYLOAD_BYTES,
-            url="redis://",
-            sentinel_master="kv-master",
-            sentinels=tuple(f"127.0.0.1:{server.port}" for server in watchers),
-            read_from="replica",
-            timeout=20,
-            connect_timeout=20,
-        )
+        backend = await opened(master, PAYLOAD_BYTES, **by_sentinels(watchers), read_from="replica")
         mix = Mix(backend, fresh_seed(), calm=False)
         await mix.run(1000)
         maker = RecordMaker(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES), random.Random(1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import pytest
 from kvstore import Namespace
 from kvstore.errors import BackendUnavailableError
 from kvstore.runtime.process import ChildConnection, ProcessSpec, SharedBacking
-from kvstore.runtime.wire import Ping, Stop, pack
+from kvstore.runtime.wire import Ping, pack
 
 SLOT = 8192
 OPTIONS = {"capacity": "1MiB"}
@@ -41,23 +40,6 @@ def connection(spec: ProcessSpec) -> Iterator[ChildConnection]:
         yield connection
     finally:
         connection.end()
-
-
-def test_a_child_that_is_told_to_stop_closes_and_ends_by_itself(connection: ChildConnection) -> None:
-    """The child ends without a kill, and the socket with it."""
-    connection.write(bytearray(pack([Stop()])))
-    while connection.read() is not None:
-        assert connection.wait(60)
-    assert connection.end(60)
-    assert connection.gone
-
-
-def test_a_child_that_does_not_listen_is_killed(connection: ChildConnection) -> None:
-    """A stopped child is gone after end(), which reports that it was killed."""
-    os.kill(connection.pid, signal.SIGSTOP)
-    assert not connection.gone
-    assert not connection.end(for_ever=True)
-    assert connection.gone
 
 
 def test_a_child_that_nobody_wants_any_more_is_not_waited_for(spec: ProcessSpec) -> None:

@@ -1,10 +1,9 @@
-"""Limiter, BufferPool, Workers: no grant or buffer is lost or handed out twice, whatever is cancelled."""
+"""Limiter and BufferPool: no grant or buffer is lost or handed out twice, whatever is cancelled."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from kvstore.errors import ConfigError
 from kvstore.runtime.buffers import BufferPool, SlotBuffers
 from kvstore.runtime.limits import CallsUnderWay, Limiter, Precedence, RetryBudget
-from kvstore.runtime.workers import Workers
 
 
 async def test_loads_pass_waiting_stores() -> None:
@@ -57,7 +55,7 @@ async def test_a_request_for_more_than_there_is_waits_for_all_of_it() -> None:
     assert limiter.in_use == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from(Precedence), st.integers(0, 5)), max_size=25))
 def test_random_cancellations_lose_nothing(plan: list[tuple[int, Precedence, int]]) -> None:
     """Users that arrive, wait and are cancelled at random restore the limiter's state, and never exceed it."""
@@ -97,18 +95,6 @@ def test_random_cancellations_lose_nothing(plan: list[tuple[int, Precedence, int
     asyncio.run(scenario())
 
 
-async def test_pool_buffers_are_distinct_and_come_back() -> None:
-    """A lease provides different buffers and returns all of them."""
-    pool = BufferPool(4096, 4)
-    async with pool.lease(3) as buffers:
-        for i, buffer in enumerate(buffers):
-            buffer[:] = bytes([i]) * 4096
-        assert [buffer[0] for buffer in buffers] == [0, 1, 2]
-        assert pool.free_count == 1
-    assert pool.free_count == 4
-    pool.close()
-
-
 async def test_pool_refuses_what_it_can_never_give() -> None:
     """A lease of more buffers than the pool has is an error at once."""
     pool = BufferPool(256, 2)
@@ -116,47 +102,6 @@ async def test_pool_refuses_what_it_can_never_give() -> None:
         async with pool.lease(3):
             pass
     pool.close()
-
-
-async def test_cancelled_work_is_awaited_before_the_cancellation_is_raised() -> None:
-    """A cancelled call into a worker thread returns only when the thread has finished, even when cancelled twice."""
-    workers = Workers(1, "test")
-    started, release, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def work() -> None:
-        started.set()
-        release.wait(60)
-        ended.set()
-
-    task = asyncio.create_task(workers.call(work))
-    await asyncio.to_thread(started.wait, 60)
-    for _ in range(2):
-        task.cancel()
-        await asyncio.sleep(0)
-        assert not task.done()
-    release.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert ended.is_set()
-    assert await workers.close()
-
-
-async def test_work_that_has_not_begun_is_dropped_when_cancelled() -> None:
-    """Cancelling a call that still waits for its thread returns at once, and the work never runs."""
-    workers = Workers(1, "test")
-    release = threading.Event()
-    ran: list[int] = []
-    blocker = asyncio.create_task(workers.call(lambda: release.wait(60)))
-    await asyncio.sleep(0)
-    queued = asyncio.create_task(workers.call(lambda: ran.append(1)))
-    await asyncio.sleep(0)
-    queued.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await queued
-    release.set()
-    await blocker
-    assert await workers.close()
-    assert ran == []
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,12 @@ class Region:
         self.memory = mmap.mmap(fd, 8 * SLOT)
         os.close(fd)
         self.view = memoryview(self.memory)
+        self.tiers: list[AsyncTier] = []
 
     def close(self) -> None:
-        """Close the region; raises if any view of the memory is left."""
+        """Close its tiers and the region; raises if any view of the memory is left."""
+        for tier in self.tiers:
+            tier.close()
         self.view.release()
         self.memory.close()
 
@@ -59,18 +62,29 @@ def region() -> Iterator[Region]:
 
 
 def open_process_tier(region: Region, **options: Any) -> AsyncTier:
-    """Open a memory tier with an I/O process."""
+    """Open a memory tier with an I/O process; it closes with the region."""
     tier = open_tier({**CONFIG, **options}, primary=region.view, slot_bytes=SLOT, namespace=Namespace({"model": "m"}))
-    assert isinstance(tier._channel, ProcessChannel)
+    region.tiers.append(tier)
+    channel_of(tier)
     return tier
+
+
+def channel_of(tier: AsyncTier) -> ProcessChannel:
+    """Return the channel to a tier's I/O process."""
+    assert isinstance(tier._channel, ProcessChannel)
+    return tier._channel
 
 
 def child_of(tier: AsyncTier) -> int:
     """Return the pid of a tier's I/O process."""
-    channel = tier._channel
-    assert isinstance(channel, ProcessChannel)
-    assert channel.pid is not None
-    return channel.pid
+    pid = channel_of(tier).pid
+    assert pid is not None
+    return pid
+
+
+def until_replaced(tier: AsyncTier, child: int) -> None:
+    """Wait until another I/O process serves a tier."""
+    until(lambda: tier.get_finished() or channel_of(tier).pid not in (None, child), tier)
 
 
 def until(condition: Callable[[], Any], tier: AsyncTier | None = None, timeout_s: float = 60) -> Any:
@@ -102,7 +116,6 @@ def test_blocks_go_through_a_child_process_byte_for_byte(region: Region) -> None
     assert region.view[4 * SLOT : 5 * SLOT] == region.view[SLOT : 2 * SLOT]
     assert region.view[5 * SLOT : 6 * SLOT] == region.view[:SLOT]
     assert tier.drain(30)
-    tier.close()
 
 
 def test_a_killed_child_fails_its_jobs_and_is_replaced(region: Region) -> None:
@@ -116,10 +129,9 @@ def test_a_killed_child_fails_its_jobs_and_is_replaced(region: Region) -> None:
     assert (result.job_id, result.outcomes) == (2, (Outcome.IO_ERROR,))
     # Down, or up again and empty; in between, on a slow machine, the new child has not reported yet.
     until(lambda: tier.get_finished() or tier.lookup(b"a") is LookupResult.MISS, tier)
-    until(lambda: tier.get_finished() or tier._channel.pid not in (None, old), tier)  # type: ignore[attr-defined]
+    until_replaced(tier, old)
     assert run(tier, tier.submit_store, TransferJob(3, [b"b"], [0])).success
     assert child_of(tier) != old
-    tier.close()
 
 
 def test_a_drain_while_there_is_no_child_has_nothing_to_wait_for(region: Region) -> None:
@@ -128,7 +140,6 @@ def test_a_drain_while_there_is_no_child_has_nothing_to_wait_for(region: Region)
     os.kill(child_of(tier), signal.SIGKILL)
     until(lambda: tier.get_finished() or tier._down, tier)
     assert tier.drain(5)
-    tier.close()
 
 
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
@@ -145,7 +156,6 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
         "time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
     until(lambda: not runs(child), timeout_s=60)
@@ -207,9 +217,7 @@ def test_a_child_that_can_not_be_killed_is_not_waited_for_ever(
 ) -> None:
     """Close warns that a child stuck in the kernel may still hold slots, and returns."""
     tier = open_process_tier(region)
-    channel = tier._channel
-    assert isinstance(channel, ProcessChannel)
-    assert channel._connection is not None
+    channel = channel_of(tier)
     process = channel._connection._process
     os.kill(process.pid, signal.SIGSTOP)
     with monkeypatch.context() as stuck:
@@ -267,9 +275,7 @@ class _Pidfd:
 def test_jobs_of_a_dead_child_wait_for_what_the_kernel_still_does(region: Region) -> None:
     """Jobs are reported when the last operation has ended, however long a drive takes, and not after a timeout."""
     tier = open_process_tier(region)
-    channel = tier._channel
-    assert isinstance(channel, ProcessChannel)
-    assert channel._connection is not None
+    channel = channel_of(tier)
     dead = channel._connection
     with in_flight(tier):
         child = child_of(tier)
@@ -284,7 +290,6 @@ def test_jobs_of_a_dead_child_wait_for_what_the_kernel_still_does(region: Region
     results: list[Any] = []
     until(lambda: results.extend(tier.get_finished()) or results, tier=None)
     assert [result.outcomes for result in results] == [(Outcome.IO_ERROR,)]
-    tier.close()
 
 
 def test_close_waits_for_what_a_dead_child_had_in_flight(
@@ -339,8 +344,7 @@ def test_a_lifetime_lasts_as_long_as_a_ring() -> None:
 def test_a_new_child_that_nobody_has_heard_of_closes_like_any_other(region: Region) -> None:
     """A tier closed just after a restart closes the new child instead of killing it."""
     tier = open_process_tier(region)
-    channel = tier._channel
-    assert isinstance(channel, ProcessChannel)
+    channel = channel_of(tier)
     os.kill(child_of(tier), signal.SIGKILL)
     until(lambda: channel._connection is None, tier)
     # From here on messages are not received, so the parent does not learn of the new child's start.
@@ -364,23 +368,20 @@ def test_a_child_that_dies_on_unread_messages_is_replaced(region: Region) -> Non
     wait_for_death(child)
     tier._channel.wait(0.05)
     assert until(tier.get_finished, tier)[0].outcomes == (Outcome.IO_ERROR,)
-    until(lambda: tier.get_finished() or tier._channel.pid not in (None, child), tier)  # type: ignore[attr-defined]
+    until_replaced(tier, child)
     assert run(tier, tier.submit_store, TransferJob(2, [b"a"], [0])).success
-    tier.close()
 
 
 def test_a_child_that_does_not_read_is_replaced(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unread messages are kept up to a limit; above it the child counts as stopped."""
     monkeypatch.setattr("kvstore.runtime.process._BACKLOG_BYTES_MAX", 1 << 20)
     tier = open_process_tier(region)
-    channel, child = tier._channel, child_of(tier)
-    assert isinstance(channel, ProcessChannel)
+    channel, child = channel_of(tier), child_of(tier)
     os.kill(child, signal.SIGSTOP)
     channel.send([Touch((b"k" * 1000,) * 4000)])
     assert channel._connection is None and not channel._outgoing
-    until(lambda: tier.get_finished() or channel.pid not in (None, child), tier)
+    until_replaced(tier, child)
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
-    tier.close()
 
 
 def test_a_child_that_does_not_answer_is_replaced(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,9 +396,8 @@ def test_a_child_that_does_not_answer_is_replaced(region: Region, monkeypatch: p
         impatient.setattr("kvstore.runtime.process._ANSWER_TIMEOUT_S", 0.3)
         assert until(tier.get_finished, tier)[0].outcomes == (Outcome.IO_ERROR,)
     assert not Path(f"/proc/{child}").exists()
-    until(lambda: tier.get_finished() or tier._channel.pid not in (None, child), tier)  # type: ignore[attr-defined]
+    until_replaced(tier, child)
     assert run(tier, tier.submit_store, TransferJob(3, [b"b"], [0])).success
-    tier.close()
 
 
 def test_a_load_of_a_stopped_child_is_reported_by_its_deadline(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +411,6 @@ def test_a_load_of_a_stopped_child_is_reported_by_its_deadline(region: Region, m
     tier.submit_load(TransferJob(2, [b"a"], [1]))
     assert until(tier.get_finished, tier)[0].outcomes == (Outcome.IO_ERROR,)
     assert not Path(f"/proc/{child}").exists()
-    tier.close()
 
 
 class Slow(MemoryBackend):
@@ -435,28 +434,23 @@ def test_a_slow_medium_is_no_stopped_child(region: Region, monkeypatch: pytest.M
     child = child_of(tier)
     run(tier, tier.submit_load, TransferJob(2, [b"a"], [1]))
     assert child_of(tier) == child
-    tier.close()
 
 
 def test_a_child_without_work_answers_and_stays(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quiet child is pinged again and again, and kept."""
     monkeypatch.setattr("kvstore.runtime.process._QUIET_S", 0.01)
     tier = open_process_tier(region)
-    channel, child = tier._channel, child_of(tier)
-    assert isinstance(channel, ProcessChannel)
-    assert channel._connection is not None
+    channel, child = channel_of(tier), child_of(tier)
     answers = channel._connection._unpacker.frames + 5
     until(lambda: channel._connection is None or channel._connection._unpacker.frames >= answers, tier)
     assert child_of(tier) == child
     assert not tier.get_finished()
-    tier.close()
 
 
 def test_a_scheduler_that_was_away_gives_nobody_up(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child with a partial message, left by a scheduler that was busy for long, does not count as stuck."""
     tier = open_process_tier(region)
-    channel, child = tier._channel, child_of(tier)
-    assert isinstance(channel, ProcessChannel)
+    channel, child = channel_of(tier), child_of(tier)
     connection = channel._connection
     assert connection is not None
     monkeypatch.setattr("kvstore.runtime.process._QUIET_S", 0.05)
@@ -470,7 +464,6 @@ def test_a_scheduler_that_was_away_gives_nobody_up(region: Region, monkeypatch: 
     until(lambda: not channel._outgoing, tier)
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
     assert child_of(tier) == child
-    tier.close()
 
 
 def test_a_restart_is_tried_again_whatever_it_failed_of(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,9 +480,8 @@ def test_a_restart_is_tried_again_whatever_it_failed_of(region: Region, monkeypa
         short.setattr("kvstore.runtime.process.ChildConnection", out_of_threads)
         os.kill(child, signal.SIGKILL)
         until(failed.is_set, tier)
-    until(lambda: tier.get_finished() or tier._channel.pid not in (None, child), tier)  # type: ignore[attr-defined]
+    until_replaced(tier, child)
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
-    tier.close()
 
 
 @contextlib.contextmanager
@@ -517,17 +509,15 @@ def test_a_child_is_replaced_while_no_thread_can_start(region: Region) -> None:
         result = until(tier.get_finished, tier)[0]
         assert (result.job_id, result.outcomes) == (2, (Outcome.IO_ERROR,))
         assert not Path(f"/proc/{child}").exists()
-        until(lambda: tier.get_finished() or tier._channel.pid not in (None, child), tier)  # type: ignore[attr-defined]
+        until_replaced(tier, child)
         assert run(tier, tier.submit_store, TransferJob(3, [b"b"], [0])).success
-    tier.close()
 
 
 def test_a_tier_closed_just_after_a_loss_leaves_nothing(region: Region) -> None:
     """After close the abandoned child and the thread that replaces it are gone; the jobs are answered."""
     before = len(os.listdir("/proc/self/fd"))
     tier = open_process_tier(region)
-    channel, child = tier._channel, child_of(tier)
-    assert isinstance(channel, ProcessChannel)
+    channel, child = channel_of(tier), child_of(tier)
     os.kill(child, signal.SIGSTOP)
     tier.submit_load(TransferJob(1, [b"a"], [0]))
     tier.flush()
@@ -581,14 +571,12 @@ def test_the_child_leaves_the_processor_to_the_scheduler(region: Region) -> None
     tier = open_process_tier(region)
     mine = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, child_of(tier)) == min(19, mine + 5)
-    tier.close()
 
 
 def test_the_backing_of_memory_is_found_at_any_offset() -> None:
     """A view into the middle of a shared file is found again by its descriptor; private memory is not."""
     region = Region()
     backing = find_backing(region.view[SLOT + 5 : 3 * SLOT])
-    assert backing is not None
     again = mmap.mmap(backing.fd, backing.skip + backing.size_bytes, offset=backing.offset)
     region.view[SLOT + 5] = 77
     assert again[backing.skip] == 77
@@ -613,7 +601,7 @@ def test_a_job_does_not_wait_for_the_recovery_of_all_blocks(region: Region, monk
     """However many blocks there are, and however late the first step: a store completes long before the recovery."""
     monkeypatch.setattr("kvstore.tiers.opening._RECOVERY_WAIT_S", 0.0)
     tier = open_process_tier(region, backend=f"{__name__}:Crowded")
-    connection = tier._channel._connection  # type: ignore[attr-defined]
+    connection = channel_of(tier)._connection
     # Like an engine that loads its weights: the recovery has time to send as much as it can.
     assert connection.wait(60)
     result = run(tier, tier.submit_store, TransferJob(1, [b"new"], [0]))
@@ -622,7 +610,6 @@ def test_a_job_does_not_wait_for_the_recovery_of_all_blocks(region: Region, monk
     assert len(connection._unpacker._buffer) < 1 << 20
     until(lambda: tier.get_finished() or tier._presence.complete)
     assert len(tier._presence) == Crowded.KEYS + 1
-    tier.close()
 
 
 def test_a_step_takes_in_a_part_of_a_recovery() -> None:

@@ -89,7 +89,7 @@ async def test_loads_go_before_stores() -> None:
 
 
 async def test_a_cancelled_wait_drops_the_rest_and_waits_for_what_runs() -> None:
-    """Calls that have not started are never made; the cancellation is raised when running calls have ended."""
+    """Calls that have not started are never made; each cancellation is raised when running calls have ended."""
     gate = threading.Event()
     started: list[int] = []
 

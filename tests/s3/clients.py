@@ -54,7 +54,7 @@ def config_for(server: S3Server | FaultServer, **more: Any) -> S3Config:
 
 
 async def opened_client(server: S3Server | FaultServer, **more: Any) -> ObjectClient:
-    """Return a client on a server, opened."""
+    """Return a client on a server, open until the end of the test."""
     client = make_client(config_for(server, **more))
     await client.open()
     _opened.append(client)
@@ -62,7 +62,7 @@ async def opened_client(server: S3Server | FaultServer, **more: Any) -> ObjectCl
 
 
 async def opened(server: S3Server | FaultServer, payload_bytes: int = 4096, **more: Any) -> S3Backend:
-    """Return a backend on a server, opened."""
+    """Return a backend on a server, open until the end of the test."""
     backend = S3Backend(config_for(server, **more))
     await backend.open(NAMESPACE, RecordGeometry(S3Backend.alignment, payload_bytes))
     _opened.append(backend)
@@ -70,6 +70,6 @@ async def opened(server: S3Server | FaultServer, payload_bytes: int = 4096, **mo
 
 
 async def close_all() -> None:
-    """Close clients that a failed test left open: their sockets would fail the next test."""
+    """Close the backends and clients of a test."""
     while _opened:
         await _opened.pop().close()

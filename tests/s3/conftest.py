@@ -35,7 +35,7 @@ def no_credentials_from_outside() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 async def nothing_stays_open() -> AsyncIterator[None]:
-    """Close connections that a failed test leaves open."""
+    """Close the backends and clients of each test."""
     yield
     await close_all()
     # Collect here, so that leftovers of this test do not fail the next one.

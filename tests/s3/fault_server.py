@@ -36,58 +36,32 @@ _INBOX_BYTES = 256 * 1024
 class Fault(enum.StrEnum):
     """Kinds of faults. If an answer has no body, a fault of the body affects its head or has no effect."""
 
-    REFUSED = "refused"
-    """The server stops listening and closes its connections; ``every`` does not apply."""
-    RESET_BEFORE = "reset_before"
-    """The connection is reset once the request has been read."""
-    RESET_AFTER = "reset_after"
-    """The connection is reset after the head of the answer."""
-    CUT = "cut"
-    """The connection is closed after ``after_bytes`` of the body."""
-    TRICKLE = "trickle"
-    """After the head, the body is sent at one byte a second."""
-    BLACK_HOLE = "black_hole"
-    """No answer; the connection stays open."""
-    DECLARES_MORE = "declares_more"
-    """Content-Length is 16 more than the body; the connection stays open."""
-    DECLARES_LESS = "declares_less"
-    """Content-Length is 16 less than the body: the rest precedes the next answer."""
-    SHORT_OBJECT = "short_object"
-    """The last 16 bytes of the object are missing, in an otherwise valid answer."""
-    LONG_OBJECT = "long_object"
-    """16 surplus bytes, in an otherwise valid answer."""
-    FLIPPED = "flipped"
-    """One bit of the body is wrong."""
-    DUPLICATED = "duplicated"
-    """The body is sent twice, and its length declared once."""
-    INTERNAL = "internal"
-    """500."""
-    SLOW_DOWN = "slow_down"
-    """503 SlowDown."""
-    FORBIDDEN = "forbidden"
-    """403."""
-    NOT_FOUND = "not_found"
-    """404."""
-    PRECONDITION = "precondition"
-    """412."""
-    KEY_DISABLED = "key_disabled"
-    """400, as for an object whose encryption key is disabled."""
-    BAD_RANGE = "bad_range"
-    """416."""
-    OTHER_RANGE = "other_range"
-    """206, with a range that starts one byte later."""
-    XML_ERROR = "xml_error"
-    """200, with an error as its body."""
-    REDIRECT = "redirect"
-    """307 to another host, which counts its connections."""
-    GARBAGE = "garbage"
-    """The answer is not HTTP."""
-    HTML_PAGE = "html_page"
-    """200, with a proxy's HTML page."""
-    ENDLESS = "endless"
-    """500, with an endless body."""
-    LATE = "late"
-    """A right answer after ``delay_s``."""
+    REFUSED = "refused"  # The server stops listening and closes its connections; ``every`` does not apply.
+    RESET_BEFORE = "reset_before"  # The connection is reset once the request has been read.
+    RESET_AFTER = "reset_after"  # The connection is reset after the head of the answer.
+    CUT = "cut"  # The connection is closed after ``after_bytes`` of the body.
+    TRICKLE = "trickle"  # After the head, the body is sent at one byte a second.
+    BLACK_HOLE = "black_hole"  # No answer; the connection stays open.
+    DECLARES_MORE = "declares_more"  # Content-Length is 16 more than the body; the connection stays open.
+    DECLARES_LESS = "declares_less"  # Content-Length is 16 less than the body: the rest precedes the next answer.
+    SHORT_OBJECT = "short_object"  # The last 16 bytes of the object are missing, in an otherwise valid answer.
+    LONG_OBJECT = "long_object"  # 16 surplus bytes, in an otherwise valid answer.
+    FLIPPED = "flipped"  # One bit of the body is wrong.
+    DUPLICATED = "duplicated"  # The body is sent twice, and its length declared once.
+    INTERNAL = "internal"  # 500.
+    SLOW_DOWN = "slow_down"  # 503 SlowDown.
+    FORBIDDEN = "forbidden"  # 403.
+    NOT_FOUND = "not_found"  # 404.
+    PRECONDITION = "precondition"  # 412.
+    KEY_DISABLED = "key_disabled"  # 400, as for an object whose encryption key is disabled.
+    BAD_RANGE = "bad_range"  # 416.
+    OTHER_RANGE = "other_range"  # 206, with a range that starts one byte later.
+    XML_ERROR = "xml_error"  # 200, with an error as its body.
+    REDIRECT = "redirect"  # 307 to another host, which counts its connections.
+    GARBAGE = "garbage"  # The answer is not HTTP.
+    HTML_PAGE = "html_page"  # 200, with a proxy's HTML page.
+    ENDLESS = "endless"  # 500, with an endless body.
+    LATE = "late"  # A right answer after ``delay_s``.
 
 
 _STATUS = {
@@ -103,15 +77,7 @@ _STATUS = {
 
 
 class FaultServer:
-    """The server's process, as seen by a test. Its methods block briefly, and may be called from any thread.
-
-    Attributes:
-        url: Its address; constant.
-        bucket: Its only bucket.
-        access_key: Any value works.
-        secret_key: Any value works.
-        region: Any value works.
-    """
+    """The server's process, as seen by a test. Its methods block briefly, and may be called from any thread."""
 
     bucket = BUCKET
     access_key = "AKIAFAULTSERVER00000"
@@ -153,37 +119,17 @@ class FaultServer:
         self,
         fault: str | None,
         *,
-        every: int = 1,
-        methods: Sequence[str] = (),
-        count: int | None = None,
-        after_bytes: int = 100,
-        delay_s: float = 0.1,
-        contains: str = "",
+        every: int = 1,  # Fail every Nth request.
+        methods: Sequence[str] = (),  # Only these methods, such as ``("GET",)``.
+        count: int | None = None,  # Most faults.
+        after_bytes: int = 100,  # See ``CUT``.
+        delay_s: float = 0.1,  # See ``LATE``.
+        contains: str = "",  # Only requests with this in their path or query.
     ) -> None:
-        """Inject a fault into requests from now on.
-
-        Args:
-            fault: A :class:`Fault`; None for none.
-            every: Fail every Nth request.
-            methods: Only these methods, such as ``("GET",)``; otherwise all.
-            count: Maximum number of faults; otherwise unlimited.
-            after_bytes: See ``CUT``.
-            delay_s: See ``LATE``.
-            contains: Only requests with this in their path or query.
-        """
+        """Inject a fault, or none, into requests from now on."""
         name = None if fault is None else str(Fault(fault))
-        self._ask(
-            "plan",
-            {
-                "fault": name,
-                "every": every,
-                "methods": list(methods),
-                "count": count,
-                "after_bytes": after_bytes,
-                "delay_s": delay_s,
-                "contains": contains,
-            },
-        )
+        chosen = {"fault": name, "every": every, "methods": list(methods), "count": count, "contains": contains}
+        self._ask("plan", {**chosen, "after_bytes": after_bytes, "delay_s": delay_s})
 
     def keep_puts(self, keep: bool) -> None:
         """Set whether stored data is kept, or read and discarded."""
@@ -198,12 +144,7 @@ class FaultServer:
         self._ask("age", {"prefix": prefix, "age_s": age_s})
 
     def counts(self) -> dict[str, int]:
-        """Return counters since the last :meth:`clear`.
-
-        ``attempts`` are requests received completely, ``GET``, ``PUT`` and so on those of one method; ``fault_<name>``
-        injected faults; ``trapped`` the connections to the redirect target; ``open_connections`` and
-        ``objects`` the current numbers.
-        """
+        """Return the counters since :meth:`clear`, such as ``attempts``, ``GET``, ``fault_late`` and ``trapped``."""
         return self._ask("counts", {})
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -11,9 +10,6 @@ from kvstore.backends.s3 import S3Backend
 from kvstore.backends.s3.keeper import Keeper
 from kvstore.types import RemovalCause
 from tests.s3.clients import fresh_prefix, opened
-
-PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 20}
-
 
 SLOW: dict[str, Any] = {"keeper_interval": 3600}
 """The test starts the rounds, not a timer."""
@@ -33,17 +29,10 @@ def heard_by(backend: S3Backend) -> list[tuple[frozenset[bytes], RemovalCause]]:
     return found
 
 
-async def wait_for(condition: Any) -> None:
-    """Wait on the loop for a condition, a minute at most."""
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 @contextlib.asynccontextmanager
 async def engines(server: Any, count: int, **more: Any) -> AsyncIterator[list[S3Backend]]:
     """Open backends over the same prefix, with rounds started by the test; always close them."""
-    options = {**PATIENT, **SLOW, "store_timeout": 60, "prefix": fresh_prefix(), **more}
+    options = {**SLOW, "store_timeout": 60, "prefix": fresh_prefix(), **more}
     async with contextlib.AsyncExitStack() as stack:
         found = []
         for _ in range(count):

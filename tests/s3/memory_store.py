@@ -17,7 +17,6 @@ PAGE_MAX = 1000
 
 _KEY = re.compile(r"<Key>(.*?)</Key>", re.DOTALL)
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
-_PART = re.compile(r"<Part>.*?<PartNumber>(\d+)</PartNumber>.*?</Part>", re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -47,18 +46,13 @@ def failure(status: int, code: str, **headers: str) -> Answer:
 
 
 class MemoryStore:
-    """One bucket.
-
-    Args:
-        bucket: The name of the only bucket.
-    """
+    """One bucket, the only one."""
 
     def __init__(self, bucket: str) -> None:
         self.bucket = bucket
         self.objects: dict[str, StoredObject] = {}
         self.keep_puts = True
         self._sorted: list[str] | None = []
-        self._uploads: dict[str, dict[int, bytes | bytearray]] = {}
         self._versions = itertools.count(1)
 
     def answer(
@@ -73,7 +67,7 @@ class MemoryStore:
             return self._of_bucket(method, parse_qs(query, keep_blank_values=True), body)
         if method == "GET":
             return self._get(key, headers.get("range"))
-        if method == "PUT" and not query.startswith("partNumber"):
+        if method == "PUT":
             return self._put(key, headers, body)
         if method == "HEAD":
             answer = self._get(key, None)
@@ -82,7 +76,7 @@ class MemoryStore:
         if method == "DELETE":
             self._remove(key)
             return Answer(204)
-        return self._multipart(method, key, parse_qs(query, keep_blank_values=True), body)
+        return failure(501, "NotImplemented")
 
     def age(self, prefix: str, age_s: float) -> None:
         """Make objects older."""
@@ -167,26 +161,3 @@ class MemoryStore:
                 "<StorageClass>STANDARD</StorageClass></Contents>"
             )
         return Answer(200, "".join([*parts, "</ListBucketResult>"]).encode(), {"Content-Type": "application/xml"})
-
-    def _multipart(
-        self, method: str, key: str, query: Mapping[str, list[str]], body: bytes | bytearray | memoryview
-    ) -> Answer:
-        """Handle multipart uploads: none of our tiers makes them, but plain clients may."""
-        xml = {"Content-Type": "application/xml"}
-        if method == "POST" and "uploads" in query:
-            upload = f"upload{next(self._versions)}"
-            self._uploads[upload] = {}
-            text = f"<InitiateMultipartUploadResult><UploadId>{upload}</UploadId></InitiateMultipartUploadResult>"
-            return Answer(200, text.encode(), xml)
-        parts = self._uploads.get(query.get("uploadId", [""])[0])
-        if parts is None:
-            return failure(404, "NoSuchUpload")
-        if method == "PUT":
-            number = int(query["partNumber"][0])
-            parts[number] = bytes(body)
-            return Answer(200, b"", {"ETag": f'"{number}"'})
-        numbers = [int(number) for number in _PART.findall(bytes(body).decode())] or sorted(parts)
-        done = self._put(key, {}, b"".join(parts[number] for number in numbers))
-        name = "CompleteMultipartUploadResult"
-        text = f"<{name}><ETag>{escape(done.headers['ETag'])}</ETag></{name}>"
-        return Answer(200, text.encode(), xml)

@@ -13,10 +13,11 @@ from kvstore.backends.s3.client import ObjectInfo
 from kvstore.backends.s3.keeper import EvictionPlan, Lease, OldNotes, Victim
 from kvstore.backends.s3.names import KeeperNames, ObjectNames, read_name
 from kvstore.backends.s3.notes import Uses, all_uses, name_digest, read_uses
+from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
 from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened, opened_client
 from tests.s3.fault_server import Fault, FaultServer
-from tests.s3.keepers import PATIENT, SLOW, heard_by, keeper_of, wait_for
+from tests.s3.keepers import SLOW, heard_by, keeper_of
 from tests.s3.packed import blocks_of, reads_of, writes_of
 from tests.s3.servers import S3Server
 
@@ -179,7 +180,7 @@ def test_what_nobody_knows_the_age_of_leaves_last() -> None:
 
 async def test_the_uses_told_last_are_heard(faults: FaultServer) -> None:
     """Above the limit, the uses last written are kept, whatever their names; those of ended engines are not."""
-    more = {**SLOW, **PATIENT, "prefix": fresh_prefix()}
+    more = {**SLOW, "prefix": fresh_prefix()}
     client, config = await opened_client(faults, **more), config_for(faults, **more)
     for number in range(6):
         uses = Uses(lambda number=number: 1000.0 * (number + 1))  # type: ignore[misc]
@@ -228,7 +229,6 @@ async def test_an_unheard_renewal_is_found_again(faults: FaultServer) -> None:
         await lease.hold()
     faults.plan(None)
     assert await lease.hold()
-    await connection.close()
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -237,7 +237,7 @@ async def test_the_coldest_leave_and_all_hear_of_it(
     weed_server: S3Server, rng: random.Random, client: str, packed: bool
 ) -> None:
     """Above its capacity, unused objects are evicted; those that another engine used stay; both engines learn of it."""
-    more = {**PATIENT, **SLOW, "prefix": fresh_prefix(), "client": client, "capacity": 50_000}
+    more = {**SLOW, "prefix": fresh_prefix(), "client": client, "capacity": 50_000}
     if packed:
         more |= {"pack_below": 1 << 20, "pack_blocks": 5, "pack_refresh": 0}
     one, two = await opened(weed_server, **more), await opened(weed_server, **more)
@@ -248,7 +248,7 @@ async def test_the_coldest_leave_and_all_hear_of_it(
         await one.put(writes_of({key: blocks[key] for key in keys[start : start + 5]}))
     # The first five are the oldest, and the other engine uses them in a later second than any write.
     written_at = time.time()
-    await wait_for(lambda: int(time.time()) > int(written_at))
+    await eventually_async(lambda: int(time.time()) > int(written_at))
     assert set(await two.get_into(reads_of(keys[:5]))) == {Outcome.OK}
     await keeper_of(two).round()
     await keeper_of(one).round()
@@ -274,19 +274,17 @@ async def test_the_coldest_leave_and_all_hear_of_it(
         await keeper_of(engine).round()
     assert heard[0] == heard[1]
     assert len(frozenset().union(*(gone for gone, _ in heard[1]))) == len(evicted)
-    for engine in (one, two, third):
-        await engine.close()
 
 
 async def test_a_keeper_survives_failures(faults: FaultServer, rng: random.Random) -> None:
     """Failed rounds are counted, and the next one evicts."""
-    more = {**PATIENT, "prefix": fresh_prefix(), "capacity": 5000, "tries": 1, "keeper_interval": 1}
+    more = {"prefix": fresh_prefix(), "capacity": 5000, "tries": 1, "keeper_interval": 1}
     backend = await opened(faults, **more)
     faults.plan(Fault.INTERNAL)
-    await wait_for(lambda: backend.stats().counters["keeper_failures"] >= 1)
+    await eventually_async(lambda: backend.stats().counters["keeper_failures"] >= 1)
     faults.plan(None)
     await backend.put(writes_of(blocks_of(rng, 10, 2000)))
-    await wait_for(lambda: backend.stats().counters["evicted_objects"] >= 5)
+    await eventually_async(lambda: backend.stats().counters["evicted_objects"] >= 5)
     await backend.close()
     # No task continues after the close.
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -296,7 +294,7 @@ async def test_an_error_of_the_program_ends_one_round(
     faults: FaultServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An unexpected error, such as one of a removal listener, is logged, and the rounds continue."""
-    backend = await opened(faults, **PATIENT, capacity=1 << 30, keeper_interval=1)
+    backend = await opened(faults, capacity=1 << 30, keeper_interval=1)
     keeper = keeper_of(backend)
     hear, failed = keeper._take_in_removals, []
 
@@ -307,7 +305,6 @@ async def test_an_error_of_the_program_ends_one_round(
         await hear()
 
     monkeypatch.setattr(keeper, "_take_in_removals", broken)
-    await wait_for(lambda: keeper.counters["keeper_rounds"] >= 1)
+    await eventually_async(lambda: keeper.counters["keeper_rounds"] >= 1)
     assert keeper.counters["keeper_failures"] == 1
     assert "canary" in caplog.text
-    await backend.close()

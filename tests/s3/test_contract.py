@@ -1,14 +1,12 @@
 """The contract suites of backends and tiers: both clients, on SeaweedFS, the strictest server.
 
-Another server and https run the value part: the code above the connection is the same.
+Another server, https and packs of few blocks run the parts that may differ: the code above the connection is the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any, ClassVar
-
-import pytest
 
 from kvstore.backends.base import Backend
 from kvstore.backends.s3 import S3Backend
@@ -17,14 +15,16 @@ from kvstore.testing.backend_harness import BackendHarness
 from kvstore.testing.backend_tests import BackendConcurrencyTests, BackendFailureTests, BackendValueTests
 from kvstore.testing.tier_tests import TierHarness, TierValueTests
 from kvstore.types import BlockKey
+from tests.redis.fixtures import OnServer
 from tests.s3.clients import config_for, options_for
-from tests.s3.fault_server import Fault, FaultServer
-from tests.s3.servers import S3Server
+from tests.s3.fault_server import Fault
+from tests.s3.packed import PACKED
 
 
-class S3Harness(BackendHarness):
+class S3Harness(OnServer, BackendHarness):
     """Shared parts of the suites below."""
 
+    on = "weed_server"
     scans: ClassVar[bool] = False
     cancel_rounds: ClassVar[int] = 16
     more: ClassVar[dict[str, Any]] = {"client": "direct"}
@@ -32,74 +32,60 @@ class S3Harness(BackendHarness):
     time_limit_s: float = 120.0
     # The suite must pass on any slow machine; deadlines are tested elsewhere.
     patient: ClassVar[dict[str, Any]] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30}
-    server: S3Server | FaultServer
 
     async def make_backend(self) -> Backend:
-        """Return a backend under a prefix of its own."""
         return S3Backend(config_for(self.server, **self.patient | self.more))
 
     async def reopen(self, backend: Backend) -> Backend:
-        """Return another backend under the same prefix."""
         assert isinstance(backend, S3Backend)
         return S3Backend(backend.config)
 
 
 class TestMoto(S3Harness, BackendValueTests):
-    """moto's server, our own connections."""
-
-    @pytest.fixture(autouse=True)
-    def _server(self, moto_server: S3Server) -> None:
-        self.server = moto_server
+    on = "moto_server"
 
 
 class TestWeed(S3Harness, BackendTests):
-    """SeaweedFS, our own connections."""
-
-    @pytest.fixture(autouse=True)
-    def _server(self, weed_server: S3Server) -> None:
-        self.server = weed_server
+    pass
 
 
 class TestWeedAioboto3(TestWeed):
-    """SeaweedFS, aioboto3."""
-
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
 
 
 class TestWeedTLS(S3Harness, BackendValueTests, BackendConcurrencyTests):
     """SeaweedFS over https, with checksums on writes."""
 
+    on = "weed_tls"
     more: ClassVar[dict[str, Any]] = {"client": "direct", "checksums": "when_supported"}
-
-    @pytest.fixture(autouse=True)
-    def _server(self, weed_tls: S3Server) -> None:
-        self.server = weed_tls
 
 
 class TestWeedTLSAioboto3(TestWeedTLS):
-    """SeaweedFS over https, aioboto3."""
-
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3", "checksums": "when_supported"}
+
+
+class TestMotoPacked(S3Harness, BackendValueTests):
+    on = "moto_server"
+    more = PACKED
+
+
+class TestWeedPacked(TestWeed):
+    cancel_rounds: ClassVar[int] = 24
+    more = PACKED
 
 
 class TestRefused(S3Harness, BackendFailureTests):
     """A service that refuses one object, as if its KMS key were disabled."""
 
-    faults: FaultServer
+    on = "faults"
     fault: ClassVar[Fault] = Fault.KEY_DISABLED
 
-    @pytest.fixture(autouse=True)
-    def _server(self, faults: FaultServer) -> None:
-        self.server = self.faults = faults
-
     async def break_key(self, backend: Backend, key: BlockKey) -> bool:
-        """Make the service refuse all requests for one object."""
-        await asyncio.to_thread(self.faults.plan, self.fault, contains=key.hex())
+        await asyncio.to_thread(self.server.plan, self.fault, contains=key.hex())
         return True
 
     async def mend_medium(self, backend: Backend) -> None:
-        """Make the service answer again."""
-        await asyncio.to_thread(self.faults.plan, None)
+        await asyncio.to_thread(self.server.plan, None)
 
 
 class TestForbidden(TestRefused):
@@ -111,94 +97,61 @@ class TestForbidden(TestRefused):
 class TestUnconditional(S3Harness, BackendTests):
     """A service configured as having no conditional writes."""
 
+    on = "faults"
     more: ClassVar[dict[str, Any]] = {"client": "direct", "conditional_put": "no"}
-
-    @pytest.fixture(autouse=True)
-    def _server(self, faults: FaultServer) -> None:
-        self.server = faults
 
 
 class TestOutage(S3Harness, BackendFailureTests):
-    """A service that fails, and recovers."""
+    """A service that breaks every connection, and recovers."""
 
-    faults: FaultServer
-
-    @pytest.fixture(autouse=True)
-    def _server(self, faults: FaultServer) -> None:
-        self.server = self.faults = faults
+    on = "faults"
 
     async def break_medium(self, backend: Backend) -> bool:
-        """Make the service break every connection."""
-        await asyncio.to_thread(self.faults.plan, Fault.RESET_BEFORE)
+        await asyncio.to_thread(self.server.plan, Fault.RESET_BEFORE)
         return True
 
-    async def mend_medium(self, backend: Backend) -> None:
-        """Make the service answer again."""
-        await asyncio.to_thread(self.faults.plan, None)
+    mend_medium = TestRefused.mend_medium
 
 
 class TestOutageAioboto3(TestOutage):
-    """The same with aioboto3."""
-
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
 
 
-class S3TierHarness(TierHarness):
+class S3TierHarness(OnServer, TierHarness):
     """Shared parts of the suites below."""
 
+    on = "weed_server"
     exclusive = False
-    client: ClassVar[str] = "direct"
-    server: S3Server
+    more: ClassVar[dict[str, Any]] = {"client": "direct"}
 
     def make_config(self) -> dict[str, Any]:
-        """Return the configuration of a tier under an unused prefix."""
-        return {"backend": "s3", **options_for(self.server, **S3Harness.patient, client=self.client)}
+        return {"backend": "s3", **options_for(self.server, **S3Harness.patient, **self.more)}
 
 
 class TestWeedTier(S3TierHarness, TierTests):
-    """A tier over SeaweedFS."""
-
-    @pytest.fixture(autouse=True)
-    def _server(self, weed_server: S3Server) -> None:
-        self.server = weed_server
+    pass
 
 
 class TestWeedTierAioboto3(S3TierHarness, TierValueTests):
-    """The same with aioboto3."""
-
-    client: ClassVar[str] = "aioboto3"
-
-    @pytest.fixture(autouse=True)
-    def _server(self, weed_server: S3Server) -> None:
-        self.server = weed_server
+    more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
 
 
 class TestMotoTier(S3TierHarness, TierValueTests):
-    """A tier over moto's server."""
-
-    @pytest.fixture(autouse=True)
-    def _server(self, moto_server: S3Server) -> None:
-        self.server = moto_server
+    on = "moto_server"
 
 
 class TestWeedTierTLS(S3TierHarness, TierValueTests):
-    """A tier over SeaweedFS with https."""
+    on = "weed_tls"
 
-    @pytest.fixture(autouse=True)
-    def _server(self, weed_tls: S3Server) -> None:
-        self.server = weed_tls
+
+class TestTierPacked(S3TierHarness, TierTests):
+    more = PACKED
 
 
 class TestHoldings(S3Harness, HoldingsTests):
     """Objects of one block, listed from SeaweedFS."""
 
-    @pytest.fixture(autouse=True)
-    def _server(self, weed_server: S3Server) -> None:
-        self.server = weed_server
-
 
 class TestPackedHoldings(TestHoldings):
-    """Blocks in packs."""
-
     erases = False
     more: ClassVar[dict[str, Any]] = {"client": "direct", "pack_below": "1MiB", "pack_blocks": 5, "pack_refresh": 0}

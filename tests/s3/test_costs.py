@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 from collections import Counter
 from typing import Any
@@ -13,10 +14,14 @@ import pytest
 from kvstore.backends.s3 import S3Config
 from kvstore.backends.s3.client import Traffic
 from kvstore.backends.s3.config import Prices
+from kvstore.cli.bench.tables import cost_rows
 from kvstore.cli.lifecycle import lifecycle_rules, merged_rules
 from kvstore.config import decode_config
 from kvstore.errors import ConfigError
-from tests.s3.clients import CLIENTS, config_for, opened
+from kvstore.tiers.base import TierStats
+from tests.cli.cli import report_of
+from tests.cli.in_process import run_here
+from tests.s3.clients import CLIENTS, config_for, opened, options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.packed import blocks_of, reads_of, writes_of
 from tests.s3.servers import S3Server
@@ -45,7 +50,7 @@ async def test_every_request_is_counted(faults: FaultServer, rng: random.Random,
     """The table counts as many requests as the service received, including failures and retries."""
     faults.clear()
     prices = Prices(put_1000=1000.0, get_1000=1.0, list_1000=100.0)
-    backend = await opened(faults, client=client, prices=prices, timeout=20, lookup_timeout=20)
+    backend = await opened(faults, client=client, prices=prices)
     blocks = blocks_of(rng, 20)
     faults.plan(Fault.INTERNAL, every=5)
     await backend.put(writes_of(blocks))
@@ -59,14 +64,13 @@ async def test_every_request_is_counted(faults: FaultServer, rng: random.Random,
     assert gauges["cost_usd_get"] == pytest.approx(counts["GET"] * 0.001)
     assert gauges["cost_usd_head"] == pytest.approx(counts["HEAD"] * 0.001)
     assert gauges["cost_usd_total"] == pytest.approx(counts["PUT"] + (counts["GET"] + counts["HEAD"]) * 0.001)
-    await backend.close()
 
 
 async def test_packing_cuts_the_cost_by_its_factor(faults: FaultServer, rng: random.Random) -> None:
     """Sixteen blocks in a pack cost a sixteenth of the PUTs of sixteen objects."""
     dollars = []
     for more in ({}, {"pack_below": 1 << 20, "pack_blocks": 16}):
-        backend = await opened(faults, timeout=20, lookup_timeout=20, **more)
+        backend = await opened(faults, **more)
         await backend.put(writes_of(blocks_of(rng, 64)))
         dollars.append(backend.stats().gauges["cost_usd_put"])
         await backend.close()
@@ -108,3 +112,30 @@ async def test_services_take_the_rules(moto_server: S3Server, weed_server: S3Ser
             days = {rule["ID"]: rule["Expiration"].get("Days") for rule in found["Rules"]}
             assert (days["logs"], days[f"kvstore:{config.prefix}:ttl"]) == (9, 3)
             await asyncio.to_thread(client.delete_bucket_lifecycle, Bucket=server.bucket)
+
+
+def test_a_run_over_s3_tells_requests_bytes_and_dollars(faults: FaultServer) -> None:
+    """The table and the JSON have the number of requests that the service received, the bytes moved, and the price."""
+    options = options_for(faults, prices={"put_1000": 10.0})
+    tier = json.dumps({"type": "s3", **options})
+    arguments = ["bench", "run", "--tier", tier, "--ops", "20", "--block-size", "64KiB", "--working-set", "2MiB"]
+    arguments += ["--baseline", "none", "--reuse", "--jobs", "2", "--blocks-per-job", "4"]
+    done = run_here(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    report = report_of(done)
+    costs = {row["what"]: row for row in report["costs"]}
+    seen = faults.counts()
+    # The removal afterwards adds to this.
+    assert costs["put"]["requests"] == seen["PUT"] >= 32
+    assert 32 <= costs["get"]["requests"] <= seen["GET"]
+    assert costs["put"]["dollars"] == pytest.approx(seen["PUT"] / 100)
+    assert costs["put"]["size_bytes"] >= 32 * 65536
+    assert costs["total"]["requests"] == sum(row["requests"] for what, row in costs.items() if what != "total")
+    shown = run_here(*arguments).stdout
+    assert "Costs" in shown
+    assert "dollars" in shown
+
+
+def test_a_tier_that_costs_nothing_has_no_table() -> None:
+    """Without prices the table has no rows."""
+    assert cost_rows("kvstore-file", 4096, TierStats("file")) == []

@@ -19,10 +19,11 @@ from kvstore.backends.s3.notes import name_digest, read_uses
 from kvstore.backends.s3.packs import PackFormat
 from kvstore.backends.s3.presence import SnapshotMaker
 from kvstore.primary import Region
+from kvstore.testing.waiting import eventually_async
 from kvstore.types import JobResult, LookupResult, Outcome, RemovalCause
 from tests.s3.clients import NAMESPACE, options_for
 from tests.s3.fault_server import Fault, FaultServer
-from tests.s3.keepers import PATIENT, SLOW, engines, heard_by, keeper_of, names_under, put_empty, wait_for
+from tests.s3.keepers import SLOW, engines, heard_by, keeper_of, names_under, put_empty
 from tests.s3.packed import PACKED, blocks_of, reads_of, writes_of
 
 _DAY_S = 86400.0
@@ -53,7 +54,6 @@ async def test_who_lost_the_lease_publishes_no_snapshot(
         await keeper_of(slow).round()
         assert keeper_of(quick).counters["snapshots_written"] == 1
         snapshot = reader._snapshot
-        assert snapshot is not None
         await snapshot.refresh()
         assert await reader.exists([*late, b"absent"]) == [True] * 5 + [False]
 
@@ -206,7 +206,6 @@ async def test_uses_that_could_not_be_told_are_told_again(faults: FaultServer, r
         (name,) = await names_under(engine, "_keeper/uses/")
         body = memoryview(bytearray(4096))
         found = await engine._ready().get_into(engine.config.prefix + name, [body], timeout_s=30)
-        assert found is not None
         told = read_uses(bytes(body[: found.size_bytes]), time.time())
         assert set(told) == {name_digest(engine._names.block(key)) for key in blocks}
 
@@ -230,12 +229,12 @@ async def test_what_is_too_old_is_a_miss_for_all(faults: FaultServer, rng: rando
             await elected.put(writes_of(blocks))
         faults.age(elected.config.prefix, 3000.0)
         assert await user.exists([*old, *used]) == [True] * 6
-        options = {**options_for(faults, **PATIENT, **SLOW, **more), "prefix": elected.config.prefix, "positive_ttl": 2}
+        options = {**options_for(faults, **SLOW, **more), "prefix": elected.config.prefix, "positive_ttl": 2}
         with Region.create(3, 4096) as region:
             other = open_tier({"backend": "s3", **options}, primary=region.view(), slot_bytes=4096, namespace=NAMESPACE)
             with contextlib.closing(other):
                 hits = [LookupResult.HIT] * 6
-                await wait_for(lambda: lookup(other, [*old, *used]) == hits)
+                await eventually_async(lambda: lookup(other, [*old, *used]) == hits)
                 await keeper_of(elected).round()
                 assert heard == []
                 # A use reported by another engine counts as a write.
@@ -250,10 +249,10 @@ async def test_what_is_too_old_is_a_miss_for_all(faults: FaultServer, rng: rando
                     other.submit_load(TransferJob(1, list(old), range(3)))
                     other.flush()
                     results: list[JobResult] = []
-                    await wait_for(lambda: results.extend(other.get_finished()) or results)
+                    await eventually_async(lambda: results.extend(other.get_finished()) or results)
                     assert list(results[0].successful_keys) == []
-                await wait_for(lambda: lookup(other, old) == [LookupResult.MISS] * 3)
-                await wait_for(lambda: lookup(other, [*used, *young]) == hits)
+                await eventually_async(lambda: lookup(other, old) == [LookupResult.MISS] * 3)
+                await eventually_async(lambda: lookup(other, [*used, *young]) == hits)
         assert await elected.exists([*old, *used, *young]) == [False] * 3 + [True] * 6
         assert set(await elected.get_into(reads_of(old))) == {Outcome.MISS}
         counters = elected.stats().counters

@@ -46,23 +46,23 @@ async def refusal(server: S3Server | FaultServer, **more: Any) -> S3Error:
     return caught.value
 
 
-async def test_wrong_secret(weed_server: S3Server, client: str) -> None:
-    """A wrong secret is reported as such, at the start."""
-    error = await refusal(weed_server, client=client, secret_access_key="wrong-canary")
-    assert error.cause is Cause.CREDENTIALS
+@pytest.mark.parametrize(
+    ("options", "cause", "says"),
+    [
+        ({"secret_access_key": "wrong-canary"}, Cause.CREDENTIALS, ""),
+        ({"access_key_id": "AKIANOBODY0000000000"}, Cause.CREDENTIALS, ""),
+        ({"bucket": "kvstore-not-there"}, Cause.NO_BUCKET, "Create the bucket"),
+        ({"endpoint": "http://127.0.0.1:9"}, Cause.REFUSED, ""),
+        ({"endpoint": "https://nowhere.invalid"}, Cause.DNS, ""),
+    ],
+)
+async def test_a_start_that_fails_names_its_cause(
+    weed_server: S3Server, client: str, options: dict[str, Any], cause: Cause, says: str
+) -> None:
+    """Wrong credentials, a missing bucket, and an endpoint without a listener or an address are reported as such."""
+    error = await refusal(weed_server, client=client, **options)
+    assert error.cause is cause and says in str(error)
     assert "wrong-canary" not in str(error)
-
-
-async def test_unknown_key(weed_server: S3Server, client: str) -> None:
-    """An unknown access key is reported as wrong credentials."""
-    assert (await refusal(weed_server, client=client, access_key_id="AKIANOBODY0000000000")).cause is Cause.CREDENTIALS
-
-
-async def test_no_such_bucket(weed_server: S3Server, client: str) -> None:
-    """A missing bucket is reported as such, and not as a miss."""
-    error = await refusal(weed_server, client=client, bucket="kvstore-not-there")
-    assert error.cause is Cause.NO_BUCKET
-    assert "Create the bucket" in str(error)
 
 
 async def test_clock_skew(weed_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,19 +77,6 @@ async def test_clock_skew(weed_server: S3Server, monkeypatch: pytest.MonkeyPatch
 async def test_certificate_of_a_stranger(weed_tls: S3Server, client: str) -> None:
     """Without the service's certificate authority, no request is sent."""
     assert (await refusal(weed_tls, client=client, tls_ca=None)).cause is Cause.TLS
-
-
-async def test_nobody_listens(client: str, weed_server: S3Server) -> None:
-    """An endpoint without a listener is reported as such."""
-    assert (await refusal(weed_server, client=client, endpoint="http://127.0.0.1:9")).cause is Cause.REFUSED
-
-
-async def test_name_that_means_nothing(client: str, weed_server: S3Server) -> None:
-    """A host without an address is reported as such."""
-    error = await refusal(
-        weed_server, client=client, endpoint="https://nowhere.invalid", connect_timeout=20, timeout=20
-    )
-    assert error.cause is Cause.DNS
 
 
 async def test_read_only(weed_server: S3Server, client: str, rng: random.Random) -> None:
@@ -107,8 +94,6 @@ async def test_read_only(weed_server: S3Server, client: str, rng: random.Random)
     assert await reader.put([maker.write(maker.key(), payload)]) == [Outcome.REFUSED]
     assert reader.stats().counters["failed_forbidden"] == 1
     await writer.delete([key])
-    await writer.close()
-    await reader.close()
 
 
 async def test_wrong_checksum(weed_server: S3Server, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
@@ -123,7 +108,6 @@ async def test_wrong_checksum(weed_server: S3Server, monkeypatch: pytest.MonkeyP
     assert await backend.exists([key]) == [False]
     assert await backend.put([maker.write(key, b"x" * 4096)]) == [Outcome.OK]
     await backend.delete([key])
-    await backend.close()
 
 
 async def test_customer_key(weed_tls: S3Server, client: str, rng: random.Random) -> None:
@@ -140,8 +124,6 @@ async def test_customer_key(weed_tls: S3Server, client: str, rng: random.Random)
     assert maker.content(target) == payload
     assert await others.get_into([maker.target(block).read]) == [Outcome.IO_ERROR]
     await ours.delete([block])
-    await ours.close()
-    await others.close()
 
 
 async def test_conditions(weed_server: S3Server, client: str) -> None:
@@ -152,11 +134,9 @@ async def test_conditions(weed_server: S3Server, client: str) -> None:
     assert await objects.put("cond/a", [b"two"], timeout_s=20, if_absent=True) is None
     buffer = memoryview(bytearray(8))
     found = await objects.get_into("cond/a", [buffer], timeout_s=20)
-    assert found is not None
     assert bytes(buffer[: found.size_bytes]) == b"one"
     await objects.delete_all(["cond/a", "cond/none"], timeout_s=20)
     assert await objects.head("cond/a", timeout_s=20) is None
-    await objects.close()
 
 
 async def test_ranges_and_pages(weed_server: S3Server, client: str) -> None:
@@ -170,7 +150,6 @@ async def test_ranges_and_pages(weed_server: S3Server, client: str) -> None:
     assert found is not None
     assert b"".join(pieces) == bytes(range(50, 70))
     found = await objects.get_into(names[0], pieces, timeout_s=20, offset=95)
-    assert found is not None
     assert (found.size_bytes, b"".join(pieces)[:5]) == (5, bytes(range(95, 100)))
     with pytest.raises(S3Error) as caught:
         await objects.get_into(names[0], pieces, timeout_s=20, offset=500)
@@ -183,7 +162,6 @@ async def test_ranges_and_pages(weed_server: S3Server, client: str) -> None:
     assert not page.more
     assert (await objects.list_page("nothing/", timeout_s=20)).objects == []
     await objects.delete_all(names, timeout_s=20)
-    await objects.close()
 
 
 async def test_service_without_conditions(
@@ -210,7 +188,6 @@ async def test_service_without_conditions(
     await backend.close()
     strict = await opened(faults, client="direct", conditional_put="yes")
     assert await strict.put([maker.write(maker.key(), b"a")]) == [Outcome.IO_ERROR]
-    await strict.close()
 
 
 def test_start_without_the_service(faults: FaultServer, client: str, rng: random.Random) -> None:
@@ -311,7 +288,6 @@ async def test_credentials_are_renewed(faults: FaultServer, tmp_path: Path, monk
         await objects.put(f"renewed/{number}", [b"x"], timeout_s=20)
     # Within five minutes of their end, credentials are renewed before every use.
     assert os.path.getsize(calls) >= before + 3
-    await objects.close()
 
 
 async def test_credentials_that_are_expired_already(
@@ -344,8 +320,7 @@ async def test_without_credentials(faults: FaultServer, client: str, monkeypatch
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     nobody = {"access_key_id": "", "secret_access_key": None, "client": client}
     assert (await refusal(faults, **nobody)).cause is Cause.CREDENTIALS
-    backend = await opened(faults, **nobody, anonymous=True)
-    await backend.close()
+    await opened(faults, **nobody, anonymous=True)
 
 
 async def test_a_service_that_does_not_go_on(faults: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +337,6 @@ async def test_a_service_that_does_not_go_on(faults: FaultServer, monkeypatch: p
     with pytest.raises(S3Error) as caught:
         await objects.list_page("again/", timeout_s=20, start_after=names[0])
     assert caught.value.cause is Cause.PROTOCOL
-    await objects.close()
 
 
 @pytest.mark.parametrize(
@@ -511,7 +485,6 @@ async def test_a_quarantine_waits_for_a_put_of_the_same_block(faults: FaultServe
         assert not quarantine.done()
     await quarantine
     assert await backend.exists([key]) == [False]
-    await backend.close()
 
 
 @pytest.mark.parametrize("client", CLIENTS)

@@ -6,74 +6,21 @@ import asyncio
 import contextlib
 import random
 import time
-from typing import Any, ClassVar
 
 import pytest
 
-from kvstore.backends.base import Backend, RecordRead
+from kvstore.backends.base import RecordRead
 from kvstore.backends.s3 import S3Backend
 from kvstore.backends.s3.names import ObjectNames
 from kvstore.backends.s3.packing import PackIndex
 from kvstore.backends.s3.packs import PackFormat, Unreadable
 from kvstore.namespace import Namespace
-from kvstore.testing import BackendTests, TierTests
-from kvstore.testing.backend_harness import BackendHarness
-from kvstore.testing.backend_tests import BackendValueTests
+from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
-from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened, options_for
+from tests.s3.clients import CLIENTS, NAMESPACE, fresh_prefix, opened, options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.packed import PACKED, blocks_of, reads_of, writes_of
 from tests.s3.servers import S3Server
-
-PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 20}
-
-
-class PackedHarness(BackendHarness):
-    """Shared parts of the suites below."""
-
-    scans: ClassVar[bool] = False
-    cancel_rounds: ClassVar[int] = 24
-    server: S3Server | FaultServer
-
-    async def make_backend(self) -> Backend:
-        """Return a backend under a prefix of its own."""
-        return S3Backend(config_for(self.server, **PACKED | PATIENT))
-
-    async def reopen(self, backend: Backend) -> Backend:
-        """Return another backend under the same prefix."""
-        assert isinstance(backend, S3Backend)
-        return S3Backend(backend.config)
-
-
-class TestMotoPacked(PackedHarness, BackendValueTests):
-    """The server of moto."""
-
-    @pytest.fixture(autouse=True)
-    def _server(self, moto_server: S3Server) -> None:
-        self.server = moto_server
-
-
-class TestWeedPacked(PackedHarness, BackendTests):
-    """SeaweedFS."""
-
-    @pytest.fixture(autouse=True)
-    def _server(self, weed_server: S3Server) -> None:
-        self.server = weed_server
-
-
-class TestTierPacked(TierTests):
-    """A whole tier over packs."""
-
-    exclusive = False
-    server: S3Server
-
-    @pytest.fixture(autouse=True)
-    def _server(self, weed_server: S3Server) -> None:
-        self.server = weed_server
-
-    def make_config(self) -> dict[str, Any]:
-        """Return the configuration of a tier over an empty part of the bucket."""
-        return {"backend": "s3", **options_for(self.server, **PACKED | PATIENT)}
 
 
 def bytes_of(read: RecordRead) -> bytes:
@@ -84,7 +31,7 @@ def bytes_of(read: RecordRead) -> bytes:
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_a_pack_costs_one_put_and_one_get(faults: FaultServer, rng: random.Random, client: str) -> None:
     """64 blocks of a job take two PUTs; another engine reads them with two GETs, plus two for the heads."""
-    more = {**PACKED, **PATIENT, "client": client, "prefix": fresh_prefix(), "pack_blocks": 32}
+    more = {**PACKED, "client": client, "prefix": fresh_prefix(), "pack_blocks": 32}
     backend, other = await opened(faults, **more), await opened(faults, **more)
     blocks = blocks_of(rng, 64)
     faults.plan(None)
@@ -103,14 +50,12 @@ async def test_a_pack_costs_one_put_and_one_get(faults: FaultServer, rng: random
     counters = other.stats().counters
     assert (counters["packs_read"], counters["pack_ranges_read"]) == (2, 2)
     assert backend.stats().counters["packs_written"] == 2
-    await backend.close()
-    await other.close()
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_another_part_of_a_pack_is_no_damage(faults: FaultServer, rng: random.Random, client: str) -> None:
     """A service that answers with another range than requested fails the read; no block seems damaged."""
-    backend = await opened(faults, **{**PACKED, **PATIENT, "prefix": fresh_prefix(), "tries": 1, "client": client})
+    backend = await opened(faults, **{**PACKED, "prefix": fresh_prefix(), "tries": 1, "client": client})
     blocks = blocks_of(rng, 4)
     assert set(await backend.put(writes_of(blocks))) == {Outcome.OK}
     faults.plan(Fault.OTHER_RANGE, methods=("GET",))
@@ -118,7 +63,6 @@ async def test_another_part_of_a_pack_is_no_damage(faults: FaultServer, rng: ran
     assert backend.stats().counters["failed_protocol"] == 1
     faults.plan(None)
     assert set(await backend.get_into(reads_of(blocks))) == {Outcome.OK}
-    await backend.close()
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -126,27 +70,24 @@ async def test_an_error_in_the_body_of_a_success_is_no_store(
     faults: FaultServer, rng: random.Random, client: str
 ) -> None:
     """A block is not reported as stored if the service answers its PUT with 200 and an error document."""
-    more = {**PACKED, **PATIENT, "prefix": fresh_prefix(), "tries": 1, "client": client}
+    more = {**PACKED, "prefix": fresh_prefix(), "tries": 1, "client": client}
     backend, blocks = await opened(faults, **more), blocks_of(rng, 2)
     faults.plan(Fault.XML_ERROR, methods=("PUT",))
     assert set(await backend.put(writes_of(blocks))) == {Outcome.IO_ERROR}
     faults.plan(None)
     assert await backend.exists(list(blocks)) == [False] * 2
-    await backend.close()
 
 
 @pytest.mark.parametrize("fault", [Fault.KEY_DISABLED, Fault.BAD_RANGE])
 async def test_a_pack_that_is_refused_costs_no_other(faults: FaultServer, rng: random.Random, fault: Fault) -> None:
     """An engine works without packs that the service refuses, and does not request them again and again."""
-    more = {**PACKED, **PATIENT, "prefix": fresh_prefix(), "tries": 1}
+    more = {**PACKED, "prefix": fresh_prefix(), "tries": 1}
     writer = await opened(faults, **more)
     parts = [blocks_of(rng, 4), blocks_of(rng, 4)]
     for part in parts:
         assert set(await writer.put(writes_of(part))) == {Outcome.OK}
     packs = writer._packs
-    assert packs is not None
     place = packs.index.place(next(iter(parts[0])))
-    assert place is not None
     faults.plan(fault, methods=("GET",), contains=place.pack)
     reader = await opened(faults, **more)
     for _ in range(3):
@@ -157,7 +98,7 @@ async def test_a_pack_that_is_refused_costs_no_other(faults: FaultServer, rng: r
 
 async def test_two_engines_and_a_restart(weed_server: S3Server, rng: random.Random) -> None:
     """Blocks of one engine are read by another, in any selection, and by one that starts later."""
-    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    more = {**PACKED, "prefix": fresh_prefix()}
     engines = [await opened(weed_server, **more) for _ in range(2)]
     parts = [blocks_of(rng, 40), blocks_of(rng, 40)]
     both = {**parts[0], **parts[1]}
@@ -176,7 +117,7 @@ async def test_two_engines_and_a_restart(weed_server: S3Server, rng: random.Rand
 
 async def test_removals_reach_everybody(weed_server: S3Server, rng: random.Random) -> None:
     """A removed block is gone for current and later engines; a pack is removed with its last block."""
-    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    more = {**PACKED, "prefix": fresh_prefix()}
     one, two = await opened(weed_server, **more), await opened(weed_server, **more)
     blocks = blocks_of(rng, 8)
     keys = list(blocks)
@@ -195,21 +136,17 @@ async def test_removals_reach_everybody(weed_server: S3Server, rng: random.Rando
     assert [name for name in names if name.endswith("p")] == []
     four = await opened(weed_server, **more)
     assert await four.exists(keys) == [False] * 8
-    for engine in (one, two, three, four):
-        await engine.close()
 
 
 async def test_a_put_beside_a_removal_stays(faults: FaultServer, rng: random.Random) -> None:
     """A block stored during its removal is stored again, and is there for every engine afterwards."""
-    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    more = {**PACKED, "prefix": fresh_prefix()}
     backend = await opened(faults, **more)
     blocks = blocks_of(rng, 4)
     await backend.put(writes_of(blocks))
     faults.plan(Fault.LATE, methods=("PUT",), count=1, delay_s=0.3)
     removal = asyncio.create_task(backend.delete(list(blocks)))
-    async with asyncio.timeout(20):
-        while not faults.counts().get("fault_late"):
-            await asyncio.sleep(0.01)
+    await eventually_async(lambda: faults.counts().get("fault_late"), 20)
     assert await backend.put(writes_of(blocks)) == [Outcome.OK] * 4
     assert await removal == [True] * 4
     other = await opened(faults, **more)
@@ -225,31 +162,26 @@ async def test_a_removal_during_a_put_leaves_no_block_reported_as_present(
     faults: FaultServer, rng: random.Random
 ) -> None:
     """A block found present by a put, and removed while that put writes other blocks, is written again."""
-    backend = await opened(faults, **PACKED | PATIENT | {"prefix": fresh_prefix()})
+    backend = await opened(faults, **PACKED)
     there, new = blocks_of(rng, 2), blocks_of(rng, 2)
     await backend.put(writes_of(there))
     faults.plan(Fault.LATE, methods=("PUT",), count=1, delay_s=2.0)
     put = asyncio.create_task(backend.put(writes_of(there | new)))
-    async with asyncio.timeout(20):
-        while not faults.counts().get("fault_late"):
-            await asyncio.sleep(0.01)
+    await eventually_async(lambda: faults.counts().get("fault_late"), 20)
     assert await backend.delete(list(there)) == [True] * 2
     assert await put == [Outcome.OK] * 4
     assert await backend.exists([*there, *new]) == [True] * 4
-    await backend.close()
 
 
 async def test_a_put_that_is_cancelled_leaves_the_one_it_waits_for_alone(
     faults: FaultServer, rng: random.Random
 ) -> None:
     """Of three jobs with the same blocks one writes; if a waiting one is cancelled, the other two are unaffected."""
-    backend = await opened(faults, **PACKED | PATIENT | {"prefix": fresh_prefix(), "pack_refresh": 60})
+    backend = await opened(faults, **PACKED | {"prefix": fresh_prefix(), "pack_refresh": 60})
     blocks = blocks_of(rng, 4)
     faults.plan(Fault.LATE, methods=("PUT",), count=1, delay_s=3.0)
     writer = asyncio.create_task(backend.put(writes_of(blocks)))
-    async with asyncio.timeout(20):
-        while not faults.counts().get("fault_late"):
-            await asyncio.sleep(0.01)
+    await eventually_async(lambda: faults.counts().get("fault_late"), 20)
     patient, hasty = (asyncio.create_task(backend.put(writes_of(blocks))) for _ in range(2))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -258,7 +190,6 @@ async def test_a_put_that_is_cancelled_leaves_the_one_it_waits_for_alone(
     assert hasty.cancelled()
     assert await writer == [Outcome.OK] * 4
     assert await patient == [Outcome.EXISTS] * 4
-    await backend.close()
 
 
 async def test_own_packs_are_not_listed_over_and_over(
@@ -294,7 +225,7 @@ class _Clock:
 
 async def test_a_clock_that_is_ahead_hides_nothing(faults: FaultServer, rng: random.Random) -> None:
     """A pack of an engine whose clock is ten minutes ahead is found, as are later packs of others."""
-    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    more = {**PACKED, "prefix": fresh_prefix()}
     writer, reader = await opened(faults, **more), await opened(faults, **more)
     names = ObjectNames(more["prefix"], NAMESPACE)
     head, _ = PackFormat(NAMESPACE).pack_head([(b"early", 3)])
@@ -303,13 +234,11 @@ async def test_a_clock_that_is_ahead_hides_nothing(faults: FaultServer, rng: ran
     blocks = blocks_of(rng, 3)
     await writer.put(writes_of(blocks))
     assert await reader.exists([b"early", *blocks]) == [True] * 4
-    await writer.close()
-    await reader.close()
 
 
 async def test_a_pack_that_somebody_deleted_is_a_miss(weed_server: S3Server, rng: random.Random) -> None:
     """Blocks of a deleted pack are misses, are reported as lost, and can be stored again."""
-    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    more = {**PACKED, "prefix": fresh_prefix()}
     backend = await opened(weed_server, **more)
     lost: list[tuple[list[bytes], RemovalCause]] = []
     backend.set_removal_listener(lambda keys, cause: lost.append((list(keys), cause)))
@@ -323,12 +252,11 @@ async def test_a_pack_that_somebody_deleted_is_a_miss(weed_server: S3Server, rng
     assert [(sorted(keys), cause) for keys, cause in lost] == [(sorted(blocks), RemovalCause.LOST)]
     assert await backend.exists(list(blocks)) == [False] * 5
     assert set(await backend.put(writes_of(blocks))) == {Outcome.OK}
-    await backend.close()
 
 
 async def test_what_is_no_pack_is_passed_over(faults: FaultServer, rng: random.Random) -> None:
     """Foreign, damaged and truncated objects among the packs affect only their own blocks, and are read once."""
-    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    more = {**PACKED, "prefix": fresh_prefix()}
     writer, reader = await opened(faults, **more), await opened(faults, **more)
     client = writer._ready()
     names, made = ObjectNames(more["prefix"], NAMESPACE), PackFormat(NAMESPACE)
@@ -345,13 +273,11 @@ async def test_what_is_no_pack_is_passed_over(faults: FaultServer, rng: random.R
     read = reader.stats().counters["packs_read"]
     assert await reader.exists([b"b"]) == [False]
     assert reader.stats().counters["packs_read"] == read
-    await writer.close()
-    await reader.close()
 
 
 async def test_a_pack_that_was_missing_for_a_moment_is_found_again(faults: FaultServer, rng: random.Random) -> None:
     """A false 404 for a listed pack hides its blocks from an engine only until the next refresh."""
-    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    more = {**PACKED, "prefix": fresh_prefix()}
     writer, reader = await opened(faults, **more), await opened(faults, **more)
     name, (key,) = ObjectNames(more["prefix"], NAMESPACE).new_pack(), blocks_of(rng, 1)
     head, _ = PackFormat(NAMESPACE).pack_head([(key, 100)])
@@ -364,8 +290,6 @@ async def test_a_pack_that_was_missing_for_a_moment_is_found_again(faults: Fault
     assert await reader.get_into(reads_of([key])) == [Outcome.MISS]
     faults.plan(None)
     assert await reader.get_into(reads_of([key])) == [Outcome.OK]
-    await writer.close()
-    await reader.close()
 
 
 async def test_failures_are_no_absence(faults: FaultServer, rng: random.Random) -> None:
@@ -388,8 +312,6 @@ async def test_failures_are_no_absence(faults: FaultServer, rng: random.Random) 
     assert set(await writer.put(writes)) == {Outcome.IO_ERROR}
     faults.plan(None)
     assert await writer.put(writes) == [Outcome.OK, Outcome.OK]
-    await writer.close()
-    await reader.close()
 
 
 def test_heads_of_packs_are_what_they_were() -> None:
@@ -441,7 +363,6 @@ def test_names_are_in_the_order_of_time() -> None:
     names = ObjectNames("kv/", NAMESPACE)
     made = [names.new_pack() for _ in range(3)]
     first = names.read(made[0])
-    assert first is not None
     moment = first.made_at
     assert moment == pytest.approx(time.time(), abs=60)
     assert names.packs_since(moment - 1) < made[0]
@@ -496,7 +417,6 @@ def test_a_block_in_two_packs_is_there_until_both_are_gone() -> None:
             else:
                 assert index.remove([("2p", b"a")]) == ["2p"]
             place = index.place(b"a")
-            assert place is not None
             assert (place.pack, place.size_bytes, index.packs_of(b"a")) == ("1p", 1, ["1p"])
             assert index.forget("1p") == [b"a"]
             assert (b"a" in index, index.packs_of(b"a"), len(index)) == (False, [], 0)
@@ -523,7 +443,7 @@ def test_emptied_packs_are_remembered_up_to_a_bound() -> None:
 
 async def test_a_block_in_two_packs_outlives_one(faults: FaultServer, rng: random.Random) -> None:
     """Two engines that wrote a block concurrently left it in two packs: if one pack goes, the other serves."""
-    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    more = {**PACKED, "prefix": fresh_prefix()}
     async with contextlib.AsyncExitStack() as stack:
         writers = []
         for _ in range(2):
@@ -538,9 +458,7 @@ async def test_a_block_in_two_packs_outlives_one(faults: FaultServer, rng: rando
         stack.push_async_callback(reader.close)
         assert await reader.exists(list(blocks)) == [True] * 3
         packs = reader._packs
-        assert packs is not None
         place = packs.index.place(next(iter(blocks)))
-        assert place is not None
         await reader._ready().delete_all([place.pack], timeout_s=30)
         assert set(await reader.get_into(reads_of(blocks))) == {Outcome.MISS}
         assert await reader.exists(list(blocks)) == [True] * 3
@@ -558,7 +476,7 @@ def test_options_are_checked(faults: FaultServer) -> None:
 
 async def test_a_damaged_copy_leaves_the_other_one(faults: FaultServer, rng: random.Random) -> None:
     """If the copy in use of a block in two packs is damaged, that copy is removed and the other is read next."""
-    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    more = {**PACKED, "prefix": fresh_prefix()}
     first = await opened(faults, **more)
     blocks = blocks_of(rng, 3)
     assert await first.put(writes_of(blocks)) == [Outcome.OK] * 3

@@ -16,6 +16,7 @@ from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.http import Answer
 from kvstore.backends.s3.wire import Wire
 from kvstore.backends.stream import Endpoint, Stream, client_context
+from kvstore.testing.waiting import eventually_async
 from tests.redis.servers import make_certificates
 
 BODY = bytes(range(256)) * 16
@@ -151,9 +152,7 @@ async def test_an_answer_before_the_body_was_sent_ends_the_connection(status: in
         assert not wire._idle
         slot[:] = b"\x01" * len(slot)
         read_on.set()
-        async with asyncio.timeout(20):
-            while not counts:
-                await asyncio.sleep(0.01)
+        await eventually_async(lambda: counts, 20)
         assert counts[0] < len(slot)
 
 

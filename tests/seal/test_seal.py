@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -128,27 +127,6 @@ def test_writers_namespaces_salts_and_uses_have_keys_of_their_own(tmp_path: Path
     assert refused(other, seal.wire_id, header(1, namespace=ours), mac, stored) == RecordFault.SEAL
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_key_and_a_missing_key_are_misses_with_a_warning(
-    tmp_path: Path, kind: Kind, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The fault distinguishes the two, and each causes one warning with the key's id and without a key."""
-    mine = write(tmp_path / "mine", document(1, 77))
-    mac, stored = sealed(make_seal(mine, kind), header(77), b"block", 77)
-    wrong = document(1, 77)
-    wrong["keys"]["77"] = secret(78)
-    reader = make_seal(write(tmp_path / "wrong", wrong), kind)
-    for _ in range(50):
-        assert refused(reader, kind.wire_ids[0], header(77), mac, stored, 77) == RecordFault.SEAL
-    lacking = make_seal(write(tmp_path / "lacking", document(1)), kind)
-    for _ in range(50):
-        assert refused(lacking, kind.wire_ids[0], header(77), mac, stored, 77) == RecordFault.CODEC
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
-    assert all("Key 77 " in record.getMessage() for record in caplog.records)
-    for number in (1, 77, 78):
-        assert secret(number)[:8] not in caplog.text
-
-
 def test_the_key_that_is_written_with_follows_the_keyring(tmp_path: Path) -> None:
     """After a rotation new records name the new key; records of the old key can be opened while it is kept."""
     path = write(tmp_path / "keys", document(1))
@@ -181,32 +159,6 @@ def test_a_reader_learns_a_new_key_from_the_first_record(tmp_path: Path) -> None
 
     assert not opens()
     soon(opens, what="the new key")
-
-
-def test_dropping_one_salt_leaves_the_others(tmp_path: Path) -> None:
-    """Without its salt a namespace's records cannot be opened or sealed; those of other namespaces can."""
-    path = write(tmp_path / "keys", document(1, salts={"a": secret(10), "b": secret(11)}))
-    spaces = {name: Namespace({"user_namespace": name}) for name in "ab"}
-    seals = {name: make_seal(path, namespace=space) for name, space in spaces.items()}
-    records = {name: sealed(seals[name], header(1, namespace=spaces[name]), name.encode()) for name in "ab"}
-    write(path, document(1, salts={"b": secret(11)}))
-
-    def has_no_key() -> bool:
-        try:
-            return seals["a"].key_id == 0
-        except RecordError as error:
-            return error.cause == RecordFault.CODEC
-
-    soon(has_no_key, what="the end of the salt")
-    assert refused(seals["a"], 64, header(1, namespace=spaces["a"]), *records["a"]) == RecordFault.CODEC
-    with pytest.raises(RecordError):
-        sealed(seals["a"], header(1, namespace=spaces["a"]), b"more")
-    assert opened(seals["b"], 64, header(1, namespace=spaces["b"]), *records["b"]) == b"b"
-    assert seals["b"].key_id == 1
-    # A new secret under the old name does not help either.
-    write(path, document(1, salts={"a": secret(12), "b": secret(11)}))
-    again = make_seal(path, namespace=spaces["a"])
-    assert refused(again, 64, header(1, namespace=spaces["a"]), *records["a"]) == RecordFault.SEAL
 
 
 def test_keyed_names_need_their_secret_and_keep_it_through_rotations(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from kvstore.primary import (
     KVLayout,
     LayerLayout,
     RankPlan,
+    Region,
     attention_layer,
     latent_layer,
     opaque_layer,
@@ -121,3 +122,22 @@ def run(transfer: Transfer, copies: Sequence[BlockCopies], kind: JobKind) -> int
     assert result.success
     assert result.seconds >= 0
     return result.size_bytes
+
+
+def check_batches(
+    transfer: Transfer,
+    plan: RankPlan,
+    pages: Callable[[], dict[str, Bytes]],
+    region: Region,
+    rng: np.random.Generator,
+    kinds: Sequence[JobKind] = (JobKind.STORE, JobKind.LOAD),
+) -> None:
+    """Copy random batches between all slots and a cache as ``pages`` returns it; compare all bytes of both."""
+    rows, blocks = region.rows(), min(map(len, pages().values()))
+    for kind in kinds:
+        copies = random_copies(plan, blocks, len(rows), rng)
+        want_cache, want_rows, want_bytes = expected(plan, pages(), rows, copies, kind)
+        assert run(transfer, copies, kind) == want_bytes
+        assert (rows == want_rows).all()
+        for name, found in pages().items():
+            assert (found == want_cache[name]).all(), name

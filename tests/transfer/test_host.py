@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
 from kvstore.primary import PAGE_BYTES, GroupLayout, KVLayout, Region, attention_layer, latent_layer
 from kvstore.runtime.messages import JobKind
 from kvstore.transfer import BlockCopies, HostTransfer
-from tests.transfer.caches import expected, layouts, make_cache, random_bytes, random_copies, run
+from tests.transfer.caches import check_batches, expected, layouts, make_cache, random_bytes, random_copies, run
 
 TP_SIZES = (1, 2, 4, 8)
 STORE, LOAD = JobKind.STORE, JobKind.LOAD
@@ -34,40 +34,19 @@ def region() -> Iterator[Region]:
         yield region
 
 
-@settings(
-    max_examples=300,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-@given(
-    layout=layouts(),
-    tp_size=st.sampled_from(TP_SIZES),
-    seed=st.integers(0, 2**32),
-    data=st.data(),
-)
-def test_bytes_are_those_of_copying_one_by_one(
-    layout: KVLayout,
-    tp_size: int,
-    seed: int,
-    data: st.DataObject,
-) -> None:
+@settings(max_examples=300)
+@given(layout=layouts(), tp_size=st.sampled_from(TP_SIZES), seed=st.integers(0, 2**32), data=st.data())
+def test_bytes_are_those_of_copying_one_by_one(layout: KVLayout, tp_size: int, seed: int, data: st.DataObject) -> None:
     """The same bytes are copied and left alone as one by one, for any layout, rank, padding and blocks, both ways."""
     rng = np.random.default_rng(seed)
     plan = layout.plan(tp_size, data.draw(st.integers(0, tp_size - 1), label="rank"))
     cache = make_cache(plan, 7, rng, padding=(0, 1, 24))
     with Region.create(9, plan.slot_bytes) as region:
-        rows = region.rows()
-        rows[:] = random_bytes(rng, *rows.shape)
+        region.rows()[:] = random_bytes(rng, 9, plan.slot_bytes)
         transfer = HostTransfer(plan, cache, region)
-        for kind in (STORE, LOAD):
-            copies = random_copies(plan, 7, 9, rng)
-            want_cache, want_rows, want_bytes = expected(plan, cache, rows, copies, kind)
-            assert run(transfer, copies, kind) == want_bytes
-            assert (rows == want_rows).all()
-            for name, pages in cache.items():
-                assert (pages == want_cache[name]).all(), name
+        check_batches(transfer, plan, lambda: cache, region, rng)
         transfer.close()
-        del rows, transfer
+        del transfer
 
 
 @pytest.mark.parametrize("order", ["nhd", "hnd"])
@@ -115,7 +94,6 @@ def test_batches_have_effect_in_order(region: Region) -> None:
     assert (rows == want_rows).all()
     assert (cache["l"] == want_cache["l"]).all()
     transfer.close()
-    del rows, transfer
 
 
 def test_a_closed_transfer_refuses_batches(region: Region) -> None:
@@ -203,7 +181,6 @@ def test_wrong_numbers_are_refused_before_anything_is_copied(
     assert (cache["l"] == before).all()
     assert (region.rows() == rows).all()
     transfer.close()
-    del transfer
 
 
 def test_one_block_may_be_stored_twice_and_one_slot_loaded_twice(region: Region) -> None:
@@ -216,7 +193,6 @@ def test_one_block_may_be_stored_twice_and_one_slot_loaded_twice(region: Region)
     assert (cache["l"][4] == cache["l"][3]).all()
     assert (cache["l"][5] == cache["l"][3]).all()
     transfer.close()
-    del transfer
 
 
 def test_consecutive_blocks_fill_slots_from_a_place_on() -> None:

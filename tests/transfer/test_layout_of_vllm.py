@@ -36,7 +36,6 @@ def agree(plan: LayerPlan, spec: object, cache: torch.Tensor, tp_size: int, rank
         tp_size=tp_size, dcp_size=1, pcp_size=1, interleave=1, total_kv_heads=heads, rank=rank
     )
     theirs = canonical_mapping._layer_mapping(spec, cache, BLOCKS, context)
-    assert theirs is not None
     copies = [
         (run.local_offset + i * run.local_stride, run.canonical_offset + i * run.canonical_stride, run.fragment_size)
         for run in theirs.runs
@@ -67,12 +66,7 @@ def test_attention(order: str, split: bool, kind: str) -> None:
         else:
             cache = torch.zeros(BLOCKS, mine, TOKENS, 2 * HEAD_SIZE, dtype=DTYPE)
         layer: LayerLayout = attention_layer(
-            "l",
-            kv_heads=heads,
-            key_bytes=HEAD_SIZE * DTYPE.itemsize,
-            block_tokens=TOKENS,
-            order=order,
-            split=split,
+            "l", kv_heads=heads, key_bytes=HEAD_SIZE * DTYPE.itemsize, block_tokens=TOKENS, order=order, split=split
         )
         for rank in range(tp_size):
             assert agree(layer.plan(tp_size, rank), spec, cache, tp_size, rank, heads), (heads, tp_size, rank)

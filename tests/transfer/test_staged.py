@@ -18,7 +18,7 @@ from kvstore.transfer import BlockCopies, cuda
 from kvstore.transfer.cuda import CudaTransfer
 from kvstore.transfer.plan import check_batch
 from kvstore.transfer.staging import StagingPlan, word_bytes_of
-from tests.transfer.caches import expected, layouts, make_cache, random_bytes, random_copies, run
+from tests.transfer.caches import check_batches, layouts, make_cache, random_bytes, run
 from tests.transfer.streams import FakeStreams
 
 STORE, LOAD = JobKind.STORE, JobKind.LOAD
@@ -39,7 +39,7 @@ def plain(region: Region, streams: FakeStreams) -> CudaTransfer:
     return CudaTransfer(PLAIN.plan(1, 0), {"l": cache}, region, pin=False, streams=streams)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     layout=layouts(),
     tp_size=st.sampled_from((1, 2, 4, 8)),
@@ -56,21 +56,14 @@ def test_bytes_are_those_of_copying_one_by_one(
     cache = make_cache(plan, 7, rng, padding=(0, 1, 24))
     tensors = {name: torch.from_numpy(pages) for name, pages in cache.items()}
     with Region.create(9, plan.slot_bytes) as region:
-        rows = region.rows()
-        rows[:] = random_bytes(rng, *rows.shape)
+        region.rows()[:] = random_bytes(rng, 9, plan.slot_bytes)
         streams = FakeStreams(strided=data.draw(st.booleans(), label="strided"))
         transfer = CudaTransfer(
             plan, tensors, region, pin=False, staging_bytes=depth * plan.slot_bytes, streams=streams
         )
-        for kind in (STORE, LOAD):
-            copies = random_copies(plan, 7, 9, rng)
-            want_cache, want_rows, want_bytes = expected(plan, cache, rows, copies, kind)
-            assert run(transfer, copies, kind) == want_bytes
-            assert (rows == want_rows).all()
-            for name, pages in cache.items():
-                assert (pages == want_cache[name]).all(), name
+        check_batches(transfer, plan, lambda: cache, region, rng)
         transfer.close()
-        del rows, transfer
+        del transfer
 
 
 @pytest.mark.parametrize("order", ["nhd", "hnd"])
@@ -89,7 +82,6 @@ def test_tensors_in_the_order_that_engines_show_them(region: Region, order: str)
     assert torch.equal(shown[5], before[3])
     assert not shown[3].any()
     transfer.close()
-    del transfer
 
 
 def test_copies_wait_for_the_engines_stream(region: Region) -> None:
@@ -110,7 +102,6 @@ def test_copies_wait_for_the_engines_stream(region: Region) -> None:
     assert streams.log[0][2] == streams.log[3][2] == "compute"
     assert [r.seconds for r in transfer.poll()] == [0.002, 0.002]
     transfer.close()
-    del transfer
 
 
 @pytest.mark.parametrize(
@@ -135,7 +126,6 @@ def test_directions_wait_where_they_meet(
     transfer.submit([BlockCopies.of([0], [0])], first)
     assert sum(what == "wait_event" for what, _, _ in streams.log) == waits
     transfer.close()
-    del transfer
 
 
 def test_nothing_is_reported_before_its_event(region: Region) -> None:
@@ -153,7 +143,6 @@ def test_nothing_is_reported_before_its_event(region: Region) -> None:
     transfer.close()
     with pytest.raises(ValueError, match="closed"):
         transfer.submit([], STORE)
-    del transfer
 
 
 def test_an_error_of_the_device_fails_what_is_under_way(region: Region) -> None:
@@ -166,7 +155,6 @@ def test_an_error_of_the_device_fails_what_is_under_way(region: Region) -> None:
     assert (result.success, result.size_bytes) == (False, 0)
     assert "illegal memory access" in result.error
     transfer.close()
-    del transfer
 
 
 def test_a_failed_launch_is_reported_when_the_stream_has_ended(
@@ -187,7 +175,6 @@ def test_a_failed_launch_is_reported_when_the_stream_has_ended(
     assert (result.success, result.error) == (False, "CUDA out of memory")
     assert "failed" in caplog.text
     transfer.close()
-    del transfer
 
 
 def test_a_device_that_hangs_keeps_the_memory(
@@ -201,7 +188,6 @@ def test_a_device_that_hangs_keeps_the_memory(
     transfer.close()
     assert [(r.handle, r.success) for r in transfer.poll()] == [(handle, False)]
     assert "stays pinned" in caplog.text
-    del transfer
 
 
 @pytest.mark.parametrize("order", ["hnd", "nhd"])
@@ -257,7 +243,6 @@ def test_a_batch_of_a_rank_is_one_launch_a_slot(region: Region) -> None:
     run(transfer, [BlockCopies.of(range(3), range(3))], STORE)
     assert streams.matrices == 3
     transfer.close()
-    del transfer
 
 
 def test_words_divide_everything() -> None:
@@ -300,4 +285,3 @@ def test_without_a_device_the_region_is_not_pinned(region: Region, caplog: pytes
         assert not transfer.pinned.pinned
         assert "no CUDA device" in caplog.text
     transfer.close()
-    del transfer

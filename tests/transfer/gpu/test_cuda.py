@@ -10,7 +10,7 @@ from kvstore.primary import GroupLayout, KVLayout, Region, attention_layer, late
 from kvstore.runtime.messages import JobKind
 from kvstore.transfer import BlockCopies
 from kvstore.transfer.cuda import CudaTransfer
-from tests.transfer.caches import expected, make_cache, random_bytes, random_copies, run
+from tests.transfer.caches import Bytes, check_batches, make_cache, random_bytes, run
 
 STORE, LOAD = JobKind.STORE, JobKind.LOAD
 
@@ -24,6 +24,11 @@ def layout_of(order: str, split: bool, blocks_per_slot: int) -> KVLayout:
     latent = latent_layer("latent", token_bytes=96, block_tokens=16)
     groups = (GroupLayout((attention("a0"), attention("a1")), 16), GroupLayout((attention("b0"), latent), 16))
     return KVLayout(groups, blocks_per_slot)
+
+
+def pages_of(on_gpu: dict[str, torch.Tensor]) -> dict[str, Bytes]:
+    """Return a cache's bytes."""
+    return {name: pages.cpu().numpy() for name, pages in on_gpu.items()}
 
 
 @pytest.mark.parametrize("pin", [True, False])
@@ -43,20 +48,12 @@ def test_bytes_are_those_of_copying_one_by_one(
         on_gpu[name] = padded[:, : pages.shape[1]]
         on_gpu[name].copy_(torch.from_numpy(pages.copy()))
     with Region.create(48, plan.slot_bytes) as region:
-        rows = region.rows()
-        rows[:] = random_bytes(rng, *rows.shape)
+        region.rows()[:] = random_bytes(rng, *region.rows().shape)
         transfer = CudaTransfer(plan, on_gpu, region, pin=pin, staging_bytes=5 * plan.slot_bytes)
         assert (transfer.pinned is not None and transfer.pinned.pinned) is pin
-        for kind in (STORE, LOAD, STORE):
-            copies = random_copies(plan, 40, 48, rng)
-            cache = {name: pages.cpu().numpy() for name, pages in on_gpu.items()}
-            want_cache, want_rows, want_bytes = expected(plan, cache, rows, copies, kind)
-            assert run(transfer, copies, kind) == want_bytes
-            assert (rows == want_rows).all()
-            for name, pages in on_gpu.items():
-                assert (pages.cpu().numpy() == want_cache[name]).all(), name
+        check_batches(transfer, plan, lambda: pages_of(on_gpu), region, rng, (STORE, LOAD, STORE))
         transfer.close()
-        del rows, transfer
+        del transfer
 
 
 @pytest.mark.parametrize("order", ["nhd", "hnd"])
@@ -69,20 +66,12 @@ def test_a_ranks_share_of_large_slots(tp_size: int, order: str) -> None:
     cache = make_cache(plan, 8, rng, padding=(0,))
     on_gpu = {name: torch.from_numpy(pages.copy()).cuda() for name, pages in cache.items()}
     with Region.create(10, plan.slot_bytes) as region:
-        rows = region.rows()
-        rows[:] = random_bytes(rng, *rows.shape)
+        region.rows()[:] = random_bytes(rng, *region.rows().shape)
         transfer = CudaTransfer(plan, on_gpu, region, staging_bytes=3 * plan.slot_bytes)
         assert transfer._streams.strided
-        for kind in (STORE, LOAD):
-            copies = random_copies(plan, 8, 10, rng)
-            cache = {name: pages.cpu().numpy() for name, pages in on_gpu.items()}
-            want_cache, want_rows, _ = expected(plan, cache, rows, copies, kind)
-            run(transfer, copies, kind)
-            assert (rows == want_rows).all()
-            for name, pages in on_gpu.items():
-                assert (pages.cpu().numpy() == want_cache[name]).all(), name
+        check_batches(transfer, plan, lambda: pages_of(on_gpu), region, rng)
         transfer.close()
-        del rows, transfer
+        del transfer
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -127,9 +116,7 @@ def test_a_failed_registration_leaves_no_error_behind() -> None:
     with Region.create(4, plan.slot_bytes) as region:
         first = CudaTransfer(plan, {"l": cache}, region)
         second = CudaTransfer(plan, {"l": cache}, region)
-        assert first.pinned is not None
         assert first.pinned.pinned
-        assert second.pinned is not None
         assert not second.pinned.pinned
         assert torch.ones(3, device="cuda").sum().item() == 3
         run(second, [BlockCopies.of(range(4), range(4))], STORE)
