@@ -1,4 +1,4 @@
-"""Load generators of others, as in bench/generators.py, drive a `vllm serve` with kvstore; none of its prompts is in the device's cache."""
+"""Load generators of others drive a `vllm serve` whose only cache of prompts is kvstore; see bench/generators.py."""
 
 from __future__ import annotations
 
