@@ -776,7 +776,8 @@ class TierFaultTests(TierHarness):
         expected = [Outcome.CORRUPT if key == bad else Outcome.OK for key in keys]
         assert list(loaded.outcomes) == expected, f"{kind}: {loaded}"
         assert sum(rig.tier.stats().faults.values()) == 1, f"{kind}: not counted by cause, {rig.tier.stats()}"
-        assert rig.lookup(bad) is LookupResult.MISS, f"{kind}: a hit again for a block that is damaged"
+        # A block that stays may be a hit again after a pause, which may end at any time.
+        assert stays or rig.lookup(bad) is LookupResult.MISS, f"{kind}: a hit again for a block that is damaged"
         left = [(event.keys, event.cause) for event in rig.tier.take_events() if event.cause is not None]
         assert left == [((bad,), RemovalCause.CORRUPT)], f"{kind}: told to have left: {left}"
         if stays:
