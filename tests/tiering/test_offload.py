@@ -264,14 +264,6 @@ def test_a_tier_that_gets_an_expired_block_late_drops_it() -> None:
     assert engine.look(A, engine.request()) == ["miss"] * 4
 
 
-def test_blocks_are_removed_on_request() -> None:
-    """``remove`` takes blocks out of every tier."""
-    engine = Engine()
-    engine.store_and_forget(A)
-    engine.manager.remove(A[2:])
-    assert engine.look(A, engine.request()) == ["hit", "hit", "miss", "miss"] and list(engine.tier.blocks) == A[:2]
-
-
 @pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
 def test_pinned_blocks_stay(eviction: str) -> None:
     """Blocks with ``pin`` survive any number of other blocks, within the share of pins; ``release`` ends the pin."""
