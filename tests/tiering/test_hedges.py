@@ -130,22 +130,6 @@ def test_the_second_tier_wins() -> None:
     engine.check_rest()
 
 
-def test_the_first_tier_wins() -> None:
-    """A hedge that comes too late changes nothing; its slots are free once it is reported."""
-    engine = Hedging().learned()
-    ctx, first, hedge = engine.hedged()
-    engine.near.run()
-    assert engine.read(A, ctx) == list(first.slots)
-    assert engine.manager.source_of(A[0], ctx) is engine.near
-    assert engine.states(hedge.slots) == {SlotState.ABANDONED}
-    engine.far.run(failing=A)
-    assert engine.read(A, ctx) == list(first.slots)
-    assert engine.states(hedge.slots) == {SlotState.FREE}
-    assert (engine.counts.hedged, engine.counts.won) == (2, 0)
-    engine.manager.on_request_finished(ctx)
-    engine.check_rest()
-
-
 def test_a_hedge_that_fails_leaves_it_to_the_first() -> None:
     """An incomplete answer never wins, and does not count as a failure of the first tier."""
     engine = Hedging().learned()
@@ -402,20 +386,6 @@ def test_a_failed_tier_is_not_asked() -> None:
     assert engine.near.submitted(True) == A[:1] and not engine.far.open
     engine.manager.on_request_finished(ctx)
     engine.check_rest()
-
-
-def test_a_second_tier_that_raises() -> None:
-    """It may have accepted the load nevertheless, so the slots are out of use until it reports."""
-    engine = Hedging().learned()
-    engine.far.raising.add("submit_load")
-    ctx, _, hedge = engine.hedged()
-    engine.near.run()
-    engine.read(A, ctx)
-    assert engine.states(hedge.slots) == {SlotState.ABANDONED}
-    engine.far.raising.clear()
-    engine.manager.on_request_finished(ctx)
-    engine.check_rest()
-    assert engine.states(hedge.slots) == {SlotState.FREE}
 
 
 def test_slots_for_a_hedge() -> None:
