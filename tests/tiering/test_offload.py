@@ -543,9 +543,7 @@ def test_a_block_of_a_slow_tier_is_copied_to_the_faster_ones(backfill: Any, uses
     for key in keys:
         engine.tiers[2].blocks[key] = payload(key)
     for use in range(1, 5):
-        ctx = engine.request(keys)
-        engine.load(keys, ctx)
-        engine.manager.on_request_finished(ctx)
+        engine.use(keys)
         engine.settle()
         filled = uses is not None and use >= uses
         assert [set(tier.blocks) for tier in engine.tiers[:2]] == [set(keys) if filled else set()] * 2
@@ -561,9 +559,7 @@ def test_back_fill_keeps_to_the_policy_of_the_request() -> None:
     for key in keys:
         engine.tiers[2].blocks[key] = payload(key)
     for params, expected in (({"store": False}, [0, 0]), ({"tiers": ["two"]}, [0, 2])):
-        ctx = engine.request(keys, **params)
-        engine.load(keys, ctx)
-        engine.manager.on_request_finished(ctx)
+        engine.use(keys, **params)
         engine.settle()
         engine.evict_all()
         assert [len(tier.blocks) for tier in engine.tiers[:2]] == expected
