@@ -126,23 +126,6 @@ async def test_data_that_a_power_cut_took(tmp_path: Path) -> None:
         assert await rig.put(values) == [Outcome.OK] * 20
 
 
-async def test_an_old_journal_with_newer_slots(tmp_path: Path) -> None:
-    """With a journal older than some evictions, no block is mistaken for another."""
-    async with opened(tmp_path / "a", room_for(16)) as rig:
-        old = await rig.put_new(16)
-        before = journal(tmp_path / "a").read_bytes()
-        new: dict[BlockKey, bytes] = {}
-        for _ in range(6):
-            new |= await rig.put_new(4)
-        copy = clone(tmp_path / "a", tmp_path / "b")
-    journal(copy).write_bytes(before)
-    async with opened(copy, room_for(16)) as rig:
-        for values in (old, new):
-            for payload, back in zip(values.values(), await rig.get(list(values)), strict=True):
-                assert back in (None, payload)
-        await rig.put_new(4)
-
-
 async def test_swapped_slots_are_misses(tmp_path: Path) -> None:
     """Swapped records are not delivered under each other's keys."""
     values = await filled(tmp_path / "a", 4)

@@ -18,7 +18,7 @@ from kvstore.backends.disk import journal as journal_module
 from kvstore.errors import ConfigError, LockedError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
-from tests.disk.rig import NAMESPACE, OTHER_NAMESPACE, NoFrames, clone, opened, room_for, segment_bytes
+from tests.disk.rig import NAMESPACE, NoFrames, clone, opened, room_for, segment_bytes
 from tests.diskio.faulty_disk import FaultyDisk
 
 
@@ -199,17 +199,6 @@ async def test_readers_keep_blocks_alive(tmp_path: Path) -> None:
         assert not {key for key, _ in one.removed} & set(hot)
 
 
-async def test_a_dead_owners_directory_is_taken_over(tmp_path: Path) -> None:
-    """A restart continues in the directory of the last run, and creates no other."""
-    async with opened(tmp_path, "64MiB") as rig:
-        values = await rig.put_new(8)
-    before = owners(tmp_path)
-    async with opened(tmp_path, "64MiB") as rig:
-        assert owners(tmp_path) == before
-        await rig.has_all(values)
-        assert rig.backend.stats().blocks == 8
-
-
 async def test_adoption_raced_by_four_engines(tmp_path: Path) -> None:
     """Four engines that start at once with two left directories each have one of their own, and all see all blocks."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
@@ -240,25 +229,6 @@ async def test_a_killed_engine_is_taken_over_with_all_it_had_said(tmp_path: Path
         assert await rig.get(removed) == [None] * 5
         await rig.has_all({key: payload for key, payload in values.items() if key not in removed})
         assert rig.session.counts["recovery_scanned_slots"] == 0
-
-
-async def test_capacity_of_all_engines_together(tmp_path: Path) -> None:
-    """However many engines store, their segments never exceed the capacity."""
-    capacity = room_for(64)
-    contexts = [opened(tmp_path, capacity) for _ in range(4)]
-    rigs = [await context.__aenter__() for context in contexts]
-    try:
-
-        async def store(rig: object) -> None:
-            for _ in range(20):
-                await rig.put(rig.new(4))  # type: ignore[attr-defined]
-                assert segment_bytes(tmp_path) <= capacity
-
-        await asyncio.gather(*(store(rig) for rig in rigs))
-        assert segment_bytes(tmp_path) == capacity
-    finally:
-        for context in contexts:
-            await context.__aexit__(None, None, None)
 
 
 async def test_an_engine_above_its_share_gives_segments_up(tmp_path: Path) -> None:
@@ -293,18 +263,6 @@ async def test_a_segment_made_again_is_opened_again(tmp_path: Path) -> None:
         await two.session.followers.refresh()
         await two.has_all(again)
         assert two.backend.stats().counters.get("stale_blocks", 0) <= 4
-
-
-async def test_idle_namespaces_go_first(tmp_path: Path) -> None:
-    """Unused namespaces are removed before any engine evicts its own blocks."""
-    async with opened(tmp_path, room_for(64), namespace=OTHER_NAMESPACE) as rig:
-        for _ in range(12):
-            await rig.put_new(4)
-    async with opened(tmp_path, room_for(64)) as rig:
-        for _ in range(15):
-            await rig.put_new(4)
-        assert rig.removed == []
-        assert segment_bytes(tmp_path) <= room_for(64)
 
 
 async def test_exclusive_shares_with_nobody(tmp_path: Path) -> None:
