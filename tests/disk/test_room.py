@@ -29,11 +29,7 @@ from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 
 class FullDisk(OsDisk):
-    """A disk that reports a fixed number of free bytes.
-
-    Attributes:
-        free: Free bytes.
-    """
+    """A disk that reports a fixed number of free bytes."""
 
     free = 1 << 40
 

@@ -134,15 +134,7 @@ class LateWorker(OffloadingWorker):
 
 
 class Driver:
-    """A manager, of stock ``TieringOffloadingSpec`` unless another spec is given, and its driver.
-
-    Args:
-        tiers: ``secondary_tiers``.
-        spec_class: The spec.
-        events: Whether KV cache events are enabled.
-        vllm_config: The engine's configuration.
-        changes: Other fields of the configuration.
-    """
+    """A manager, of stock ``TieringOffloadingSpec`` unless another spec is given, and its driver."""
 
     def __init__(
         self,
