@@ -320,6 +320,21 @@ def test_verify_leaves_nothing(tmp_path: Path, backend: str) -> None:
     [
         (["run", "-t", '{"type": "fiel"}'], "Did you mean 'file'?"),
         (["run", "-b", "100"], "multiple of 4096"),
+        (["run", "-b", "0"], "--block-size"),
+        (["run", "-b", "900TiB"], "--block-size"),
+        (["run", "--working-set", "900TiB"], "working set"),
+        (["run", "--blocks-per-job", "0"], "--blocks-per-job"),
+        (["run", "--hit-rate", "nan"], "--hit-rate"),
+        (["run", "--rate", "inf"], "--rate"),
+        (["sweep", "-b", "128KiB,5"], "--block-size"),
+        (["verify", "-b", "0"], "--block-size"),
+        (["verify", "--bytes", "900TiB"], "at most"),
+        (["verify", "--bytes", "8GiB"], "--bytes"),
+        (["replay", "--dry", "--requests", "999999999999"], "--requests"),
+        (["replay", "--dry", "--requests", "20", "--speed", "0"], "--speed"),
+        (["replay", "--dry", "--requests", "20", "--prefill", "nan"], "--prefill"),
+        (["replay", "--dry", "--requests", "20", "--bytes-per-token", "0"], "--bytes-per-token"),
+        (["replay", "--requests", "20"], "--cpu"),
         (["run", "-b", "many"], "--block-size: 'many' is not a valid size"),
         (["run", "--working-set", "much"], "--working-set: 'much' is not a valid size"),
         (["run", "--warmup", "soon"], "--warmup: 'soon' is not a valid duration"),
@@ -350,11 +365,11 @@ def test_verify_leaves_nothing(tmp_path: Path, backend: str) -> None:
     ],
 )
 def test_bad_arguments_are_refused_in_words(arguments: list[str], said: str) -> None:
-    """Invalid arguments give exit status 2, an explanation on stderr and nothing on stdout."""
+    """Status 2, a line on stderr that names the mistake, and nothing on stdout; nothing large is allocated."""
     done = run_here("bench", *arguments)
-    assert done.returncode == 2
+    assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
-    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("warmup", ["0s", "60s"])

@@ -47,38 +47,6 @@ def test_without_a_command_there_is_help() -> None:
     assert "inspect" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["run", "--block-size", "0"], "--block-size"),
-        (["run", "--block-size", "7"], "--block-size"),
-        (["run", "--block-size", "900TiB"], "--block-size"),
-        (["run", "--working-set", "900TiB"], "working set"),
-        (["run", "--blocks-per-job", "0"], "--blocks-per-job"),
-        (["run", "--jobs", "0"], "--jobs"),
-        (["run", "--hit-rate", "nan"], "--hit-rate"),
-        (["run", "--rate", "inf"], "--rate"),
-        (["run", "--runs", "0"], "--runs"),
-        (["sweep", "--block-size", "128KiB,5"], "--block-size"),
-        (["verify", "--block-size", "0"], "--block-size"),
-        (["verify", "--bytes", "900TiB"], "at most"),
-        (["verify", "--bytes", "8GiB"], "--bytes"),
-        (["replay", "--dry", "--requests", "999999999999"], "--requests"),
-        (["replay", "--dry", "--requests", "20", "--speed", "0"], "--speed"),
-        (["replay", "--dry", "--requests", "20", "--prefill", "nan"], "--prefill"),
-        (["replay", "--dry", "--requests", "20", "--bytes-per-token", "0"], "--bytes-per-token"),
-        (["replay", "--requests", "20"], "--cpu"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_absurd_input_is_refused(arguments: list[str], said: str) -> None:
-    """Absurd input is refused with status 2 and a line that names the option, before any action or large allocation."""
-    done = run_here("bench", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(("option", "other"), [("--hit-rate", "--prefill"), ("--prefill", "--hit-rate")])
 def test_an_absurd_size_names_its_option_alone(option: str, other: str) -> None:
     """The other option is valid, and is not mentioned."""

@@ -67,22 +67,15 @@ def test_every_column_is_there_at_80_characters_and_in_a_pipe(tier: str) -> None
     assert str(_MODEL.document()["fields"]["model"]) in row
 
 
-def test_a_reader_that_leaves_is_no_failure(tier: str) -> None:
-    """``kvstore inspect --keys | head -1`` reports no error, and a script with ``pipefail`` continues."""
-    command = f'set -o pipefail; {sys.executable} -m kvstore inspect --keys --tier "$1" | head -1'
+@pytest.mark.parametrize(("pipe", "lines"), [('--keys --tier "$1" | head -1', 1), ('--tier "$1" | true', 0)])
+def test_a_reader_that_leaves_is_no_failure(tier: str, pipe: str, lines: int) -> None:
+    """``kvstore inspect --keys | head -1`` is no error, even if the output is shorter than a buffer."""
+    command = f"set -o pipefail; {sys.executable} -m kvstore inspect {pipe}"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         ["bash", "-c", command, "-", tier], env=env, capture_output=True, text=True, timeout=90, check=False
     )
-    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 1)
-
-
-def test_a_reader_that_reads_nothing_is_no_failure(tier: str) -> None:
-    """Output shorter than a buffer fails on the closed pipe only at the end of the command."""
-    command = f'set -o pipefail; {sys.executable} -m kvstore inspect --tier "$1" | true'
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", command, "-", tier], env=env, capture_output=True, timeout=90, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", lines)
 
 
 def test_a_rate_without_a_unit_is_refused(tier: str) -> None:

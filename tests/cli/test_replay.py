@@ -414,19 +414,8 @@ def test_an_interrupted_replay_reports_what_it_has(
 def test_the_hit_rate_is_drawn_over_the_capacity(tmp_path: Path, suffix: str, start: bytes) -> None:
     """The plot shows the printed rows."""
     path = tmp_path / f"rates{suffix}"
-    done = run_here(
-        "bench",
-        "replay",
-        "--requests",
-        "100",
-        "--dry",
-        "--policy",
-        "lru,arc",
-        "--capacity",
-        "auto",
-        "--plot",
-        str(path),
-    )
+    more = ("--dry", "--policy", "lru,arc", "--capacity", "auto", "--plot", str(path))
+    done = run_here("bench", "replay", "--requests", "100", *more)
     assert (done.returncode, done.stderr) == (0, "")
     assert path.read_bytes().startswith(start)
 

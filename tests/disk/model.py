@@ -122,11 +122,7 @@ class World:
         self.counts: Counter[str] = Counter()
 
     async def run(self, steps: int) -> None:
-        """Take steps, then close all engines.
-
-        Raises:
-            WrongError: An engine and the model differ.
-        """
+        """Take steps, then close all engines."""
         try:
             for _ in range(steps):
                 await self.step()

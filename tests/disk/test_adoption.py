@@ -209,47 +209,29 @@ async def test_a_ring_keeps_the_locks_of_its_engine(tmp_path: Path) -> None:
     assert kept_by_rings() == before
 
 
-def test_a_lock_is_on_the_file_that_has_the_name(tmp_path: Path) -> None:
-    """A lock file that is removed between open and lock does not count: the next engine would create another one."""
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_lock_is_on_the_file_that_has_the_name(tmp_path: Path, replaced: bool) -> None:
+    """A lock file that is removed or replaced between open and lock does not count as locked."""
 
-    class Removed(OsDisk):
-        removed = False
+    class Changing(OsDisk):
+        changes = 3
 
         def flock(self, fd: int, operation: int) -> None:
-            if not self.removed:
-                self.removed = True
+            if self.changes:
+                self.changes -= 1
                 (tmp_path / "lock").unlink()
+                if replaced:
+                    (tmp_path / "lock").touch(mode=0o600)
             super().flock(fd, operation)
 
     directory = os.open(tmp_path, os.O_RDONLY)
-    first, second = FileLock(Removed(), directory, "lock"), FileLock(OsDisk(), directory, "lock")
+    first, second = FileLock(Changing(), directory, "lock"), FileLock(OsDisk(), directory, "lock")
     assert first.try_acquire()
+    assert os.fstat(first.fd).st_ino == (tmp_path / "lock").stat().st_ino
     assert not second.try_acquire()
     first.release()
     assert second.try_acquire()
     second.release()
-    os.close(directory)
-
-
-def test_a_lock_is_of_the_file_that_has_the_name(tmp_path: Path) -> None:
-    """A lock file that another process replaces between open and lock is opened again."""
-
-    class ReplacingDisk(OsDisk):
-        replaced = 0
-
-        def flock(self, fd: int, operation: int) -> None:
-            if self.replaced < 3:
-                self.replaced += 1
-                (tmp_path / "lock").unlink()
-                (tmp_path / "lock").touch(mode=0o600)
-            super().flock(fd, operation)
-
-    directory = os.open(tmp_path, os.O_RDONLY)
-    lock = FileLock(ReplacingDisk(), directory, "lock")
-    assert lock.try_acquire()
-    assert os.fstat(lock.fd).st_ino == (tmp_path / "lock").stat().st_ino
-    assert not FileLock(OsDisk(), directory, "lock").try_acquire()
-    lock.release()
     os.close(directory)
 
 

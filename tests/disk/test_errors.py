@@ -301,23 +301,6 @@ async def test_a_short_write_is_never_published(tmp_path: Path) -> None:
             assert got == [values[key] if outcome is Outcome.OK else None]
 
 
-class NothingWritten(OsDisk):
-    """A disk that reports zero bytes written, without an error, for every write longer than a page."""
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        if sum(len(buffer) for buffer in buffers) > 4096:
-            return 0
-        return super().pwritev(fd, buffers, offset)
-
-
-async def test_what_was_not_written_whole_is_not_stored(tmp_path: Path) -> None:
-    """A write that ends early without an error stores no block."""
-    async with opened(tmp_path, "64MiB", disk=NothingWritten(), engine="threads") as rig:
-        values = rig.new(3)
-        assert await rig.put(values) == [Outcome.IO_ERROR] * 3
-        assert await rig.backend.exists(list(values)) == [False] * 3
-
-
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
 async def test_a_read_that_fails_loses_no_block(tmp_path: Path, engine: str) -> None:
     """A failed read is a failure and not a miss: the block is there on the next read."""

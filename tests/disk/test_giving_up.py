@@ -22,6 +22,7 @@ from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
 from tests.disk.rig import Rig, opened, room_for, segment_bytes
+from tests.diskio.faulty_disk import FaultyDisk
 
 
 class Disk(OsDisk):
@@ -258,15 +259,20 @@ async def test_a_wish_is_fulfilled_by_one_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("runs", [False, True])
 async def test_an_owner_whose_directory_was_removed_is_forgotten(tmp_path: Path, runs: bool) -> None:
-    """Its blocks are misses, also while its engine still runs."""
-    async with opened(tmp_path, room_for(64)) as one, contextlib.AsyncExitStack() as stack:
+    """Its blocks are misses and its files are closed, also while its engine still runs."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, room_for(64), disk=disk) as one, contextlib.AsyncExitStack() as stack:
         other = await stack.enter_async_context(opened(tmp_path, room_for(64)))
         values, name = await other.put_new(2), other.session.owner.name
         await one.session.followers.refresh()
-        assert await one.backend.exists(list(values)) == [True] * 2
+        await one.has_all(values)
         if not runs:
             await stack.aclose()
         (directory,) = [path for path in tmp_path.rglob(name) if path.is_dir()]
         shutil.rmtree(directory)
         await eventually_async(lambda: not one.session.followers.others, what="the owner forgotten")
         assert await one.backend.exists(list(values)) == [False] * 2
+        assert await one.get(list(values)) == [None] * 2
+        files = [open_ for fd, open_ in disk.open_fds.items() if fd != one.session.journal.end.fd]
+        assert not any(open_ == name or open_.startswith("journal") or open_.endswith(".seg") for open_ in files)
+        await one.has_all(await one.put_new(2))

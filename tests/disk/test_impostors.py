@@ -36,7 +36,6 @@ from kvstore.testing.waiting import eventually_async
 from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome
 from tests.disk.filled_root import FRAME, filled, home, journal, proved
 from tests.disk.rig import GEOMETRY, NAMESPACE, OTHER_NAMESPACE, PAYLOAD, clone, opened, room_for
-from tests.diskio.faulty_disk import FaultyDisk
 from tests.sizes import sized
 
 LENGTH_AT = 256 + 24
@@ -286,22 +285,6 @@ async def test_another_engines_block_that_is_longer_than_its_target(tmp_path: Pa
                 assert outcomes == [Outcome.CORRUPT] * 2, size
                 assert all(target.guards_intact for target in targets)
         await two.has_all(values)
-
-
-async def test_an_owner_that_is_gone_is_forgotten(tmp_path: Path) -> None:
-    """A dead owner whose directory was removed is no longer followed, and its files are closed."""
-    disk = FaultyDisk()
-    async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64), disk=disk) as two:
-        values = await one.put_new(2)
-        await eventually_async(lambda: len(two.arrived) == 2, what="the other engine is told")
-        await two.has_all(values)
-        directory = tmp_path / NAMESPACE.hex / one.session.owner.name
-        await one.backend.close()
-        shutil.rmtree(directory)
-        await eventually_async(lambda: two.backend.stats().gauges["other_owners"] == 0, what="it is noticed")
-        assert await two.get(list(values)) == [None] * 2
-        await two.has_all(await two.put_new(2))
-        assert [name for name in disk.open_fds.values() if name == directory.name] == []
 
 
 @pytest.mark.parametrize(

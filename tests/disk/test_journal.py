@@ -270,20 +270,6 @@ async def test_a_block_found_twice_is_one_block(tmp_path: Path) -> None:
         await rig.has_all(values | new)
 
 
-async def test_blocks_in_deleted_segments_are_reported_lost(tmp_path: Path) -> None:
-    """An engine notices that one of its segments was deleted, and no longer stores into it."""
-    async with opened(tmp_path, room_for(64)) as rig:
-        values = await rig.put_new(8)
-        for path in tmp_path.rglob("*.seg"):
-            path.unlink()
-        await rig.session.space.match_files()
-        assert {key for key, _ in rig.removed} == set(values)
-        assert not await knows(rig, values)
-        again = await rig.put_new(8)
-        assert list(tmp_path.rglob("*.seg"))
-        await rig.has_all(again)
-
-
 async def test_an_owner_of_many_blocks_is_taken_in_by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop keeps running while the blocks of an owner enter the table, and while they leave it."""
     monkeypatch.setattr(followers_module, "_TURN_SLOTS", 256)

@@ -54,15 +54,6 @@ async def test_a_cut_journal(tmp_path: Path) -> None:
             await rig.put_new(3)
 
 
-async def test_a_cut_journal_loses_nothing_that_lies_in_a_segment_it_tells_of(tmp_path: Path) -> None:
-    """Blocks of torn frames are recovered from the slots."""
-    values = await filled(tmp_path / "a")
-    os.truncate(journal(tmp_path / "a"), journal(tmp_path / "a").stat().st_size - 5 * FRAME - 3)
-    async with opened(tmp_path / "a", "64MiB") as rig:
-        assert await proved(rig, values) == 20
-        assert rig.session.counts["recovery_found_blocks"] == 6
-
-
 async def test_a_damaged_frame_ends_a_journal(tmp_path: Path) -> None:
     """Frames behind one that a power cut left unwritten do not count, even if intact; a scan finds their blocks."""
     values = await filled(tmp_path / "a")
@@ -122,18 +113,6 @@ async def test_a_scan_finds_an_older_copy_of_a_known_block(tmp_path: Path) -> No
         assert len(rig.session.index.columns.held()) == 1
 
 
-async def test_frames_in_another_order(tmp_path: Path) -> None:
-    """Two swapped frames do not count, nor does any frame behind them."""
-    values = await filled(tmp_path / "a")
-    path = journal(tmp_path / "a")
-    content = bytearray(path.read_bytes())
-    one, two = JOURNAL_HEADER_BYTES + 8 * FRAME, JOURNAL_HEADER_BYTES + 12 * FRAME
-    content[one : one + FRAME], content[two : two + FRAME] = content[two : two + FRAME], content[one : one + FRAME]
-    path.write_bytes(content)
-    async with opened(tmp_path / "a", "64MiB") as rig:
-        assert await proved(rig, values) == 20
-
-
 async def test_data_that_a_power_cut_took(tmp_path: Path) -> None:
     """Slots in the journal whose bytes never reached the drive are misses, and their blocks can be stored again."""
     values = await filled(tmp_path / "a")
@@ -145,23 +124,6 @@ async def test_data_that_a_power_cut_took(tmp_path: Path) -> None:
         assert await rig.get(list(values)) == [None] * 20
         assert len(rig.removed) == 20
         assert await rig.put(values) == [Outcome.OK] * 20
-
-
-async def test_an_old_journal_with_newer_slots(tmp_path: Path) -> None:
-    """With a journal older than some evictions, no block is mistaken for another."""
-    async with opened(tmp_path / "a", room_for(16)) as rig:
-        old = await rig.put_new(16)
-        before = journal(tmp_path / "a").read_bytes()
-        new: dict[BlockKey, bytes] = {}
-        for _ in range(6):
-            new |= await rig.put_new(4)
-        copy = clone(tmp_path / "a", tmp_path / "b")
-    journal(copy).write_bytes(before)
-    async with opened(copy, room_for(16)) as rig:
-        for values in (old, new):
-            for payload, back in zip(values.values(), await rig.get(list(values)), strict=True):
-                assert back in (None, payload)
-        await rig.put_new(4)
 
 
 async def test_swapped_slots_are_misses(tmp_path: Path) -> None:
@@ -195,14 +157,6 @@ async def test_a_damaged_snapshot_costs_nothing_that_journals_or_slots_tell(tmp_
         async with opened(copy, "64MiB") as rig:
             assert await proved(rig, values) == 20, at
             await rig.put_new(1)
-
-
-async def test_without_any_journal(tmp_path: Path) -> None:
-    """Segments without snapshot and journal are read slot by slot."""
-    values = await filled(tmp_path / "a")
-    journal(tmp_path / "a").unlink()
-    async with opened(tmp_path / "a", "64MiB") as rig:
-        assert await proved(rig, values) == 20
 
 
 async def test_a_removed_block_stays_removed(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from kvstore.backends.disk import journal as journal_module
 from kvstore.errors import ConfigError, LockedError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
-from tests.disk.rig import NAMESPACE, OTHER_NAMESPACE, NoFrames, clone, opened, room_for, segment_bytes
+from tests.disk.rig import NAMESPACE, NoFrames, clone, opened, room_for, segment_bytes
 from tests.diskio.faulty_disk import FaultyDisk
 
 
@@ -48,17 +48,6 @@ async def test_visible_within_the_target(tmp_path: Path) -> None:
             await one.put_new(1)
             await eventually_async(lambda count=count: len(two.arrived) == count, what="the other engine is told")
         assert asyncio.get_running_loop().time() - started < 10
-
-
-async def test_blocks_from_before_the_second_engine(tmp_path: Path) -> None:
-    """A starting engine learns the blocks of the others from snapshot and journal."""
-    async with opened(tmp_path, "64MiB") as one:
-        values = await one.put_new(10)
-        await one.session._write_snapshot()
-        values |= await one.put_new(10)
-        async with opened(tmp_path, "64MiB") as two:
-            assert await two.scanned() == set(values)
-            await two.has_all(values)
 
 
 async def test_a_removed_block_leaves_the_other_engines_too(tmp_path: Path) -> None:
@@ -105,18 +94,6 @@ async def test_a_cancelled_look_at_a_journal_loses_nothing(tmp_path: Path, monke
         assert sum(await two.backend.exists(list(values))) == 1
         await two.session.followers.refresh({1})
         assert await two.backend.exists([*values, *gone]) == [True] * 4 + [False] * 4
-
-
-async def test_a_follower_that_was_away_starts_over(tmp_path: Path) -> None:
-    """A follower that missed two snapshots reads the owner's files from the start."""
-    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
-        async with two.session.followers._lock:
-            values = await one.put_new(3)
-            for _ in range(3):
-                values |= await one.put_new(3)
-                await one.session._write_snapshot()
-        await eventually_async(lambda: set(two.arrived) == set(values), what="the other engine knows all")
-        await two.has_all(values)
 
 
 async def test_a_follower_that_starts_over_keeps_what_it_knew(tmp_path: Path) -> None:
@@ -171,23 +148,6 @@ async def test_a_slot_reused_under_a_slow_reader_is_a_miss(tmp_path: Path) -> No
         assert got == [None] * 16
 
 
-async def test_a_read_before_the_reuse_and_told_after_it_is_a_miss(tmp_path: Path) -> None:
-    """Bytes read while the owner evicted the block are not delivered: they may be torn."""
-    async with opened(tmp_path, room_for(16)) as one, opened(tmp_path, room_for(16)) as two:
-        values = await one.put_new(16)
-        await eventually_async(lambda: len(two.arrived) == 16, what="the other engine is told")
-        read, engine = two.session.engine.read, two.session.engine
-
-        async def read_then_reuse(transfers: object, *args: object) -> None:
-            await read(transfers, *args)  # type: ignore[arg-type]
-            if not one.removed:
-                for _ in range(8):
-                    await one.put_new(4)
-
-        engine.read = read_then_reuse  # type: ignore[method-assign]
-        assert await two.get(list(values)) == [None] * 16
-
-
 async def test_a_reader_looks_at_the_journal_after_each_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader detects the reuse of a slot during its read by reading the journal, not by a timely notification."""
     monkeypatch.setattr(followers_module, "_PAUSE_S", 3600.0)
@@ -239,17 +199,6 @@ async def test_readers_keep_blocks_alive(tmp_path: Path) -> None:
         assert not {key for key, _ in one.removed} & set(hot)
 
 
-async def test_a_dead_owners_directory_is_taken_over(tmp_path: Path) -> None:
-    """A restart continues in the directory of the last run, and creates no other."""
-    async with opened(tmp_path, "64MiB") as rig:
-        values = await rig.put_new(8)
-    before = owners(tmp_path)
-    async with opened(tmp_path, "64MiB") as rig:
-        assert owners(tmp_path) == before
-        await rig.has_all(values)
-        assert rig.backend.stats().blocks == 8
-
-
 async def test_adoption_raced_by_four_engines(tmp_path: Path) -> None:
     """Four engines that start at once with two left directories each have one of their own, and all see all blocks."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
@@ -280,25 +229,6 @@ async def test_a_killed_engine_is_taken_over_with_all_it_had_said(tmp_path: Path
         assert await rig.get(removed) == [None] * 5
         await rig.has_all({key: payload for key, payload in values.items() if key not in removed})
         assert rig.session.counts["recovery_scanned_slots"] == 0
-
-
-async def test_capacity_of_all_engines_together(tmp_path: Path) -> None:
-    """However many engines store, their segments never exceed the capacity."""
-    capacity = room_for(64)
-    contexts = [opened(tmp_path, capacity) for _ in range(4)]
-    rigs = [await context.__aenter__() for context in contexts]
-    try:
-
-        async def store(rig: object) -> None:
-            for _ in range(20):
-                await rig.put(rig.new(4))  # type: ignore[attr-defined]
-                assert segment_bytes(tmp_path) <= capacity
-
-        await asyncio.gather(*(store(rig) for rig in rigs))
-        assert segment_bytes(tmp_path) == capacity
-    finally:
-        for context in contexts:
-            await context.__aexit__(None, None, None)
 
 
 async def test_an_engine_above_its_share_gives_segments_up(tmp_path: Path) -> None:
@@ -333,31 +263,6 @@ async def test_a_segment_made_again_is_opened_again(tmp_path: Path) -> None:
         await two.session.followers.refresh()
         await two.has_all(again)
         assert two.backend.stats().counters.get("stale_blocks", 0) <= 4
-
-
-async def test_idle_namespaces_go_first(tmp_path: Path) -> None:
-    """Unused namespaces are removed before any engine evicts its own blocks."""
-    async with opened(tmp_path, room_for(64), namespace=OTHER_NAMESPACE) as rig:
-        for _ in range(12):
-            await rig.put_new(4)
-    async with opened(tmp_path, room_for(64)) as rig:
-        for _ in range(15):
-            await rig.put_new(4)
-        assert rig.removed == []
-        assert segment_bytes(tmp_path) <= room_for(64)
-
-
-async def test_removed_files_give_their_room_back(tmp_path: Path) -> None:
-    """Segments deleted by hand no longer count, and their blocks are misses."""
-    async with opened(tmp_path, room_for(64)) as rig:
-        values = await rig.put_new(60)
-    for path in list(tmp_path.rglob("*.seg"))[:8]:
-        path.unlink()
-    async with opened(tmp_path, room_for(64)) as rig:
-        kept = [payload for payload in await rig.get(list(values)) if payload is not None]
-        assert 28 <= len(kept) <= 32
-        await rig.put_new(32)
-        assert room_for(60) <= segment_bytes(tmp_path) <= room_for(64)
 
 
 async def test_exclusive_shares_with_nobody(tmp_path: Path) -> None:
@@ -404,28 +309,6 @@ async def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
             await asyncio.to_thread(os.waitpid, pid, 0)
         os.close(reading)
         os.close(writing)
-
-
-async def test_other_slot_sizes_are_read_and_not_taken_over(tmp_path: Path) -> None:
-    """After a change of capacity, and thus of segment length, the old directory is read and not written."""
-    async with opened(tmp_path, "64MiB") as rig:
-        values = await rig.put_new(8)
-        before = rig.session.geometry
-    async with opened(tmp_path, "48MiB") as rig:
-        assert rig.session.geometry != before
-        await rig.has_all(values)
-        assert rig.backend.stats().blocks == 0
-        await rig.put_new(4)
-
-
-async def test_stripes_over_drives(tmp_path: Path) -> None:
-    """Segments are spread over all paths, and a restart finds them there."""
-    drives = [tmp_path / f"drive-{i}" for i in range(3)]
-    async with opened(drives, room_for(96)) as rig:
-        values = await rig.put_new(60)
-    assert all(segment_bytes(drive) for drive in drives)
-    async with opened(drives, room_for(96)) as rig:
-        await rig.has_all(values)
 
 
 async def test_a_root_of_old_files_is_refused(tmp_path: Path) -> None:

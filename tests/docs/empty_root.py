@@ -88,11 +88,7 @@ class EmptyRoot:
     def shell(
         self, script: str, *, cwd: str = "/kvstore", env: Mapping[str, str] | None = None, limit_s: float = 600
     ) -> str:
-        """Run a shell script inside, and return its output.
-
-        Raises:
-            PageError: The script failed; contains the end of its output.
-        """
+        """Run a shell script inside, and return its output."""
         done = subprocess.run(
             self._command(script, cwd),
             env=self.environment(env),
@@ -244,11 +240,7 @@ class Engine:
 
 
 def check_restart(root: EmptyRoot, script: str, *, env: Mapping[str, str] | None = None) -> None:
-    """Start an engine, send prompts, kill it, start it again, and send the same prompts.
-
-    Raises:
-        PageError: Tokens were computed again, or another text was generated.
-    """
+    """Start an engine, send prompts, kill it, start it again, and send the same prompts."""
     with tempfile.TemporaryDirectory() as directory:
         engine = Engine(root, script, env or {}, Path(directory, "engine.log"))
         blocks = sum((len(prompt) - 1) // 128 for prompt in PROMPTS)
@@ -272,11 +264,7 @@ def check_restart(root: EmptyRoot, script: str, *, env: Mapping[str, str] | None
 
 
 def check_families(metrics: Mapping[str, float]) -> None:
-    """Check that an engine without any loads has the series of loads, with value 0.
-
-    Raises:
-        PageError: A family is missing.
-    """
+    """Check that an engine without any loads has the series of loads, with value 0."""
     for name in ("load_blocks_total", "load_seconds_count", "loaded_bytes_total", "record_faults_total"):
         values = [value for key, value in metrics.items() if key.startswith(f"vllm:kvstore_{name}")]
         if not values or any(values):

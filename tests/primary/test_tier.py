@@ -6,7 +6,6 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -108,16 +107,6 @@ def test_a_large_tier_evicts_what_is_needed_if_few_blocks_may_go(evictable: int)
     tier.close()
 
 
-def test_all_slots_or_none(tier: PrimaryTier) -> None:
-    """An allocation that can't get all of its slots evicts nothing."""
-    _fill(tier, 1, 2, 3, 4)
-    tier.pin(keys_of(1))
-    assert tier.allocate(keys_of(11, 12, 13, 14)) is None
-    assert tier.stats().ready == 4 and not tier.evicted
-    assert tier.allocate(keys_of(11, 12, 13)) is not None
-    assert sorted(tier.take_evicted()) == keys_of(2, 3, 4) and tier.take_evicted() == []
-
-
 def test_pinned_held_and_dirty_blocks_are_spared(tier: PrimaryTier) -> None:
     """Pinned, held and dirty blocks stay until all of these reasons have ended."""
     _fill(tier, 1, 2, 3, 4)
@@ -133,21 +122,6 @@ def test_pinned_held_and_dirty_blocks_are_spared(tier: PrimaryTier) -> None:
         assert tier.allocate(keys_of(14)) is None
         let_go()
     assert tier.allocate(keys_of(14)) is not None and tier.take_evicted() == keys_of(1)
-
-
-@pytest.mark.parametrize("reason", ["pinned", "held", "dirty"])
-def test_each_reason_alone_spares_a_block(tier: PrimaryTier, reason: str) -> None:
-    """Any single reason prevents eviction, for an allocation of one slot and for one of all slots."""
-    _fill(tier, 1, 2, 3, 4)
-    if reason == "pinned":
-        tier.pin(keys_of(2))
-    elif reason == "held":
-        tier.hold(keys_of(2)[0])
-    else:
-        tier.mark_dirty(keys_of(2))
-    assert tier.allocate(keys_of(11, 12, 13, 14)) is None
-    assert tier.allocate(keys_of(11, 12, 13)) is not None
-    assert sorted(tier.take_evicted()) == keys_of(1, 3, 4)
 
 
 def test_what_is_let_go_is_first_in_line_unless_used() -> None:
@@ -307,20 +281,6 @@ def test_a_removed_block_leaves_nothing_to_its_successor(tier: PrimaryTier, reas
     assert sorted(tier.take_evicted()) == keys_of(1, 2, 3, 4)
     _fill(tier, 21, 22, 23, 24)
     assert sorted(tier.take_evicted()) == keys_of(11, 12, 13, 14)
-
-
-@pytest.mark.parametrize("reasons", list(permutations(["pinned", "held", "dirty"], 2)), ids="-".join)
-def test_the_end_of_one_of_two_reasons_is_not_the_end_of_the_other(tier: PrimaryTier, reasons: tuple[str, str]) -> None:
-    """A block skipped by an eviction stays until both reasons have ended, in either order."""
-    _fill(tier, 1, 2, 3, 4)
-    (key,) = keys_of(2)
-    ends = [_spare(tier, key, reason) for reason in reasons]
-    assert tier.allocate(keys_of(11, 12, 13, 14)) is None
-    ends[0]()
-    assert tier.allocate(keys_of(11, 12, 13, 14)) is None
-    ends[1]()
-    _fill(tier, 11, 12, 13, 14)
-    assert sorted(tier.take_evicted()) == keys_of(1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("reason", ["pinned", "held", "dirty"])

@@ -104,6 +104,12 @@ class Engine:
         self.manager.on_request_finished(ctx)
         self.settle()
 
+    def use(self, keys: Sequence[BlockKey], **params: Any) -> None:
+        """Load blocks in a separate request."""
+        ctx = self.request(keys, **params)
+        self.load(keys, ctx)
+        self.manager.on_request_finished(ctx)
+
     def evict_all(self) -> None:
         """Evict every block from the primary tier, in the next step; none may be pinned or dirty."""
         self.manager.on_step_end()

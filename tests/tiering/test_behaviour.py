@@ -10,31 +10,6 @@ from tests.tiering.engine import Engine, key_of, keys_of
 from tests.tiering.fake_tier import payload
 
 
-def test_store_and_lookup_in_a_tier() -> None:
-    """A stored block is in the tier, and is found there after the primary tier has evicted it."""
-    engine = Engine()
-    engine.store_and_forget(keys_of(1, 2))
-    assert engine.tier.blocks == {key: payload(key) for key in keys_of(1, 2)}
-    engine.evict_all()
-    assert engine.look(keys_of(1, 2, 3), engine.request()) == ["hit_pending", "hit_pending", "miss"]
-
-
-def test_blocks_in_flight_say_ask_again() -> None:
-    """A block being stored or promoted is HIT_PENDING for every request until it is complete."""
-    engine = Engine()
-    one, two = engine.request(), engine.request()
-    engine.fill(engine.manager.prepare_store(keys_of(1), one))
-    assert engine.look(keys_of(1), one) == engine.look(keys_of(1), two) == ["hit_pending"]
-    engine.manager.complete_store(keys_of(1), one)
-    assert engine.look(keys_of(1), two) == ["hit"]
-    engine.settle()
-    engine.evict_all()
-    assert engine.look(keys_of(1), one) == engine.look(keys_of(1), two) == ["hit_pending"]
-    engine.manager.on_step_end()
-    assert engine.look(keys_of(1), one) == ["hit_pending"]
-    assert len(engine.tier.open) == 1, "one promotion for both"
-
-
 def test_eviction_inside_a_tier() -> None:
     """A block evicted by a tier is a miss there, and reported as an event; the primary tier is not affected."""
     engine = Engine(capacity=2)
@@ -44,19 +19,6 @@ def test_eviction_inside_a_tier() -> None:
     assert BlockEvent("disk", Medium.STORAGE, Locality.LOCAL, tuple(keys_of(1)), RemovalCause.EVICTED) in events
     engine.evict_all()
     assert engine.look(keys_of(1, 2), engine.request()) == ["miss", "hit_pending"]
-
-
-def test_a_tier_takes_its_time() -> None:
-    """No step waits for a tier: the block is ready in the step after the tier reported it."""
-    engine = Engine()
-    engine.store_and_forget(keys_of(1))
-    engine.evict_all()
-    ctx = engine.request()
-    for _ in range(5):
-        assert engine.look(keys_of(1), ctx) == ["hit_pending"]
-        engine.manager.on_step_end()
-    engine.tier.run()
-    assert engine.look(keys_of(1), ctx) == ["hit"]
 
 
 def test_a_promotion_makes_the_start_of_its_prefix_recent() -> None:
@@ -70,41 +32,6 @@ def test_a_promotion_makes_the_start_of_its_prefix_recent() -> None:
     engine.manager.on_step_end()
     engine.store(keys_of(9))
     assert engine.resident() == keys_of(1, 2, 5, 9)
-
-
-def test_store_to_primary() -> None:
-    """Blocks are offered, copied and confirmed; present blocks are not copied again; an abort leaves no block."""
-    engine = Engine()
-    ctx = engine.request()
-    plan = engine.store(keys_of(1, 2), ctx)
-    assert list(plan.keys) == keys_of(1, 2) and len(set(plan.slots)) == 2 and not plan.evicted
-    again = engine.manager.prepare_store(keys_of(1, 2, 3), ctx)
-    assert again is not None and list(again.keys) == keys_of(3)
-    engine.manager.complete_store(keys_of(3), ctx, success=False)
-    assert engine.look(keys_of(1, 2, 3), ctx) == ["hit", "hit", "miss"]
-
-
-def test_cascade_to_all_tiers() -> None:
-    """A confirmed block goes to every tier, in one job per tier."""
-    engine = Engine(tiers=["disk", "far"])
-    engine.store(keys_of(1, 2))
-    assert [tier.submitted(False) for tier in engine.tiers] == [keys_of(1, 2)] * 2
-    engine.settle()
-    assert [list(tier.blocks) for tier in engine.tiers] == [keys_of(1, 2)] * 2
-
-
-def test_protection_while_a_cascade_reads() -> None:
-    """A block that a tier still reads is not evicted until the last tier has stored it."""
-    engine = Engine(slots=2, tiers=["disk", "far"])
-    engine.store(keys_of(1, 2))
-    ctx = engine.request()
-    assert engine.manager.prepare_store(keys_of(3), ctx) is None
-    engine.tiers[0].run()
-    assert engine.manager.prepare_store(keys_of(3), ctx) is None, "the other tier still reads"
-    engine.tiers[1].run()
-    plan = engine.manager.prepare_store(keys_of(3), ctx)
-    assert plan is not None and list(plan.evicted) == keys_of(2), "the end of the prefix goes first"
-    assert all(tier.blocks[key] == payload(key) for tier in engine.tiers for key in keys_of(1, 2))
 
 
 def test_lookup_from_primary() -> None:
@@ -127,16 +54,6 @@ def test_promotion() -> None:
     assert [job.keys for is_load, job in engine.tier.open if is_load] == [keys_of(1, 2, 3)]
     assert engine.load(keys_of(1, 2, 3), ctx) == [payload(key) for key in keys_of(1, 2, 3)]
     assert engine.manager.stats().promoting == 0
-
-
-def test_partial_lookup() -> None:
-    """The present part of a prefix is promoted, and the first missing block is a miss."""
-    engine = Engine()
-    engine.store_and_forget(keys_of(1, 2))
-    engine.evict_all()
-    ctx = engine.request()
-    assert engine.look(keys_of(1, 2, 3, 4), ctx) == ["hit_pending", "hit_pending", "miss", "miss"]
-    assert engine.load(keys_of(1, 2), ctx) == [payload(key) for key in keys_of(1, 2)]
 
 
 def test_eviction_in_primary() -> None:
@@ -212,18 +129,6 @@ def test_touch_reaches_all_tiers() -> None:
     assert all(("touch", tuple(keys_of(1))) in tier.calls[-4:] for tier in engine.tiers)
 
 
-def test_a_failed_store_does_not_cascade() -> None:
-    """Blocks whose copy into the primary tier failed are not stored in any tier, and their slots are free."""
-    engine = Engine()
-    ctx = engine.request()
-    plan = engine.manager.prepare_store(keys_of(1, 2), ctx)
-    assert plan is not None
-    engine.manager.complete_store(plan.keys, ctx, success=False)
-    engine.settle()
-    assert not engine.tier.blocks and engine.primary.stats().free == 8
-    assert engine.look(keys_of(1, 2), ctx) == ["miss", "miss"]
-
-
 def test_blocks_that_were_never_complete_are_reported() -> None:
     """After a failed store or load, unless the block has a slot again: an engine may drop what it knows of it."""
     engine = Engine()
@@ -240,19 +145,6 @@ def test_blocks_that_were_never_complete_are_reported() -> None:
     engine.settle()
     assert engine.manager.take_unfilled() == keys_of(3, 1)
     assert engine.manager.take_unfilled() == []
-
-
-def test_tiers_evict_independently() -> None:
-    """A block that one tier evicted is loaded from the next tier that has it."""
-    engine = Engine(tiers=["disk", "far"], capacity=None)
-    engine.tiers[0].capacity = 1
-    engine.store_and_forget(keys_of(1, 2))
-    assert [list(tier.blocks) for tier in engine.tiers] == [keys_of(2), keys_of(1, 2)]
-    engine.evict_all()
-    ctx = engine.request()
-    assert engine.load(keys_of(1, 2), ctx) == [payload(key) for key in keys_of(1, 2)]
-    flows = engine.manager.stats().tiers
-    assert [flow.loaded for flow in flows] == [1, 1], "each in its turn"
 
 
 def test_finished_jobs_are_processed_before_a_store_is_prepared() -> None:

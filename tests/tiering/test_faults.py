@@ -20,37 +20,6 @@ CALLS = ["lookup", "submit_store", "submit_load", "get_finished", "flush", "touc
 CALLS += ["take_events", "stats", "drain", "close"]
 
 
-def test_a_block_that_one_tier_lost_is_taken_from_the_next() -> None:
-    """A load that fails in the first tier continues in the second, in the step that gets the failure report."""
-    engine = Engine(tiers=["disk", "far"])
-    engine.store_and_forget(A)
-    engine.evict_all()
-    ctx = engine.request()
-    engine.look(A, ctx)
-    engine.manager.on_step_end()
-    engine.tiers[0].run(failing=A[1:3])
-    assert engine.look(A, ctx) == ["hit", "hit_pending", "hit_pending", "hit"], "partial success is kept"
-    engine.manager.on_step_end()
-    assert engine.tiers[1].submitted(True) == A[1:3]
-    assert engine.load(A, ctx) == [payload(key) for key in A]
-
-
-def test_a_failed_load_is_not_tried_again_for_that_request() -> None:
-    """After a HIT and a failed load, that request does not look up the block in that tier again; others may."""
-    engine = Engine()
-    engine.store_and_forget(A[:1])
-    engine.evict_all()
-    ctx, other = engine.request(), engine.request()
-    engine.look(A[:1], ctx)
-    engine.manager.on_step_end()
-    engine.tier.run(failing=A[:1])
-    for _ in range(5):
-        assert engine.look(A[:1], ctx) == ["miss"]
-        engine.manager.on_step_end()
-    assert not engine.tier.open
-    assert engine.load(A[:1], other) == [payload(A[0])]
-
-
 def test_a_result_without_keys_fails_all_of_them() -> None:
     """A failed load that names no successful block makes no block readable."""
     engine = Engine()
@@ -159,16 +128,6 @@ def test_a_load_that_nobody_reports_is_given_up() -> None:
     assert all(engine.primary.row(slot) == payload(key) for key, slot in _readable(engine))
 
 
-def test_a_request_does_not_wait_for_ever() -> None:
-    """If a tier keeps answering "unknown", its lookup becomes a miss after ``wait_s_max``."""
-    engine = Engine(wait_s_max=2.0)
-    engine.tier.unknown = set(A)
-    ctx = engine.request()
-    assert engine.look(A, ctx) == ["retry"] * 4
-    engine.clock.now += 2
-    assert engine.look(A, ctx) == ["miss"] * 4
-
-
 def test_a_slow_tier_pins_its_share_only() -> None:
     """Stores beyond a tier's share wait for room without a pin and follow later; the other tier gets them at once."""
     engine = Engine(slots=16, tiers=["disk", "far"], store_share=0.25)
@@ -226,42 +185,6 @@ def test_what_waits_for_room_is_stored_at_the_end() -> None:
     other.store(keys_of(*range(10)))
     other.manager.close()
     assert list(other.tier.blocks) == keys_of(*range(10))
-
-
-def test_promotions_have_a_share() -> None:
-    """Waiting requests can't take all slots; a request without room waits, and one with some room uses it."""
-    engine = Engine(slots=8, promotion_share=0.5, wait_s_max=2.0)
-    for number in range(0, 12, 4):
-        engine.store_and_forget(keys_of(*range(number, number + 4)))
-        engine.evict_all()
-    small, big, late = engine.request(), engine.request(), engine.request()
-    keys = keys_of(*range(6))
-    assert engine.look(keys_of(9), small) == ["hit_pending"]
-    assert engine.look(keys, big) == ["hit_pending"] * 3 + ["miss"] * 3
-    assert engine.look(keys_of(8), late) == ["retry"]
-    engine.step()
-    assert engine.look(keys_of(8), late) == ["retry"], "loaded, but not read yet"
-    engine.store_and_forget(keys_of(20, 21, 22, 23))
-    engine.store_and_forget(keys_of(24, 25, 26, 27))
-    assert engine.load(keys[:3], big) == [payload(key) for key in keys[:3]], "nobody pushed them out"
-    assert engine.load(keys_of(8), late) == [payload(key_of(8))]
-
-
-def test_a_request_alone_may_load_as_much_as_fits() -> None:
-    """The promotion share applies if several requests compete; a lone request may use all slots, a second waits."""
-    engine = Engine(slots=8, promotion_share=0.5)
-    keys = keys_of(*range(10))
-    engine.tier.blocks.update({key: payload(key) for key in keys_of(*range(12))})
-    alone, second = engine.request(), engine.request()
-    assert engine.look(keys, alone) == ["hit_pending"] * 8 + ["miss"] * 2
-    assert engine.look(keys_of(10, 11), second) == ["retry", "retry"]
-    assert engine.load(keys[:8], alone) == [payload(key) for key in keys[:8]]
-    assert engine.load(keys_of(10, 11), second) == [payload(key) for key in keys_of(10, 11)]
-    engine.evict_all()
-    third, fourth = engine.request(), engine.request()
-    assert engine.look(keys_of(8), third) == ["hit_pending"]
-    assert engine.look(keys[:4], fourth) == ["hit_pending"] * 3 + ["miss"]
-    assert engine.look(keys_of(9), third) == ["miss"], "the share is used up, and not by it alone"
 
 
 def test_a_request_is_not_alone_while_another_waits() -> None:
@@ -398,23 +321,6 @@ def test_a_tier_reports_its_own_jobs_only() -> None:
     assert engine.load(keys_of(1), ctx) == [payload(key_of(1))]
 
 
-def test_blocks_of_a_request_that_gives_up_are_let_go() -> None:
-    """Blocks promoted for a request that ends before it reads them hold no slot any more."""
-    engine = Engine(slots=4)
-    engine.store_and_forget(A)
-    engine.evict_all()
-    waits, runs = engine.request(), engine.request()
-    engine.look(A[:2], waits)
-    engine.step()
-    engine.look(A, waits)
-    assert engine.manager.stats().promoting == 4
-    engine.manager.on_request_finished(waits)
-    assert engine.manager.stats().promoting == 0
-    engine.step()
-    assert engine.primary.stats().pinned == 0
-    assert engine.manager.prepare_store(keys_of(5, 6, 7, 8), runs) is not None
-
-
 def test_prefetch_begins_before_the_first_lookup() -> None:
     """Promotion begins as soon as the request's keys are known, up to the first block that no tier has."""
     engine = Engine(prefetch=True)
@@ -499,49 +405,6 @@ def test_prefetch_takes_no_patience_and_no_more_than_its_room() -> None:
     assert engine.look(A[2:], second) == ["hit", "hit"]
 
 
-def test_reset_drops_the_primary_tier_and_keeps_the_others() -> None:
-    """After a reset every block comes from a tier, and earlier jobs have ended."""
-    engine = Engine()
-    ctx = engine.request()
-    engine.store(A, ctx)
-    assert engine.manager.reset()
-    assert engine.primary.stats().free == 8 and engine.manager.stats().jobs == 0
-    assert engine.load(A, ctx) == [payload(key) for key in A]
-
-
-def test_a_reset_that_a_tier_does_not_join_reuses_none_of_its_slots() -> None:
-    """Slots that a tier may still read or fill stay out of use until it reports; no wrong bytes are ever stored."""
-    engine = Engine(tiers=["disk", "far"])
-    ctx = engine.request()
-    engine.store(A, ctx)
-    for tier in engine.tiers:
-        tier.drains = False
-    assert not engine.manager.reset(0.0)
-    assert engine.primary.stats().abandoned == 4
-    plan = engine.store(keys_of(11, 12, 13, 14), ctx)
-    engine.tiers[0].run()
-    engine.manager.on_step_end()
-    assert engine.primary.stats().abandoned == 4, "the other tier still reads them"
-    engine.tiers[1].run()
-    engine.manager.on_step_end()
-    assert engine.primary.stats().abandoned == 0 and len(plan.slots) == 4
-    assert all(content == payload(key) for tier in engine.tiers for key, content in tier.blocks.items())
-
-
-def test_a_job_that_outlives_two_resets_gives_its_slots_back_once_it_ends() -> None:
-    """Each job frees its slots once, however many resets it outlives."""
-    engine = Engine()
-    engine.store(A, engine.request())
-    engine.tier.drains = False
-    for _ in range(3):
-        assert not engine.manager.reset(0.0)
-        assert engine.primary.stats().abandoned == len(A)
-    engine.tier.run()
-    engine.manager.on_step_end()
-    stats = engine.primary.stats()
-    assert (stats.abandoned, stats.free) == (0, stats.slots)
-
-
 def test_what_was_given_out_before_a_reset_is_void() -> None:
     """A copy confirmed after a reset makes no block readable that has not been stored again since."""
     engine = Engine(slots=16)
@@ -600,14 +463,6 @@ def test_close_writes_back_and_ends() -> None:
     assert engine.manager.prepare_store(keys_of(50), ctx) == engine.manager.prepare_store([], ctx)
 
 
-def test_close_does_not_wait_for_a_tier_that_hangs() -> None:
-    """If a tier does not release its slots, close reports it: the memory must not be freed."""
-    engine = Engine()
-    engine.store(A)
-    engine.tier.drains = False
-    assert not engine.manager.close(0.0)
-
-
 def test_tiers_need_names_of_their_own() -> None:
     """Duplicate tier names and a tier named like the primary tier are refused."""
     for names in (["disk", "disk"], ["cpu"]):
@@ -622,17 +477,6 @@ def test_numbers_out_of_range_are_refused(option: dict[str, Any]) -> None:
     """A share or time out of range is an error at startup that names the option."""
     with pytest.raises(ConfigError, match=next(iter(option))):
         Engine(**option)
-
-
-def test_requests_leave_nothing_behind() -> None:
-    """After many requests of all kinds no state of any request remains."""
-    engine = Engine(prefetch=True)
-    for number in range(50):
-        engine.store_and_forget(keys_of(number % 7, number % 5 + 10), load=number % 3 > 0)
-    stats = engine.manager.stats()
-    assert (stats.requests, stats.jobs, stats.promoting) == (0, 0, 0)
-    finished = [argument for name, argument in engine.tier.calls if name == "on_request_finished"]
-    assert len(finished) == len(set(finished)) == 50, "each told once"
 
 
 def _readable(engine: Engine) -> list[tuple[bytes, int]]:

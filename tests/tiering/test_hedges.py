@@ -130,38 +130,6 @@ def test_the_second_tier_wins() -> None:
     engine.check_rest()
 
 
-def test_the_first_tier_wins() -> None:
-    """A hedge that comes too late changes nothing; its slots are free once it is reported."""
-    engine = Hedging().learned()
-    ctx, first, hedge = engine.hedged()
-    engine.near.run()
-    assert engine.read(A, ctx) == list(first.slots)
-    assert engine.manager.source_of(A[0], ctx) is engine.near
-    assert engine.states(hedge.slots) == {SlotState.ABANDONED}
-    engine.far.run(failing=A)
-    assert engine.read(A, ctx) == list(first.slots)
-    assert engine.states(hedge.slots) == {SlotState.FREE}
-    assert (engine.counts.hedged, engine.counts.won) == (2, 0)
-    engine.manager.on_request_finished(ctx)
-    engine.check_rest()
-
-
-@pytest.mark.parametrize("failing", [[], A[:1]])
-def test_both_answer_at_once(failing: list[BlockKey]) -> None:
-    """One of two reports in a step counts; if the first tier's is a failure, its other blocks are kept."""
-    engine = Hedging().learned()
-    ctx, first, hedge = engine.hedged()
-    engine.near.run(failing=failing)
-    engine.far.run()
-    assert engine.look(A[1:], ctx) == ["hit"]
-    assert engine.primary.slot_of(A[1]) == first.slots[1]
-    assert engine.states(hedge.slots) == {SlotState.FREE}
-    engine.far.run()
-    assert engine.load(A, ctx) == [payload(key) for key in A]
-    engine.manager.on_request_finished(ctx)
-    engine.check_rest()
-
-
 def test_a_hedge_that_fails_leaves_it_to_the_first() -> None:
     """An incomplete answer never wins, and does not count as a failure of the first tier."""
     engine = Hedging().learned()
@@ -175,94 +143,6 @@ def test_a_hedge_that_fails_leaves_it_to_the_first() -> None:
     engine.near.run()
     assert engine.read(A, ctx) == list(first.slots)
     assert engine.counts.won == 0
-    engine.manager.on_request_finished(ctx)
-    engine.check_rest()
-
-
-def test_a_first_tier_that_fails_meanwhile() -> None:
-    """The blocks are loaded again; the hedge of the failed load does not touch them."""
-    engine = Hedging().learned()
-    ctx, _, hedge = engine.hedged()
-    engine.near.run(failing=A)
-    assert engine.look(A, ctx) == ["hit_pending"] * 2
-    engine.manager.on_step_end()
-    (_, again) = engine.far.open[-1]
-    assert not set(again.slots) & set(hedge.slots)
-    engine.far.run(1)
-    assert engine.look(A, ctx) == ["hit_pending"] * 2, "the hedge is void"
-    engine.far.run()
-    assert engine.read(A, ctx) == list(again.slots)
-    engine.manager.on_request_finished(ctx)
-    engine.check_rest()
-
-
-def test_a_load_given_up_is_not_won() -> None:
-    """After the deadline of the first load, its hedge is not used."""
-    engine = Hedging(load_s_max=5.0).learned()
-    ctx, first, hedge = engine.hedged()
-    engine.wait(5.0)
-    assert engine.states([*first.slots, *hedge.slots]) == {SlotState.ABANDONED}
-    engine.far.run(1)
-    engine.wait(0.0)
-    assert A[0] not in engine.primary and engine.counts.won == 0
-    assert engine.states(hedge.slots) == {SlotState.FREE}
-    assert engine.look(A, ctx) == ["hit_pending"] * 2, "from the second tier, anew"
-    engine.manager.on_step_end()
-    engine.far.run()
-    engine.read(A, ctx)
-    assert engine.states(first.slots) == {SlotState.ABANDONED}
-    engine.manager.on_request_finished(ctx)
-    engine.check_rest()
-
-
-def test_the_request_ends_first() -> None:
-    """The blocks of an ended request still arrive for others, unpinned, from the faster tier."""
-    engine = Hedging().learned()
-    ctx, _, hedge = engine.hedged()
-    engine.manager.on_request_finished(ctx)
-    engine.far.run()
-    other = engine.request()
-    assert engine.read(A, other) == list(hedge.slots)
-    assert engine.manager.stats().primary.pinned == 0
-    engine.manager.on_request_finished(other)
-    engine.near.run()
-    engine.check_rest()
-
-
-@pytest.mark.parametrize("winner", ["near", "far", "none"])
-@pytest.mark.parametrize("late", ["near", "far"])
-def test_reset(winner: str, late: str) -> None:
-    """A reset voids both loads; each slot is unused until its own load ends, and no report makes a block ready."""
-    engine = Hedging().learned()
-    ctx, first, hedge = engine.hedged()
-    if winner != "none":
-        (engine.near if winner == "near" else engine.far).run()
-        engine.wait(0.0)
-    for tier in engine.tiers:
-        tier.drains = False
-    assert not engine.manager.reset(0.0)
-    engine.manager.on_request_finished(ctx)
-    slots = {"near": first.slots, "far": hedge.slots}
-    for name in ("near", "far"):
-        assert engine.states(slots[name]) == {SlotState.FREE if name == winner else SlotState.ABANDONED}
-    engine.wait(10.0)
-    for tier in sorted(engine.tiers, key=lambda tier: tier.name == late):
-        tier.run()
-        engine.wait(0.0)
-        assert engine.states(slots[tier.name]) == {SlotState.FREE}
-    assert not engine.primary.keys()
-    engine.check_rest()
-
-
-def test_a_load_from_before_a_reset_is_not_hedged() -> None:
-    """A load voided by a reset is not started again."""
-    engine = Hedging().learned()
-    ctx = engine.begin(A)
-    for tier in engine.tiers:
-        tier.drains = False
-    engine.manager.reset(0.0)
-    engine.wait(10.0)
-    assert not engine.far.open
     engine.manager.on_request_finished(ctx)
     engine.check_rest()
 
@@ -300,14 +180,6 @@ def test_only_unusually_slow_loads_are_hedged() -> None:
     engine.manager.on_request_finished(ctx)
     engine.near.run()
     engine.check_rest()
-
-
-def test_without_measurements_nothing_is_hedged() -> None:
-    """An unmeasured tier has no percentile."""
-    engine = Hedging().learned(2)
-    engine.begin(A[:1])
-    engine.wait(50.0)
-    assert not engine.far.open
 
 
 def test_the_budget_is_never_exceeded() -> None:
@@ -393,18 +265,6 @@ def test_slow_loads_that_nobody_waits_for() -> None:
     engine.wait(0.0)
     assert not engine.far.open and engine.counts == HedgeCounts()
     engine.manager.on_request_finished(slow)
-    engine.check_rest()
-
-
-def test_an_ended_load_is_not_hedged() -> None:
-    """A load reported in the usual time is not started again, even if its request continues."""
-    engine = Hedging().learned()
-    ctx = engine.begin(A)
-    engine.near.run()
-    engine.read(A, ctx)
-    engine.wait(10.0)
-    assert not engine.far.open and engine.counts == HedgeCounts()
-    engine.manager.on_request_finished(ctx)
     engine.check_rest()
 
 
@@ -528,20 +388,6 @@ def test_a_failed_tier_is_not_asked() -> None:
     engine.check_rest()
 
 
-def test_a_second_tier_that_raises() -> None:
-    """It may have accepted the load nevertheless, so the slots are out of use until it reports."""
-    engine = Hedging().learned()
-    engine.far.raising.add("submit_load")
-    ctx, _, hedge = engine.hedged()
-    engine.near.run()
-    engine.read(A, ctx)
-    assert engine.states(hedge.slots) == {SlotState.ABANDONED}
-    engine.far.raising.clear()
-    engine.manager.on_request_finished(ctx)
-    engine.check_rest()
-    assert engine.states(hedge.slots) == {SlotState.FREE}
-
-
 def test_slots_for_a_hedge() -> None:
     """A hedge evicts the coldest blocks, but no promised or pinned ones, and never all blocks."""
     engine = Hedging(64).learned()
@@ -635,15 +481,6 @@ def test_off(options: dict[str, object]) -> None:
     engine.near.run()
     engine.read(A, ctx)
     assert engine.counts == HedgeCounts()
-
-
-def test_usual_loads_cost_a_second_tier_nothing() -> None:
-    """While no load is unusually slow, tiers get the same calls with and without hedging."""
-    calls = []
-    for hedge in (True, False):
-        engine = Hedging(hedge=hedge).learned()
-        calls.append([tier.calls for tier in engine.tiers])
-    assert calls[0] == calls[1]
 
 
 def test_memory_is_bounded() -> None:

@@ -14,10 +14,6 @@ from kvstore.types import LookupResult, RemovalCause
 from tests.tiering.engine import Engine, keys_of
 
 
-def _resident(engine: Engine) -> list[bytes]:
-    return sorted(engine.resident())
-
-
 @pytest.mark.parametrize("eviction", POLICY_NAMES)
 def test_blocks_of_higher_priority_are_evicted_later(eviction: str) -> None:
     """Blocks without a priority go first, then by priority; the order of use decides only among equals."""
@@ -29,11 +25,11 @@ def test_blocks_of_higher_priority_are_evicted_later(eviction: str) -> None:
     engine.store_and_forget(keys_of(5, 6))
     for number, expected in ((11, 2), (12, 2), (13, 2)):
         engine.store_and_forget(keys_of(number), retain=100)
-        assert {*keys_of(1, 4), *keys_of(expected)} <= set(_resident(engine)), number
+        assert {*keys_of(1, 4), *keys_of(expected)} <= set(engine.resident()), number
     engine.store_and_forget(keys_of(14), retain=100)
-    assert _resident(engine) == keys_of(1, 4, 11, 12, 13, 14)
+    assert engine.resident() == keys_of(1, 4, 11, 12, 13, 14)
     engine.store_and_forget(keys_of(15), retain=100)
-    assert len(set(keys_of(1, 4)) & set(_resident(engine))) == 1
+    assert len(set(keys_of(1, 4)) & set(engine.resident())) == 1
     assert engine.manager.stats().primary.retained == 6
 
 
@@ -49,11 +45,11 @@ def test_a_priority_lasts_for_its_duration_from_the_end_of_the_request() -> None
     engine.step()
     engine.store_and_forget(keys_of(3, 4))
     engine.store_and_forget(keys_of(5, 6))
-    assert _resident(engine) == keys_of(1, 2, 5, 6)
+    assert engine.resident() == keys_of(1, 2, 5, 6)
     engine.clock.now += 2
     engine.step()
     engine.store_and_forget(keys_of(7, 8))
-    assert _resident(engine) == keys_of(5, 6, 7, 8), "once its time is over, what was passed over goes first"
+    assert engine.resident() == keys_of(5, 6, 7, 8), "once its time is over, what was passed over goes first"
     assert engine.manager.stats().primary.retained == 0
 
 
@@ -86,13 +82,9 @@ def test_a_request_can_end_the_priority_of_its_blocks() -> None:
     """A priority of 0 ends it; without the parameter it stays."""
     engine = Engine(slots=4)
     engine.store_and_forget(keys_of(1, 2), retain=10)
-    ctx = engine.request(keys_of(1, 2))
-    engine.load(keys_of(1, 2), ctx)
-    engine.manager.on_request_finished(ctx)
+    engine.use(keys_of(1, 2))
     assert engine.manager.stats().primary.retained == 2
-    ctx = engine.request(keys_of(1), retain=0)
-    engine.load(keys_of(1), ctx)
-    engine.manager.on_request_finished(ctx)
+    engine.use(keys_of(1), retain=0)
     assert engine.manager.stats().primary.retained == 1
 
 
@@ -104,10 +96,10 @@ def test_demoted_blocks_are_evicted_next_and_stay_in_the_tiers(eviction: str) ->
     engine.store_and_forget(keys_of(3, 4, 5, 6), demote={"after": 1}, retain=90)
     engine.store_and_forget(keys_of(7))
     engine.store_and_forget(keys_of(8))
-    assert _resident(engine) == keys_of(1, 2, 3, 4, 7, 8)
+    assert engine.resident() == keys_of(1, 2, 3, 4, 7, 8)
     engine.load(keys_of(4), engine.request())
     engine.store_and_forget(keys_of(9))
-    assert set(keys_of(3, 4)) <= set(_resident(engine)), "one was used again, the other is not after the first token"
+    assert set(keys_of(3, 4)) <= set(engine.resident()), "one was used again, the other is not after the first token"
     assert set(keys_of(3, 4, 5, 6)) <= set(engine.tier.blocks)
     assert engine.load(keys_of(5), engine.request())
 
@@ -119,9 +111,9 @@ def test_parts_of_a_prompt_have_priorities_of_their_own() -> None:
     engine.store_and_forget(keys_of(1, 2, 3, 4), retain=parts)
     assert engine.manager.stats().primary.retained == 3
     engine.store_and_forget(keys_of(5, 6, 7), retain=50)
-    assert _resident(engine) == keys_of(1, 2, 3, 5, 6, 7)
+    assert engine.resident() == keys_of(1, 2, 3, 5, 6, 7)
     engine.store_and_forget(keys_of(8, 9), retain=50)
-    assert _resident(engine) == keys_of(1, 5, 6, 7, 8, 9)
+    assert engine.resident() == keys_of(1, 5, 6, 7, 8, 9)
 
 
 def test_of_equals_what_is_used_last_goes_first() -> None:
@@ -131,8 +123,8 @@ def test_of_equals_what_is_used_last_goes_first() -> None:
         engine.store_and_forget(keys_of(number), retain={"priority": 50, "duration": duration})
     for number, expected in ((4, 2), (5, 3)):
         engine.store_and_forget(keys_of(number), retain={"priority": 50, "duration": 10})
-        assert not set(keys_of(expected)) & set(_resident(engine))
-    assert _resident(engine) == keys_of(1, 4, 5)
+        assert not set(keys_of(expected)) & set(engine.resident())
+    assert engine.resident() == keys_of(1, 4, 5)
 
 
 def test_demotion_waits_for_the_end_of_the_request() -> None:
@@ -143,10 +135,10 @@ def test_demotion_waits_for_the_end_of_the_request() -> None:
     engine.store(keys_of(3, 4), ctx)
     engine.settle()
     engine.store_and_forget(keys_of(5))
-    assert set(keys_of(3, 4)) <= set(_resident(engine))
+    assert set(keys_of(3, 4)) <= set(engine.resident())
     engine.manager.on_request_finished(ctx)
     engine.store_and_forget(keys_of(6))
-    assert _resident(engine) == keys_of(1, 3, 5, 6)
+    assert engine.resident() == keys_of(1, 3, 5, 6)
 
 
 def test_unwritten_blocks_are_written_when_they_are_demoted() -> None:
@@ -161,7 +153,7 @@ def test_unwritten_blocks_are_written_when_they_are_demoted() -> None:
     assert sorted(engine.tier.blocks) == keys_of(1, 2)
     engine.store_and_forget(keys_of(*range(3, 9)))
     engine.store_and_forget(keys_of(9, 10))
-    assert _resident(engine) == keys_of(*range(3, 11))
+    assert engine.resident() == keys_of(*range(3, 11))
 
 
 def test_pinned_blocks_are_demoted_once_the_pin_ends() -> None:
@@ -170,11 +162,11 @@ def test_pinned_blocks_are_demoted_once_the_pin_ends() -> None:
     engine.store_and_forget(keys_of(1), pin=True, demote=True)
     engine.store_and_forget(keys_of(2, 3, 4))
     engine.store_and_forget(keys_of(5))
-    assert set(keys_of(1)) <= set(_resident(engine))
+    assert set(keys_of(1)) <= set(engine.resident())
     engine.clock.now += 61
     engine.step()
     engine.store_and_forget(keys_of(6))
-    assert not set(keys_of(1)) & set(_resident(engine))
+    assert not set(keys_of(1)) & set(engine.resident())
 
 
 def test_forgotten_blocks_leave_every_tier() -> None:
@@ -182,7 +174,7 @@ def test_forgotten_blocks_leave_every_tier() -> None:
     engine = Engine(slots=6, tiers=("disk", "far"))
     engine.store_and_forget(keys_of(1, 2, 3), forget={"after": 1})
     engine.settle()
-    assert _resident(engine) == keys_of(1)
+    assert engine.resident() == keys_of(1)
     for tier in engine.tiers:
         assert sorted(tier.blocks) == keys_of(1)
     ctx = engine.request()
@@ -211,7 +203,7 @@ def test_blocks_that_a_request_generated_follow_its_hints() -> None:
     engine.store(keys_of(3, 4), ctx)
     engine.manager.on_request_finished(ctx)
     engine.settle()
-    assert _resident(engine) == keys_of(1, 2) == sorted(engine.tier.blocks)
+    assert engine.resident() == keys_of(1, 2) == sorted(engine.tier.blocks)
 
 
 def _returning(engine: Engine, *numbers: int, **params: Any) -> None:
@@ -219,7 +211,7 @@ def _returning(engine: Engine, *numbers: int, **params: Any) -> None:
     engine.store_and_forget(keys_of(*numbers), prefetch="20s", **params)
     engine.evict_all()
     engine.settle()
-    assert _resident(engine) == []
+    assert engine.resident() == []
 
 
 def test_blocks_are_there_again_when_their_session_is_to_come_back() -> None:
@@ -233,10 +225,10 @@ def test_blocks_are_there_again_when_their_session_is_to_come_back() -> None:
     engine.evict_all()
     engine.clock.now += 19
     engine.settle()
-    assert _resident(engine) == [] and not engine.manager.has_pending_work, "the engine may idle meanwhile"
+    assert engine.resident() == [] and not engine.manager.has_pending_work, "the engine may idle meanwhile"
     engine.clock.now += 1
     engine.settle()
-    assert _resident(engine) == keys_of(1, 2, 3)
+    assert engine.resident() == keys_of(1, 2, 3)
     stats = engine.manager.stats()
     assert (stats.requests, stats.promoting, stats.primary.pinned) == (0, 0, 0)
     assert engine.look(keys_of(1, 2, 3), engine.request(keys_of(1, 2, 3))) == ["hit"] * 3
@@ -245,7 +237,7 @@ def test_blocks_are_there_again_when_their_session_is_to_come_back() -> None:
     engine.clock.now += 100
     engine.evict_all()
     engine.settle()
-    assert _resident(engine) == [], "they came back once"
+    assert engine.resident() == [], "they came back once"
 
 
 def test_a_return_takes_no_more_room_than_promotions_have() -> None:
@@ -261,7 +253,7 @@ def test_a_return_takes_no_more_room_than_promotions_have() -> None:
     engine.tier.run()
     engine.load(keys_of(7, 8), other)
     engine.settle()
-    assert _resident(engine) == keys_of(1, 2, 3, 4, 5, 7, 8)
+    assert engine.resident() == keys_of(1, 2, 3, 4, 5, 7, 8)
 
 
 def test_a_tier_that_does_not_answer_keeps_no_return() -> None:
@@ -271,13 +263,13 @@ def test_a_tier_that_does_not_answer_keeps_no_return() -> None:
     engine.tier.unknown = set(keys_of(2))
     engine.clock.now += 20
     engine.settle_steps(3)
-    assert _resident(engine) == keys_of(1, 3) and engine.manager.has_pending_work
+    assert engine.resident() == keys_of(1, 3) and engine.manager.has_pending_work
     engine.clock.now += 3
     engine.settle()
     assert engine.manager.stats().requests == 0
     engine.tier.unknown = set()
     engine.settle_steps(3)
-    assert _resident(engine) == keys_of(1, 3)
+    assert engine.resident() == keys_of(1, 3)
 
 
 @pytest.mark.parametrize("end", ["reset", "forget", "load"])
@@ -291,7 +283,7 @@ def test_what_may_not_be_loaded_does_not_come_back(end: str) -> None:
         engine.manager.remove(keys_of(1, 2))
     engine.clock.now += 20
     engine.settle()
-    assert _resident(engine) == [] and not engine.tier.submitted(True)
+    assert engine.resident() == [] and not engine.tier.submitted(True)
     assert engine.manager.stats().requests == 0
 
 
@@ -305,7 +297,7 @@ def test_a_reset_ends_returns_under_way() -> None:
     engine.manager.reset(0)
     engine.settle()
     assert engine.manager.stats().requests == 0 and engine.manager.stats().promoting == 0
-    assert _resident(engine) == [] and engine.primary.free_slots == 8
+    assert engine.resident() == [] and engine.primary.free_slots == 8
 
 
 def test_what_is_remembered_of_returns_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,12 +310,12 @@ def test_what_is_remembered_of_returns_is_bounded(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         engine.clock.now += 20
         engine.settle_steps(4)
-        assert _resident(engine) == keys_of(1, 2, 3, 4)
+        assert engine.resident() == keys_of(1, 2, 3, 4)
     engine.store_and_forget(keys_of(5, 6), prefetch="20s")
     engine.evict_all()
     engine.clock.now += 20
     engine.settle_steps(4)
-    assert _resident(engine) == keys_of(5, 6)
+    assert engine.resident() == keys_of(5, 6)
 
 
 def test_a_return_without_blocks_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,14 +264,6 @@ def test_a_tier_that_gets_an_expired_block_late_drops_it() -> None:
     assert engine.look(A, engine.request()) == ["miss"] * 4
 
 
-def test_blocks_are_removed_on_request() -> None:
-    """``remove`` takes blocks out of every tier."""
-    engine = Engine()
-    engine.store_and_forget(A)
-    engine.manager.remove(A[2:])
-    assert engine.look(A, engine.request()) == ["hit", "hit", "miss", "miss"] and list(engine.tier.blocks) == A[:2]
-
-
 @pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
 def test_pinned_blocks_stay(eviction: str) -> None:
     """Blocks with ``pin`` survive any number of other blocks, within the share of pins; ``release`` ends the pin."""
@@ -551,9 +543,7 @@ def test_a_block_of_a_slow_tier_is_copied_to_the_faster_ones(backfill: Any, uses
     for key in keys:
         engine.tiers[2].blocks[key] = payload(key)
     for use in range(1, 5):
-        ctx = engine.request(keys)
-        engine.load(keys, ctx)
-        engine.manager.on_request_finished(ctx)
+        engine.use(keys)
         engine.settle()
         filled = uses is not None and use >= uses
         assert [set(tier.blocks) for tier in engine.tiers[:2]] == [set(keys) if filled else set()] * 2
@@ -569,9 +559,7 @@ def test_back_fill_keeps_to_the_policy_of_the_request() -> None:
     for key in keys:
         engine.tiers[2].blocks[key] = payload(key)
     for params, expected in (({"store": False}, [0, 0]), ({"tiers": ["two"]}, [0, 2])):
-        ctx = engine.request(keys, **params)
-        engine.load(keys, ctx)
-        engine.manager.on_request_finished(ctx)
+        engine.use(keys, **params)
         engine.settle()
         engine.evict_all()
         assert [len(tier.blocks) for tier in engine.tiers[:2]] == expected

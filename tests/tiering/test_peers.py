@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvstore.primary.lending import Lender
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering import TieringConfig, TieringManager
-from kvstore.types import LookupResult, RequestContext
+from kvstore.types import RequestContext
 from tests.tiering.engine import Engine, key_of, keys_of
 from tests.tiering.fake_tier import ROW_BYTES, FakeTier, payload
 
@@ -17,13 +17,13 @@ class OthersFill(FakeTier):
 
 
 class Mixed(Engine):
-    """An engine over a tier filled by others, with a disk after it (or before it)."""
+    """An engine over a tier filled by others, with a disk after it."""
 
-    def __init__(self, *, peer_first: bool = True, **options: object) -> None:
+    def __init__(self, **options: object) -> None:
         super().__init__()
         self.primary = PrimaryTier(memoryview(bytearray(8 * ROW_BYTES)), ROW_BYTES)
         self.peer, self.disk = OthersFill("peer", self.primary), FakeTier("disk", self.primary)
-        self.tiers = [self.peer, self.disk] if peer_first else [self.disk, self.peer]
+        self.tiers = [self.peer, self.disk]
         config = TieringConfig(store_share=1.0, promotion_share=1.0, prefetch=False, **options)  # type: ignore[arg-type]
         self.manager = TieringManager(self.primary, self.tiers, config, clock=self.clock)
 
@@ -53,20 +53,6 @@ def test_alone_it_costs_no_job() -> None:
     assert not manager.has_pending_work and primary.stats().pinned == 0
 
 
-def test_its_blocks_are_promoted_and_filled_back() -> None:
-    """Its blocks are promoted; a disk before it gets them at the second use; the disk's blocks are not stored in it."""
-    engine = Mixed(peer_first=False)
-    engine.peer.blocks[key_of(1)] = payload(key_of(1))
-    engine.disk.blocks[key_of(2)] = payload(key_of(2))
-    for _ in range(3):
-        ctx = engine.request()
-        assert engine.load(keys_of(1, 2), ctx) == [payload(key_of(1)), payload(key_of(2))]
-        engine.manager.on_request_finished(ctx)
-        engine.settle()
-    assert key_of(1) in engine.disk.blocks
-    assert key_of(2) not in engine.peer.blocks
-
-
 def test_a_lent_row_is_used_again_after_its_loan() -> None:
     """A block evicted while it is lent keeps its slot; one step after the loan's end the slot is free."""
     engine = Engine(slots=4)
@@ -81,19 +67,3 @@ def test_a_lent_row_is_used_again_after_its_loan() -> None:
     lender.give_back(loan)
     engine.settle_steps(2)
     assert engine.manager.stats().primary.abandoned == 0
-
-
-def test_a_lent_row_outlives_a_reset() -> None:
-    """A reset does not wait for a loan; the row is out of use until the loan has ended."""
-    engine = Engine(slots=4)
-    lender = Lender(engine.primary)
-    engine.store_and_forget(keys_of(1, 2))
-    loan = lender.lend(key_of(2))
-    assert loan is not None
-    assert engine.manager.reset()
-    engine.store_and_forget(keys_of(5, 6, 7))
-    assert bytes(loan.row) == payload(key_of(2))
-    lender.give_back(loan)
-    engine.settle_steps(2)
-    assert engine.manager.stats().primary.abandoned == 0
-    assert engine.manager.lookup(key_of(2), engine.request()) is not LookupResult.HIT

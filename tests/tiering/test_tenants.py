@@ -72,9 +72,7 @@ def test_within_a_share_the_policy_decides() -> None:
     engine = Engine(slots=6, tenants=configured(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}}))
     engine.store_and_forget(keys("a", 1, 2, 3))
     engine.store_and_forget(keys("b", 1, 2, 3))
-    ctx = engine.request()
-    engine.load(keys("a", 3), ctx)
-    engine.manager.on_request_finished(ctx)
+    engine.use(keys("a", 3))
     engine.step()
     engine.store_and_forget(keys("a", 4))
     assert engine.primary.missing(keys("a", 1, 2, 3, 4)) == keys("a", 2)
@@ -144,9 +142,7 @@ def test_a_store_rate_is_kept_over_time() -> None:
     assert (counts["slow"].unsaved, counts["fast"].unsaved) == (4, 0)
     for seconds in (0.4, 1.0, 1.0):
         engine.clock.now += seconds
-        ctx = engine.request(keys("slow", *range(6)))
-        engine.load(keys("slow", *range(6)), ctx)
-        engine.manager.on_request_finished(ctx)
+        engine.use(keys("slow", *range(6)))
         engine.settle()
     assert stored(engine, "slow") == 2 + 0 + 2 + 2
     engine.clock.now += 3600
@@ -376,9 +372,7 @@ def test_a_forgotten_tenant_is_gone_and_starts_anew() -> None:
     for name in ("left", "stays"):
         engine.store_and_forget(keys(name, 1, 2, 3))
     engine.evict_all()
-    ctx = engine.request(keys("left", 1, 2), forget="tenant")
-    engine.load(keys("left", 1, 2), ctx)
-    engine.manager.on_request_finished(ctx)
+    engine.use(keys("left", 1, 2), forget="tenant")
     assert engine.look(keys("left", 1, 2, 3), engine.request()) == ["miss"] * 3
     engine.settle()
     assert not any(key in tier.blocks for tier in engine.tiers for key in keys("left", 1, 2, 3))

@@ -17,7 +17,6 @@ from kvstore.runtime.messages import (
     ExistsDone,
     HostDown,
     HostUp,
-    JobDone,
     PresenceAdded,
     PresenceComplete,
     PresenceRemoved,
@@ -81,17 +80,6 @@ def test_an_unanswered_lookup_becomes_a_miss_at_its_deadline() -> None:
     assert bench.tier.lookup(b"a") is LookupResult.MISS
 
 
-def test_an_error_is_not_remembered_as_absence() -> None:
-    """After a failed query and a pause the key is queried again."""
-    bench = Bench(exclusive=False, breaker_cooldown="1s")
-    bench.tier.lookup(b"a")
-    bench.tier.flush()
-    bench.answer(ExistsDone(bench.channel.of(AskExistence)[0].question_id, b"", "timeout"))
-    assert bench.tier.lookup(b"a") is LookupResult.MISS
-    bench.now += 1.1
-    assert bench.tier.lookup(b"a") is LookupResult.RETRY
-
-
 def test_a_block_of_which_the_medium_could_not_say_is_asked_for_after_a_pause() -> None:
     """Without the pause, one failing node would cause a query in every step; unknown is not absent."""
     bench = Bench(exclusive=False, negative_ttl="5s")
@@ -148,15 +136,6 @@ def test_blocks_that_are_there_are_not_written_again() -> None:
     [result] = bench.tier.get_finished()
     assert result.success
     assert result.outcomes == (Outcome.EXISTS,)
-
-
-def test_partial_success_is_exact() -> None:
-    """Each block of a load keeps its own outcome, also in the middle."""
-    bench = Bench()
-    bench.tier.submit_load(job(1, [b"a", b"b", b"c"]))
-    [result] = bench.finish(1, Outcome.OK, Outcome.CORRUPT, Outcome.OK)
-    assert not result.success
-    assert result.successful_keys == (b"a", b"c")
 
 
 def test_a_failed_load_is_never_offered_to_its_request_again() -> None:
@@ -512,16 +491,6 @@ def test_two_running_jobs_with_one_id_are_both_reported() -> None:
         (Outcome.OK,) * 2
     ]
     assert [result.outcomes for result in bench.finish_number(numbers[0], Outcome.OK)] == [(Outcome.OK,)]
-
-
-def test_drain_waits_for_the_answer_and_keeps_the_results() -> None:
-    """After drain every job is answered, and get_finished still returns it."""
-    bench = Bench()
-    bench.tier.submit_store(job(1, [b"a"]))
-    bench.tier.flush()
-    bench.channel.answers.append(JobDone(1, bytes([Outcome.OK]), SLOT, 0.1, {}, ""))
-    assert bench.tier.drain(1)
-    assert [r.job_id for r in bench.tier.get_finished()] == [1]
 
 
 def test_close_reports_what_it_had_to_give_up() -> None:

@@ -41,9 +41,6 @@ class Engine:
             in separate processes (vLLM's default).
         events: Whether KV cache events are enabled; or ``--kv-events-config``.
         llm: Additional arguments of ``LLM``.
-
-    Raises:
-        EngineError: The engine did not start.
     """
 
     def __init__(
@@ -121,14 +118,7 @@ class Engine:
 
 
 class _Process:
-    """The first process of an engine, with the methods of ``Popen`` that callers use. It isn't a child of this process.
-
-    Args:
-        reports: Socket on which the process reports itself.
-
-    Raises:
-        EngineError: No process was started.
-    """
+    """The first process of an engine, not a child of this one, with the methods of ``Popen`` that callers use."""
 
     def __init__(self, reports: socket.socket) -> None:
         pid, self._descriptors, *_ = socket.recv_fds(reports, 8, 1)
@@ -140,11 +130,7 @@ class _Process:
         """Do nothing: the process that it was forked from collects it."""
 
     def wait(self, timeout: float) -> None:
-        """Wait for its end.
-
-        Raises:
-            TimeoutExpired: It still runs.
-        """
+        """Wait for its end."""
         if self._descriptors and not select.select(self._descriptors, [], [], timeout)[0]:
             raise subprocess.TimeoutExpired("engine", timeout)
         while self._descriptors:

@@ -73,12 +73,7 @@ class Filter:
 
 
 class Indexer:
-    """Dynamo's indexer in its own process, with one engine.
-
-    Args:
-        folder: Directory for its log.
-        block_tokens: Tokens per block.
-    """
+    """Dynamo's indexer in its own process, with one engine."""
 
     def __init__(self, folder: Path, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -95,12 +90,7 @@ class Indexer:
         eventually(self._is_up, 60, what="Dynamo's indexer answers")
 
     def follow(self, endpoint: str, replay_endpoint: str) -> None:
-        """Subscribe to a running engine. It never subscribes if no one listens at the second endpoint.
-
-        Args:
-            endpoint: ZMQ endpoint of the events.
-            replay_endpoint: ZMQ endpoint for lost messages.
-        """
+        """Subscribe to a running engine. It never subscribes if no one listens at the second endpoint."""
         engine = {"instance_id": 1, "endpoint": endpoint, "replay_endpoint": replay_endpoint}
         self._call("/register", {**engine, "model_name": _MODEL, "block_size": self._block_tokens})
 
@@ -135,12 +125,7 @@ class Indexer:
 
 
 class Stream:
-    """A subscriber to one engine, which passes its messages to both consumers.
-
-    Args:
-        folder: Directory for its files.
-        block_tokens: Tokens per block.
-    """
+    """A subscriber to one engine, which passes its messages to both consumers."""
 
     def __init__(self, folder: Path, block_tokens: int) -> None:
         self.filter = Filter()

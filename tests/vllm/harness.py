@@ -134,15 +134,7 @@ class LateWorker(OffloadingWorker):
 
 
 class Driver:
-    """A manager, of stock ``TieringOffloadingSpec`` unless another spec is given, and its driver.
-
-    Args:
-        tiers: ``secondary_tiers``.
-        spec_class: The spec.
-        events: Whether KV cache events are enabled.
-        vllm_config: The engine's configuration.
-        changes: Other fields of the configuration.
-    """
+    """A manager, of stock ``TieringOffloadingSpec`` unless another spec is given, and its driver."""
 
     def __init__(
         self,
@@ -301,3 +293,19 @@ class Driver:
     def _rows(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         view = self.spec._scheduler_mmap.create_kv_memoryview()
         return np.frombuffer(view.cast("B"), dtype=np.uint8).reshape(-1, BLOCK_BYTES)
+
+
+class Drivers:
+    """Starts drivers with kvstore's manager; a test's fixture closes all of them at its end."""
+
+    def __init__(self) -> None:
+        self.open: list[Driver] = []
+
+    def __call__(self, *tiers: dict[str, Any], **changes: Any) -> Driver:
+        self.open.append(Driver(tiers, spec_class=KVStoreOffloadingSpec, **changes))
+        return self.open[-1]
+
+    def close(self) -> None:
+        """Close the open drivers."""
+        while self.open:
+            self.open.pop().close()

@@ -13,33 +13,14 @@ from vllm.v1.kv_offload.config import OffloadingModelConfig
 
 from kvstore.namespace import Namespace
 from kvstore.testing.waiting import eventually
-from kvstore.vllm import KVStoreOffloadingSpec, manager
+from kvstore.vllm import manager
 from kvstore.vllm.foreign import ForeignTier
-from kvstore.vllm.manager import KVStoreOffloadingManager
 from tests.vllm import other_tiers
-from tests.vllm.harness import BLOCK_BYTES, Driver, key_of, pattern_of
+from tests.vllm.harness import BLOCK_BYTES, Drivers, key_of, pattern_of
 from tests.vllm.other_tiers import MADE, DictTier
 
 KEYS = [key_of(number) for number in range(1, 9)]
 DICT = {"type": "DictTier", "module_path": other_tiers.__name__}
-
-
-class Drivers:
-    """Drivers with kvstore's manager; all are closed at the end of a test."""
-
-    def __init__(self) -> None:
-        self.open: list[Driver] = []
-
-    def __call__(self, *tiers: dict[str, Any], **changes: Any) -> Driver:
-        driver = Driver(tiers, spec_class=KVStoreOffloadingSpec, **changes)
-        self.open.append(driver)
-        assert isinstance(driver.manager, KVStoreOffloadingManager)
-        return driver
-
-    def close(self) -> None:
-        """Close the open drivers."""
-        while self.open:
-            self.open.pop().close()
 
 
 @pytest.fixture
@@ -103,20 +84,10 @@ def test_a_truncated_file_of_fs_is_a_miss(drive: Drivers, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "method",
     [
-        "lookup",
-        "submit_store",
-        "submit_load",
-        "get_finished_jobs",
-        "on_new_request",
-        "on_request_finished",
-        "on_schedule_end",
-        "serve_external_requests",
-        "has_pending_work",
-        "get_stats",
-        "take_events",
-        "drain_jobs",
+        "lookup", "submit_store", "submit_load", "get_finished_jobs", "on_new_request", "on_request_finished",
+        "on_schedule_end", "serve_external_requests", "has_pending_work", "get_stats", "take_events", "drain_jobs",
     ],
-)
+)  # fmt: skip
 def test_an_exception_costs_the_tier_only(drive: Drivers, tmp_path: Path, method: str) -> None:
     """Whatever a tier raises, the other tier stores and loads, no call raises, and the error is counted."""
     driver = drive(DICT, {"type": "file", "path": str(tmp_path), "capacity": "64MiB", "reset": "keep"}, events=True)

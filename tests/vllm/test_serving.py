@@ -4,31 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvstore.vllm import KVStoreOffloadingSpec
 from tests.peer.ports import free_port
-from tests.vllm.harness import Driver, key_of
+from tests.vllm.harness import Drivers, key_of
 
 PATIENT = {"lookup_timeout": 20, "load_timeout": 20}
-
-
-class Drivers:
-    """Drivers with kvstore's manager; all are closed at the end of a test."""
-
-    def __init__(self) -> None:
-        self._open: list[Driver] = []
-
-    def __call__(self, *tiers: dict[str, Any]) -> Driver:
-        self._open.append(Driver(tiers, spec_class=KVStoreOffloadingSpec))
-        return self._open[-1]
-
-    def close(self) -> None:
-        """Close the drivers."""
-        for driver in self._open:
-            driver.close()
 
 
 @pytest.fixture

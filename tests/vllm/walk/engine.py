@@ -58,11 +58,7 @@ def core_of(llm: Any) -> Any:
 
 
 class Weights:
-    """The versions of a model's weights: 0 is that of its files, and each other one a fixed change of it.
-
-    Args:
-        llm: The engine.
-    """
+    """The versions of a model's weights: 0 is that of its files, and each other one a fixed change of it."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm

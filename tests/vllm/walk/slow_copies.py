@@ -24,10 +24,6 @@ class SlowCopies(OffloadingWorker):
 
     Copies of one direction end in the order of their submission, as on a GPU stream. Copies are made only within calls
     of the engine, so a run with one seed is as repeatable as the engine.
-
-    Args:
-        inner: The worker that copies.
-        seed: Seed of the delays.
     """
 
     def __init__(self, inner: OffloadingWorker, seed: int) -> None:

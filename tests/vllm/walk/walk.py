@@ -23,14 +23,7 @@ class WalkError(Exception):
 
 
 class Walk:
-    """Drives the engine through a leg.
-
-    Args:
-        llm: The engine.
-        leg: The plan.
-        prompts: The prompts of the walk.
-        answers: The expected answers to them.
-    """
+    """Drives the engine through a leg."""
 
     def __init__(self, llm: Any, leg: Leg, prompts: list[list[int]], answers: Answers) -> None:
         self.counts: Counter[str] = Counter()  # Number of each kind of event, by name.
