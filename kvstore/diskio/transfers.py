@@ -186,7 +186,7 @@ class TransferEngine:
         self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], precedence: Precedence
     ) -> None:
         if self._closing:
-            raise RuntimeError("the transfer engine is closed")
+            raise OSError(errno.ESHUTDOWN, "the transfer engine is closed")
         with self._batches:
             if self._ring is None:
                 work = [partial(_do, call, run) for run in _runs(transfers)[0]]

@@ -62,8 +62,7 @@ class Workers:
         this method has ended, even by cancellation.
 
         Raises:
-            OSError: No thread is running, and none can be started.
-            RuntimeError: The pool is closed.
+            OSError: The pool is closed, or no thread is running and none can be started.
         """
         if not calls:
             # Repeated empty calls must not starve the loop.
@@ -72,7 +71,7 @@ class Workers:
         batch = _Batch(len(calls))
         with self._changed:
             if self._closing:
-                raise RuntimeError("the threads are closed")
+                raise _closed()
             for call in calls:
                 heapq.heappush(self._queue, (int(precedence), next(self._sequence), batch, call))
             try:
@@ -96,8 +95,6 @@ class Workers:
         """Run one call; return its result or raise its exception."""
         results: list[_R] = []
         await self.run([lambda: results.append(function())], precedence=precedence)
-        if not results:
-            raise RuntimeError("the threads were closed")
         return results[0]
 
     def stop(self) -> None:
@@ -105,6 +102,7 @@ class Workers:
         with self._changed:
             self._closing = True
             for batch in {batch for _, _, batch, _ in self._queue}:
+                batch.error = _closed()
                 if self._drop(batch):
                     batch.finish()
             self._changed.notify_all()
@@ -171,6 +169,10 @@ class Workers:
             del batch, call
 
 
+def _closed() -> OSError:
+    return OSError(errno.ESHUTDOWN, "the threads are closed")
+
+
 async def to_the_end(future: asyncio.Future[Any]) -> None:
     """Wait for a future despite cancellations; then raise the cancellation or the future's exception, if any."""
     cancelled: asyncio.CancelledError | None = None
@@ -180,5 +182,7 @@ async def to_the_end(future: asyncio.Future[Any]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
+        if not future.cancelled():
+            future.exception()  # Marks it as retrieved.
         raise cancelled
     future.result()

@@ -18,6 +18,7 @@ import pytest
 
 from kvstore.backends.base import RecordWrite
 from kvstore.backends.disk import backend as backend_module
+from kvstore.backends.disk import followers as followers_module
 from kvstore.backends.disk import space as space_module
 from kvstore.diskio import OsDisk
 from kvstore.errors import KVStoreError
@@ -264,6 +265,25 @@ async def test_ended_owners_need_no_descriptors(tmp_path: Path) -> None:
         return min(counts)
 
     assert await opened_files(12) == await opened_files(2)
+
+
+async def test_the_journal_of_an_engine_that_ends_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that follows another one closes its journal after the other's end, and still loads its blocks."""
+    monkeypatch.setattr(followers_module, "_TRY_LOCK_S", 0.0)
+    disk = FaultyDisk()
+    async with opened(tmp_path, "64MiB", disk=disk) as one:
+        async with opened(tmp_path, "64MiB") as two:
+            values = await two.put_new(2)
+            await one.session.followers.refresh()
+            assert any(name.startswith("journal") for name in watched(disk, one)), "it is followed"
+        await one.session.followers.refresh()
+        assert not any(name.startswith("journal") for name in watched(disk, one))
+        await one.has_all(values)
+
+
+def watched(disk: FaultyDisk, rig: Rig) -> list[str]:
+    """Return the names of the files that an engine has open, without its own journal."""
+    return [name for fd, name in disk.open_fds.items() if fd != rig.session.journal.end.fd]
 
 
 async def test_a_short_write_is_never_published(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ import pytest
 
 from kvstore.backends.disk import followers as followers_module
 from kvstore.backends.disk import journal as journal_module
-from kvstore.backends.disk.journal import JournalReader, create_journal
+from kvstore.backends.disk import layout
+from kvstore.backends.disk.journal import JournalEnd, JournalReader, create_journal
 from kvstore.backends.disk.layout import (
     FRAME_BYTES,
     JOURNAL_HEADER_BYTES,
@@ -184,9 +185,13 @@ async def test_a_switch_that_is_not_synced_is_made(tmp_path: Path) -> None:
     async with opened(tmp_path, "64MiB", disk=disk, durability="data") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(2)
         await two.session.followers.refresh()
-        to = await one.session.engine.call(lambda: one.session.owner.create_journal(2))
-        disk.fails = True
-        await one.session.journal.switch(to)
+
+        def create() -> JournalEnd:
+            end = one.session.owner.create_journal(2)
+            disk.fails = True
+            return end
+
+        await one.session.journal.switch(create)
         disk.fails = False
         await two.session.followers.refresh()
         values |= await one.put_new(2)
@@ -317,6 +322,27 @@ async def test_an_owner_of_many_blocks_is_taken_in_by_turns(tmp_path: Path, monk
             assert all(await two.backend.exists(keys))
             assert len(two.arrived) >= 4000
     assert longest == {"added": 256, "searched": 256}
+
+
+async def test_a_close_encodes_few_slots_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks there are, the snapshot holds the GIL, and so the loop, for one frame at most."""
+    monkeypatch.setattr(journal_module, "_SNAPSHOT_FRAME_SLOTS", 8)
+    lengths: list[int] = []
+    encode = layout.encode_frame
+
+    def encode_frame(records: bytes, *args: int) -> bytes:
+        lengths.append(len(records) // layout.RECORD.itemsize)
+        return encode(records, *args)
+
+    async with opened(tmp_path, room_for(64)) as rig:
+        values = await rig.put_new(48)
+        monkeypatch.setattr(layout, "encode_frame", encode_frame)
+    assert sum(lengths) >= 48
+    # The list of segments is one frame, too.
+    assert max(lengths) <= 16
+    monkeypatch.undo()
+    async with opened(tmp_path, room_for(64)) as rig:
+        await rig.has_all(values)
 
 
 async def test_a_sparse_journal_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

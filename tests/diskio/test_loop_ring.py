@@ -301,7 +301,7 @@ async def test_an_engine_whose_disk_is_frozen_says_so(tmp_path: Path) -> None:
     try:
         await eventually_async(lambda: disk.stalled == 1, what="the read stalls")
         assert not await engine.close(timeout_s=0.05)
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(OSError, match="closed"):
             await engine.read([])
     finally:
         thawed.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvstore.runtime.limits import Precedence
-from kvstore.runtime.workers import Workers
+from kvstore.runtime.workers import Workers, to_the_end
 from kvstore.testing.waiting import eventually_async
 
 
@@ -151,15 +152,36 @@ async def test_close_drops_what_waits_and_leaves_what_is_stuck() -> None:
     called = asyncio.create_task(pool.call(lambda: done.append(2)))
     await eventually_async(lambda: len(pool._queue) == 2)
     assert not await pool.close(timeout_s=0.05)
-    await behind
-    with pytest.raises(RuntimeError, match="closed"):
-        await called
+    for dropped in (behind, called):
+        with pytest.raises(OSError, match="closed"):
+            await dropped
     assert not done
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(OSError, match="closed"):
         await pool.run([counting(done, 3)])
     gate.set()
     await stuck
     assert await pool.close()
+
+
+async def test_a_failure_after_a_cancelled_wait_is_no_error_of_the_loop() -> None:
+    """The waiting call ends with its cancellation, and the task's exception counts as retrieved."""
+    unnoticed: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unnoticed.append(context))
+    failing = asyncio.Event()
+
+    async def fail() -> None:
+        await failing.wait()
+        raise OSError("for the test")
+
+    waiting = asyncio.create_task(to_the_end(asyncio.create_task(fail())))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.sleep(0)
+    failing.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    gc.collect()
+    assert unnoticed == []
 
 
 async def test_threads_that_could_not_be_started_are_started_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,13 +140,14 @@ class Blocks:
             session.index.rest(failed)
 
     async def _sync(self, ops: Sequence[SlotWrite]) -> None:
-        """Flush written records to the device; if that fails, all of them count as not written."""
-        try:
-            for fd in {op.fd for op in ops}:
+        """Flush written records to the device; those of a segment that can't be flushed count as not written."""
+        for fd in {op.fd for op in ops}:
+            try:
                 await self.session.engine.call(partial(self.session.disk.fdatasync, fd))
-        except OSError as error:
-            for op in ops:
-                op.error = bare(error)
+            except OSError as error:
+                for op in ops:
+                    if op.fd == fd:
+                        op.error = bare(error)
 
     async def _publish(self, ops: Sequence[SlotWrite], outcomes: list[Outcome | None], entered: set[int]) -> None:
         """Enter the written records; add their slots, which are then no longer the caller's, to ``entered``."""
@@ -174,11 +175,14 @@ class Blocks:
         session = self.session
         ops: list[SlotRead] = []
         lost: list[tuple[BlockKey, int]] = []
+        size_of = session.index.columns.size_view
+        # Before the files are opened: meanwhile a block may be removed, or its slot retired.
+        sizes = [size_of[place] if place <= SLOT_MASK else 0 for _, place in wanted]
         try:
             async with session.segments.files_of([place for _, place in wanted]) as fds:
-                for (i, place), fd in zip(wanted, fds, strict=True):
+                for (i, place), size, fd in zip(wanted, sizes, fds, strict=True):
                     if fd >= 0:
-                        ops.append(self._read_op(i, reads[i], place, fd))
+                        ops.append(self._read_op(i, reads[i], place, size, fd))
                     elif -fd in _GONE:
                         lost.append((reads[i].key, place))
                     else:
@@ -200,11 +204,10 @@ class Blocks:
             await self._lose(lost)
         session.note_use([op.place for op in ops if outcomes[op.index] is Outcome.OK])
 
-    def _read_op(self, i: int, read: RecordRead, place: int, fd: int) -> SlotRead:
+    def _read_op(self, i: int, read: RecordRead, place: int, size: int, fd: int) -> SlotRead:
         session = self.session
         other = session.followers.others.get(place >> OWNER_SHIFT)
         geometry = other.geometry if other else session.geometry
-        size = session.index.columns.size_view[place] if place <= SLOT_MASK else 0
         return session.mover.read(i, read, place, size, fd, geometry.offset_of(place & SLOT_MASK), geometry.slot_bytes)
 
     def _read_outcome(self, op: SlotRead, lost: list[tuple[BlockKey, int]]) -> Outcome:
@@ -271,14 +274,16 @@ class Blocks:
             self._counts["wipe_errors"] += len(rows)
             _log.warning("the removal of %d blocks is not yet in the journal: %s", len(rows), error)
         zeros = aligned_buffer(PAGE)
-        async with session.segments.files_of(slots) as fds:
-            wipes = [
-                Transfer(fd, session.geometry.offset_of(slot), [zeros], PAGE)
-                for slot, fd in zip(slots, fds, strict=True)
-                if fd >= 0
-            ]
-            await session.engine.write(wipes)
-        self._counts["wipe_errors"] += sum(wipe.error is not None for wipe in wipes)
+        wipes: list[Transfer] = []
+        with contextlib.suppress(OSError):
+            async with session.segments.files_of(slots) as fds:
+                wipes = [
+                    Transfer(fd, session.geometry.offset_of(slot), [zeros], PAGE)
+                    for slot, fd in zip(slots, fds, strict=True)
+                    if fd >= 0
+                ]
+                await session.engine.write(wipes)
+        self._counts["wipe_errors"] += sum(wipe.done_bytes != PAGE for wipe in wipes)
 
     def _failed(self, error: OSError) -> Outcome:
         """Count a failed block; return its outcome."""

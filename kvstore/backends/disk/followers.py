@@ -110,7 +110,7 @@ class Other:
             path = os.path.join(self.name, journal_name(end.number))
             size_bytes = self._disk.stat(path, self._roots[0].namespace_fd).st_size
         may_have_ended = is_open and time.monotonic() > self._tried_at + _TRY_LOCK_S
-        if size_bytes == end.offset and not reader.next and not may_have_ended:
+        if size_bytes == end.offset and not may_have_ended:
             return
         with self.directories() as reader.fds:
             if not is_open:

@@ -6,9 +6,11 @@ and only their digests are known.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -28,7 +30,7 @@ _REST_S: Final = 300.0
 """Pause of a slot that could not be written; its medium may be replaced or mounted again meanwhile."""
 
 _REST_SHARE: Final = 8
-"""At most an eighth of all slots rests: two of the 16 segments of a small tier."""
+"""Until a write succeeds, at most an eighth of all slots comes to rest: two of the 16 segments of a small tier."""
 
 _CANDIDATES: Final = 1 << 13
 """Most slots found by one search; a list of all slots of an age takes long to create."""
@@ -49,6 +51,20 @@ class Ages:
         self.now = int(kept.max(initial=0))  # The current age.
         self._used = 0
         self._lines: list[Line] = []
+        self._kept: frozenset[int] = frozenset()
+        """Directories whose blocks are not evicted."""
+
+    def keep(self, paths: Iterable[int]) -> None:
+        """Evict no blocks in these directories, until the next call."""
+        self._kept = frozenset(paths)
+        self._forget_candidates()
+
+    def evictable(self) -> npt.NDArray[np.uint8]:
+        """Return the age of each slot, or ``EMPTY`` if it holds no block that may be evicted."""
+        if not self._kept:
+            return self.columns.age
+        is_kept = np.isin(self.columns.segments, [path + 1 for path in self._kept])
+        return np.where(np.repeat(is_kept, self.columns.segment_slots), np.uint8(EMPTY), self.columns.age)
 
     def use(self, slot: int) -> None:
         """Record a use of a block, or its arrival."""
@@ -65,7 +81,7 @@ class Ages:
         Args:
             ages: Returns the ages of the slots to consider, and ``EMPTY`` for all others. Default: all slots.
         """
-        line = Line(self, ages or (lambda: self.columns.age))
+        line = Line(self, ages or self.evictable)
         self._lines.append(line)
         return line
 
@@ -76,8 +92,11 @@ class Ages:
             # Halving merges each pair of neighbouring ages.
             self.columns.age[self.columns.age != EMPTY] >>= 1
             self.now >>= 1
-            for line in self._lines:
-                line.candidates = []
+            self._forget_candidates()
+
+    def _forget_candidates(self) -> None:
+        for line in self._lines:
+            line.candidates = []
 
 
 class Line:
@@ -166,12 +185,21 @@ class Shares:
 
     def _ages_of(self, number: int) -> npt.NDArray[np.uint8]:
         self._reserve()
-        return np.where(self._number == number, self._columns.age, np.uint8(EMPTY))
+        return np.where(self._number == number, self._ages.evictable(), np.uint8(EMPTY))
 
     def _reserve(self) -> None:
         more = len(self._columns.age) - len(self._number)
         if more > 0:
             self._number = np.concatenate([self._number, np.zeros(more, np.uint16)])
+
+
+@dataclass(slots=True)
+class _Streak:
+    """Failures of writes in one directory, without a success there."""
+
+    segments: set[int] = field(default_factory=set)
+    others_work: bool = False  # Whether a write to another directory has succeeded meanwhile.
+    until: float = 0.0  # Time until which the directory is not used; 0 if it is.
 
 
 class Index:
@@ -184,6 +212,9 @@ class Index:
         self._free: list[int] = []
         self._resting: OrderedDict[int, float] = OrderedDict()
         """Free slots that are not given out before a time, because a write failed there."""
+        self._rested = 0  # Slots that came to rest since the last successful write.
+        self._streaks: dict[int, _Streak] = {}
+        """Directories, by number, where writes fail."""
         self._readers: Counter[int] = Counter()
         self._left_behind: set[int] = set()
         self._closed: set[int] = set()
@@ -240,12 +271,12 @@ class Index:
                 del self._readers[slot]
                 if slot in self._left_behind:
                     self._left_behind.discard(slot)
-                    self._free.append(slot)
+                    self._free_slot(slot)
 
     def take(self, count: int) -> list[int]:
         """Take and pin at most ``count`` free slots; in order, so that neighbours are written together."""
-        while self._resting and next(iter(self._resting.values())) <= time.monotonic():
-            self._free.insert(0, self._resting.popitem(last=False)[0])
+        if self._resting or self._streaks:
+            self._end_rests(time.monotonic())
         taken = self._free[-count:] if count else []
         del self._free[len(self._free) - len(taken) :]
         taken.sort()
@@ -265,18 +296,48 @@ class Index:
     def rest(self, slots: Iterable[int]) -> None:
         """Free and unpin slots that could not be written, but give them out only after a pause.
 
-        At a segment's second such slot, all of its free slots rest. So the medium's bad parts cost no more stores. At
-        most a share of all slots rests: if the whole medium fails, blocks are not evicted for stores that fail, too.
+        At a segment's second such slot, all of its free slots rest. So the medium's bad parts cost no more stores. If a
+        second segment of a directory fails, and writes succeed in other directories only, the whole directory rests,
+        and its blocks stay. If the whole medium fails, at most a share of all slots comes to rest, so that blocks are
+        not evicted for stores that fail, too.
         """
         until, size = time.monotonic() + _REST_S, self.columns.segment_slots
         for slot in slots:
             self.give_back([slot])
-            is_bad = any(other // size == slot // size for other in self._resting)
-            same = [other for other in self._free if other == slot or (is_bad and other // size == slot // size)]
-            if same and len(self._resting) + len(same) <= len(self.columns.segments) * size // _REST_SHARE:
-                gone = set(same)
-                self._free = [other for other in self._free if other not in gone]
-                self._resting.update(dict.fromkeys(same, until))
+            segment, path = slot // size, self._path_of(slot)
+            streak = self._streaks.setdefault(path, _Streak())
+            streak.segments.add(segment)
+            if len(streak.segments) > 1 and streak.others_work:
+                if not streak.until:
+                    streak.until = until
+                    self._keep_resting()
+                    self._rest([other for other in self._free if self._path_of(other) == path], until)
+                continue
+            is_bad = any(other // size == segment for other in self._resting)
+            same = [other for other in self._free if other == slot or (is_bad and other // size == segment)]
+            if self._rested + len(same) <= len(self.columns.segments) * size // _REST_SHARE:
+                self._rested += len(same)
+                self._rest(same, until)
+
+    def _end_rests(self, now: float) -> None:
+        for streak in self._streaks.values():
+            if 0 < streak.until <= now:
+                # The next failure there begins another rest.
+                streak.until = 0.0
+                self._keep_resting()
+        rested = list(itertools.takewhile(lambda slot: self._resting[slot] <= now, self._resting))
+        for slot in rested:
+            del self._resting[slot]
+        self._free[:0] = rested
+
+    def _keep_resting(self) -> None:
+        """Evict no blocks in directories that rest: their slots would be of no use."""
+        self._ages.keep(path for path, streak in self._streaks.items() if streak.until)
+
+    def _rest(self, slots: Sequence[int], until: float) -> None:
+        gone = set(slots)
+        self._free = [slot for slot in self._free if slot not in gone]
+        self._resting.update(dict.fromkeys(slots, until))
 
     def release(self, slots: Iterable[int]) -> None:
         """Free slots, immediately or when their last reader has ended."""
@@ -286,7 +347,18 @@ class Index:
             if slot in self._readers:
                 self._left_behind.add(slot)
             else:
-                self._free.append(slot)
+                self._free_slot(slot)
+
+    def _free_slot(self, slot: int) -> None:
+        streak = self._streaks.get(self._path_of(slot)) if self._streaks else None
+        if streak is not None and streak.until:
+            self._resting[slot] = streak.until
+        else:
+            self._free.append(slot)
+
+    def _path_of(self, slot: int) -> int:
+        """Return the number of a slot's directory."""
+        return int(self.columns.segments[slot // self.columns.segment_slots]) - 1
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add blocks in taken slots, from their journal records."""
@@ -297,6 +369,17 @@ class Index:
             if self._shares is not None:
                 self._shares.enter(slot, key)
         self._blocks += len(rows)
+        self._rested = 0
+        if self._streaks:
+            self._note_success({self._path_of(slot) for _, slot, *_ in rows})
+
+    def _note_success(self, paths: set[int]) -> None:
+        """End the streaks of directories where a write has succeeded."""
+        for path, streak in list(self._streaks.items()):
+            if path not in paths:
+                streak.others_work = True
+            elif not streak.until:
+                del self._streaks[path]
 
     def hide(self, key: BlockKey) -> int:
         """Let a block no longer be found; return its place, or ``NOWHERE``. A block of ours must then depart."""

@@ -25,6 +25,7 @@ from kvstore.backends.disk.files import close_all, names_in, open_regular, opene
 from kvstore.backends.disk.layout import Geometry, Kind, Row
 from kvstore.diskio import OsDisk, Transfer, TransferEngine, bare
 from kvstore.runtime.limits import Precedence
+from kvstore.runtime.workers import to_the_end
 
 _FRAME_ROWS_MAX: Final = 1 << 14
 """Most records of a frame; further ones wait for the next frame, so that no frame takes long to write."""
@@ -144,16 +145,25 @@ class Journal:
         self._start()
         await asyncio.shield(last.written)
 
-    async def switch(self, to: JournalEnd) -> None:
-        """Continue in another journal, which exists already; if this one can't be ended, it stays in use."""
-        self._next = to
+    async def switch(self, create: Callable[[], JournalEnd]) -> None:
+        """Create another journal and continue in it; if this one can't be ended, it stays in use.
+
+        If this call is cancelled, the switch is still made.
+
+        Raises:
+            OSError: The journal could not be created.
+        """
+        await to_the_end(asyncio.get_running_loop().create_task(self._switch(create)))
+
+    async def _switch(self, create: Callable[[], JournalEnd]) -> None:
+        self._next = await self._engine.call(create)
         while self._next is not None:
             await asyncio.wait({self._start()})
 
     def close(self) -> None:
-        """Close the file; only when nothing is being written."""
-        close_all(self._engine.disk, self.end.fd)
-        self.end.fd = -1
+        """Close the file; only when nothing is being written. Idempotent."""
+        fd, self.end.fd = self.end.fd, -1
+        close_all(self._engine.disk, fd)
 
     @staticmethod
     def _entry(
@@ -237,9 +247,6 @@ class Journal:
                 await self._engine.call(partial(self._engine.disk.fdatasync, end.fd), precedence=Precedence.LOAD)
         except OSError as error:
             return bare(error), is_visible
-        except RuntimeError as error:
-            # The engine was closed.
-            return OSError(str(error)), is_visible
         return None, True
 
     async def _go_on_in(self, to: JournalEnd) -> None:
@@ -250,8 +257,13 @@ class Journal:
             unused, self.end = self.end, to
         self._next = None
         fd, unused.fd = unused.fd, -1
-        with contextlib.suppress(OSError, RuntimeError):
-            await self._engine.call(partial(self._engine.disk.close, fd))
+        if fd < 0:
+            # The journal was closed meanwhile.
+            self.close()
+        try:
+            await self._engine.call(partial(close_all, self._engine.disk, fd))
+        except OSError:
+            close_all(self._engine.disk, fd)
 
 
 class JournalReader:
@@ -287,10 +299,10 @@ class JournalReader:
         Raises:
             OSError: It is gone.
         """
-        end, is_ended = self.end, self.next
+        end = self.end
         if not self.open(layout.journal_name(end.number), end.number):
             raise FileNotFoundError(f"{layout.journal_name(end.number)} is another journal")
-        self.end.offset, self.end.sequence, self.next = end.offset, end.sequence, is_ended
+        self.end.offset, self.end.sequence = end.offset, end.sequence
 
     def read(self, *, follow: bool = True) -> Iterator[npt.NDArray[Any]]:
         """Yield the records not read yet; with ``follow``, continue in the next journal at the end of each.

@@ -77,7 +77,7 @@ class Notes:
 
     async def load(self) -> Mapping[BlockKey, bytes]:
         """Return the notes of held blocks from the file."""
-        with contextlib.suppress(OSError, RuntimeError):  # A failing disk, or a closed engine.
+        with contextlib.suppress(OSError):
             async with self._file_in_use:
                 return await self._read_held()
         return {}
@@ -88,7 +88,7 @@ class Notes:
             await asyncio.wait({self._writer})
 
     async def _write_all(self) -> None:
-        with contextlib.suppress(OSError, RuntimeError):  # A full disk, or a closed engine: the notes are lost.
+        with contextlib.suppress(OSError):  # The notes are lost.
             while self._queue:
                 async with self._file_in_use:
                     if self._size_bytes < 0:

@@ -167,8 +167,9 @@ class Owner:
             self.uses.close()
         for lock in self.locks:
             lock.release()
-        fds, self.fds = self.fds, []
-        files.close_all(self._disk, *fds)
+        files.close_all(self._disk, *self.fds)
+        # Work that a frozen disk held up may still look for them; the closed engine then refuses its calls.
+        self.fds = [-1] * len(self.fds)
 
     def _match_segments(self) -> None:
         """Drop segments that are gone or damaged, and remove files of segments that an intact journal does not list.

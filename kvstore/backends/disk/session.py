@@ -299,7 +299,7 @@ class Session:
                 return
             number = self.journal.end.number + 1
             try:
-                await self.journal.switch(await self.engine.call(partial(self.owner.create_journal, number)))
+                await self.journal.switch(partial(self.owner.create_journal, number))
                 if self.journal.end.number != number:
                     return
                 # The copy keeps these arrays when the index grows into larger ones.

@@ -125,7 +125,7 @@ class Space:
                         await self._give_up(own)
                 finally:
                     # After the last call of stopped threads, :meth:`release` does it.
-                    with contextlib.suppress(RuntimeError):
+                    with contextlib.suppress(OSError):
                         await self._engine.call(lock.release)
 
     async def match_files(self) -> None:
@@ -229,12 +229,19 @@ class Space:
             if time.monotonic() < self._full_until:
                 return False
             own = set(self._own_segments())
-            number = next(n for n in itertools.count() if n not in own)
-            for at in range(number, number + len(self._roots)):
-                # The next root in turn or, if it is full, another one.
-                if at not in own and await self._tried(at, reclaim):
-                    self._say_wanted(False)
-                    return True
+            roots = len(self._roots)
+            free = (next(n for n in itertools.count(path, roots) if n not in own) for path in range(roots))
+            errors: list[OSError] = []
+            for number in sorted(free):
+                # The next root in turn or, if it is full or fails, another one.
+                try:
+                    if await self._tried(number, reclaim):
+                        self._say_wanted(False)
+                        return True
+                except OSError as error:
+                    errors.append(error)
+            if len(errors) == roots:
+                raise errors[0]
             self._full_until = time.monotonic() + _ASK_AGAIN_S
             own_bytes = len(own) * self._geometry.segment_bytes
             self._say_wanted(own_bytes * 2 <= sum(root.capacity_bytes for root in self._roots))
