@@ -240,6 +240,27 @@ async def test_a_segment_given_up_is_not_made_again_at_once(tmp_path: Path, monk
         assert await two.session.space._grow(needed=True)
 
 
+async def test_room_is_for_the_engine_that_requests_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that store more often do not take it, and the requester needs no further store to get it."""
+    monkeypatch.setattr(space_module, "_ASK_AGAIN_S", 0.0)
+    async with (
+        opened(tmp_path, room_for(64)) as one,
+        opened(tmp_path, room_for(64)) as two,
+        opened(tmp_path, room_for(64)) as poor,
+    ):
+        for _ in range(8):
+            await fill(one, 1)
+            await fill(two, 1)
+        assert await poor.put(poor.new(1)) == [Outcome.NO_SPACE]
+        # Upkeep gives up a segment for it, and creates it there.
+        async with asyncio.timeout(30):
+            while not poor.backend.stats().gauges["segments"]:
+                await fill(one, 1)
+                await fill(two, 1)
+                await asyncio.sleep(0)
+        await poor.put_new(1)
+
+
 async def test_a_wish_is_fulfilled_by_one_engine(tmp_path: Path) -> None:
     """Of several engines with more, one gives up a segment."""
     async with (
