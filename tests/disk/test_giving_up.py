@@ -260,6 +260,17 @@ async def test_room_is_for_the_engine_that_requests_it(tmp_path: Path, monkeypat
         await poor.put_new(1)
 
 
+async def test_room_is_for_an_engine_with_two_segments_less(tmp_path: Path) -> None:
+    """An engine that would then have two segments more than one that requests space leaves the room."""
+    async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as poor:
+        await fill(one, 1)
+        poor.session.roots[0].want(poor.session.owner.name, wanted=True)
+        assert not await one.session.space._grow(needed=True)
+        assert await poor.session.space._grow(needed=True)
+        one.session.space._full_until = 0.0
+        assert await one.session.space._grow(needed=True)
+
+
 async def test_a_wish_is_fulfilled_by_one_engine(tmp_path: Path) -> None:
     """Of several engines with more, one gives up a segment."""
     async with (
