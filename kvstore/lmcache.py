@@ -16,7 +16,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +27,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.namespace import Namespace
-from kvstore.tiers.opening import check_tier
-from kvstore.tiers.threaded import ThreadedTier
+from kvstore.tiers.threaded import ThreadedTier, check_threaded_tier
 
 logger = logging.getLogger("kvstore.lmcache")
 
@@ -86,13 +85,14 @@ class KVStoreL2Adapter(L2AdapterInterface):
                 "--l2-adapter."
             )
         self._config: dict[str, Any] = params["tier"]
-        check_tier(self._config)
+        check_threaded_tier(self._config)
         self._notifiers = {kind: create_event_notifier() for kind in _KINDS}
         # Lookups and loads have their own threads: a request waits for them, and for no store.
         stores, loads = (ThreadPoolExecutor(_WORKERS, f"kvstore-lmcache-{name}") for name in ("stores", "loads"))
         self._workers = {"store": stores, "lookup": loads, "load": loads}
         self._lock = threading.Lock()
         self._last_task = 0
+        self._closed = False
         self._done: dict[str, dict[int, Any]] = {kind: {} for kind in _KINDS}
         self._spaces: dict[_Layout, _Space] = {}
         self._retry_at: dict[_Layout, float] = {}  # Earliest next attempt to open a tier, monotonic seconds.
@@ -165,25 +165,34 @@ class KVStoreL2Adapter(L2AdapterInterface):
             pool.shutdown(wait=True, cancel_futures=True)
         for space in list(self._spaces.values()):
             space.close()
-        for notifier in self._notifiers.values():
-            notifier.close()
+        with self._lock:
+            self._closed = True
+            for notifier in self._notifiers.values():
+                notifier.close()
 
     def _start(self, kind: str, failure: Any, work: Callable[[], Any]) -> int:
         with self._lock:
             self._last_task = task_id = self._last_task + 1
 
-        def run() -> None:
+        def report(task: Future[Any]) -> None:
             result = failure
-            try:
-                result = work()
-            # LMCache waits for each task, and whatever fails here is a miss.
-            except Exception:
-                logger.exception("LMCache's %s task failed; its objects count as missing", kind)
+            # A close cancels the tasks that have not begun.
+            if not task.cancelled() and (error := task.exception()) is not None:
+                # LMCache waits for each task, and whatever fails here is a miss.
+                logger.error("LMCache's %s task failed; its objects count as missing", kind, exc_info=error)
+            elif not task.cancelled():
+                result = task.result()
             with self._lock:
                 self._done[kind][task_id] = result
-            self._notifiers[kind].notify()
+                if not self._closed:
+                    self._notifiers[kind].notify()
 
-        self._workers[kind].submit(run)
+        try:
+            task = self._workers[kind].submit(work)
+        except RuntimeError:  # The adapter is closed.
+            task = Future()
+            task.cancel()
+        task.add_done_callback(report)
         return task_id
 
     def _store(self, keys: Sequence[Any], objects: Sequence[Any]) -> L2StoreResult:

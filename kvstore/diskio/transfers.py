@@ -179,7 +179,10 @@ class TransferEngine:
         threading.Thread(target=close_late, name="kvstore-closing", daemon=True).start()
 
     async def _release_after_ring(self, close_files: Callable[[], None]) -> None:
-        await self._batches.ended()
+        while self._batches.count:
+            # The end of the loop cancels it.
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._batches.ended()
         self.release(close_files)
 
     async def _move(

@@ -24,7 +24,7 @@ logger = logging.getLogger("kvstore.runtime")
 _T = TypeVar("_T")
 
 _END_S = 0.5
-"""Longest wait for cancelled tasks at the end of a loop: some wait for a thread in the kernel, which may never end."""
+"""Time for which tasks are cancelled again at the end of a loop: some wait for the kernel, which may never end."""
 
 
 class IOSide(Protocol):
@@ -203,7 +203,10 @@ class ThreadHost:
 
 
 async def _end_tasks() -> None:
-    """Cancel all tasks of the loop, also those that have not started, and wait for them."""
+    """Cancel all tasks of the loop, also those that have not started, and wait for them.
+
+    Tasks that still run then, on a frozen disk, end with its answer, and close its files. Nothing waits for that.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _END_S
     while (tasks := asyncio.all_tasks() - {asyncio.current_task()}) and loop.time() < deadline:
@@ -211,6 +214,8 @@ async def _end_tasks() -> None:
             task.cancel()
         # A cancelled task may start another one.
         await asyncio.wait({asyncio.gather(*tasks, return_exceptions=True)}, timeout=_END_S / 4)
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(tasks)
 
 
 _shared: ThreadHost | None = None

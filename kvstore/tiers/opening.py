@@ -21,6 +21,7 @@ from kvstore.runtime.process import ProcessChannel, ProcessSpec, find_backing
 from kvstore.tenants import Tenants
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.codecs import namespace_with_codecs
+from kvstore.tiers.preflight import check_before_opening
 from kvstore.tiers.tier_io import TierIO, TierIOSpec
 from kvstore.types import Locality, Medium
 
@@ -110,12 +111,13 @@ def open_tier(
 
 
 def check_tier(config: Mapping[str, Any]) -> None:
-    """Check the options of a tier that is opened later; the medium is not touched.
+    """Check a tier that is opened later, with its directories; changes nothing.
 
     Raises:
         ConfigError: A value can't be used.
     """
-    _made(*_split(config), tenants=None)
+    kind, options = _split(config)
+    check_before_opening(kind, _made(kind, options, tenants=None).config)
 
 
 def _open(channel: Channel) -> None:

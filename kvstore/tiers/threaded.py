@@ -15,7 +15,7 @@ from kvstore.namespace import Namespace
 from kvstore.runtime.messages import JobKind
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.base import TierStats
-from kvstore.tiers.opening import open_tier
+from kvstore.tiers.opening import check_tier, open_tier
 from kvstore.types import BlockKey, LookupResult, TransferJob
 
 logger = logging.getLogger("kvstore.tiers")
@@ -25,6 +25,12 @@ _STEP_S = 0.1
 
 Answers = list[bool]
 """One value per key: whether the block is there, was stored, or was loaded."""
+
+
+def check_threaded_tier(config: Mapping[str, Any]) -> None:
+    """Check a :class:`ThreadedTier` that is opened later; see :func:`kvstore.tiers.opening.check_tier`."""
+    _refuse_process(config)
+    check_tier(config)
 
 
 @dataclass(slots=True)
@@ -53,11 +59,7 @@ class ThreadedTier:
     """
 
     def __init__(self, config: Mapping[str, Any], *, primary: Any, slot_bytes: int, namespace: Namespace) -> None:
-        if config.get("io", "thread") != "thread":
-            raise ConfigError(
-                f'"io" is {config["io"]!r}. Expected "thread": the memory belongs to another framework, and an I/O '
-                "process can't map it. Leave the option out."
-            )
+        _refuse_process(config)
         self.slot_bytes = slot_bytes
         self._tier: AsyncTier = open_tier(
             config, primary=primary, slot_bytes=slot_bytes, namespace=namespace, events=False
@@ -193,3 +195,11 @@ class ThreadedTier:
         if self._clearing is not None:
             self._clearing.set_result(False)
             self._clearing = None
+
+
+def _refuse_process(config: Mapping[str, Any]) -> None:
+    if config.get("io", "thread") != "thread":
+        raise ConfigError(
+            f'"io" is {config["io"]!r}. Expected "thread": the memory belongs to another framework, and an I/O process '
+            "can't map it. Leave the option out."
+        )

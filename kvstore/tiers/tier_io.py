@@ -277,12 +277,15 @@ class TierIO:
         if self._closed:
             return
         self._closed = True
-        await _cancel([*self._jobs, *self._questions, *self._tasks])
         try:
-            await self._backend.close()
+            await _cancel([*self._jobs, *self._questions, *self._tasks])
         finally:
-            self._parts.close()
-            self._primary.release()
+            try:
+                # Also if this is cancelled, because a medium does not answer: the backend closes its files later.
+                await self._backend.close()
+            finally:
+                self._parts.close()
+                self._primary.release()
 
     async def _open_backend(self) -> None:
         geometry = RecordGeometry(self._backend.alignment, self._spec.slot_bytes)

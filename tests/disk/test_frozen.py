@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -119,3 +122,30 @@ def test_a_tier_closes(tmp_path: Path, host: str) -> None:
             disk.tier.flush()
             disk.tier.close(0.2)
             assert disk.tier._channel.closed
+
+
+def open_files(point: Path) -> list[str]:
+    """Return the open files of this process below a directory."""
+    files = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            files.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [path for path in files if path.startswith(f"{point}/")]
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_a_closed_tier_ends_with_the_thaw(tmp_path: Path, engine: str) -> None:
+    """Once the disk responds, a tier whose close was cut short holds no file, lock or thread."""
+    with ext4(tmp_path) as point:
+        config = {"backend": "file", "path": str(point / "kv"), "capacity": "16MiB", "reserve": 0, "engine": engine}
+        disk = Memory(config)
+        disk.store([b"key"])
+        assert disk.result().success
+        assert open_files(point)
+        with frozen(point):
+            disk.store([b"another"])
+            disk.tier.flush()
+            time.sleep(0.5)  # Let the store reach the disk.
+            disk.tier.close(0.2)
+        eventually(lambda: not open_files(point), 60, "its files are closed")
+        eventually(lambda: not any(each.name.startswith("kvstore-") for each in threading.enumerate()), 60, "all ends")

@@ -128,10 +128,8 @@ async def test_the_reserve_is_restored_from_ended_engines_first(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-async def test_the_largest_engine_restores_the_reserve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool
-) -> None:
-    """A smaller one gives up nothing unless the largest does not act in time."""
+async def test_the_largest_engine_restores_the_reserve(tmp_path: Path, is_stopped: bool) -> None:
+    """A smaller one gives up nothing unless the largest does not act in time, and then one segment in that time."""
     disk = Disk()
     async with (
         opened(tmp_path, room_for(64), disk=disk, reserve="1MiB") as large,
@@ -141,14 +139,15 @@ async def test_the_largest_engine_restores_the_reserve(
             for task in rig.session._tasks:
                 task.cancel()  # Upkeep is done by the test alone.
         await fill(large, 3)
-        await fill(small, 1)
+        await fill(small, 2)
         disk.free = (1 << 20) - 1
         for _ in range(3):
             await small.session.space.give_up_excess()
         assert small.session.counts["segments_given_up"] == 0
         if is_stopped:
-            monkeypatch.setattr(root_module, "_LARGEST_S", 0.0)
-        await (small if is_stopped else large).session.space.give_up_excess()
+            small.session.roots[0]._lacking_since -= root_module._LARGEST_S
+        for _ in range(2 if is_stopped else 1):
+            await (small if is_stopped else large).session.space.give_up_excess()
         given_up = [rig.session.counts["segments_given_up"] for rig in (large, small)]
         assert given_up == ([0, 1] if is_stopped else [1, 0])
         disk.free = 1 << 40
@@ -239,6 +238,38 @@ async def test_a_segment_given_up_is_not_made_again_at_once(tmp_path: Path, monk
         assert segment_bytes(tmp_path) == room_for(60)
         assert not await one.session.space._grow(needed=True)
         assert await two.session.space._grow(needed=True)
+
+
+async def test_room_is_for_the_engine_that_requests_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that store more often do not take it, and the requester needs no further store to get it."""
+    monkeypatch.setattr(space_module, "_ASK_AGAIN_S", 0.0)
+    async with (
+        opened(tmp_path, room_for(64)) as one,
+        opened(tmp_path, room_for(64)) as two,
+        opened(tmp_path, room_for(64)) as poor,
+    ):
+        for _ in range(8):
+            await fill(one, 1)
+            await fill(two, 1)
+        assert await poor.put(poor.new(1)) == [Outcome.NO_SPACE]
+        # Upkeep gives up a segment for it, and creates it there.
+        async with asyncio.timeout(30):
+            while not poor.backend.stats().gauges["segments"]:
+                await fill(one, 1)
+                await fill(two, 1)
+                await asyncio.sleep(0)
+        await poor.put_new(1)
+
+
+async def test_room_is_for_an_engine_with_two_segments_less(tmp_path: Path) -> None:
+    """An engine that would then have two segments more than one that requests space leaves the room."""
+    async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as poor:
+        await fill(one, 1)
+        poor.session.roots[0].want(poor.session.owner.name, wanted=True)
+        assert not await one.session.space._grow(needed=True)
+        assert await poor.session.space._grow(needed=True)
+        one.session.space._full_until = 0.0
+        assert await one.session.space._grow(needed=True)
 
 
 async def test_a_wish_is_fulfilled_by_one_engine(tmp_path: Path) -> None:

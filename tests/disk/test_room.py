@@ -48,7 +48,7 @@ async def test_the_reserve_stays_free(tmp_path: Path) -> None:
         disk.free = (1 << 20) + segment
         while Outcome.OK not in await rig.put(rig.new(2)):
             await asyncio.sleep(0.01)
-        assert segment_bytes(tmp_path) == segment
+        assert segment_bytes(tmp_path) >= segment
 
 
 async def test_segments_are_given_up_for_the_reserve(tmp_path: Path) -> None:
@@ -170,8 +170,9 @@ async def test_nothing_is_given_up_while_ended_owners_hold_room(tmp_path: Path) 
         two.session.roots[0].want(two.session.owner.name, wanted=True)
         await one.session.space.give_up_excess()
         assert one.session.counts["segments_given_up"] == 0
-        # The space of the ended engine is reclaimed.
+        # The space of the ended engine is reclaimed, for the engine that requests it.
         await one.put_new(4)
+        await two.put_new(4)
         two.session.roots[0].want(two.session.owner.name, wanted=True)
         await one.session.space.give_up_excess()
         assert one.session.counts["segments_given_up"] > 0

@@ -15,6 +15,7 @@ import pytest
 
 from kvstore.backends.disk import followers as followers_module
 from kvstore.backends.disk import journal as journal_module
+from kvstore.backends.disk.layout import OWNER_SHIFT
 from kvstore.errors import ConfigError, LockedError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
@@ -496,3 +497,18 @@ async def test_a_block_stored_again_during_a_read_is_not_lost(tmp_path: Path, mo
         assert await rig.get([key]) == [None]
         await rig.has_all(values)
         assert rig.removed == []
+
+
+async def test_a_removal_concerns_its_owners_copy_only(tmp_path: Path) -> None:
+    """If two engines hold a block, the removal of the copy that a third one does not use leaves it in place."""
+    async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
+        values = one.new(1)
+        (key,) = values
+        await asyncio.gather(one.put(values), two.put(values))
+        async with opened(tmp_path, room_for(64)) as reader:
+            place = reader.session.index.place(key)
+            used = reader.session.followers.others[place >> OWNER_SHIFT].name
+            await (two if used == one.session.owner.name else one).backend.delete([key])
+            await reader.session.followers.refresh()
+            assert reader.removed == []
+            await reader.has_all(values)

@@ -362,7 +362,9 @@ def test_an_s3_tier(tmp_path: Path) -> None:
 def test_a_tier_that_cannot_be_opened_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its directory the tier caches nothing; it works once the directory is there."""
     monkeypatch.setattr("kvstore.lmcache._RETRY_S", 0.0)
+    (tmp_path / "mount").mkdir()
     caller = Caller(on_disk(tmp_path / "mount" / "kv"))
+    (tmp_path / "mount").rmdir()
     assert not caller.store([key(1)], [item(1)])
     assert caller.look_up([key(1)]) == [False]
     (tmp_path / "mount").mkdir()
@@ -399,8 +401,21 @@ def test_faults_of_the_configuration(tmp_path: Path) -> None:
             create_l2_adapter(config)
     with pytest.raises(ConfigError, match="Unknown backend 'fiel'"):
         create_l2_adapter(PluginL2AdapterConfig.from_dict(adapter_config(on_disk(tmp_path, type="fiel"))))
-    with pytest.raises(ConfigError, match="capacity"):
-        create_l2_adapter(PluginL2AdapterConfig.from_dict(adapter_config(on_disk(tmp_path, capacity="much"))))
+    faults = {"capacity": "much", "io": "process", "codec": "zap", "path": str(tmp_path / "absent" / "kv")}
+    for option, value in faults.items():
+        with pytest.raises(ConfigError, match=f"{value}|{tmp_path / 'absent'}"):
+            create_l2_adapter(PluginL2AdapterConfig.from_dict(adapter_config(on_disk(tmp_path, **{option: value}))))
+
+
+def test_every_task_is_reported_around_a_close(tmp_path: Path) -> None:
+    """Tasks that a close cancels, and tasks after it, are failures and misses."""
+    adapter = create_l2_adapter(PluginL2AdapterConfig.from_dict(adapter_config(on_disk(tmp_path))))
+    tasks = {adapter.submit_store_task([key(n)], [item(n)]) for n in range(100)}
+    adapter.close()
+    tasks.add(adapter.submit_store_task([key(100)], [item(100)]))
+    assert adapter.pop_completed_store_tasks().keys() == tasks
+    load = adapter.submit_load_task([key(0)], [item()])
+    assert not adapter.query_load_result(load).test(0)
 
 
 def test_the_interface(open_caller: Callable[..., Caller]) -> None:

@@ -114,6 +114,8 @@ class Blocks:
         failed: list[int] = []
         try:
             slots = await session.space.take(len(mine))
+            if len(slots) < len(mine):
+                self.last_error = "no slot is free: other engines use the capacity, or the disk is full"
             for i, _ in mine[len(slots) :]:
                 outcomes[i] = Outcome.NO_SPACE
             async with session.segments.files_of(slots) as fds:

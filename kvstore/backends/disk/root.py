@@ -113,8 +113,10 @@ class Root:
         files.close_all(self.disk, self.fd, self.state_fd, self.namespace_fd)
         self.fd = self.state_fd = self.namespace_fd = -1
 
-    def make_segment(self, dir_fd: int, name: str, size_bytes: int, *, reclaim: bool) -> bool:
-        """Create and preallocate a segment; with ``reclaim``, remove segments of ended owners if space is missing.
+    def make_segment(self, dir_fd: int, owner: str, name: str, size_bytes: int, *, reclaim: bool) -> bool:
+        """Create and preallocate a segment of an owner, in its directory; False if the room is another owner's.
+
+        With ``reclaim``, segments of ended owners are removed if space is missing.
 
         Returns:
             Whether it was created; False if the capacity, the reserve or the filesystem leaves no room for it.
@@ -123,10 +125,10 @@ class Root:
             LedgerBusyError: Another engine holds the ledger's lock.
             OSError: The disk fails.
         """
-        made = self._make_if_room(dir_fd, name, size_bytes)
+        made = self._make_if_room(dir_fd, owner, name, size_bytes)
         if made is None and reclaim:
             self._reclaim(size_bytes)
-            made = self._make_if_room(dir_fd, name, size_bytes)
+            made = self._make_if_room(dir_fd, owner, name, size_bytes)
         return bool(made)
 
     def want(self, owner: str, *, wanted: bool) -> None:
@@ -147,7 +149,7 @@ class Root:
         """Return whether an owner must give up a segment, and if so hold the ledger's lock.
 
         Either the capacity or the reserve is exceeded, or another owner requests space and would then have at most as
-        much as this one. A request is fulfilled once.
+        much as this one. The room stays reserved while the request lasts.
         """
         if not self._wishes() - {owner} and self._missing_bytes(0) <= 0:
             return False
@@ -172,10 +174,7 @@ class Root:
             return False
         poorest = min(wishes & sizes.keys(), key=lambda name: sizes[name])
         # If there is room for the segment, another owner has just given one up.
-        is_due = sizes.get(owner, 0) - sizes[poorest] >= 2 * segment_bytes and self._missing_bytes(segment_bytes) > 0
-        if is_due:
-            self.want(poorest, wanted=False)
-        return is_due
+        return sizes.get(owner, 0) - sizes[poorest] >= 2 * segment_bytes and self._missing_bytes(segment_bytes) > 0
 
     def _restores(self, owner: str, sizes: Mapping[str, int]) -> bool:
         """Return whether an owner restores capacity or reserve: the largest does; the others if it does not in time."""
@@ -215,10 +214,22 @@ class Root:
         finally:
             lock.release()
 
-    def _make_if_room(self, dir_fd: int, name: str, size_bytes: int) -> bool | None:
-        """Create a segment; return whether the filesystem had room, or None if capacity or reserve has none."""
+    def _make_if_room(self, dir_fd: int, owner: str, name: str, size_bytes: int) -> bool | None:
+        """Create a segment; False if the room is not for this owner, None if capacity or reserve leaves no room."""
         with self._ledger_held():
-            return None if self._missing_bytes(size_bytes) > 0 else self._preallocate(dir_fd, name, size_bytes)
+            if self._missing_bytes(size_bytes) > 0:
+                return None
+            return not self._is_for_others(owner, size_bytes) and self._preallocate(dir_fd, name, size_bytes)
+
+    def _is_for_others(self, owner: str, size_bytes: int) -> bool:
+        """Return whether an owner requests space that would still have two segments less than this one with one more.
+
+        Otherwise the room of a segment that was given up for it would go to the engine that stores most often.
+        """
+        if not (wishes := self._wishes() - {owner}):
+            return False
+        sizes = {each.name: each.size_bytes for each in self.owners(try_locks=True) if not each.has_ended}
+        return any(sizes.get(owner, 0) - sizes[name] >= size_bytes for name in wishes & sizes.keys())
 
     def _reclaim(self, size_bytes: int) -> None:
         """Remove segments of ended owners, idle namespaces first, until ``size_bytes`` fit."""

@@ -263,6 +263,7 @@ class Session:
         # Before recovery, a segment with unknown blocks would count as empty.
         if self.recovered.is_set():
             duties["files"] = self.space.match_files
+            duties["room"] = self.space.end_lack
             if not self.config.exclusive:
                 duties["shares"] = self.space.give_up_excess
         duties["snapshot"] = self._write_due_snapshot

@@ -40,6 +40,9 @@ _AHEAD_MAX: Final = 1024
 _ASK_AGAIN_S: Final = 1.0
 """Time between two tries to make a segment when there is no room for one."""
 
+_LACKING_S: Final = 10.0
+"""Time for which an engine without room tries again by itself: the breaker may withhold its stores for up to 30 s."""
+
 _TRANSIENT_S: Final = 5.0
 """Time for which creating a segment may fail, or wait for other engines, before stores evict instead. Allocating a
 segment takes up to half a second on a busy drive, and engines take turns."""
@@ -80,6 +83,7 @@ class Space:
         self._on_removed = on_removed
         self._growing = asyncio.Lock()
         self._full_until = 0.0
+        self._lacking_until = 0.0
         self._failing_since = 0.0
         self._wants = False
         self._closing: int | None = None
@@ -100,9 +104,16 @@ class Space:
         except BaseException:
             index.give_back(slots)
             raise
+        if len(slots) < count:
+            self._lacking_until = time.monotonic() + _LACKING_S
         if index.free_slots < self._ahead and not self._tasks:
             self._start(self._get_ahead())
         return slots
+
+    async def end_lack(self) -> None:
+        """Create a segment, or repeat the request for one, if stores lacked slots lately: they may be paused now."""
+        if time.monotonic() < self._lacking_until and await self._grow(needed=False):
+            self._lacking_until = 0.0
 
     async def preallocate(self) -> None:
         """Create as many segments as fit. Space of ended owners is not reclaimed until stores need it."""
@@ -273,9 +284,9 @@ class Space:
 
     async def _make(self, number: int, reclaim: bool) -> bool:
         path = number % len(self._roots)
-        name, size = segment_name(number), self._geometry.segment_bytes
+        root, name, size = self._roots[path], segment_name(number), self._geometry.segment_bytes
         if not await self._engine.call(
-            partial(self._roots[path].make_segment, self._owner.fds[path], name, size, reclaim=reclaim)
+            partial(root.make_segment, self._owner.fds[path], self._owner.name, name, size, reclaim=reclaim)
         ):
             return False
         first = number * self._geometry.segment_slots
