@@ -161,6 +161,10 @@ class PresenceRemoved(_Message, frozen=True):
     cause: RemovalCause
 
 
+class PresenceDoubtful(_Message, frozen=True):
+    """Some blocks have left, and the I/O half does not know which: the known ones are to be looked up again."""
+
+
 class LineageFound(_Message, frozen=True):
     """Lineage stored by an earlier engine (see :class:`KeepLineage`); the blocks are reported later."""
 
@@ -232,6 +236,7 @@ FromIO: TypeAlias = (
     | ExistsDone
     | PresenceAdded
     | PresenceRemoved
+    | PresenceDoubtful
     | LineageFound
     | PresenceComplete
     | ProbeDone

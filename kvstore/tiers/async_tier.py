@@ -31,6 +31,7 @@ from kvstore.runtime.messages import (
     LineageFound,
     PresenceAdded,
     PresenceComplete,
+    PresenceDoubtful,
     PresenceRemoved,
     ProbeDone,
     StatsReport,
@@ -63,7 +64,15 @@ logger = logging.getLogger("kvstore.tiers")
 _REPORT_GRACE_S = 0.1
 """Time after its deadline at which an unanswered job is late."""
 
-_ABOUT_BLOCKS = (PresenceAdded, PresenceRemoved, LineageFound, PresenceComplete, ExistsDone, ProbeDone)
+_ABOUT_BLOCKS = (
+    PresenceAdded,
+    PresenceRemoved,
+    PresenceDoubtful,
+    LineageFound,
+    PresenceComplete,
+    ExistsDone,
+    ProbeDone,
+)
 """Messages that are ignored while an epoch changes: their blocks belong to the previous one."""
 
 _RECOVERED_PER_STEP = 32768
@@ -71,6 +80,9 @@ _RECOVERED_PER_STEP = 32768
 
 _VERIFIED_PER_STEP = 128
 """Reported blocks looked up per step. Redis answers within 1 ms."""
+
+_DOUBTED_PER_STEP = 1024
+"""Known blocks looked up per step after a doubt, on a medium with an index in memory."""
 
 _VERIFICATION_INTERVAL_S = 300.0
 """Time between two lookups of all reported blocks on a medium that evicts silently."""
@@ -127,7 +139,7 @@ class AsyncTier(SecondaryTierManager):
         self._inventory, self._events = Inventory(enabled=events, accesses=events and access_events), events
         self._verifies_events = verifies_events
         self._unverified: list[BlockKey] = []
-        """Blocks reported by events, still to be looked up on the medium."""
+        """Blocks that may have left, still to be looked up on the medium."""
         self._verification_due = clock() + _VERIFICATION_INTERVAL_S
         self._epoch = Epoch(name, named=config.epoch is not None, lender=lender)
         self._forget_medium()
@@ -182,8 +194,8 @@ class AsyncTier(SecondaryTierManager):
         self._outbox.append(self._jobs.start(job, JobKind.LOAD, range(len(job.keys)), size_bytes, deadline))
 
     def flush(self) -> None:
-        if self._verifies_events and self._is_up:
-            self._look_up_reported()
+        if self._is_up:
+            self._look_up_doubtful()
         if self._existence.unasked:
             self._outbox += self._existence.take_questions(self._clock())
         if not self._outbox:
@@ -374,15 +386,21 @@ class AsyncTier(SecondaryTierManager):
     def _is_up(self) -> bool:
         return not self._down and not self._epoch.is_changing
 
-    def _look_up_reported(self) -> None:
-        """Look up some reported blocks with the next query; missing ones are then reported as removed."""
+    def _look_up_doubtful(self) -> None:
+        """Look up some blocks that may have left with the next query; missing ones are then reported as removed.
+
+        These are all known blocks after a doubt, and the reported ones of a medium that evicts silently.
+        """
+        if not (self._unverified or self._verifies_events):
+            return
         now = self._clock()
         if not self._unverified and now >= self._verification_due:
             self._verification_due = now + _VERIFICATION_INTERVAL_S
             self._unverified = self._inventory.known
-        for key in self._unverified[-_VERIFIED_PER_STEP:]:
+        count = _DOUBTED_PER_STEP if self._exclusive else _VERIFIED_PER_STEP
+        for key in self._unverified[-count:]:
             self._existence.wants_answer(key, now)
-        del self._unverified[-_VERIFIED_PER_STEP:]
+        del self._unverified[-count:]
 
     def _admits_store(self, size_bytes: int, now: float) -> bool:
         backlog = self._jobs.store_bytes
@@ -420,6 +438,8 @@ class AsyncTier(SecondaryTierManager):
                 self._presence.add(message.keys, now)
             case PresenceRemoved():
                 self._blocks_gone(self._presence.remove(message.keys), message.cause)
+            case PresenceDoubtful():
+                self._unverified = self._presence.keys()
             case LineageFound() if self._events:
                 pairs = zip(message.lineage, message.secrets, strict=True)
                 self._lineage.update(zip(message.keys, pairs, strict=True))

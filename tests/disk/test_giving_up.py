@@ -290,11 +290,13 @@ async def test_a_wish_is_fulfilled_by_one_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("runs", [False, True])
 async def test_an_owner_whose_directory_was_removed_is_forgotten(tmp_path: Path, runs: bool) -> None:
-    """Its blocks are misses and its files are closed, also while its engine still runs."""
+    """Its blocks are misses, their departure is reported as a doubt, and its files are closed, also while it runs."""
     disk = FaultyDisk()
+    doubts: list[int] = []
     async with opened(tmp_path, room_for(64), disk=disk) as one, contextlib.AsyncExitStack() as stack:
         other = await stack.enter_async_context(opened(tmp_path, room_for(64)))
         values, name = await other.put_new(2), other.session.owner.name
+        one.backend.set_doubt_listener(lambda: doubts.append(len(one.session.followers.others)))
         await one.session.followers.refresh()
         await one.has_all(values)
         if not runs:
@@ -302,6 +304,7 @@ async def test_an_owner_whose_directory_was_removed_is_forgotten(tmp_path: Path,
         (directory,) = [path for path in tmp_path.rglob(name) if path.is_dir()]
         shutil.rmtree(directory)
         await eventually_async(lambda: not one.session.followers.others, what="the owner forgotten")
+        await eventually_async(lambda: bool(doubts), what="the doubt")
         assert await one.backend.exists(list(values)) == [False] * 2
         assert await one.get(list(values)) == [None] * 2
         files = [open_ for fd, open_ in disk.open_fds.items() if fd != one.session.journal.end.fd]

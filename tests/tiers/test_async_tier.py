@@ -19,6 +19,7 @@ from kvstore.runtime.messages import (
     HostUp,
     PresenceAdded,
     PresenceComplete,
+    PresenceDoubtful,
     PresenceRemoved,
     Probe,
     ProbeDone,
@@ -93,6 +94,24 @@ def test_a_block_of_which_the_medium_could_not_say_is_asked_for_after_a_pause() 
     assert len(bench.channel.of(AskExistence)) == 1
     bench.now += 5.1
     assert bench.tier.lookup(b"a") is LookupResult.RETRY
+
+
+def test_after_a_doubt_blocks_are_looked_up_again() -> None:
+    """If blocks have left unseen, known blocks are queried without a lookup; missing ones are stored again."""
+    bench = Bench()
+    bench.hold(b"a", b"b")
+    bench.answer(PresenceDoubtful())
+    bench.tier.flush()
+    [question] = bench.channel.of(AskExistence)
+    assert set(question.keys) == {b"a", b"b"}
+    assert bench.tier.lookup(b"a") is LookupResult.HIT
+    there = bytes(Found.THERE if key == b"a" else Found.ABSENT for key in question.keys)
+    bench.answer(ExistsDone(question.question_id, there, ""))
+    assert [bench.tier.lookup(key) for key in (b"a", b"b")] == [LookupResult.HIT, LookupResult.MISS]
+    bench.tier.submit_store(job(1, [b"a", b"b"]))
+    bench.tier.flush()
+    assert bench.channel.of(SubmitJob)[-1].keys == (b"b",)
+    assert len(bench.channel.of(AskExistence)) == 1
 
 
 @pytest.mark.parametrize("found", [Found.THERE, Found.ABSENT])

@@ -251,7 +251,8 @@ class DiskBackend(Backend):
                 await opening.result().session.close(_CLOSE_TIMEOUT_S)
 
     async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> Blocks:
-        session = Session(self._disk, self.config, self._counts, self._report_added, self._report_removed, self.tenants)
+        listeners = self._report_added, self._report_removed, self._report_doubt
+        session = Session(self._disk, self.config, self._counts, *listeners, self.tenants)
         await session.open(namespace, geometry)
         return Blocks(session)
 
@@ -261,6 +262,9 @@ class DiskBackend(Backend):
 
     def _report_removed(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         self._removal_listener(keys, cause)
+
+    def _report_doubt(self) -> None:
+        self._doubt_listener()
 
     def _opened(self) -> Blocks:
         if self._open is None:

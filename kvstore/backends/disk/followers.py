@@ -168,6 +168,7 @@ class Followers:
         segments: SegmentFiles,
         on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
+        on_doubt: Callable[[], None],
     ) -> None:
         self.others: dict[int, Other] = {}
         self._disk = engine.disk
@@ -178,9 +179,12 @@ class Followers:
         self._segments = segments
         self._on_added = on_added
         self._on_removed = on_removed
+        self._on_doubt = on_doubt
         self._own_name = own_name
         self._numbers = itertools.count(1)
         self._gone: dict[int, int] = {}
+        self._has_doubt = False
+        """Whether blocks were removed from the table whose keys are unknown here."""
         self._found: list[Other] = []
         self._changed = asyncio.Event()
         self.watch = Watch(self._changed.set)
@@ -229,6 +233,9 @@ class Followers:
                 self.others[other.number] = other
                 self._segments.add_owner(other.number, other.directories, other.geometry.segment_slots)
                 await self._take(other, report)
+            if self._has_doubt:
+                self._has_doubt = False
+                self._on_doubt()
 
     async def scan(self) -> list[Columns]:
         """Return the slots of all other owners, read from their files now."""
@@ -291,7 +298,8 @@ class Followers:
         table = self._index.table
         for first in list(self._gone):
             while (row := self._gone[first]) < table.rows:
-                table.remove_places(first, first + (1 << OWNER_SHIFT), row, _TURN_ROWS)
+                removed = table.remove_places(first, first + (1 << OWNER_SHIFT), row, _TURN_ROWS)
+                self._has_doubt = self._has_doubt or removed > 0
                 self._gone[first] = row + _TURN_ROWS
                 await asyncio.sleep(0)
             del self._gone[first]

@@ -77,6 +77,7 @@ class Session:
         counts: Counter[str],
         on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
+        on_doubt: Callable[[], None],
         tenants: Tenants | None = None,
     ) -> None:
         self._tenants = tenants
@@ -89,6 +90,7 @@ class Session:
         self.config = config
         self._on_added = on_added
         self.on_removed = on_removed
+        self._on_doubt = on_doubt
         self._files = contextlib.ExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self.removed = False  # Whether our directory was deleted.
@@ -219,7 +221,15 @@ class Session:
         self.index = await self.engine.call(partial(Index, owner.columns, slots_max, self._tenants))
         self.notes = Notes(self.engine, owner.fds[0], owner.number, lambda key: self.index.slot(key) is not None)
         self.followers = Followers(
-            self.engine, self.roots, owner.name, self.digest, self.index, self.segments, self._on_added, self.on_removed
+            self.engine,
+            self.roots,
+            owner.name,
+            self.digest,
+            self.index,
+            self.segments,
+            self._on_added,
+            self.on_removed,
+            self._on_doubt,
         )
         self._files.callback(self.followers.close)
         # Their blocks are reported by a scan, not here.

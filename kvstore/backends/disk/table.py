@@ -96,13 +96,19 @@ class DigestTable:
         self._count += int(noted.sum())
         return noted
 
-    def remove_places(self, first: int, end: int, start: int, rows: int) -> None:
-        """Remove the digests with places from ``first`` to before ``end`` in ``rows`` rows from ``start`` on."""
+    def remove_places(self, first: int, end: int, start: int, rows: int) -> int:
+        """Remove the digests with places from ``first`` to before ``end`` in ``rows`` rows from ``start`` on.
+
+        Returns:
+            Their number.
+        """
+        removed = 0
         while True:
             places = self._places[start : start + rows]
             at = start + np.flatnonzero((places >= first) & (places < end))
             if not len(at):
-                return
+                return removed
+            removed += len(at)
             # Closing a gap may move other digests into these rows.
             for digest, place in zip(self._digests[at].tolist(), self._places[at].tolist(), strict=True):
                 self.remove(digest, place)
