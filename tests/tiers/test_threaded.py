@@ -62,6 +62,7 @@ def opened(memory: bytearray, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     monkeypatch.setattr(Shared, "records", {})
     monkeypatch.setattr(Shared, "is_silent", False)
     made: list[ThreadedTier] = []
+    before = set(threading.enumerate())
 
     def open_one(config: dict[str, Any], **options: Any) -> ThreadedTier:
         tier = ThreadedTier(
@@ -73,7 +74,8 @@ def opened(memory: bytearray, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     yield open_one
     for tier in made:
         tier.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvstore-")]
+    left = set(threading.enumerate()) - before
+    assert not [thread for thread in left if thread.name.startswith("kvstore-")]
 
 
 def key(number: int) -> bytes:
