@@ -281,9 +281,9 @@ async def test_an_owner_of_many_blocks_is_taken_in_by_turns(tmp_path: Path, monk
         longest["added"] = max(longest["added"], len(digests))
         return add_all(self, digests, places)
 
-    def searched(self: DigestTable, first: int, end: int, start: int, rows: int) -> None:
+    def searched(self: DigestTable, first: int, end: int, start: int, rows: int) -> int:
         longest["searched"] = max(longest["searched"], rows)
-        remove_places(self, first, end, start, rows)
+        return remove_places(self, first, end, start, rows)
 
     async with opened(tmp_path, "512MiB") as one:
         keys = [b"%036d" % i for i in range(4000)]
