@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -35,8 +36,9 @@ def vllm_tests() -> Path:
     Returns:
         The root of the part of vLLM's repository that is needed.
     """
-    if VLLM.is_dir():
+    if MULTI_TURN.is_dir():
         return VLLM
+    shutil.rmtree(VLLM, ignore_errors=True)  # Of an earlier version of this module, with fewer parts.
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
         _pip(sys.executable, "download", "--no-deps", "--no-binary", "vllm", "--dest", scratch, f"vllm=={VERSION}")
