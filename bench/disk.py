@@ -7,8 +7,8 @@ direct I/O). Systems take turns, run by run; a row is the median, and the first 
 all participating processes and the caller.
 
 fio uses the same filesystem, direct I/O, the same block size and queue depth 32. ``of_fio`` is the rate divided by
-fio's in the same run, or the median of such ratios. Memory is in small pages, as vLLM's is. fio computes
-no hashes.
+fio's in the same run, or the median of such ratios. Memory is in pages of 4 KiB, as vLLM's is by default; with "always"
+in /sys/kernel/mm/transparent_hugepage/shmem_enabled it is in huge pages. fio computes no hashes.
 
 With ``engines`` above 1 each engine is a process with a primary tier of its own, and all share one directory. They
 start together. The rate is the bytes of all engines divided by the time from the first start to the last end; latencies
