@@ -30,13 +30,12 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 # Add the repository, so that this file runs as a program.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import Row, percentile, reporting, runs_of
-from bench.vllm_overhead import bench_arguments, bench_setup, engine, in_turns, offloading_of, say
+from bench.vllm_overhead import bench_arguments, bench_setup, engine, in_turns, say, serving
 from examples.serving import Server
 from tests.outside.sources import MULTI_TURN, ROOT, generators, vllm_tests
 
@@ -282,53 +281,26 @@ def measure(
         }
 
 
-def started(
-    work: Path, model: Path, systems: Mapping[str, Mapping[str, Any] | None], *arguments: str
-) -> dict[str, Server]:
-    """Start a server for each system."""
-    work.mkdir(parents=True, exist_ok=True)
-    servers = {
-        name: Server(name, model, work, offloading=settings, block_tokens=32, arguments=arguments)
-        for name, settings in systems.items()
-    }
-    try:
-        for server in servers.values():
-            server.wait_ready()
-            server.complete([2] * 200, 2)  # The first request of an engine is slow.
-    except BaseException:
-        for server in servers.values():
-            server.kill()
-        raise
-    return servers
-
-
 def general(work: Path, model: Path, names: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
     """Run the generators on the three systems."""
     size = Size(4, 512, 128, 16, 2) if options.quick else Size(8, 2048, 256, 48, 4)
     tokens = size.prefixes * size.prefix_tokens // 2
-    row_bytes = _row_bytes(model)
-    systems = {
-        name: offloading_of(name, work / name, cpu_bytes_to_use=(tokens // 32 + 1) * row_bytes) for name in SYSTEMS
-    }
-    blocks = ("--num-gpu-blocks-override", str(max(tokens, 4096) // 32 + 8), "--max-model-len", "4096")
-    servers = started(work, model, systems, *blocks)
-    try:
+    arguments = ("--num-gpu-blocks-override", str(max(tokens, 4096) // 32 + 8), "--max-model-len", "4096")
+    room = {"block_tokens": 32, "cpu_bytes_to_use": (tokens // 32 + 1) * _row_bytes(model)}
+    with serving(work, model, SYSTEMS, arguments=arguments, **room) as servers:
         for name in names:
             cases = {
                 system: (server, lambda at, seed, one=server, by=GENERATORS[name]: by(one, at, size, seed))
                 for system, server in servers.items()
             }
             yield from measure(name, cases, work, runs_of(options, 3))
-    finally:
-        for server in servers.values():
-            server.kill()
 
 
 def selective(work: Path, model: Path, options: argparse.Namespace) -> Iterator[Row]:
     """Store all, a share, or a number of tokens of each prompt, in CPU memory with room for half of all prompts."""
     size = Size(6, 768, 768, 24, 1)
     blocks = size.prefixes * (size.prefix_tokens + size.suffix_tokens) // 2 // 32
-    memory = {"cpu_bytes_to_use": (blocks + 1) * _row_bytes(model)}
+    room = {"block_tokens": 32, "cpu_bytes_to_use": (blocks + 1) * _row_bytes(model)}
     bodies: Mapping[str, tuple[str, dict[str, object]]] = {
         "vllm: all": ("vllm-primary", {}),
         "vllm: max_offload_tokens": ("vllm-primary", {"max_offload_tokens": size.prefix_tokens}),
@@ -336,21 +308,17 @@ def selective(work: Path, model: Path, options: argparse.Namespace) -> Iterator[
         "kvstore: store 0.5": ("kvstore-primary", {"kvstore": {"store": 0.5}}),
         "kvstore: max_offload_tokens": ("kvstore-primary", {"max_offload_tokens": size.prefix_tokens}),
     }
-    systems = {name: offloading_of(name, work / name, **memory) for name in ("vllm-primary", "kvstore-primary")}
     arguments = ("--no-enable-prefix-caching", "--max-model-len", "4096")
     for number, (case, (system, body)) in enumerate(bodies.items()):
+        extra = json.dumps({"kv_transfer_params": body})
         # A server each, so that no case finds memory that another one filled.
-        servers = started(work / f"selective-{number}", model, {system: systems[system]}, *arguments)
-        try:
-            extra = json.dumps({"kv_transfer_params": body})
+        with serving(work / f"selective-{number}", model, [system], arguments=arguments, **room) as servers:
             one = servers[system]
 
             def generate(at: Path, seed: int, one: Server = one, extra: str = extra) -> Result:
                 return prefix_repetition(one, at, size, seed, **{"extra-body": extra})
 
             yield from measure("selective", {case: (one, generate)}, work, 1)
-        finally:
-            one.kill()
 
 
 def _row_bytes(model: Path) -> int:

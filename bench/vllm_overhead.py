@@ -96,7 +96,13 @@ def offloading_of(system: str, directory: Path, **more: Any) -> dict[str, Any] |
 
 @contextmanager
 def serving(
-    work: Path, model: Path, systems: Sequence[str], *, arguments: Sequence[str] = (), **offloading: Any
+    work: Path,
+    model: Path,
+    systems: Sequence[str],
+    *,
+    arguments: Sequence[str] = (),
+    block_tokens: int = BLOCK_TOKENS,
+    **offloading: Any,
 ) -> Iterator[dict[str, Server]]:
     """Run a server for each system, each on its directory, and kill them at the end."""
     work.mkdir(parents=True, exist_ok=True)
@@ -105,7 +111,7 @@ def serving(
         for system in systems:
             settings = offloading_of(system, work / system, **offloading)
             servers[system] = Server(
-                system, model, work, offloading=settings, block_tokens=BLOCK_TOKENS, arguments=arguments
+                system, model, work, offloading=settings, block_tokens=block_tokens, arguments=arguments
             )
             stack.callback(servers[system].kill)
         for server in servers.values():

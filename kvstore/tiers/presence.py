@@ -176,16 +176,20 @@ class Presence:
         return gone
 
     def await_reading(self, keys: Sequence[BlockKey], found: bool, now: float) -> None:
-        """Keep the answer to a question for the next lookup of each key, which may come after the TTL."""
-        for key in keys:
-            self._unread[key] = now, found
+        """Keep the answer to a question for the next lookup of each key, if that may come after the TTL."""
+        if (self._positive_ttl_s if found else self._negative_ttl_s) < _UNREAD_S:
+            for key in keys:
+                self._unread[key] = now, found
 
     def take_answer(self, key: BlockKey, now: float, since: float) -> bool | None:
         """Return whether the tier holds a key, by an answer that no lookup has read; None if there is none.
 
         Absences from before ``since`` don't count.
         """
-        at, found = self._unread.pop(key, (-_UNREAD_S, False)) if self._unread else (-_UNREAD_S, False)
+        answer = self._unread.pop(key, None) if self._unread else None
+        if answer is None:
+            return None
+        at, found = answer
         return found if now - at < _UNREAD_S and (found or at >= since) else None
 
     def _forget_answers(self, keys: Sequence[BlockKey]) -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,17 +241,24 @@ async def test_a_segment_given_up_is_not_made_again_at_once(tmp_path: Path, monk
         assert await two.session.space._grow(needed=True)
 
 
-async def test_room_is_for_the_engine_that_requests_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that store more often do not take it, and the requester needs no further store to get it."""
-    monkeypatch.setattr(space_module, "_ASK_AGAIN_S", 0.0)
+@contextlib.asynccontextmanager
+async def two_engines_with_all_the_room(root: Path) -> AsyncIterator[tuple[Rig, Rig, Rig]]:
+    """Open three engines; the third has no segment."""
     async with (
-        opened(tmp_path, room_for(64)) as one,
-        opened(tmp_path, room_for(64)) as two,
-        opened(tmp_path, room_for(64)) as poor,
+        opened(root, room_for(64)) as one,
+        opened(root, room_for(64)) as two,
+        opened(root, room_for(64)) as poor,
     ):
         for _ in range(8):
             await fill(one, 1)
             await fill(two, 1)
+        yield one, two, poor
+
+
+async def test_room_is_for_the_engine_that_requests_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that store more often do not take it, and the requester needs no further store to get it."""
+    monkeypatch.setattr(space_module, "_ASK_AGAIN_S", 0.0)
+    async with two_engines_with_all_the_room(tmp_path) as (one, two, poor):
         assert await poor.put(poor.new(1)) == [Outcome.NO_SPACE]
         # Upkeep gives up a segment for it, and creates it there.
         async with asyncio.timeout(30):
@@ -274,14 +282,7 @@ async def test_room_is_for_an_engine_with_two_segments_less(tmp_path: Path) -> N
 
 async def test_a_wish_is_fulfilled_by_one_engine(tmp_path: Path) -> None:
     """Of several engines with more, one gives up a segment."""
-    async with (
-        opened(tmp_path, room_for(64)) as one,
-        opened(tmp_path, room_for(64)) as two,
-        opened(tmp_path, room_for(64)) as poor,
-    ):
-        for _ in range(8):
-            await fill(one, 1)
-            await fill(two, 1)
+    async with two_engines_with_all_the_room(tmp_path) as (one, two, poor):
         poor.session.roots[0].want(poor.session.owner.name, wanted=True)
         for rig in (one, two, one, two):
             await rig.session.space.give_up_excess()

@@ -34,6 +34,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 from lmcache.v1.platform import consume_fd
 
 from kvstore.errors import ConfigError
+from tests.outside.killed import damage, stored_before_kill
 from tests.s3.clients import options_for
 from tests.s3.servers import moto, running
 
@@ -182,26 +183,10 @@ def blocks(lmcache: StorageManager) -> int:
     return sum(tier["blocks"] for tier in adapter.report_status()["tiers"])
 
 
-def damage(directory: Path) -> None:
-    """Flip one byte in every 512 of every segment."""
-    segments = list(directory.rglob("*.seg"))
-    assert segments
-    for path in segments:
-        data = bytearray(path.read_bytes())
-        data[100::512] = bytes(byte ^ 0xFF for byte in data[100::512])
-        with path.open("r+b") as file:
-            file.write(data)
-
-
 def test_objects_survive_kill_9(tmp_path: Path) -> None:
     """LMCache finds objects stored before ``kill -9``; those of the cut store are right or missing."""
     directory = tmp_path / "kv"
-    command = [sys.executable, "-m", "tests.outside.check_lmcache", str(directory)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        line = next((line for line in child.stdout if line.startswith("stored")), "")
-        child.kill()
-    assert line.split() == ["stored", str(OBJECTS)]
+    assert stored_before_kill("tests.outside.check_lmcache", directory) == OBJECTS
 
     lmcache = manager(directory)
     try:

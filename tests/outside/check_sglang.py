@@ -9,7 +9,6 @@ import importlib.abc
 import importlib.machinery
 import itertools
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -63,6 +62,7 @@ from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 from kvstore.errors import ConfigError  # noqa: E402
 from kvstore.sglang import KVStoreHiCache  # noqa: E402
+from tests.outside.killed import damage, stored_before_kill  # noqa: E402
 from tests.redis.servers import plain, running  # noqa: E402
 
 PAGE_TOKENS = 16
@@ -215,18 +215,6 @@ def until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def damage(directory: Path) -> None:
-    """Flip one byte in every 512 of every segment."""
-    segments = list(directory.rglob("*.seg"))
-    assert segments
-    for path in segments:
-        with path.open("r+b") as file:
-            data = bytearray(file.read())
-            data[100::512] = bytes(byte ^ 0xFF for byte in data[100::512])
-            file.seek(0)
-            file.write(data)
-
-
 @pytest.fixture
 def open_backends() -> Iterator[list[Any]]:
     """Backends to close at the end."""
@@ -254,12 +242,7 @@ def test_the_controller_uses_the_zero_copy_interface(tmp_path: Path) -> None:
 def test_pages_survive_kill_9(tmp_path: Path) -> None:
     """Pages stored before ``kill -9`` are loaded by the next process; those of the cut store are right or missing."""
     directory = tmp_path / "kv"
-    command = [sys.executable, "-m", "tests.outside.check_sglang", str(directory)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        line = next((line for line in child.stdout if line.startswith("stored")), "")
-        child.kill()
-    assert line.split() == ["stored", str(len(TOKENS))]
+    assert stored_before_kill("tests.outside.check_sglang", directory) == len(TOKENS)
 
     sglang = controller(directory, host_pool())
     try:

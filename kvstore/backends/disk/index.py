@@ -25,7 +25,6 @@ from kvstore.types import BlockKey
 _AGES: Final = 64
 """Number of ages that pass while every slot is used once."""
 
-
 _REST_S: Final = 300.0
 """Pause of a slot that could not be written; its medium may be replaced or mounted again meanwhile."""
 
@@ -331,7 +330,7 @@ class Index:
         self._free[:0] = rested
 
     def _keep_resting(self) -> None:
-        """Evict no blocks in directories that rest: their slots would be of no use."""
+        """Evict no blocks in directories that rest, because their slots can't be written."""
         self._ages.keep(path for path, streak in self._streaks.items() if streak.until)
 
     def _rest(self, slots: Sequence[int], until: float) -> None:
