@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.generators import GENERATORS, Size, counted, make_tokenizer
-from bench.vllm_overhead import offloading_of
+from bench.vllm_overhead import serving
 from examples.serving import Server
 from examples.tiny_llama import make_tiny_llama
 
@@ -21,14 +21,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     work = tmp_path_factory.mktemp("serving")
     model = make_tiny_llama(work / "model")
     make_tokenizer(model)
-    settings = offloading_of("kvstore-file", work / "kv", cpu_bytes_to_use=64 * 2**20)
     arguments = ("--no-enable-prefix-caching", "--max-model-len", "4096")
-    one = Server("kvstore", model, work, offloading=settings, block_tokens=32, arguments=arguments)
-    try:
-        one.wait_ready()
-        yield one
-    finally:
-        one.kill()
+    room = {"block_tokens": 32, "cpu_bytes_to_use": 64 * 2**20}
+    with serving(work, model, ["kvstore-file"], arguments=arguments, **room) as servers:
+        yield servers["kvstore-file"]
 
 
 @pytest.mark.parametrize("name", GENERATORS)
