@@ -1,6 +1,6 @@
 """Namespace: the digest of all properties that change the bytes of a block.
 
-Intact bytes of another layout are the most dangerous wrong bytes, because no checksum detects them. Every property that
+No checksum detects intact bytes of another layout, which makes them the most dangerous wrong bytes. Every property that
 changes the bytes of a block is therefore a field of its namespace; paths and record headers contain the digest.
 """
 
@@ -81,7 +81,7 @@ class Namespace:
         return Namespace({**json.loads(self._document)["fields"], **more})
 
     def of_epoch(self, epoch: str) -> Namespace:
-        """Return the namespace of an epoch; the base epoch ``""`` has the namespace itself."""
+        """Return the namespace of an epoch; for the base epoch ``""``, this namespace."""
         return self.with_fields(epoch=epoch) if epoch else self
 
     def __eq__(self, other: object) -> bool:

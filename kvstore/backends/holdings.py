@@ -44,24 +44,21 @@ ReadResult: TypeAlias = memoryview | RecordError | BackendError | None
 
 @dataclass(frozen=True, slots=True)
 class StaleItem:
-    """A file or object that no engine needs any more."""
+    """A file or object that no engine needs."""
 
-    name: str  # Its name, relative to the tier's directory or prefix.
-    why: str  # Why it is not needed.
-    size_bytes: int  # Its length.
+    name: str  # Relative to the tier's directory or prefix.
+    why: str
+    size_bytes: int
 
 
 class Holdings:
     """Reads and changes a medium beside running engines. For one event loop, one call at a time.
 
-    No method takes a lock that a running engine holds. Subclasses override what the backend's own methods cannot do.
-
-    Args:
-        backend: Class of the backend.
-        config: Configuration of the tier.
+    No method takes a lock that a running engine holds. Subclasses override methods for which those of the backend are
+    not enough.
     """
 
-    ttl_s: float = 0.0  # Age at which the configuration lets unused blocks expire; 0.0 for never.
+    ttl_s: float = 0.0  # Age at which unused blocks expire, as configured; 0.0 for never.
     knows_holders: ClassVar[bool] = False  # Whether the medium shows which namespaces are in use.
     record_bytes_max: ClassVar[int] = 1 << 32  # Longest record that is read into memory; blocks have megabytes.
 
@@ -105,7 +102,7 @@ class Holdings:
             return None if found is None else list(found)
 
     async def scan(self, namespace: NamespaceInfo) -> AsyncGenerator[Sequence[BlockInfo], None]:
-        """Yield every block of a namespace, some hundred or thousand at a time, never all in memory.
+        """Yield every block of a namespace, in pages of some hundreds or thousands.
 
         Raises:
             BackendError: The medium cannot be read, or lists something that cannot be a block.
@@ -167,7 +164,7 @@ class Holdings:
         return removed
 
     async def stale_items(self) -> list[StaleItem]:
-        """Return files or objects that no engine needs. May end soon after ``STALE_MAX`` of them."""
+        """Return stale files or objects; the list may end soon after ``STALE_MAX`` of them."""
         return []
 
     async def sweep(self, stale: Sequence[StaleItem]) -> int:
@@ -205,9 +202,9 @@ class Holdings:
                 await opened[1].close()
 
     def _rooms(self, blocks: Sequence[BlockInfo]) -> list[memoryview]:
-        """Return memory for the records of some blocks, used again by the next call.
+        """Return memory for the records of blocks, reused by the next call.
 
-        Pages are allocated when they are written, so a claimed length costs only address space.
+        The kernel allocates pages on the first write, so a false length costs only address space.
         """
         starts, end = [], 0
         for block in blocks:

@@ -28,17 +28,8 @@ Row = dict[str, Any]
 SCHEMA: Final = 1
 
 _PACKAGES: Final = (
-    "numpy",
-    "msgspec",
-    "xxhash",
-    "uvloop",
-    "vllm",
-    "torch",
-    "redis",
-    "aioboto3",
-    "httptools",
-    "zstandard",
-)
+    "numpy", "msgspec", "xxhash", "uvloop", "vllm", "torch", "redis", "aioboto3", "httptools", "zstandard",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -46,12 +37,12 @@ class Report:
     """Results of a command."""
 
     command: str
-    rows: list[Row] = field(default_factory=list)  # Its measurements.
-    parameters: dict[str, Any] = field(default_factory=dict)  # Its parameters, without secrets.
+    rows: list[Row] = field(default_factory=list)
+    parameters: dict[str, Any] = field(default_factory=dict)  # Without secrets.
     environment: dict[str, Any] = field(default_factory=dict)
     """Facts about the machine, in addition to those of :func:`environment`."""
     notes: list[str] = field(default_factory=list)
-    """Sentences for the reader, such as reasons for missing measurements."""
+    """Remarks, such as reasons for missing measurements."""
     complete: bool = True  # False after an interruption.
 
     def as_dict(self, **more: Any) -> dict[str, Any]:
@@ -107,7 +98,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def environment(**more: object) -> dict[str, Any]:
-    """Return the facts about the machine that matter for a measurement, and the given ones."""
+    """Return the facts about the machine that affect measurements, and the given ones."""
     return {
         "kvstore": kvstore.__version__,
         "git": _git_commit(),
@@ -156,7 +147,7 @@ def probe_direct(directory: Path) -> bool:
 
 
 def median_row(rows: Sequence[Mapping[str, Any]]) -> Row:
-    """Merge the rows of several equal runs: the median of each measured number, and the number of runs."""
+    """Merge the rows of repeated runs: the median of each measured number, and the number of runs."""
     merged = dict(rows[0])
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] for row in rows if isinstance(row.get(name), float)]

@@ -1,4 +1,4 @@
-"""All output, and the only use of rich: tables on stdout, progress on stderr if that is a terminal.
+"""All output of the commands, and the only use of rich: tables on stdout, progress on stderr if that is a terminal.
 
 Sizes, latencies and ages are rounded to a few digits and a unit; :mod:`kvstore.quantity` is exact.
 """
@@ -35,8 +35,8 @@ Frame = Table | Text
 _WIDTH_UNKNOWN = 80
 """Width of a terminal that does not report one."""
 
-_FOLDED = 10
-"""Least width of a column that folds."""
+_FOLDED_WIDTH_MIN = 10
+"""Minimum width of a column that folds."""
 
 _WIDTH_ELSEWHERE = 10_000
 """Width for a pipe or file: each row is one line, with all columns."""
@@ -47,13 +47,13 @@ class Column:
     """A column of a table."""
 
     key: str  # Key of the row's value.
-    title: str  # Its heading.
+    title: str
     rank: int = 0  # Columns with the highest rank are dropped first if there is not enough room; 0 always stays.
     left: bool = False  # Whether it is aligned left (text), not right (numbers).
     style: str = ""  # Colour, on a terminal with colours.
     folds: bool = False  # Whether its cells wrap if there is not enough room; the other columns then do not wrap.
     healthy: tuple[str, ...] = ()
-    """Its values in normal operation; others are red on a terminal with colours. Empty if all are."""
+    """Its values in normal operation; others are red on a terminal with colours. Empty: none is red."""
 
 
 def stdout_width() -> int:
@@ -102,7 +102,7 @@ def printable(text: str) -> str:
     """Replace unprintable characters, which a terminal would interpret, by escapes.
 
     Names on a medium and messages of servers are untrusted: control characters could overwrite earlier output, and
-    marks of writing direction could disguise text. The escapes are those of JSON, so JSON keeps its meaning.
+    bidirectional marks could disguise text. The escapes are those of JSON, so JSON keeps its meaning.
     """
     if text.isprintable():
         return text
@@ -127,7 +127,7 @@ def print_json_text(text: str) -> None:
 
 
 def cell(value: object) -> str:
-    """Format a value for a table: three digits of a float below 100, yes and no, nothing for None; no exponents."""
+    """Format a value for a table: floats have three digits (from 100 on none after the point), None is empty."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -261,8 +261,8 @@ def age_text(seconds: float | None) -> str | None:
 
 
 def _text(shown: str, column: Column) -> Text:
-    is_ill = column.healthy and shown and shown not in column.healthy
-    return Text(shown, style="bold red" if is_ill else "")
+    is_unhealthy = column.healthy and shown and shown not in column.healthy
+    return Text(shown, style="bold red" if is_unhealthy else "")
 
 
 def _escaped(character: str) -> str:
@@ -273,7 +273,7 @@ def _escaped(character: str) -> str:
 
 def _width(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> int:
     widths = [
-        max(len(column.title), *(_FOLDED if column.folds else len(cell(row.get(column.key))) for row in rows))
+        max(len(column.title), *(_FOLDED_WIDTH_MIN if column.folds else len(cell(row.get(column.key))) for row in rows))
         for column in columns
     ]
     return sum(widths) + 2 * (len(columns) - 1)

@@ -80,14 +80,11 @@ class Zstd(Codec):
     def encode(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
         cuts = [_cuts(source.nbytes) for source in sources]
         pieces: Any = [source[i:k] for source, at in zip(sources, cuts, strict=True) for i, k in pairwise(at)]
-        compressor = self._compressor()
-        frames: Any = ()
-        if pieces:
-            many = self._many
-            frames = (
-                compressor.multi_compress_to_buffer(pieces, threads=1) if many else map(compressor.compress, pieces)
-            )
-        left = iter(frames)
+        compressor: Any = self._compressor()
+        if self._many and pieces:  # The multi-buffer call refuses an empty list.
+            left = iter(compressor.multi_compress_to_buffer(pieces, threads=1))
+        else:
+            left = map(compressor.compress, pieces)
         return [
             _write_frames(list(islice(left, len(at) - 1)), target) for at, target in zip(cuts, targets, strict=True)
         ]
@@ -99,7 +96,7 @@ class Zstd(Codec):
         sizes: list[int | None] = [None if part is None else sum(room.nbytes for _, room in part) for part in parts]
         if self._many and self._decode_together([pair for part in parts if part for pair in part]):
             return sizes
-        # A frame is bad (or the package has no multi-buffer call), so each is decoded separately.
+        # A frame is invalid, or the package has no multi-buffer call.
         return [
             size if size is not None and all(self._decode_one(*pair) for pair in part or ()) else None
             for size, part in zip(sizes, parts, strict=True)
@@ -110,7 +107,7 @@ class Zstd(Codec):
         if not pairs:
             return True
         try:
-            # With the checked lengths, because another thread may change the memory before a second read.
+            # Passes the checked lengths, because another thread may change the memory before the package reads them.
             lengths = struct.pack(f"={len(pairs)}Q", *(room.nbytes for _, room in pairs))
             frames: Any = [frame for frame, _ in pairs]
             contents: Any = self._decompressor().multi_decompress_to_buffer(frames, lengths, threads=1)
@@ -132,7 +129,7 @@ class Zstd(Codec):
         return filled == room.nbytes
 
     def _compressor(self) -> zstandard.ZstdCompressor:
-        """Return this thread's compressor: threads can't share the package's objects."""
+        """Return this thread's compressor; threads cannot share one."""
         found: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
         if found is None:
             found = zstandard.ZstdCompressor(level=self.options.level, write_checksum=False, write_content_size=True)

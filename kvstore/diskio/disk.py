@@ -1,7 +1,7 @@
 """The disk: every system call of disk backends, one plain method each.
 
-No code above this module calls the operating system on a path or descriptor of the medium, so tests can replace it by
-a failing disk. Names are relative to an open directory. No method follows a symbolic link unless documented.
+No code above this module calls the operating system on a path or descriptor of the medium, so tests can replace it
+with a failing disk. Names are relative to an open directory. No method follows a symbolic link unless documented.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class PrimaryTier:
     A block enters by :meth:`allocate` (WRITING), can be read after :meth:`commit` (READY), and leaves by eviction or
     :meth:`remove`. Guarantees: a pinned, promised, held or dirty block is never evicted; a slot has at most one key,
     and a key at most one slot; a WRITING block is never reported as READY. Every call is O(1) per block, amortised.
-    Not thread-safe: one owner, one thread. A second thread may only read, by way of :mod:`kvstore.primary.lending`.
+    Not thread-safe: one owner, one thread. Other threads may only read, through :mod:`kvstore.primary.lending`.
 
     Args:
         memory: The memory; C-contiguous. Slot ``i`` is row ``i``, of ``slot_bytes``. Released by :meth:`close`.
@@ -90,7 +90,7 @@ class PrimaryTier:
             )
         self.slot_bytes = slot_bytes
         self.slots = count
-        self._memory = memory.cast("B") if memory.format != "B" or memory.ndim != 1 else memory
+        self.memory = memory.cast("B") if memory.format != "B" or memory.ndim != 1 else memory
         self._slot_of: dict[BlockKey, int] = {}
         self.slot_of = self._slot_of.get
         """Return the slot of a key in any state, or None."""
@@ -127,14 +127,9 @@ class PrimaryTier:
             raise ConfigError(f"The primary tier has {len(self)} blocks. Expected none before tenants share it.")
         self._order = self._shares = SharedOrder(accounts, self._policy, self._slot_of, self.pins)
 
-    @property
-    def memory(self) -> memoryview:
-        """The memory, as bytes."""
-        return self._memory
-
     def row(self, slot: int) -> memoryview:
         """Return a view of a slot; release it before :meth:`close`."""
-        return self._memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        return self.memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def lookup(self, key: BlockKey) -> SlotState | None:
         """Return READY, WRITING, or None if the key has no slot. Does not count as a use."""
@@ -234,7 +229,7 @@ class PrimaryTier:
             self._pinned_slots += done
 
     def abort(self, keys: Iterable[BlockKey]) -> None:
-        """Discard WRITING blocks and free their slots, which no I/O accesses any more."""
+        """Discard WRITING blocks and free their slots. Their I/O must have ended."""
         keys = tuple(keys)
         if self.unfilled is not None:
             self.unfilled += keys
@@ -401,15 +396,15 @@ class PrimaryTier:
         """Prepare the coldest blocks for eviction by the next allocations: dirty ones become wanted.
 
         Args:
-            count: Slots that should be free, first in line or newly wanted. Blocks already wanted are not counted,
-                because their state is only known to the owner.
+            count: Number of slots to make available: free, next to be evicted, or newly wanted. Blocks already wanted
+                do not count, because only the owner knows their state.
         """
         self._order.look_ahead(count - len(self.free))
 
     def clear(self, still_touched: Iterable[int] = ()) -> list[BlockKey]:
         """Drop every block regardless of state and pins; return the READY ones.
 
-        Slots ``still_touched`` become ABANDONED. Each is listed once per I/O that may still access it.
+        Slots ``still_touched``, each listed once per I/O that may still access it, become ABANDONED.
         """
         dropped = [key for key, slot in self._slot_of.items() if self.pins[slot] >= 0]
         self._order.clear()
@@ -440,7 +435,7 @@ class PrimaryTier:
 
     def close(self) -> None:
         """Release the memory. Idempotent."""
-        self._memory.release()
+        self.memory.release()
 
     def _abandon(self, slot: int) -> None:
         self.pins[slot] = _ABANDONED

@@ -24,7 +24,7 @@ logger = logging.getLogger("kvstore.runtime")
 _T = TypeVar("_T")
 
 _END_S = 0.5
-"""Time for which tasks are cancelled again at the end of a loop: some wait for the kernel, which may never end."""
+"""Time for which an ending loop repeats the cancellation of its tasks. Tasks that wait for the kernel may never end."""
 
 
 class IOSide(Protocol):
@@ -205,7 +205,8 @@ class ThreadHost:
 async def _end_tasks() -> None:
     """Cancel all tasks of the loop, also those that have not started, and wait for them.
 
-    Tasks that still run then, on a frozen disk, end with its answer, and close its files. Nothing waits for that.
+    After ``_END_S``, tasks that wait for a frozen disk are no longer cancelled. They end, and close its files, once it
+    responds; no other thread waits for them.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _END_S

@@ -23,7 +23,7 @@ class Lifetime:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the lock is free. Valid only after the process has ended: before it starts, the lock is free, too."""
+        """Whether the lock is free. Valid only after the process has ended: before its start, the lock is free too."""
         if self.fd >= 0:
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,7 +45,7 @@ def hold(fd: int) -> None:
     Raises:
         OSError: It cannot be reopened, or another process has locked it.
     """
-    # Reopened: a lock belongs to an open file description, and the inherited one is shared with the other process.
+    # Reopened, because locks belong to open file descriptions, and the inherited one is shared with the other process.
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)

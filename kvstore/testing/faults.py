@@ -114,9 +114,7 @@ class FaultPlan:
         with self._lock:
             for fault in faults:
                 at = fault.at + (self._occasions[fault.op] if from_now else 0)
-                self._faults.append(
-                    Fault(fault.op, fault.kind, at, fault.times, fault.probability, fault.seconds, fault.outcome)
-                )
+                self._faults.append(replace(fault, at=at))
 
     def clear(self) -> None:
         """Remove all faults, and release stalled calls."""
@@ -171,14 +169,14 @@ class FaultPlan:
         Args:
             let_go: Called once by :meth:`release`, on its thread.
         """
-        me = object()
+        token = object()
         with self._lock:
-            self._stalled[me] = let_go
+            self._stalled[token] = let_go
         try:
             yield
         finally:
             with self._lock:
-                self._stalled.pop(me, None)
+                self._stalled.pop(token, None)
 
     def __repr__(self) -> str:
         injected = {kind.value: count for kind, count in self.injected.items()}
@@ -204,7 +202,7 @@ class FaultyBackend(Backend):
         self.exclusive = inner.exclusive
         self.evicts_silently = inner.evicts_silently
         self.scans = inner.scans
-        # Class attributes in other backends; here those of the wrapped one.
+        # Class attributes in other backends; copied from the wrapped backend.
         for attribute in ("name", "config_type", "alignment"):
             setattr(self, attribute, getattr(inner, attribute))
         self._header_bytes = 0
@@ -223,7 +221,7 @@ class FaultyBackend(Backend):
         return self.inner.own(keys)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        await self._before("open")
+        await self._inject_in_call("open")
         self._header_bytes = geometry.header_bytes
         await self.inner.open(namespace, geometry)
 
@@ -233,7 +231,7 @@ class FaultyBackend(Backend):
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
         """A DROP fault replaces the answer for the first key with None."""
-        fault = await self._before("exists")
+        fault = await self._inject_in_call("exists")
         answers = list(await self.inner.exists(keys))
         if answers and fault is not None and fault.kind is FaultKind.DROP:
             self.plan.count(fault.kind)
@@ -242,11 +240,11 @@ class FaultyBackend(Backend):
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         faults = [self.plan.take("put") for _ in writes]
-        await self._hold_up(faults)
+        await self._inject_in_batch(faults)
         outcomes: dict[int, Outcome] = {}
         passed: dict[int, RecordWrite] = {}
         for index, (write, fault) in enumerate(zip(writes, faults, strict=True)):
-            outcome = self._instead_of_io(fault)
+            outcome = self._injected_outcome(fault)
             if outcome is not None:
                 outcomes[index] = outcome
             elif fault is not None and fault.kind is FaultKind.DROP:
@@ -262,11 +260,11 @@ class FaultyBackend(Backend):
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         faults = [self.plan.take("get") for _ in reads]
-        await self._hold_up(faults)
+        await self._inject_in_batch(faults)
         outcomes: dict[int, Outcome] = {}
         passed: dict[int, RecordRead] = {}
         for index, (read, fault) in enumerate(zip(reads, faults, strict=True)):
-            outcome = self._instead_of_io(fault)
+            outcome = self._injected_outcome(fault)
             if outcome is not None:
                 outcomes[index] = outcome
             else:
@@ -279,14 +277,14 @@ class FaultyBackend(Backend):
         return [outcomes[index] for index in range(len(reads))]
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        fault = await self._before("delete")
+        fault = await self._inject_in_call("delete")
         if fault is not None and fault.kind is FaultKind.DROP:
             self.plan.count(fault.kind)
             return [True] * len(keys)
         return await self.inner.delete(keys)
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
-        await self._before("scan")
+        await self._inject_in_call("scan")
         async for info in self.inner.scan():
             self._remember(info.key)
             yield info
@@ -295,7 +293,7 @@ class FaultyBackend(Backend):
         await self.inner.quarantine(keys)
 
     async def probe(self) -> None:
-        await self._before("probe")
+        await self._inject_in_call("probe")
         await self.inner.probe()
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
@@ -307,17 +305,17 @@ class FaultyBackend(Backend):
         injected = {f"injected_{kind.value}": count for kind, count in self.plan.injected.items()}
         return replace(stats, counters={**stats.counters, **injected})
 
-    async def _before(self, op: str) -> Fault | None:
+    async def _inject_in_call(self, op: str) -> Fault | None:
         """Inject faults of a whole call; return the due fault."""
         fault = self.plan.take(op)
         if fault is not None:
-            await self._hold_up([fault])
+            await self._inject_in_batch([fault])
             if fault.kind in (FaultKind.ERROR, FaultKind.NO_SPACE):
                 self.plan.count(fault.kind)
                 raise self._error(fault)
         return fault
 
-    async def _hold_up(self, faults: Sequence[Fault | None]) -> None:
+    async def _inject_in_batch(self, faults: Sequence[Fault | None]) -> None:
         """Inject the faults that affect a whole batch, each kind at most once."""
         due = {fault.kind: fault for fault in faults if fault is not None}
         if delay := due.get(FaultKind.DELAY):
@@ -336,7 +334,7 @@ class FaultyBackend(Backend):
             return NoSpaceError(self.last_error, backend=self.name)
         return BackendUnavailableError(self.last_error, backend=self.name)
 
-    def _instead_of_io(self, fault: Fault | None) -> Outcome | None:
+    def _injected_outcome(self, fault: Fault | None) -> Outcome | None:
         if fault is None or fault.kind not in (FaultKind.ERROR, FaultKind.NO_SPACE):
             return None
         self.plan.count(fault.kind)
@@ -374,22 +372,23 @@ class FaultyBackend(Backend):
         return RecordRead(self.plan.rng.choice(others), read.buffers)
 
     def _damage_read(self, read: RecordRead, fault: Fault | None) -> None:
-        if fault is None or fault.kind not in (FaultKind.FLIP_HEADER, FaultKind.FLIP_PAYLOAD, FaultKind.SHORT):
+        if fault is None:
             return
         if fault.kind is FaultKind.SHORT:
             self.plan.count(fault.kind)
             read.filled_bytes = self.plan.rng.randrange(read.filled_bytes)
-            self._fill_from(read.buffers, read.filled_bytes)
+            self._scribble_from(read.buffers, read.filled_bytes)
             return
-        span = range(self._header_bytes)
-        if fault.kind is FaultKind.FLIP_PAYLOAD:
-            span = range(self._header_bytes, read.filled_bytes)
-        if span:
+        spans = {
+            FaultKind.FLIP_HEADER: range(self._header_bytes),
+            FaultKind.FLIP_PAYLOAD: range(self._header_bytes, read.filled_bytes),
+        }
+        if span := spans.get(fault.kind):
             self.plan.count(fault.kind)
             self._flip(read.buffers, self.plan.rng.choice(span))
 
     def _flip(self, buffers: Sequence[memoryview], position: int) -> None:
-        """Flip one bit of the byte at a position of the buffers taken as one."""
+        """Flip one bit of the byte at a position in the concatenated buffers."""
         for buffer in buffers:
             if position < buffer.nbytes:
                 buffer[position] ^= 1 << self.plan.rng.randrange(8)
@@ -401,7 +400,7 @@ class FaultyBackend(Backend):
         if len(self._seen) > _SEEN_MAX:
             del self._seen[next(iter(self._seen))]
 
-    def _fill_from(self, buffers: Sequence[memoryview], start: int) -> None:
+    def _scribble_from(self, buffers: Sequence[memoryview], start: int) -> None:
         at = 0
         for buffer in buffers:
             begin = min(max(start - at, 0), buffer.nbytes)

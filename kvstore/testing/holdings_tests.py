@@ -22,10 +22,10 @@ _HOSTILE_KEYS: Final = (
     b"\0", b"\xff", b"/", b"..", b"a:0", b"*", b"\r\n$1\r\n", b"../../../etc/passwd", b"%2e%2e", b" " * 7,
     b"\0" * KEY_BYTES_MAX, b"\xff" * KEY_BYTES_MAX,
 )  # fmt: skip
-"""Keys with a meaning in paths, patterns and protocols, and of the shortest and greatest lengths."""
+"""Keys with a meaning in paths, patterns and protocols, and of the minimum and maximum length."""
 
 _CLOCK_S: Final = 60.0
-"""Tolerance for the clock of a server."""
+"""Tolerance for a server's clock."""
 
 
 class HoldingsTests(BackendHarness):
@@ -44,7 +44,7 @@ class HoldingsTests(BackendHarness):
 
     @in_loop
     async def test_every_block_is_listed_once(self) -> None:
-        """The listing has all namespaces, keys of all bytes and lengths, record lengths and a plausible last use."""
+        """The listing has all namespaces, and all blocks with key, record length and a plausible last use."""
         begun = time.time()
         backend, stored = await self._filled(_HOSTILE_KEYS)
         async with self._holdings(backend) as holdings:
@@ -53,7 +53,7 @@ class HoldingsTests(BackendHarness):
                 assert found is not None, "namespaces: None, expected a list"
                 assert {each.hex for each in found} == {self.namespace.hex, _OTHER.hex}, f"namespaces: {found}"
             blocks = await self._scanned(holdings)
-        assert sorted(block.key for block in blocks) == sorted(stored), "scan: other keys than were stored, or twice"
+        assert sorted(block.key for block in blocks) == sorted(stored), "scan: keys are wrong or repeated"
         for block in blocks:
             payload_bytes = len(stored[block.key])
             assert block.size_bytes >= HEADER_BYTES + payload_bytes, f"{block}: shorter than its record"
@@ -66,7 +66,7 @@ class HoldingsTests(BackendHarness):
         async with self._holdings(backend) as holdings:
             blocks = await self._scanned(holdings)
             read = await self._verified(holdings, blocks)
-        assert read == stored, "records: other payloads than were stored"
+        assert read == stored, "records: payloads differ from the stored ones"
 
     @in_loop
     async def test_looking_changes_nothing(self) -> None:
@@ -80,7 +80,7 @@ class HoldingsTests(BackendHarness):
             assert set(await self._verified(holdings, blocks)) == set(stored)
             stale = await holdings.stale_items()
         assert not stale, f"stale on a clean medium: {stale}"
-        assert await self.get_all(engine, list(stored)) == list(stored.values()), "looking changed a block"
+        assert await self.get_all(engine, list(stored)) == list(stored.values()), "the inspection changed a block"
 
     @in_loop
     async def test_an_engine_may_store_and_remove_meanwhile(self) -> None:

@@ -24,8 +24,8 @@ class Backfill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Copies of promoted blocks to faster tiers.
 
     Attributes:
-        min_uses: Number of uses after which a block of a slower tier is copied to the faster ones. The second use shows
-            reuse; copying at the first would write every block that is read once.
+        min_uses: Number of uses after which a block of a slower tier is copied to the faster ones. Two by default:
+            copying at the first use would also write blocks that are read only once.
 
     Raises:
         ConfigError: The number is out of range.
@@ -65,7 +65,7 @@ class TieringConfig:
         wait_s_max: Longest wait of a request for a tier's answer, or for room for its promotions.
         load_s_max: Age at which an unreported load is abandoned. Tiers have their own deadlines; this covers a tier
             that misses them.
-        tenants: Tenants that share the tiers, with their quotas and rates; None: all blocks are alike.
+        tenants: Tenants that share the tiers, with their quotas and rates; None: no distinction.
         events: Whether events are kept for ``take_events``.
         access_events: Whether reads of blocks are events, too; tiers have their own option (:func:`open_tier`).
         trace_socket: Path of the Unix socket of ``kvstore-bench record``. Requests are sent there while a recorder
@@ -133,7 +133,7 @@ def engine_tiering(options: object, tier_names: Sequence[str]) -> TieringConfig:
     PolicyParser(tier_names, config.policy, config.allow)
     if config.tenants is not None and config.tenants.by == "parameter" and "tenant" not in config.allow:
         raise ConfigError(
-            "tenants has 'by': 'parameter', and 'allow' does not contain 'tenant', so no request could name its "
+            "tenants has 'by': 'parameter', and 'allow' does not contain 'tenant', so no request can name its "
             "tenant. Add 'tenant' to 'allow' if a gateway sets it, because clients could choose any tenant."
         )
     return config

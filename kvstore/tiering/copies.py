@@ -22,7 +22,6 @@ class CopyReports(Protocol):
 
     def ended(self, lane: int, loads: int, stores: int) -> bool:
         """Return whether all copies of a lane have provably ended, given how many were ever prepared in it."""
-        ...
 
 
 class Copies:
@@ -75,7 +74,7 @@ class Copies:
     def reclaim(self) -> None:
         """Reclaim the slots whose copies have ended according to the reports; cheap, once per step."""
         for lane in [lane for lane in self._waiting if self._ended(lane)]:
-            self._put_back(lane)
+            self._reclaim_lane(lane)
         if self._waiting and not self._warned and self._clock() - self._since > _WARN_AFTER_S:
             self._warned = True
             logger.warning(
@@ -88,12 +87,12 @@ class Copies:
     def all_ended(self) -> None:
         """Reclaim all slots: the engine guarantees that every copy unfinished at a reset has ended."""
         for lane in list(self._waiting):
-            self._put_back(lane)
+            self._reclaim_lane(lane)
 
     def _ended(self, lane: int) -> bool:
         stores, loads = self._begun[lane]
         return self._reports is not None and self._reports.ended(lane, loads, stores)
 
-    def _put_back(self, lane: int) -> None:
+    def _reclaim_lane(self, lane: int) -> None:
         for slot in self._waiting.pop(lane):
             self._primary.reclaim(slot)

@@ -35,12 +35,10 @@ class Hedges:
     succeeds before the first load is reported, its slots become those of the blocks, and the slots of the first load
     become ABANDONED. So a slot that a load may still write to is never reused, regardless of which load wins and when
     the other one ends.
-
-    ``gate``: the gate, which estimates load times.
     """
 
     def __init__(self, core: Core, gate: Gate) -> None:
-        self.counts = HedgeCounts()  # Hedges since the start.
+        self.counts = HedgeCounts()
         self._core = core
         self._primary = core.primary
         self._jobs = core.jobs
@@ -101,15 +99,15 @@ class Hedges:
         self._under_way -= len(hedge.transfer.keys)
 
     def clear(self) -> None:
-        """Start no hedges for the current loads. A reset needs no call, because it abandons all loads."""
+        """Start no hedges for the current loads. Not needed at a reset, which abandons all loads."""
         self._due.clear()
 
     def _second_tier(self, job: OpenJob) -> tuple[TierLink | None, bool]:
         """Return a later tier that holds all blocks of a load; if none, whether an answer is still outstanding."""
         keys, state = job.transfer.keys, job.state
-        may_follow = False
         if state is None:
             return None, False
+        may_follow = False
         for link in state.load_links[state.load_links.index(job.link) + 1 :]:
             if any(state.failed.get(key, 0) & link.bit for key in keys):
                 continue

@@ -114,9 +114,9 @@ class Lookups:
         """Query the tiers for a request's blocks from index ``place`` on, and decide how many of them to load."""
         decision, keys, ends = state.gated, state.keys, state.ends
         found = decision.found = {}
-        before = ends.get(keys[place - 1], 0) if place else 0
-        # At the next group of layers, the ends start over.
-        start = last = before if before < ends.get(keys[place], 0) else 0
+        previous = ends.get(keys[place - 1], 0) if place else 0
+        # The first key of another group of layers, whose ends start from zero again, has no preceding end.
+        start = last = previous if previous < ends.get(keys[place], 0) else 0
         stops: list[int] = []
         tiers: list[int] = []
         unknown: TierLink | None = None

@@ -20,13 +20,13 @@ _BLOCKS_PER_CALL: Final = 4096
 
 _LATER_MAX: Final = 1 << 12
 _LATER_BLOCKS_MAX: Final = 1 << 18
-"""Maximum finished requests, and blocks of these, that are queued for a later prefetch; further ones are ignored."""
+"""Maximum finished requests queued for a later prefetch, and blocks of these; further ones are ignored."""
 
 
 class Prefetch:
     """Looks up the blocks of requests ahead of the scheduler, each request up to its first miss.
 
-    It pauses while promotions are full, and does not consume the waiting time of requests.
+    It pauses while promotions are full, and does not count as waiting time of requests.
 
     Args:
         on_begun: Called with a finished request before its first lookup.
@@ -90,15 +90,15 @@ class Prefetch:
     def run(self) -> None:
         """Continue with all requests, oldest first; once per step."""
         if self._later and self._later[0][0] <= self._clock():
-            state = heapq.heappop(self._later)[2]  # One per step; the others follow in the next steps.
+            state = heapq.heappop(self._later)[2]  # At most one per step.
             self._later_blocks -= len(state.keys)
             self._on_begun(state)
             self.add(state)
         if not self._states:
             return
         budget, now = _BLOCKS_PER_CALL, self._clock()
-        for state, give_up_at in list(self._states.items()):
-            if now > give_up_at:
+        for state, abandon_at in list(self._states.items()):
+            if now > abandon_at:
                 self._end(state)
                 continue
             budget = self._run_one(state, budget)

@@ -63,6 +63,6 @@ class Tally:
     """The counts of all tiers. ``tiers``: counts of the tiers below the primary one, in order."""
 
     def __init__(self, tiers: Sequence[TierTally]) -> None:
-        self.primary = TierTally()  # Counts of the primary tier.
-        self.tiers = tuple(tiers)  # Counts of the tiers below the primary one, in order.
+        self.primary = TierTally()
+        self.tiers = tuple(tiers)
         self.allocations: deque[int] = deque(maxlen=_SAMPLES_MAX)  # Blocks allocated by each store, since last taken.

@@ -66,7 +66,7 @@ _PAYLOAD_BATCHES = 8
 several."""
 
 _SCRATCH_BATCHES = 4
-"""Batches of scratch memory: for two threads, with two sides each between which steps alternate."""
+"""Batches of scratch memory: two threads, each with two buffers between which the steps of a chain alternate."""
 
 
 class RunningJob:
@@ -83,7 +83,7 @@ class RunningJob:
         self.refused: list[BlockKey] = []  # Keys of records that may be intact but can't be read here.
         # Keys of blocks removed after the submission of their store; their records are deleted again.
         self.removed: set[BlockKey] = set()
-        self.ended = asyncio.Event()  # Set when the job has ended.
+        self.ended = asyncio.Event()
 
     def note_error(self, error: str) -> None:
         """Keep the text of the first failure."""
@@ -166,7 +166,7 @@ class BlockMover:
         self._backend = backend
         self._slots = slots
         self._on_put, self._on_found = on_put, on_found or on_put
-        self.codecs = codecs or TierCodecs("raw", namespace)  # As given.
+        self.codecs = codecs or TierCodecs("raw", namespace)
         self._refused = RefusedRecords() if refused is None else refused
         self._is_raw = self.codecs.chain.is_raw
         self._records = RecordCodec(namespace, header_bytes=backend.alignment)
@@ -203,7 +203,7 @@ class BlockMover:
         return self._load(part) if part.running.job.kind is JobKind.LOAD else self._store(part)
 
     async def reread_damaged(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Read damaged records again, one at a time; return those that are damaged again.
+        """Read damaged records again, one at a time; return those still damaged.
 
         A read damaged in transit must not remove a block that many engines share. A record whose second read fails is
         not returned.
@@ -318,8 +318,8 @@ class BlockMover:
     async def _put_by_deadline(self, part: JobPart, payloads: Sequence[memoryview | None]) -> Sequence[Outcome] | None:
         """Put the records of a part; None if the whole call failed, or the deadline has passed."""
         if time.monotonic() > part.running.job.deadline:
-            # The scheduler may have abandoned the job and reused its slots. The checksum may then cover new content,
-            # and would confirm wrong bytes. A checksum from before the deadline does not match new content.
+            # The scheduler may have abandoned the job and reused its slots before they were hashed: the checksum would
+            # then confirm another block's bytes. A checksum made before the deadline detects a later change.
             return None
         try:
             return await self._put(part, payloads)
@@ -327,8 +327,7 @@ class BlockMover:
             part.fail(error)
             return None
         finally:
-            # Released like slots: the rows are leased to the next part now, and a view kept by a traceback would keep
-            # the memory alive.
+            # Released like slots: the rows go to the next part, and a traceback could keep the memory alive.
             for payload in payloads:
                 if payload is not None:
                     payload.release()
@@ -359,7 +358,7 @@ class BlockMover:
             self._on_found(found)
 
     async def _put(self, part: JobPart, payloads: Sequence[memoryview | None]) -> Sequence[Outcome]:
-        """Put the records of a part; a block without a seal key is not stored, and never stored unsealed."""
+        """Put the records of a part; a block without a payload, for lack of a seal key, is shed."""
         keys = part.keys
         kept = await self._kept(keys, payloads) if self._refused else ()
         writes = [
@@ -449,8 +448,8 @@ class BlockMover:
         stored = []
         for i, (read, outcome) in enumerate(zip(reads, outcomes, strict=True)):
             if outcome is not Outcome.OK:
-                # CORRUPT from a backend means a record that does not fit the buffers: on a shared medium it may be
-                # another engine's.
+                # A backend's CORRUPT is a record that does not fit the buffers: on a shared medium, possibly another
+                # engine's.
                 part.settle_failed(i, outcome, RecordFault.LENGTH, quarantine=self._backend.exclusive)
                 continue
             header, payload = read.buffers

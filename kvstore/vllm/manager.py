@@ -67,7 +67,7 @@ _CLOSE_S = 5.0
 class KVStoreOffloadingManager(OffloadingManager):
     """A :class:`kvstore.tiering.TieringManager` behind the interface of vLLM's scheduler.
 
-    Made by :func:`open_manager`. No method ever raises.
+    Created by :func:`open_manager`. No method raises.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class KVStoreOffloadingManager(OffloadingManager):
             else:
                 locality = VllmLocality(options.get("locality") or tier.locality.value)
                 self._media[tier.name] = VllmMedium[tier.medium.name], locality
-        natures = [(VllmMedium.CPU, VllmLocality.LOCAL), *self._media.values()]
-        self._statements = Statements(natures, all_shared=bool(tags.tag_bytes))
+        media = [(VllmMedium.CPU, VllmLocality.LOCAL), *self._media.values()]
+        self._statements = Statements(media, all_shared=bool(tags.tag_bytes))
         if self._emits_events:
             spec.engine.on_cleared.append(self._restate_events)
             manager.take_unfilled()
@@ -130,7 +130,7 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Register a request; its keys are not known before its first lookup."""
+        """Register a request. Its keys become known at its first lookup."""
         ctx = self._context(req_context)
         self._without_keys.add(ctx.request_id)
         self._live.add(ctx.request_id)
@@ -353,7 +353,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self.manager.restate_events()
 
     def _theirs(self, keys: Sequence[BlockKey]) -> list[bytes]:
-        """Return vLLM's keys of blocks."""
+        """Return vLLM's keys for blocks of ours."""
         return [key[self._tag_bytes :] for key in keys] if self._tag_bytes else list(keys)
 
     @guarded(lambda: None)
@@ -389,7 +389,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         params = request_params(req_context)
         params = {} if params is None else params
         # vLLM's kv_load_tiers. Our parameters can only restrict it further.
-        allowed = [name for name, nature in self._media.items() if req_context.load_tier_filter.allows(*nature)]
+        allowed = [name for name, medium in self._media.items() if req_context.load_tier_filter.allows(*medium)]
         if origin is not None and origin.name in allowed:
             allowed.remove(origin.name)
         load_tiers = tuple(allowed) if len(allowed) < len(self._media) else None
@@ -430,7 +430,7 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
         primary = PrimaryTier(rows, slot_bytes, policy=spec.eviction_policy, slots=slots)
         reports = WorkerReports(counters, spec.config.parallel.world_size)
         tags = RequestTags(config.tenants, spec.engine)
-        # With its tags, so that a peer with other keys reports the mismatch instead of finding nothing.
+        # With the form of the tags, so that a peer with other tags reports a mismatch instead of finding nothing.
         fields = {"keys": "+".join(tags.parts)} if tags.parts else {}
         namespace = engine_namespace(spec, slot_bytes, spec.engine.engine_config).with_fields(**fields)
         stored: list[Backend] = []

@@ -49,10 +49,10 @@ class StepTimes:
         self._ended_at = now
 
 
-_SHARE: Final = 0.05
+_PAUSE_SHARE: Final = 0.05
 """Length of a pause, as a share of the wait so far, so that a pause delays a request by no more than that."""
 
-_LONGEST_S: Final = 0.05
+_PAUSE_S_MAX: Final = 0.05
 """Longest pause. A new request ends it."""
 
 
@@ -63,7 +63,7 @@ class Pauses:
     are waited for. Create it during the construction of vLLM's connector, because it finds the engine's queue of
     requests in the call stack.
 
-    ``enabled``: whether it pauses at all. Engines of one data-parallel group make their steps together.
+    ``enabled``: False for engines of a data-parallel group, which make their steps together.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
@@ -77,12 +77,11 @@ class Pauses:
         self._is_busy |= not for_engine
 
     def end_step(self, *, is_busy: bool) -> None:
-        """End the scheduling of a step, with a pause if nothing but waiting for other engines is left to do.
+        """End the scheduling of a step, with a pause if all that remains is waiting for other engines.
 
-        A step that computes may still run. Its end is noticed late by no more than the pause, a share of the time since
-        it was scheduled.
+        A computing step may still run; the pause delays the notice of its end by at most its own length.
 
-        ``is_busy``: whether this step computes, or blocks are being moved, whose end a step has to notice.
+        ``is_busy``: whether this step computes, or a later step must notice the end of moves of blocks.
         """
         awaits, self._awaits = self._awaits and not (is_busy or self._is_busy), False
         self._is_busy = False
@@ -94,11 +93,11 @@ class Pauses:
         self._since = self._since or now
         with inputs.not_empty:
             if not inputs.queue:
-                inputs.not_empty.wait(min(_LONGEST_S, _SHARE * (now - self._since)))
+                inputs.not_empty.wait(min(_PAUSE_S_MAX, _PAUSE_SHARE * (now - self._since)))
 
 
 _INTERVAL_S: Final = 1.0
-"""The interval of the tiers' statistics. An idle engine makes at most one step in it."""
+"""Interval of the tiers' statistics, in which an idle engine makes at most one step."""
 
 
 class IdleWaker:
@@ -107,12 +106,12 @@ class IdleWaker:
     vLLM reports metrics only in steps, and an engine without requests makes none. But a tier's statistics and the state
     of its medium still change: the last stores end, a medium fails or returns, other engines store and evict.
 
-    Create it during the construction of vLLM's connector, because it finds the engine in the call stack. In the process
-    of a program that makes the steps itself, it does nothing.
+    Create it during the construction of vLLM's connector, because it finds the engine in the call stack. It does
+    nothing in a program that makes the steps itself.
     """
 
     def __init__(self, tiers: Sequence[AsyncTier]) -> None:
-        self.due = False  # Whether a step was requested, and has not been made.
+        self.due = False  # Whether a requested step has not been made yet.
         self._tiers = tuple(tiers)
         self._stepped_at = time.monotonic()
         self._stopping = threading.Event()

@@ -97,7 +97,7 @@ class KVStoreTier(SecondaryTierManager):
         engine = current_engine()
         namespace = engine_namespace(offloading_spec, slot_bytes, engine.engine_config)
         if has_adapters(engine.engine_config):
-            # vLLM's keys don't have an adapter's content, so this engine's blocks are for itself alone.
+            # vLLM's keys do not cover the content of adapters, so no other engine may read this engine's blocks.
             namespace = namespace.with_fields(engine=uuid.uuid4().hex)
             logger.warning(
                 "With LoRA and vLLM's manager, tier %s keeps blocks for this engine only. For blocks that outlive it, "
@@ -189,8 +189,8 @@ class KVStoreTier(SecondaryTierManager):
 
         True until the first step, which reports the metrics with their initial zeros.
         """
-        waits = not self._has_stepped or self._waker.due or bool(self._lost or self._results)
-        return waits or (self._emits_events and self._tier.has_unreported)
+        has_reports = not self._has_stepped or self._waker.due or bool(self._lost or self._results)
+        return has_reports or (self._emits_events and self._tier.has_unreported)
 
     @guarded(list)
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -228,11 +228,11 @@ class KVStoreTier(SecondaryTierManager):
         started = time.monotonic()
         while not self._tier.drain(_DRAIN_LOG_S):
             if time.monotonic() - started < _DRAIN_LOG_S:
-                break  # All I/O has ended, but a job has no result.
+                break  # Returned early: all I/O has ended, but a job has no result.
             started = time.monotonic()
             logger.warning("kvstore tier %s: still waiting for %d jobs to end", self._tier.name, len(self._jobs))
         self._collect()
-        # No I/O is running any more, so these jobs will never have a result.
+        # All I/O has ended, so these jobs will never have a result.
         self._lost.extend(self._jobs.keys() - set(self._lost))
         # vLLM drains a tier only at a cache reset, and gives no other signal of a reset.
         self._tier.begin_epoch()
@@ -265,7 +265,7 @@ class KVStoreTier(SecondaryTierManager):
         self._jobs[job.job_id] = frozenset(keys)
         try:
             submit(TransferJob(job.job_id, keys, job.chunk_ids.tolist(), _context(job.req_context)))
-        # A rejected job is not running, so it can and must be reported as failed.
+        # A rejected job does not run, so it is reported as failed.
         except Exception:
             self.errors.note("submit_load" if job.is_promotion else "submit_store")
             self._lost.append(job.job_id)

@@ -51,10 +51,10 @@ _READ_BYTES_PER_S: Final = 128 << 10
 square; instead, the age of summaries grows with the number of engines."""
 
 _READ_BYTES_MAX: Final = 1 << 20
-"""Most bytes read at once after a pause and at the start: the summaries of 32 engines of full length."""
+"""Maximum bytes read at once after a pause and at the start: 32 summaries of full length."""
 
-_READ_BYTES_LEAST: Final = 1024
-"""Least bytes charged for an answer, because one without a summary has a cost, too."""
+_ANSWER_BYTES_MIN: Final = 1024
+"""Minimum bytes charged for an answer, because even an empty answer has a cost."""
 
 _READ_AT_ONCE: Final = 8
 
@@ -132,7 +132,7 @@ class Directory:
 
     @property
     def engines(self) -> int:
-        """Number of other engines with leases that had not ended in the last round."""
+        """Number of other engines with valid leases in the last round."""
         return len(self._entries)
 
     @property
@@ -141,7 +141,7 @@ class Directory:
         return self._places.keys()
 
     def candidates(self, keys: Sequence[BlockKey], most: int, barred: Set[Endpoint]) -> list[Endpoint]:
-        """Return the engines that, by their summaries, seem to have most of some blocks."""
+        """Return the engines that, according to their summaries, hold the most of the given blocks."""
         places = [self._places[endpoint] for endpoint in barred & self._places.keys()]
         found = [self._indexed[place] for place in self._index.best(keys, most, places)]
         # The index is rebuilt shortly after an engine has left.
@@ -164,7 +164,7 @@ class Directory:
             await asyncio.sleep(float(self._config.interval) * random.uniform(0.8, 1.2))
 
     async def _refresh(self) -> None:
-        """Make one round, within the session's time limit even if the server hangs."""
+        """Make one round; if the server hangs, it ends at the session's time limit."""
         interval_s = float(self._config.interval)
         self._counts["directory_rounds"] += 1
         try:
@@ -252,12 +252,12 @@ class Directory:
         while wanted and self._credit > 0 and self._loop.time() < now + float(self._config.interval):
             batch, wanted = wanted[:_READ_AT_ONCE], wanted[_READ_AT_ONCE:]
             for endpoint, data in zip(batch, await self._client.read([str(one) for one in batch]), strict=True):
-                self._credit -= max(len(data), _READ_BYTES_LEAST)
+                self._credit -= max(len(data), _ANSWER_BYTES_MIN)
                 self._take(self._entries[endpoint], data)
 
     def _take(self, entry: _Entry, data: bytes) -> None:
-        # Set first, so that an invalid summary is not read again before it changes. A missing summary may reappear
-        # unchanged, when a late engine renews its lease.
+        # Set first, so that an invalid summary is not read again before it changes. A missing one is read again: it
+        # reappears unchanged when a late engine renews its lease.
         entry.read_version, entry.read_at = entry.version if data else "", self._loop.time()
         self._is_stale = True
         self._counts["directory_summaries_read"] += 1
@@ -311,7 +311,7 @@ class _Server:
         try:
             async with control.session(*place) as self._node:
                 yield
-        # The last four for invalid answers. Not chained, because servers quote arguments.
+        # The last four result from invalid answers. Not chained, because servers quote arguments.
         except (RedisError, TypeError, ValueError, LookupError, AttributeError) as error:
             reason = error.bare if isinstance(error, RedisError) else type(error).__name__
             reason = reason.removeprefix(f"{self._endpoint}: ")
@@ -333,7 +333,7 @@ class _Server:
         self._member = member
 
     async def listed(self) -> tuple[Sequence[_Listed], bool]:
-        """Return engines that have a lease, and whether these are all. Expired and overlong leases are removed."""
+        """Return engines with a lease, and whether the list is complete. Expired and overlong leases are removed."""
         now_ms = await self._now_ms()
         last_ms = now_ms + int(1000 * _LEASE_S_MAX)
         start, count = self._listed, 2 * ENGINES_MAX
@@ -355,7 +355,7 @@ class _Server:
         return listed, not start and len(members) < ENGINES_MAX
 
     async def read(self, addresses: Sequence[str]) -> Sequence[bytes]:
-        """Return the summaries of engines, a little more than ``SUMMARY_BYTES_MAX`` at most; empty if there is none."""
+        """Return the summaries of engines, a little more than ``SUMMARY_BYTES_MAX`` at most; empty without one."""
         room = SUMMARY_BYTES_MAX + 1
         buffers = [bytearray(room) for _ in addresses]
         requests = []

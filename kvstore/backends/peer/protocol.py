@@ -65,7 +65,7 @@ class Part(enum.IntEnum):
     RECORD = 0
     """The record of the next block follows."""
     ABSENT = 1
-    """The next blocks are not there, or not any more."""
+    """The next blocks are absent."""
 
 
 class Note(enum.IntFlag):
@@ -89,7 +89,7 @@ class Address:
 class Hello:
     """First frame of the client."""
 
-    nonce: bytes  # Random bytes.
+    nonce: bytes
     namespace_digest: bytes  # Namespace of its questions.
     dialled: Address  # Address to which the client has connected.
 
@@ -98,8 +98,8 @@ class Hello:
 class Welcome:
     """First frame of the server."""
 
-    nonce: bytes  # Random bytes.
-    notes: Note  # Notes to the client.
+    nonce: bytes
+    notes: Note
     proof: bytes = bytes(PROOF_BYTES)  # See :class:`Agreement`.
 
 
@@ -128,12 +128,12 @@ class Agreement:
 
     @property
     def server_proof(self) -> bytes:
-        """Proof of the server that it has the secret."""
+        """The server's proof that it has the secret."""
         return self._derived(b"server")
 
     @property
     def client_proof(self) -> bytes:
-        """Proof of the client. It differs from the server's, so that neither can be sent back."""
+        """The client's proof. It differs from the server's, so that neither side can echo the other's."""
         return self._derived(b"client")
 
     def questions(self) -> FrameMac:
@@ -151,8 +151,8 @@ class Agreement:
 class FrameMac:
     """MACs of the frames of one direction: AES-256-GMAC, with a frame's number as the nonce.
 
-    ``key``: key of the connection and direction. Empty: frames have no MAC, because TLS authenticates them or both ends
-    do without a secret.
+    ``key``: key of the connection and direction. Empty: frames have no MAC, because TLS authenticates them or there is
+    no secret.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -233,7 +233,7 @@ def read_question(data: bytes) -> Question:
     """Read the head of a question. ``PeerProtocolError``: the data is not a valid head."""
     op, reserved, count, body_bytes = _QUESTION.unpack(data)
     if reserved or op not in tuple(Op) or not 1 <= count <= KEYS_MAX:
-        raise PeerProtocolError(f"no question: op {op}, {count} keys")
+        raise PeerProtocolError(f"invalid question: op {op}, {count} keys")
     if not 2 * count <= body_bytes <= (1 + KEY_BYTES_MAX) * count:
         raise PeerProtocolError(f"{body_bytes} bytes can't be {count} keys")
     return Question(Op(op), count, body_bytes)
@@ -263,5 +263,5 @@ def read_part(data: bytes) -> tuple[Part, int]:
     """Read the bytes of :func:`pack_part`. ``PeerProtocolError``: the data is not a valid part."""
     part, number = _PART.unpack(data)
     if part not in tuple(Part) or not number:
-        raise PeerProtocolError(f"no part of an answer: {part}, {number}")
+        raise PeerProtocolError(f"invalid part of an answer: {part}, {number}")
     return Part(part), number

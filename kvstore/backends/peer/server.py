@@ -144,11 +144,11 @@ class StoredRecords:
 logger = logging.getLogger("kvstore.backends.peer")
 
 _IDLE_S: Final = 60.0
-"""A connection without a question for this long is closed; clients close idle ones sooner."""
+"""Idle connections are closed after this time; clients close them sooner."""
 
 _GREETINGS_MAX: Final = 64
-"""Most unauthenticated connections. A further one replaces the oldest, so silent ones keep no member out: a greeting
-takes milliseconds."""
+"""Most unauthenticated connections. Each further one replaces the oldest, so silent ones cannot keep members out: a
+greeting takes milliseconds."""
 
 _LENT_SHARE: Final = 0.25
 """Largest share of the primary tier's slots that may be lent at once, so that most slots remain evictable."""
@@ -199,7 +199,7 @@ class PeerServer:
 
     @property
     def rows_lent(self) -> int:
-        """Number of rows reserved for loans now; at most so many are lent."""
+        """Number of rows reserved for loans; at most this many are lent."""
         return self._rows.in_use
 
     def memory_keys(self) -> Sequence[BlockKey]:
@@ -261,7 +261,7 @@ class PeerServer:
         task.add_done_callback(lambda task: self._greeting.pop(task, None))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
-        # Also closes the socket of a task cancelled before it began, and of a connection that never became a pipe.
+        # Covers a task cancelled before it began, and a connection that failed before it became a channel.
         task.add_done_callback(lambda _: sock.close())
 
     def _accept_again(self) -> None:
@@ -320,10 +320,10 @@ class PeerServer:
         return is_ours
 
     def _may_be_known_as(self, dialled: Address) -> bool:
-        """Return whether addresses may be translated from a dialled one to ours.
+        """Return whether a dialled address may lead to this server, directly or by address translation.
 
-        This cannot be decided for a server that is known by a name, or that listens on all addresses. Then a relay may
-        read what it passes on, but MACs (or TLS) keep it from changing anything.
+        Always true for a server known by a name or listening on all addresses. A relay can then read the traffic, but
+        MACs (or TLS) keep it from changing any of it.
         """
         host = self._config.directory.host if self._config.directory is not None else ""
         if self._listener is None:
@@ -335,9 +335,9 @@ class PeerServer:
             return True
 
     async def _answer_one(self, pipe: Channel, header: memoryview, *, is_ours: bool) -> None:
-        async with asyncio.timeout(_IDLE_S) as patience:
+        async with asyncio.timeout(_IDLE_S) as time_limit:
             question = protocol.read_question(await pipe.begin_frame(protocol.QUESTION_BYTES))
-            patience.reschedule(self._loop.time() + self._config.timeout)
+            time_limit.reschedule(self._loop.time() + self._config.timeout)
             body = await pipe.begin_frame(question.body_bytes)
             await pipe.end_frame()
             keys = protocol.read_keys(body, question.count)
@@ -374,13 +374,13 @@ class _LoadAnswer:
         self._records = server._records
         self._pipe = pipe
         self._absent = 0
-        """Number of absent blocks that were not reported yet."""
-        self._patience = asyncio.timeout(self._config.timeout)
+        """Absent blocks not reported yet."""
+        self._time_limit = asyncio.timeout(self._config.timeout)
 
     async def send(self, keys: Sequence[BlockKey], header: memoryview, *, absent: int = 0) -> None:
         """Send all parts. ``OSError``: the client is gone or too slow (``TimeoutError``)."""
-        at = in_turn = 0
-        async with self._patience:
+        at = unbroken_bytes = 0
+        async with self._time_limit:
             while at < len(keys):
                 key = keys[at]
                 loan = self._source.lend(key)
@@ -388,7 +388,7 @@ class _LoadAnswer:
                     try:
                         # Encoded before the first await, while the row certainly belongs to this namespace.
                         self._records.encode_header(header, key, loan.row)
-                        in_turn += loan.row.nbytes
+                        unbroken_bytes += loan.row.nbytes
                         await self._send_record(key, header, loan.row)
                     finally:
                         self._source.give_back(loan)
@@ -401,8 +401,8 @@ class _LoadAnswer:
                 else:
                     self._absent += 1
                     at += 1
-                if in_turn >= _TURN_BYTES:
-                    in_turn = 0
+                if unbroken_bytes >= _TURN_BYTES:
+                    unbroken_bytes = 0
                     await asyncio.sleep(0)
             self._absent += absent
             await self._pipe.send_frames(*self._absent_frames())
@@ -410,7 +410,7 @@ class _LoadAnswer:
     async def _send_stored(self, keys: Sequence[BlockKey]) -> None:
         """Send a few blocks from storage."""
         loop, timeout_s = asyncio.get_running_loop(), self._config.timeout
-        self._patience.reschedule(loop.time() + 3 * timeout_s)
+        self._time_limit.reschedule(loop.time() + 3 * timeout_s)
         async with self._stored.reading(keys, timeout_s) as records:
             for key in keys:
                 if key in records:
@@ -421,7 +421,9 @@ class _LoadAnswer:
 
     async def _send_record(self, key: BlockKey, header: memoryview, payload: memoryview) -> None:
         length = HEADER_BYTES + payload.nbytes
-        self._wait_longer(length)
+        # Restart the client's time limit, with the time that sending ``length`` bytes may take.
+        time_s = self._config.timeout + length / self._config.bytes_per_second_min
+        self._time_limit.reschedule(asyncio.get_running_loop().time() + time_s)
         frame = (protocol.pack_part(Part.RECORD, length), header, payload)
         await self._pipe.send_frames(*self._absent_frames(), frame)
         self._source.note_sent(key)
@@ -429,15 +431,10 @@ class _LoadAnswer:
         self._counts["served_bytes_sent"] += length
 
     def _absent_frames(self) -> Sequence[Sequence[bytes]]:
-        """Return the frame about absent blocks that were not reported yet, if any."""
+        """Return the frame that reports absent blocks, if some are not reported yet."""
         count, self._absent = self._absent, 0
         self._counts["served_blocks_absent"] += count
         return [[protocol.pack_part(Part.ABSENT, count)]] if count else []
-
-    def _wait_longer(self, length: int) -> None:
-        """Restart the client's time limit, with the time that ``length`` bytes may take."""
-        time_s = self._config.timeout + length / self._config.bytes_per_second_min
-        self._patience.reschedule(asyncio.get_running_loop().time() + time_s)
 
 
 def serving_context(config: PeerConfig) -> ssl.SSLContext | None:

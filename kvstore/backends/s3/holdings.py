@@ -35,7 +35,7 @@ _ANSWER_S: Final = 10.0
 _GONE_MAX: Final = 1_000_000
 """Removals from the packs of a namespace that are kept in memory, 150 bytes each."""
 
-_PAST_OUR_FOLDERS: Final = "_q"
+_AFTER_FOLDERS: Final = "_q"
 """Sorts after the folders of packs, probes and housekeeping: listings of single blocks skip those folders."""
 
 
@@ -56,11 +56,11 @@ class S3Holdings(Holdings):
     def __init__(self, backend: type[Backend], config: TierConfig) -> None:
         if not isinstance(config, S3Config):
             raise ConfigError(f"An S3 tier is configured by an S3Config. Got {type(config).__name__}.")
-        # Without housekeeping: if an import's writer held the lease, engines would wait for its expiry afterwards.
+        # Without housekeeping: after an import whose writer held the lease, engines would wait for its expiry.
         super().__init__(backend, msgspec.structs.replace(config, capacity=0, ttl=0, snapshot=False))
         self.ttl_s = float(config.ttl)
         self._prefix = config.prefix
-        self._patience_s = config.timeout + config.connect_timeout
+        self._probe_s = config.timeout + config.connect_timeout
         self._used: dict[int, int] | None = None
         self._client = make_client(
             msgspec.structs.replace(config, lookup_timeout=max(config.lookup_timeout, _ANSWER_S))
@@ -68,7 +68,7 @@ class S3Holdings(Holdings):
 
     async def open(self) -> None:
         await self._client.open()
-        await self._client.probe(f"{self._prefix}_probe/holdings", timeout_s=self._patience_s)
+        await self._client.probe(f"{self._prefix}_probe/holdings", timeout_s=self._probe_s)
 
     async def close(self) -> None:
         await self._client.close()
@@ -94,7 +94,7 @@ class S3Holdings(Holdings):
         Unreadable packs come last; their keys are the digits of their names.
         """
         used = await self._uses()
-        async with aclosing(self._listed("", skip=_PAST_OUR_FOLDERS)) as pages:
+        async with aclosing(self._listed("", skip=_AFTER_FOLDERS)) as pages:
             async for objects in pages:
                 yield [
                     BlockInfo(name.key, info.size_bytes, _last_used(info, used), _Place(info.key, etag=info.etag))
@@ -208,7 +208,7 @@ class S3Holdings(Holdings):
         return self._used
 
     async def _listed(self, folder: str, skip: str = "") -> AsyncGenerator[list[tuple[ObjectInfo, ObjectName]], None]:
-        """Yield our objects in a folder under the prefix, page by page, without those between ``_`` and ``skip``."""
+        """Yield our objects in a folder under the prefix, page by page, except those from ``_`` to ``skip``."""
         after, more = "", True
         while more:
             page = await self._client.list_page(self._prefix + folder, start_after=after)
@@ -257,7 +257,7 @@ class S3Holdings(Holdings):
                 if pack.is_damaged:
                     found.append(self._stale(pack.info, "pack with a damaged head"))
                 elif pack.entries is not None and not _live_blocks(pack, gone, 0.0):
-                    found.append(self._stale(pack.info, "pack of which all blocks were removed"))
+                    found.append(self._stale(pack.info, "pack without remaining blocks"))
                 # The notes of a stale pack stay until the next run, because the pack still exists.
                 there.add(pack.info.key)
                 if len(found) > room:
@@ -266,7 +266,7 @@ class S3Holdings(Holdings):
             async for note in notes:
                 is_useless = note.is_damaged or (note.gone is not None and not there & {pack for pack, _ in note.gone})
                 if is_useless and 0 < note.info.modified_at < written_before:
-                    found.append(self._stale(note.info, "note of removals from packs that are gone"))
+                    found.append(self._stale(note.info, "note of removals from deleted packs"))
                 if len(found) > room:
                     return found
         return found
@@ -280,7 +280,7 @@ def _namespace(digits: str) -> Namespace:
 
 
 def _fault_of(pack: Pack) -> RecordError | S3Error | None:
-    """Return the reason why a pack's blocks are unknown; None if they are known, or of another version or namespace."""
+    """Return the fault that hides a pack's blocks; None without one, or for a pack of another version or namespace."""
     if pack.is_damaged:
         return RecordError(f"The head of pack {pack.info.key!r} is damaged.", RecordFault.HEADER)
     if isinstance(pack.fault, S3Error):

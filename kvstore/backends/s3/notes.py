@@ -21,7 +21,7 @@ NOTES_AGE_S: Final = 86400.0
 """Notes of removals older than this are deleted. An engine that missed one gets a 404 for the object."""
 
 _USES_AGE_S: Final = 30 * 86400.0
-"""Usage reports and snapshots not renewed for this long are deleted: the engine or the blocks are gone."""
+"""Usage reports and snapshots not renewed for this long are deleted: the engine has stopped or the blocks are gone."""
 
 _USES_MAX: Final = 65536
 """Recently used names that one engine remembers. For other objects, only the time of their write counts."""
@@ -31,7 +31,7 @@ _ENTRY: Final = np.dtype([("name", "<u8"), ("used_at", "<u4")])
 _USES_BYTES_MAX: Final = len(_MAGIC) + 8 + _USES_MAX * _ENTRY.itemsize
 
 _USED_MAX: Final = 1_000_000
-"""Maximum number of objects with a known last use; bounds the memory."""
+"""Maximum number of objects with a known last use, to bound the memory."""
 
 _READ_MAX: Final = 10_000
 """Maximum number of usage reports read, the most recently written first."""
@@ -89,7 +89,7 @@ async def all_uses(client: ObjectClient, prefix: str, *, used_max: int = _USED_M
             heapq.heappop(newest)
     found: dict[int, int] = {}
     now = time.time()
-    # The newest first, so that running engines precede those that are gone.
+    # The newest first, so that running engines precede stopped ones.
     for _, key, size_bytes in sorted(newest, reverse=True):
         data = await client.get_start(key, min(size_bytes, _USES_BYTES_MAX))
         for name, used_at in read_uses(data or b"", now).items():
@@ -116,8 +116,8 @@ async def remove(
 ) -> None:
     """Delete objects, and write a note for the other engines after each ``DELETES_MAX`` objects.
 
-    ``on_gone`` is called with the names just deleted and the name of their note, which is written next. If the service
-    fails, some objects may be gone without a note, and later objects remain.
+    ``on_gone`` is called with the names just deleted and the name of their note, before the note is written. If the
+    service fails, objects may have been deleted without a note, and later objects remain.
     """
     for start in range(0, len(names), DELETES_MAX):
         some = names[start : start + DELETES_MAX]
@@ -144,8 +144,8 @@ async def outdated(client: ObjectClient, prefix: str) -> AsyncGenerator[tuple[Ob
     names, now = KeeperNames(prefix), time.time()
     for folder, hex_digits, age_s, what in (
         (names.notes, 28, NOTES_AGE_S, "expired note of removals"),
-        (names.uses, 16, _USES_AGE_S, "uses of an engine that is gone"),
-        (names.snapshots, 64, _USES_AGE_S, "snapshot of a namespace that is gone"),
+        (names.uses, 16, _USES_AGE_S, "usage report of a stopped engine"),
+        (names.snapshots, 64, _USES_AGE_S, "snapshot of an unused namespace"),
     ):
         ours = re.compile(f"[0-9a-f]{{{hex_digits}}}")
         async for info in client.listed(folder):

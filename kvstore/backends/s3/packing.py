@@ -19,8 +19,8 @@ from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, Outcome
 
 _OVERLAP_S: Final = 60.0
-"""Each refresh lists the names of this long before the newest one again: names contain the time of engines' clocks, and
-objects appear only when complete. The packs of an engine whose clock is further behind are found at the next start."""
+"""Each refresh lists the names of this long before the newest one again: names contain the writer's clock, and
+objects appear only when complete. Packs of an engine whose clock lags further are found at the next start."""
 
 _GET_BYTES_MAX: Final = 4 << 20
 """Longest range of adjacent records read by one request: long enough to amortize the request, short enough that a job
@@ -32,8 +32,8 @@ _PACK_BYTES_MAX: Final = 16 << 20
 _NOTE_ENTRIES_MAX: Final = 4096
 """Maximum entries of a note: at about a hundred bytes each, far below the longest head."""
 
-_OF_THE_OBJECT: Final = frozenset({Cause.RANGE, Cause.LENGTH, Cause.REJECTED})
-"""Causes specific to one object, which a retry would repeat."""
+_OBJECT_CAUSES: Final = frozenset({Cause.RANGE, Cause.LENGTH, Cause.REJECTED})
+"""Failures of one object, which a retry would repeat."""
 
 _UNREADABLE_MAX: Final = 10_000
 """Names of notes and unreadable objects, remembered so that they are not read again."""
@@ -86,7 +86,7 @@ class PackedBlocks:
         self._fresh_until = 0.0
         self._refreshing: asyncio.Task[None] | None = None
         self._writing: dict[BlockKey, asyncio.Future[None]] = {}
-        self._others: BoundedDict[str, None] = BoundedDict(_UNREADABLE_MAX)
+        self._skipped: BoundedDict[str, None] = BoundedDict(_UNREADABLE_MAX)
         self._counted = dict.fromkeys(("packs_written", "packs_unreadable", "pack_ranges_read"), 0)
 
     @property
@@ -182,7 +182,7 @@ class PackedBlocks:
             note = self._format.gone_note([(pack[folder:], key) for pack, key in part])
             name = self._names.new_note()
             await self._client.put(name, [note])
-            self._others[name] = None
+            self._skipped[name] = None
         await self._client.delete_all(empty)
 
     async def refresh(self) -> None:
@@ -194,7 +194,7 @@ class PackedBlocks:
         if self._refreshing is None:
             if time.monotonic() < self._fresh_until:
                 return
-            self._refreshing = asyncio.create_task(self._take_in())
+            self._refreshing = asyncio.create_task(self._read_new())
             self._refreshing.add_done_callback(self._end_refresh)
         work = self._refreshing
         # A cancelled waiter does not cancel the task.
@@ -212,7 +212,7 @@ class PackedBlocks:
             # Retrieves the exception, because all waiters may be gone.
             task.exception()
 
-    async def _take_in(self) -> None:
+    async def _read_new(self) -> None:
         began = time.monotonic()
         after = self._names.packs_since(self._newest - _OVERLAP_S)
         more = True
@@ -224,18 +224,18 @@ class PackedBlocks:
             names = {info.key: self._names.read(info.key) for info in page.objects}
             unknown = [info for info in page.objects if names[info.key] is not None and self._is_unknown(info.key)]
             async for pack in self._reader.read_all(unknown):
-                self._take_in_one(pack)
-            # Includes this engine's own packs, which would otherwise be listed again each time. Capped at the current
-            # time, so that an engine whose clock is ahead does not hide later packs of the others.
+                self._add_pack(pack)
+            # Includes this engine's own packs, to avoid listing them each time. Capped at the current time, so that an
+            # engine whose clock is ahead does not hide later packs of the others.
             newest = max((name.made_at for name in names.values() if name is not None), default=0.0)
             self._newest = max(self._newest, min(newest, time.time()))
         self._fresh_until = began + self._config.pack_refresh
 
     def _is_unknown(self, name: str) -> bool:
-        return not self.index.knows(name) and name not in self._others
+        return not self.index.knows(name) and name not in self._skipped
 
-    def _take_in_one(self, pack: Pack) -> None:
-        if isinstance(pack.fault, S3Error) and pack.fault.cause not in _OF_THE_OBJECT:
+    def _add_pack(self, pack: Pack) -> None:
+        if isinstance(pack.fault, S3Error) and pack.fault.cause not in _OBJECT_CAUSES:
             raise pack.fault
         # Unreadable objects are skipped; otherwise one such object would stop all engines.
         self._counted["packs_unreadable"] += pack.fault is not None
@@ -243,10 +243,10 @@ class PackedBlocks:
             self.index.add(pack.info.key, pack.entries)
             return
         if pack.gone is None and pack.fault is None:
-            # Deleted since it was listed. If the service was wrong, it is listed again, and read then.
+            # Deleted since it was listed. If it does exist, a later refresh lists and reads it.
             return
         self.index.remove(pack.gone or ())
-        self._others[pack.info.key] = None
+        self._skipped[pack.info.key] = None
 
     async def _put_pack(self, writes: Sequence[RecordWrite]) -> Outcome:
         head, entries = self._format.pack_head([(write.key, write.size_bytes) for write in writes])

@@ -47,7 +47,7 @@ class Wire:
         deadline = time.monotonic() + timeout_s
         connection: _Connection | None = None
         try:
-            connection = self._reused() or await self._connected(timeout_s)
+            connection = self._take_idle() or await self._connect(timeout_s)
             self._busy.add(connection)
             await connection.exchange(frames, answer, deadline - time.monotonic())
         finally:
@@ -60,7 +60,7 @@ class Wire:
                 else:
                     connection.close()
 
-    def _reused(self) -> _Connection | None:
+    def _take_idle(self) -> _Connection | None:
         """Return the most recently used idle connection; close those that are too old or not clean."""
         now = time.monotonic()
         while self._idle:
@@ -73,7 +73,7 @@ class Wire:
     def _note_surplus(self) -> None:
         self.connections_dirty += 1
 
-    async def _connected(self, timeout_s: float) -> _Connection:
+    async def _connect(self, timeout_s: float) -> _Connection:
         if self._closed:
             raise S3Error(Cause.CLOSED, "The client was closed.")
         where = str(self._endpoint)
@@ -88,7 +88,7 @@ class Wire:
         except socket.gaierror as error:
             raise S3Error(Cause.DNS, f"The name of {where} can't be resolved.") from error
         except ConnectionResetError as error:
-            raise S3Error(Cause.RESET, f"{where} closed the connection while it was made.") from error
+            raise S3Error(Cause.RESET, f"{where} closed the new connection immediately.") from error
         except OSError as error:
             raise S3Error(Cause.REFUSED, f"No connection to {where}: {error.strerror or 'refused'}.") from error
         if self._closed:
@@ -107,7 +107,7 @@ class _Connection(Duplex):
 
     def __init__(self, stream: Stream, on_surplus: Callable[[], None]) -> None:
         super().__init__(stream)
-        # The response of the running exchange; stays set after a failure.
+        # Response of the current exchange; still set after a failed one.
         self._answer: Answer | None = None
         self._done: asyncio.Future[None] | None = None
         self._send_failed = False
@@ -116,11 +116,11 @@ class _Connection(Duplex):
         self.reusable = True
 
     async def exchange(self, frames: Sequence[bytes | memoryview], answer: Answer, timeout_s: float) -> None:
-        """Send a request and receive its response; afterwards ``reusable`` is True if another may follow."""
+        """Send a request and receive its response; ``reusable`` is then True if another may follow."""
         # False until the response is complete: a connection must not be reused after a cancelled exchange.
         self.reusable = False
         self._answer = answer
-        # An empty piece would never count as sent.
+        # Without empty frames, which would never count as sent.
         self.unsent.extend([frame for frame in frames if len(frame)])
         self._done = self._loop.create_future()
         # asyncio.timeout() would cost as much as signing the request.
@@ -137,7 +137,7 @@ class _Connection(Duplex):
             raise S3Error(Cause.PROTOCOL, "The service did not answer.")
         if not is_sent and answer.status < 300:
             # An error response is valid, but a partially sent object cannot have been stored.
-            raise S3Error(Cause.PROTOCOL, "The service answered before it had the whole request.")
+            raise S3Error(Cause.PROTOCOL, "The service answered before it had received the whole request.")
         if answer.surplus:
             self._on_surplus()
         # After a partially sent request, later responses on this connection could not be trusted.

@@ -50,7 +50,7 @@ Jobs = Annotated[
 ]
 Mixes = Annotated[
     list[str] | None,
-    Option("--mix", metavar="MIX", help="'store', 'load' or such as 'store=30,load=70'. Several: one after the other."),
+    Option("--mix", metavar="MIX", help="'store', 'load' or such as 'store=30,load=70'. Repeat to run several."),
 ]
 HitRate = Annotated[
     float, Option("--hit-rate", metavar="SHARE", help="Share of looked-up blocks that were stored before, 0 to 1.")
@@ -77,20 +77,18 @@ Cold = Annotated[
 VerifyWhat = Annotated[
     str, Option("--verify", metavar="sample|all|none", help="Loaded blocks to compare during the measurement.")
 ]
-Spin = Annotated[bool, Option("--spin", help="Run a busy Python thread beside it, as an engine's scheduler is.")]
+Spin = Annotated[bool, Option("--spin", help="Also run a busy Python thread, like an engine's scheduler.")]
 Io = Annotated[str | None, Option("--io", metavar="thread|process", help="Host of the tier's I/O.")]
 Baselines = Annotated[
     str | None,
-    Option(
-        "--baseline", metavar="NAMES", help="What to measure beside it, on the same drive: fio, vllm-fs, raw; none."
-    ),
+    Option("--baseline", metavar="NAMES", help="Systems to compare, on the same drive: fio, vllm-fs, raw; none."),
 ]
 PayloadKind = Annotated[str, Option("--payload", metavar="random|bf16|file:PATH", help="Kind of payload.")]
 Seed = Annotated[int, Option("--seed", metavar="N", help="Seed of keys, bytes and order.")]
 Runs = Annotated[
-    int, Option("--runs", metavar="N", help="Number of runs. Systems take turns, and a row is the median.")
+    int, Option("--runs", metavar="N", help="Number of runs, in which systems alternate; a row is the median.")
 ]
-Quick = Annotated[bool, Option("--quick", help="Short phases and little data, to see that it works.")]
+Quick = Annotated[bool, Option("--quick", help="Short phases and little data, as a trial.")]
 CsvFile = Annotated[Path | None, Option("--csv", metavar="FILE", help="Also write the rows to a CSV file.")]
 Keep = Annotated[bool, Option("--keep", help="Keep the stored blocks, for 'verify --reuse'.")]
 
@@ -152,9 +150,9 @@ def _measure(command: str, defaults: Defaults, mixes: Sequence[str], given: dict
         report = Report(command, notes=notes, parameters=_parameters(given, targets, workloads, baselines))
         report.environment["targets"] = [target.described() for target in targets]
         with Progress() as progress:
-            tell = _teller(progress) if progress.shown else None
+            report_phase = _phase_reporter(progress) if progress.shown else None
             measurement = Measurement(
-                targets, workloads, baselines, given["runs"], given["payload"], stopping, tell, report
+                targets, workloads, baselines, given["runs"], given["payload"], stopping, report_phase, report
             )
             try:
                 measurement.run()
@@ -190,7 +188,7 @@ def _print_report(report: Report, measurement: Measurement, *, json: bool, out: 
             for note in report.notes:
                 print_line(f"Note: {note}")
     finally:
-        # Also if stdout is closed.
+        # Even if stdout is closed.
         write_output(out, text + "\n", "--out")
     for block in measurement.wrong:
         say(f"WRONG: {block['system']}, block {block['key']} (number {block['number']}): {block['why']}.")
@@ -238,7 +236,7 @@ def _fitting(workloads: Sequence[Workload], targets: Sequence[Target]) -> tuple[
         job_bytes = workload.block_bytes * workload.blocks_per_job
         size = min(workload.working_set_bytes, room // job_bytes * job_bytes)
         fitting.append(dataclasses.replace(workload, working_set_bytes=size))
-    notes = [f"The working set is {rounded_size(room)}, not more: stores must not push out what is to be loaded."]
+    notes = [f"The working set is limited to {rounded_size(room)}, so that stores do not evict the blocks to load."]
     if any(workload.stored_bytes > room for workload in fitting):
         notes = ["The tier's capacity is too small for these jobs: blocks are evicted before they can be loaded."]
     return fitting, notes
@@ -255,7 +253,7 @@ def tier_of(text: str, io: str | None) -> TierArgument | None:
 
 
 def _baselines(text: str | None, tier: TierArgument | None) -> list[str]:
-    """Return the requested baselines; by default the bare drive, if the tier is on one."""
+    """Return the requested baselines; by default the raw drive of a tier on a local drive."""
     on_drive = tier is None or bool(tier.paths)
     if text is None:
         return ["raw"] if on_drive else []
@@ -265,7 +263,7 @@ def _baselines(text: str | None, tier: TierArgument | None) -> list[str]:
             hint = did_you_mean(name, BASELINES)
             raise ConfigError(f"--baseline has {shown(name)}. Known: {', '.join(BASELINES)}.{hint}")
     if names and not on_drive:
-        raise ConfigError(f"--baseline {text}: the tier is on no local drive that could be measured. Leave it out.")
+        raise ConfigError(f"--baseline {text}: the tier is not on a local drive. Leave it out.")
     return list(dict.fromkeys(names))
 
 
@@ -288,8 +286,8 @@ def _parameters(
     }
 
 
-def _teller(progress: Progress) -> Any:
-    def tell(what: str, result: PhaseResult | None) -> None:
+def _phase_reporter(progress: Progress) -> Any:
+    def report_phase(what: str, result: PhaseResult | None) -> None:
         if result is None:
             progress.show(what)
             return
@@ -303,4 +301,4 @@ def _teller(progress: Progress) -> Any:
                 parts.append(f"{op} {rate:.2f} GB/s, p99 {latency_text(counts.latencies.percentile(99))}")
         progress.show("  ".join(parts))
 
-    return tell
+    return report_phase

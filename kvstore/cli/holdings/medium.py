@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self, TypeVar
+from typing import Final, Self
 
 from kvstore.backends.groups import grouped
 from kvstore.backends.holdings import StaleItem, open_holdings
@@ -15,8 +15,6 @@ from kvstore.codec.record import RecordCodec, RecordFault, RecordHeader, decode_
 from kvstore.errors import BackendError, ConfigError, RecordError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, NamespaceInfo, RemovalCause
-
-_T = TypeVar("_T")
 
 _BATCH_BLOCKS: Final = 32
 """Most blocks read concurrently: enough to hide a server's latency, few enough to leave capacity to engines."""
@@ -33,7 +31,7 @@ _PLAIN_BYTES_MAX: Final = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class HeldRecord:
-    """Result of reading and verifying one block: intact, damaged, unreadable, or gone if nothing is set."""
+    """Result of reading and verifying one block: intact, damaged, unreadable, or (if nothing is set) gone."""
 
     block: BlockInfo
     data: memoryview | None = None  # The whole record, valid until the next one is read.
@@ -43,7 +41,7 @@ class HeldRecord:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether the record is useless: broken or of another namespace, and so misplaced.
+        """Whether the record is useless: broken, or misplaced because it is of another namespace.
 
         False for an intact record of an unsupported format.
         """
@@ -54,7 +52,7 @@ class HeldRecord:
 class Medium:
     """The blocks on a tier's medium. Its event loop runs only within calls, so it cannot be used within a running loop.
 
-    ``named`` has the digests given by the user. They are the list of namespaces if the backend cannot list them.
+    ``named``: digests given by the user, which serve as the list of namespaces if the backend cannot list them.
 
     Raises:
         ConfigError: The tier does not exist, or its medium cannot be read from outside.
@@ -67,6 +65,7 @@ class Medium:
         self._holdings = open_holdings(tier.backend, tier.config)
         self.ttl_s, self.knows_holders = self._holdings.ttl_s, self._holdings.knows_holders
         self._runner = Runner()
+        self._run = self._runner.run
         self._is_closed = False
         try:
             self._run(self._holdings.open())
@@ -195,9 +194,6 @@ class Medium:
         except RecordError as error:
             return HeldRecord(block, result, damage=error)
         return HeldRecord(block, result, header)
-
-    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return self._runner.run(work)
 
 
 def check_record(record: memoryview, namespace: str, key: BlockKey, *, alignment: int) -> RecordHeader:
