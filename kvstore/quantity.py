@@ -125,12 +125,12 @@ def _parse_size(value: object) -> int:
             f"{shown(value)} is not a valid size. Expected a number of bytes from 0 to 2**63 - 1, such as 1048576, "
             "'512MiB' (1024 based) or '2TB' (1000 based). "
             "Write it with one of B, KiB, MiB, GiB, TiB, PiB, KB, MB, GB, TB, PB."
-            f"{_meant(value)}"
+            f"{_suggestion(value)}"
         )
     return int(size)
 
 
-def _meant(value: object) -> str:
+def _suggestion(value: object) -> str:
     """Return a suggestion for an ambiguous or abbreviated unit used by other programs (5G, 5Gi); empty if none."""
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     if match is None or not re.fullmatch("[kmgtp]i?", match[2], re.IGNORECASE):
@@ -166,6 +166,6 @@ def _parse_capacity(value: object) -> tuple[ByteSize | None, Fraction | None]:
             )
         return None, percent
     try:
-        return ByteSize(value), None  # type: ignore[arg-type]  # it refuses an invalid size itself
+        return ByteSize(value), None  # type: ignore[arg-type]  # ByteSize refuses an invalid size
     except ConfigError as error:
         raise ConfigError(f"{error} Or give a share of the filesystem, such as '80%'.") from None

@@ -1,4 +1,4 @@
-"""Early ends of a command: by Ctrl-C, which leaves time to report results, or at its deadline, even if I/O hangs."""
+"""Ends a command early: on Ctrl-C, leaving time to report results, or at its deadline, even if I/O hangs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ DeadlineOption = Annotated[
         help="Time limit of the command, such as 30s, 10min or 1d.",
     ),
 ]
-"""One option for all commands that maintain tiers."""
 
 DEADLINE_TO_LOOK: Final = "30s"
 """Default deadline of a read-only command: listing a million names takes less, and the user waits for the result."""
@@ -61,8 +60,8 @@ class Deadline:
         if not 0 < self._seconds <= _DEADLINE_S_MAX:
             raise ConfigError(f"--deadline is {text!r}. Expected more than 0 and at most 30d.")
         self._error = (
-            f"The command did not end within {text} and was ended (--deadline). If the medium is well and there is "
-            "more to do, give it more time."
+            f"The command did not end within {text} and was stopped (--deadline). If the medium works and the command "
+            "needs longer, give it more time."
         )
         self._at = time.monotonic() + self._seconds
         self._ended = threading.Event()
@@ -112,7 +111,6 @@ class Stopping:
         self._before: dict[int, Any] = {}
 
     def __call__(self) -> bool:
-        """Return whether to stop."""
         return self._count > 0
 
     def __enter__(self) -> Stopping:

@@ -19,7 +19,7 @@ _log = logging.getLogger("kvstore.runtime")
 _R = TypeVar("_R")
 
 _POLL_S: Final = 0.001
-"""Threads end within microseconds of their last call; there is nothing to await."""
+"""Pause between two checks whether all threads have ended; they do so within microseconds of their last call."""
 
 
 class _Batch:

@@ -27,7 +27,7 @@ def fresh_seed() -> int:
 
 
 def with_seed(check: Callable[[_S], None]) -> Callable[[_S], None]:
-    """Make a test of a check with a fresh seed, which is added to a failure as a note."""
+    """Make a test from a check: it sets a fresh seed, and adds the seed to a failure as a note."""
 
     @functools.wraps(check)
     def test(self: _S) -> None:

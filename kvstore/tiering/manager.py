@@ -115,10 +115,10 @@ class TieringManager:
         core.on_left = self._cascades.left
         self._expiry = Expiry(core)
         self._prefetch = Prefetch(
-            core, self._promotions, self._lookups, self._expiry, self._requests.add, self._end_return
+            core, self._promotions, self._lookups, self._expiry, self._requests.add, self._end_prefetch
         )
-        fills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
-        self._counts_sightings = fills or self._parser.default.min_uses > 1
+        backfills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
+        self._counts_sightings = backfills or self._parser.default.min_uses > 1
         share = int(primary.slots * config.pin_share)
         self._pins = Pins(primary, share, config.pin_lease_s, clock)
         primary.marks.retained_max = share
@@ -494,7 +494,7 @@ class TieringManager:
         return self._log.take(self._links)
 
     def take_unfilled(self) -> list[BlockKey]:
-        """Return the blocks whose slots were never filled since the last call, and that have none now.
+        """Return the blocks that lost a slot before it was filled, since the last call, and that have none now.
 
         The first call begins to record them.
         """
@@ -507,7 +507,7 @@ class TieringManager:
         return self._log.has_unreported
 
     def restate_events(self) -> None:
-        """Note that consumers of events have dropped all blocks: the next calls of :meth:`take_events` report them."""
+        """Report all blocks again by :meth:`take_events`, because its consumers have dropped them."""
         self._log.restate(self._links)
 
     def stats(self) -> TieringStats:
@@ -723,7 +723,7 @@ class TieringManager:
         if policy.prefetch_s is not None and state.load_links and not self._closed:
             self._prefetch.add_later(self._requests.returning(state, keys), policy.prefetch_s)
 
-    def _end_return(self, state: RequestState) -> None:
+    def _end_prefetch(self, state: RequestState) -> None:
         """End the prefetch of a finished request's blocks, after its last lookup."""
         self._promotions.release_claims(state)
         self._end_if_idle(state)

@@ -51,7 +51,7 @@ from kvstore.vllm.guard import ErrorLog, guarded
 from kvstore.vllm.metrics import HitSummary, ManagerMetrics, StandardMetrics, TierMetrics
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
-from kvstore.vllm.startup import described, described_slots, said_in_the_log, show_logs
+from kvstore.vllm.startup import described, described_slots, errors_logged, show_logs
 from kvstore.vllm.steps import IdleWaker, Pauses, StepTimes
 from kvstore.vllm.tags import RequestTags, of_replica, remote_fields, serves_peers
 
@@ -402,7 +402,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         return ours
 
 
-@said_in_the_log()
+@errors_logged()
 def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
     """Open the primary tier in the region of vLLM's workers, the tiers, and their manager.
 

@@ -1,4 +1,4 @@
-"""Early work in every vLLM process: one-line configuration errors before weights are loaded, and logging setup."""
+"""Start of every vLLM process: configuration errors in one line before weights are loaded, and logging setup."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ logger = logging.getLogger("kvstore.vllm.startup")
 
 OUR_CONNECTOR: Final = "KVStoreConnector"
 _VLLMS_CONNECTOR: Final = "OffloadingConnector"
-"""Stands for ours, if the plugin is loaded; deprecated."""
+"""Replaced by ours if the plugin is loaded; deprecated."""
 _CONNECTORS: Final = (OUR_CONNECTOR, _VLLMS_CONNECTOR)
 
 _MODULE: Final = "kvstore.vllm"
@@ -78,11 +78,11 @@ def check_start() -> None:
         transfer, others = _of_command_line(sys.argv)
         here = not any(word in each for each in sys.argv for word in _ELSEWHERE)
     try:
-        _raise(*transfer_faults(transfer, others, here=here) or ())
+        _report(*transfer_faults(transfer, others, here=here) or ())
     except ConfigError as error:
         _refuse(
             error,
-            is_ours=engine_args is None and (engine_config is None or multiprocessing.parent_process() is not None),
+            exits=engine_args is None and (engine_config is None or multiprocessing.parent_process() is not None),
         )
 
 
@@ -91,7 +91,7 @@ def check_offloading(extra: Mapping[str, Any], *, here: bool = True) -> None:
 
     ``here``: whether the engine will run on this machine. If so, directories and device are checked as well.
     """
-    _raise(*faults_of(extra, here=here) or ())
+    _report(*faults_of(extra, here=here) or ())
 
 
 def transfer_faults(
@@ -105,10 +105,10 @@ def transfer_faults(
         here: As for :func:`check_offloading`.
     """
     faults: list[Fault] = []
-    with _noting(faults, "kv_connector"):
+    with _collecting(faults, "kv_connector"):
         _check_connector(transfer, engine_args)
     of_vllm = [text for each in _transfers(transfer) if isinstance(each, Mapping) for text in _faults_of_transfer(each)]
-    # vLLM sets the size of the primary tier by this argument only later.
+    # vLLM derives 'cpu_bytes_to_use' from this argument only later.
     size_gib = getattr(engine_args, "kv_offloading_size", None)
     given = {} if size_gib is None else {"cpu_bytes_to_use": size_gib * 2**30}
     found = [faults_of({**given, **extra}, here=here) for extra in _offloadings(transfer)]
@@ -149,12 +149,11 @@ def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Faul
     spec, tiers = extra.get("spec_name"), extra.get("secondary_tiers", [])
     is_our_spec = spec == _OUR_SPEC
     if not is_our_spec and spec != _VLLMS_SPEC:
-        meant = (
-            None if "spec_module_path" in extra and extra["spec_module_path"] != _MODULE else _misspelt(spec, _OUR_SPEC)
-        )
+        is_foreign = extra.get("spec_module_path", _MODULE) != _MODULE
+        meant = None if is_foreign else _misspelt(spec, _OUR_SPEC)
         return ([Fault("", f"spec_name is {spec!r}. Did you mean {meant!r}?")], []) if meant else None
     if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
-        with _noting(faults):
+        with _collecting(faults):
             with_short_types(extra)
         return (faults, []) if is_our_spec else None
     named = {TIER_TYPE, *BACKENDS.names()}
@@ -162,7 +161,7 @@ def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Faul
     for index, tier in enumerate(tiers):
         place = f"secondary_tiers[{index}]"
         if is_our_spec or tier.get("type") in named:
-            with _noting(faults, place):
+            with _collecting(faults, place):
                 sound[place] = spelled_out(tier, place) if is_our_spec else tier
     ours = {place: tier for place, tier in sound.items() if tier["type"] in named}
     if not is_our_spec and not ours:
@@ -173,7 +172,7 @@ def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Faul
         faults += [Fault("", text) for text in unknown]
         warnings += [Fault("", text) for text in doubtful]
         if len(sound) == len(tiers):
-            with _noting(faults):
+            with _collecting(faults):
                 check_tiering(with_short_types({**extra, "cpu_bytes_to_use": 0}))
     else:
         faults += _faults_of_vllms_spec(extra, here)
@@ -206,7 +205,7 @@ def _check_tiers(ours: Mapping[str, Mapping[str, Any]], here: bool, faults: list
     used: dict[Path, str] = {}
     names: dict[str, str] = {}
     for place, tier in ours.items():
-        with _noting(faults, place):
+        with _collecting(faults, place):
             options = check_options(tier, tier_type=tier["type"])
             backend = options.pop("backend")
             config = decode_config(BACKENDS.find(backend).config_type, options, where=f"{backend} tier")
@@ -222,7 +221,7 @@ def _check_tiers(ours: Mapping[str, Mapping[str, Any]], here: bool, faults: list
 
 
 @contextlib.contextmanager
-def _noting(faults: list[Fault], place: str = "") -> Iterator[None]:
+def _collecting(faults: list[Fault], place: str = "") -> Iterator[None]:
     """Collect a fault instead of raising it."""
     try:
         yield
@@ -231,7 +230,7 @@ def _noting(faults: list[Fault], place: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def said_in_the_log() -> Iterator[None]:
+def errors_logged() -> Iterator[None]:
     """Log the reason why a tier can't be opened in one line; vLLM shows it only at the end of a traceback.
 
     An engine's own process then ends without that traceback; a program that runs the engine itself gets the exception.
@@ -288,7 +287,7 @@ def show_logs() -> None:
         ours.setLevel(theirs.level)
 
 
-def _raise(faults: Sequence[Fault] = (), warnings: Sequence[Fault] = ()) -> None:
+def _report(faults: Sequence[Fault] = (), warnings: Sequence[Fault] = ()) -> None:
     """Raise faults as one error, a line for each; log warnings."""
     if faults:
         raise ConfigError("\nkvstore: ".join(map(str, faults)))
@@ -306,7 +305,7 @@ def _faults_of_transfer(transfer: Mapping[str, Any]) -> Iterator[Fault]:
     extra = _connector_of(transfer)[1]
     named = {"kv_connector_module_path": transfer, "spec_module_path": extra if isinstance(extra, Mapping) else {}}
     for name, given in named.items():
-        if (module := given.get(name)) is not None and not _is_there(module):
+        if (module := given.get(name)) is not None and not _is_importable(module):
             yield Fault("", f"{name!r} is {shown(module)}, and there is no such module. Give {_MODULE!r}.")
     role, roles = transfer.get("kv_role"), get_args(KVRole)
     if role not in roles:
@@ -323,7 +322,7 @@ def _faults_of_transfer(transfer: Mapping[str, Any]) -> Iterator[Fault]:
         )
 
 
-def _is_there(module: object) -> bool:
+def _is_importable(module: object) -> bool:
     """Return whether a module can be found; its packages are imported."""
     try:
         return isinstance(module, str) and importlib.util.find_spec(module) is not None
@@ -350,8 +349,8 @@ def _check_connector(transfer: Any, engine_args: Any) -> None:
     if getattr(engine_args, "kv_offloading_size", None) is not None:
         if _value_of(transfer, "kv_connector_module_path"):
             raise ConfigError(
-                "'kv_connector_module_path' is where vLLM would look for its own connector because of "
-                "--kv-offloading-size. Leave that argument out, and give 'cpu_bytes_to_use'."
+                "With --kv-offloading-size, vLLM would look for its own connector in 'kv_connector_module_path'. "
+                "Leave that argument out, and give 'cpu_bytes_to_use'."
             )
         if getattr(engine_args, "kv_offloading_backend", "native") != "native":
             connector = "LMCacheMPConnector"
@@ -367,9 +366,9 @@ def _check_connector(transfer: Any, engine_args: Any) -> None:
         )
 
 
-def _refuse(error: ConfigError, *, is_ours: bool) -> NoReturn:
+def _refuse(error: ConfigError, *, exits: bool) -> NoReturn:
     text = str(error) if str(error).startswith("kvstore:") else f"kvstore: {error}"
-    if is_ours:
+    if exits:
         raise SystemExit(text)
     raise ConfigError(text) from error
 
@@ -392,7 +391,7 @@ def _callers() -> tuple[Any, Any]:
 def _of_command_line(arguments: Sequence[str]) -> tuple[Any, Any]:
     """Return the value of ``--kv-transfer-config``, and the arguments that change it.
 
-    What is absent or invalid is None; vLLM reports it.
+    Absent or invalid values are None; vLLM reports them.
     """
     found: dict[str, str] = {}
     for argument, following in itertools.pairwise([*arguments, ""]):
@@ -425,7 +424,7 @@ def _transfers(transfer: Any) -> Iterator[Any]:
 
 
 def _connector_of(transfer: Any) -> tuple[Any, Any]:
-    """Return the name of the connector and its ``kv_connector_extra_config``; None for what is missing."""
+    """Return the name of the connector and its ``kv_connector_extra_config``; None for a missing one."""
     return _value_of(transfer, "kv_connector"), _value_of(transfer, "kv_connector_extra_config")
 
 
@@ -434,7 +433,7 @@ def _value_of(transfer: Any, name: str) -> Any:
 
 
 def _like(handler: logging.Handler) -> logging.Handler:
-    """Return a handler for the same stream that shows the logger; vLLM's own format shows the source file instead."""
+    """Return a handler for the same stream whose format shows the logger; vLLM's shows the source file."""
     found, formatter = copy.copy(handler), handler.formatter
     if formatter is not None and "%(name)s" not in (formatter._fmt or ""):
         found.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(name)s] %(message)s", formatter.datefmt))

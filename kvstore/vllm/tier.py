@@ -41,7 +41,7 @@ from kvstore.vllm.guard import ErrorLog, guarded
 from kvstore.vllm.metrics import TierMetrics, metric_definitions
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import check_options, tier_name
-from kvstore.vllm.startup import described, described_slots, said_in_the_log, show_logs
+from kvstore.vllm.startup import described, described_slots, errors_logged, show_logs
 from kvstore.vllm.steps import IdleWaker
 from kvstore.vllm.tags import remote_fields
 
@@ -78,7 +78,7 @@ class KVStoreTier(SecondaryTierManager):
         BackendError: The medium can't be opened, and the tier is ``required``.
     """
 
-    @said_in_the_log()
+    @errors_logged()
     def __init__(
         self,
         offloading_spec: Any,

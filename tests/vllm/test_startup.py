@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.vllm.options import with_short_types
-from kvstore.vllm.startup import check_offloading, check_start, said_in_the_log, transfer_faults
+from kvstore.vllm.startup import check_offloading, check_start, errors_logged, transfer_faults
 from tests.project.tree import ROOT
 
 _FILE = {"type": "file", "path": "DIR/kv", "capacity": "1GiB"}
@@ -340,7 +340,7 @@ def test_a_tier_that_cannot_be_opened_is_one_line(
 ) -> None:
     """The reason is logged once; vLLM's own process ends without a traceback, a program gets the exception."""
     monkeypatch.setattr("multiprocessing.parent_process", lambda: parent)
-    with pytest.raises(SystemExit if parent else BackendUnavailableError), said_in_the_log():
+    with pytest.raises(SystemExit if parent else BackendUnavailableError), errors_logged():
         raise BackendUnavailableError("no answer", backend="redis")
     assert caplog.messages == ["kvstore: [redis] no answer"]
 

@@ -53,7 +53,7 @@ _INVERSE: Final = {Kind.ADD: Kind.REMOVE, Kind.SEGMENT: Kind.DROP}
 
 
 def _nothing() -> None:
-    """Follow records that change nothing else."""
+    """Do nothing: the default of ``apply`` and ``undo``."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Journal:
         self._owner = owner
         self._durable = durable
         self._queue: deque[_Entry] = deque()
-        self._untold: deque[_Entry] = deque()
+        self._unwritten: deque[_Entry] = deque()
         """Lasting entries whose frame failed, and inverses of failed frames that followers may have read; they precede
         all others in the next frame."""
         self._next: JournalEnd | None = None
@@ -117,7 +117,7 @@ class Journal:
     @property
     def is_behind(self) -> bool:
         """Whether records could not be written so far; the next frame repeats them."""
-        return bool(self._untold)
+        return bool(self._unwritten)
 
     async def append(
         self,
@@ -137,16 +137,16 @@ class Journal:
             OSError: They could not be written. Instead of ``apply``, ``undo`` is called, once no reader of the journal
                 finds the records.
         """
-        parts = range(0, len(rows), _FRAME_ROWS_MAX) if lasting else ()
-        for start in parts[:-1]:
-            self._queue.append(self._entry(rows[start : start + _FRAME_ROWS_MAX], lasting=lasting))
-        last = self._entry(rows[parts[-1] :] if parts else rows, apply, undo, lasting=lasting)
+        starts = range(0, len(rows), _FRAME_ROWS_MAX) if lasting else ()
+        *parts, rest = [rows[start : start + _FRAME_ROWS_MAX] for start in starts] or [rows]
+        self._queue.extend(self._entry(part, lasting=True) for part in parts)
+        last = self._entry(rest, apply, undo, lasting=lasting)
         self._queue.append(last)
         self._start()
         await asyncio.shield(last.written)
 
     async def switch(self, create: Callable[[], JournalEnd]) -> None:
-        """Create another journal and continue in it; if this one can't be ended, it stays in use.
+        """Create another journal and continue in it; if this one can't be ended, continue in this one.
 
         If this call is cancelled, the switch is still made.
 
@@ -183,7 +183,7 @@ class Journal:
     async def _write_all(self) -> None:
         while self._queue or self._next is not None:
             if self._next is not None:
-                await self._go_on_in(self._next)
+                await self._continue_in(self._next)
                 continue
             taken = self._take_frame()
             error, is_visible = await self._write([row for entry in taken for row in entry.rows])
@@ -205,12 +205,12 @@ class Journal:
 
     def _fail(self, taken: Sequence[_Entry], error: OSError, is_visible: bool) -> None:
         """End the entries of a failed frame, and all waiting ones, which would fail as well."""
-        failed = [*taken, *self._untold, *self._queue]
+        failed = [*taken, *self._unwritten, *self._queue]
         self._queue.clear()
-        self._untold = deque(entry for entry in failed if entry.lasting)
+        self._unwritten = deque(entry for entry in failed if entry.lasting)
         for place, entry in enumerate(failed):
             if is_visible and place < len(taken) and (inverse := entry.inverse):
-                self._untold.append(self._entry(inverse, entry.undo, lasting=True))
+                self._unwritten.append(self._entry(inverse, entry.undo, lasting=True))
             elif not entry.lasting:
                 entry.undo()
             entry.end(error)
@@ -219,7 +219,7 @@ class Journal:
         """Take the entries of the next frame off the queues."""
         taken: list[_Entry] = []
         count = 0
-        for queue in (self._untold, self._queue):
+        for queue in (self._unwritten, self._queue):
             while queue and (not taken or count + len(queue[0].rows) <= _FRAME_ROWS_MAX):
                 taken.append(queue.popleft())
                 count += len(taken[-1].rows)
@@ -249,7 +249,7 @@ class Journal:
             return bare(error), is_visible
         return None, True
 
-    async def _go_on_in(self, to: JournalEnd) -> None:
+    async def _continue_in(self, to: JournalEnd) -> None:
         """Write the last frame of this journal and continue in the next one, as followers do after that frame."""
         _, is_visible = await self._write([(Kind.NEXT, to.number, 0, 0, b"")])
         unused = to
@@ -409,7 +409,7 @@ def load_owner(disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> O
 
 
 def append_rows(disk: OsDisk, dir_fd: int, state: OwnerState, owner: int, rows: Sequence[Row]) -> None:
-    """Write records to the journal of an ended owner, at which its reader is; the caller holds its lock. Blocks.
+    """Append records to the last journal of an owner without an engine; the caller holds the owner's lock. Blocks.
 
     A damaged journal is left unchanged, because the owner's next engine scans the slots.
     """
@@ -424,7 +424,7 @@ def append_rows(disk: OsDisk, dir_fd: int, state: OwnerState, owner: int, rows: 
     with opened(disk, layout.journal_name(end.number), os.O_WRONLY, dir_fd) as (fd, _):
         times = disk.fstat(fd)
         write_at(disk, fd, b"".join(frames), end.offset)
-        # Owners are adopted and reclaimed by the time of their own last change.
+        # Restored, because owners are adopted and reclaimed by the time of their own last change.
         disk.syscall("utime", os.utime, fd, ns=(times.st_atime_ns, times.st_mtime_ns))
         disk.fdatasync(fd)
 

@@ -148,7 +148,7 @@ class Session:
         """Finish all pending writes, and write a snapshot."""
         await self.space.close()
         await self.notes.settle()
-        await self._note_presence()
+        await self._note_activity()
         await self._write_snapshot()
 
     @contextlib.contextmanager
@@ -164,7 +164,7 @@ class Session:
             done.set_result(None)
 
     def note_use(self, places: Sequence[int]) -> None:
-        """Record a use of places, for the eviction of their owners."""
+        """Record a use of the blocks at these places, for eviction by their owners."""
         self.index.touch([place for place in places if 0 <= place <= SLOT_MASK])
         for place in places:
             if place > SLOT_MASK and (other := self.followers.others.get(place >> OWNER_SHIFT)) is not None:
@@ -232,7 +232,7 @@ class Session:
             self._on_doubt,
         )
         self._files.callback(self.followers.close)
-        # Their blocks are reported by a scan, not here.
+        # A scan reports the other owners' blocks.
         await self.followers.refresh(report=False)
         self.space = Space(
             self.engine, self.roots, owner, self.index, self.journal, self.segments, self.counts, self.on_removed
@@ -242,7 +242,7 @@ class Session:
             self.recovered.set()
         else:
             self._start(self._scan_slots(self.index.withhold()))
-        await self._note_presence(owner.corrections)
+        await self._note_activity(owner.corrections)
         if self.config.exclusive:
             await self.space.preallocate()
         self._start(self.followers.run())
@@ -291,12 +291,12 @@ class Session:
         long = self.journal.end.offset > max(_JOURNAL_BYTES, len(self.index) * layout.RECORD.itemsize)
         due = bool(self.config.snapshot_interval) and time.monotonic() > self._snapshot_at
         if due:
-            await self._note_presence()
+            await self._note_activity()
         if long or due:
             self._snapshot_at = time.monotonic() + self.config.snapshot_interval
             await self._write_snapshot()
 
-    async def _note_presence(self, rows: Sequence[Row] = ()) -> None:
+    async def _note_activity(self, rows: Sequence[Row] = ()) -> None:
         """Write a frame, possibly empty, so that this directory is newer than unused ones."""
         # If there is no room for the frame, the next start finds the same differences.
         with contextlib.suppress(OSError):
@@ -342,7 +342,7 @@ class Session:
                         self.counts["recovery_found_blocks"] += len(rows)
                         self._on_added(keys)
                 except OSError as error:
-                    _log.debug("%d blocks that were found could not be noted: %s", len(rows), error)
+                    _log.debug("%d blocks that were found could not be recorded: %s", len(rows), error)
             self.counts["recovery_scanned_slots"] += len(batch)
             self.index.release([slot for slot in batch if slot not in taken])
             await asyncio.sleep(0)

@@ -124,8 +124,8 @@ _REGION: Final = "us-east-1"
 _RENEWAL_S_MAX: Final = 60.0
 """Maximum duration of a renewal. Chained roles, or a program that prompts the user, take seconds."""
 
-_STILL_GOOD_S: Final = 600.0
-"""Botocore requires new credentials this long before expiry, and suggests renewal five minutes earlier."""
+_RENEWAL_DUE_S: Final = 600.0
+"""Time before expiry at which botocore requires new credentials; it suggests a renewal five minutes earlier."""
 
 _RENEWAL_PAUSE_S: Final = 10.0
 """Minimum time between background renewals: thirty attempts in those five minutes."""
@@ -184,11 +184,11 @@ class CurrentCredentials:
         self._expire = isinstance(provider, RefreshableCredentials)
 
     async def get(self, timeout_s: float = _RENEWAL_S_MAX) -> Credentials:
-        """Return the current credentials, else raise S3Error; after a timeout the renewal continues in background."""
+        """Return the current credentials, else raise S3Error; after a timeout the renewal continues."""
         last = self._last
         if last is not None and not self._expire:
             return last
-        if last is not None and not self._provider.refresh_needed(_STILL_GOOD_S):
+        if last is not None and not self._provider.refresh_needed(_RENEWAL_DUE_S):
             # The last credentials are still valid: requests do not wait, and a failing provider is called rarely.
             if self._provider.refresh_needed() and time.monotonic() >= self._not_before:
                 self._begin()
@@ -231,6 +231,6 @@ class CurrentCredentials:
 def unavailable(error: Exception | None = None) -> S3Error:
     """Return the failure for missing credentials."""
     if error is None:
-        return S3Error(Cause.CREDENTIALS, "There are no credentials: none were given, none were found.")
+        return S3Error(Cause.CREDENTIALS, "No credentials were given or found.")
     # Only the type: the text may contain the output of a credential process.
-    return S3Error(Cause.CREDENTIALS, f"Credentials can't be had: {type(error).__name__}.")
+    return S3Error(Cause.CREDENTIALS, f"Credentials are unavailable: {type(error).__name__}.")

@@ -26,9 +26,19 @@ _LOOPS: Final = 1000
 _ALONE_S: Final = 0.3
 """Time for measuring the rate alone; a longer time changes only its third digit."""
 
+PAUSE_S: Final = 0.0002
+"""Pause between two polls without results; a shorter one would take CPU time and the GIL from the system."""
+
+_PROGRESS_S: Final = 0.25
+_WRONG_MAX: Final = 100
+"""Most wrong blocks reported."""
+
+_ABSENT: Final = 1 << 48
+"""Blocks with numbers from this one on are never stored."""
+
 
 class Spinner:
-    """Context in which a thread runs Python code without a pause."""
+    """Context in which a thread runs Python code without a pause; its rate shows how much of the GIL remains."""
 
     def __init__(self) -> None:
         self.steps = 0  # Steps done so far.
@@ -71,17 +81,6 @@ def _step() -> None:
     total = 0
     for i in range(_LOOPS):
         total += i & 3
-
-
-PAUSE_S: Final = 0.0002
-"""Pause between two polls without results; a shorter one would take CPU time and the GIL from the system."""
-
-_PROGRESS_S: Final = 0.25
-_WRONG_MAX: Final = 100
-"""Most wrong blocks reported."""
-
-_ABSENT: Final = 1 << 48
-"""Blocks with numbers from this one on are never stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +131,8 @@ class _Job:
     numbers: list[int]
     keys: list[bytes]
     group: int
-    scheduled: float
-    begun: float
+    scheduled: float  # When its latency begins: when due or, in a closed loop, when submitted.
+    begun: float  # When its lookups begin.
     counted: bool
     asked: list[int] = field(default_factory=list)
     """Positions of blocks without a final answer to their lookup."""
@@ -147,7 +146,7 @@ class Driver:
 
     Args:
         stopped: Polled; after it returns True, no more jobs begin.
-        watch: Called a few times per second with the counts so far; None without a viewer.
+        watch: Called a few times per second with the counts so far.
     """
 
     def __init__(
@@ -249,7 +248,7 @@ class _Phase:
         return result
 
     def _begin(self, scheduled: float) -> None:
-        """Begin a job, if one is due."""
+        """Begin the next job, or end the phase if there is none."""
         workload, driver = self._workload, self._driver
         size = workload.blocks_per_job
         op: Op = "store" if self._random.random() < self._store_share else "load"
@@ -259,7 +258,7 @@ class _Phase:
             return
         if op == "store":
             if self._system.capacity_bytes and driver._stored_bytes >= self._system.capacity_bytes:
-                self._result.notes.append(f"{self._system.name} evicts nothing: its stores ended where its room does.")
+                self._result.notes.append(f"{self._system.name} evicts nothing: stores ended when it was full.")
                 self._over = True
                 return
             driver._next_number += size
@@ -395,7 +394,7 @@ class _Phase:
             elif outcome.ok and place in job.compared:
                 self._result.verified_blocks += 1
                 if not rows.is_right(slots[place], number):
-                    self._note_wrong(job.keys[place], number, "other bytes came back than were stored")
+                    self._note_wrong(job.keys[place], number, "the loaded bytes differ from the stored ones")
 
     def _note_wrong(self, key: bytes, number: int, why: str) -> None:
         if len(self._result.wrong) < _WRONG_MAX:
@@ -409,7 +408,7 @@ class _Phase:
             return
         counts = self._result.load if self._store_share < 1 else self._result.store
         counts.errors["not_begun"] += waiting
-        # Below 2000 values are recorded, each for several jobs: the wait decreases evenly from first to last.
+        # At most 2000 values are recorded, each for several jobs: waits decrease evenly from the first job to the last.
         step = max(1, waiting // 1000)
         for i in range(0, waiting, step):
             counts.latencies.add(until - due - i / rate, min(step, waiting - i))
