@@ -351,7 +351,7 @@ def test_verify_leaves_nothing(tmp_path: Path, backend: str) -> None:
         (["run", "--mix", "store=-1,load=2"], "--mix is"),
         (["run", "--hit-rate", "2"], "--hit-rate is 2.0"),
         (["run", "--baseline", "foi"], "Did you mean 'fio'?"),
-        (["run", "-t", "memory", "--baseline", "raw"], "no local drive"),
+        (["run", "-t", "memory", "--baseline", "raw"], "not on a local drive"),
         (["run", "--payload", "zeros"], "--payload is 'zeros'"),
         (["run", "--payload", "file:/no/such"], "can't be read"),
         (["run", "--verify", "some"], "--verify is 'some'"),
