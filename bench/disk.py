@@ -7,7 +7,7 @@ direct I/O). Systems take turns over the same memory, run by run; a row is the m
 CPU seconds include all participating processes and the caller.
 
 All use one memory, because a drive transfers physically adjacent pages in one piece, and their number depends on the
-allocation: the same loads of 2 MiB took 0.66 GB/s with requests of 758 KiB and 1.42 GB/s with 1,600 KiB.
+allocation: the same loads of 2 MiB took 1.34 GB/s with requests of 1,488 KiB and 2.86 GB/s with 2,052 KiB.
 
 fio uses the same filesystem, direct I/O, the same block size and queue depth 32. ``of_fio`` is the rate divided by
 fio's in the same run, or the median of such ratios. Memory is in pages of 4 KiB, as vLLM's is by default; with "always"

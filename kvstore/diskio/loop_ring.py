@@ -21,11 +21,12 @@ from kvstore.runtime.workers import to_the_end
 _ENTRIES: Final = 256
 """Most operations in flight; eight times as many as saturate an NVMe drive with small blocks."""
 
-_IN_FLIGHT_BYTES_MAX: Final = 64 << 20
+_IN_FLIGHT_BYTES_MAX: Final = {Precedence.LOAD: 24 << 20, Precedence.STORE: 64 << 20}
 _IN_FLIGHT_BYTES_FIRST: Final = 16 << 20
 _IN_FLIGHT_BYTES_MIN: Final = 1 << 20
 """Limits of bytes in flight, for loads and for stores each. A drive writes 64 MiB in about 20 ms, the longest wait of a
-new load in the drive's queue. A slow drive gets a lower limit: submitted operations can't be cancelled, and a job is
+new load in the drive's queue. Loads have a lower limit: concurrent operations end together and are verified only then,
+which delays a job's last blocks. A slow drive gets a lower limit: submitted operations can't be cancelled, and a job is
 reported only when its operations have ended."""
 
 _FAST_S: Final = 0.1
@@ -203,7 +204,9 @@ class LoopRing:
         precedence, now = batch.precedence, self._loop.time()
         took_s = now - batch.submitted_at
         if took_s < _FAST_S:
-            self._bytes_max[precedence] = min(_IN_FLIGHT_BYTES_MAX, self._bytes_max[precedence] + size_bytes)
+            self._bytes_max[precedence] = min(
+                _IN_FLIGHT_BYTES_MAX[precedence], self._bytes_max[precedence] + size_bytes
+            )
         elif took_s > _SLOW_S and now - self._slowed_at[precedence] > _SLOW_S:
             self._bytes_max[precedence] = max(_IN_FLIGHT_BYTES_MIN, self._bytes_max[precedence] // 2)
             self._slowed_at[precedence] = now

@@ -59,14 +59,15 @@ class Inventory:
         return list(self._known)
 
     def stored(self, keys: Iterable[BlockKey]) -> None:
-        """Note blocks that entered the tier."""
+        """Note blocks that entered the tier. They are reported in this order, even if a scan has found them before."""
         changes = self._changes
         for key in keys if self._enabled else ():
             if key in changes:
                 if changes[key] is not None:
                     del changes[key]
                     self._known[key] = None
-            elif key not in self._known and key not in self._found:
+            elif key not in self._known:
+                self._found.discard(key)
                 changes[key] = None
 
     def found(self, keys: Iterable[BlockKey]) -> None:

@@ -193,7 +193,7 @@ def test_open_loop_counts_from_the_scheduled_time(rows: BlockRows) -> None:
 def test_spinner_tells_what_is_left_of_python(rows: BlockRows) -> None:
     """With a busy thread beside it, the phase reports the share of its rate that the thread kept."""
     driver = Driver(system_of(rows), rows)
-    phase = workload(duration_s=0.3, ops_max=0, spin=True)
+    phase = workload(duration_s=2.0, ops_max=0, spin=True)
     driver.fill(phase)
     found = driver.run(phase)
     assert found.spin_rate is not None and found.spin_rate > 0

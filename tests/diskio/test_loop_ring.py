@@ -126,7 +126,7 @@ async def test_bytes_in_flight_are_bounded_and_loads_pass_stores(
 
 async def test_one_operation_longer_than_the_share_goes_alone(ring: LoopRing) -> None:
     """An operation longer than the in-flight limit waits only for others of its kind."""
-    size = 3 * loop_ring._IN_FLIGHT_BYTES_MAX
+    size = 3 * loop_ring._IN_FLIGHT_BYTES_MAX[Precedence.STORE]
     assert await ring.run(nops(4), [size] * 4, precedence=Precedence.STORE) == [0] * 4
 
 
@@ -141,7 +141,7 @@ async def test_what_a_slow_drive_has_in_flight_shrinks(ring: LoopRing, monkeypat
     monkeypatch.setattr(loop_ring, "_FAST_S", 3600.0)
     for _ in range(70):
         await ring.run(nops(1), [1 << 20], precedence=Precedence.LOAD)
-    assert ring._bytes_max[Precedence.LOAD] == loop_ring._IN_FLIGHT_BYTES_MAX
+    assert ring._bytes_max[Precedence.LOAD] == loop_ring._IN_FLIGHT_BYTES_MAX[Precedence.LOAD]
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EBUSY, errno.EINTR])

@@ -103,6 +103,19 @@ def test_found_blocks_come_at_a_bounded_rate_and_in_order() -> None:
     assert sorted(k for r in again for e in r for k in e.keys) == sorted([*KEYS[1:-1], b"new"])
 
 
+def test_a_store_is_reported_at_once_and_in_its_order_although_a_scan_found_it_first() -> None:
+    """The scan at start may list blocks of a store that has just ended, in the order of the medium."""
+    inventory = Inventory()
+    inventory.found([*KEYS, b"second", b"first"])
+    inventory.stored([b"first", b"second"])
+    assert inventory.take()[0].keys[:2] == (b"first", b"second")
+    consumer = Consumer()
+    inventory.restate()
+    while inventory:
+        consumer.receive(inventory.take())
+    assert consumer.blocks == {*KEYS, b"first", b"second"}
+
+
 def test_nothing_is_kept_unless_enabled() -> None:
     """An engine without events uses no memory for them."""
     inventory = Inventory(enabled=False)
