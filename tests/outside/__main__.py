@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.outside.sources import LMCACHE, ROOT, VERSION, VLLM, packages, vllm_tests
 
 
@@ -107,19 +109,26 @@ def _session(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    found: Counter[tuple[str, str]] = Counter()
+    results: dict[tuple[str, str], str] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch) / "report.xml"
-        fixed = ["-q", "-c", os.devnull, "--rootdir", str(folder), "-p", "no:cacheprovider", "--tb=short"]
-        fixed += ["--junitxml", str(report), "-W", "ignore"]
-        command = [sys.executable, "-m", "pytest", *fixed, *options, *(outsider.path for outsider in outsiders)]
-        ended = subprocess.run(command, cwd=folder, env=environment, check=False)
-        for test in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
-            module = test.get("classname", "").replace(".", "/")
-            name = next((each.name for each in outsiders if module.startswith(each.path.removesuffix(".py"))), module)
-            results = {child.tag for child in test}
-            bad, other = results & {"failure", "error"}, "skipped" in results  # With expected failures.
-            found[name, "failed" if bad else "other" if other else "passed"] += 1
+        cache = ["-o", f"cache_dir={scratch}/cache"]
+        fixed = ["-q", "-c", os.devnull, "--rootdir", str(folder), *cache, "--tb=short", "-W", "ignore"]
+        # Many of these tests wait for a fixed time, so those that fail run once more, alone.
+        for extra in ([], ["-n", "0", "--last-failed", "--last-failed-no-failures", "none"]):
+            report = Path(scratch) / f"report{len(extra)}.xml"
+            command = [sys.executable, "-m", "pytest", *fixed, "--junitxml", str(report), *options, *extra]
+            command += [outsider.path for outsider in outsiders]
+            ended = subprocess.run(command, cwd=folder, env=environment, check=False)
+            for test in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
+                kinds = {child.tag for child in test}
+                result = "failed" if kinds & {"failure", "error"} else "other" if "skipped" in kinds else "passed"
+                results[test.get("classname", "").replace(".", "/"), test.get("name", "")] = result
+            if ended.returncode != pytest.ExitCode.TESTS_FAILED:
+                break
+    found: Counter[tuple[str, str]] = Counter()
+    for (module, _), result in results.items():
+        name = next((each.name for each in outsiders if module.startswith(each.path.removesuffix(".py"))), module)
+        found[name, result] += 1
     if ended.returncode:
         found["pytest", "failed"] += 1
     return found
