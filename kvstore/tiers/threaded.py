@@ -21,7 +21,7 @@ from kvstore.types import BlockKey, LookupResult, TransferJob
 logger = logging.getLogger("kvstore.tiers")
 
 _STEP_S = 0.1
-"""Longest pause between two steps of the tier. Answers of the I/O half end it, so only missed deadlines wait for it."""
+"""Longest pause between two steps of the tier. An answer of the I/O half ends it, so it delays only deadlines."""
 
 Answers = list[bool]
 """One value per key: whether the block is there, was stored, or was loaded."""
@@ -38,11 +38,11 @@ class _Lookup:
     keys: Sequence[BlockKey]
     found: list[LookupResult]
     answers: Future[Answers]
-    deadline: float  # Monotonic seconds; what is unknown then is a miss.
+    deadline: float  # Monotonic seconds; a block without an answer by then is a miss.
 
 
 class ThreadedTier:
-    """A tier that any number of threads use; its own thread takes the steps that an engine's scheduler takes elsewhere.
+    """A tier for any number of threads; a thread of its own makes the calls that an engine's scheduler would make.
 
     No call raises because of the medium: a failure is a miss, or a block that was not stored. A load returns only when
     nothing writes to its slots any more.
@@ -78,7 +78,9 @@ class ThreadedTier:
         deadline = time.monotonic() + self._tier.lookup_timeout_s
 
         def start(answers: Future[Answers]) -> None:
-            self._look_up(_Lookup(keys, [LookupResult.RETRY] * len(keys), answers, deadline))
+            lookup = _Lookup(keys, [LookupResult.RETRY] * len(keys), answers, deadline)
+            if not self._look_up(lookup):
+                self._lookups.append(lookup)
 
         return self._wait(len(keys), start)
 
@@ -138,15 +140,16 @@ class ThreadedTier:
             self._tier.flush()
         return answers.result()
 
-    def _look_up(self, lookup: _Lookup) -> None:
-        # An answer is kept: it may be stale before the last one arrives.
+    def _look_up(self, lookup: _Lookup) -> bool:
+        """Look up the blocks without an answer; return whether the caller now has its result."""
+        # Answers are kept, because the tier may have dropped the first one before the last one arrives.
         for i, result in enumerate(lookup.found):
             if result is LookupResult.RETRY:
                 lookup.found[i] = self._tier.lookup(lookup.keys[i])
         if LookupResult.RETRY in lookup.found and time.monotonic() < lookup.deadline:
-            self._lookups.append(lookup)
-        else:
-            lookup.answers.set_result([result is LookupResult.HIT for result in lookup.found])
+            return False
+        lookup.answers.set_result([result is LookupResult.HIT for result in lookup.found])
+        return True
 
     def _submit(self, kind: JobKind, keys: Sequence[BlockKey], slots: Sequence[int], answers: Future[Answers]) -> None:
         self._last_job += 1
@@ -167,14 +170,15 @@ class ThreadedTier:
             logger.exception("Tier %s ended: an unexpected error. All later lookups are misses.", self._tier.name)
             with self._lock:
                 self._closing = True
-                self._tier.close()
-                self._fail_all()
+                try:
+                    self._tier.close()
+                finally:
+                    self._fail_all()
 
     def _step(self) -> None:
         self._report()
-        lookups, self._lookups = self._lookups, []
-        for lookup in lookups:
-            self._look_up(lookup)
+        # Replaced only at the end, so that after an exception every waiting call is still in the list.
+        self._lookups = [lookup for lookup in self._lookups if not self._look_up(lookup)]
         if self._clearing is not None and not self._jobs and self._tier.forget(b""):
             cleared, self._clearing = self._clearing, None
             cleared.set_result(True)
@@ -189,7 +193,8 @@ class ThreadedTier:
     def _fail_all(self) -> None:
         waiting = [*self._jobs.values(), *((lookup.keys, lookup.answers) for lookup in self._lookups)]
         for keys, answers in waiting:
-            answers.set_result([False] * len(keys))
+            if not answers.done():
+                answers.set_result([False] * len(keys))
         self._jobs.clear()
         self._lookups.clear()
         if self._clearing is not None:

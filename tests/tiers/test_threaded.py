@@ -143,17 +143,21 @@ def test_close_ends_waiting_calls(opened: Callable[..., ThreadedTier], monkeypat
     tier.close()
 
 
+@pytest.mark.parametrize("method", ["get_finished", "lookup", "flush"])
 def test_an_unexpected_error_ends_in_misses(
-    opened: Callable[..., ThreadedTier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opened: Callable[..., ThreadedTier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
     """A defect in the tier is logged; no thread waits for an answer that never comes."""
     tier = opened(SHARED, lookup_timeout=60)
     monkeypatch.setattr(Shared, "is_silent", True)
+    caller, works = threading.get_ident(), getattr(AsyncTier, method)
 
-    def fail(self: AsyncTier) -> None:
-        raise RuntimeError("a defect")
+    def fail(self: AsyncTier, *arguments: Any) -> Any:
+        if threading.get_ident() != caller:  # The tier's own thread.
+            raise RuntimeError("a defect")
+        return works(self, *arguments)
 
-    monkeypatch.setattr(AsyncTier, "get_finished", fail)
+    monkeypatch.setattr(AsyncTier, method, fail)
     assert tier.lookup([key(1)]) == [False]
     monkeypatch.undo()
     assert tier.store([key(1)], [0]) == [False]
