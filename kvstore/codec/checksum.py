@@ -11,8 +11,8 @@ from typing import Final
 import xxhash
 
 PIECE_BYTES: Final = 65536
-"""Payloads are hashed in pieces of this length, which take microseconds. For longer pieces, the package releases the
-GIL, and reacquiring it from a busy scheduler takes up to 5 ms each time."""
+"""Length of the pieces in which payloads are hashed, which take microseconds each. For longer pieces, the package
+releases the GIL, and reacquiring it from a busy scheduler takes up to 5 ms each time."""
 
 
 def payload_checksum(payload: memoryview) -> bytes:

@@ -22,8 +22,8 @@ class Breaker:
     cooldown_s: float  # First pause after it opened; doubled each time it opens again without a success in between.
     cooldown_s_max: float  # Longest pause.
     trial_s: float = 60.0
-    """Time limit for the report of a trial, after which another trial is admitted. Without it, an unreported trial (of
-    a cancelled caller, for example) would exclude the medium forever. By default longer than any deadline of a job."""
+    """Time limit for the result of a trial, after which another trial is admitted. Without it, a trial without a result
+    (of a cancelled caller, for example) would exclude the medium forever. By default longer than a job's deadline."""
     state: BreakerState = BreakerState.CLOSED
     failures: int = 0
     pause_s: float = 0.0

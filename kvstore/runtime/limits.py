@@ -100,7 +100,7 @@ class RetryBudget:
     """Bounds retries, so that they do not multiply the load on a failing server.
 
     Args:
-        most: Initial and maximum number of tokens: enough for a burst of lost connections, not for an outage.
+        most: Initial and maximum number of tokens, enough for a burst of lost connections but not for an outage.
         share: Tokens earned per request: the maximum ratio of retries to requests.
     """
 

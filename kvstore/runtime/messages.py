@@ -44,7 +44,7 @@ class SubmitJob(_Message, frozen=True):
 class AskExistence(_Message, frozen=True):
     """Query the presence of keys; answered by one :class:`ExistsDone`.
 
-    ``sources`` are the hand-overs of one engine, which requests give as the holder of these blocks.
+    ``sources``: hand-overs that requests name for these blocks, all at one engine.
     """
 
     question_id: int
@@ -83,7 +83,7 @@ class KeepLineage(_Message, frozen=True):
 
 
 class Probe(_Message, frozen=True):
-    """Probe the medium until it works; then answered by :class:`ProbeDone`.
+    """Probe the medium until it works, then answer with :class:`ProbeDone`.
 
     The pause before the first attempt is ``pause_s``; it doubles after each failure, up to ``pause_s_max``. Each
     attempt may take ``timeout_s``.
@@ -95,7 +95,7 @@ class Probe(_Message, frozen=True):
 
 
 class Drain(_Message, frozen=True):
-    """Answered by :class:`Drained` when every job submitted before it has been answered."""
+    """Request for :class:`Drained`, sent once every job submitted earlier has been answered."""
 
     drain_id: int
 
@@ -145,8 +145,8 @@ class ExistsDone(_Message, frozen=True):
 class PresenceAdded(_Message, frozen=True):
     """New blocks of the tier; with ``recovered``, blocks from earlier runs.
 
-    This engine reports ``own`` blocks to consumers of events. Another engine reports the blocks in its part of the
-    medium.
+    ``own``: this engine reports the blocks to consumers of events. Otherwise they are in another engine's part of the
+    medium, and that engine reports them.
     """
 
     keys: tuple[bytes, ...]
@@ -162,7 +162,7 @@ class PresenceRemoved(_Message, frozen=True):
 
 
 class PresenceDoubtful(_Message, frozen=True):
-    """Some blocks have left, and the I/O half does not know which: the known ones are to be looked up again."""
+    """Some blocks have left, and the I/O half does not know which ones: all known blocks must be looked up again."""
 
 
 class LineageFound(_Message, frozen=True):
@@ -194,7 +194,7 @@ class Drained(_Message, frozen=True):
 
 
 class EpochBegun(_Message, frozen=True):
-    """The tier is in the requested epoch: later messages concern its blocks, earlier ones other epochs' blocks.
+    """The tier is in the requested epoch: earlier messages concern blocks of other epochs, later ones its own.
 
     An empty ``name`` is the base epoch.
     """

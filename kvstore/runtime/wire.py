@@ -87,7 +87,7 @@ def pack(messages: Sequence[ParentMessage] | Sequence[ChildMessage]) -> bytes:
 
 
 def take_frame(messages: list[_M]) -> list[_M]:
-    """Take the messages of one frame, at least one, from the front of a list."""
+    """Remove the messages of one frame, at least one, from the front of a list that is not empty; return them."""
     keys = count = 0
     while count < len(messages) and keys < _FRAME_KEYS_MAX:
         keys += len(getattr(messages[count], "keys", ()))

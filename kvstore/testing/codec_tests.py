@@ -136,7 +136,7 @@ class CodecTests:
 
     @with_seed
     def test_batches(self) -> None:
-        """Batches of payloads of any lengths, also empty ones, are decoded unchanged from any memory layout."""
+        """Batches of any lengths, including empty payloads, are decoded unchanged from any memory layout."""
         codec = self.make_codec()
         assert list(codec.encode([], [])) == [] and list(codec.decode(codec.wire_id, [], [])) == []
         for lengths in (
@@ -172,7 +172,7 @@ class CodecTests:
             for payload, room, length in zip(payloads, rooms, sizes, strict=True):
                 if length is not None:
                     (back,) = self.decoded(codec, codec.wire_id, [bytes(room.view[:length])], [size])
-                    assert back == payload, f"encode put {size} bytes into {length}, which are something else"
+                    assert back == payload, f"encode put {size} bytes into {length}, which decode to other bytes"
             lengths = [size, self.rng.randrange(size), size]
             first, short, last = self.decoded(codec, codec.wire_id, stored, lengths)
             assert (first, last) == (payloads[0], payloads[2]), "a payload that does not fit spoiled others"
@@ -184,17 +184,17 @@ class CodecTests:
         codec = self.make_codec()
         payloads = [self.payload(self.rng.randrange(1, 50_000)) for _ in range(32)]
 
-        def turn(start: int) -> bool:
+        def round_trip(start: int) -> bool:
             mine = payloads[start:] + payloads[:start]
             back = self.decoded(codec, codec.wire_id, self.encoded(codec, mine), [len(payload) for payload in mine])
             return back == mine
 
         with ThreadPoolExecutor(4) as pool:
-            assert all(pool.map(turn, range(12))), "a payload came back different"
+            assert all(pool.map(round_trip, range(12))), "a payload came back different"
 
     @with_seed
     def test_mutated_payloads(self) -> None:
-        """Corrupted, truncated and extended payloads yield a valid length or None, and leave an intact one alone."""
+        """Corrupted, truncated and extended payloads yield a valid length or None, and do not affect an intact one."""
         codec = self.make_codec()
         lengths = [self.rng.choice((1, 7, 64, 200, 777)) for _ in range(_BATCH)]
         payloads = [self.payload(length) for length in lengths]
@@ -207,7 +207,7 @@ class CodecTests:
             sources[good] = memoryview(stored[good])
             sizes = codec.decode(codec.wire_id, sources, views)
             for size, view in zip(sizes, views, strict=True):
-                assert size is None or 0 <= size <= view.nbytes, f"decode says {size} of a target of {view.nbytes}"
+                assert size is None or 0 <= size <= view.nbytes, f"decode returned {size} for {view.nbytes} bytes"
             assert sizes[good] == lengths[good] and views[good] == payloads[good], "bad payloads spoiled a good one"
         assert all(target.guards_intact for target in targets), "decode wrote outside of a target"
 
@@ -280,5 +280,5 @@ def memory_rise() -> Iterator[MemoryRise]:
 def _resident(name: str) -> int:
     match = re.search(rf"^{name}:\s+(\d+) kB$", (_SELF / "status").read_text(), re.MULTILINE)
     if match is None:
-        raise OSError(f"the system does not tell {name}")
+        raise OSError(f"/proc/self/status has no {name}")
     return int(match[1]) * 1024

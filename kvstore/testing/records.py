@@ -84,7 +84,7 @@ class Target:
 
 
 class RecordMaker:
-    """Makes records of keys and payloads, with payloads from a random generator; stateless."""
+    """Makes random keys and payloads, and their records."""
 
     def __init__(self, namespace: Namespace, geometry: RecordGeometry, rng: random.Random) -> None:
         self.geometry = geometry
@@ -100,7 +100,7 @@ class RecordMaker:
         return self.rng.randbytes(length)
 
     def write(self, key: BlockKey, payload: bytes, kind: BufferKind = "mmap", parts: int = 1) -> RecordWrite:
-        """Return a write of a payload under a key, in buffers of a kind, with the payload split into pieces."""
+        """Return a write of a payload under a key, in buffers of this kind; the payload is split into ``parts``."""
         header = GuardedBuffer(self.geometry.header_bytes, kind)
         body = GuardedBuffer(len(payload), kind)
         body.view[:] = payload
@@ -117,7 +117,7 @@ class RecordMaker:
         return Target(key, header, payload, RecordRead(key, [header.view, *_cut(payload.view, parts)]))
 
     def content(self, target: Target) -> bytes:
-        """Return the payload that was read, verified like in a tier.
+        """Return the payload that was read, verified as in a tier.
 
         Raises:
             AssertionError: The record is incomplete, damaged or of another key, or the memory around it was written.

@@ -58,10 +58,10 @@ class TierStats:
         backend_counters: The backend's own counts.
         backend_gauges: The backend's own gauges, and ``unreadable_blocks``: records on the medium that can't be read
             here.
-        codec: Codec counts, empty without codecs: ``encoded_blocks`` and ``raw_blocks`` (stored by a
-            tier with codecs or a seal; raw: not shortened), ``encode_in_bytes``, ``encode_out_bytes``,
-            ``encode_seconds``, ``decoded_blocks`` and the same three for ``decode``, and ``ratio`` (bytes out / bytes
-            in, of stores).
+        codec: Counts of the codecs; empty before the first encoded or decoded block. ``encoded_blocks`` and
+            ``raw_blocks``: blocks stored shorter, and not shorter; ``decoded_blocks``. ``encode_in_bytes``,
+            ``encode_out_bytes``, ``encode_seconds``, and the same for ``decode``. ``ratio``: bytes out / bytes in, of
+            stores.
     """
 
     name: str

@@ -22,7 +22,7 @@ LANES = 8
 """Number of resets whose copies are counted separately; few are unfinished at the same time."""
 
 _WORDS = 1 + 2 * LANES
-"""Words per worker: its mode, then its finished loads and stores in each lane."""
+"""64-bit words per worker: its mode, then its finished loads and stores in each lane."""
 _COUNTS_LOADS, _COUNTS_ALL = 1, 2
 """Modes. A worker that never stores, because another rank stores the same bytes, counts only loads. 0: not counting."""
 
@@ -47,18 +47,14 @@ class WorkerReports:
 
     def __init__(self, row: memoryview, workers: int) -> None:
         self._counters = row
-        # If a row is too short for the counters of all workers, there are none, and nothing proves the end of copies.
+        # A row too short for the counters of all workers has none. Then nothing proves the end of copies.
         self._workers = workers if workers * _WORDS * 8 <= row.nbytes else 0
 
     def ended(self, lane: int, loads: int, stores: int) -> bool:
         """Return whether every worker has finished this many loads and stores of a lane."""
         for at in range(0, self._workers * _WORDS, _WORDS):
-            counts, ended_loads, ended_stores = (
-                self._word(at),
-                self._word(at + 1 + 2 * lane),
-                self._word(at + 2 + 2 * lane),
-            )
-            if not counts or ended_loads != loads or (counts == _COUNTS_ALL and ended_stores != stores):
+            mode, ended_loads, ended_stores = map(self._word, (at, at + 1 + 2 * lane, at + 2 + 2 * lane))
+            if not mode or ended_loads != loads or (mode == _COUNTS_ALL and ended_stores != stores):
                 return False
         return self._workers > 0
 
@@ -73,6 +69,7 @@ class CountingWorker(OffloadingWorker):
         worker: vLLM's worker or ours; :meth:`shutdown` shuts it down.
         counters: From :func:`counters_of`; closed by :meth:`shutdown`. None: nothing is counted.
         stores: Whether this worker stores. If all ranks hold the same bytes, only one of them does.
+        failures: Receives the loads that lack a block.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What vLLM's requests say beyond their keys: tenant, content of the LoRA adapter, and other engines.
+"""Attributes of vLLM's requests besides their keys: tenant, content of the LoRA adapter, and other engines.
 
-The tag of a request precedes vLLM's keys in kvstore's. vLLM's block hashes have an adapter's name and path, not its
-content, so a digest of its files is part of the tag.
+kvstore's keys are vLLM's keys with the request's tag in front. vLLM's block hashes contain an adapter's name and path,
+not its content, so a digest of its files is part of the tag.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvstore.vllm.connector import EngineContext
 logger = logging.getLogger("kvstore.vllm.tags")
 
 DIGEST_BYTES: Final = 16
-"""Length of an adapter's digest, in the tag of its blocks' keys."""
+"""Length of an adapter's digest within a tag."""
 
 NO_ADAPTER: Final = bytes(DIGEST_BYTES)
-"""In place of a digest for requests without an adapter."""
+"""The digest of requests without an adapter."""
 
 _FILES: Final = ("adapter_config.", "adapter_model.", "new_embeddings.")
-"""Beginnings of the names of the files that vLLM loads; the directory may also have a trainer's state of gigabytes."""
+"""Prefixes of the names of files that vLLM loads. The directory may also contain gigabytes of a trainer's state."""
 
 _CHECK_S: Final = 10.0
 """Time after which a request no longer waits for the check of its adapter. Reading gigabytes takes seconds."""
@@ -40,7 +40,7 @@ _Signature = tuple[tuple[str, int, int, int, int], ...]
 
 
 class _Known:
-    """An adapter in use by this engine. Only the thread changes it."""
+    """An adapter in use by this engine. Only the checking thread accesses it."""
 
     def __init__(self) -> None:
         self.signature: _Signature = ()
@@ -53,7 +53,7 @@ class Check:
 
     def __init__(self, name: str, path: str) -> None:
         self.name, self.path = name, path
-        # Digest of the adapter's content; None if it is not known exactly, or not in time.
+        # Digest of the adapter's content; None if it is ambiguous or late.
         self.digest: bytes | None = None
         self.has_ended = False
         self._deadline = time.monotonic() + _CHECK_S
@@ -67,8 +67,8 @@ class Check:
 class Adapters:
     """Digests of the content of LoRA adapters, computed on a thread, and again when the files change.
 
-    Once an engine has used an adapter, a change of its files leaves open which content its workers and vLLM's own cache
-    have. From then on the adapter has no digest in this engine.
+    If the files of an adapter change after its first use, the content in the workers and in vLLM's own cache is
+    unknown. From then on the adapter has no digest in this engine.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Adapters:
             check = self._checks.get()
             try:
                 check.digest = self._digest_of(check)
-            except Exception as error:  # Such as a hub's errors; the thread must go on for the other adapters.
+            except Exception as error:  # Any error, such as a hub's, concerns only this adapter.
                 logger.warning("LoRA adapter %s at %s: %s. Its blocks are not kept.", check.name, check.path, error)
             check.has_ended = True
 

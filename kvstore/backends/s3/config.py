@@ -115,7 +115,7 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
             msgspec.structs.force_setattr(self, "prefix", f"{self.prefix}/")
         check_field(_BUCKET.fullmatch(self.bucket) is not None, "bucket", self.bucket, "3 to 63 of a-z 0-9 . -")
         prefix_ok = _PREFIX.fullmatch(self.prefix) is not None and ".." not in self.prefix
-        check_field(prefix_ok, "prefix", self.prefix, "up to 8 parts of A-Z a-z 0-9 _ . = -, parted by '/'")
+        check_field(prefix_ok, "prefix", self.prefix, "up to 8 parts of A-Z a-z 0-9 _ . = -, separated by '/'")
         check_field(_REGION.fullmatch(self.region) is not None, "region", self.region, "a name such as 'eu-central-1'")
         check_field(1 <= self.concurrency <= 4096, "concurrency", self.concurrency, "1 to 4096")
         check_field(1 <= self.tries <= 10, "tries", self.tries, "1 to 10")
@@ -133,8 +133,8 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     def path_style(self) -> bool:
         """Whether URLs contain the bucket in the path instead of the host name."""
         # The wildcard certificate of AWS does not match a bucket name with dots.
-        by_itself = bool(self.endpoint) or "." in self.bucket
-        return self.addressing == "path" or (self.addressing == "auto" and by_itself)
+        needs_path = bool(self.endpoint) or "." in self.bucket
+        return self.addressing == "path" or (self.addressing == "auto" and needs_path)
 
     @property
     def is_express(self) -> bool:
@@ -170,7 +170,7 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
         check_field(scheme_ok, "endpoint", self.endpoint, "a URL such as 'https://host:9000'")
         if parts.scheme == "http" and not self.insecure and not Endpoint(host or "").is_local:
             raise ConfigError(
-                f"'endpoint' is {self.endpoint!r}: without TLS, prompts cross the network readable. "
+                f"'endpoint' is {self.endpoint!r}: without TLS, prompts cross the network unencrypted. "
                 "Expected https. Give it, or set 'insecure' to true."
             )
         check_tls_files(self, is_encrypted=parts.scheme == "https", remedy="Give an 'endpoint' with 'https://'")
@@ -182,7 +182,7 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
             raise ConfigError("'session_token' belongs to 'access_key_id'. Give both, or leave it out.")
         ways = [name for name in ("access_key_id", "profile", "anonymous") if getattr(self, name)]
         if len(ways) > 1:
-            raise ConfigError(f"{' and '.join(map(repr, ways))} say different things. Give one of them.")
+            raise ConfigError(f"{' and '.join(map(repr, ways))} exclude each other. Give one of them.")
 
     def _check_encryption(self) -> None:
         if (self.sse_kms_key_id or self.sse_bucket_key) and not self.sse.startswith("aws:kms"):
@@ -198,4 +198,4 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
         if len(key) != 32:
             raise ConfigError("'sse_customer_key' (not shown) is not 32 bytes in base64. Make one of random bytes.")
         if urlsplit(self.endpoint).scheme == "http" and not Endpoint(urlsplit(self.endpoint).hostname or "").is_local:
-            raise ConfigError("'sse_customer_key' would cross the network readable. Give an 'endpoint' with https.")
+            raise ConfigError("'sse_customer_key' would cross the network unencrypted. Give an 'endpoint' with https.")

@@ -19,8 +19,8 @@ from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, Outcome
 
 _OVERLAP_S: Final = 60.0
-"""Each refresh lists the names of this long before the newest one again: names contain the writer's clock, and
-objects appear only when complete. Packs of an engine whose clock lags further are found at the next start."""
+"""Part of the listing that each refresh repeats: names contain their writer's time, and an object appears only when
+it is complete. Packs of an engine whose clock lags further are found at the next start."""
 
 _GET_BYTES_MAX: Final = 4 << 20
 """Longest range of adjacent records read by one request: long enough to amortize the request, short enough that a job
@@ -39,8 +39,8 @@ _UNREADABLE_MAX: Final = 10_000
 """Names of notes and unreadable objects, remembered so that they are not read again."""
 
 _BLOCKS_MAX: Final = 1_000_000
-"""Maximum blocks in the index, about 300 MB of memory. Beyond that, the index drops packs in the order of their
-addition, and their blocks are misses."""
+"""Maximum blocks in the index, about 300 MB of memory. Beyond that, the index drops the packs that it added first, and
+their blocks are misses."""
 
 _EMPTIED_MAX: Final = 10_000
 """Packs without blocks that the index remembers, so that they are not read again while they are still listed."""
@@ -63,7 +63,8 @@ _Found = tuple[Place, RecordRead]
 class PackedBlocks:
     """The blocks of one namespace in packs. For one event loop.
 
-    ``fan_out`` is the backend's; ``on_lost`` is called with the blocks of a pack that no longer exists.
+    ``fan_out``: runs a call for each item with bounded concurrency (the backend's). ``on_lost``: called with the blocks
+    of a pack that no longer exists.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class PackedBlocks:
         for _, other in waiting:
             # asyncio.wait, because a cancelled direct await would cancel the future for the writer and all waiters.
             await asyncio.wait([other])
-        # Also blocks found at first but removed since: EXISTS must not be reported for a removed block.
+        # Also blocks that were in the index above and have been removed since: they must not be reported as EXISTS.
         late = [i for i, _ in waiting]
         late += [i for i, write in enumerate(writes) if outcomes[i] is Outcome.EXISTS and write.key not in self.index]
         if late:
@@ -318,7 +319,10 @@ class PackIndex:
             return
         keys = self._packs[pack] = {}
         for key, offset, size_bytes in entries:
-            if self._gone.pop((pack, key), pack) is None or key in keys:
+            if (pack, key) in self._gone:
+                del self._gone[pack, key]
+                continue
+            if key in keys:
                 continue
             keys[key] = None
             places = (*self._places.get(key, ()), Place(pack, offset, size_bytes))
