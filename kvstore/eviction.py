@@ -63,7 +63,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[BlockKey]:
-        """Yield all blocks, coldest first; inserting them in this order into a new policy roughly copies this one."""
+        """Yield all blocks, coldest first. Inserted in this order, they give a new policy about the same state."""
 
     def victims(
         self,
@@ -97,7 +97,7 @@ class EvictionPolicy(ABC):
 
     @property
     def _capacity(self) -> int:
-        # Owners request victims when they are full, so the present number is the capacity if the hint was too low.
+        # If the hint is too low, the present number is the capacity, because owners request victims only when full.
         return max(1, self._capacity_hint, len(self))
 
     @abstractmethod

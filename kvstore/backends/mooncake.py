@@ -34,10 +34,10 @@ _SLAB_BYTES: Final = 8 << 20
 
 _SETUP_S: Final = 20.0
 _CLOSE_S: Final = 5.0
-"""Limits for joining and leaving the pool. Leaving takes 17 s if the master is gone; its thread ends later."""
+"""Limits for joining and leaving the pool. Leaving takes 17 s if the master is gone; its thread then goes on alone."""
 
 _NO_SPACE, _NOT_READY, _NOT_FOUND, _EXISTS, _LEASE_ENDED, _RPC_TIMEOUT = -200, -703, -704, -705, -707, -901
-"""Codes of ``mooncake-store/include/types.h``. A record that is being put is not ready."""
+"""Codes of ``mooncake-store/include/types.h``; ``_NOT_READY`` means that the record is being put."""
 
 _OUTCOMES: Final = {
     _NO_SPACE: Outcome.NO_SPACE,
@@ -68,8 +68,8 @@ class MooncakeConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_field
 class MooncakeBackend(Backend):
     """Records as objects of Mooncake Store, named by namespace and key.
 
-    The store evicts on its own and keeps a record on one member unless it is configured otherwise; a member that leaves
-    takes its records with it. The store has no authentication: records are verified on load, and a seal protects them.
+    The store evicts records by itself. By default it keeps one copy of a record, which is lost when its member leaves
+    the pool. It has no authentication; only a seal protects records against other clients.
     """
 
     name: ClassVar[str] = "mooncake"
@@ -192,15 +192,15 @@ class MooncakeBackend(Backend):
                         scatter(lane.memory[offset : offset + code], read.buffers)
                         read.filled_bytes = code
                         outcomes.append(Outcome.OK)
-                        await asyncio.sleep(0)
+                        await asyncio.sleep(0)  # Other coroutines run between two copies.
             at += len(some)
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         store, names = self._open_store(), [self._name(key) for key in keys]
         async with self._lane() as lane:
-            # The store reuses the space of a removed record immediately, even during a read. Other engines detect that
-            # the bytes read are another record's; reads of this engine are waited for.
+            # The store reuses the space of a removed record immediately, even during a read. Reads by this engine are
+            # waited for; other engines detect the foreign bytes by verification.
             await self._none_of(set(keys), self._reading, self._deleting)
             remove = partial(store.batch_remove, names, True)
             codes = await lane.run(remove, self._noted(set(keys), self._deleting))
@@ -262,18 +262,18 @@ class MooncakeBackend(Backend):
                         outcomes[i] = waiters[write.key].result()
                 at += len(some)
         finally:
-            # Keys whose call never began; a running call settles its keys at its end.
-            never = [key for key in waiters if key not in settled and key not in under_way]
-            settle(never, [Outcome.CANCELLED] * len(never))
+            # A running call settles its keys at its end.
+            not_begun = [key for key in waiters if key not in settled and key not in under_way]
+            settle(not_begun, [Outcome.CANCELLED] * len(not_begun))
         return outcomes
 
     async def _none_of(self, keys: set[BlockKey], *calls: _Calls) -> None:
-        """Wait until no running call in ``calls`` is about any of the keys."""
+        """Wait until no running call in ``calls`` has any of the keys."""
         while others := [end for some in calls for end, theirs in some.items() if not theirs.isdisjoint(keys)]:
             await asyncio.wait(others)
 
     def _noted(self, keys: set[BlockKey], calls: _Calls) -> Callable[[Any], None]:
-        """Register a running call about some keys; return the callback that unregisters it when the call ends."""
+        """Register a running call with its keys; return the callback for its end, which unregisters it."""
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         calls[end] = keys
 
@@ -385,7 +385,7 @@ def _set(future: asyncio.Future[Any], result: Any, error: BaseException | None) 
         future.set_result(result)
     else:
         future.set_exception(error)
-        future.exception()  # Marks it as seen: after a cancellation nothing awaits it.
+        future.exception()  # Marks it as retrieved, because nothing awaits it after a cancellation.
 
 
 def _put(store: Any, lane: _Lane, names: list[str], pieces: Sequence[tuple[int, int]]) -> list[int]:
@@ -426,7 +426,7 @@ def _get(store: Any, lane: _Lane, names: Sequence[str]) -> dict[str, tuple[int, 
                 wanted.append(name)
     if wanted:
         addresses = [lane.address + answers[name][1] for name in wanted]
-        # The full room for a record, because a longer record may have replaced this one since.
+        # With room for the longest record, because a longer one may have replaced this one since.
         codes = store.batch_get_into(wanted, addresses, [lane.record_bytes_max] * len(wanted))
         answers |= {name: (int(code), answers[name][1]) for name, code in zip(wanted, codes, strict=True)}
     return answers

@@ -71,7 +71,7 @@ class Engine:
     samples: list[Sample] = field(default_factory=list)  # Samples of the last seconds, oldest first.
 
     def add(self, sample: Sample) -> None:
-        """Add a sample and drop outdated ones; the newest of those older than the window stays as start of rates."""
+        """Add a sample and drop those before the window, except the last of them, with which the rates begin."""
         while len(self.samples) > 1 and self.samples[1].at <= sample.at - _WINDOW_S:
             del self.samples[0]
         self.samples.append(sample)
@@ -174,8 +174,8 @@ def _url_of(address: str) -> str:
 _TIMEOUT_S: Final = 5.0
 """Timeout of one scrape; a slower server is overloaded."""
 
-_TURN_S: Final = 0.1
-"""Longest reaction time to Ctrl-C between scrapes."""
+_POLL_S: Final = 0.1
+"""Longest delay of Ctrl-C between scrapes."""
 
 _Addresses = Annotated[
     list[str] | None,
@@ -184,7 +184,7 @@ _Addresses = Annotated[
 _Interval = Annotated[str, Option("--interval", "-i", metavar="TIME", help="Time between two scrapes.")]
 
 _NONE: Final = "-"
-"""A number that is not known, or a rate without traffic."""
+"""Shown for an unknown number, and for a rate without traffic."""
 
 _ENGINE_COLUMNS: Final = (
     Column("engine", "engine", left=True, style="bold"),
@@ -236,12 +236,12 @@ _DONE: Final = ("ok", "exists")
 def top(addresses: _Addresses = None, interval: _Interval = "2s") -> None:
     """Show the tiers of running engines. States, hits, rates, latencies, queues, room; Ctrl-C ends it.
 
-    Reads the engines' /metrics (default: 127.0.0.1:8000). Rates and latencies are those of the last ten seconds. Where
-    stdout is no terminal, two looks are taken and one table is printed.
+    Reads the engines' /metrics (default: 127.0.0.1:8000). Rates and latencies are those of the last ten seconds. If
+    stdout is not a terminal, it scrapes twice and prints one table.
     """
     pause_s = float(duration_option(interval, "--interval"))
     if not pause_s > 0:
-        raise ConfigError(f"--interval {interval}: expected more than 0.")
+        raise ConfigError(f"--interval is {interval!r}. Expected more than 0.")
     watch = Watch(addresses or ["127.0.0.1:8000"], _TIMEOUT_S)
     with Stopping() as stopping:
         watch.scrape()
@@ -271,7 +271,7 @@ def frame_of(engines: Sequence[Engine], problems: Mapping[str, str], width: int)
     parts: list[Frame] = [line_of(f"{address}: {problem}", "red") for address, problem in problems.items()]
     for columns, found in tables:
         if found:
-            # Without traffic, too, each number has its column, so that a reader finds it.
+            # Columns without a number stay, so that each number keeps its place.
             names = [column.key for column in columns if column.key != "engine"]
             parts += [
                 line_of(""),
@@ -316,7 +316,7 @@ def tier_rows(engines: Sequence[Engine]) -> list[dict[str, Any]]:
 def _sleep(seconds: float, stopping: Stopping) -> None:
     ends_at = time.monotonic() + seconds
     while not stopping() and (left := ends_at - time.monotonic()) > 0:
-        time.sleep(min(left, _TURN_S))
+        time.sleep(min(left, _POLL_S))
 
 
 def _tier_row(now: Sample, before: Sample | None, tier: str) -> dict[str, Any]:
@@ -378,7 +378,7 @@ def _oldest(engine: Engine) -> Sample | None:
 
 
 def _added(now: Sample, before: Sample | None, name: str, **labels: str) -> float | None:
-    """Return the increase of a counter; after a restart of its engine, its whole value."""
+    """Return the increase of a counter; if its engine has restarted, the counter's value."""
     value, earlier = now.total(name, **labels), before.total(name, **labels) if before else None
     if value is None or before is None:
         return None
@@ -397,8 +397,8 @@ def _per_second(now: Sample, before: Sample | None, added: float | None) -> floa
 
 def _quantile(now: Sample, before: Sample | None, name: str, tier: str, share: float) -> float | None:
     """Return a quantile of a histogram's increase, estimated like in Prometheus; None without an increase."""
-    bounds = sorted({float(bound) for bound in now.label_values(name, "le")})
     texts = {float(bound): bound for bound in now.label_values(name, "le")}
+    bounds = sorted(texts)
     counts = [_added(now, before, name, tier=tier, le=texts[bound]) or 0 for bound in bounds]
     if not counts or not counts[-1]:
         return None

@@ -5,8 +5,8 @@ The calls and their order are the same as in vLLM's own ``TieringOffloadingManag
 - **Identity.** Such a tier names blocks by vLLM's keys and a few fields of the configuration. Here, the hash in each
   key is combined (XOR) with a mask derived from kvstore's namespace and epoch. Blocks of another model revision, layout
   or row length, and blocks from before a reset, therefore have other names and are never found.
-- **Isolation.** An exception costs only a miss, a failed job or a callback of this tier. A drain that exceeds its
-  deadline stops the tier, and the scheduler continues.
+- **Isolation.** An exception causes only a miss or a failed job of this tier, or disables one of its callbacks. A drain
+  that exceeds its deadline stops the tier, and the scheduler continues.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class VllmRequest(RequestContext):
     """Whether it neither loads nor stores, because the content of its adapter is not known exactly."""
 
     def complete_tag(self) -> bool:
-        """Complete the tag once the adapter's check has ended; return whether it is complete, and so the keys known."""
+        """Complete the tag once the adapter's check has ended; return whether it is complete. Keys contain the tag."""
         if self.adapter is not None and self.adapter.is_done:
             self.is_excluded = self.adapter.digest is None
             self.tag += self.adapter.digest or b""
@@ -123,13 +123,13 @@ class ForeignTier(SecondaryTierManager):
         self._results: list[JobResult] = []
         self._no_request = ReqContext(req_id=f"kvstore-{name}")
         """The request of jobs without one, such as the write-back of evicted blocks."""
-        self._knows_no_request = False
+        self._has_begun_no_request = False
         self._strikes: dict[str, int] = {}
         self._stopped: _Call | None = None
         """The overdue drain or shutdown of a stopped tier, which gets no more calls."""
 
     def masked(self, key: bytes) -> bytes:
-        """Return the tier's name for a key, or the key for a tier's name (the mapping is its own inverse)."""
+        """Return the tier's name for a key, or the key for such a name (the mapping is its own inverse)."""
         size = max(0, len(key) - _GROUP_BYTES)
         mask = self._masks.get(size)
         if mask is None:
@@ -245,7 +245,7 @@ class ForeignTier(SecondaryTierManager):
             self._strikes[callback] = strikes + 1
             if strikes == 0:
                 logger.exception(
-                    "Tier %s raised in %s; after %d in a row it gets no call", self.name, callback, _STRIKES_MAX
+                    "Tier %s raised in %s; after %d in a row it is no longer called", self.name, callback, _STRIKES_MAX
                 )
             return default
         self._strikes.pop(callback, None)
@@ -269,8 +269,8 @@ class ForeignTier(SecondaryTierManager):
     def _request(self, ctx: RequestContext | None) -> ReqContext:
         if isinstance(ctx, VllmRequest) and ctx.vllm is not None:
             return ctx.vllm
-        if not self._knows_no_request:
-            self._knows_no_request = True
+        if not self._has_begun_no_request:
+            self._has_begun_no_request = True
             self.call("on_new_request", self._no_request)
         return self._no_request
 
@@ -377,7 +377,7 @@ class ForeignTiers:
         self._whole: dict[str, list[ForeignTier]] = {}
         """Tiers that store every block of a request, including blocks stored before, by request id."""
         self._late: dict[VllmRequest, list[BlockKey]] = {}
-        """Blocks for these tiers that were still being written at the last offer."""
+        """Blocks, by request, whose slots were still being written when they were last offered to these tiers."""
         self._ending: set[VllmRequest] = set()
         """Finished requests with such blocks."""
 
@@ -410,7 +410,7 @@ class ForeignTiers:
     def finish(self, ctx: VllmRequest) -> None:
         """End a request here and in the manager, as soon as no block for these tiers is still being written.
 
-        Another request may write such a block. The engine that waits for this request's blocks needs it, too.
+        Another request may be writing such a block, and the engine that waits for this request's blocks needs it.
         """
         if ctx in self._late:
             self._ending.add(ctx)

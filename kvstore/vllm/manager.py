@@ -60,7 +60,7 @@ logger = logging.getLogger("kvstore.vllm.manager")
 _ANSWERS = {answer: VllmLookupResult[answer.name] for answer in LookupResult}
 _REPORT_INTERVAL_S = 0.25
 _DRAIN_S = 10.0
-"""Far longer than successful I/O takes. The engine is blocked during a reset, so a hung medium must not extend it."""
+"""Limit for a reset, during which the engine is blocked, if a medium hangs. Successful I/O is far faster."""
 _CLOSE_S = 5.0
 
 
@@ -430,7 +430,7 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
         primary = PrimaryTier(rows, slot_bytes, policy=spec.eviction_policy, slots=slots)
         reports = WorkerReports(counters, spec.config.parallel.world_size)
         tags = RequestTags(config.tenants, spec.engine)
-        # With the form of the tags, so that a peer with other tags reports a mismatch instead of finding nothing.
+        # Includes the form of the tags: a peer with other tags then reports a mismatch, instead of finding no blocks.
         fields = {"keys": "+".join(tags.parts)} if tags.parts else {}
         namespace = engine_namespace(spec, slot_bytes, spec.engine.engine_config).with_fields(**fields)
         stored: list[Backend] = []

@@ -58,7 +58,7 @@ class DiskBackend(Backend):
     path_option: ClassVar[str] = "path"
     # The header is copied into our header page; payloads of whole pages are transferred without a copy.
     alignment: ClassVar[int] = HEADER_BYTES
-    # True even with other writers, because their changes are followed and reported.
+    # True even with other engines in the directories, because their changes are followed and reported.
     exclusive: bool = True
 
     def __init__(self, config: DiskConfig, *, disk: OsDisk | None = None) -> None:
@@ -159,14 +159,14 @@ class DiskBackend(Backend):
         """Yield the keys of :meth:`scan`, many at a time."""
         session = self._opened().session
         index = session.index
-        # Recovery reports the further blocks that it finds.
+        # Blocks found later are reported by recovery.
         held = index.columns.held()
         held = held[index.columns.age[held].argsort(kind="stable")]
         for start in range(0, len(held), _SCAN_BATCH):
             slots = held[start : start + _SCAN_BATCH]
             sizes = index.columns.size[slots]
             yield index.columns.keys_in(slots[(sizes != 0) & (sizes != OUT_OF_USE)])
-            # Lets the receiver run.
+            # Other coroutines run between two pages.
             await asyncio.sleep(0)
         await session.recovered.wait()
         seen: set[BlockKey] = set()

@@ -15,10 +15,11 @@ from kvstore.diskio import Transfer
 from kvstore.types import BlockKey
 
 _CHUNK_PAGES: Final = 256
+"""Header pages allocated at a time: 1 MiB."""
 
 
 class Page(NamedTuple):
-    """A page of memory with its address, which is looked up once for many transfers."""
+    """A page of memory, and its address, determined once because pages are reused."""
 
     view: memoryview
     address: int
@@ -58,7 +59,7 @@ class SlotRead(Transfer):
 class RecordMover:
     """Creates transfers of records, and checks and delivers the records read. Used from the loop thread.
 
-    A record's own header, ``header_bytes`` long, begins the header page.
+    The header of a record, of ``header_bytes`` bytes, is at the start of its header page.
     """
 
     def __init__(self, owner: int, digest: bytes, header_bytes: int) -> None:

@@ -1,8 +1,8 @@
 """The peer protocol, version 3: frames as bytes. docs/peer.md describes it; this module does no I/O.
 
 All numbers are little-endian. A connection begins with a greeting, in which both sides prove that they have the secret
-and agree on keys. Then the client sends one question at a time, and the server answers it. Each of these frames ends
-with a MAC by these keys.
+and agree on keys. Then the client sends one question at a time, and the server answers it. Each frame of a question or
+answer ends with a MAC by these keys (none under TLS or without a secret).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAGIC: Final = b"\x89kvpeer\n"
 """First bytes of either side. Magic and version have the same position in every version."""
 
 KEYS_MAX: Final = 4096
-"""Most keys of one question; also the most that a tier looks up at once."""
+"""Maximum keys of one question; a tier looks up no more at once."""
 
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
@@ -37,7 +37,7 @@ _QUESTION: Final = struct.Struct("<BBHI")
 _PART: Final = struct.Struct("<II")
 
 HEAD_BYTES: Final = _HEAD.size
-"""Length of the bytes that begin a greeting of every version: magic, version, flags and notes."""
+"""Length of magic, version, flags and notes, with which the greeting of every version begins."""
 HELLO_BYTES: Final = _HELLO.size
 WELCOME_BYTES: Final = _WELCOME.size
 QUESTION_BYTES: Final = _QUESTION.size
@@ -74,7 +74,7 @@ class Note(enum.IntFlag):
     FOREIGN = 1
     """The server's blocks are of another namespace than the hello names."""
     MISDIRECTED = 2
-    """The client dialled another address than the server's; the server closes the connection."""
+    """The address that the client dialled is not the server's; the server closes the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Question:
 
 
 class Agreement:
-    """Proofs and keys of one connection, from the secret and all other bytes of its greeting.
+    """Proofs and keys of one connection, derived from the secret and the greeting without its proofs.
 
     Args:
         secret: The shared secret; empty for none.

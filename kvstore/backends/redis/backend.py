@@ -105,7 +105,7 @@ class RedisBackend(Backend):
         failures = [answer for answer in answers if isinstance(answer, RedisError)]
         if failures:
             self.last_error = str(failures[0])
-            if len(failures) == len(answers) and not self._topology.has_well_nodes:
+            if len(failures) == len(answers) and not self._topology.has_working_nodes:
                 raise failures[0]
         return [None if isinstance(answer, RedisError) else bool(answer) for answer in answers]
 

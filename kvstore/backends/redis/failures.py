@@ -31,7 +31,7 @@ class NodeDownError(RedisError):
 
 
 class SkippedError(NodeDownError):
-    """One node of several is down or refuses, so the command was not sent; the other nodes continue."""
+    """The command was not sent, because its node is down or refuses; other nodes of the cluster still serve."""
 
 
 class AnswerLateError(RedisError):

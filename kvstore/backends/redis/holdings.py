@@ -109,8 +109,8 @@ class Values:
         self._counters: Counter[str] = Counter()
         self._topology = Topology(self._config, self._counters)
         self._exchange = Exchange(self._topology, self._counters)
-        self._touch_disabled_on = 0
-        self._is_idle_kept = False
+        self._prepared = 0  # Number of connections opened before the last CLIENT NO-TOUCH.
+        self._is_idle_kept = False  # Whether reads keep the idle time of values.
 
     async def open(self) -> None:
         """Connect; ConfigError if the configuration can't be used."""
@@ -219,8 +219,8 @@ class Values:
 
     async def _disable_touch(self) -> None:
         """Prevent reads from changing the eviction order of servers."""
-        if self._touch_disabled_on != self._counters["connections_opened"]:
-            self._touch_disabled_on = self._counters["connections_opened"]
+        if self._prepared != self._counters["connections_opened"]:
+            self._prepared = self._counters["connections_opened"]
             refused = 0
             for node in self._topology.nodes:
                 try:
@@ -239,7 +239,7 @@ class Values:
                 self._refuse("OBJECT IDLETIME", idle)
             return idle_s
         age_s = max(0.0, float(self._config.ttl) - ttl_ms / 1e3)
-        # A block of engines with a shorter ttl than ours looks too old by its ttl; its idle time is a second bound.
+        # The ttl of engines with a shorter one than ours makes a block look too old; its idle time is a second bound.
         # Without NO-TOUCH, describing a block reset its idle time, but not that of its later parts.
         if idle_s is None or not (self._is_idle_kept or name.part):
             return age_s
@@ -300,7 +300,7 @@ class RedisHoldings(Holdings):
         await self._values.close()
 
     async def namespaces(self) -> list[NamespaceInfo]:
-        """The last use is that of the most recently used block."""
+        """A namespace was last used when its most recently used block was."""
         found: dict[str, NamespaceInfo] = {}
         async with aclosing(self._values.pages()) as pages:
             async for names in pages:
@@ -334,15 +334,15 @@ class RedisHoldings(Holdings):
                 ]
 
     async def read(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo]) -> Sequence[ReadResult]:
-        absurd = [not block.place.parts and block.size_bytes > PART_HEADER_BYTES + PART_BYTES for block in blocks]
-        readable = [block for block, is_absurd in zip(blocks, absurd, strict=True) if not is_absurd]
+        overlong = [not block.place.parts and block.size_bytes > PART_HEADER_BYTES + PART_BYTES for block in blocks]
+        readable = [block for block, is_overlong in zip(blocks, overlong, strict=True) if not is_overlong]
         readings = [_Reading(block, room) for block, room in zip(readable, self._rooms(readable), strict=True)]
         answers = iter(await self._values.read([wanted for reading in readings for wanted in reading.wanted]))
         found = iter([reading.result([next(answers) for _ in reading.wanted]) for reading in readings])
         too_long = RecordError("The value is longer than any record in one value.", RecordFault.LENGTH)
-        results = [too_long if is_absurd else next(found) for is_absurd in absurd]
+        results = [too_long if is_overlong else next(found) for is_overlong in overlong]
         if namespace.hex.endswith(_UNKNOWN):
-            # A valid record was stored after the listing of namespaces; the next listing has its full digest.
+            # A valid record here was stored after the listing of namespaces; the next listing has the full digest.
             digits = namespace.hex[: len(_UNKNOWN)]
             return [
                 None if isinstance(each, memoryview) and _namespace_of(each[:HEADER_BYTES]).startswith(digits) else each
@@ -361,7 +361,7 @@ class RedisHoldings(Holdings):
         return count
 
     async def remove_namespace(self, namespace: NamespaceInfo) -> int:
-        """Parts of incomplete blocks go as well."""
+        """Includes the parts of incomplete blocks."""
         count = 0
         async with aclosing(self._values.pages(namespace.hex)) as pages:
             async for names in pages:
@@ -385,7 +385,7 @@ class RedisHoldings(Holdings):
         return list(found.values())
 
     async def sweep(self, stale: Sequence[StaleItem]) -> int:
-        """Parts rewritten since their listing stay."""
+        """Skips parts that were rewritten since their listing."""
         count = 0
         for start in range(0, len(stale), _SCAN_COUNT):
             names = [piece.name.encode() for piece in stale[start : start + _SCAN_COUNT]]

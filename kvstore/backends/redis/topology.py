@@ -37,7 +37,7 @@ def slot_of(key: bytes) -> int:
 
 
 class Topology:
-    """The nodes by slot; a server outside of a cluster serves all slots."""
+    """The nodes by slot. A server outside of a cluster serves all slots."""
 
     def __init__(self, config: RedisConfig, counters: Counter[str]) -> None:
         self.config = config
@@ -84,7 +84,7 @@ class Topology:
             self._refreshing.cancel()
             await asyncio.wait([self._refreshing])
         self._keep(())
-        # Awaited instead of cancelled: each task closes connections, which does not wait for a server.
+        # Awaited, not cancelled: each task closes connections, without waiting for a server.
         if self._leaving:
             await asyncio.wait(self._leaving)
 
@@ -93,7 +93,7 @@ class Topology:
         return list(self._nodes.values())
 
     @property
-    def has_well_nodes(self) -> bool:
+    def has_working_nodes(self) -> bool:
         """Whether it is a cluster with at least one working node."""
         return self.has_many_nodes and any(node.is_well for node in self._nodes.values())
 
@@ -132,7 +132,7 @@ class Topology:
             self._counters["topology_refreshes"] += 1
             await self._look()
         except RedisError as error:
-            logger.debug("The map of nodes could not be asked for: %s", error)
+            logger.debug("The nodes could not be queried: %s", error)
         except ConfigError as error:
             logger.warning("A server names a node that may not be used: %s", error)
         finally:
@@ -141,8 +141,8 @@ class Topology:
 
     async def _connect(self) -> None:
         masters = [node for node in self.nodes if not node.is_replica]
-        up = random.sample(masters, min(_WARM_NODES, len(masters)))
-        results = await asyncio.gather(*(node.connect() for node in up), return_exceptions=True)
+        chosen = random.sample(masters, min(_WARM_NODES, len(masters)))
+        results = await asyncio.gather(*(node.connect() for node in chosen), return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         # Some reachable nodes are enough.
         if len(failures) == len(results):
@@ -224,7 +224,7 @@ class Topology:
 def checked_tls(config: RedisConfig) -> ssl.SSLContext | None:
     """Refuse unencrypted connections to other machines, unless permitted; return the TLS settings, None without TLS.
 
-    Sentinels receive a password, too.
+    Sentinels are checked too, because they receive a password.
     """
     named = control.sentinel_endpoints(config) if config.sentinels else [control.endpoint_of(config)[0]]
     for endpoint in named:
@@ -237,6 +237,6 @@ def checked_tls(config: RedisConfig) -> ssl.SSLContext | None:
 
 
 def _replica(replicas: Sequence[Node], slot: int) -> Node | None:
-    """Return a replica, the same one for a slot while the same are up: its caches may hold the value."""
+    """Return a working replica, for a slot always the same one while none fails: its caches may hold the value."""
     up = [node for node in replicas if not node.down]
     return up[slot % len(up)] if up else None

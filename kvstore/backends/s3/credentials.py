@@ -158,7 +158,7 @@ async def find_credentials(session: aioboto3.Session) -> CurrentCredentials:
     """Return the credentials of a session, ready for use; S3Error if there are none."""
     try:
         provider = await session.get_credentials()
-    # See CurrentCredentials: providers have no common exception.
+    # Providers have no common exception; see CurrentCredentials._renew.
     except Exception as error:
         raise unavailable(error) from None
     if provider is None:
@@ -184,7 +184,7 @@ class CurrentCredentials:
         self._expire = isinstance(provider, RefreshableCredentials)
 
     async def get(self, timeout_s: float = _RENEWAL_S_MAX) -> Credentials:
-        """Return the current credentials, else raise S3Error; after a timeout the renewal continues."""
+        """Return valid credentials; S3Error if there are none. After a timeout the renewal continues."""
         last = self._last
         if last is not None and not self._expire:
             return last
@@ -221,7 +221,7 @@ class CurrentCredentials:
             async with asyncio.timeout(_RENEWAL_S_MAX):
                 frozen = await self._provider.get_frozen_credentials()
         # Providers have no common exception: STS raises ClientError, expired credentials RuntimeError, and credential
-        # processes others. An uncaught one would end the housekeeping.
+        # processes others. Callers expect S3Error.
         except Exception as error:
             raise unavailable(error) from None
         self._last = Credentials(frozen.access_key, frozen.secret_key, frozen.token)
@@ -229,7 +229,7 @@ class CurrentCredentials:
 
 
 def unavailable(error: Exception | None = None) -> S3Error:
-    """Return the failure for missing credentials."""
+    """Return the failure for missing or unusable credentials."""
     if error is None:
         return S3Error(Cause.CREDENTIALS, "No credentials were given or found.")
     # Only the type: the text may contain the output of a credential process.

@@ -32,17 +32,17 @@ _LOW_WATERMARK: Final = 0.9
 _VICTIMS_MAX: Final = 100_000
 _NOTES_MAX: Final = 100_000
 _SWEPT_MAX: Final = 100_000
-"""Limits per round: objects removed, old notes found, and objects swept, with 15 to 30 MB of memory each. The next
-round continues."""
+"""Limits of a round, 15 to 30 MB of memory each: objects removed, old notes found, objects swept. The next round
+continues."""
 
 _NOTE_BYTES_MAX: Final = 1 << 20
 """Longest note that is read: four times a thousand names of maximum length."""
 
 _SKEW_S: Final = 3600.0
 _OVERLAP_S: Final = 60.0
-"""Allowances for clock differences between engines, as names of packs and notes contain their time. Notes are deleted
-only if older than all packs by the first. Each round lists the notes of the second again; an engine that misses a note
-gets a 404 for the removed objects."""
+"""Allowances for clock differences between engines, because names of packs and notes contain their time. Notes are
+deleted only if they are older than all packs by the first. Each round repeats a part of the last listing of notes, as
+long as the second; an engine that misses a note gets a 404 for the removed objects."""
 
 _KNOWN_NOTES_MAX: Final = 10_000
 
@@ -109,7 +109,8 @@ class Keeper:
             if await self._lease.hold():
                 await self._evict()
         except Exception:
-            # Otherwise an engine without write permission would trust its first snapshot forever.
+            # Also after a failure: an engine without write permission fails in each round, and would keep its first
+            # snapshot forever.
             await self._refresh_snapshot()
             raise
         await self._refresh_snapshot()
@@ -224,9 +225,9 @@ class _LeaseBody(msgspec.Struct, frozen=True):
 class Lease:
     """An object that its holder rewrites regularly; another engine takes it over after ``length_s`` without a change.
 
-    Clocks are never compared: the holder measures from the start of its renewal, the others from their first sight of
-    it. So there is at most one holder, as long as clocks run at about the same speed. Kubernetes' leader election uses
-    the same scheme. Needs conditional writes. A renewal is valid for ``length_s``; a request may take ``timeout_s``.
+    Clocks are never compared: the holder measures from the start of its renewal, the others from the time at which they
+    first see it. So there is at most one holder, as long as clocks run at about the same speed. Kubernetes' leader
+    election uses the same scheme. Needs conditional writes. A request may take ``timeout_s``.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The target of a measurement: its creation, permission to write to it, and its removal.
 
 Writing to a server or a non-empty directory requires permission. In other directories, each measurement makes one of
-its own and removes it at the end, so an engine that meanwhile starts in the same place keeps its files. On an existing
+its own and removes it at the end, so an engine that starts in the same place meanwhile keeps its files. On an existing
 target, only the blocks of the measurement are removed.
 """
 
@@ -102,9 +102,7 @@ class Target:
     def scratch(self) -> Path:
         """Return a directory on the tier's drive for baselines; it is removed at the end."""
         if self.directory is None:
-            raise ConfigError(
-                f"A {self.tier.backend} tier is on no local drive, so no drive can be measured beside it."
-            )
+            raise ConfigError(f"A {self.tier.backend} tier has no local drive, so no drive can be measured beside it.")
         if self._scratch is None:
             self._scratch = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=self.directory))
         return self._scratch
@@ -141,8 +139,8 @@ class Target:
         if not tier.paths:
             if tier.backend not in _IN_PROCESS and not reuse:
                 raise ConfigError(
-                    f"A {tier.backend} tier stores where others may store too, and a measurement fills it. Give "
-                    "--reuse if it may; its own blocks are removed at the end."
+                    f"A {tier.backend} tier may be shared with others, and a measurement fills it. Give --reuse to "
+                    "allow that; its own blocks are removed at the end."
                 )
             return tier.backend in _IN_PROCESS
         owned = True

@@ -39,7 +39,7 @@ _RECORD_BYTES_MAX: Final = 1 << 32
 """Longest record to read into memory; blocks have megabytes."""
 
 _EMPTY_READS_MAX: Final = 16
-"""Most empty reads past the end of an archive; a complete archive causes at most two."""
+"""Maximum reads at the end of a file; a complete archive causes at most two."""
 
 _PLAIN_FILES: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE})
 _NOTHING: Final = memoryview(b"")
@@ -131,7 +131,7 @@ def read_archive(
     Raises:
         ArchiveError: The file is not an archive, or is truncated; every block before the end was yielded.
     """
-    # Only the current namespace is kept in memory, even if an archive has many.
+    # Only the current namespace is kept, because an archive may have any number of them.
     namespace = NamespaceInfo("")
     members = _members(file)
     name, data = next(members, ("", _NOTHING))
@@ -204,7 +204,7 @@ def _members(file: IO[bytes]) -> Iterator[tuple[str, memoryview]]:
 
 
 class _Ending:
-    """A file that fails when it is read far past its end.
+    """A file that fails when it is read at its end again and again.
 
     tarfile skips a member by reading its claimed length, which would take years for a claim of exabytes.
     """
@@ -214,7 +214,7 @@ class _Ending:
         self._empty = 0
 
     def read(self, size_bytes: int) -> bytes:
-        """Return up to ``size_bytes`` bytes; raise ``ReadError`` for a read far past the end."""
+        """Return up to ``size_bytes`` bytes; raise ``ReadError`` after too many reads at the end."""
         data = self._file.read(size_bytes)
         self._empty += not data
         if self._empty > _EMPTY_READS_MAX:
