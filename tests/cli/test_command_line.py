@@ -8,18 +8,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import kvstore
 from kvstore import cli
-from kvstore.cli.app import Warnings
+from kvstore.cli.app import Warnings, bench_app, kvstore_app
 from tests.cli.in_process import run_here
 from tests.project.tree import ROOT
 
-_BENCH = ("run", "sweep", "compare", "record", "replay", "plot", "verify", "doctor", "backends")
-_KVSTORE = ("config", "doctor", "size", "top", "inspect", "scrub", "gc", "export", "import", "s3-lifecycle", "bench")
-_COMMANDS = [*(["bench", name] for name in _BENCH), *([name] for name in _KVSTORE)]
+_BENCH: Any = get_command(bench_app)
+_KVSTORE: Any = get_command(kvstore_app)
+_COMMANDS = [*(["bench", name] for name in _BENCH.commands), *([name] for name in _KVSTORE.commands)]
 
 
 @pytest.mark.parametrize("command", [[], *_COMMANDS], ids=" ".join)

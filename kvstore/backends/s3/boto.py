@@ -27,11 +27,11 @@ from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.credentials import (
     UNSIGNED,
     ResponseParserError,
-    boto,
     find_credentials,
     make_session,
     unavailable,
 )
+from kvstore.backends.s3.credentials import exceptions as boto
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_part, error_of_response
 from kvstore.backends.s3.http import TEXT_BYTES_MAX, parse_xml
 from kvstore.backends.stream import client_context

@@ -18,10 +18,10 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import aioboto3
-from botocore import UNSIGNED
-from botocore import exceptions as boto
+from botocore import UNSIGNED as UNSIGNED
+from botocore import exceptions as exceptions
 from botocore.credentials import RefreshableCredentials
-from botocore.parsers import ResponseParserError
+from botocore.parsers import ResponseParserError as ResponseParserError
 
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
@@ -108,16 +108,6 @@ def quoted(query: Mapping[str, str]) -> str:
     return "&".join([f"{name}={value}" for name, value in pairs])
 
 
-__all__ = [
-    "UNSIGNED",
-    "CurrentCredentials",
-    "ResponseParserError",
-    "boto",
-    "find_credentials",
-    "make_session",
-    "unavailable",
-]
-
 _REGION: Final = "us-east-1"
 """Default of AWS's own tools; other services accept any name."""
 
@@ -148,9 +138,9 @@ def make_session(config: S3Config) -> tuple[aioboto3.Session, str]:
             profile_name=config.profile or None,
         )
         return session, config.region or session.region_name or _REGION
-    except boto.ProfileNotFound:
+    except exceptions.ProfileNotFound:
         raise ConfigError(f"There is no profile {config.profile!r}. Name one of the AWS configuration files.") from None
-    except boto.BotoCoreError as error:
+    except exceptions.BotoCoreError as error:
         raise unavailable(error) from None
 
 
