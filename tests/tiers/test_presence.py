@@ -339,7 +339,7 @@ def test_the_sources_remembered_for_a_block_are_bounded() -> None:
         existence.answered(question.question_id, bytes((Found.ABSENT,)), number + 0.1, bytes((Found.ABSENT,)))
         ctx = RequestContext("r", source=source, since=number - 5.0, patience_s=60.0)
         assert not existence.is_open(b"a", number + 0.2, ctx)
-    (answer,) = existence._open.values()
+    (answer,) = existence._source_answers.values()
     assert len(answer.settled) <= 256
 
 
