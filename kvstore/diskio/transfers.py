@@ -103,7 +103,7 @@ class TransferEngine:
         Some filesystems (FUSE, some network filesystems) can't report that an operation would block. The kernel would
         complete it during the submission, so kernel threads run these operations instead.
         """
-        if not self.disk.tells_waiting(fd):
+        if not self.disk.supports_nowait(fd):
             self._slow_fds.add(fd)
 
     def hold(self, files: Sequence[int]) -> None:

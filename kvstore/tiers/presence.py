@@ -257,7 +257,7 @@ class Existence:
         self._quiet_until = 0.0
         self._last_id = 0
 
-    def wants_answer(self, key: BlockKey, now: float, source: Source | None = None) -> bool:
+    def ask(self, key: BlockKey, now: float, source: Source | None = None) -> bool:
         """Add a key to the next question unless one is open, together with its request's source.
 
         Returns:

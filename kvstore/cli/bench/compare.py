@@ -74,7 +74,7 @@ def compare(a: A, b: B, fail_over: FailOver = None, metric: Metrics = _METRICS, 
     metrics = [name.strip() for name in metric.split(",") if name.strip()]
     for name in metrics:
         if name not in _BETTER_HIGH:
-            raise ConfigError(f"--metric has {shown(name)}. Expected of {', '.join(_BETTER_HIGH)}.")
+            raise ConfigError(f"--metric has {shown(name)}. Expected names of: {', '.join(_BETTER_HIGH)}.")
     first, second = read_report(a), read_report(b)
     rows = compared(first["rows"], second["rows"], metrics, limit)
     changed = {part: differences(first.get(part, {}), second.get(part, {})) for part in ("parameters", "environment")}

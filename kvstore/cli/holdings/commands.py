@@ -190,7 +190,7 @@ def _show_header(medium: Medium, found: tuple[NamespaceInfo, BlockInfo], json: b
     if record.error is not None:
         raise record.error
     if record.data is None:
-        raise ConfigError(f"Block {block.key.hex()} has just gone. Ask for another one.")
+        raise ConfigError(f"Block {block.key.hex()} has left the tier since the listing. Give another key.")
     row: dict[str, Any] = {"namespace": namespace.hex, "key": block.key.hex(), "size_bytes": block.size_bytes}
     try:
         header = decode_header(bytes(record.data[:HEADER_BYTES]))
@@ -387,7 +387,7 @@ def _total(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _check_can_ask(yes: bool) -> None:
-    """Check before the work begins that a terminal is available for the final prompt."""
+    """Check before the work begins that a terminal is available for the confirmation."""
     if not yes and not (sys.stdin is not None and sys.stdin.isatty()):
         raise ConfigError("There is no terminal to ask before something is removed. Give --yes, or --dry-run to look.")
 
@@ -442,10 +442,10 @@ def export_command(
         _print_report("export", medium.tier, dry_run=dry_run, rows=faults, namespaces=len(namespaces), **more)
     else:
         # stdout may have the archive itself.
-        tell = say if archive == "-" else print_line
+        show = say if archive == "-" else print_line
         verb = "would be written" if dry_run else "written"
         what = f"{_counted(result.blocks, 'block')} of {_counted(len(namespaces), 'namespace')}"
-        tell(f"{what}, {rounded_size(result.size_bytes)}: {verb}")
+        show(f"{what}, {rounded_size(result.size_bytes)}: {verb}")
     _say_each("damaged and left out", faults)
     _say_each("not read", unread)
     if faults:
