@@ -152,6 +152,9 @@ class Root:
         Either the capacity or the reserve is exceeded, or another owner requests space and would then have at most as
         much as this one. The room stays reserved while the request lasts. If True, the ledger's lock is held; if False,
         it may be held. The caller releases it in both cases.
+
+        Raises:
+            LedgerBusyError: Another engine holds the lock while segments of ended owners are to be removed.
         """
         if not self._wishes() - {owner} and self._missing_bytes(0) <= 0:
             return False
