@@ -107,14 +107,15 @@ def _checked(value: Any, path: str, depth: int) -> Any:
     if type(value) is list:
         return [_checked(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
     if type(value) is dict or (depth == 0 and isinstance(value, Mapping)):
-        return {_checked_name(name, path): _checked(item, f"{path}.{name}", depth + 1) for name, item in value.items()}
+        start = f"{path}." if path else ""
+        return {_checked_name(name, path): _checked(item, f"{start}{name}", depth + 1) for name, item in value.items()}
     raise ConfigError(
-        f"Namespace field {path.lstrip('.')!r} is of type {type(value).__name__}. Expected None, bool, int, float, "
+        f"Namespace field {path!r} is of type {type(value).__name__}. Expected None, bool, int, float, "
         "str, list or dict. Convert it to one of these, so that its text can't change."
     )
 
 
 def _checked_name(name: object, path: str) -> str:
     if type(name) is not str:
-        raise ConfigError(f"Namespace field {path.lstrip('.')!r} has the key {name!r}. Expected a str.")
+        raise ConfigError(f"Namespace field {path!r} has the key {name!r}. Expected a str.")
     return name

@@ -60,11 +60,6 @@ def _call(library: ctypes.PyDLL, name: str) -> Any:
     return function
 
 
-def are_available() -> bool:
-    """Return whether the calls can be made here."""
-    return sys.platform == "linux"
-
-
 # PyDLL keeps the GIL during each call, which is the purpose of this module.
 _libc: Final = ctypes.PyDLL(None, use_errno=True)
 _send: Final = _call(_libc, "sendmsg")
@@ -80,7 +75,7 @@ _SEND_FLAGS: Final = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 class HeldCalls:
-    """The calls of one socket; used by one thread at a time.
+    """System calls that hold the GIL, for one socket; used by one thread at a time.
 
     No buffer is kept: addresses are valid only until a call returns. A call that cannot move a byte now raises
     ``BlockingIOError``; if the connection broke, it raises another ``OSError``.
@@ -128,9 +123,6 @@ _LINGER_OFF: Final = struct.pack("ii", 1, 0)
 _DECRYPTED_MAX: Final = 1 << 17
 """Bytes decrypted in one call: eight records, some fifty microseconds."""
 
-_BUFFERS_MAX: Final = 64
-"""Buffers handed to one system call; far below the kernel's limit of 1,024."""
-
 _BACKLOG: Final = 128
 """Backlog of connections to accept; a fleet's engines may all connect at the same time."""
 
@@ -175,9 +167,9 @@ class Stream:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
-        # Whether it is a TLS stream, which may hold bytes that the descriptor does not show.
+        # A TLS stream may have decrypted bytes while its descriptor is not readable.
         self.is_encrypted = self._tls is not None
-        self._held = HeldCalls() if self._tls is None and are_available() else None
+        self._held = HeldCalls() if self._tls is None and sys.platform == "linux" else None
 
     @property
     def remote_address(self) -> tuple[str, int]:
@@ -202,7 +194,7 @@ class Stream:
         if self._held is not None and sum([buffer.nbytes for buffer in buffers]) <= _SHORT_BYTES:
             return self._held.receive(self._sock.fileno(), buffers)
         if self._tls is None:
-            return self._sock.recvmsg_into(buffers[:_BUFFERS_MAX])[0]
+            return self._sock.recvmsg_into(buffers[:BUFFERS_MAX])[0]
         # OpenSSL returns one record (16 KiB) per call. Read several, so that the caller's work is not per record.
         room = buffers[0][:_DECRYPTED_MAX]
         received = 0
@@ -226,7 +218,7 @@ class Stream:
         if self._held is not None:
             return self._held.send(self._sock.fileno(), buffers)
         if self._tls is None:
-            return self._sock.sendmsg(buffers[:_BUFFERS_MAX])
+            return self._sock.sendmsg(buffers[:BUFFERS_MAX])
         try:
             return self._tls.send(buffers[0])
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):

@@ -207,6 +207,7 @@ class RecordCodec:
         Args:
             header: Buffer of ``header_bytes`` bytes with the start of the record.
             payload: Buffer with the rest; C-contiguous, may be longer than the payload.
+            filled_bytes: Length of the record that was read into both buffers.
 
         Returns:
             Length of the payload in bytes; it is at the start of ``payload``.

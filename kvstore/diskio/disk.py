@@ -67,7 +67,7 @@ class OsDisk:
         """Write buffers, in order; return the number of bytes written, which may be fewer than given."""
         return self.syscall("pwritev", os.pwritev, fd, buffers, offset)
 
-    def tells_waiting(self, fd: int) -> bool:
+    def supports_nowait(self, fd: int) -> bool:
         """Return whether a read can report that it would block. Also makes the file blocking for all other calls."""
         # Files are opened non-blocking because of FIFOs; io_uring would not wait for I/O on such files.
         os.set_blocking(fd, True)

@@ -39,7 +39,7 @@ _ALIGNMENT: Final = 4096
 """Alignment for direct I/O of address, length and offset, in bytes; every filesystem accepts it, many also 512."""
 
 _CLOSE_S_MIN: Final = 0.1
-"""Time within which idle threads end."""
+"""Minimum wait for the threads at a close; idle ones end within it."""
 
 _HELPERS: Final = 4
 """Number of threads beside io_uring, for plain calls and for the rest of short transfers. Some calls take seconds (a
@@ -52,7 +52,7 @@ _RUN_BUFFERS_MAX: Final = 1024
 """Most buffers of one vectored call (IOV_MAX)."""
 
 _STUCK_MAX: Final = 16
-"""Consecutive short transfers without progress after which the transfer fails with EIO."""
+"""Consecutive short transfers that end before the next aligned offset; after more, the transfer resumes unaligned."""
 
 _NAMES: Final = {Op.READV: "preadv", Op.WRITEV: "pwritev"}
 """Names of operations for fault injection."""
@@ -103,7 +103,7 @@ class TransferEngine:
         Some filesystems (FUSE, some network filesystems) can't report that an operation would block. The kernel would
         complete it during the submission, so kernel threads run these operations instead.
         """
-        if not self.disk.tells_waiting(fd):
+        if not self.disk.supports_nowait(fd):
             self._slow_fds.add(fd)
 
     def hold(self, files: Sequence[int]) -> None:
@@ -118,7 +118,7 @@ class TransferEngine:
             except OSError as error:
                 _log.warning("the ring can't hold locks (%s); a killed process may write after it has let go", error)
 
-    # Plain functions: a coroutine that only awaits another one would be resumed with it.
+    # Plain functions, because a coroutine that only awaits another one takes part in each of its resumptions.
     def read(
         self, transfers: Sequence[Transfer], precedence: Precedence = Precedence.LOAD
     ) -> Coroutine[Any, Any, None]:
@@ -289,12 +289,13 @@ def _operations(op: Op, runs: list[_Run]) -> tuple[npt.NDArray[Any], npt.NDArray
 
 def _do(call: Callable[..., int], run: _Run) -> None:
     """Move a run in one plain call; if that is short, move each transfer separately."""
-    done = -1
+    is_whole = False
     if len(run) > 1:
         with contextlib.suppress(OSError):
             done = call(run[0].fd, [b for transfer in run for b in transfer.buffers], run[0].offset)
+            is_whole = done == sum([transfer.size_bytes for transfer in run])
     for transfer in run:
-        if done == sum([t.size_bytes for t in run]):
+        if is_whole:
             transfer.done_bytes = transfer.size_bytes
         else:
             _complete(call, transfer, 0)

@@ -175,8 +175,8 @@ class PrimaryTier:
             keys: Keys that have no slot, without duplicates.
 
         Returns:
-            The slots, parallel to ``keys``; None, with nothing evicted, if too few blocks can be evicted.
-            :meth:`take_evicted` returns the evicted blocks.
+            The slots, parallel to ``keys``; None if too few blocks can be evicted. Then a block was evicted only if its
+            slot is on loan. :meth:`take_evicted` returns the evicted blocks.
         """
         need = len(keys) - len(self.free)
         if need > 0 and not self._evict(need, keys, self._piece):
@@ -196,7 +196,7 @@ class PrimaryTier:
         """Allocate slots without keys, for one I/O: they are ABANDONED until :meth:`reclaim` or :meth:`exchange`.
 
         Returns:
-            The slots; None, with nothing changed, if too few blocks can be evicted (see :meth:`take_evicted`).
+            The slots; None if too few blocks can be evicted, as for :meth:`allocate`.
         """
         if count > len(self.free) and not self._evict(count - len(self.free)):
             return None
@@ -269,7 +269,10 @@ class PrimaryTier:
         return slots
 
     def unpin(self, keys: Iterable[BlockKey]) -> None:
-        """Remove one pin from each block. Parked blocks become first in line for eviction, in the order of ``keys``."""
+        """Remove one pin from each block.
+
+        Blocks that were due for eviction while they were pinned are the next to be evicted, in the order of ``keys``.
+        """
         slot_of, pins = self._slot_of, self.pins
         last = []
         for key in keys:

@@ -47,8 +47,8 @@ logger = logging.getLogger("kvstore.runtime")
 
 _READ_BYTES: Final = 1 << 20
 
-_LOOK_ANYWAY_S: Final = 0.1
-"""Interval of reads without a ring of the bell: a killed child no longer rings."""
+_READ_INTERVAL_S: Final = 0.1
+"""Maximum time between two reads. A killed child no longer rings the bell."""
 
 _BACKLOG_BYTES_MAX: Final = 64 << 20
 """Unread bytes beyond which a child counts as stopped."""
@@ -64,7 +64,7 @@ _KILLED_TIMEOUT_S: Final = 5.0
 _END_TIMEOUT_S: Final = 1.0
 """Time for a child to exit after it closed its medium or failed to open it."""
 
-_SETTLED_LOOK_S: Final = 0.005
+_SETTLED_CHECK_S: Final = 0.005
 """Interval of checks for the end of a killed child's I/O, which usually takes milliseconds."""
 
 _QUIET_S: Final = 2.0
@@ -180,7 +180,7 @@ class ProcessChannel:
 
     def receive(self) -> FromIO | None:
         if not self._incoming:
-            self._look()
+            self._receive_some()
         if not self._incoming:
             return None
         message = self._incoming.popleft()
@@ -208,7 +208,7 @@ class ProcessChannel:
             connection = self._connection
             if connection is None:
                 time.sleep(min(left, 0.005))
-            elif connection.wait(min(left, _LOOK_ANYWAY_S)):
+            elif connection.wait(min(left, _READ_INTERVAL_S)):
                 self._read()
             else:
                 self._watch()
@@ -228,11 +228,11 @@ class ProcessChannel:
             self._keeper.join(_KILLED_TIMEOUT_S)
             ended = not self._keeper.is_alive()
         if self._connection is None:
-            # A new child without a received HostUp also closes its medium.
+            # A new child must close its medium, even if its HostUp was not received.
             self._connection, self._successor = self._successor, None
         if (last := self._connection) is not None:
             self._write([Stop()])
-            self._hear_out(last, deadline)
+            self._receive_until_closed(last, deadline)
             # A closed child gets time to exit; a child past the deadline is killed immediately.
             by_itself = last.end(0.0 if self._connection else _END_TIMEOUT_S)
             self._connection = None
@@ -243,16 +243,16 @@ class ProcessChannel:
             os.close(self._spec.backing.fd)
         return ended
 
-    def _hear_out(self, last: ChildConnection, deadline: float) -> None:
+    def _receive_until_closed(self, last: ChildConnection, deadline: float) -> None:
         """Receive messages until the child has closed or ended, which unsets the connection."""
         while self._connection is not None and (left := deadline - time.monotonic()) > 0:
-            last.wait(min(left, _LOOK_ANYWAY_S))
+            last.wait(min(left, _READ_INTERVAL_S))
             self._push()
             self._read()
 
-    def _look(self) -> None:
+    def _receive_some(self) -> None:
         now = time.monotonic()
-        if self._connection is not None and (self._connection.rang or now - self._looked_at > _LOOK_ANYWAY_S):
+        if self._connection is not None and (self._connection.rang or now - self._looked_at > _READ_INTERVAL_S):
             self._looked_at = now
             self._push()
             if self._connection is not None:
@@ -348,12 +348,10 @@ class ChildConnection:
     def __init__(self, spec: ProcessSpec) -> None:
         self._name = spec.name
         self.has_closed = False  # Whether the child reported its medium as closed; it then no longer touches slots.
-        self._heard_at = time.monotonic()
+        self._answered_at = time.monotonic()
         self._looked_at = 0.0
-        # Counted time since an unanswered ping, in seconds; None without one.
-        self._asked_s: float | None = None
-        # Whether the last write to the socket was incomplete.
-        self._is_full = False
+        self._asked_s: float | None = None  # Time since an unanswered ping, as counted by ``watch``; None without one.
+        self._is_full = False  # Whether the last write to the socket was incomplete.
         self._is_open = False
         self._unpacker = Unpacker(ChildMessage)
         with contextlib.ExitStack() as on_failure:
@@ -430,7 +428,7 @@ class ChildConnection:
         others: list[FromIO] = []
         opened = False
         while not opened and time.monotonic() < deadline and not stopping.is_set():
-            self.wait(_LOOK_ANYWAY_S)
+            self.wait(_READ_INTERVAL_S)
             messages = self.read()
             if messages is None:
                 break
@@ -461,7 +459,7 @@ class ChildConnection:
         if self._asked_s is not None:
             self._asked_s += min(passed_s, quiet_s)
             return "stuck" if self._asked_s > answer_s else "well"
-        if now - self._heard_at <= quiet_s:
+        if now - self._answered_at <= quiet_s:
             return "well"
         self._asked_s = 0.0
         return "ask"
@@ -510,7 +508,7 @@ class ChildConnection:
         """Wait until it has settled; return whether it has."""
         deadline = time.monotonic() + timeout_s
         while not (settled := self.has_settled) and time.monotonic() < deadline:
-            time.sleep(_SETTLED_LOOK_S)
+            time.sleep(_SETTLED_CHECK_S)
         return settled
 
     @property
@@ -519,7 +517,7 @@ class ChildConnection:
         return self._bell.count != self._unpacker.frames
 
     def _note_alive(self) -> None:
-        self._heard_at, self._asked_s = time.monotonic(), None
+        self._answered_at, self._asked_s = time.monotonic(), None
 
 
 def _error_of(failure: Opened) -> Exception:

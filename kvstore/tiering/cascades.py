@@ -40,22 +40,24 @@ class Cascades:
         self._rates = None if core.tenants is None else core.tenants.stores
         self._all_bits = sum(link.bit for link in self._links)
         self._store_blocks_max = max(1, int(core.primary.slots * config.store_share))
-        self._reserve = max(1, int(core.primary.slots * _LAZY_SHARE))
+        self._evictable_min = max(1, int(core.primary.slots * _LAZY_SHARE))
         self._withheld: dict[BlockKey, int] = {}
         self._owed: dict[BlockKey, int] = {}
         self._transient: set[BlockKey] = set()
+        """Blocks that may not stay in the primary tier (``cpu: false``)."""
         self._backfill_uses = config.backfill_uses
         self._filling: set[BlockKey] = set()
         """Withheld blocks that were promoted from a slower tier; ``backfill.min_uses`` applies to them as well."""
-        self._turn_come: dict[BlockKey, None] = {}
-        self._writing_back = 0
+        self._wanted: dict[BlockKey, None] = {}
+        """Owed blocks that are due for eviction, and not yet being stored."""
+        self._writing_back = 0  # Owed blocks being stored.
         self._sightings: BoundedDict[BlockKey, int] = BoundedDict(_SIGHTINGS_MAX)
         """Uses of blocks, for admission. The least recently seen blocks are dropped first."""
         self.lost_blocks = 0  # Owed blocks that a tier failed to store before their eviction.
 
     @property
     def waits(self) -> bool:
-        """Whether blocks wait for room. If no job occupies it, they are stored in the next step."""
+        """Whether blocks wait for room. Without unfinished stores there is room, and the next step stores them."""
         return any(link.queue for link in self._links)
 
     @property
@@ -147,15 +149,15 @@ class Cascades:
         """Write back owed blocks that are due for eviction, or soon will be."""
         if not self._owed:
             return
-        self._primary.prepare_eviction(self._reserve - self._writing_back - len(self._turn_come))
+        self._primary.prepare_eviction(self._evictable_min - self._writing_back - len(self._wanted))
         self.write_wanted()
 
     def write_wanted(self) -> None:
         """Write back owed blocks that an allocation tried to evict."""
-        self._turn_come.update(dict.fromkeys(self._primary.take_wanted()))
-        if self._turn_come:
-            self._write([key for key in self._turn_come if key in self._owed])
-            self._turn_come = {key: None for key in self._turn_come if key in self._owed}
+        self._wanted.update(dict.fromkeys(self._primary.take_wanted()))
+        if self._wanted:
+            self._write([key for key in self._wanted if key in self._owed])
+            self._wanted = {key: None for key in self._wanted if key in self._owed}
 
     def write_all(self) -> None:
         """Store all waiting and owed blocks, as far as there is room."""
@@ -205,7 +207,7 @@ class Cascades:
 
     def forget_all(self) -> None:
         """Drop all state, because the primary tier is cleared."""
-        for notes in (self._withheld, self._owed, self._transient, self._filling, self._turn_come):
+        for notes in (self._withheld, self._owed, self._transient, self._filling, self._wanted):
             notes.clear()
         for link in self._links:
             link.queue.clear()

@@ -373,7 +373,7 @@ class AsyncTier(SecondaryTierManager):
         is_known = held is False or self._existence.has_failed(key, now, source)
         if is_known and not self._existence.is_open(key, now, ctx):
             return LookupResult.MISS
-        asks = is_key(key) and self._existence.wants_answer(key, now, source)
+        asks = is_key(key) and self._existence.ask(key, now, source)
         return LookupResult.RETRY if asks else LookupResult.MISS
 
     @property
@@ -399,7 +399,7 @@ class AsyncTier(SecondaryTierManager):
             self._unverified = self._inventory.known
         count = _DOUBTED_PER_STEP if self._exclusive else _VERIFIED_PER_STEP
         for key in self._unverified[-count:]:
-            self._existence.wants_answer(key, now)
+            self._existence.ask(key, now)
         del self._unverified[-count:]
 
     def _admits_store(self, size_bytes: int, now: float) -> bool:

@@ -17,9 +17,9 @@ class TierHealth:
     """Decides whether calls reach the medium.
 
     A full disk must not stop loads, and failing reads must not stop stores, so each direction has its own breaker. The
-    breaker of stores admits one store as a trial. A probe closes the breaker of loads and lookups, because no request
-    should wait for a trial. A probe only shows that lookups work: while loads fail, answered lookups do not count as
-    success, and after the probe the next failed load opens the breaker again, for longer.
+    breaker of stores admits one store as a trial. The breaker of loads and lookups is closed by a probe, because no
+    request should wait for a trial. But a probe shows only that lookups work. After a failed load, answered lookups
+    therefore do not count as success, and the first failed load after the probe opens the breaker again, for longer.
     """
 
     def __init__(self, name: str, config: TierConfig) -> None:
@@ -53,9 +53,9 @@ class TierHealth:
         """Judge the medium by a job's outcomes; return the probe to send if the breaker of loads opened."""
         found = set(outcomes)
         failed = Outcome.OK not in found and any(outcome.is_failure for outcome in found)
-        if failed and kind is JobKind.LOAD and self._config.has_own_load_breakers:
-            return None
         if kind is JobKind.LOAD:
+            if failed and self._config.has_own_load_breakers:
+                return None
             self._failed_loads = self._failed_loads + 1 if failed else 0
         if failed:
             return self.note_failure(kind, error, now)

@@ -17,7 +17,7 @@ for a millisecond after each step, so shorter reports would take longer in total
 _ACCESSES_MAX: Final = 4096
 """Jobs that read blocks, remembered until the next report."""
 
-_TURNS: Final = 4
+_EXAMINED_PER_REPORTED: Final = 4
 """Maximum blocks examined per block that may be reported."""
 
 
@@ -47,10 +47,10 @@ class Inventory:
         self._queue: deque[BlockKey] = deque()
         """Blocks to report at the bounded rate, unless they are no longer in ``_found``."""
         self._is_dropped = False
-        """Whether consumers dropped all blocks since the last report, and may learn that only with the next one."""
+        """Whether consumers have dropped all blocks since the last report, or will drop them with the next one."""
 
     def __bool__(self) -> bool:
-        """Whether there are blocks or changes to report, or consumers still to drop all blocks."""
+        """Whether there are blocks or changes to report, or consumers that drop all blocks with the next report."""
         return bool(self._changes or self._queue or self._is_dropped)
 
     @property
@@ -92,7 +92,7 @@ class Inventory:
                 del changes[key]
 
     def accessed(self, keys: Iterable[BlockKey]) -> None:
-        """Note that a job has read blocks. Only the last jobs are kept, and an engine takes no step to report them."""
+        """Note that a job has read blocks. Only the last jobs are kept, and reporting them needs no extra step."""
         if self._accesses is not None and (read := tuple(keys)):
             self._accesses.append(TierEvent(read, accessed=True))
 
@@ -134,8 +134,8 @@ class Inventory:
 
     def _take_found(self) -> list[BlockKey]:
         found: list[BlockKey] = []
-        # Bounded, because blocks that left also take some time.
-        for _ in range(min(_TURNS * _FOUND_KEYS, len(self._queue))):
+        # Bounded, because blocks that have left the tier take time too.
+        for _ in range(min(_EXAMINED_PER_REPORTED * _FOUND_KEYS, len(self._queue))):
             key = self._queue.popleft()
             if key in self._found:
                 self._found.discard(key)

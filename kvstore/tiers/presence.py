@@ -41,7 +41,7 @@ _QUESTION_SOURCES_MAX: Final = 256
 _ASK_AGAIN_S: Final = 0.02
 """Pause between queries for a block that another engine is computing: a step of a large model takes this long."""
 
-_OPEN_MAX: Final = 1 << 16
+_SOURCE_ANSWERS_MAX: Final = 1 << 16
 """Answers about sources remembered; forgotten ones are queried again."""
 
 _SETTLED_MAX: Final = 256
@@ -106,8 +106,9 @@ class Presence:
         """Times and contents of answers that no lookup has read yet."""
         self._recovered: deque[tuple[Sequence[BlockKey], bool]] = deque()
         self._gone_since_start: set[BlockKey] = set()
+        """Blocks removed, or reported as absent, before the end of recovery."""
         self._scan_ended = False
-        self.complete = False
+        self.complete = False  # Whether recovery has ended.
 
     def __len__(self) -> int:
         return len(self._held)
@@ -176,7 +177,7 @@ class Presence:
         return gone
 
     def await_reading(self, keys: Sequence[BlockKey], found: bool, now: float) -> None:
-        """Keep the answer to a question for the next lookup of each key, if that may come after the TTL."""
+        """Keep an answer until the next lookup of each key, if the TTL may end before that lookup."""
         if (self._positive_ttl_s if found else self._negative_ttl_s) < _UNREAD_S:
             for key in keys:
                 self._unread[key] = now, found
@@ -233,7 +234,7 @@ class _Answer(NamedTuple):
     settled: frozenset[Source]
     """Sources with a final answer: they knew the blocks of their hand-over, or failed."""
     failed_until: float
-    """End of the pause after an answer that lacks the source's, or that of the rest of the medium; 0 if complete."""
+    """End of the pause after an incomplete answer, without the source or another part of the medium; 0 if complete."""
 
 
 class Existence:
@@ -251,12 +252,12 @@ class Existence:
         self.unasked: dict[str, list[BlockKey]] = {}  # Keys of the next questions, by address.
         self._sources: dict[str, dict[Source, None]] = {}
         self._questions: dict[int, AskExistence] = {}
-        self._open: BoundedDict[tuple[str, BlockKey], _Answer] = BoundedDict(_OPEN_MAX)
+        self._source_answers: BoundedDict[tuple[str, BlockKey], _Answer] = BoundedDict(_SOURCE_ANSWERS_MAX)
         """The last answer about each block queried at sources and missing there."""
         self._quiet_until = 0.0
         self._last_id = 0
 
-    def wants_answer(self, key: BlockKey, now: float, source: Source | None = None) -> bool:
+    def ask(self, key: BlockKey, now: float, source: Source | None = None) -> bool:
         """Add a key to the next question unless one is open, together with its request's source.
 
         Returns:
@@ -265,7 +266,7 @@ class Existence:
         place = _address(source), key
         deadline = self._pending.get(place)
         if deadline is None:
-            if place in self._open and now < self._open[place].ask_again_at:
+            if place in self._source_answers and now < self._source_answers[place].ask_again_at:
                 return True  # It was queried a moment ago.
             # After an error, the answer is unknown, and a question in every step would burden a failing medium.
             if now < self._quiet_until or len(self._pending) >= _PENDING_MAX:
@@ -295,14 +296,14 @@ class Existence:
         """Return whether the source of a request may soon have a block that it lacked."""
         if ctx is None or ctx.source is None or now >= ctx.since + ctx.patience_s:
             return False
-        answer = self._open.get((ctx.source.address, key))
+        answer = self._source_answers.get((ctx.source.address, key))
         if answer is None or ctx.source not in answer.settled:
             return True
         return answer.found == Found.COMING or (answer.found == Found.ABSENT and now < ctx.since + ctx.unheard_s)
 
     def has_failed(self, key: BlockKey, now: float, source: Source | None) -> bool:
         """Return whether the last answer to requests with this source was incomplete, a moment ago."""
-        answer = self._open.get((_address(source), key))
+        answer = self._source_answers.get((_address(source), key))
         return answer is not None and now < answer.failed_until
 
     def take_questions(self, now: float) -> list[AskExistence]:
@@ -354,7 +355,7 @@ class Existence:
         failed = Found.UNKNOWN in states.values()
         known = frozenset(source for source, state in states.items() if state != Found.COMING)
         for key, answer in answers:
-            before = self._open.pop((address, key), None)
+            before = self._source_answers.pop((address, key), None)
             if answer == Found.THERE:
                 continue
             settled, others = known, frozenset() if before is None else before.settled - states.keys()
@@ -363,7 +364,7 @@ class Existence:
             found = Found.UNKNOWN if failed else Found.COMING if answer == Found.COMING else Found.ABSENT
             failed_until = now + self._error_pause_s if answer == Found.UNKNOWN else 0.0
             again_at = now if failed else now + _ASK_AGAIN_S
-            self._open[address, key] = _Answer(again_at, found, settled, failed_until)
+            self._source_answers[address, key] = _Answer(again_at, found, settled, failed_until)
 
 
 class FailedLoads:

@@ -92,7 +92,7 @@ class TierIOSpec:
 
 
 class _EpochParts:
-    """The parts of an I/O half that depend on the namespace: created at the begin of an epoch, closed at its end."""
+    """The parts of an I/O half that depend on the namespace: created when an epoch begins, closed when it ends."""
 
     def __init__(
         self,
@@ -140,7 +140,10 @@ class _EpochParts:
 
 
 class TierIO:
-    """Runs the jobs of one tier on one backend; called by a host, see :class:`kvstore.runtime.host.IOSide`."""
+    """Runs the jobs of one tier on one backend; called by a host, see :class:`kvstore.runtime.host.IOSide`.
+
+    ``room`` waits until the channel has room for more recovered keys.
+    """
 
     def __init__(
         self, spec: TierIOSpec, post: Callable[[FromIO], None], room: Callable[[], Awaitable[None]] | None = None
@@ -239,7 +242,7 @@ class TierIO:
                 self._gone.clear()
             self._stores[message.job_id] = RunningJob(message)
         if isinstance(message, Forget):
-            return [store for store in self._stores.values() if self._begin(store.job.keys, message.prefix)]
+            return [store for store in self._stores.values() if self._with_prefix(store.job.keys, message.prefix)]
         if not isinstance(message, Delete) or not self._stores:
             return ()
         keys = set(message.keys)
@@ -283,7 +286,7 @@ class TierIO:
             await _cancel([*self._jobs, *self._questions, *self._tasks])
         finally:
             try:
-                # Also if this is cancelled, because a medium does not answer: the backend closes its files later.
+                # Even if cancelled, because a medium does not answer: the backend then closes its files later.
                 await self._backend.close()
             finally:
                 self._parts.close()
@@ -451,7 +454,7 @@ class TierIO:
         try:
             async with aclosing(self._listed()) as pages:
                 async for names in pages:
-                    if theirs := self._begin(names, message.prefix):
+                    if theirs := self._with_prefix(names, message.prefix):
                         await self._delete_all(theirs)
         except ConfigError as failure:
             logger.error(
@@ -488,7 +491,7 @@ class TierIO:
         finally:
             await holdings.close()
 
-    def _begin(self, names: Sequence[BlockKey], prefix: bytes) -> list[BlockKey]:
+    def _with_prefix(self, names: Sequence[BlockKey], prefix: bytes) -> list[BlockKey]:
         """Return the names of keys that begin with a prefix."""
         return [name for name in names if (key := self._parts.key_of(name)) is not None and key.startswith(prefix)]
 
@@ -582,7 +585,7 @@ class TierIO:
             report(here)
 
     def _on_found(self, keys: Sequence[BlockKey], *, recovered: bool = False) -> None:
-        """Report blocks that were on the medium without a put by this engine just now."""
+        """Report blocks found on the medium that this engine did not put just now."""
         own = self._backend.own(keys)
         if ours := tuple(key for key, is_ours in zip(keys, own, strict=True) if is_ours):
             self._post(PresenceAdded(ours, recovered))

@@ -107,7 +107,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         canonical = note.canonical if note is not None and self._leaves_layout else None
         if canonical and not self.config.canonical_layout:
             raise ConfigError(
-                "The workers have the canonical layout, and the scheduler has not. Give 'canonical_layout': false."
+                "The workers have the canonical layout, and the scheduler does not. Give 'canonical_layout': false."
             )
         if canonical is False and self.config.canonical_layout:
             self._use_direct_rows()

@@ -59,8 +59,8 @@ _PAUSE_S_MAX: Final = 0.05
 class Pauses:
     """Pauses between the steps of an engine that computes nothing, because all of its requests wait for other engines.
 
-    vLLM would make a thousand steps per second and wake its workers in each, which takes cores from the engines that
-    are waited for. Create it during the construction of vLLM's connector, because it finds the engine's queue of
+    vLLM would make a thousand steps per second and wake its workers in each, which takes CPU time from other engines on
+    the machine. Create it during the construction of vLLM's connector, because it finds the engine's queue of
     requests in the call stack.
 
     ``enabled``: False for engines of a data-parallel group, which make their steps together.
@@ -77,11 +77,11 @@ class Pauses:
         self._is_busy |= not for_engine
 
     def end_step(self, *, is_busy: bool) -> None:
-        """End the scheduling of a step, with a pause if all that remains is waiting for other engines.
+        """End the scheduling of a step, with a pause if all requests wait for other engines.
 
-        A computing step may still run; the pause delays the notice of its end by at most its own length.
+        If an earlier step is still computing, its end is noticed only after the pause.
 
-        ``is_busy``: whether this step computes, or a later step must notice the end of moves of blocks.
+        ``is_busy``: whether this step computes, or moves of blocks are running, whose end a later step must notice.
         """
         awaits, self._awaits = self._awaits and not (is_busy or self._is_busy), False
         self._is_busy = False
@@ -97,11 +97,11 @@ class Pauses:
 
 
 _INTERVAL_S: Final = 1.0
-"""Interval of the tiers' statistics, in which an idle engine makes at most one step."""
+"""Interval of the tiers' statistics, and minimum time between two steps of an idle engine."""
 
 
 class IdleWaker:
-    """Requests a step when an engine makes none, and a tier has an answer for it.
+    """Requests a step of an idle engine when a tier has a message for it.
 
     vLLM reports metrics only in steps, and an engine without requests makes none. But a tier's statistics and the state
     of its medium still change: the last stores end, a medium fails or returns, other engines store and evict.

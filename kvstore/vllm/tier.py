@@ -169,12 +169,12 @@ class KVStoreTier(SecondaryTierManager):
     @guarded(lambda: None)
     def submit_store(self, job_metadata: VllmTransferJob) -> None:
         """Enqueue a store; submitted at the end of the step."""
-        self._submit(job_metadata, lambda job: self._tier.submit_store(job))
+        self._submit(job_metadata, self._tier.submit_store)
 
     @guarded(lambda: None)
     def submit_load(self, job_metadata: VllmTransferJob) -> None:
         """Enqueue a load; submitted at the end of the step, which follows immediately."""
-        self._submit(job_metadata, lambda job: self._tier.submit_load(job))
+        self._submit(job_metadata, self._tier.submit_load)
 
     def get_finished_jobs(self) -> Iterable[VllmJobResult]:
         """Return the jobs finished since the last call, each exactly once."""

@@ -654,6 +654,16 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, data: bytes) -> None:
     assert not there.root.exists()
 
 
+def test_an_archive_that_fails_to_read_is_named_as_the_fault(tmp_path: Path) -> None:
+    """A failing read is reported as a fault of the archive, and no tier is created."""
+    there = Fixture("file", tmp_path / "there")
+    # Its first bytes are an unmapped address, so a read fails with EIO.
+    done = _kvstore("import", "/proc/self/mem", tier=there.text)
+    assert done.returncode == 1
+    assert "archive cannot be read: Input/output error" in done.stderr
+    assert not there.root.exists()
+
+
 _START = json.dumps({"format": 1, "backend": "file"}).encode()
 _RECORD_NAME = f"{'ab' * 32}/{'cd' * 16}.kv"
 

@@ -354,8 +354,8 @@ async def test_files_that_cannot_tell_that_they_would_wait(tmp_path: Path, monke
     """The kernel's own threads run their operations, so that submitting them does not block."""
 
     class SlowDisk(OsDisk):
-        def tells_waiting(self, fd: int) -> bool:
-            super().tells_waiting(fd)
+        def supports_nowait(self, fd: int) -> bool:
+            super().supports_nowait(fd)
             return fd != slow
 
     flags: list[int] = []

@@ -491,7 +491,7 @@ async def test_a_server_that_is_back_is_used_at_once(connections: int, end: str)
 
             await eventually_async(asked, 60)
             assert node.waiting_count == 0
-        await eventually_async(lambda: node._coming_back is None, what="an end of the tries to come back")
+        await eventually_async(lambda: node._reconnecting is None, what="an end of the tries to come back")
         assert node.connection_count <= connections
 
 

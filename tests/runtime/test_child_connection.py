@@ -56,7 +56,7 @@ def test_a_quiet_child_is_asked_once_and_only_looks_count(
     connection: ChildConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After two quiet seconds a ping is due; after ten more observed seconds the child is stuck, unless it answers."""
-    clock = [connection._heard_at]
+    clock = [connection._answered_at]
     monkeypatch.setattr("kvstore.runtime.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def signs(steps: list[float]) -> list[str]:

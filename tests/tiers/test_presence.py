@@ -120,13 +120,13 @@ def test_existence_is_asked_once_however_many_ask() -> None:
     """Lookups of one key share one query, which carries all pending keys."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     for _ in range(3):
-        assert existence.wants_answer(b"a", 0)
-        assert existence.wants_answer(b"b", 0)
+        assert existence.ask(b"a", 0)
+        assert existence.ask(b"b", 0)
     (question,) = existence.take_questions(0)
     question_id, keys, deadline = question.question_id, question.keys, question.deadline
     assert keys == (b"a", b"b")
     assert deadline == 1
-    assert existence.wants_answer(b"a", 0.5)
+    assert existence.ask(b"a", 0.5)
     assert existence.take_questions(0.5) == []
     assert existence.answered(question_id, b"\0\1", 0.6) == ([b"b"], [b"a"], [])
     assert existence.answered(question_id, b"\0\1", 0.6) == ([], [], [])
@@ -135,21 +135,21 @@ def test_existence_is_asked_once_however_many_ask() -> None:
 def test_nobody_waits_beyond_the_lookup_deadline() -> None:
     """After its deadline a query without an answer is not waited for, and not repeated."""
     existence = Existence(timeout_s=1, error_pause_s=1)
-    assert existence.wants_answer(b"a", 0)
+    assert existence.ask(b"a", 0)
     existence.take_questions(0)
-    assert not existence.wants_answer(b"a", 1.0)
+    assert not existence.ask(b"a", 1.0)
     assert not existence.unasked
 
 
 def test_after_an_error_nothing_is_asked_for_a_while_and_nothing_is_known() -> None:
     """An error causes a pause, not an absence: afterwards the key is queried again."""
     existence = Existence(timeout_s=1, error_pause_s=2)
-    existence.wants_answer(b"a", 0)
+    existence.ask(b"a", 0)
     (question,) = existence.take_questions(0)
     question_id = question.question_id
     existence.answered(question_id, b"", 0.5)
-    assert not existence.wants_answer(b"a", 1.0)
-    assert existence.wants_answer(b"a", 2.6)
+    assert not existence.ask(b"a", 1.0)
+    assert existence.ask(b"a", 2.6)
 
 
 def test_a_failed_load_is_a_miss_for_its_request_for_good_and_for_others_for_a_while() -> None:
@@ -186,12 +186,12 @@ def test_an_absence_from_before_a_request_named_its_source_does_not_count() -> N
 def test_requests_of_one_step_may_name_different_sources() -> None:
     """Requests that look up a block in one step, each with another source or none, do not share a question."""
     existence = Existence(timeout_s=1, error_pause_s=1)
-    assert existence.wants_answer(b"a", 0.0, ONE)
-    assert existence.wants_answer(b"a", 0.0, TWO)
-    assert existence.wants_answer(b"a", 0.0)
+    assert existence.ask(b"a", 0.0, ONE)
+    assert existence.ask(b"a", 0.0, TWO)
+    assert existence.ask(b"a", 0.0)
     asked = [(question.keys, question.sources) for question in existence.take_questions(0.0)]
     assert asked == [((b"a",), (ONE,)), ((b"a",), (TWO,)), ((b"a",), ())]
-    assert existence.wants_answer(b"a", 0.1, TWO)
+    assert existence.ask(b"a", 0.1, TWO)
     assert existence.take_questions(0.1) == []
 
 
@@ -199,10 +199,10 @@ def test_the_number_of_open_questions_is_bounded(monkeypatch: pytest.MonkeyPatch
     """Over the limit a lookup is a MISS, until an answer makes room."""
     monkeypatch.setattr("kvstore.tiers.presence._PENDING_MAX", 2)
     existence = Existence(timeout_s=1, error_pause_s=1)
-    assert [existence.wants_answer(key, 0) for key in (b"a", b"b", b"c")] == [True, True, False]
+    assert [existence.ask(key, 0) for key in (b"a", b"b", b"c")] == [True, True, False]
     (question,) = existence.take_questions(0)
     existence.answered(question.question_id, b"\0\0", 0.1)
-    assert existence.wants_answer(b"c", 0.1)
+    assert existence.ask(b"c", 0.1)
 
 
 @pytest.mark.parametrize(("limit", "second"), [("_QUESTION_SOURCES_MAX", Source("one", b"2")), ("_ADDRESSES_MAX", TWO)])
@@ -211,11 +211,11 @@ def test_the_sources_of_a_step_are_bounded(limit: str, second: Source, monkeypat
     monkeypatch.setattr(f"kvstore.tiers.presence.{limit}", 1)
     existence = Existence(timeout_s=1, error_pause_s=1)
     first = Source("one", b"1")
-    assert existence.wants_answer(b"a", 0, first)
-    assert existence.wants_answer(b"b", 0, second)
+    assert existence.ask(b"a", 0, first)
+    assert existence.ask(b"b", 0, second)
     (question,) = existence.take_questions(0)
     assert (question.keys, question.sources) == ((b"a",), (first,))
-    assert existence.wants_answer(b"b", 0, second)
+    assert existence.ask(b"b", 0, second)
     (question,) = existence.take_questions(0)
     assert (question.keys, question.sources) == ((b"b",), (second,))
 
@@ -225,7 +225,7 @@ def test_hand_overs_of_one_engine_share_a_question() -> None:
     existence = Existence(timeout_s=1, error_pause_s=1)
     sources = [Source("one", b"%d" % number) for number in range(20)]
     for number, source in enumerate(sources):
-        assert existence.wants_answer(b"%d" % number, 0, source)
+        assert existence.ask(b"%d" % number, 0, source)
     (question,) = existence.take_questions(0)
     assert question.sources == tuple(sources) and len(question.keys) == 20
 
@@ -235,7 +235,7 @@ def test_a_failure_elsewhere_does_not_end_the_wait_for_a_source() -> None:
     existence = Existence(timeout_s=1, error_pause_s=1)
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
     for now, state in ((5.0, Found.COMING), (6.0, Found.ABSENT)):
-        assert existence.wants_answer(b"a", now, ONE)
+        assert existence.ask(b"a", now, ONE)
         (question,) = existence.take_questions(now)
         answered = existence.answered(question.question_id, bytes((Found.UNKNOWN,)), now, bytes((state,)))
         assert answered == ([], [], []), "unknown to this request only"
@@ -252,7 +252,7 @@ def test_only_the_blocks_of_a_hand_over_are_waited_for_on_its_account() -> None:
     waits = RequestContext("waits", source=late, since=0.0, patience_s=60.0)
     lost = RequestContext("lost", source=early, since=0.0, patience_s=60.0)
     for source in (early, late):
-        assert existence.wants_answer(b"a", 5.0, source)
+        assert existence.ask(b"a", 5.0, source)
     (question,) = existence.take_questions(5.0)
     existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.1, bytes((Found.ABSENT, Found.COMING)))
     assert existence.is_open(b"a", 5.2, waits)
@@ -260,7 +260,7 @@ def test_only_the_blocks_of_a_hand_over_are_waited_for_on_its_account() -> None:
     # Answers found for other requests don't answer a request whose source has not been queried.
     new = RequestContext("new", source=Source("one", b"new"), since=0.0, patience_s=60.0)
     assert existence.is_open(b"a", 5.2, new)
-    assert existence.wants_answer(b"a", 5.2, new.source)
+    assert existence.ask(b"a", 5.2, new.source)
     (question,) = existence.take_questions(5.2)
     assert question.sources == (new.source,)
     existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.3, bytes((Found.ABSENT,)))
@@ -275,13 +275,13 @@ def test_a_block_looked_up_before_its_hand_over_was_known_is_looked_up_again() -
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
     questions = []
     for key in (b"a", b"b"):
-        assert existence.wants_answer(key, 5.0, ONE)
+        assert existence.ask(key, 5.0, ONE)
         questions += existence.take_questions(5.0)
     existence.answered(questions[0].question_id, bytes((Found.ABSENT,)), 5.1, bytes((Found.COMING,)))
     existence.answered(questions[1].question_id, bytes((Found.ABSENT,)), 5.1, bytes((Found.ABSENT,)))
     assert existence.is_open(b"a", 5.2, ctx)
     assert not existence.is_open(b"b", 5.2, ctx)
-    assert existence.wants_answer(b"a", 5.2, ONE)
+    assert existence.ask(b"a", 5.2, ONE)
     (question,) = existence.take_questions(5.2)
     existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.3, bytes((Found.ABSENT,)))
     assert not existence.is_open(b"a", 5.4, ctx)
@@ -299,11 +299,11 @@ def test_only_a_request_that_names_a_source_waits_for_an_absent_block() -> None:
 def test_a_block_to_come_is_looked_up_every_20_ms_at_most() -> None:
     """In between, a request waits without a query, although each step looks up the block."""
     existence = Existence(timeout_s=1, error_pause_s=1)
-    assert existence.wants_answer(b"a", 0.0, ONE)
+    assert existence.ask(b"a", 0.0, ONE)
     (question,) = existence.take_questions(0.0)
     existence.answered(question.question_id, bytes((Found.COMING,)), 1.0, bytes((Found.ABSENT,)))
-    assert existence.wants_answer(b"a", 1.01, ONE) and not existence.unasked
-    assert existence.wants_answer(b"a", 1.03, ONE) and existence.unasked
+    assert existence.ask(b"a", 1.01, ONE) and not existence.unasked
+    assert existence.ask(b"a", 1.03, ONE) and existence.unasked
 
 
 def test_a_source_that_learns_of_its_hand_over_later_is_waited_for() -> None:
@@ -312,7 +312,7 @@ def test_a_source_that_learns_of_its_hand_over_later_is_waited_for() -> None:
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
     for now, state in ((0.1, Found.ABSENT), (0.5, Found.COMING)):
         assert existence.is_open(b"a", now, ctx)
-        assert existence.wants_answer(b"a", now, ONE)
+        assert existence.ask(b"a", now, ONE)
         (question,) = existence.take_questions(now)
         existence.answered(question.question_id, bytes((Found.ABSENT,)), now, bytes((state,)))
     assert existence.is_open(b"a", 5.0, ctx)
@@ -322,7 +322,7 @@ def test_a_source_may_be_given_more_time_to_learn_of_its_hand_over() -> None:
     """A source without the block is asked again for as long as it may not know of the request."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0, unheard_s=4.0)
-    assert existence.wants_answer(b"a", 0.1, ONE)
+    assert existence.ask(b"a", 0.1, ONE)
     (question,) = existence.take_questions(0.1)
     existence.answered(question.question_id, bytes((Found.ABSENT,)), 0.1, bytes((Found.ABSENT,)))
     assert existence.is_open(b"a", 3.9, ctx)
@@ -334,12 +334,12 @@ def test_the_sources_remembered_for_a_block_are_bounded() -> None:
     existence = Existence(timeout_s=1, error_pause_s=1)
     for number in range(1000):
         source = Source("one", b"%d" % number)
-        assert existence.wants_answer(b"a", float(number), source)
+        assert existence.ask(b"a", float(number), source)
         (question,) = existence.take_questions(float(number))
         existence.answered(question.question_id, bytes((Found.ABSENT,)), number + 0.1, bytes((Found.ABSENT,)))
         ctx = RequestContext("r", source=source, since=number - 5.0, patience_s=60.0)
         assert not existence.is_open(b"a", number + 0.2, ctx)
-    (answer,) = existence._open.values()
+    (answer,) = existence._source_answers.values()
     assert len(answer.settled) <= 256
 
 
@@ -348,11 +348,11 @@ def test_a_block_whose_source_failed_is_not_waited_for(answer: bytes) -> None:
     """A block that a source announced is waited for until that source fails to answer."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
-    assert existence.wants_answer(b"a", 0.0, ONE)
+    assert existence.ask(b"a", 0.0, ONE)
     (question,) = existence.take_questions(0.0)
     existence.answered(question.question_id, bytes((Found.COMING,)), 0.1, bytes((Found.ABSENT,)))
     assert existence.is_open(b"a", 0.2, ctx)
-    assert existence.wants_answer(b"a", 0.2, ONE)
+    assert existence.ask(b"a", 0.2, ONE)
     (question,) = existence.take_questions(0.2)
     existence.answered(question.question_id, answer, 0.3, answer)
     assert not existence.is_open(b"a", 0.4, ctx)

@@ -24,6 +24,7 @@ _LOCK_TRIES_MAX: Final = 100
 """Attempts to lock a file that is removed between opening and locking."""
 
 _held: Final[weakref.WeakSet[FileLock]] = weakref.WeakSet()
+"""Locks held by this process."""
 
 
 def open_regular(disk: OsDisk, name: str, flags: int, dir_fd: int) -> tuple[int, int]:
@@ -187,7 +188,7 @@ class FileLock:
             OSError: The file can't be opened or locked; ``FileNotFoundError`` without ``create``.
         """
         operation = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
-        # On a frozen filesystem, opening for writing may block.
+        # Read-only without ``create``, because opening for writing may block on a frozen filesystem.
         flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
         for _ in range(_LOCK_TRIES_MAX):
             fd, _ = open_regular(self._disk, self._name, flags, self._dir_fd)
@@ -217,7 +218,7 @@ class FileLock:
 
 
 def _close_in_child() -> None:
-    """Close inherited locks in a forked process; otherwise they would outlive their holder."""
+    """Close inherited locks in a forked process; otherwise it would keep them after the end of their holder."""
     for lock in list(_held):
         with contextlib.suppress(OSError):
             os.close(lock.fd)

@@ -42,7 +42,7 @@ _QUEUED_MAX: Final = 1 << 16
 """Most notes that wait for a slow disk; further ones are dropped."""
 
 _SLACK_BYTES: Final = 4 << 20
-"""The file is rewritten when its length exceeds twice the length after the last rewrite plus this."""
+"""The file is rewritten when its length exceeds this plus twice its length after the last rewrite."""
 
 
 class Notes:

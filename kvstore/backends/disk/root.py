@@ -1,6 +1,6 @@
 """A root directory: opening, checks, and allocation of its space in segments. All methods block; none waits for long.
 
-The space in use is the total length of all segments in the directory. No separate counter could become wrong.
+The space in use is the total length of all segments in the directory, so there is no counter that could become wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LEDGER_RETRY_S: Final = 0.01
 """Longest wait for the ledger once an ended owner has been loaded, and the pause between two tries."""
 
 _LARGEST_S: Final = 5.0
-"""Time for the largest owner to restore capacity or reserve; it may be stopped."""
+"""Time for the largest owner to restore capacity or reserve. It may be stopped, so then another owner does it."""
 
 _WISH_S: Final = 10.0
 """Age at which a request for space no longer counts. An engine that still stores repeats it each second."""
@@ -88,10 +88,10 @@ class Root:
     _unreadable: set[str] = field(default_factory=set)
     _stuck: set[str] = field(default_factory=set)
     """Ended owners whose segments can't be removed."""
-    _lacking_since: float = 0.0  # Time since which capacity or reserve is exceeded; 0 if it is not.
+    _lacking_since: float = 0.0  # Time at which capacity or reserve was first found exceeded; 0 if it is not.
 
     def note_position(self, position: int) -> None:
-        """Note format and position of the root, if they are not yet; the position decides which segments it has."""
+        """Record the format and position of the root, unless recorded. The position determines its segments."""
         found = files.read_json(self.disk, _LAYOUT_NAME, self.state_fd)
         if found is not None and "position" in found:
             return
@@ -114,12 +114,13 @@ class Root:
         self.fd = self.state_fd = self.namespace_fd = -1
 
     def make_segment(self, dir_fd: int, owner: str, name: str, size_bytes: int, *, reclaim: bool) -> bool:
-        """Create and preallocate a segment of an owner, in its directory; False if the room is another owner's.
+        """Create and preallocate a segment of an owner, in its directory.
 
         With ``reclaim``, segments of ended owners are removed if space is missing.
 
         Returns:
-            Whether it was created; False if the capacity, the reserve or the filesystem leaves no room for it.
+            Whether it was created; False if the capacity, the reserve or the filesystem leaves no room for it, or if
+            another owner has requested the room.
 
         Raises:
             LedgerBusyError: Another engine holds the ledger's lock.
@@ -146,10 +147,14 @@ class Root:
         return FileLock(self.disk, self.state_fd, _LEDGER_NAME)
 
     def must_give_up(self, ledger: FileLock, owner: str, segment_bytes: int) -> bool:
-        """Return whether an owner must give up a segment, and if so hold the ledger's lock.
+        """Return whether an owner must give up a segment.
 
         Either the capacity or the reserve is exceeded, or another owner requests space and would then have at most as
-        much as this one. The room stays reserved while the request lasts.
+        much as this one. The room stays reserved while the request lasts. If True, the ledger's lock is held; if False,
+        it may be held. The caller releases it in both cases.
+
+        Raises:
+            LedgerBusyError: Another engine holds the lock while segments of ended owners are to be removed.
         """
         if not self._wishes() - {owner} and self._missing_bytes(0) <= 0:
             return False
@@ -158,7 +163,8 @@ class Root:
         lacking = self._missing_bytes(0) > 0
         owners = self.owners(try_locks=True)
         if any(each.has_ended and each.segments and each.name not in self._stuck for each in owners):
-            # Segments of ended owners are removed first. An engine with a wish does so when it makes a segment.
+            # Segments of ended owners are removed first: here to restore the limits, otherwise by the owner that
+            # requests space, when it makes its segment.
             if lacking:
                 ledger.release()
                 self._reclaim(0)
@@ -177,7 +183,7 @@ class Root:
         return sizes.get(owner, 0) - sizes[poorest] >= 2 * segment_bytes and self._missing_bytes(segment_bytes) > 0
 
     def _restores(self, owner: str, sizes: Mapping[str, int]) -> bool:
-        """Return whether an owner restores capacity or reserve: the largest does; the others if it does not in time."""
+        """Return whether an owner must restore capacity or reserve: the largest, or after ``_LARGEST_S`` any other."""
         now = time.monotonic()
         self._lacking_since = self._lacking_since or now
         is_largest = owner == max(sizes, key=lambda name: (sizes[name], name), default="")
@@ -187,7 +193,7 @@ class Root:
         return True
 
     def _wishes(self) -> set[str]:
-        """Return the owners that request space, and have repeated this lately."""
+        """Return the owners that have requested space, or repeated the request, within ``_WISH_S``."""
         entries, oldest = files.entries_in(self.disk, self.state_fd), time.time() - _WISH_S
         return {
             name.removeprefix(_WANT_PREFIX)
@@ -222,9 +228,9 @@ class Root:
             return not self._is_for_others(owner, size_bytes) and self._preallocate(dir_fd, name, size_bytes)
 
     def _is_for_others(self, owner: str, size_bytes: int) -> bool:
-        """Return whether an owner requests space that would still have two segments less than this one with one more.
+        """Return whether another owner requests space and is at least one segment smaller than this one.
 
-        Otherwise the room of a segment that was given up for it would go to the engine that stores most often.
+        Otherwise the engine that stores most often would take the room that was given up for the smaller one.
         """
         if not (wishes := self._wishes() - {owner}):
             return False
@@ -249,7 +255,7 @@ class Root:
                         return
                     self._stuck.discard(owner.name)
             except OSError as error:
-                # It costs the space of this owner only.
+                # Only the space of this owner stays occupied.
                 if owner.segments and owner.name not in self._stuck:
                     _log.warning("segments of %s can't be removed: %s", owner.name, error)
                 self._stuck.add(owner.name)
@@ -285,7 +291,7 @@ class Root:
             while missing > 0 and (name := next(names, None)) is not None:
                 missing -= owner.segments[name]
                 taken.append(name)
-            # Without the record, other engines find out when they load a block.
+            # Without these rows, other engines detect the removal only when they load a block.
             with contextlib.suppress(OSError):
                 if state is not None:
                     numbers = [layout.segment_number(name) or 0 for name in taken]
@@ -383,7 +389,7 @@ def has_ended(disk: OsDisk, owner_fd: int) -> bool:
     """Return whether no engine holds the lock of an owner."""
     lock = FileLock(disk, owner_fd, layout.LOCK_NAME)
     try:
-        # Shared, so that two engines that ask do not see each other.
+        # Shared, so that two engines that check at once do not exclude each other.
         return lock.try_acquire(exclusive=False, create=False)
     except FileNotFoundError:
         return True  # Partly created or partly removed, so not in use.
@@ -439,7 +445,7 @@ def check_root(disk: OsDisk, position: int, config: DiskConfig) -> None:
         ConfigError: The directory can't be used as it is.
     """
     path = _path_of(config, position)
-    # What is missing is made when the root opens; the access to it is checked for every tier with a directory.
+    # Missing directories are made when the root opens; access is checked elsewhere, for every tier with a directory.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         root = Root(disk, path, disk.open_root(path))
         try:
@@ -550,7 +556,7 @@ def _check_layout(disk: OsDisk, root: Root, position: int) -> None:
 
 
 def _has_journals(root: Root) -> bool:
-    """Return whether an owner has a journal here, as in the first root only."""
+    """Return whether any owner has a journal here. Only the first root has journals."""
     return any(owner.has_journal for owner in root.owners())
 
 

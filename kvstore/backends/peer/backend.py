@@ -38,13 +38,13 @@ _CANDIDATES_MAX: Final = 2
 
 _TRIALS_MAX: Final = 32
 _TRIALS_AT_ONCE: Final = 8
-"""Peers of the directory that are tried in the background, and those of one lookup: an engine among hundreds of false
-entries is found soon, and takes few descriptors."""
+"""Maximum background trials of the directory's peers, in total and begun by one lookup: enough to find an engine among
+hundreds of false entries soon, with few descriptors."""
 
 _STRANGERS_MAX: Final = 4.0
 _STRANGERS_SHARE: Final = 0.01
-"""Failed queries of peers of the directory that have never answered: an initial allowance, then one in a hundred
-lookups. Beyond that, such peers are tried in the background, so that false entries delay no request."""
+"""Budget of failed queries of directory peers that have never answered: an initial allowance, then one in a hundred
+lookups. Without budget, such peers are only tried in the background, so that false entries delay no request."""
 
 _COUNTED: Final = (
     *("connections_opened", "connections_failed", "answers_late", "peers_distrusted", "named_peers_refused"),
@@ -68,7 +68,7 @@ class _Search:
     """The best answer about each block that is there or coming."""
     waiting: set[bytes] = field(default_factory=set)  # Hand-overs whose blocks the named peer does not know yet.
     answered: set[Peer] = field(default_factory=set)  # Peers that answered.
-    error: str = ""  # Error of a peer that did not, or an empty string.
+    error: str = ""  # Error of a peer that did not answer; empty if all did.
 
 
 class PeerBackend(Backend):
@@ -216,14 +216,14 @@ class PeerBackend(Backend):
         yield
 
     def note_verified(self, keys: Sequence[BlockKey]) -> None:
-        """It restores trust in the peer that sent the blocks."""
+        """Restore trust in the peers that sent the blocks."""
         for endpoint in {self._places.get(key) for key in keys}:
             peer = self._peer_at(endpoint)
             if peer is not None:
                 peer.note_verified()
 
     def note_damaged(self, keys: Sequence[BlockKey]) -> None:
-        """The peer that sent the blocks is not queried for a while."""
+        """Stop querying the peers that sent the blocks, for a while."""
         for endpoint in {self._places.pop(key, None) for key in keys}:
             peer = self._peer_at(endpoint)
             if peer is not None:
@@ -362,13 +362,14 @@ class PeerBackend(Backend):
         return known or self._remembered(endpoint, self._named)
 
     def _peers_for(self, keys: Sequence[BlockKey]) -> tuple[dict[Peer, None], bool]:
-        """Return the configured peers, and those that the directory names for some blocks.
+        """Return the configured peers, and up to two that the directory names for some blocks.
 
-        Of the two peers that seem best, those that have failed or never answered are replaced, except for one if few
-        such peers have failed before. They are then tried in the background.
+        Its best candidates are queried if all of them have answered before and are available. Otherwise the best proven
+        peer is queried, and beside it an unproven candidate within the budget for these, else a second proven peer.
+        Without budget, unproven candidates are tried in the background.
 
         Returns:
-            The peers, and whether some were replaced.
+            The peers, and whether an unproven candidate was left out.
         """
         listed = dict.fromkeys(self._listed.values())
         if self._directory is None:
@@ -396,10 +397,10 @@ class PeerBackend(Backend):
         return [peer for peer in peers if peer is not None]
 
     def _remembered(self, endpoint: Endpoint, peers: BoundedDict[Endpoint, Peer]) -> Peer | None:
-        """Return the peer at an endpoint; None if there are too many, each with a load under way.
+        """Return the peer at an endpoint; None if ``peers`` is full and each has a load under way.
 
-        If there are too many, one without a load is removed: rather one without calls, then rather one that has never
-        answered, then the one that was named least recently.
+        A new peer replaces one without a load: preferably without calls, then one that has never answered, then the
+        least recently named.
         """
         peer = peers.get(endpoint)
         if peer is None:
@@ -408,12 +409,12 @@ class PeerBackend(Backend):
                 removable = [one for one in peers.values() if not one.loading]
                 if not removable:
                     return None
-                self._let_go(peers.pop(min(removable, key=lambda one: (one.busy, one.has_answered)).endpoint))
+                self._close_later(peers.pop(min(removable, key=lambda one: (one.busy, one.has_answered)).endpoint))
         # Moves the peer to the end, so that it is removed last.
         peers[endpoint] = peer
         return peer
 
-    def _let_go(self, peer: Peer) -> None:
+    def _close_later(self, peer: Peer) -> None:
         task = asyncio.get_running_loop().create_task(peer.close())
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)

@@ -378,7 +378,10 @@ class _LoadAnswer:
         self._time_limit = asyncio.timeout(self._config.timeout)
 
     async def send(self, keys: Sequence[BlockKey], header: memoryview, *, absent: int = 0) -> None:
-        """Send all parts. ``OSError``: the client is gone or too slow (``TimeoutError``)."""
+        """Send all parts. ``OSError``: the client is gone or too slow (``TimeoutError``).
+
+        ``absent``: number of further blocks to report as absent.
+        """
         at = unbroken_bytes = 0
         async with self._time_limit:
             while at < len(keys):

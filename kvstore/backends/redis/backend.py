@@ -87,7 +87,7 @@ class RedisBackend(Backend):
         """
         await self._topology.open()
         self._commands = _RecordCommands(self.config, namespace, geometry, self.part_bytes)
-        await self._look_at_memory()
+        await self._check_memory_settings()
 
     async def close(self) -> None:
         self._commands = None
@@ -161,7 +161,7 @@ class RedisBackend(Backend):
             self._renewing = asyncio.get_running_loop().create_task(self._renew())
 
     def note_verified(self, keys: Sequence[BlockKey]) -> None:
-        """Failed reads must not keep an unreadable block alive."""
+        """Renew the time to live only now, because failed reads must not keep an unreadable block alive."""
         self.touch(keys)
 
     def stats(self) -> BackendStats:
@@ -174,7 +174,7 @@ class RedisBackend(Backend):
         }
         return BackendStats(counters=dict(self._counters), gauges={name: float(n) for name, n in gauges.items()})
 
-    async def _look_at_memory(self) -> None:
+    async def _check_memory_settings(self) -> None:
         """Warn if the server will refuse stores when full, or never evict blocks."""
         nodes = self._topology.nodes
         node = next((node for node in nodes if not node.is_replica and not node.down), None)
@@ -294,8 +294,9 @@ class _RecordCommands:
         self.in_parts = self.parts_max > 1
         self._ttl = b"%d" % max(1, round(config.ttl))
         expiry = (b"EX", self._ttl) if config.ttl else ()
-        self._end_over = len(expiry), encode_arguments(*expiry)
-        self._end_new = len(expiry) + 1, encode_arguments(b"NX", *expiry)
+        # Number and encoding of the arguments behind the value of a SET.
+        self._overwrite_end = len(expiry), encode_arguments(*expiry)
+        self._create_end = len(expiry) + 1, encode_arguments(b"NX", *expiry)
         self._reads_replica = config.read_from == "replica"
         self._locks: WeakValueDictionary[BlockKey, asyncio.Lock] = WeakValueDictionary()
 
@@ -351,7 +352,7 @@ class _RecordCommands:
 
     def _set(self, name: bytes, value: Sequence[bytes | memoryview], *, new: bool) -> Command:
         size = sum(map(len, value))
-        extra, end = self._end_new if new else self._end_over
+        extra, end = self._create_end if new else self._overwrite_end
         start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + extra, len(name), name, size)
         # An empty piece would never count as sent.
         return Command(name, [start, *filter(len, value), b"\r\n" + end], str, size)

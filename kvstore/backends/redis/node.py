@@ -86,11 +86,10 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._connections: list[Connection] = []
         self._opening: set[asyncio.Task[None]] = set()
-        self._coming_back: asyncio.Task[None] | None = None
+        self._reconnecting: asyncio.Task[None] | None = None
         self._queue: deque[Request] = deque()
-        # Consecutive failures to connect, and consecutive connections lost without an answer.
-        self._failures = 0
-        self._barren = 0
+        self._failures = 0  # Consecutive failures to connect.
+        self._lost_unanswered = 0  # Consecutive connections lost without an answer.
         self._last_error: RedisError = NodeDownError("not connected yet")
         # A trial reports its answer, but nothing if it is cancelled or its connection breaks.
         trial_s = config.connect_timeout + config.timeout
@@ -105,8 +104,8 @@ class Node:
 
     @property
     def _is_pausing(self) -> bool:
-        """Whether the node pauses between connection attempts; ends with a connection that answers requests."""
-        return self._failures > 0 or (self._barren > 1 and self._coming_back is not None)
+        """Whether the node pauses between connection attempts, until a connection has answered requests."""
+        return self._failures > 0 or (self._lost_unanswered > 1 and self._reconnecting is not None)
 
     @property
     def is_well(self) -> bool:
@@ -114,7 +113,7 @@ class Node:
         return not self.down and self._refusals.closed
 
     def admits(self) -> bool:
-        """Return whether to send a request; a node that returns errors only gets one trial request per pause."""
+        """Return whether to send a request; a node that keeps returning errors gets one trial request per pause."""
         if self.down:
             return False
         return self._refusals.closed or self._refusals.admit_trial(self._loop.time())
@@ -170,7 +169,7 @@ class Node:
     async def close(self) -> None:
         """Close all connections; waiting requests fail. Idempotent."""
         self._closed = True
-        tasks = [*self._opening, *([self._coming_back] if self._coming_back else [])]
+        tasks = [*self._opening, *([self._reconnecting] if self._reconnecting else [])]
         for task in tasks:
             task.cancel()
         self._last_error = NodeDownError("the backend is closed")
@@ -318,29 +317,29 @@ class Node:
         """Start to reconnect, and fail the waiting requests if no connection is left."""
         self._failures += 1
         self._last_error = error
-        if self._coming_back is None and not self._closed:
-            self._coming_back = self._loop.create_task(self._come_back())
+        if self._reconnecting is None and not self._closed:
+            self._reconnecting = self._loop.create_task(self._reconnect())
         if not self._connections:
             self._fail_queue()
         self._on_trouble()
 
-    async def _come_back(self) -> None:
+    async def _reconnect(self) -> None:
         try:
             while self._failures:
-                pause_s = min(_PAUSE_S_MAX, _PAUSE_S_MIN * 2 ** min(self._failures - 1 + self._barren, 20))
+                pause_s = min(_PAUSE_S_MAX, _PAUSE_S_MIN * 2 ** min(self._failures - 1 + self._lost_unanswered, 20))
                 # Jitter, so that engines that lost a server simultaneously do not reconnect simultaneously.
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 try:
                     await self._open_one()  # It counts failures, with which the pause grows.
                 except RedisError as failure:
-                    # At the second failure: the first one is reported by the call that met it.
+                    # The first failure was reported by the failed call, so this is at least the second one.
                     if not self._warned:
                         self._warned = True
                         logger.warning(
                             "A Redis node can't be used, and is tried again at growing intervals: %s", failure
                         )
         finally:
-            self._coming_back = None
+            self._reconnecting = None
         self._pump()
 
     def _on_closed(self, connection: Connection, requests: Sequence[Request], error: RedisError | None) -> None:
@@ -348,7 +347,7 @@ class Node:
         if was_used:
             self._connections.remove(connection)
         if connection.answered:
-            self._barren = 0
+            self._lost_unanswered = 0
         if isinstance(error, AnswerLateError):
             self._counters["answers_late"] += 1
         if was_used and requests and error is not None:
@@ -368,14 +367,14 @@ class Node:
 
     def _note_lost(self, connection: Connection, error: RedisError) -> None:
         self._counters["connections_lost"] += 1
-        self._barren += not connection.answered
+        self._lost_unanswered += not connection.answered
         is_late = isinstance(error, AnswerLateError)
         if is_late:
             # Also close idle connections, so that a hanging server costs only one deadline.
             for idle in [one for one in self._connections if not one.outstanding]:
                 idle.close()
         # One loss without an answer may be a restart; after two, the server accepts and then closes connections.
-        if is_late or self._barren > 1:
+        if is_late or self._lost_unanswered > 1:
             self._note_failure(error if is_late else _explained(error, self.endpoint, self._config))
         self._on_trouble()
 

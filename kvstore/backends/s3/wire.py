@@ -15,7 +15,7 @@ from kvstore.backends.s3.http import Answer
 from kvstore.backends.stream import Endpoint, Stream, open_stream
 
 _IDLE_S_MAX: Final = 15.0
-"""Idle connections older than this are closed. Services close them after 5 to 60 s, which would fail a request."""
+"""Idle time after which a connection is not reused. Services close them after 5 to 60 s, which would fail a request."""
 
 
 class Wire:

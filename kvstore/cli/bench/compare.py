@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from kvstore.cli.bench.measure import BASELINES
-from kvstore.cli.bench.tables import keep_telling
+from kvstore.cli.bench.tables import informative_columns
 from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option
 from kvstore.cli.report import Report, Row, read_report
 from kvstore.cli.terminal import (
@@ -64,7 +64,7 @@ FailOver = Annotated[
     Option("--fail-over", metavar="PERCENT", help="Exit with status 1 if B is worse by more than this share."),
 ]
 Metrics = Annotated[
-    str, Option("--metric", metavar="NAMES", help=f"What --fail-over looks at: {', '.join(_BETTER_HIGH)}.")
+    str, Option("--metric", metavar="NAMES", help=f"Metrics that --fail-over checks: {', '.join(_BETTER_HIGH)}.")
 ]
 
 
@@ -74,7 +74,7 @@ def compare(a: A, b: B, fail_over: FailOver = None, metric: Metrics = _METRICS, 
     metrics = [name.strip() for name in metric.split(",") if name.strip()]
     for name in metrics:
         if name not in _BETTER_HIGH:
-            raise ConfigError(f"--metric has {shown(name)}. Expected of {', '.join(_BETTER_HIGH)}.")
+            raise ConfigError(f"--metric has {shown(name)}. Expected names of: {', '.join(_BETTER_HIGH)}.")
     first, second = read_report(a), read_report(b)
     rows = compared(first["rows"], second["rows"], metrics, limit)
     changed = {part: differences(first.get(part, {}), second.get(part, {})) for part in ("parameters", "environment")}
@@ -88,7 +88,7 @@ def compare(a: A, b: B, fail_over: FailOver = None, metric: Metrics = _METRICS, 
     else:
         _print(rows, changed, missing)
     for row in worse:
-        say(f"WORSE: {_called(row)}: {'; '.join(row['worse'])}.")
+        say(f"WORSE: {_description(row)}: {'; '.join(row['worse'])}.")
     if any(row["verified_b"] is False and row["verified_a"] for row in rows):
         say("Note: B was not verified where A was.")
     if worse:
@@ -116,7 +116,7 @@ def compared(first: list[Row], second: list[Row], metrics: Sequence[str] = (), l
             found |= {f"{name}_a": a, f"{name}_b": b, f"{name}_change": change}
             loss = -change if better_high else change
             if limit is not None and name in metrics and loss > limit and row.get("system") not in BASELINES:
-                found["worse"].append(f"{name} {_changed(change)}, allowed {100 * limit:.15g}%")
+                found["worse"].append(f"{name} {_signed_percent(change)}, allowed {100 * limit:.15g}%")
         rows.append(found)
     return rows
 
@@ -146,9 +146,9 @@ def _print(rows: list[Row], changed: Mapping[str, Mapping[str, list[Any]]], miss
         for name, (a, b) in found.items():
             print_line(f"  {name}: {a} -> {b}")
     views = [_shown(row) for row in rows]
-    print_table(views, keep_telling(views, _COLUMNS))
+    print_table(views, informative_columns(views, _COLUMNS))
     for side, unmatched in missing.items():
-        for name in dict.fromkeys(_called(row) for row in unmatched):
+        for name in dict.fromkeys(_description(row) for row in unmatched):
             print_line(f"Only in {side.upper()}: {name}")
 
 
@@ -164,14 +164,14 @@ def _shown(row: Row) -> dict[str, Any]:
         view["policy"] = row.get("policy")
         view["capacity"] = rounded_size(row["capacity_bytes"]) if row.get("capacity_bytes") else None
         view["hits_a"], view["hits_b"] = (f"{100 * row[f'hit_rate_{side}']:.2f}%" for side in "ab")
-        view["hits"] = _changed(row["hit_rate_change"])
-    view["gb"] = _changed(row.get("gb_per_s_change"))
-    view["p99"] = _changed(row.get("latency_s_p99_change"))
+        view["hits"] = _signed_percent(row["hit_rate_change"])
+    view["gb"] = _signed_percent(row.get("gb_per_s_change"))
+    view["p99"] = _signed_percent(row.get("latency_s_p99_change"))
     view["worse"] = "worse" if row["worse"] else None
     return view
 
 
-def _changed(share: float | None) -> str | None:
+def _signed_percent(share: float | None) -> str | None:
     return None if share is None else f"{100 * share:+.1f}%"
 
 
@@ -189,7 +189,7 @@ def _identified(row: Row) -> str:
     return ", ".join(f"{name} {row[name]}" for name in _IDENTITY if row.get(name) is not None and name != "bench")
 
 
-def _called(row: Row) -> str:
+def _description(row: Row) -> str:
     """Return a description of a row for a message."""
     words = [row.get("system"), row.get("op"), size_text(row["block_bytes"]) if row.get("block_bytes") else None]
     words += [row.get("policy"), rounded_size(row["capacity_bytes"]) if row.get("capacity_bytes") else None]

@@ -70,7 +70,7 @@ def plot(reports: Reports, out: Directory = Path("kvstore-bench-report"), format
     kinds = listed(formats, str, "--format")
     for kind in kinds:
         if kind not in _FORMATS:
-            raise ConfigError(f"--format has {shown(kind)}. Expected of {', '.join(_FORMATS)}.")
+            raise ConfigError(f"--format has {shown(kind)}. Expected names of: {', '.join(_FORMATS)}.")
     found: dict[str, dict[str, Any]] = {}
     for path in reports:
         name = path.stem if path.stem not in found else str(path)

@@ -37,7 +37,9 @@ from kvstore.config import did_you_mean
 from kvstore.errors import BackendError, ConfigError
 from kvstore.secret import shown
 
-_HOUR: Final = 3600.0
+_OPS_DURATION_S: Final = 3600.0
+"""Limit of a phase that ends after a number of jobs (``--ops``)."""
+
 _SHARE_MAX: Final = 0.4
 """Largest share of a tier's capacity for the working set, so that storing as much again does not evict it."""
 
@@ -206,9 +208,9 @@ def _workloads(defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) 
     if given["verify"] not in ("sample", "all", "none"):
         raise ConfigError(f"--verify is {shown(given['verify'])}. Expected sample, all or none.")
     verify: Verify = given["verify"]
-    seconds = (
-        float(duration_option(duration, "--duration")) if duration else _HOUR if given["ops"] else defaults.duration_s
-    )
+    seconds = _OPS_DURATION_S if given["ops"] else defaults.duration_s
+    if duration:
+        seconds = float(duration_option(duration, "--duration"))
     warmup = given["warmup"]
     working_set = given["working_set"]
     set_bytes = int(size_option(working_set, "--working-set")) if working_set else defaults.working_set_bytes

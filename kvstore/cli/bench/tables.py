@@ -48,25 +48,25 @@ _COST_COLUMNS: Final = (
 def print_measurement(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows of a measurement, without columns that have the same uninteresting value in all rows."""
     shown = [_shown(row) for row in rows]
-    print_table(shown, keep_telling(shown, _COLUMNS))
+    print_table(shown, informative_columns(shown, _COLUMNS))
 
 
-def keep_telling(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> list[Column]:
+def informative_columns(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> list[Column]:
     """Return the columns, with rank 0 for those that distinguish rows, so that a narrow terminal keeps them.
 
     ``host``, ``mix`` and ``jobs`` are removed from the rows if they are equal in all of them.
     """
-    telling = {"spin"}
+    distinguishing = {"spin"}
     for name in ("host", "mix", "jobs"):
         # fio always has a greater queue depth; that alone does not need a column.
         values = {row.get(name) for row in rows if row["system"] != "fio"}
         # The operation distinguishes pure stores from pure loads.
         if len(values) > 1 and not (name == "mix" and values <= {"store", "load"}):
-            telling.add(name)
+            distinguishing.add(name)
         else:
             for row in rows:
                 row.pop(name, None)
-    return [replace(column, rank=0) if column.key in telling else column for column in columns]
+    return [replace(column, rank=0) if column.key in distinguishing else column for column in columns]
 
 
 def environment_line(environment: Mapping[str, Any], target: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ _CHECKSUM_AT: Final = 248
 
 
 class ArchiveError(KVStoreError):
-    """A file is not an archive, or is truncated."""
+    """A file is not an archive, is truncated, or can't be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def read_archive(
     """Yield the intact blocks of an archive, in one pass; call ``on_damage`` for blocks that do not verify.
 
     Raises:
-        ArchiveError: The file is not an archive, or is truncated; every block before the end was yielded.
+        ArchiveError: The file is not an archive, is truncated, or can't be read on; every block before was yielded.
     """
     # Only the current namespace is kept, because an archive may have any number of them.
     namespace = NamespaceInfo("")
@@ -195,6 +195,8 @@ def _members(file: IO[bytes]) -> Iterator[tuple[str, memoryview]]:
                 yield member.name, memoryview(data)
     except tarfile.StreamError as error:
         raise ArchiveError(f"The archive cannot be read: {error}. Export it again.") from error
+    except OSError as error:
+        raise ArchiveError(f"The archive cannot be read: {error.strerror or error}. Check its disk.") from error
     except tarfile.TarError:
         # Not a tar file, or truncated within a header; the caller reports both.
         return

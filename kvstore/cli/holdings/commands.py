@@ -190,7 +190,7 @@ def _show_header(medium: Medium, found: tuple[NamespaceInfo, BlockInfo], json: b
     if record.error is not None:
         raise record.error
     if record.data is None:
-        raise ConfigError(f"Block {block.key.hex()} has just gone. Ask for another one.")
+        raise ConfigError(f"Block {block.key.hex()} has left the tier since the listing. Give another key.")
     row: dict[str, Any] = {"namespace": namespace.hex, "key": block.key.hex(), "size_bytes": block.size_bytes}
     try:
         header = decode_header(bytes(record.data[:HEADER_BYTES]))
@@ -249,8 +249,8 @@ def scrub_command(
 ) -> None:
     """Verify all records of a tier. Damaged ones are quarantined, and the status is 3 if there are any.
 
-    It asks before, unless --yes is given. If the medium fails on the way, or the time is over, what was found until
-    then is shown, and why it ended.
+    Asks for confirmation unless --yes is given. If the medium fails or the deadline passes, the results so far and the
+    reason are shown.
     """
     bytes_per_second = 0 if rate is None else int(size_option(rate, "--rate"))
     if 0 < bytes_per_second < _READ_RATE_LEAST:
@@ -265,7 +265,7 @@ def scrub_command(
             bar.pause()
             return _confirmed(f"Take {_counted(damaged, 'damaged block')} of {where.hex[:12]} out of the way?", yes)
 
-        on_block = _noted(bar, limit, bytes_per_second)
+        on_block = _progress_of(bar, limit, bytes_per_second)
         result = scrub(medium, namespaces, dry=dry_run, on_block=on_block, confirm=confirm)
     damaged = sum(fault["damage"] for fault in result.faults)
     if json:
@@ -313,7 +313,7 @@ def gc_command(
 ) -> None:
     """Remove unused data. Files left by ended writers, and namespaces and blocks unused for long.
 
-    It asks before, unless --yes is given. Namespaces that an engine holds are left to it.
+    Asks for confirmation unless --yes is given. Namespaces that an engine uses are kept.
     """
     age_s = float(duration_option(unused_for, "--unused-for"))
     expire_s = None if expire is None else float(duration_option(expire, "--expire"))
@@ -334,7 +334,7 @@ def gc_command(
             with Bar("removed", unit="blocks") as bar:
                 bar.expect(sum(row.get("blocks", 0) for row in rows))
                 batch = max(1, rate // _PACES_A_SECOND) if rate else None
-                done = run_plan(medium, plan, on_removed=_noted(bar, limit, rate), batch=batch)
+                done = run_plan(medium, plan, on_removed=_progress_of(bar, limit, rate), batch=batch)
     if json:
         held = [each.hex for each in plan.held]
         _print_report("gc", medium.tier, dry_run=dry_run, rows=rows, removed=done, held=held, more=plan.more)
@@ -387,7 +387,7 @@ def _total(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _check_can_ask(yes: bool) -> None:
-    """Check before the work begins that a terminal is available for the final prompt."""
+    """Check before the work begins that a terminal is available for the confirmation."""
     if not yes and not (sys.stdin is not None and sys.stdin.isatty()):
         raise ConfigError("There is no terminal to ask before something is removed. Give --yes, or --dry-run to look.")
 
@@ -435,17 +435,17 @@ def export_command(
     ):
         namespaces = chosen(medium.namespaces(), namespace or ())
         _expect_all(bar, medium, namespaces)
-        result = write_archive(medium, namespaces, file, _noted(bar, limit))
+        result = write_archive(medium, namespaces, file, _progress_of(bar, limit))
     faults, unread = result.damaged, result.unread
     if json:
         more = {"blocks": result.blocks, "size_bytes": result.size_bytes, "gone": result.gone, "unread": unread}
         _print_report("export", medium.tier, dry_run=dry_run, rows=faults, namespaces=len(namespaces), **more)
     else:
         # stdout may have the archive itself.
-        tell = say if archive == "-" else print_line
+        show = say if archive == "-" else print_line
         verb = "would be written" if dry_run else "written"
         what = f"{_counted(result.blocks, 'block')} of {_counted(len(namespaces), 'namespace')}"
-        tell(f"{what}, {rounded_size(result.size_bytes)}: {verb}")
+        show(f"{what}, {rounded_size(result.size_bytes)}: {verb}")
     _say_each("damaged and left out", faults)
     _say_each("not read", unread)
     if faults:
@@ -466,7 +466,7 @@ def import_command(
         argument = parse_tier(tier)
         if bar.shown and archive != "-":
             bar.expect(os.fstat(file.fileno()).st_size)
-        result = import_archive(argument, file, dry=dry_run, on_block=_noted(bar, limit))
+        result = import_archive(argument, file, dry=dry_run, on_block=_progress_of(bar, limit))
     if json:
         more = {name: value for name, value in asdict(result).items() if name != "damaged"}
         _print_report("import", argument, dry_run=dry_run, rows=result.damaged, **more)
@@ -514,7 +514,7 @@ def _written(path: str | None) -> Iterator[IO[bytes] | None]:
         raise
 
 
-def _noted(bar: Bar, limit: Deadline, per_second: float = 0) -> Callable[[int], None]:
+def _progress_of(bar: Bar, limit: Deadline, per_second: float = 0) -> Callable[[int], None]:
     """Return a function that shows progress, limits the rate, and ends the command at its deadline."""
     pace = Pace(per_second, limit.check)
 
