@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -452,10 +452,7 @@ class TierIO:
             await store.ended.wait()
         error = ""
         try:
-            async with aclosing(self._listed()) as pages:
-                async for names in pages:
-                    if theirs := self._with_prefix(names, message.prefix):
-                        await self._delete_all(theirs)
+            await self._forget(message.prefix)
         except ConfigError as failure:
             logger.error(
                 "The %s tier can't forget a tenant, which finds and stores nothing until this engine ends. Remove its "
@@ -468,26 +465,35 @@ class TierIO:
             error = f"{type(failure).__name__}: {failure}"
         self._post(Forgotten(message.prefix, error))
 
-    async def _listed(self) -> AsyncGenerator[Sequence[BlockKey], None]:
-        """Yield the names of all blocks on the medium; a shared medium is listed through its holdings.
+    async def _forget(self, prefix: bytes) -> None:
+        """Remove all blocks with a prefix from the medium. A shared medium is listed through its holdings.
 
         Raises:
             ConfigError: The medium can't be listed.
+            BackendError: A block stays, or the medium fails.
         """
         if not self._backend.takes_stores:
             return
         if self._backend.exclusive and self._backend.scans:
             async for names in self._backend.scan_keys():
-                yield names
+                left = await self._delete_or_raise(self._with_prefix(names, prefix))
+                if left and any(answer is not False for answer in await self._backend.exists(left)):
+                    raise BackendError("not all blocks could be removed", backend=self._backend.name)
             return
         holdings = open_holdings(self._spec.kind or self._backend.name, self._config)
         if not self._backend.scans and type(holdings).scan is Holdings.scan:
             raise ConfigError(f"{self._backend.name} can't list its blocks: it has no scan().")
+        namespace = NamespaceInfo(self._parts.namespace.hex)
         try:
             await holdings.open()
-            async with aclosing(holdings.scan(NamespaceInfo(self._parts.namespace.hex))) as pages:
+            async with aclosing(holdings.scan(namespace)) as pages:
                 async for page in pages:
-                    yield [block.key for block in page]
+                    # The backend's own view may lack blocks that another engine has just stored.
+                    names = self._with_prefix([block.key for block in page], prefix)
+                    unknown = set(await self._delete_or_raise(names))
+                    blocks = [block for block in page if block.key in unknown]
+                    if blocks and await holdings.remove(namespace, blocks, RemovalCause.REMOVED) < len(blocks):
+                        raise BackendError("not all blocks could be removed", backend=self._backend.name)
         finally:
             await holdings.close()
 
@@ -500,13 +506,6 @@ class TierIO:
             await self._delete_or_raise(keys)
         except _FAILURES as error:
             logger.warning("Blocks of the %s tier could not be removed: %s", self._backend.name, error)
-
-    async def _delete_all(self, keys: Sequence[BlockKey]) -> None:
-        """Delete blocks; raises if one of them stays."""
-        doubtful = await self._delete_or_raise(keys)
-        there = await self._backend.exists(doubtful) if doubtful else ()
-        if any(answer is not False for answer in there):
-            raise BackendError("not all blocks could be removed", backend=self._backend.name)
 
     async def _delete_or_raise(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Delete blocks; return those that the backend did not find, or can't delete."""

@@ -110,6 +110,14 @@ async def test_segments_that_can_not_be_removed_cost_their_owner_only(tmp_path: 
         disk.free = 0
         await rig.session.space.give_up_excess()
         assert rig.session.counts["segments_given_up"] == 1, "the reserve is restored from running engines"
+        ended, disk.stuck, disk.free = disk.stuck, "", 1 << 40
+        async with asyncio.timeout(60):
+            while len(list(tmp_path.rglob(f"{ended}/*.seg"))) > 4:
+                await rig.put(rig.new(4))
+                await asyncio.sleep(0.01)
+        disk.free = 0
+        await rig.session.space.give_up_excess()
+        assert rig.session.counts["segments_given_up"] == 1, "the ended engine's segments can be removed again"
         disk.free = 1 << 40
 
 

@@ -103,9 +103,13 @@ class Notes:
 
     async def _rewrite(self) -> None:
         held = list((await self._read_held()).items())
-        frames = [encode_notes(held[i : i + _FRAME_NOTES], self._owner) for i in range(0, len(held), _FRAME_NOTES)]
-        await self._engine.call(partial(replace_file, self._disk, NOTES_NAME, NOTES_TMP_NAME, self._dir_fd, frames))
-        self._size_bytes = self._rewritten_bytes = sum(map(len, frames))
+
+        def rewrite() -> int:
+            frames = [encode_notes(held[i : i + _FRAME_NOTES], self._owner) for i in range(0, len(held), _FRAME_NOTES)]
+            replace_file(self._disk, NOTES_NAME, NOTES_TMP_NAME, self._dir_fd, frames)
+            return sum(map(len, frames))
+
+        self._size_bytes = self._rewritten_bytes = await self._engine.call(rewrite)
 
     async def _read_held(self) -> dict[BlockKey, bytes]:
         found, self._size_bytes = await self._engine.call(self._read)

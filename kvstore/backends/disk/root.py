@@ -248,12 +248,15 @@ class Root:
                     owner_fd = self._enter_ended(self.fd, owner, stack)
                     if owner_fd < 0:
                         continue
-                    if not owner.segments:
+                    is_enough = False
+                    if owner.segments:
+                        is_enough = not self._reclaim_from(owner, owner_fd, size_bytes)
+                    else:
                         # Its last segments were removed earlier, so other engines have read its journal since.
                         self._remove_owner(owner, owner_fd)
-                    elif not self._reclaim_from(owner, owner_fd, size_bytes):
-                        return
                     self._stuck.discard(owner.name)
+                    if is_enough:
+                        return
             except OSError as error:
                 # Only the space of this owner stays occupied.
                 if owner.segments and owner.name not in self._stuck:

@@ -175,8 +175,9 @@ class PackedBlocks:
         removed = [(pack, key) for key in dict.fromkeys(keys) for pack in self.index.packs_of(key)[:copies]]
         if not removed:
             return
-        # Immediate for this engine. A block put from now on goes to a new pack, so the note does not affect it.
-        empty = self.index.remove(removed)
+        # The note first: a block that left the index without a note could be neither found nor removed again. A block
+        # put from now on goes to a new pack, so the note does not affect it.
+        empty: list[str] = []
         folder = len(self._names.packs)
         for start in range(0, len(removed), _NOTE_ENTRIES_MAX):
             part = removed[start : start + _NOTE_ENTRIES_MAX]
@@ -184,6 +185,7 @@ class PackedBlocks:
             name = self._names.new_note()
             await self._client.put(name, [note])
             self._skipped[name] = None
+            empty += self.index.remove(part)
         await self._client.delete_all(empty)
 
     async def refresh(self) -> None:
