@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvstore.transfer.cuda import CudaStreams
-from kvstore.transfer.pinning import CudaLibrary, loaded_cudart
+from kvstore.transfer.pinning import loaded_cudart
 
 
 def memcpy_2d(to: int, to_pitch: int, src: int, src_pitch: int, width: int, rows: int, kind: int, stream: int) -> int:
@@ -22,19 +22,21 @@ def memcpy_2d(to: int, to_pitch: int, src: int, src_pitch: int, width: int, rows
     return 0
 
 
-def library(**functions: Any) -> CudaLibrary:
-    """A library whose other functions do nothing."""
-    names = ("cudaHostRegister", "cudaHostUnregister", "cudaGetLastError", "cudaMemcpy2DAsync")
-    made = {name: functions.get(name, lambda *_: 0) for name in names}
-    return CudaLibrary(SimpleNamespace(**made))
+def streams_of(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> CudaStreams:
+    """Streams whose runtime has these functions."""
+    monkeypatch.setattr("kvstore.transfer.cuda.loaded_cudart", lambda: SimpleNamespace(**functions))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    streams = CudaStreams(torch.device("cuda", 0))
+    assert streams.strided
+    return streams
 
 
-def test_rows_that_lie_apart_are_copied() -> None:
+def test_rows_that_lie_apart_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pitches and widths are in bytes for any word size; bytes between the rows stay unchanged."""
     source = torch.arange(60, dtype=torch.int32).reshape(5, 12)
     target = torch.zeros(5, 8, dtype=torch.int32)
-    made = library(cudaMemcpy2DAsync=memcpy_2d)
-    assert made.copy_rows(target[:, 1:4], source[:, 2:5], 77) == 0
+    streams = streams_of(monkeypatch, cudaMemcpy2DAsync=memcpy_2d)
+    streams.copy_rows(target[:, 1:4], source[:, 2:5], SimpleNamespace(cuda_stream=77))
     assert torch.equal(target[:, 1:4], source[:, 2:5])
     assert not target[:, 0].any() and not target[:, 4:].any()
 
@@ -42,11 +44,7 @@ def test_rows_that_lie_apart_are_copied() -> None:
 def test_a_refused_copy_fails_the_batch_and_leaves_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is raised at the call, and cleared in the runtime, where torch would find it later."""
     asked: list[int] = []
-    refusing = library(cudaMemcpy2DAsync=lambda *_: 11, cudaGetLastError=lambda: asked.append(11) or 11)
-    monkeypatch.setattr("kvstore.transfer.cuda.loaded_cudart", lambda: refusing)
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    streams = CudaStreams(torch.device("cuda", 0))
-    assert streams.strided
+    streams = streams_of(monkeypatch, cudaMemcpy2DAsync=lambda *_: 11, cudaGetLastError=lambda: asked.append(11) or 11)
     matrix = torch.zeros(2, 2)
     with pytest.raises(RuntimeError, match="code 11"):
         streams.copy_rows(matrix, matrix, SimpleNamespace(cuda_stream=77))

@@ -15,9 +15,7 @@ from kvstore.errors import ConfigError
 from kvstore.primary import PAGE_BYTES, GroupLayout, KVLayout, Region, attention_layer
 from kvstore.runtime.messages import JobKind
 from kvstore.transfer import BlockCopies, cuda
-from kvstore.transfer.cuda import CudaTransfer
-from kvstore.transfer.plan import check_batch
-from kvstore.transfer.staging import StagingPlan, word_bytes_of
+from kvstore.transfer.cuda import CudaTransfer, StagingPlan, word_bytes_of
 from tests.transfer.caches import check_batches, layouts, make_cache, random_bytes, run
 from tests.transfer.streams import FakeStreams
 
@@ -197,23 +195,10 @@ def test_a_slot_is_one_copy_of_the_ranks_own_bytes(order: str, kind: JobKind, tp
     """Eighty layers: one launch moves any rank's share, and no bytes of other ranks cross the bus."""
     layers = tuple(attention_layer(f"l{i}", kv_heads=8, key_bytes=256, block_tokens=16, order=order) for i in range(80))
     plan = KVLayout((GroupLayout(layers, 16),)).plan(tp_size, tp_size - 1)
-    batch = check_batch(plan, [4], 4, [BlockCopies.of(range(4), range(4))], kind)
-    (part,) = StagingPlan(plan, 8).parts(batch.groups[0], 4)
-    assert [len(copies) for copies in part.copies] == [1] * 4
-    assert sum(one.count * one.length for copies in part.copies for one in copies) * 8 == batch.size_bytes
-
-
-def test_a_load_takes_what_lies_between_where_that_is_cheaper() -> None:
-    """If each piece needs its own launch, loads move the whole slot, and stores still only their own pieces."""
-    layers = tuple(attention_layer(f"l{i}", kv_heads=8, key_bytes=256, block_tokens=16, order="nhd") for i in range(80))
-    plan = KVLayout((GroupLayout(layers, 16),)).plan(2, 0)
-
-    def pieces(kind: JobKind) -> int:
-        (group,) = check_batch(plan, [1], 1, [BlockCopies.of([0], [0])], kind).groups
-        (part,) = StagingPlan(plan, 8, strided=False).parts(group, 1)
-        return sum(one.count for one in part.copies[0])
-
-    assert (pieces(STORE), pieces(LOAD)) == (1280, 1)
+    (part,) = StagingPlan(plan, 8).parts(BlockCopies.of(range(4), range(4)), kind, 4)
+    assert [len(pieces) for pieces in part.pieces] == [1] * 4
+    own = 4 * sum(layer.local_bytes for layer in plan.groups[0])
+    assert sum(one.count * one.length for pieces in part.pieces for one in pieces) * 8 == own
 
 
 def test_pieces_of_a_slot_filled_in_part() -> None:
@@ -224,10 +209,9 @@ def test_pieces_of_a_slot_filled_in_part() -> None:
 
     def counts(tp_size: int) -> list[tuple[int, int]]:
         plan = layout.plan(tp_size, 0)
-        (group,) = check_batch(plan, [8], 8, [copies], STORE).groups
-        (part,) = StagingPlan(plan, 8).parts(group, 8)
+        (part,) = StagingPlan(plan, 8).parts(copies, STORE, 8)
         assert part.slots == [2, 5]
-        return [(sum(one.count for one in copies), len(copies)) for copies in part.copies]
+        return [(sum(one.count for one in pieces), len(pieces)) for pieces in part.pieces]
 
     assert counts(1) == [(10, 1), (1, 1)]
     assert counts(2) == [(30, 10), (40, 1)]
