@@ -19,6 +19,9 @@ from kvstore.tiering.recording import SOCKET_PATH_BYTES_MAX
 _OF_ENGINE: Final = frozenset({"prefetch", "events", "access_events"})
 """Options set by the engine's connector, not by users."""
 
+_FIXED: Final = frozenset({"wait_s_max", "load_s_max", "pin_lease_s"})
+"""Constants of engines, which only programs that use the manager as a library change."""
+
 
 class Backfill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Copies of promoted blocks to faster tiers.
@@ -121,8 +124,10 @@ def engine_tiering(options: object, tier_names: Sequence[str]) -> TieringConfig:
     """Return the options in an engine's ``tiering`` setting, checked against the names of the tiers."""
     if not isinstance(options, Mapping):
         raise ConfigError(f"tiering is {shown(options)}. Expected a JSON object.")
-    known = {option.name for option in fields(TieringConfig)} - _OF_ENGINE
+    known = {option.name for option in fields(TieringConfig)} - _OF_ENGINE - _FIXED
     for name in options:
+        if name in _FIXED:
+            raise ConfigError(f"tiering, {name!r} is no option any more. Remove it; it is {getattr(TieringConfig(), name)} s.")
         if name not in known:
             hint = did_you_mean(name, known)
             raise ConfigError(f"tiering has no option {name!r}. Known: {', '.join(sorted(known))}.{hint}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,7 +17,10 @@ from kvstore.runtime.messages import JobKind
 Ids: TypeAlias = npt.NDArray[np.int64]
 """Numbers of blocks, slots or places; one axis."""
 
-Run: TypeAlias = tuple[tuple[int, int], Any, Any]
+Turn: TypeAlias = tuple[int, int]
+"""Number of ranks that take turns storing a layer, and this rank's index."""
+
+Run: TypeAlias = tuple[Turn, Any, Any]
 """A layer's turn, and views of the KV cache and of slots with equal axes after the block, or the slot and the place."""
 
 
@@ -60,7 +63,7 @@ class BlockCopies:
             raise ValueError(f"{len(ids)} blocks from place {first} fill {needed} slots, not {len(rows)}.")
         return cls(group, ids, rows[at // blocks_per_slot], at % blocks_per_slot)
 
-    def share_of(self, turn: tuple[int, int], blocks_per_slot: int) -> BlockCopies:
+    def share_of(self, turn: Turn, blocks_per_slot: int) -> BlockCopies:
         """Return the blocks that a rank stores."""
         writers, writer_index = turn
         if writers == 1:
@@ -138,12 +141,8 @@ class Transfer(ABC):
         return ended
 
     @abstractmethod
-    def wait(self, handles: Collection[int] | None = None, timeout_s: float | None = None) -> bool:
-        """Wait until batches (by default all) have ended; their results stay for :meth:`poll`.
-
-        Returns:
-            Whether all of them ended in time. Reported batches count as ended.
-        """
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return whether all batches ended within the time limit (None: no limit). Results stay for :meth:`poll`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -203,9 +202,7 @@ def _check_page(layer: LayerPlan, shape: Sequence[int], strides: Sequence[int], 
     """
     extent = item_bytes
     for stride, length in sorted((stride, length) for length, stride in zip(shape[1:], strides[1:], strict=True)):
-        if length == 1:
-            continue
-        if stride != extent:
+        if length > 1 and stride != extent:
             raise ConfigError(
                 f"Layer {layer.layer!r}: the elements of a block are not contiguous (shape {tuple(shape)}, strides "
                 f"{tuple(strides)} bytes). Expected blocks on the first axis and no gaps within one."

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ import torch
 from kvstore.errors import ConfigError
 from kvstore.primary import RankPlan, Region
 from kvstore.runtime.messages import JobKind
-from kvstore.transfer.base import BlockCopies, Ids, Run, Transfer, TransferResult, runs_of
+from kvstore.transfer.base import BlockCopies, Ids, Run, Transfer, TransferResult, Turn, runs_of
 from kvstore.transfer.pinning import PinnedRegion, loaded_cudart
 
 STAGING_BYTES = 64 << 20
@@ -66,7 +66,6 @@ class CudaStreams:
         self.strided = self._library is not None  # Whether the runtime's strided copy is available.
 
     def current(self) -> Any:
-        """Return the calling thread's current stream."""
         return torch.cuda.current_stream(self._device)
 
     def new_stream(self) -> Any:
@@ -74,18 +73,15 @@ class CudaStreams:
         return torch.cuda.Stream(self._device)
 
     def new_event(self) -> Any:
-        """Return an event with a timestamp."""
         return torch.cuda.Event(enable_timing=True)
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         """Launch the work of the context on a stream."""
-        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
-        return context
+        return torch.cuda.stream(stream)
 
     def activate(self) -> AbstractContextManager[Any]:
         """Make this device current within the context."""
-        context: AbstractContextManager[Any] = torch.cuda.device(self._device)
-        return context
+        return torch.cuda.device(self._device)
 
     def copy_rows(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Launch the copy of a matrix, with contiguous rows that may be apart, between host and device.
@@ -178,12 +174,11 @@ class CudaTransfer(Transfer):
         self._collect()
         return super().poll()
 
-    def wait(self, handles: Collection[int] | None = None, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_s: float | None = None) -> bool:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._collect()
-            pending = {one.handle for lane in self._lanes.values() for one in lane.launched}
-            if not (pending if handles is None else pending.intersection(handles)):
+            if not any(lane.launched for lane in self._lanes.values()):
                 return True
             if time.monotonic() >= deadline:
                 return False
@@ -290,7 +285,7 @@ class StagedPart:
 
     slots: list[int]  # The slot of each used row of staging.
     pieces: list[tuple[StridedPiece, ...]]  # The fewest strided copies between each slot and its row.
-    turns: dict[tuple[int, int], Ids]
+    turns: dict[Turn, Ids]
     """The rank's blocks of each turn, as three rows: block numbers, rows of staging, places."""
 
 
@@ -305,10 +300,8 @@ class StagingPlan:
     def parts(self, copies: BlockCopies, kind: JobKind, depth: int) -> Iterator[StagedPart]:
         """Yield the parts of a group's blocks, each of ``depth`` slots at most."""
         per_slot = self._plan.blocks_per_slot
-        shares = {
-            layer.turn: copies.share_of(layer.turn, per_slot) if kind is JobKind.STORE else copies
-            for layer in self._plan.groups[copies.group]
-        }
+        turns = dict.fromkeys(layer.turn for layer in self._plan.groups[copies.group])
+        shares = {turn: copies.share_of(turn, per_slot) if kind is JobKind.STORE else copies for turn in turns}
         all_slots = np.unique(np.concatenate([share.slots for share in shares.values()])) if shares else np.empty(0)
         for at in range(0, len(all_slots), depth):
             slots = all_slots[at : at + depth]
@@ -320,12 +313,10 @@ class StagingPlan:
                     rows, places = np.searchsorted(slots, share.slots[here]), share.places[here]
                     filled[rows, index, places] = True
                     part.turns[turn] = np.stack([share.blocks[here], rows, places])
-            part.pieces.extend(self._pieces(copies.group, list(shares), row) for row in filled)
+            part.pieces.extend(self._pieces(copies.group, list(turns), row) for row in filled)
             yield part
 
-    def _pieces(
-        self, group: int, turns: list[tuple[int, int]], filled: npt.NDArray[np.bool_]
-    ) -> tuple[StridedPiece, ...]:
+    def _pieces(self, group: int, turns: list[Turn], filled: npt.NDArray[np.bool_]) -> tuple[StridedPiece, ...]:
         """Return the copies of a partly filled slot; the axes of ``filled`` are turn and place."""
         key = (group, filled.tobytes())
         if key not in self._known:

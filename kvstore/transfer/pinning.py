@@ -91,7 +91,6 @@ class PinnedRegion:
         else:
             with activate():
                 self._register(region, piece_bytes_max)
-        self.pinned = not self.reason  # Whether the region is pinned.
         if self.reason:
             logger.warning(
                 "The region of %d bytes is not pinned: %s. Copies to and from the GPU are correct but slower. The "
@@ -100,12 +99,16 @@ class PinnedRegion:
                 self.reason,
             )
 
+    @property
+    def pinned(self) -> bool:
+        """Whether the region is pinned."""
+        return bool(self._addresses)
+
     def close(self) -> None:
         """Unpin. No copy may be running. Idempotent."""
         if self._addresses:
             with self._activate():
                 self._unregister()
-        self.pinned = False
 
     def _unregister(self) -> None:
         while self._addresses:
