@@ -127,7 +127,9 @@ def engine_tiering(options: object, tier_names: Sequence[str]) -> TieringConfig:
     known = {option.name for option in fields(TieringConfig)} - _OF_ENGINE - _FIXED
     for name in options:
         if name in _FIXED:
-            raise ConfigError(f"tiering, {name!r} is no option any more. Remove it; it is {getattr(TieringConfig(), name)} s.")
+            raise ConfigError(
+                f"tiering, {name!r} is no option any more. Remove it; it is {getattr(TieringConfig(), name)} s."
+            )
         if name not in known:
             hint = did_you_mean(name, known)
             raise ConfigError(f"tiering has no option {name!r}. Known: {', '.join(sorted(known))}.{hint}")

@@ -34,18 +34,12 @@ class BlockCopies:
     places: Ids  # Place of each block in its slot, 0 to ``blocks_per_slot - 1``.
 
     @classmethod
-    def of(cls, blocks: Sequence[int] | Ids, slots: Sequence[int] | Ids, *, group: int = 0) -> BlockCopies:
-        """Pair blocks with slots that hold one block each."""
-        mine = _ids(slots)
-        return cls(group, _ids(blocks), mine, np.zeros_like(mine))
-
-    @classmethod
-    def consecutive(
+    def of(
         cls,
         blocks: Sequence[int] | Ids,
         slots: Sequence[int] | Ids,
         *,
-        blocks_per_slot: int,
+        blocks_per_slot: int = 1,
         first: int = 0,
         group: int = 0,
     ) -> BlockCopies:

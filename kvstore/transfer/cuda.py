@@ -15,20 +15,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvstore.errors import ConfigError
 from kvstore.primary import RankPlan, Region
 from kvstore.runtime.messages import JobKind
 from kvstore.transfer.base import BlockCopies, Ids, Run, Transfer, TransferResult, Turn, runs_of
-from kvstore.transfer.pinning import PinnedRegion, loaded_cudart
+from kvstore.transfer.pinning import PinnedRegion, copy_rows, loaded_cudart
 
 STAGING_BYTES = 64 << 20
 """Staging buffer of each direction. Copying it at 25 GB/s takes 2.5 ms, many times the launch time."""
@@ -37,7 +35,6 @@ _CLOSE_TIMEOUT_S = 30.0
 """Limit of close() for the GPU. Copies take milliseconds, so after this time the device is lost."""
 
 _POLL_PAUSE_S = 0.0002
-_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses.
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 _KNOWN_PIECES_MAX = 4096
@@ -56,45 +53,8 @@ class StridedPiece:
     step: int  # Distance between starts; at least ``length``.
 
 
-class CudaStreams:
-    """The streams of a CUDA device, by torch. Tests without a GPU replace them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        torch.cuda.init()
-        self._library = loaded_cudart()
-        self.strided = self._library is not None  # Whether the runtime's strided copy is available.
-
-    def current(self) -> Any:
-        return torch.cuda.current_stream(self._device)
-
-    def new_stream(self) -> Any:
-        """Return a stream of the lowest priority, so that gathering does not delay the model."""
-        return torch.cuda.Stream(self._device)
-
-    def new_event(self) -> Any:
-        return torch.cuda.Event(enable_timing=True)
-
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """Launch the work of the context on a stream."""
-        return torch.cuda.stream(stream)
-
-    def activate(self) -> AbstractContextManager[Any]:
-        """Make this device current within the context."""
-        return torch.cuda.device(self._device)
-
-    def copy_rows(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Launch the copy of a matrix, with contiguous rows that may be apart, between host and device.
-
-        Raises:
-            RuntimeError: The call failed.
-        """
-        item, (rows, width) = target.element_size(), target.shape
-        ends = [value for one in (target, source) for value in (one.data_ptr(), one.stride(0) * item)]
-        code = self._library.cudaMemcpy2DAsync(*ends, width * item, rows, _MEMCPY_DEFAULT, stream.cuda_stream)
-        if code:
-            self._library.cudaGetLastError()
-            raise RuntimeError(f"cudaMemcpy2DAsync failed with code {code}")
+Slots: TypeAlias = list[tuple[int, tuple[StridedPiece, ...]]]
+"""Slots, with the fewest strided copies between each and its row of staging."""
 
 
 class CudaTransfer(Transfer):
@@ -108,7 +68,8 @@ class CudaTransfer(Transfer):
         tensors: KV cache by layer name, on one device.
         pin: Whether to pin the region, see :class:`PinnedRegion`; false if it is pinned already.
         staging_bytes: Length of each of the two staging buffers on the device; at least one slot is used.
-        streams: Streams of the device; by default torch's.
+        cuda: The module ``torch.cuda``; tests without a GPU replace it, and pass a ``runtime``.
+        runtime: The CUDA runtime; by default torch's. Without one, each piece of a slot is launched separately.
     """
 
     def __init__(
@@ -119,7 +80,8 @@ class CudaTransfer(Transfer):
         *,
         pin: bool = True,
         staging_bytes: int = STAGING_BYTES,
-        streams: CudaStreams | None = None,
+        cuda: Any = torch.cuda,
+        runtime: Any = None,
     ) -> None:
         super().__init__(plan, tensors, region, lambda tensor: [step * tensor.itemsize for step in tensor.stride()])
         caches = [tensors[layer.layer] for layers in plan.groups for layer in layers]
@@ -130,14 +92,16 @@ class CudaTransfer(Transfer):
         starts = [start for one in caches for start in (int(one.data_ptr()), one.storage_offset() * one.itemsize)]
         word_bytes = word_bytes_of(plan, [region.slot_bytes, region.address, *steps, *starts])
         word = _WORDS[word_bytes]
-        self._streams = streams or CudaStreams(self._device)
+        cuda.init()
+        self._cuda = cuda
+        self._runtime = loaded_cudart() if runtime is None and cuda is torch.cuda else runtime
         # The pinned region; None if ``pin`` is false.
-        self.pinned = PinnedRegion(region, activate=self._streams.activate) if pin else None
+        self.pinned = PinnedRegion(region, activate=partial(cuda.device, self._device)) if pin else None
         self._rows: torch.Tensor | None = torch.from_numpy(region.rows()).view(word)
         depth = min(region.slots, max(1, staging_bytes // plan.slot_bytes))
         self._lanes = {
             kind: _Lane(
-                self._streams.new_stream(),
+                cuda.Stream(self._device),  # Of the lowest priority, so that gathering does not delay the model.
                 torch.empty((depth, plan.slot_bytes // word_bytes), dtype=word, device=self._device),
             )
             for kind in JobKind
@@ -146,18 +110,19 @@ class CudaTransfer(Transfer):
         for lane in self._lanes.values():
             lane.runs += runs_of(plan, tensors, lane.staging, partial(_in_words, word))
             # Earlier work of the engine's stream may still use the memory of staging.
-            lane.stream.wait_stream(self._streams.current())
+            lane.stream.wait_stream(cuda.current_stream(self._device))
 
     def submit(self, copies: Sequence[BlockCopies], kind: JobKind) -> int:
         batch = self._checked(copies, kind)
         lane = self._lanes[kind]
-        launched = _Launched(self._next_handle, batch, self._streams.new_event(), self._streams.new_event())
+        start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        launched = _Launched(self._next_handle, batch, start, end)
         self._next_handle += 1
-        lane.stream.wait_stream(self._streams.current())
+        lane.stream.wait_stream(self._cuda.current_stream(self._device))
         for other in (one for opposite in self._lanes.values() if opposite is not lane for one in opposite.launched):
             if _have_common(batch, other.batch):
                 lane.stream.wait_event(other.end)
-        with self._streams.use(lane.stream):
+        with self._cuda.stream(lane.stream):
             launched.start.record(lane.stream)
             try:
                 for group in batch:
@@ -221,14 +186,13 @@ class CudaTransfer(Transfer):
     def _copy(self, copies: BlockCopies, kind: JobKind, lane: _Lane) -> int:
         """Launch the copies of one group's blocks, in parts that fit in staging; return their bytes."""
         size = 0
-        for part in self._staging_plan.parts(copies, kind, len(lane.staging)):
+        for slots, turns in self._staging_plan.parts(copies, kind, len(lane.staging)):
             if kind is JobKind.LOAD:
-                self._move(part, lane, kind)
+                self._move(slots, lane, kind)
             # Staging, these numbers and the gathered blocks belong to this stream, so the allocator can reuse their
             # memory only for later work of the same stream.
             numbers = {
-                turn: torch.from_numpy(ids).to(self._device, non_blocking=True).unbind()
-                for turn, ids in part.turns.items()
+                turn: torch.from_numpy(ids).to(self._device, non_blocking=True).unbind() for turn, ids in turns.items()
             }
             for turn, local, staged in lane.runs[copies.group]:
                 if turn not in numbers:
@@ -240,21 +204,20 @@ class CudaTransfer(Transfer):
                     local.index_copy_(0, blocks, staged[rows, places])
                 size += len(blocks) * local[0].nbytes
             if kind is JobKind.STORE:
-                self._move(part, lane, kind)
+                self._move(slots, lane, kind)
         return size
 
-    def _move(self, part: StagedPart, lane: _Lane, kind: JobKind) -> None:
+    def _move(self, slots: Slots, lane: _Lane, kind: JobKind) -> None:
         """Launch the copies between staging and slots, with contiguous rows on both sides for DMA."""
-        for row, (slot, pieces) in enumerate(zip(part.slots, part.pieces, strict=True)):
+        for row, (slot, pieces) in enumerate(slots):
             for piece in pieces:
                 ends = [_rows_of(self._rows, slot, piece), _rows_of(lane.staging, row, piece)]
                 target, source = ends if kind is JobKind.STORE else reversed(ends)
-                if piece.count > 1 and self._streams.strided:
-                    # Not by torch, which would copy through a host temporary and wait for it.
-                    self._streams.copy_rows(target, source, lane.stream)
-                    continue
-                for to, from_ in zip(target, source, strict=True):
-                    to.copy_(from_, non_blocking=True)
+                if piece.count > 1 and self._runtime is not None:
+                    copy_rows(self._runtime, target, source, lane.stream)
+                else:
+                    for to, from_ in zip(target, source, strict=True):
+                        to.copy_(from_, non_blocking=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -279,58 +242,48 @@ class _Lane:
     launched: deque[_Launched] = field(default_factory=deque)  # Unfinished batches from the oldest.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StagedPart:
-    """Part of a batch that fits in staging."""
-
-    slots: list[int]  # The slot of each used row of staging.
-    pieces: list[tuple[StridedPiece, ...]]  # The fewest strided copies between each slot and its row.
-    turns: dict[Turn, Ids]
-    """The rank's blocks of each turn, as three rows: block numbers, rows of staging, places."""
-
-
 class StagingPlan:
     """Cuts batches into parts, without copying. A rank copies only its own bytes, in the longest possible pieces."""
 
     def __init__(self, plan: RankPlan, word_bytes: int) -> None:
         self._plan = plan
         self._word_bytes = word_bytes
-        self._known: dict[tuple[int, bytes], tuple[StridedPiece, ...]] = {}
+        self._pieces = lru_cache(_KNOWN_PIECES_MAX)(self._find_pieces)
 
-    def parts(self, copies: BlockCopies, kind: JobKind, depth: int) -> Iterator[StagedPart]:
-        """Yield the parts of a group's blocks, each of ``depth`` slots at most."""
+    def parts(self, copies: BlockCopies, kind: JobKind, depth: int) -> Iterator[tuple[Slots, dict[Turn, Ids]]]:
+        """Yield the parts of a group's blocks, each of ``depth`` slots at most.
+
+        A part has the slot of each used row of staging, with the pieces to copy between them; and the rank's blocks of
+        each turn, as three rows: block numbers, rows of staging, places.
+        """
         per_slot = self._plan.blocks_per_slot
         turns = dict.fromkeys(layer.turn for layer in self._plan.groups[copies.group])
         shares = {turn: copies.share_of(turn, per_slot) if kind is JobKind.STORE else copies for turn in turns}
         all_slots = np.unique(np.concatenate([share.slots for share in shares.values()])) if shares else np.empty(0)
         for at in range(0, len(all_slots), depth):
             slots = all_slots[at : at + depth]
-            part = StagedPart(slots.tolist(), [], {})
+            numbers: dict[Turn, Ids] = {}
             filled = np.zeros((len(slots), len(shares), per_slot), np.bool_)
             for index, (turn, share) in enumerate(shares.items()):
                 here = (share.slots >= slots[0]) & (share.slots <= slots[-1])
                 if here.any():
                     rows, places = np.searchsorted(slots, share.slots[here]), share.places[here]
                     filled[rows, index, places] = True
-                    part.turns[turn] = np.stack([share.blocks[here], rows, places])
-            part.pieces.extend(self._pieces(copies.group, list(turns), row) for row in filled)
-            yield part
+                    numbers[turn] = np.stack([share.blocks[here], rows, places])
+            pieces = [self._pieces(copies.group, tuple(turns), row.tobytes()) for row in filled]
+            yield list(zip(slots.tolist(), pieces, strict=True)), numbers
 
-    def _pieces(self, group: int, turns: list[Turn], filled: npt.NDArray[np.bool_]) -> tuple[StridedPiece, ...]:
-        """Return the copies of a partly filled slot; the axes of ``filled`` are turn and place."""
-        key = (group, filled.tobytes())
-        if key not in self._known:
-            if len(self._known) >= _KNOWN_PIECES_MAX:
-                self._known.clear()
-            fragments = sorted(
-                (layer.slot_offset + int(place) * layer.block_bytes + canonical, length)
-                for layer in self._plan.groups[group]
-                for place in np.flatnonzero(filled[turns.index(layer.turn)])
-                for run in layer.runs
-                for _, canonical, length in run.fragments()
-            )
-            self._known[key] = _joined([(begin // self._word_bytes, n // self._word_bytes) for begin, n in fragments])
-        return self._known[key]
+    def _find_pieces(self, group: int, turns: tuple[Turn, ...], filled: bytes) -> tuple[StridedPiece, ...]:
+        """Return the copies of a partly filled slot; ``filled``: whether each place is, for each turn."""
+        places_of = dict(zip(turns, np.frombuffer(filled, np.bool_).reshape(len(turns), -1), strict=True))
+        fragments = sorted(
+            (layer.slot_offset + int(place) * layer.block_bytes + canonical, length)
+            for layer in self._plan.groups[group]
+            for place in np.flatnonzero(places_of[layer.turn])
+            for run in layer.runs
+            for _, canonical, length in run.fragments()
+        )
+        return _joined([(begin // self._word_bytes, length // self._word_bytes) for begin, length in fragments])
 
 
 def _joined(fragments: list[tuple[int, int]]) -> tuple[StridedPiece, ...]:

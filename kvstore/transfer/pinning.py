@@ -31,6 +31,7 @@ _ARGUMENTS = {
 }
 """The functions used; each returns 0 for success, otherwise CUDA's error code."""
 
+_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses.
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process.
 
 _PIECE_BYTES_MAX = 16 << 30
@@ -56,6 +57,20 @@ def loaded_cudart() -> Any:
             continue
         return library
     return None
+
+
+def copy_rows(runtime: Any, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    """Launch the copy of a matrix, with contiguous rows that may be apart, between host and device.
+
+    Raises:
+        RuntimeError: The call failed.
+    """
+    item, (rows, width) = target.itemsize, target.shape
+    ends = [value for one in (target, source) for value in (one.data_ptr(), one.stride(0) * item)]
+    code = runtime.cudaMemcpy2DAsync(*ends, width * item, rows, _MEMCPY_DEFAULT, stream.cuda_stream)
+    if code:
+        runtime.cudaGetLastError()
+        raise RuntimeError(f"cudaMemcpy2DAsync failed with code {code}")
 
 
 class PinnedRegion:

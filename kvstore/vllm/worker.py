@@ -91,7 +91,7 @@ class HostOffloadingWorker(OffloadingWorker):
                 continue
             # The group's first block may be in the middle of its row of blocks_per_chunk blocks.
             row_count = -(-(first % self._blocks_per_chunk + blocks) // self._blocks_per_chunk)
-            copies = BlockCopies.consecutive(
+            copies = BlockCopies.of(
                 kv.block_ids[block_at : block_at + blocks],
                 rows.block_ids[row_at : row_at + row_count],
                 blocks_per_slot=self._blocks_per_chunk,
