@@ -197,7 +197,11 @@ def test_whose_manager(more: dict[str, Any], tiers: list[dict[str, Any]], ours: 
         ({"eviction_policy": "s3fofi"}, [MEMORY], "Did you mean 's3fifo'"),
         ({"store_threshold": 2}, [MEMORY], "min_uses"),
         ({"tiering": {"pin_shar": 1}}, [MEMORY], "Did you mean 'pin_share'"),
-        ({"tiering": {"wait_s_max": 1}}, [MEMORY], "'wait_s_max' is no option any more. Remove it; it is 2.0 s"),
+        (
+            {"tiering": {"wait_s_max": 1}},
+            [MEMORY],
+            "no option 'wait_s_max': it is fixed in engines. Remove it",
+        ),
         ({"tiering": {"allow": None}}, [MEMORY], "'allow' is null. Expected a list"),
         ({"tiering": {"policy": {"tiers": ["disk"]}}}, [MEMORY], "no tier 'disk'"),
     ],
