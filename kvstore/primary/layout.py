@@ -171,6 +171,11 @@ class LayerPlan:
     writers: int
     writer_index: int
 
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Number of ranks that take turns storing the layer, and this rank's index."""
+        return self.writers, self.writer_index
+
 
 def attention_layer(
     name: str,

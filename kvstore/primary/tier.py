@@ -156,10 +156,6 @@ class PrimaryTier:
         pins = self.pins[slot]
         return SlotState.READY if pins >= 0 else _STATES[pins]
 
-    def pin_count(self, slot: int) -> int:
-        """Return the pins of a slot; 0 if it is not READY."""
-        return max(0, self.pins[slot])
-
     def __len__(self) -> int:
         return len(self._slot_of)
 

@@ -16,8 +16,8 @@ from kvstore.tenants import Tenants
 from kvstore.tiering.policy import OWN_PARAMETERS, PolicyParser
 from kvstore.tiering.recording import SOCKET_PATH_BYTES_MAX
 
-_OF_ENGINE: Final = frozenset({"prefetch", "events", "access_events"})
-"""Options set by the engine's connector, not by users."""
+_NO_OPTIONS: Final = frozenset({"prefetch", "events", "access_events", "wait_s_max", "load_s_max", "pin_lease_s"})
+"""Fields that the engine's connector sets, or that only programs with the manager as a library change."""
 
 
 class Backfill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,8 +121,10 @@ def engine_tiering(options: object, tier_names: Sequence[str]) -> TieringConfig:
     """Return the options in an engine's ``tiering`` setting, checked against the names of the tiers."""
     if not isinstance(options, Mapping):
         raise ConfigError(f"tiering is {shown(options)}. Expected a JSON object.")
-    known = {option.name for option in fields(TieringConfig)} - _OF_ENGINE
+    known = {option.name for option in fields(TieringConfig)} - _NO_OPTIONS
     for name in options:
+        if name in _NO_OPTIONS:
+            raise ConfigError(f"tiering has no option {name!r}: it is fixed in engines. Remove it.")
         if name not in known:
             hint = did_you_mean(name, known)
             raise ConfigError(f"tiering has no option {name!r}. Known: {', '.join(sorted(known))}.{hint}")

@@ -18,6 +18,7 @@ from kvstore.tenants import TAG_BYTES
 from kvstore.tiering.core import Core
 from kvstore.tiering.deadlines import Deadlines
 from kvstore.tiering.link import TierLink
+from kvstore.tiering.requests import RequestState
 from kvstore.types import BlockKey, RemovalCause
 
 _SLACK: Final = 64
@@ -95,10 +96,23 @@ class Pins:
             self._lengths[key] = max(length, self._lengths.get(key, length))
         return held
 
-    def use(self, keys: Iterable[BlockKey]) -> None:
-        """Renew the leases of held blocks."""
+    def follow(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Hold blocks as the request's policy demands, or for the engine that takes over the request."""
+        if state.policy.pin:
+            self.hold(keys, state.policy.pin_s)
+        elif state.hands_over:
+            new = [key for key in keys if key not in state.handed and self._primary.lookup(key) is SlotState.READY]
+            state.handed.update(new)
+            self.hold_for_fetch(new, state.ctx.hand_over_s)
+
+    def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Hold or release blocks that a request uses; renew the leases of held ones."""
+        if state.policy.unpin:
+            self.unpin(keys)
+        else:
+            self.follow(keys, state)
         now = self._clock()
-        for key in keys:
+        for key in keys if self._lengths else ():
             length = self._lengths.get(key)
             if length is not None:
                 self._ends.set(key, max(self._ends.get(key, now), now + length))
@@ -140,7 +154,18 @@ class Retention:
     def __bool__(self) -> bool:
         return bool(self._ends)
 
-    def begin(self, keys: Iterable[BlockKey], priority: int, seconds: float | None) -> None:
+    def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Give blocks that a request stores or uses the priorities of its policy."""
+        for part in state.policy.retain:
+            self._begin(state.after(part.after, keys), part.priority, part.seconds)
+
+    def end_request(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Give the blocks of a request that has ended their priorities, or demote them."""
+        self.use(keys, state)
+        if state.policy.demote_tokens is not None:
+            self._primary.demote(state.after(state.policy.demote_tokens, keys))
+
+    def _begin(self, keys: Iterable[BlockKey], priority: int, seconds: float | None) -> None:
         """Give the READY blocks a priority for a time; None: the longest time. Priority 0 ends the priority."""
         if not priority:
             self.end(keys)
@@ -227,8 +252,9 @@ class Expiry:
         since = self._clock() - _FORGETTING_S
         return any(case.since > since for case in self._forgetting.values())
 
-    def begin(self, keys: Sequence[BlockKey], ttl_s: float | None) -> None:
-        """Set the lifetime of blocks stored now; None: unlimited."""
+    def store(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Set the lifetime of blocks that a request stores now."""
+        ttl_s = state.policy.ttl_s
         if not self.active and ttl_s is None:
             return
         self.active = True
@@ -238,13 +264,21 @@ class Expiry:
             if ttl_s is not None:
                 self._ends.set(key, self._clock() + ttl_s)
 
-    def extend(self, keys: Sequence[BlockKey], ttl_s: float | None) -> None:
+    def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Extend the lifetime of blocks that a request uses. The longest applies; None removes the limit."""
+        ttl_s = state.policy.ttl_s
         for key in keys if self.active else ():
             if ttl_s is None:
                 self._ends.remove(key)
             elif self._ends.get(key, math.inf) < self._clock() + ttl_s:
                 self._ends.set(key, self._clock() + ttl_s)
+
+    def end_request(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Forget the blocks of a request that has ended, or its tenant."""
+        if state.policy.forget_tokens is not None:
+            self.remove(state.after(state.policy.forget_tokens, keys), RemovalCause.REMOVED)
+        if state.policy.forget_tenant and self._core.tenants is not None and (state.ctx.tag or keys):
+            self.forget_tenant((state.ctx.tag or keys[0])[:TAG_BYTES])
 
     def remove(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         """Remove blocks from every tier; they are forbidden until stored again."""

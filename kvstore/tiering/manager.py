@@ -9,7 +9,6 @@ from typing import Final
 
 from kvstore.errors import ConfigError
 from kvstore.primary.tier import PrimaryTier, SlotState
-from kvstore.tenants import TAG_BYTES
 from kvstore.tiering.cascades import Cascades
 from kvstore.tiering.config import TieringConfig
 from kvstore.tiering.copies import Copies, CopyReports
@@ -115,7 +114,7 @@ class TieringManager:
         core.on_left = self._cascades.left
         self._expiry = Expiry(core)
         self._prefetch = Prefetch(
-            core, self._promotions, self._lookups, self._expiry, self._requests.add, self._end_prefetch
+            core, self._promotions, self._lookups, self._expiry, self._requests, self._end_prefetch
         )
         backfills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
         self._counts_sightings = backfills or self._parser.default.min_uses > 1
@@ -123,6 +122,10 @@ class TieringManager:
         self._pins = Pins(primary, share, config.pin_lease_s, clock)
         primary.marks.retained_max = share
         self._retention = Retention(core)
+        # The actions of policies on blocks that a request has stored, uses, or leaves at its end.
+        self._on_stored = self._expiry.store, self._pins.follow, self._retention.use
+        self._on_use = self._expiry.use, self._pins.use, self._retention.use
+        self._on_end = self._retention.end_request, self._expiry.end_request, self._prefetch.end_request
         self._touched: list[BlockKey] = []
         self._polled = False
         self._closed = False
@@ -176,8 +179,8 @@ class TieringManager:
             self.primary.hand_overs.expect(
                 ctx.request_id, [key for key in keys if state.policy.store and state.may_store(key)]
             )
-            self._hold(keys, state)
-        if self._core.config.prefetch and state.load_links and not self._closed:
+            self._pins.follow(keys, state)
+        if self._core.config.prefetch:
             self._prefetch.add(state)
 
     def lookup(self, key: BlockKey, ctx: RequestContext) -> LookupResult:
@@ -351,9 +354,8 @@ class TieringManager:
             # Logged before the cascade, which may drop the blocks immediately.
             self._log.primary(done)
             self._cascades.stored(done, slots, state)
-            self._expiry.begin(done, state.policy.ttl_s)
-            self._hold(done, state)
-            self._retain(done, state)
+            for act in self._on_stored:
+                act(done, state)
             if state.policy.acts_at_end:
                 state.stored += done
         self._end_if_idle(state)
@@ -591,7 +593,7 @@ class TieringManager:
         if self._hedges is not None:
             self._hedges.clear()
         deadline = self._clock() + timeout_s
-        self._prefetch.clear()
+        self._prefetch.close()
         for state in self._requests:
             self._promotions.drop_request(state)
             self._end_if_idle(state)
@@ -634,28 +636,9 @@ class TieringManager:
             self._cascades.note_sightings(unseen)
         if self._cascades.notes:
             self._cascades.use(keys, state)
-        self._expiry.extend(keys, state.policy.ttl_s)
-        if state.policy.unpin:
-            self._pins.unpin(keys)
-        else:
-            self._hold(keys, state)
-        self._retain(keys, state)
-        if self._pins:
-            self._pins.use(keys)
+        for act in self._on_use:
+            act(keys, state)
         self._touched += keys
-
-    def _hold(self, keys: Sequence[BlockKey], state: RequestState) -> None:
-        """Hold blocks as the request's policy demands, or for the engine that takes over the request."""
-        if state.policy.pin:
-            self._pins.hold(keys, state.policy.pin_s)
-        elif state.hands_over:
-            new = [key for key in keys if key not in state.handed and self.primary.lookup(key) is SlotState.READY]
-            state.handed.update(new)
-            self._pins.hold_for_fetch(new, state.ctx.hand_over_s)
-
-    def _retain(self, keys: Sequence[BlockKey], state: RequestState) -> None:
-        for part in state.policy.retain:
-            self._retention.begin(state.after(part.after, keys), part.priority, part.seconds)
 
     def _begin(self, ctx: RequestContext) -> RequestState:
         before = self._requests.by_id.get(ctx.request_id)
@@ -704,24 +687,13 @@ class TieringManager:
         """Remove a finished request once its last work has ended."""
         if state.finished and state.idle and state not in self._prefetch and self._requests.end(state):
             if state.policy.acts_at_end:
-                self._follow_hints(state)
+                keys = tuple(dict.fromkeys((*state.keys, *state.stored)))
+                for act in self._on_end:
+                    act(keys, state)
             if state.hands_over:
                 self.primary.hand_overs.end(state.ctx.request_id)
             for link in self._links:
                 link.call("on_request_finished", state.ctx, otherwise=None)
-
-    def _follow_hints(self, state: RequestState) -> None:
-        """Retain, demote, forget and prefetch the blocks of a request that has ended."""
-        policy, keys = state.policy, tuple(dict.fromkeys((*state.keys, *state.stored)))
-        self._retain(keys, state)
-        if policy.demote_tokens is not None:
-            self.primary.demote(state.after(policy.demote_tokens, keys))
-        if policy.forget_tokens is not None:
-            self.remove(state.after(policy.forget_tokens, keys))
-        if policy.forget_tenant and self._tenants is not None and (state.ctx.tag or keys):
-            self.forget_tenant((state.ctx.tag or keys[0])[:TAG_BYTES])
-        if policy.prefetch_s is not None and state.load_links and not self._closed:
-            self._prefetch.add_later(self._requests.returning(state, keys), policy.prefetch_s)
 
     def _end_prefetch(self, state: RequestState) -> None:
         """End the prefetch of a finished request's blocks, after its last lookup."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.tiering.core import Core
 from kvstore.tiering.leases import Expiry
 from kvstore.tiering.lookups import Lookups
 from kvstore.tiering.promotions import Promotions
-from kvstore.tiering.requests import RequestState
+from kvstore.tiering.requests import Requests, RequestState
 from kvstore.types import BlockKey, LookupResult
 
 _BLOCKS_PER_CALL: Final = 4096
@@ -29,7 +29,6 @@ class Prefetch:
     It pauses while promotions are full, and does not count as waiting time of requests.
 
     Args:
-        on_begun: Called with a finished request before its first lookup.
         on_ended: Called with a finished request after its last lookup.
     """
 
@@ -39,7 +38,7 @@ class Prefetch:
         promotions: Promotions,
         lookups: Lookups,
         expiry: Expiry,
-        on_begun: Callable[[RequestState], object],
+        requests: Requests,
         on_ended: Callable[[RequestState], object],
     ) -> None:
         self._primary = core.primary
@@ -48,7 +47,7 @@ class Prefetch:
         self._expiry = expiry
         self._wait_s_max = core.config.wait_s_max
         self._clock = core.clock
-        self._on_begun = on_begun
+        self._requests = requests
         self._on_ended = on_ended
         self._states: dict[RequestState, float] = {}
         """Requests in progress, with the time at which each is abandoned."""
@@ -56,6 +55,7 @@ class Prefetch:
         """Heap by time."""
         self._later_blocks = 0
         self._numbers = itertools.count()
+        self._closed = False
 
     def __bool__(self) -> bool:
         """Whether there are blocks to look up now."""
@@ -66,16 +66,20 @@ class Prefetch:
 
     def add(self, state: RequestState) -> None:
         """Start the prefetch of a request whose keys are known; :meth:`run` continues it."""
+        if self._closed or not state.load_links:
+            return
         state.prefetched = 0
         self._states[state] = self._clock() + self._wait_s_max if state.finished else math.inf
         self._run_one(state, _BLOCKS_PER_CALL)
 
-    def add_later(self, state: RequestState, seconds: float) -> None:
-        """Schedule the prefetch of a finished request: it starts at the engine's first step after the delay."""
-        is_room = len(self._later) < _LATER_MAX and self._later_blocks + len(state.keys) <= _LATER_BLOCKS_MAX
-        if state.keys and is_room:
-            self._later_blocks += len(state.keys)
-            heapq.heappush(self._later, (self._clock() + seconds, next(self._numbers), state))
+    def end_request(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Schedule a prefetch of a finished request's blocks, for the engine's first step after the policy's delay."""
+        seconds = state.policy.prefetch_s
+        is_room = len(self._later) < _LATER_MAX and self._later_blocks + len(keys) <= _LATER_BLOCKS_MAX
+        if seconds is not None and keys and is_room and state.load_links and not self._closed:
+            self._later_blocks += len(keys)
+            returning = self._requests.returning(state, keys)
+            heapq.heappush(self._later, (self._clock() + seconds, next(self._numbers), returning))
 
     def drop(self, state: RequestState) -> None:
         """Remove a request."""
@@ -87,12 +91,17 @@ class Prefetch:
         self._later.clear()
         self._later_blocks = 0
 
+    def close(self) -> None:
+        """Remove all requests, and add no more."""
+        self._closed = True
+        self.clear()
+
     def run(self) -> None:
         """Continue with all requests, oldest first; once per step."""
         if self._later and self._later[0][0] <= self._clock():
             state = heapq.heappop(self._later)[2]  # At most one per step.
             self._later_blocks -= len(state.keys)
-            self._on_begun(state)
+            self._requests.add(state)
             self.add(state)
         if not self._states:
             return

@@ -1,68 +1,62 @@
-"""Copies for a KV cache in host memory, within the call."""
+"""Strided copies between a KV cache in host memory and the slots, by numpy, within the call."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError
-from kvstore.primary import CopyRun, LayerPlan, RankPlan, Region, Rows
+from kvstore.primary import RankPlan, Region
 from kvstore.runtime.messages import JobKind
-from kvstore.transfer.base import BlockCopies, Transfer, TransferResult
-from kvstore.transfer.plan import check_batch, page_bytes_of
-from kvstore.transfer.runs import Run
+from kvstore.transfer.base import BlockCopies, Transfer, TransferResult, runs_of
+
+_CALL_BYTES_MAX: Final = 2 << 20
+"""Maximum bytes per numpy call. Its temporary fits in a CPU cache, and it holds the GIL for 0.2 ms."""
 
 
 class HostTransfer(Transfer):
-    """Copies between a KV cache in host memory and the slots. Guarantees are those of :class:`Transfer`.
+    """Copies between a KV cache in host memory and the slots, as :class:`Transfer` describes.
 
-    Args:
-        tensors: KV cache by layer name: arrays of any item type with blocks on the first axis. The bytes of a block
-            must be contiguous; arrays and blocks need not be. Pass types unknown to numpy (bfloat16) as a byte view.
-            Layers may share an array.
-        region: Slots, of ``plan.slot_bytes`` or longer.
-
-    Raises:
-        ConfigError: An array is missing or too short, or the slots are too short.
+    ``tensors``: pass types unknown to numpy (bfloat16) as a byte view.
     """
 
     def __init__(self, plan: RankPlan, tensors: Mapping[str, npt.NDArray[Any]], region: Region) -> None:
-        if region.slot_bytes < plan.slot_bytes:
-            raise ConfigError(f"Slots of {region.slot_bytes} bytes are too short for a layout of {plan.slot_bytes}.")
-        self._plan, self._slots, rows = plan, region.slots, region.rows()
-        arrays = [[_array_of(tensors, layer) for layer in layers] for layers in plan.groups]
-        self._block_counts = [min(map(len, group), default=0) for group in arrays]
-        self._runs = [
-            [run for layer, array in zip(layers, group, strict=True) for run in _runs_of(layer, array, rows, plan)]
-            for layers, group in zip(plan.groups, arrays, strict=True)
-        ]
-        self._handles = 0
-        self._ended: list[TransferResult] = []
-        self._closed = False
+        super().__init__(plan, tensors, region, lambda array: array.strides)
+        for name, array in tensors.items():
+            if not array.flags.writeable:
+                raise ConfigError(f"Layer {name!r}: the array can't be written. Expected the KV cache itself.")
+        self._runs = runs_of(plan, tensors, region.rows(), _fragments)
 
     def submit(self, copies: Sequence[BlockCopies], kind: JobKind) -> int:
-        if self._closed:
-            raise ValueError("The transfer is closed.")
-        batch = check_batch(self._plan, self._block_counts, self._slots, copies, kind)
+        batch = self._checked(copies, kind)
         begun = time.perf_counter()
-        for group in batch.groups:
-            one = group.copies
-            for run in self._runs[one.group]:
-                run.copy(one.blocks, one.slots, one.places, store=kind is JobKind.STORE)
-        self._handles += 1
-        seconds = time.perf_counter() - begun
-        self._ended.append(TransferResult(self._handles, kind, True, batch.size_bytes, seconds))
-        return self._handles
+        size = sum(self.copy(one, kind) for one in batch)
+        self._next_handle += 1
+        self._ended.append(TransferResult(self._next_handle, kind, True, size, time.perf_counter() - begun))
+        return self._next_handle
 
-    def poll(self) -> list[TransferResult]:
-        ended, self._ended = self._ended, []
-        return ended
+    def copy(self, copies: BlockCopies, kind: JobKind) -> int:
+        """Copy blocks without validating their numbers, for an engine that has; return the bytes copied."""
+        size, places_per_slot = 0, self._plan.blocks_per_slot
+        for turn, local, remote in self._runs[copies.group]:
+            mine = copies.share_of(turn, places_per_slot) if kind is JobKind.STORE else copies
+            run_bytes = local[:1].nbytes
+            step = max(1, _CALL_BYTES_MAX // max(1, run_bytes))
+            for at in range(0, len(mine.blocks), step):
+                part = slice(at, at + step)
+                blocks, slots, places = mine.blocks[part], mine.slots[part], mine.places[part]
+                if kind is JobKind.STORE:
+                    remote[slots, places] = local[blocks]
+                else:
+                    local[blocks] = remote[slots, places]
+            size += len(mine.blocks) * run_bytes
+        return size
 
-    def wait(self, handles: Collection[int] | None = None, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_s: float | None = None) -> bool:
         return True
 
     def close(self) -> None:
@@ -70,53 +64,25 @@ class HostTransfer(Transfer):
         self._runs = []
 
 
-def _array_of(tensors: Mapping[str, npt.NDArray[Any]], layer: LayerPlan) -> npt.NDArray[Any]:
-    if layer.layer not in tensors:
-        raise ConfigError(f"No tensor for layer {layer.layer!r}. Known: {', '.join(sorted(tensors)) or 'none'}.")
-    return tensors[layer.layer]
-
-
-def _runs_of(layer: LayerPlan, array: npt.NDArray[Any], rows: Rows, plan: RankPlan) -> list[Run]:
-    """Return the runs of a layer over its array and the slots."""
-    page_bytes_of(layer, array.shape, array.strides, array.itemsize)
-    if not array.flags.writeable:
-        raise ConfigError(f"Layer {layer.layer!r}: the array can't be written. Expected the KV cache itself.")
-    slot_axes = [(len(rows), rows.strides[0]), (plan.blocks_per_slot, layer.block_bytes)]
-    return [
-        Run(
-            local=_fragments(array, run.local_offset, run, [(len(array), array.strides[0])], run.local_stride),
-            remote=_fragments(rows, layer.slot_offset + run.canonical_offset, run, slot_axes, run.canonical_stride),
-            block_bytes=run.size_bytes,
-            writers=layer.writers,
-            writer_index=layer.writer_index,
-        )
-        for run in layer.runs
-    ]
-
-
-def _fragments(
-    array: npt.NDArray[Any], offset: int, run: CopyRun, axes: Sequence[tuple[int, int]], stride: int
-) -> npt.NDArray[np.void]:
-    """View an array's memory from an offset, with a last axis whose items are whole fragments.
-
-    The checks in ``page_bytes_of`` and of the slot length ensure that the view is within the array.
-    """
-    shape = (*(length for length, _ in axes), run.count)
-    strides = (*(step for _, step in axes), stride)
-    return np.asarray(_Memory(array, offset, shape, strides, f"|V{run.length}"))
-
-
 class _Memory:
-    """An array's memory under another shape. numpy reads this interface, and keeps the array alive."""
+    """An array's memory under another shape. numpy reads the interface, and keeps the array alive."""
 
-    def __init__(
-        self, array: npt.NDArray[Any], offset: int, shape: tuple[int, ...], strides: tuple[int, ...], items: str
-    ) -> None:
+    def __init__(self, array: npt.NDArray[Any], interface: dict[str, Any]) -> None:
         self._array = array
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (array.ctypes.data + offset, False),
-            "shape": shape,
-            "strides": strides,
-            "typestr": items,
-        }
+        self.__array_interface__ = interface
+
+
+def _fragments(array: npt.NDArray[Any], offset: int, axes: Sequence[tuple[int, int]], length: int) -> npt.NDArray[Any]:
+    """View an array's memory with fragments as items; :class:`Transfer` has checked that they are within it."""
+    items = f"|V{length}"
+    if axes[-1][0] == 1:
+        # numpy copies a single fragment faster as an axis of bytes.
+        axes, items = [*axes[:-1], (length, 1)], "|u1"
+    interface = {
+        "version": 3,
+        "data": (array.ctypes.data + offset, False),
+        "shape": (len(array), *(count for count, _ in axes)),
+        "strides": (array.strides[0], *(step for _, step in axes)),
+        "typestr": items,
+    }
+    return np.asarray(_Memory(array, interface))

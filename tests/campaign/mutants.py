@@ -51,10 +51,8 @@ TESTS: Final[dict[str, str]] = {
         " tiering/test_policy.py tiering/test_gate.py tiering/test_gated_loads.py tiering/test_hand_over.py"
         " tiering/test_hints.py tiering/test_deadlines.py tiering/test_tenants.py"
     ),
-    "transfer/host.py transfer/plan.py transfer/runs.py transfer/base.py": (
-        "transfer/test_host.py transfer/test_cross_tp.py"
-    ),
-    "transfer/staging.py transfer/pinning.py": "transfer",
+    "transfer/host.py transfer/base.py": "transfer/test_host.py transfer/test_cross_tp.py",
+    "transfer/cuda.py transfer/pinning.py": "transfer",
     "tiers/presence.py": "tiers/test_presence.py tiers/test_refused.py tiers/test_async_tier.py",
     "tiers/async_tier.py tiers/health.py": (
         "tiers/test_health.py tiers/test_async_tier.py tiers/test_refused.py tiers/test_epochs.py"

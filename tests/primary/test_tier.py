@@ -235,7 +235,7 @@ def test_clear_ends_promises(tier: PrimaryTier, pinned: bool) -> None:
     tier.pin(keys_of(1))
     tier.pin_promised()
     tier.end_promises()
-    assert tier.pin_count(tier.slot_of(keys_of(1)[0]) or 0) == 1
+    assert tier.pins[tier.slot_of(keys_of(1)[0]) or 0] == 1
     tier.unpin(keys_of(1))
     assert tier.remove(keys_of(1)[0])
 

@@ -386,7 +386,7 @@ class Model:
             slots.add(slot)
             if state is SlotState.READY:
                 assert self.primary.row(slot) == payload(key), f"{key!r} is readable and not whole"
-                assert self.primary.pin_count(slot) == pins[key], f"{key!r}: {self.primary.pin_count(slot)} {pins[key]}"
+                assert max(0, self.primary.pins[slot]) == pins[key], f"{key!r}: {self.primary.pins[slot]} {pins[key]}"
         late = {slot for copy, _ in self.left_behind for slot in copy.slots.values()}
         assert all(self.primary.state_of(slot) is SlotState.ABANDONED for slot in late) and not late & slots
         assert len(slots) == len(self.cpu) == primary.writing + primary.ready, "a slot belongs to one key"

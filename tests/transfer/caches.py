@@ -116,7 +116,7 @@ def expected(
 def run(transfer: Transfer, copies: Sequence[BlockCopies], kind: JobKind) -> int:
     """Copy a batch and return the number of bytes that it reports."""
     handle = transfer.submit(copies, kind)
-    assert transfer.wait([handle], 60)
+    assert transfer.wait(60)
     (result,) = transfer.poll()
     assert (result.handle, result.kind, result.error) == (handle, kind, "")
     assert result.success

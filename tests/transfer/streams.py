@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,65 +12,70 @@ import torch
 
 
 @dataclass(eq=False)
-class FakeStreams:
-    """Makes streams and events, and logs their use."""
+class FakeCuda:
+    """Stands for ``torch.cuda`` and for the CUDA runtime: makes streams and events, and logs their use."""
 
     log: list[tuple[str, Any, Any]] = field(default_factory=list)  # ``(operation, stream, other)`` in order.
     held: bool = False  # While true, no event completes.
     broken: bool = False  # While true, querying an event fails, as on a lost device.
-    strided: bool = True  # Whether strided row copies are available.
     matrices: int = 0  # Number of strided copies.
-    active: bool = False  # Whether the device is the current one.
     using: Any = None
 
     def __post_init__(self) -> None:
-        self.compute = FakeStream(self, "compute")
+        self.compute = FakeStream(self, "compute", 0)
         self._made = 0
 
-    def current(self) -> FakeStream:
+    def init(self) -> None:
+        """Do nothing."""
+
+    def current_stream(self, device: torch.device) -> FakeStream:
         """The stream that the engine computes on."""
         return self.compute
 
-    def new_stream(self) -> FakeStream:
+    def Stream(self, device: torch.device) -> FakeStream:
         """Return a stream with a number in its name."""
         self._made += 1
-        return FakeStream(self, f"own{self._made}")
+        return FakeStream(self, f"own{self._made}", self._made)
 
-    def new_event(self) -> FakeEvent:
+    def Event(self, *, enable_timing: bool) -> FakeEvent:
         """An event of these streams."""
+        assert enable_timing
         return FakeEvent(self)
 
     @contextmanager
-    def use(self, stream: FakeStream) -> Iterator[None]:
+    def stream(self, stream: FakeStream) -> Iterator[None]:
         """Record the stream in use."""
         self.using = stream
         yield
         self.using = None
 
-    @contextmanager
-    def activate(self) -> Iterator[None]:
-        """Record that the device is the current one."""
-        self.active = True
-        yield
-        self.active = False
+    def device(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context without effect."""
+        return nullcontext()
 
-    def copy_rows(self, target: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
-        """Copy immediately on the stream in use; the rows must meet CUDA's requirements."""
-        assert self.strided
-        assert stream is self.using
-        for matrix in (target, source):
-            assert matrix.stride(1) == 1
-            assert matrix.stride(0) >= matrix.shape[1]
+    def cudaMemcpy2DAsync(
+        self, to: int, to_pitch: int, src: int, src_pitch: int, width: int, rows: int, kind: int, stream: int
+    ) -> int:
+        """Copy immediately on the stream in use; code 1 if an argument is wrong."""
+        if min(to_pitch, src_pitch) < width or kind != 4 or stream != self.using.cuda_stream:
+            return 1
         self.matrices += 1
-        target.copy_(source)
+        for row in range(rows):
+            ctypes.memmove(to + row * to_pitch, src + row * src_pitch, width)
+        return 0
+
+    def cudaGetLastError(self) -> int:
+        """Return no error."""
+        return 0
 
 
 @dataclass(eq=False)
 class FakeStream:
     """A stream that only has a name."""
 
-    streams: FakeStreams
+    streams: FakeCuda
     name: str
+    cuda_stream: int
 
     def wait_stream(self, other: FakeStream) -> None:
         """Log the wait."""
@@ -84,7 +90,7 @@ class FakeStream:
 class FakeEvent:
     """An event that is complete unless events are held."""
 
-    streams: FakeStreams
+    streams: FakeCuda
     recorded: bool = False
 
     def record(self, stream: FakeStream) -> None:

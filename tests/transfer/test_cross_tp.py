@@ -91,8 +91,8 @@ def copies_from(first_slot: int) -> list[BlockCopies]:
     slots = range(first_slot, first_slot + SLOTS_PER_SIZE)
     half = SLOTS_PER_SIZE // 2
     return [
-        BlockCopies.consecutive(order, slots[:half], blocks_per_slot=BLOCKS_PER_SLOT, group=0),
-        BlockCopies.consecutive(order, slots[half:], blocks_per_slot=BLOCKS_PER_SLOT, group=1),
+        BlockCopies.of(order, slots[:half], blocks_per_slot=BLOCKS_PER_SLOT, group=0),
+        BlockCopies.of(order, slots[half:], blocks_per_slot=BLOCKS_PER_SLOT, group=1),
     ]
 
 

@@ -2,54 +2,33 @@
 
 from __future__ import annotations
 
-import ctypes
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from kvstore.transfer.cuda import CudaStreams
-from kvstore.transfer.pinning import CudaLibrary, loaded_cudart
-
-
-def memcpy_2d(to: int, to_pitch: int, src: int, src_pitch: int, width: int, rows: int, kind: int, stream: int) -> int:
-    """Copy like cudaMemcpy2DAsync, with its arguments in order; code 1 if a pitch is shorter than a row."""
-    if min(to_pitch, src_pitch) < width or kind != 4 or stream != 77:
-        return 1
-    for row in range(rows):
-        ctypes.memmove(to + row * to_pitch, src + row * src_pitch, width)
-    return 0
-
-
-def library(**functions: Any) -> CudaLibrary:
-    """A library whose other functions do nothing."""
-    names = ("cudaHostRegister", "cudaHostUnregister", "cudaGetLastError", "cudaMemcpy2DAsync")
-    made = {name: functions.get(name, lambda *_: 0) for name in names}
-    return CudaLibrary(SimpleNamespace(**made))
+from kvstore.transfer.pinning import copy_rows, loaded_cudart
+from tests.transfer.streams import FakeCuda
 
 
 def test_rows_that_lie_apart_are_copied() -> None:
     """Pitches and widths are in bytes for any word size; bytes between the rows stay unchanged."""
     source = torch.arange(60, dtype=torch.int32).reshape(5, 12)
     target = torch.zeros(5, 8, dtype=torch.int32)
-    made = library(cudaMemcpy2DAsync=memcpy_2d)
-    assert made.copy_rows(target[:, 1:4], source[:, 2:5], 77) == 0
+    fake = FakeCuda()
+    with fake.stream(fake.compute):
+        copy_rows(fake, target[:, 1:4], source[:, 2:5], fake.compute)
     assert torch.equal(target[:, 1:4], source[:, 2:5])
     assert not target[:, 0].any() and not target[:, 4:].any()
 
 
-def test_a_refused_copy_fails_the_batch_and_leaves_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_copy_fails_the_batch_and_leaves_no_error() -> None:
     """The error is raised at the call, and cleared in the runtime, where torch would find it later."""
     asked: list[int] = []
-    refusing = library(cudaMemcpy2DAsync=lambda *_: 11, cudaGetLastError=lambda: asked.append(11) or 11)
-    monkeypatch.setattr("kvstore.transfer.cuda.loaded_cudart", lambda: refusing)
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    streams = CudaStreams(torch.device("cuda", 0))
-    assert streams.strided
+    refusing = SimpleNamespace(cudaMemcpy2DAsync=lambda *_: 11, cudaGetLastError=lambda: asked.append(11) or 11)
     matrix = torch.zeros(2, 2)
     with pytest.raises(RuntimeError, match="code 11"):
-        streams.copy_rows(matrix, matrix, SimpleNamespace(cuda_stream=77))
+        copy_rows(refusing, matrix, matrix, SimpleNamespace(cuda_stream=77))
     assert asked == [11]
 
 

@@ -159,9 +159,9 @@ def test_ranks_that_hold_the_same_bytes_take_turns() -> None:
         (BlockCopies.of([0], [8]), STORE, "Slot 8"),
         (BlockCopies.of([0], [-8]), LOAD, "Slot -8"),
         (BlockCopies.of([0], [0], group=1), STORE, "Group 1 of 1"),
-        (BlockCopies.of([0, 1], [2, 2]), STORE, "slot 2 is a target twice"),
+        (BlockCopies.of([0, 1], [2, 2]), STORE, "A place of slot 2 is a target twice"),
         (BlockCopies.of([3, 3], [0, 1]), LOAD, "Block 3 is a target twice"),
-        (BlockCopies.of([1, 2], [0]), LOAD, "not one each"),
+        (BlockCopies(0, np.array([1, 2]), np.array([0]), np.array([0])), LOAD, "not one each"),
         (BlockCopies(0, np.array([0]), np.array([0]), np.array([1])), STORE, "Place 1"),
     ],
 )
@@ -173,7 +173,6 @@ def test_wrong_numbers_are_refused_before_anything_is_copied(
     cache = make_cache(plan, 8, np.random.default_rng(9))
     before, rows = cache["l"].copy(), region.rows().copy()
     transfer = HostTransfer(plan, cache, region)
-    match = match.replace("slot 2", "Place of a slot 2")
     with pytest.raises(ValueError, match=match):
         transfer.submit([copies], kind)
     assert transfer.wait(timeout_s=10)
@@ -197,12 +196,12 @@ def test_one_block_may_be_stored_twice_and_one_slot_loaded_twice(region: Region)
 
 def test_consecutive_blocks_fill_slots_from_a_place_on() -> None:
     """Blocks 5 to 9 of a request, four per slot: the first is at place 1 of its slot."""
-    copies = BlockCopies.consecutive([10, 11, 12, 13, 14], [7, 3], blocks_per_slot=4, first=5)
+    copies = BlockCopies.of([10, 11, 12, 13, 14], [7, 3], blocks_per_slot=4, first=5)
     assert copies.slots.tolist() == [7, 7, 7, 3, 3]
     assert copies.places.tolist() == [1, 2, 3, 0, 1]
-    assert BlockCopies.consecutive([], [], blocks_per_slot=4).blocks.tolist() == []
+    assert BlockCopies.of([], [], blocks_per_slot=4).blocks.tolist() == []
     with pytest.raises(ValueError, match="fill 2 slots, not 1"):
-        BlockCopies.consecutive([1, 2], [0], blocks_per_slot=2, first=1)
+        BlockCopies.of([1, 2], [0], blocks_per_slot=2, first=1)
 
 
 def test_caches_that_do_not_fit_are_refused(region: Region) -> None:

@@ -15,11 +15,9 @@ from kvstore.errors import ConfigError
 from kvstore.primary import PAGE_BYTES, GroupLayout, KVLayout, Region, attention_layer
 from kvstore.runtime.messages import JobKind
 from kvstore.transfer import BlockCopies, cuda
-from kvstore.transfer.cuda import CudaTransfer
-from kvstore.transfer.plan import check_batch
-from kvstore.transfer.staging import StagingPlan, word_bytes_of
+from kvstore.transfer.cuda import CudaTransfer, StagingPlan, word_bytes_of
 from tests.transfer.caches import check_batches, layouts, make_cache, random_bytes, run
-from tests.transfer.streams import FakeStreams
+from tests.transfer.streams import FakeCuda
 
 STORE, LOAD = JobKind.STORE, JobKind.LOAD
 PLAIN = KVLayout((GroupLayout((attention_layer("l", kv_heads=2, key_bytes=8, block_tokens=4),), 4),))
@@ -33,10 +31,10 @@ def region() -> Iterator[Region]:
         yield region
 
 
-def plain(region: Region, streams: FakeStreams) -> CudaTransfer:
+def plain(region: Region, streams: FakeCuda) -> CudaTransfer:
     """A transfer of one layer of zeros."""
     cache = torch.zeros(8, 128, dtype=torch.uint8)
-    return CudaTransfer(PLAIN.plan(1, 0), {"l": cache}, region, pin=False, streams=streams)
+    return CudaTransfer(PLAIN.plan(1, 0), {"l": cache}, region, pin=False, cuda=streams)
 
 
 @settings(max_examples=200)
@@ -57,9 +55,10 @@ def test_bytes_are_those_of_copying_one_by_one(
     tensors = {name: torch.from_numpy(pages) for name, pages in cache.items()}
     with Region.create(9, plan.slot_bytes) as region:
         region.rows()[:] = random_bytes(rng, 9, plan.slot_bytes)
-        streams = FakeStreams(strided=data.draw(st.booleans(), label="strided"))
+        fake = FakeCuda()
+        runtime = fake if data.draw(st.booleans(), label="strided") else None
         transfer = CudaTransfer(
-            plan, tensors, region, pin=False, staging_bytes=depth * plan.slot_bytes, streams=streams
+            plan, tensors, region, pin=False, staging_bytes=depth * plan.slot_bytes, cuda=fake, runtime=runtime
         )
         check_batches(transfer, plan, lambda: cache, region, rng)
         transfer.close()
@@ -74,7 +73,7 @@ def test_tensors_in_the_order_that_engines_show_them(region: Region, order: str)
     before = shown.clone()
     layer = attention_layer("l", kv_heads=2, key_bytes=16, block_tokens=4, order=order)
     plan = KVLayout((GroupLayout((layer,), 4),)).plan(1, 0)
-    transfer = CudaTransfer(plan, {"l": shown}, region, pin=False, streams=FakeStreams())
+    transfer = CudaTransfer(plan, {"l": shown}, region, pin=False, cuda=FakeCuda())
     run(transfer, [BlockCopies.of(range(8), range(8))], STORE)
     assert (region.rows()[2, :256] == memory[2].reshape(-1).view(torch.uint8).numpy()).all()
     memory.zero_()
@@ -86,7 +85,7 @@ def test_tensors_in_the_order_that_engines_show_them(region: Region, order: str)
 
 def test_copies_wait_for_the_engines_stream(region: Region) -> None:
     """Each batch first waits for the compute stream, and its events enclose it on its own stream."""
-    streams = FakeStreams()
+    streams = FakeCuda()
     transfer = plain(region, streams)
     streams.log.clear()
     transfer.submit([BlockCopies.of([0], [0])], STORE)
@@ -114,7 +113,7 @@ def test_directions_wait_where_they_meet(
     region: Region, first: JobKind, blocks: list[int], slots: list[int], waits: bool
 ) -> None:
     """A batch waits for an unfinished one of the other direction only if they share a block or a slot."""
-    streams = FakeStreams(held=True)
+    streams = FakeCuda(held=True)
     transfer = plain(region, streams)
     transfer.submit([BlockCopies.of([0], [0])], first)
     end = streams.log[-1][2]
@@ -130,13 +129,13 @@ def test_directions_wait_where_they_meet(
 
 def test_nothing_is_reported_before_its_event(region: Region) -> None:
     """While the device works there are no results, and wait times out; then each batch is reported once."""
-    streams = FakeStreams(held=True)
+    streams = FakeCuda(held=True)
     transfer = plain(region, streams)
     handles = [transfer.submit([BlockCopies.of([i], [i])], STORE) for i in range(3)]
     assert transfer.poll() == []
-    assert not transfer.wait(handles[:1], 0.01)
+    assert not transfer.wait(0.01)
     streams.held = False
-    assert transfer.wait(handles, 10)
+    assert transfer.wait(10)
     assert [r.handle for r in transfer.poll()] == handles
     assert transfer.poll() == []
     transfer.close()
@@ -147,7 +146,7 @@ def test_nothing_is_reported_before_its_event(region: Region) -> None:
 
 def test_an_error_of_the_device_fails_what_is_under_way(region: Region) -> None:
     """After a device error no running batch counts as copied."""
-    streams = FakeStreams()
+    streams = FakeCuda()
     transfer = plain(region, streams)
     transfer.submit([BlockCopies.of([0], [0])], STORE)
     streams.broken = True
@@ -161,7 +160,7 @@ def test_a_failed_launch_is_reported_when_the_stream_has_ended(
     region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After running out of memory halfway the batch fails, but only once its launched copies have ended."""
-    streams = FakeStreams(held=True)
+    streams = FakeCuda(held=True)
     transfer = plain(region, streams)
 
     def no_memory(*_: object) -> None:
@@ -182,7 +181,7 @@ def test_a_device_that_hangs_keeps_the_memory(
 ) -> None:
     """Close stops waiting at its deadline, reports the batches as failed and leaves the region to the device."""
     monkeypatch.setattr(cuda, "_CLOSE_TIMEOUT_S", 0.01)
-    streams = FakeStreams(held=True)
+    streams = FakeCuda(held=True)
     transfer = plain(region, streams)
     handle = transfer.submit([BlockCopies.of([0], [0])], STORE)
     transfer.close()
@@ -197,37 +196,23 @@ def test_a_slot_is_one_copy_of_the_ranks_own_bytes(order: str, kind: JobKind, tp
     """Eighty layers: one launch moves any rank's share, and no bytes of other ranks cross the bus."""
     layers = tuple(attention_layer(f"l{i}", kv_heads=8, key_bytes=256, block_tokens=16, order=order) for i in range(80))
     plan = KVLayout((GroupLayout(layers, 16),)).plan(tp_size, tp_size - 1)
-    batch = check_batch(plan, [4], 4, [BlockCopies.of(range(4), range(4))], kind)
-    (part,) = StagingPlan(plan, 8).parts(batch.groups[0], 4)
-    assert [len(copies) for copies in part.copies] == [1] * 4
-    assert sum(one.count * one.length for copies in part.copies for one in copies) * 8 == batch.size_bytes
-
-
-def test_a_load_takes_what_lies_between_where_that_is_cheaper() -> None:
-    """If each piece needs its own launch, loads move the whole slot, and stores still only their own pieces."""
-    layers = tuple(attention_layer(f"l{i}", kv_heads=8, key_bytes=256, block_tokens=16, order="nhd") for i in range(80))
-    plan = KVLayout((GroupLayout(layers, 16),)).plan(2, 0)
-
-    def pieces(kind: JobKind) -> int:
-        (group,) = check_batch(plan, [1], 1, [BlockCopies.of([0], [0])], kind).groups
-        (part,) = StagingPlan(plan, 8, strided=False).parts(group, 1)
-        return sum(one.count for one in part.copies[0])
-
-    assert (pieces(STORE), pieces(LOAD)) == (1280, 1)
+    ((slots, _),) = StagingPlan(plan, 8).parts(BlockCopies.of(range(4), range(4)), kind, 4)
+    assert [len(pieces) for _, pieces in slots] == [1] * 4
+    own = 4 * sum(layer.local_bytes for layer in plan.groups[0])
+    assert sum(one.count * one.length for _, pieces in slots for one in pieces) * 8 == own
 
 
 def test_pieces_of_a_slot_filled_in_part() -> None:
     """Ten layers, four blocks per slot, three in the last slot: one copy for a full slot, one per layer otherwise."""
     layers = tuple(attention_layer(f"l{i}", kv_heads=2, key_bytes=8, block_tokens=4) for i in range(10))
     layout = KVLayout((GroupLayout(layers, 4),), blocks_per_slot=4)
-    copies = BlockCopies.consecutive(range(7), [5, 2], blocks_per_slot=4)
+    copies = BlockCopies.of(range(7), [5, 2], blocks_per_slot=4)
 
     def counts(tp_size: int) -> list[tuple[int, int]]:
         plan = layout.plan(tp_size, 0)
-        (group,) = check_batch(plan, [8], 8, [copies], STORE).groups
-        (part,) = StagingPlan(plan, 8).parts(group, 8)
-        assert part.slots == [2, 5]
-        return [(sum(one.count for one in copies), len(copies)) for copies in part.copies]
+        ((slots, _),) = StagingPlan(plan, 8).parts(copies, STORE, 8)
+        assert [slot for slot, _ in slots] == [2, 5]
+        return [(sum(one.count for one in pieces), len(pieces)) for _, pieces in slots]
 
     assert counts(1) == [(10, 1), (1, 1)]
     assert counts(2) == [(30, 10), (40, 1)]
@@ -235,11 +220,11 @@ def test_pieces_of_a_slot_filled_in_part() -> None:
 
 def test_a_batch_of_a_rank_is_one_launch_a_slot(region: Region) -> None:
     """The transfer launches strided copies as such; piecewise copies are for runtimes without them."""
-    streams = FakeStreams()
+    streams = FakeCuda()
     cache = torch.zeros(8, 128, dtype=torch.uint8)
     layers = tuple(attention_layer(n, kv_heads=2, key_bytes=8, block_tokens=4) for n in "abcd")
     plan = KVLayout((GroupLayout(layers, 4),)).plan(2, 1)
-    transfer = CudaTransfer(plan, dict.fromkeys("abcd", cache), region, pin=False, streams=streams)
+    transfer = CudaTransfer(plan, dict.fromkeys("abcd", cache), region, pin=False, cuda=streams, runtime=streams)
     run(transfer, [BlockCopies.of(range(3), range(3))], STORE)
     assert streams.matrices == 3
     transfer.close()
@@ -268,16 +253,16 @@ def test_caches_that_do_not_fit_are_refused(region: Region) -> None:
     ):
         tensors = {"a": good} if other is None else {"a": good, "b": other}
         with pytest.raises(ConfigError, match=match):
-            CudaTransfer(plan, tensors, region, pin=False, streams=FakeStreams())
+            CudaTransfer(plan, tensors, region, pin=False, cuda=FakeCuda())
     with pytest.raises(ConfigError, match="too short"):
-        CudaTransfer(plan, {"a": good, "b": good}, Region.wrap(bytearray(64), 8), pin=False, streams=FakeStreams())
+        CudaTransfer(plan, {"a": good, "b": good}, Region.wrap(bytearray(64), 8), pin=False, cuda=FakeCuda())
 
 
 def test_without_a_device_the_region_is_not_pinned(region: Region, caplog: pytest.LogCaptureFixture) -> None:
     """Requested or not: copies are still made, and one warning gives the reason."""
     plan = PLAIN.plan(1, 0)
     with caplog.at_level(logging.WARNING):
-        transfer = CudaTransfer(plan, {"l": torch.ones(8, 128, dtype=torch.uint8)}, region, streams=FakeStreams())
+        transfer = CudaTransfer(plan, {"l": torch.ones(8, 128, dtype=torch.uint8)}, region, cuda=FakeCuda())
     run(transfer, [BlockCopies.of([0], [0])], STORE)
     assert (region.rows()[0, :128] == 1).all()
     assert transfer.pinned is not None

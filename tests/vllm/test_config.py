@@ -196,7 +196,12 @@ def test_whose_manager(more: dict[str, Any], tiers: list[dict[str, Any]], ours: 
         ({"manager": "vllm", "tiering": {}}, [MEMORY], "Remove one"),
         ({"eviction_policy": "s3fofi"}, [MEMORY], "Did you mean 's3fifo'"),
         ({"store_threshold": 2}, [MEMORY], "min_uses"),
-        ({"tiering": {"wait_s_mx": 1}}, [MEMORY], "Did you mean 'wait_s_max'"),
+        ({"tiering": {"pin_shar": 1}}, [MEMORY], "Did you mean 'pin_share'"),
+        (
+            {"tiering": {"wait_s_max": 1}},
+            [MEMORY],
+            "no option 'wait_s_max': it is fixed in engines. Remove it",
+        ),
         ({"tiering": {"allow": None}}, [MEMORY], "'allow' is null. Expected a list"),
         ({"tiering": {"policy": {"tiers": ["disk"]}}}, [MEMORY], "no tier 'disk'"),
     ],

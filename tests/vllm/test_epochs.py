@@ -116,7 +116,6 @@ class TestRealEngines:
         name = tmp_path / "epoch"
         name.write_text("v1\n")
         config = offloading(tmp_path, "kvstore", lookup_timeout=60, epoch={"file": str(name)})
-        config["tiering"] = {"wait_s_max": 60}
         engines: list[Engine] = [start(offloading=config), start(offloading=config)]
         assert engines[0].ask(TEXT)[0]["tokens"] == expected["old"]
         for engine in engines:

@@ -98,17 +98,19 @@ def test_blocks_come_back_as_they_went(workers: list[HostOffloadingWorker], per_
 def test_a_part_of_a_row_and_several_groups(workers: list[HostOffloadingWorker]) -> None:
     """Each group may begin in the middle of a row; only the group's own blocks of the row are copied."""
     kv = caches(groups=3)
-    worker = HostOffloadingWorker(kv, 2, Regions(4096, 4 * PADDED).map(0))
+    region = Regions(4096, 4 * PADDED).map(0)
+    worker = HostOffloadingWorker(kv, 2, region)
     workers.append(worker)
     # Group 0: blocks 1 to 3 of the request in rows 4 and 6; group 1: none; group 2: block 5 in row 2.
     gpu, cpu = specs([0, 1, 2, 3], [4, 6, 2], [3, 0, 1], [1, 0, 5])
     worker.submit_store(1, gpu, cpu)
-    views = [run.remote for run in worker._runs[0]]
-    for layer, view in enumerate(views):
+    rows = region.base_tensor.view(ROWS, 2, 2, PADDED).numpy()  # Row, layer, place, byte.
+    for layer in range(2):
         source = kv.tensors[layer].tensor.numpy()
         for block, row, part in [(0, 4, 1), (1, 6, 0), (2, 6, 1), (3, 2, 1)]:
-            assert np.array_equal(view[row, part].ravel(), source[block, :PAGE])
-        assert not view[4, 0].any() and not view[2, 0].any()
+            assert np.array_equal(rows[row, layer, part, :PAGE], source[block, :PAGE])
+        assert not rows[4, layer, 0].any() and not rows[2, layer, 0].any()
+    del rows
 
 
 def test_two_ranks_make_one_canonical_page(workers: list[HostOffloadingWorker]) -> None:
@@ -147,16 +149,16 @@ def test_two_ranks_make_one_canonical_page(workers: list[HostOffloadingWorker]) 
 def test_ranks_with_the_same_bytes_take_turns(workers: list[HostOffloadingWorker]) -> None:
     """Of two ranks with the same bytes each stores every second page, and both read all pages."""
     regions = Regions(4096, 2 * PADDED)
-    for index in range(2):
+    mapped = [regions.map(index) for index in range(2)]
+    for index, region in enumerate(mapped):
         mapping = CanonicalPageMapping(PAGE, PAGE, (CopyRun(0, 0, PAGE, 1, PAGE, PAGE),), 2, index, True)
         kv = caches(layers=1, mapping=mapping)
         kv.tensors[0].tensor.fill_(index + 1)
-        worker = HostOffloadingWorker(kv, 1, regions.map(index), canonical_layout=True)
+        worker = HostOffloadingWorker(kv, 1, region, canonical_layout=True)
         workers.append(worker)
         worker.submit_store(1, *specs([0, 1, 2, 3], [0, 1, 2, 3], [4], [0]))
         assert worker.get_finished()[0].transfer_size == 2 * PAGE
-    rows = workers[0]._runs[0][0].remote
-    assert [int(rows[row, 0, 0, 0]) for row in range(4)] == [1, 2, 1, 2]
+    assert mapped[0].base_tensor.view(ROWS, 4096)[:4, 0].tolist() == [1, 2, 1, 2]
 
 
 def test_a_layer_without_mapping_is_refused(workers: list[HostOffloadingWorker]) -> None:
@@ -172,6 +174,5 @@ def test_a_worker_that_is_dropped_removes_its_file() -> None:
     regions = Regions(4096, 2 * PADDED)
     worker = HostOffloadingWorker(caches(), 1, regions.map(0))
     assert os.path.exists(regions.path)
-    worker._runs.clear()
     del worker
     assert not os.path.exists(regions.path)
