@@ -84,7 +84,7 @@ async def test_a_frame_that_is_not_synced_keeps_followers_in_step(tmp_path: Path
 
 
 class Landing(OsDisk):
-    """A disk that reports errors for frames of journals while ``fails`` is set, after it has written ``lands`` bytes."""
+    """A disk that fails frames of journals while ``fails`` is set, after it has written ``lands`` bytes of them."""
 
     fails = False
     lands = 1 << 30

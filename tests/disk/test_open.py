@@ -339,10 +339,12 @@ async def test_a_drive_can_be_replaced_and_added(tmp_path: Path) -> None:
         async with opened(roots[:2], room_for(64)):
             pass
     command = str(caught.value).partition("do '")[2].partition("'")[0]
-    subprocess.run(command.split(), check=True)
+    await asyncio.to_thread(subprocess.run, command.split(), check=True)
     async with opened(roots[:2], room_for(64)) as rig:
         assert 0 < len(kept) < 40
         await rig.has_all({key: values[key] for key in kept})
         await rig.has_all(await rig.put_new(24))
-    async with opened(roots, room_for(96)) as rig:
+        left = await rig.still_there(await rig.put_new(24))
+    async with opened(roots, room_for(192)) as rig:
+        await rig.has_all(left)
         await rig.has_all(await rig.put_new(24))

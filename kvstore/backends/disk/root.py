@@ -466,8 +466,8 @@ def check_drives(disk: OsDisk, config: DiskConfig) -> None:
             disk.close(disk.open_root(state))
             continue
         raise BackendUnavailableError(
-            f"{path!r} is directory {position} of 'path', counting from 0, and was used before, but is empty now. Mount "
-            f"its drive. If an empty drive has replaced it, whose blocks are lost, do 'mkdir -p -m 700 {state}'.",
+            f"{path!r} is directory {position} of 'path', counting from 0, was used before, and is empty now. Mount "
+            f"its drive. If an empty drive replaces it, whose blocks are lost, do 'mkdir -p -m 700 {state}'.",
             backend="file",
         )
 
