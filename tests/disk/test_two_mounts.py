@@ -13,8 +13,7 @@ import pytest
 from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.types import BlockKey, Outcome
 from tests.disk.mounts import filled, made, mounted
-from tests.disk.rig import Rig, opened, room_for
-from tests.disk.test_two_directories import stores
+from tests.disk.rig import Rig, opened, room_for, stores
 
 pytestmark = [pytest.mark.torture, pytest.mark.root, pytest.mark.timeout(180)]
 
