@@ -283,9 +283,10 @@ class Journal:
         self._next = None
         if not self._doubtful:
             await self._enter(to)
-        elif is_visible:
+        elif is_visible and self.end.fd >= 0:
             self._doubtful_next = to
         else:
+            # Followers did not read of it, or this journal was closed meanwhile.
             await self._close(to)
 
     async def _enter(self, to: JournalEnd) -> None:
