@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -119,10 +121,17 @@ print("good")
 
 def run(program: str, *arguments: str) -> None:
     """Run a program that forks, and check that it ends well."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "good\n"), done.stdout + done.stderr
+    command = [sys.executable, "-c", program, *arguments]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            said, errors = process.communicate(timeout=60)
+        except BaseException:
+            # With its child.
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert (process.returncode, said) == (0, "good\n"), said + errors
 
 
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
