@@ -97,6 +97,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         self._spaces: dict[_Layout, _Space] = {}
         self._retry_at: dict[_Layout, float] = {}  # Earliest next attempt to open a tier, monotonic seconds.
         self._opening = threading.Lock()
+        self._impossible_keys = 0
 
     def get_store_event_fd(self) -> int:
         return int(self._notifiers["store"].fileno())
@@ -137,11 +138,12 @@ class KVStoreL2Adapter(L2AdapterInterface):
 
     def delete(self, keys: list[Any]) -> None:
         """Remove objects of every known layout of their model."""
+        named = [(key, name) for key, name in zip(keys, self._names(keys), strict=True) if name is not None]
         for layout, space in list(self._spaces.items()):
-            theirs = [key for key in keys if key.model_name == layout.model]
-            space.tier.remove([_block_key(key) for key in theirs])
+            theirs = [(key, name) for key, name in named if key.model_name == layout.model]
+            space.tier.remove([name for _, name in theirs])
             if theirs:
-                self._notify_keys_deleted(theirs, [layout.size_bytes] * len(theirs))
+                self._notify_keys_deleted([key for key, _ in theirs], [layout.size_bytes] * len(theirs))
 
     def get_usage(self) -> AdapterUsage:
         """Return the bytes on the medium. Their limit is the tier's ``capacity``, which kvstore itself enforces."""
@@ -198,8 +200,8 @@ class KVStoreL2Adapter(L2AdapterInterface):
     def _store(self, keys: Sequence[Any], objects: Sequence[Any]) -> L2StoreResult:
         layouts = [_layout_of(key, each) for key, each in zip(keys, objects, strict=True)]
         stored: list[int] = []
-        for space, chosen in self._by_space(layouts):
-            answers = space.store([_block_key(keys[i]) for i in chosen], [_bytes_of(objects[i]) for i in chosen])
+        for space, chosen, names in self._by_space(keys, layouts):
+            answers = space.store(names, [_bytes_of(objects[i]) for i in chosen])
             stored += [i for i, good in zip(chosen, answers, strict=True) if good]
         sizes = [layouts[i].size_bytes for i in stored]
         if stored:
@@ -212,15 +214,13 @@ class KVStoreL2Adapter(L2AdapterInterface):
             for key in keys
             for description in [descriptions.get(key.object_group_id)]
         ]
-        return self._found(
-            keys, layouts, lambda space, chosen: space.tier.lookup([_block_key(keys[i]) for i in chosen])
-        )
+        return self._found(keys, layouts, lambda space, _, names: space.tier.lookup(names))
 
     def _load(self, keys: Sequence[Any], objects: Sequence[Any]) -> Bitmap:
         layouts = [_layout_of(key, each) for key, each in zip(keys, objects, strict=True)]
 
-        def load(space: _Space, chosen: Sequence[int]) -> list[bool]:
-            return space.load([_block_key(keys[i]) for i in chosen], [_bytes_of(objects[i]) for i in chosen])
+        def load(space: _Space, chosen: Sequence[int], names: Sequence[bytes]) -> list[bool]:
+            return space.load(names, [_bytes_of(objects[i]) for i in chosen])
 
         return self._found(keys, layouts, load)
 
@@ -228,13 +228,13 @@ class KVStoreL2Adapter(L2AdapterInterface):
         self,
         keys: Sequence[Any],
         layouts: Sequence[_Layout | None],
-        ask: Callable[[_Space, Sequence[int]], Sequence[bool]],
+        ask: Callable[[_Space, Sequence[int], Sequence[bytes]], Sequence[bool]],
     ) -> Bitmap:
         found = Bitmap(len(keys))
         good = [
             i
-            for space, chosen in self._by_space(layouts)
-            for i, yes in zip(chosen, ask(space, chosen), strict=True)
+            for space, chosen, names in self._by_space(keys, layouts)
+            for i, yes in zip(chosen, ask(space, chosen, names), strict=True)
             if yes
         ]
         for i in good:
@@ -243,13 +243,36 @@ class KVStoreL2Adapter(L2AdapterInterface):
             self._notify_keys_accessed([keys[i] for i in good])
         return found
 
-    def _by_space(self, layouts: Sequence[_Layout | None]) -> list[tuple[_Space, list[int]]]:
-        """Return positions by the tier of their layout; those without a tier are left out."""
-        chosen: dict[_Layout, list[int]] = {}
-        for i, layout in enumerate(layouts):
-            if layout is not None:
-                chosen.setdefault(layout, []).append(i)
-        return [(space, where) for layout, where in chosen.items() if (space := self._space(layout)) is not None]
+    def _by_space(
+        self, keys: Sequence[Any], layouts: Sequence[_Layout | None]
+    ) -> list[tuple[_Space, list[int], list[bytes]]]:
+        """Return positions and names of blocks by the tier of their layout.
+
+        Keys without a name, and layouts without a tier, are left out.
+        """
+        chosen: dict[_Layout, list[tuple[int, bytes]]] = {}
+        for i, (layout, name) in enumerate(zip(layouts, self._names(keys), strict=True)):
+            if layout is not None and name is not None:
+                chosen.setdefault(layout, []).append((i, name))
+        return [
+            (space, [i for i, _ in where], [name for _, name in where])
+            for layout, where in chosen.items()
+            if (space := self._space(layout)) is not None
+        ]
+
+    def _names(self, keys: Sequence[Any]) -> list[bytes | None]:
+        """Return the names of blocks; None, with an error in the log, for keys that have none."""
+        names: list[bytes | None] = []
+        for key in keys:
+            try:
+                names.append(_block_key(key))
+            except (AttributeError, TypeError, ValueError, OverflowError) as error:
+                names.append(None)
+                level = logging.DEBUG if self._impossible_keys else logging.ERROR
+                # Without the key: it may contain a user's salt.
+                logger.log(level, "An object of LMCache is not cached, because of its key: %s", type(error).__name__)
+                self._impossible_keys += 1
+        return names
 
     def _space(self, layout: _Layout) -> _Space | None:
         """Return the tier of a layout, opened at the first use; None, with an error in the log, if that fails."""

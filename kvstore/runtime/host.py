@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from kvstore.errors import HostClosedError
+from kvstore.runtime.forks import OF_PARENT, leave_at_fork
 from kvstore.runtime.messages import FromIO, ToIO
 
 logger = logging.getLogger("kvstore.runtime")
@@ -45,16 +46,18 @@ IOSideFactory = Callable[[Callable[[FromIO], None]], IOSide]
 
 
 class ThreadChannel:
-    """The channel of a tier whose I/O half runs on a thread of this process."""
+    """The channel of a tier whose I/O half runs on a thread of this process. In a forked process it is closed."""
 
     def __init__(self, host: ThreadHost, factory: IOSideFactory) -> None:
         self._host = host
+        self._remedy = "The tier is closed; open a new one to go on."
         self._inbox: deque[ToIO] = deque()
         self._outbox: deque[FromIO] = deque()
         self._arrived = threading.Event()
         self._wake_pending = False
         self._closed = False
         self._side = factory(self._post)
+        leave_at_fork(self)
 
     @property
     def closed(self) -> bool:
@@ -66,7 +69,7 @@ class ThreadChannel:
     def send(self, messages: Sequence[ToIO]) -> None:
         """Wakes the loop once per batch."""
         if self._closed:
-            raise HostClosedError("The tier is closed; open a new one to go on.")
+            raise HostClosedError(self._remedy)
         self._inbox.extend(messages)
         if not self._wake_pending:
             self._wake_pending = True
@@ -108,6 +111,12 @@ class ThreadChannel:
         finally:
             self._host.detach()
         return True
+
+    def leave_to_parent(self) -> None:
+        """Close this copy in a forked process, which lacks the thread; the parent's channel goes on."""
+        self._closed, self._remedy = True, OF_PARENT
+        # Another thread may have held its lock during the fork.
+        self._arrived = threading.Event()
 
     async def _close_side(self) -> None:
         self._deliver()

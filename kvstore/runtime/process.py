@@ -27,6 +27,7 @@ import numpy as np
 
 from kvstore import errors
 from kvstore.errors import BackendUnavailableError, HostClosedError
+from kvstore.runtime.forks import OF_PARENT, leave_at_fork
 from kvstore.runtime.lifetime import Lifetime
 from kvstore.runtime.messages import FromIO, HostDown, HostUp, ToIO
 from kvstore.runtime.wire import (
@@ -144,6 +145,7 @@ class ProcessChannel:
         self._spec = spec
         self._connection: ChildConnection | None = None
         self._successor: ChildConnection | None = None
+        self._of_parent: tuple[ChildConnection | None, ...] = ()
         self._incoming: deque[FromIO] = deque()
         self._outgoing = bytearray()
         self._looked_at = 0.0
@@ -151,6 +153,8 @@ class ProcessChannel:
         self._stopping = threading.Event()
         self._lost_children: queue.SimpleQueue[tuple[ChildConnection, str] | None] = queue.SimpleQueue()
         self._keeper: threading.Thread | None = None
+        self._remedy = "The tier is closed; open a new one to go on."
+        leave_at_fork(self)
 
     @property
     def closed(self) -> bool:
@@ -174,7 +178,7 @@ class ProcessChannel:
     def send(self, messages: Sequence[ToIO]) -> None:
         """Without a running child, messages are dropped."""
         if self._closed:
-            raise HostClosedError("The tier is closed; open a new one to go on.")
+            raise HostClosedError(self._remedy)
         if self._connection is not None:
             self._write(messages)
 
@@ -242,6 +246,13 @@ class ProcessChannel:
             # Otherwise kept open: a running restart must not pass another file with the same number to a child.
             os.close(self._spec.backing.fd)
         return ended
+
+    def leave_to_parent(self) -> None:
+        """Close this copy in a forked process; the parent's channel goes on over the same socket."""
+        self._closed, self._remedy = True, OF_PARENT
+        # Kept, because the end of a connection ends the child.
+        self._of_parent = self._connection, self._successor
+        self._connection = self._successor = None
 
     def _receive_until_closed(self, last: ChildConnection, deadline: float) -> None:
         """Receive messages until the child has closed or ended, which unsets the connection."""

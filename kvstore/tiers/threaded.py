@@ -12,6 +12,7 @@ from typing import Any
 
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
+from kvstore.runtime.forks import leave_at_fork
 from kvstore.runtime.messages import JobKind
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.base import TierStats
@@ -45,7 +46,7 @@ class ThreadedTier:
     """A tier for any number of threads; a thread of its own makes the calls that an engine's scheduler would make.
 
     No call raises because of the medium: a failure is a miss, or a block that was not stored. A load returns only when
-    nothing writes to its slots any more.
+    nothing writes to its slots any more. In a forked process the tier is closed.
 
     Args:
         config: As for :func:`kvstore.open_tier`; ``"io"`` must be ``"thread"``.
@@ -72,6 +73,7 @@ class ThreadedTier:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"kvstore-{self._tier.name}", daemon=True)
         self._thread.start()
+        leave_at_fork(self)
 
     def lookup(self, keys: Sequence[BlockKey]) -> Answers:
         """Return which blocks are there, after at most the tier's ``lookup_timeout``."""
@@ -130,6 +132,12 @@ class ThreadedTier:
             self._tier.close()
             self._report()
             self._fail_all()
+
+    def leave_to_parent(self) -> None:
+        """Close this copy in a forked process, which lacks the thread; the parent's tier goes on."""
+        # Another thread may have held the lock during the fork.
+        self._lock, self._closing = threading.Lock(), True
+        self._jobs, self._lookups, self._clearing = {}, [], None
 
     def _wait(self, count: int, start: Callable[[Future[Answers]], None]) -> Answers:
         answers: Future[Answers] = Future()

@@ -6,6 +6,7 @@ Runs on the loop of a host (:mod:`kvstore.runtime.host`); the halves share only 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -267,12 +268,13 @@ class TierIO:
     async def _report_lineage(self) -> None:
         """Report the lineage that the last engine stored."""
         try:
-            notes = list((await self._backend.notes()).items())
+            notes = iter((await self._backend.notes()).items())
         except _FAILURES as error:
             logger.warning("The lineage of blocks of the %s tier could not be read: %s", self._backend.name, error)
             return
-        for start in range(0, len(notes), _RECOVERED_MAX):
-            self._post(self._parts.lineage.found(notes[start : start + _RECOVERED_MAX], self._parts.key_of))
+        # A list of millions of notes would take long.
+        while some := list(itertools.islice(notes, _RECOVERED_MAX)):
+            self._post(self._parts.lineage.found(some, self._parts.key_of))
             await asyncio.sleep(0)
             if self._room is not None:
                 await self._room()

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,11 @@ class Rig:
     async def scanned(self) -> set[BlockKey]:
         """Return the keys that a scan finds."""
         return {info.key async for info in self.backend.scan()}
+
+
+async def stores(rig: Rig, count: int) -> Counter[Outcome]:
+    """Store new blocks one by one; return the outcomes."""
+    return Counter([outcome for _ in range(count) for outcome in await rig.put(rig.new(1))])
 
 
 @contextlib.asynccontextmanager

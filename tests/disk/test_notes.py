@@ -81,6 +81,29 @@ async def test_the_file_does_not_grow_without_bound(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+async def test_a_rewrite_encodes_no_frame_on_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many notes there are, the loop encodes only the frames that are appended, one in a turn."""
+    monkeypatch.setattr(notes_module, "_FRAME_NOTES", 4)
+    monkeypatch.setattr(notes_module, "_SLACK_BYTES", 0)
+    on_loop: list[int] = []
+    elsewhere: list[int] = []
+    loop_thread = threading.get_ident()
+
+    def encode(notes: Sequence[tuple[BlockKey, bytes]], owner: int) -> bytes:
+        (on_loop if threading.get_ident() == loop_thread else elsewhere).append(len(notes))
+        return encode_notes(notes, owner)
+
+    async with opened(tmp_path, room_for(64)) as rig:
+        monkeypatch.setattr(notes_module, "encode_notes", encode)
+        keys = list(await rig.put_new(48))
+        await note(rig, keys)
+        assert on_loop == [4] * 12
+        # The file is rewritten whenever it has doubled.
+        assert set(elsewhere) == {4}
+        assert len(elsewhere) >= 6
+        assert await rig.backend.notes() == {key: b"note of " + key for key in keys}
+
+
 class SlowNotes(OsDisk):
     """A disk on which a write of notes ends only when released."""
 

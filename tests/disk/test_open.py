@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +295,56 @@ async def test_roots_in_another_order_are_refused(tmp_path: Path, age: str) -> N
     async with opened(roots, room_for(64)) as rig:
         await rig.has_all(values)
     assert [json.loads((root / ".kvstore" / "disk.json").read_text())["position"] for root in roots] == [0, 1]
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    """Return all files and directories below a directory."""
+    return {
+        str(each.relative_to(path)): each.read_bytes() if each.is_file() else b"" for each in sorted(path.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("age", ["new", "without positions"])
+@pytest.mark.parametrize("absent", [0, 1])
+async def test_an_absent_drive_is_reported_and_loses_nothing(tmp_path: Path, absent: int, age: str) -> None:
+    """If a drive is not mounted, its empty mount point is left empty; once it is mounted, all blocks are there."""
+    roots = [tmp_path / "a", tmp_path / "b"]
+    async with opened(roots, room_for(64)) as rig:
+        values = await rig.put_new(40)
+    if age != "new":
+        for root in roots:
+            (root / ".kvstore" / "disk.json").write_text(json.dumps({"format": 2}))
+    roots[absent].rename(tmp_path / "unmounted")
+    roots[absent].mkdir(mode=0o700)
+    before = tree(tmp_path)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailableError, match=f"{roots[absent]}.*empty now. Mount its drive"):
+            async with opened(roots, room_for(64)):
+                pass
+    assert tree(tmp_path) == before
+    roots[absent].rmdir()
+    (tmp_path / "unmounted").rename(roots[absent])
+    async with opened(roots, room_for(64)) as rig:
+        await rig.has_all(values)
+
+
+async def test_a_drive_can_be_replaced_and_added(tmp_path: Path) -> None:
+    """An empty drive is used after the directory that the error names is made; one more drive is used at once."""
+    roots = [tmp_path / name for name in "abc"]
+    async with opened(roots[:2], room_for(64)) as rig:
+        values = await rig.put_new(40)
+        kept = [key for key in values if rig.session.index.place(key) // rig.session.geometry.segment_slots % 2 == 0]
+    roots[1].rename(tmp_path / "broken")
+    with pytest.raises(BackendUnavailableError) as caught:
+        async with opened(roots[:2], room_for(64)):
+            pass
+    command = str(caught.value).partition("do '")[2].partition("'")[0]
+    await asyncio.to_thread(subprocess.run, command.split(), check=True)
+    async with opened(roots[:2], room_for(64)) as rig:
+        assert 0 < len(kept) < 40
+        await rig.has_all({key: values[key] for key in kept})
+        await rig.has_all(await rig.put_new(24))
+        left = await rig.still_there(await rig.put_new(24))
+    async with opened(roots, room_for(192)) as rig:
+        await rig.has_all(left)
+        await rig.has_all(await rig.put_new(24))

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -574,3 +575,28 @@ async def test_one_engine_gives_up_what_is_missing(tmp_path: Path) -> None:
         await asyncio.gather(*[rig.session.space.give_up_excess() for rig in rigs])
         assert sum(counts["segments_given_up"] for counts in given_up) == 1
         assert segment_bytes(tmp_path) == room_for(28)
+
+
+@pytest.mark.parametrize("length", [0, SLOT, 50 * SLOT])
+@pytest.mark.parametrize("when", ["ended", "running"])
+async def test_a_segment_of_another_length_is_given_up(tmp_path: Path, length: int, when: str) -> None:
+    """A segment that was cut or extended costs its own blocks only: files and statistics agree, and it is made anew."""
+    async with contextlib.AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(opened(tmp_path, room_for(64)))
+        values = await rig.put_new(56)
+        segment = sorted(tmp_path.rglob("*.seg"))[3]
+        if when == "ended":
+            await stack.aclose()
+            os.truncate(segment, length)
+            rig = await stack.enter_async_context(opened(tmp_path, room_for(64)))
+        else:
+            os.truncate(segment, length)
+        # Upkeep does it, once a second.
+        await eventually_async(
+            lambda: segment_bytes(tmp_path) == rig.backend.stats().gauges["segment_bytes"] == room_for(52)
+        )
+        got = dict(zip(values, await rig.get(list(values)), strict=True))
+        assert Counter(got[key] == payload for key, payload in values.items()) == {True: 52, False: 4}
+        assert {payload for key, payload in got.items() if payload != values[key]} == {None}
+        await rig.put_new(12)
+        assert segment_bytes(tmp_path) == rig.backend.stats().gauges["segment_bytes"] == room_for(64)

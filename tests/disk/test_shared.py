@@ -111,14 +111,21 @@ async def test_a_follower_that_starts_over_keeps_what_it_knew(tmp_path: Path) ->
         assert await two.backend.exists(list(values)) == [True] * 15
 
 
+class NoSwitch(NoFrames):
+    """A disk that refuses frames once the second journal is created."""
+
+    def open_file(self, name: str, flags: int, dir_fd: int) -> int:
+        self.fails = self.fails or name == "journal.00000002"
+        return super().open_file(name, flags, dir_fd)
+
+
 async def test_a_journal_that_nothing_refers_to_is_not_gone_on_with(tmp_path: Path) -> None:
     """After an engine died between creating a journal and switching to it, follower and adopter share one journal."""
-    disk = NoFrames()
+    disk = NoSwitch()
     async with opened(tmp_path, "64MiB", disk=disk, engine="threads") as one:
         values = await one.put_new(2)
         name = one.session.owner.name
         async with opened(tmp_path, "64MiB") as two:
-            disk.fails = True
             await one.backend.close()
             assert len(list((tmp_path / NAMESPACE.hex / name).glob("journal.*"))) == 2
             async with opened(tmp_path, "64MiB") as heir:

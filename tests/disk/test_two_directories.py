@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import pytest
 from kvstore.backends.disk import index as index_module
 from kvstore.diskio import OsDisk
 from kvstore.types import BlockKey, Outcome
-from tests.disk.rig import Rig, opened, room_for
+from tests.disk.rig import Rig, opened, room_for, stores
 
 BLOCKS = 128
 
@@ -40,11 +39,6 @@ class HalfDisk(OsDisk):
     def _fail(self, op: str, fd: int) -> None:
         if op == self.op and os.readlink(f"/proc/self/fd/{fd}").startswith(self.bad):
             raise OSError(errno.EIO, "bad for the test")
-
-
-async def stores(rig: Rig, count: int) -> Counter[Outcome]:
-    """Store new blocks one by one; return the outcomes."""
-    return Counter([outcome for _ in range(count) for outcome in await rig.put(rig.new(1))])
 
 
 def held_in(rig: Rig, directory: int) -> list[BlockKey]:

@@ -273,6 +273,32 @@ def test_a_lookup_without_a_layout_is_a_miss(open_caller: Callable[..., Caller])
     assert caller.adapter.query_lookup_and_lock_result(task).popcount() == 0
 
 
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        key(7, salt="\ud800"),
+        key(7, group=1 << 64),
+        key(7, model=""),
+        key(7, model="\ud800"),
+        ObjectKey(b"7" * 32, "m", -1),
+        ObjectKey(b"7" * 32, "m", 1 << 64),
+        ObjectKey(None, "m", 0),
+    ],
+    ids=["salt", "group", "no model", "model", "negative rank", "rank", "chunk"],
+)
+def test_an_impossible_key_costs_itself_alone(open_caller: Callable[..., Caller], impossible: ObjectKey) -> None:
+    """The other objects of a task are stored, found, loaded and deleted."""
+    caller = open_caller()
+    keys = [key(1), impossible, key(2)]
+    assert not caller.store(keys, [item(1), item(7), item(2)])
+    assert caller.look_up(keys) == [True, False, True]
+    targets = [item(9) for _ in keys]
+    assert caller.load(keys, targets) == [True, False, True]
+    assert [value_of(each) for each in targets] == [1, 9, 2]
+    caller.adapter.delete(keys[:2])
+    until(lambda: caller.look_up(keys) == [False, False, True])
+
+
 def test_many_threads(open_caller: Callable[..., Caller]) -> None:
     """Tasks of eight threads end, each with its own bytes, also with more objects than rows of staging memory."""
     adapter = open_caller().adapter

@@ -88,6 +88,25 @@ async def test_a_record_longer_than_a_block_ends_the_connection(fake: FakePeer) 
     await backend.close()
 
 
+async def test_a_block_that_fails_costs_itself_alone(fake: FakePeer) -> None:
+    """If a peer breaks off before one block, the blocks before it are loaded in the same call, which doesn't raise."""
+
+    def breaks_off(peer: FakePeer, sock: Wire, keys: list[bytes]) -> None:
+        for key in keys:
+            if key == b"bad":
+                raise EOFError
+            sock.sendall(part(peer.record(key)))
+
+    fake.answer = on_load(breaks_off)
+    backend = PeerBackend(PeerConfig(peers=(fake.address,)))
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    reads = [RecordRead(key, [memoryview(bytearray(HEADER_BYTES + 4096))]) for key in (b"good", b"better", b"bad")]
+    assert await backend.exists([read.key for read in reads]) == [True] * 3
+    assert await backend.get_into(reads) == [Outcome.OK, Outcome.OK, Outcome.IO_ERROR]
+    assert [read.buffers[0][HEADER_BYTES:] for read in reads[:2]] == [fake.payload(read.key) for read in reads[:2]]
+    await backend.close()
+
+
 async def test_a_block_that_a_silent_peer_may_have_is_not_absent(fake: FakePeer) -> None:
     """If one peer lacks a block and another does not answer, the state of the block is unknown."""
     fake.answer = lambda peer, sock, op, keys: sock.sendall(bytes(len(keys)))

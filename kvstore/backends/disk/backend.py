@@ -22,6 +22,7 @@ from kvstore.config import TierConfig
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendClosedError, BackendUnavailableError
 from kvstore.namespace import Namespace
+from kvstore.runtime.forks import OF_PARENT, leave_at_fork
 from kvstore.runtime.limits import CallsUnderWay
 from kvstore.types import BlockInfo, BlockKey, Outcome, RemovalCause
 
@@ -49,6 +50,8 @@ class DiskBackend(Backend):
     process. A slot is not reused while this engine reads it; if another engine reuses one of its slots during a read,
     the read is a miss. The segments of all engines together never exceed ``capacity``.
 
+    In a forked process the backend is closed.
+
     Tests replace ``disk`` to inject faults.
     """
 
@@ -70,6 +73,8 @@ class DiskBackend(Backend):
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
         self._calls = CallsUnderWay()
         self._closing = asyncio.Lock()
+        self._of_parent: tuple[object, ...] = ()
+        leave_at_fork(self)
 
     def check(self) -> None:
         for position in range(len(self.config.paths)):
@@ -83,6 +88,8 @@ class DiskBackend(Backend):
             LockedError: Another engine uses a root, and one of the two is exclusive.
             BackendUnavailableError: A disk fails.
         """
+        if self._of_parent:
+            raise BackendClosedError(OF_PARENT, backend=self.name)
         if self._open is not None:
             raise BackendUnavailableError("open was called twice. Close the backend first.", backend=self.name)
         # While an earlier attempt hangs in a system call, which cannot be cancelled, no new one starts.
@@ -238,6 +245,12 @@ class DiskBackend(Backend):
             },
         )
 
+    def leave_to_parent(self) -> None:
+        """Close this copy in a forked process, which has neither its threads nor its loop; the parent's goes on."""
+        # Kept, because the end of a ring is the parent's, too.
+        self._of_parent = self._open, self._opening, self._of_parent
+        self._open = self._opening = None
+
     async def _end_opening(self) -> None:
         """Cancel a running ``open``, and close its files if the disk responds."""
         opening = self._opening
@@ -268,7 +281,8 @@ class DiskBackend(Backend):
 
     def _opened(self) -> Blocks:
         if self._open is None:
-            raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
+            text = OF_PARENT if self._of_parent else "not open: use it after open() and before close()"
+            raise BackendClosedError(text, backend=self.name)
         return self._open
 
     @contextlib.contextmanager

@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import numpy.typing as npt
 
 from kvstore.backends.disk.columns import Columns
-from kvstore.backends.disk.files import close_all, names_in, open_own_directory
+from kvstore.backends.disk.files import close_all, names_in, open_own_directory, segments_in
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.journal import JournalReader, load_owner
 from kvstore.backends.disk.layout import OWNER_SHIFT, Geometry, Kind, is_owner, journal_name
@@ -58,7 +59,7 @@ class Other:
         self.name = name
         self.number = number  # Its number, the upper part of its places.
         self.first = number << OWNER_SHIFT  # Place of its slot 0.
-        self.geometry = Geometry(0, 1, 1)
+        self.geometry = Geometry(0, 1, len(roots))
         self.initial: Columns | None = None
         self.news: deque[npt.NDArray[Any]] = deque()  # Journal records that were read and are not yet in the index.
         self.is_lost = False  # Whether the owner is gone, or its journal could not be read.
@@ -76,11 +77,12 @@ class Other:
                 self.geometry, self.initial, self._reader = state.geometry, state.columns, state.reader
                 watch(state.reader.end.fd)
                 self._close_ended(fds)
+                self._drop_missing(state.columns, fds[: state.geometry.paths])
         return state is not None
 
     @contextlib.contextmanager
     def directories(self) -> Iterator[list[int]]:
-        """Hold its directory in each root open; for a root without one, that in the first root."""
+        """Hold its directory in each of its roots open; for a root without one, that in the first root."""
         with contextlib.ExitStack() as stack:
             fds: list[int] = []
             for root in self._roots:
@@ -92,7 +94,8 @@ class Other:
                     fds.append(fds[0])
                 else:
                     stack.callback(close_all, self._disk, fds[-1])
-            yield fds
+            # Roots may have been added to the configuration since.
+            yield fds[: self.geometry.paths]
 
     def look(self, watch: Callable[[int], None]) -> None:
         """Read new records.
@@ -127,6 +130,7 @@ class Other:
         with contextlib.suppress(OSError), self.directories() as fds:
             if (state := load_owner(self._disk, fds, int(self.name, 16), digest)) is not None:
                 state.reader.close()
+                self._drop_missing(state.columns, fds)
                 return state.columns
         return None
 
@@ -146,6 +150,17 @@ class Other:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+    def _drop_missing(self, columns: Columns, fds: Sequence[int]) -> None:
+        """Drop segments without a whole file: a torn or full journal can't record that others have removed them.
+
+        The files are listed after the journal was read, and are made before it records them.
+        """
+        there = [segments_in(self._disk, fd) for fd in fds]
+        for number in np.flatnonzero(columns.segments).tolist():
+            file = there[number % len(there)].get(number)
+            if file is None or file.st_size != self.geometry.segment_bytes:
+                columns.drop_segment(number)
 
     def _close_ended(self, fds: Sequence[int]) -> None:
         """Close the journal if its engine has ended: there may be more ended owners than descriptors."""

@@ -396,7 +396,9 @@ class _Owner:
         number = slot // self._state.geometry.segment_slots
         if self._segment[0] != number or flags != os.O_RDONLY:
             self._close_segment()
-            fd, _ = files.open_regular(self._disk, layout.segment_name(number), flags, self.fds[number % len(self.fds)])
+            # Roots may have been added to the configuration since.
+            directory = self.fds[number % min(len(self.fds), self._state.geometry.paths)]
+            fd, _ = files.open_regular(self._disk, layout.segment_name(number), flags, directory)
             self._segment = (number, fd)
         return self._segment[1]
 

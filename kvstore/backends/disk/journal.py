@@ -111,13 +111,18 @@ class Journal:
         self._unwritten: deque[_Entry] = deque()
         """Lasting entries whose frame failed, and inverses of failed frames that followers may have read; they precede
         all others in the next frame."""
+        self._doubtful = b""
+        """Frame whose write failed. Followers may have read it all the same, and continue after it. So the same bytes
+        are written again before any other frame."""
         self._next: JournalEnd | None = None
+        self._doubtful_next: JournalEnd | None = None
+        """Journal that the doubtful frame names as the next one."""
         self._writer: asyncio.Task[None] | None = None
 
     @property
     def is_behind(self) -> bool:
         """Whether records could not be written so far; the next frame repeats them."""
-        return bool(self._unwritten)
+        return bool(self._unwritten or self._doubtful)
 
     async def append(
         self,
@@ -145,25 +150,34 @@ class Journal:
         self._start()
         await asyncio.shield(last.written)
 
-    async def switch(self, create: Callable[[], JournalEnd]) -> None:
-        """Create another journal and continue in it; if this one can't be ended, continue in this one.
+    async def switch(self, create: Callable[[int], JournalEnd]) -> int:
+        """Create the next journal, by its number, and continue in it; return the number, or 0 if this one doesn't end.
 
         If this call is cancelled, the switch is still made.
 
         Raises:
-            OSError: The journal could not be created.
+            OSError: The journal could not be created, or an earlier frame can't be written.
         """
-        await to_the_end(asyncio.get_running_loop().create_task(self._switch(create)))
+        switching = asyncio.get_running_loop().create_task(self._switch(create))
+        await to_the_end(switching)
+        return switching.result()
 
-    async def _switch(self, create: Callable[[], JournalEnd]) -> None:
-        self._next = await self._engine.call(create)
+    async def _switch(self, create: Callable[[int], JournalEnd]) -> int:
+        if self._doubtful:
+            # It may end this journal, so that another one is the next.
+            await self.append([])
+        number = self.end.number + 1
+        self._next = await self._engine.call(partial(create, number))
         while self._next is not None:
             await asyncio.wait({self._start()})
+        return number if self.end.number == number else 0
 
     def close(self) -> None:
-        """Close the file; only when nothing is being written. Idempotent."""
-        fd, self.end.fd = self.end.fd, -1
-        close_all(self._engine.disk, fd)
+        """Close the files; only when nothing is being written. Idempotent."""
+        for end in (self.end, self._doubtful_next):
+            if end is not None:
+                fd, end.fd = end.fd, -1
+                close_all(self._engine.disk, fd)
 
     @staticmethod
     def _entry(
@@ -228,38 +242,63 @@ class Journal:
         return taken
 
     async def _write(self, rows: Sequence[Row]) -> tuple[OSError | None, bool]:
-        """Write a frame; return the error, if any, and whether followers can read the frame."""
+        """Write a frame; return the error, if any, and whether followers may have read the frame."""
+        if self._doubtful:
+            if (error := await self._put(self._doubtful)) is not None:
+                return error, False
+            if (to := self._doubtful_next) is not None:
+                self._doubtful_next = None
+                await self._enter(to)
         end = self.end
-        frame = memoryview(layout.encode_frame(layout.records_of(rows), end.sequence, self._owner, end.number))
-        transfer = Transfer(end.fd, end.offset, [frame], len(frame))
-        is_visible = False
+        error = await self._put(layout.encode_frame(layout.records_of(rows), end.sequence, self._owner, end.number))
+        if error is None:
+            self.frames += bool(rows)
+            if self._durable:
+                try:
+                    await self._engine.call(partial(self._engine.disk.fdatasync, end.fd), precedence=Precedence.LOAD)
+                except OSError as failure:
+                    error = bare(failure)
+        return error, True
+
+    async def _put(self, frame: bytes) -> OSError | None:
+        """Write a frame at the end of the journal; until that succeeds, it is the doubtful one. Return the error."""
+        end, self._doubtful = self.end, frame
+        transfer = Transfer(end.fd, end.offset, [memoryview(frame)], len(frame))
         try:
             await self._engine.write([transfer], Precedence.LOAD)
-            if transfer.error is not None:
-                return transfer.error, False
-            if transfer.done_bytes != len(frame):
-                return OSError(f"{transfer.done_bytes} of {len(frame)} bytes of a frame were written"), False
-            end.offset += len(frame)
-            end.sequence += 1
-            self.frames += bool(rows)
-            is_visible = True
-            if self._durable:
-                await self._engine.call(partial(self._engine.disk.fdatasync, end.fd), precedence=Precedence.LOAD)
         except OSError as error:
-            return bare(error), is_visible
-        return None, True
+            return bare(error)
+        if transfer.error is not None:
+            return transfer.error
+        if transfer.done_bytes != len(frame):
+            return OSError(f"{transfer.done_bytes} of {len(frame)} bytes of a frame were written")
+        self._doubtful = b""
+        end.offset += len(frame)
+        end.sequence += 1
+        return None
 
     async def _continue_in(self, to: JournalEnd) -> None:
         """Write the last frame of this journal and continue in the next one, as followers do after that frame."""
         _, is_visible = await self._write([(Kind.NEXT, to.number, 0, 0, b"")])
-        unused = to
-        if is_visible:
-            unused, self.end = self.end, to
         self._next = None
-        fd, unused.fd = unused.fd, -1
-        if fd < 0:
+        if not self._doubtful:
+            await self._enter(to)
+        elif is_visible and self.end.fd >= 0:
+            self._doubtful_next = to
+        else:
+            # Followers did not read of it, or this journal was closed meanwhile.
+            await self._close(to)
+
+    async def _enter(self, to: JournalEnd) -> None:
+        """Continue in a journal, after the last frame of this one."""
+        ended, self.end = self.end, to
+        if ended.fd < 0:
             # The journal was closed meanwhile.
             self.close()
+        await self._close(ended)
+
+    async def _close(self, end: JournalEnd) -> None:
+        fd, end.fd = end.fd, -1
         try:
             await self._engine.call(partial(close_all, self._engine.disk, fd))
         except OSError:

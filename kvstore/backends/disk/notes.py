@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ _QUEUED_MAX: Final = 1 << 16
 """Most notes that wait for a slow disk; further ones are dropped."""
 
 _SLACK_BYTES: Final = 4 << 20
-"""The file is rewritten when its length exceeds this plus twice its length after the last rewrite."""
+"""The file is rewritten when its length exceeds twice the length after the last rewrite plus this."""
 
 
 class Notes:
@@ -102,14 +103,19 @@ class Notes:
         self._queue.clear()
 
     async def _rewrite(self) -> None:
-        held = list((await self._read_held()).items())
+        held = iter((await self._read_held()).items())
+        size_bytes = 0
 
-        def rewrite() -> int:
-            frames = [encode_notes(held[i : i + _FRAME_NOTES], self._owner) for i in range(0, len(held), _FRAME_NOTES)]
-            replace_file(self._disk, NOTES_NAME, NOTES_TMP_NAME, self._dir_fd, frames)
-            return sum(map(len, frames))
+        def frames() -> Iterator[bytes]:
+            nonlocal size_bytes
+            while notes := list(itertools.islice(held, _FRAME_NOTES)):
+                frame = encode_notes(notes, self._owner)
+                size_bytes += len(frame)
+                yield frame
 
-        self._size_bytes = self._rewritten_bytes = await self._engine.call(rewrite)
+        # Encoded on the thread, one frame at a time: there may be millions of notes.
+        await self._engine.call(partial(replace_file, self._disk, NOTES_NAME, NOTES_TMP_NAME, self._dir_fd, frames()))
+        self._size_bytes = self._rewritten_bytes = size_bytes
 
     async def _read_held(self) -> dict[BlockKey, bytes]:
         found, self._size_bytes = await self._engine.call(self._read)

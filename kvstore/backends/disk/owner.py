@@ -57,7 +57,8 @@ class Uses:
         if len(marks):
             self._disk.preadv(self._fd, [marks.data], 0)
         marked = np.flatnonzero(marks)
-        for page in np.unique(marked // PAGE).tolist():
+        # Not by numpy.unique, which imports a module at its first call; a process forked meanwhile could not import it.
+        for page in sorted(set((marked // PAGE).tolist())):
             # A mark set between the read and this write is lost.
             start = page * PAGE
             self._disk.pwritev(self._fd, [bytes(min(PAGE, len(marks) - start))], start)

@@ -18,9 +18,9 @@ from typing import Any, Final
 from kvstore.backends.disk import files, layout
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.files import FileLock
-from kvstore.backends.disk.journal import append_rows, load_owner
+from kvstore.backends.disk.journal import JournalReader, append_rows, journals_in, load_owner
 from kvstore.diskio import OsDisk
-from kvstore.errors import ConfigError
+from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.namespace import Namespace
 
 _log = logging.getLogger("kvstore.backends.disk")
@@ -456,6 +456,62 @@ def check_root(disk: OsDisk, position: int, config: DiskConfig) -> None:
             _check_layout(disk, root, position)
         finally:
             root.close()
+
+
+def check_drives(disk: OsDisk, config: DiskConfig) -> None:
+    """Refuse to start without a drive that was used before; writes nothing.
+
+    An empty mount point looks like a new root. Its segments would count as removed, and their blocks would be lost.
+
+    Raises:
+        BackendUnavailableError: A root is empty although the list was used with it.
+    """
+    paths = [_path_of(config, position) for position in range(len(config.paths))]
+    # In this order: engines that start together make all state directories before any of them states a position.
+    used = max((_roots_used(disk, path) for path in paths), default=0) if len(paths) > 1 else 0
+    for position, path in enumerate(paths[:used]):
+        state = os.path.join(path, layout.STATE_DIR)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            disk.close(disk.open_root(state))
+            continue
+        raise BackendUnavailableError(
+            f"{path!r} is directory {position} of 'path', counting from 0, was used before, and is empty now. Mount "
+            f"its drive. If an empty drive replaces it, whose blocks are lost, do 'mkdir -p -m 700 {state}'.",
+            backend="file",
+        )
+
+
+def _roots_used(disk: OsDisk, path: str) -> int:
+    """Return the least number of directories that 'path' listed when this root was used; 0 if that is unknown."""
+    used = 0
+    # Opening the root reports what is wrong with it.
+    with contextlib.suppress(OSError):
+        root = Root(disk, path, disk.open_root(path))
+        try:
+            root.state_fd = files.open_own_directory(disk, layout.STATE_DIR, root.fd)
+            stated = (files.read_json(disk, _LAYOUT_NAME, root.state_fd) or {}).get("position")
+            used = stated + 1 if isinstance(stated, int) else 0
+            for owner in root.owners():
+                # Only the first root has journals, so segments alone mean that there was another one.
+                used = max(used, _roots_of(root, owner) if owner.has_journal else 2 * bool(owner.segments))
+        finally:
+            root.close()
+    return used
+
+
+def _roots_of(root: Root, owner: OwnerDirectory) -> int:
+    """Return the number of roots that an owner's last journal states; 0 if it can't be read."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        fd = root.fd
+        for name in (owner.namespace, owner.name):
+            fd = files.open_own_directory(root.disk, name, fd)
+            stack.callback(files.close_all, root.disk, fd)
+        reader = JournalReader(root.disk, [fd], int(owner.name, 16), bytes.fromhex(owner.namespace))
+        stack.callback(reader.close)
+        number = max(journals_in(root.disk, fd), default=0)
+        if reader.open(layout.journal_name(number), number) and reader.geometry is not None:
+            return reader.geometry.paths
+    return 0
 
 
 def _path_of(config: DiskConfig, position: int) -> str:

@@ -22,7 +22,7 @@ from kvstore.backends.disk.layout import OWNER_SHIFT, PAGE, SLOT_MASK, Geometry,
 from kvstore.backends.disk.notes import Notes
 from kvstore.backends.disk.owner import Owner, take_owner
 from kvstore.backends.disk.records import RecordMover, aligned_buffer
-from kvstore.backends.disk.root import LedgerBusyError, Root, open_root
+from kvstore.backends.disk.root import LedgerBusyError, Root, check_drives, open_root
 from kvstore.backends.disk.segments import SegmentFiles
 from kvstore.backends.disk.space import Space
 from kvstore.codec.record import HEADER_BYTES
@@ -171,6 +171,7 @@ class Session:
                 other.read_slots.add(place & SLOT_MASK)
 
     def _open_roots(self, namespace: Namespace) -> None:
+        check_drives(self.disk, self.config)
         for position in range(len(self.config.paths)):
             self.roots.append(open_root(self.disk, position, self.config, namespace))
             self.roots[-1].first = self.roots[0] if position else None
@@ -308,10 +309,9 @@ class Session:
         async with self._snapshotting:
             if self.journal.frames == self._snapshot_frames or not self.recovered.is_set():
                 return
-            number = self.journal.end.number + 1
             try:
-                await self.journal.switch(partial(self.owner.create_journal, number))
-                if self.journal.end.number != number:
+                number = await self.journal.switch(self.owner.create_journal)
+                if not number:
                     return
                 # The copy keeps these arrays when the index grows into larger ones.
                 columns = copy.copy(self.index.columns)

@@ -140,19 +140,22 @@ class Space:
                         await self._engine.call(lock.release)
 
     async def match_files(self) -> None:
-        """Give up segments whose files were deleted, and remove files that belong to no segment.
+        """Give up segments whose files were deleted or have another length, and remove files without a segment.
 
-        Other engines could not read blocks stored in a deleted file. A file without a segment is left if it could not
-        be removed when its segment was given up or could not be journalled.
+        Other engines could not read blocks stored in a deleted file, and the space of a longer file counts as used. A
+        file without a segment is left if it could not be removed when its segment was given up or could not be
+        journalled.
         """
         async with self._growing:
-            there = await self._engine.call(lambda: [set(segments_in(self._disk, fd)) for fd in self._owner.fds])
-            own = self._own_segments()
-            for path, numbers in enumerate(there):
-                for number in numbers.difference(own):
+            there = await self._engine.call(lambda: [segments_in(self._disk, fd) for fd in self._owner.fds])
+            own, size_bytes = self._own_segments(), self._geometry.segment_bytes
+            for path, found in enumerate(there):
+                for number in found.keys() - set(own):
                     await self._remove_file(number, path)
             for number in own:
-                if number not in there[number % len(there)] and await self._give_up([number], RemovalCause.LOST):
+                file = there[number % len(there)].get(number)
+                is_whole = file is not None and file.st_size == size_bytes
+                if not is_whole and await self._give_up([number], RemovalCause.LOST):
                     self._full_until = 0.0
 
     async def enter(self, rows: Sequence[Row]) -> None:
