@@ -87,6 +87,7 @@ class MooncakeBackend(Backend):
         self._all_lanes: list[_Lane] = []
         self._putting: dict[BlockKey, asyncio.Future[Outcome]] = {}
         self._reading: _Calls = {}
+        self._writing: _Calls = {}
         self._deleting: _Calls = {}
         self._failures = 0
 
@@ -134,15 +135,18 @@ class MooncakeBackend(Backend):
         """Leave the pool, with the records in this engine's segment."""
         store, self._store = self._store, None
         if store is None:
+            self._end_lanes()  # Those of a cancelled open().
             return
         lane = _Lane(mmap.PAGESIZE, 1)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_S):
-                for _ in self._all_lanes:
-                    await self._lanes.get()  # Each is free when its call has ended.
-                await _wait(lane.call(store.close))
-        lane.end()
-        self._end_lanes()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    for _ in self._all_lanes:
+                        await self._lanes.get()  # Each is free when its call has ended.
+                    await _wait(lane.call(store.close))
+        finally:
+            lane.end()
+            self._end_lanes()
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
         store, names = self._open_store(), [self._name(key) for key in keys]
@@ -200,8 +204,9 @@ class MooncakeBackend(Backend):
         store, names = self._open_store(), [self._name(key) for key in keys]
         async with self._lane() as lane:
             # The store reuses the space of a removed record immediately, even during a read. Reads by this engine are
-            # waited for; other engines detect the foreign bytes by verification.
-            await self._none_of(set(keys), self._reading, self._deleting)
+            # waited for; other engines detect the foreign bytes by verification. So are puts past their deadline, whose
+            # records would appear after the removal.
+            await self._none_of(set(keys), self._reading, self._writing, self._deleting)
             remove = partial(store.batch_remove, names, True)
             codes = await lane.run(remove, self._noted(set(keys), self._deleting))
         for code in codes:
@@ -250,8 +255,12 @@ class MooncakeBackend(Backend):
                         pieces.append((offset, size))
                         offset += lane.record_bytes_max
                     names = [self._name(key) for key in keys]
+                    unregister = self._noted(set(keys), self._writing)
 
-                    def ended(answer: Any, keys: Sequence[BlockKey] = keys) -> None:
+                    def ended(
+                        answer: Any, keys: Sequence[BlockKey] = keys, unregister: Callable[[Any], None] = unregister
+                    ) -> None:
+                        unregister(answer)
                         failed = answer.cancelled() or answer.exception() is not None
                         codes = [-1] * len(keys) if failed else answer.result()
                         settle(keys, [self._outcome(code, "put") for code in codes])

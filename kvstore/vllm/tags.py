@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from kvstore.backends.peer.config import endpoint_of
@@ -35,12 +35,22 @@ _FILES: Final = ("adapter_config.", "adapter_model.", "new_embeddings.")
 _CHECK_S: Final = 10.0
 """Time after which a request no longer waits for the check of its adapter. Reading gigabytes takes seconds."""
 
+_THREADS_MAX: Final = 32
+"""Adapters checked at once. One on a file system that hangs keeps a thread until the file system answers."""
+
+_WAITING_MAX: Final = 1024
+"""Adapters that wait for a thread: more than an engine has requests for."""
+
+_KNOWN_MAX: Final = 16384
+"""Adapters with a digest (some 16 MB). Further ones get none: if an old one were dropped, a change of its files would
+stay undetected."""
+
 _Signature = tuple[tuple[str, int, int, int, int], ...]
 """Name, size, times of modification and change, and inode of each file."""
 
 
 class _Known:
-    """An adapter in use by this engine. Only the checking thread accesses it."""
+    """An adapter in use by this engine."""
 
     def __init__(self) -> None:
         self.signature: _Signature = ()
@@ -49,7 +59,7 @@ class _Known:
 
 
 class Check:
-    """The check of one request's adapter."""
+    """The check of an adapter, for the requests that came before its start."""
 
     def __init__(self, name: str, path: str) -> None:
         self.name, self.path = name, path
@@ -65,61 +75,91 @@ class Check:
 
 
 class Adapters:
-    """Digests of the content of LoRA adapters, computed on a thread, and again when the files change.
+    """Digests of the content of LoRA adapters, computed on threads, and again when the files change.
 
-    If the files of an adapter change after its first use, the content in the workers and in vLLM's own cache is
-    unknown. From then on the adapter has no digest in this engine.
+    Each adapter has at most one running check, and one waiting. If the files of an adapter change after its first use,
+    the content in the workers and in vLLM's own cache is unknown. From then on the adapter has no digest in this
+    engine.
     """
 
     def __init__(self) -> None:
+        self._changed = threading.Condition()
+        """Protects all fields."""
         self._known: dict[tuple[str, ...], _Known] = {}
-        self._checks: queue.SimpleQueue[Check] = queue.SimpleQueue()
+        self._waiting: dict[tuple[str, str], Check] = {}
+        self._running: set[tuple[str, str]] = set()
+        self._threads = 0
         self._by_path = hashes_adapter_paths()
-        self._thread: threading.Thread | None = None
 
     def check(self, adapter: Any) -> Check:
         """Begin to check an adapter. ``adapter``: vLLM's ``LoRARequest``."""
-        check = Check(str(adapter.lora_name), str(adapter.lora_path))
-        if self._thread is None:
-            # A daemon, because a file system that hangs must not prevent the exit of the process.
-            self._thread = threading.Thread(target=self._run, name="kvstore-adapters", daemon=True)
-            self._thread.start()
-        self._checks.put(check)
+        name, path = str(adapter.lora_name), str(adapter.lora_path)
+        with self._changed:
+            check = self._waiting.get((name, path))
+            if check is not None:
+                return check
+            check = Check(name, path)
+            if len(self._waiting) >= _WAITING_MAX:
+                check.has_ended = True
+                return check
+            self._waiting[name, path] = check
+            if self._threads < min(_THREADS_MAX, len(self._running) + len(self._waiting)):
+                # At a limit of threads, the check waits for a running thread, or is late.
+                with suppress(RuntimeError, MemoryError):
+                    # A daemon, because a file system that hangs must not prevent the exit of the process.
+                    threading.Thread(target=self._run, name="kvstore-adapters", daemon=True).start()
+                    self._threads += 1
+            self._changed.notify()
         return check
 
     def _run(self) -> None:
         while True:
-            check = self._checks.get()
+            with self._changed:
+                while (place := next((one for one in self._waiting if one not in self._running), None)) is None:
+                    self._changed.wait()
+                check = self._waiting.pop(place)
+                self._running.add(place)
             try:
                 check.digest = self._digest_of(check)
             except Exception as error:  # Any error, such as a hub's, concerns only this adapter.
                 logger.warning("LoRA adapter %s at %s: %s. Its blocks are not kept.", check.name, check.path, error)
             check.has_ended = True
+            with self._changed:
+                self._running.discard(place)
 
     def _digest_of(self, check: Check) -> bytes | None:
         names = (check.name, check.path) if self._by_path else (check.name,)
-        known = self._known.setdefault(names, _Known())
         directory = adapter_directory(check.path)
         signature = _signature_of(directory)
-        if known.has_changed or signature == known.signature:
-            return None if known.has_changed else known.digest
+        with self._changed:
+            known = self._known.get(names)
+            if known is None:
+                if len(self._known) >= _KNOWN_MAX:
+                    raise RuntimeError(f"this engine has used {_KNOWN_MAX} other adapters since its start")
+                known = self._known[names] = _Known()
+            if known.has_changed or signature == known.signature:
+                return None if known.has_changed else known.digest
         digest = hashlib.sha256()
         for name, size_bytes, *_ in signature:
             digest.update(f"{name}\0{size_bytes}\0".encode())
             with open(os.path.join(directory, name), "rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         found = digest.digest()[:DIGEST_BYTES]
-        if _signature_of(directory) != signature or known.digest not in (None, found):
-            known.has_changed = True
-            logger.warning(
-                "The files of LoRA adapter %s at %s changed while this engine used it. Its blocks are neither stored "
-                "nor loaded until the engine restarts. Load changed adapters from a new path.",
-                check.name,
-                check.path,
-            )
-            return None
-        known.signature, known.digest = signature, found
-        return found
+        is_whole = _signature_of(directory) == signature
+        with self._changed:
+            if known.has_changed:
+                return None
+            known.has_changed = not is_whole or known.digest not in (None, found)
+            if not known.has_changed:
+                known.signature, known.digest = signature, found
+                return found
+        logger.warning(
+            "The files of LoRA adapter %s at %s changed while this engine used it. Its blocks are neither stored "
+            "nor loaded until the engine restarts. Load changed adapters from a new path.",
+            check.name,
+            check.path,
+        )
+        return None
 
 
 def _signature_of(directory: str) -> _Signature:

@@ -21,6 +21,7 @@ from kvstore.backends.base import Backend, RecordGeometry, RecordRead, RecordWri
 from kvstore.namespace import Namespace
 from kvstore.testing.backend_harness import BackendHarness
 from kvstore.testing.backend_tests import BackendConcurrencyTests, BackendLifecycleTests, BackendValueTests
+from kvstore.testing.waiting import eventually
 from kvstore.types import Outcome
 from tests.stopping import stop
 
@@ -259,3 +260,66 @@ def test_no_record_is_removed_while_it_is_read(
             await backend.close()
 
     asyncio.run(check())
+
+
+def test_a_removed_record_is_not_brought_back_by_a_late_put(master: tuple[str, subprocess.Popen[bytes]]) -> None:
+    """A removal waits for a put of its key that has outlived its deadline; other keys do not wait."""
+
+    async def check() -> None:
+        backend = MooncakeBackend(MooncakeConfig(master=master[0], segment="64MiB"))  # type: ignore[arg-type]
+        await backend.open(Namespace({"test": uuid.uuid4().hex}), RecordGeometry(256, 4096))
+        real, record = backend._store, memoryview(os.urandom(4096))
+        try:
+            slow = backend._store = SlowCalls(real, "batch_put_session_start")
+            put = asyncio.ensure_future(backend.put([RecordWrite(b"k", [record])]))
+            assert await asyncio.to_thread(slow.begun.wait, 60)
+            put.cancel()
+            await asyncio.wait({put})
+            backend._store = real
+            removal = asyncio.ensure_future(backend.delete([b"k"]))
+            assert list(await backend.put([RecordWrite(b"other", [record])])) == [Outcome.OK]
+            assert list(await backend.delete([b"other"])) == [True]
+            await asyncio.wait({removal}, timeout=0.5)
+            assert not removal.done()
+            slow.goes_on.set()
+            assert list(await removal) == [True]
+            assert list(await backend.exists([b"k"])) == [False]
+            assert not backend._writing and not backend._putting
+        finally:
+            slow.goes_on.set()
+            await backend.close()
+
+    asyncio.run(check())
+
+
+def threads() -> int:
+    """Return the number of threads of backends."""
+    return sum(thread.name == "kvstore-mooncake" for thread in threading.enumerate())
+
+
+def test_a_cancelled_open_leaves_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each probe of an unreachable pool opens the backend and is cancelled: its threads end with the late call."""
+    goes_on = threading.Event()
+
+    class Unreachable:
+        """A store that answers late."""
+
+        def setup(self, *_: Any) -> int:
+            """Wait, as for a master that hangs."""
+            assert goes_on.wait(60)
+            return -1
+
+    monkeypatch.setattr("kvstore.backends.mooncake.MooncakeDistributedStore", Unreachable)
+
+    async def check() -> None:
+        backend = MooncakeBackend(MooncakeConfig(master="127.0.0.1:1"))
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await backend.open(Namespace({}), RecordGeometry(256, 4096))
+            await backend.close()
+
+    before = threads()
+    asyncio.run(check())
+    goes_on.set()
+    eventually(lambda: threads() == before, 60, what="the end of the threads")

@@ -8,8 +8,9 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -23,13 +24,14 @@ from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.primary import Region
 from kvstore.testing.tier_rig import TierRig
-from kvstore.testing.waiting import eventually
+from kvstore.testing.waiting import eventually, eventually_async
 from kvstore.tiers import AsyncTier
 from kvstore.types import LookupResult, RequestContext, Source
 from tests.peer.directory_servers import Entry, RedisAdmin, prefix_of
 from tests.peer.fake_peer import FakePeer
 from tests.peer.holder import NAMESPACE, SLOT_BYTES, Holder
 from tests.peer.ports import free_port
+from tests.peer.served import Records
 from tests.peer.serving import FIELDS, Serving, key_of
 from tests.peer.serving import SLOT_BYTES as SERVED_BYTES
 from tests.redis.servers import PASSWORD, Server, plain, running, secured
@@ -573,6 +575,51 @@ class Wrong:
                     sock.sendall(self._answer)
                     if self._closes:
                         sock.shutdown(socket.SHUT_WR)
+
+
+async def test_a_close_that_is_cancelled_ends_the_server() -> None:
+    """While the directory does not answer, an engine whose close is cancelled stops listening and publishing."""
+    with Wrong(b"", closes=False) as silent:
+        address = f"127.0.0.1:{free_port()}"
+        directory = {"url": f"redis://127.0.0.1:{silent.port}", "networks": ["127.0.0.1"], "connect_timeout": "60s"}
+        config = {"listen": address, "secret": SECRET, "directory": directory}
+        backend = PeerBackend(decode_config(PeerConfig, config, where="peer tier"))
+        backend.set_lender(Records())  # type: ignore[arg-type]
+        await backend.open(NAMESPACE, RecordGeometry(256, SLOT_BYTES))
+        _, writer = await asyncio.open_connection(*address.split(":"))
+        writer.close()
+        close = asyncio.create_task(backend.close())
+        await asyncio.wait({close}, timeout=0.2)
+        assert not close.done()
+        close.cancel()
+        await asyncio.wait({close})
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*address.split(":"))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_backend_that_cannot_be_listed_is_listed_again(redis_only: Server) -> None:
+    """Any exception of a backend costs one sample of its keys."""
+    config = decode_config(PeerConfig, {"listen": f"127.0.0.1:{free_port()}", **options(redis_only)}, where="peer tier")
+    scans = 0
+
+    async def scan_keys() -> AsyncIterator[list[bytes]]:
+        nonlocal scans
+        scans += 1
+        if scans < 3:
+            raise OSError("one or the other")
+        yield KEYS
+
+    records = Records()
+    listed = SimpleNamespace(config=config, scan_keys=scan_keys)
+    records.backends = (listed,)  # type: ignore[assignment]
+    backend = PeerBackend(config)
+    backend.set_lender(records)  # type: ignore[arg-type]
+    await backend.open(NAMESPACE, RecordGeometry(256, SLOT_BYTES))
+    try:
+        await eventually_async(lambda: scans >= 3, 60)
+    finally:
+        await backend.close()
 
 
 async def test_an_unknown_kind_of_server() -> None:

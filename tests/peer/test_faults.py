@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry, RecordRead
 from kvstore.backends.peer import PeerBackend, PeerConfig, protocol
+from kvstore.backends.peer.config import endpoint_of
 from kvstore.backends.peer.protocol import Note, Op, Welcome
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.namespace import Namespace
@@ -70,6 +72,44 @@ def test_a_verified_block_restores_trust(fake: FakePeer, monkeypatch: pytest.Mon
             rig.until(lambda key=key: rig.tier.lookup(key) is LookupResult.HIT, "the block")
             assert rig.load([key]).success == (answer is honest)
             rig.until(lambda number=number: rig.tier.stats().backend_gauges["peers_down"] == 1 - number, "its state")
+
+
+@pytest.mark.parametrize("damages", [True, False])
+async def test_the_verdict_is_about_the_peer_that_sent_the_block(
+    fake: FakePeer, monkeypatch: pytest.MonkeyPatch, damages: bool
+) -> None:
+    """A lookup during the load finds the block at another peer, which neither loses nor gains trust by the load."""
+    monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S", 3600.0 if damages else 0.0)
+    begun, goes_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def late(peer: FakePeer, sock: Wire, keys: list[bytes]) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        assert goes_on.wait(60)
+        honest(peer, sock, Op.LOAD, keys)
+
+    with FakePeer(NAMESPACE) as other:
+        backend = PeerBackend(PeerConfig(peers=(fake.address, other.address), timeout="60s", lookup_timeout="60s"))
+        await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+        sender = backend._listed[endpoint_of(fake.address)]
+        fake.answer, other.answer = on_load(late), lambda peer, sock, op, keys: sock.sendall(bytes(len(keys)))
+        if not damages:
+            sender.note_damaged()
+        try:
+            assert await backend.exists([b"key"]) == [True]
+            read = RecordRead(b"key", [memoryview(bytearray(HEADER_BYTES + 4096))])
+            load = asyncio.create_task(backend.get_into([read]))
+            await begun.wait()
+            other.answer = honest
+            assert await backend.exists([b"key"]) == [True]
+            goes_on.set()
+            assert await load == [Outcome.OK]
+            (backend.note_damaged if damages else backend.note_verified)([b"key"])
+            assert sender.down is damages
+            assert backend.stats().gauges["peers_down"] == damages
+        finally:
+            goes_on.set()
+            await backend.close()
 
 
 async def test_a_record_longer_than_a_block_ends_the_connection(fake: FakePeer) -> None:

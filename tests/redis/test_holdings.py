@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Sequence
 
+import msgspec
 import pytest
 
 from kvstore.backends.base import RecordGeometry
@@ -13,11 +14,14 @@ from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.backends.redis import holdings as module
 from kvstore.backends.redis.failures import RedisError
 from kvstore.backends.redis.holdings import RedisHoldings, _Name, _Value
+from kvstore.backends.redis.parts import PART_BYTES
 from kvstore.codec.record import MAGIC
 from kvstore.namespace import Namespace
+from kvstore.secret import SecretStr
 from kvstore.testing.records import RecordMaker
-from kvstore.types import NamespaceInfo
-from tests.redis.clients import NAMESPACE
+from kvstore.types import BlockInfo, NamespaceInfo, RemovalCause
+from tests.redis.clients import NAMESPACE, opened
+from tests.redis.servers import Server, cli
 
 
 class Shown:
@@ -80,3 +84,32 @@ async def test_more_namespaces_than_there_can_be(monkeypatch: pytest.MonkeyPatch
     assert {found.hex for found in await listed(*values[:2])} == {namespace.hex for namespace in namespaces[:2]}
     with pytest.raises(RedisError, match="more than 2 namespaces"):
         await listed(*values)
+
+
+@pytest.mark.parametrize("whole_namespace", [False, True])
+async def test_a_block_is_listed_until_all_its_parts_are_removed(own_server: Server, whole_namespace: bool) -> None:
+    """After a failure, the next listing has the block again, and its removal leaves no part."""
+    backend = await opened(own_server, PART_BYTES)
+    records = RecordMaker(NAMESPACE, RecordGeometry(256, PART_BYTES), random.Random(3))
+    await backend.put([records.write(records.key(), records.payload())])
+    # A user who may read all values and remove the first parts only.
+    cli(own_server, "ACL", "SETUSER", "some", "on", ">word", "+@all", "%R~*", "%W~*:0")
+    config = msgspec.structs.replace(backend.config, username="some", password=SecretStr("word"))
+    holdings = RedisHoldings(RedisBackend, config)
+    await holdings.open()
+    try:
+
+        async def remove() -> int:
+            (namespace,) = await holdings.namespaces()
+            if whole_namespace:
+                return await holdings.remove_namespace(namespace)
+            blocks: list[BlockInfo] = [block async for page in holdings.scan(namespace) for block in page]
+            return await holdings.remove(namespace, blocks, RemovalCause.REMOVED)
+
+        with pytest.raises(RedisError, match="NOPERM"):
+            await remove()
+        cli(own_server, "ACL", "SETUSER", "some", "~*")
+        assert await remove() == 1
+        assert cli(own_server, "DBSIZE").strip() == "0"
+    finally:
+        await holdings.close()

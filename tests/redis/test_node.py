@@ -303,6 +303,102 @@ async def test_delete_beside_a_failing_node(monkeypatch: pytest.MonkeyPatch) -> 
         assert "no connection" in backend.last_error
 
 
+async def test_tasks_that_a_close_cancels_do_not_block_those_after_it() -> None:
+    """A renewal and a refresh that were cancelled before their start are forgotten when the backend opens again."""
+    script = cluster_script(lambda: [(0, 16383)], lambda command: b":0\r\n")
+    async with fake_server(script) as server:
+        backend = await opened(server, SIZE, mode="cluster", ttl=600)
+        backend.touch([b"a" * 32])
+        backend._topology.note_trouble()
+        await backend.close()
+        await backend.open(NAMESPACE, GEOMETRY)
+        backend.touch([b"b" * 32])
+        backend._topology.note_trouble()
+        await eventually_async(lambda: any(command[0] == b"EXPIRE" for command in server.commands), 60)
+        await eventually_async(lambda: backend.stats().counters["topology_refreshes"], 60)
+
+
+async def test_a_close_that_is_cancelled_closes_the_connections() -> None:
+    """Cancelled at its first wait, for a renewal that has no answer."""
+    async with silent(ttl=600) as (server, _, backend):
+        backend.touch([b"k" * 32])
+        await eventually_async(lambda: bool(server.commands), what="the renewal under way")
+        close = asyncio.create_task(backend.close())
+        await asyncio.sleep(0)
+        close.cancel()
+        await asyncio.wait({close})
+        await eventually_async(lambda: server.open_connections == 0, 60, what="all connections closed")
+
+
+async def test_a_failed_renewal_is_made_by_the_next_use() -> None:
+    """A block does not count as renewed for a quarter of its time to live after a failure."""
+    answers = [b":1\r\n", b"-ERR no\r\n"]
+
+    async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(answers.pop())
+
+    async with fake_server(script) as server:
+        backend = await opened(server, SIZE, ttl=600)
+        for renewals in (1, 2, 2):
+            backend.touch([b"k" * 32])
+            await eventually_async(lambda: backend._renewing is None, what="the end of the renewal")
+            assert len(server.commands) == renewals
+
+
+async def test_a_call_of_any_length_is_sent() -> None:
+    """More commands than may wait at a node are sent in batches, whose length alone makes none of them fail."""
+
+    async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(b":0\r\n")
+
+    async with fake_server(script) as server:
+        backend = await opened(server, SIZE)
+        keys = [number.to_bytes(16, "big") for number in range(70_000)]
+        assert set(await backend.exists(keys)) == {False}
+        assert len(server.commands) == len(keys)
+
+
+async def test_renewals_of_long_blocks_reach_the_server() -> None:
+    """As many renewals as may be pending, of blocks with nine parts each, are more commands than may wait at a node."""
+
+    class Small(RedisBackend):
+        part_bytes = 4096
+
+    renewed = 0
+
+    async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        nonlocal renewed
+        renewed += command[0] == b"EXPIRE"
+        writer.write(b":1\r\n")
+
+    async with fake_server(script) as server:
+        backend = await opened(server, 8 * 4096, kind=Small, ttl=600)
+        backend.touch([number.to_bytes(16, "big") for number in range(8192)])
+        await eventually_async(lambda: backend._renewing is None, 120, what="the end of the renewals")
+        assert renewed == 8192 * 9
+
+
+async def test_a_node_comes_back_after_an_unexpected_error(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception of any type while reconnecting is one more failure, and not the end of the attempts."""
+    backend = await opened(own_server, SIZE)
+    own_server.kill()
+    with pytest.raises(BackendError):
+        await backend.exists([b"k" * 32])
+    await eventually_async(lambda: backend.stats().gauges["nodes_down"] == 1, 60)
+    failed = asyncio.Event()
+
+    async def broken(*_: Any) -> Any:
+        failed.set()
+        raise RuntimeError("a defect")
+
+    with monkeypatch.context() as context:
+        context.setattr("kvstore.backends.redis.node.open_stream", broken)
+        await failed.wait()
+    own_server.start()
+    await eventually_async(lambda: backend.stats().gauges["nodes_down"] == 0, 60)
+    assert list(await backend.exists([b"k" * 32])) == [False]
+
+
 async def test_touch_after_close_begins_nothing() -> None:
     """A late report of uses starts no work on a closed backend."""
     async with silent() as (_, _, backend):

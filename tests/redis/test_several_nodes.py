@@ -307,6 +307,73 @@ async def test_parts_of_a_block_that_could_not_be_stored_are_removed() -> None:
         assert unlinked == {b":1", b":2"}
 
 
+async def test_a_block_stays_until_all_its_parts_are_removed() -> None:
+    """If a part can't be removed, the removal fails and the block is found, so that the next removal completes it."""
+    async with nodes_of_a_cluster(1) as (node,):
+        backend = await on(node, Small)
+        key = b"k" * 32
+        await backend.put([maker(2048).write(key, bytes(2048))])
+        node.instead = lambda command: b"-ERR no\r\n" if command[0] == b"UNLINK" and command[1][-2:] == b":2" else None
+        with pytest.raises(BackendError, match="ERR"):
+            await backend.delete([key])
+        assert {name[-2:] for name in node.values} == {b":0", b":2"}
+        assert list(await backend.exists([key])) == [True]
+        # A load finds the rest, and can't remove it either.
+        assert list(await backend.get_into([maker(2048).target(key).read])) == [Outcome.MISS]
+        assert {name[-2:] for name in node.values} == {b":0", b":2"}
+        node.instead = lambda command: None
+        assert list(await backend.delete([key])) == [True]
+        assert not node.values
+
+
+async def test_a_block_with_a_part_on_a_skipped_node_stays() -> None:
+    """It counts as not removed and is found, and a later removal completes it."""
+    async with nodes_of_a_cluster(2) as (well, ill):
+        backend = await on(well, Small)
+        name_of = backend._ready()._names
+
+        def is_on_ill(name: bytes) -> bool:
+            return topology.slot_of(name) >= SLOTS // 2
+
+        keys = [number.to_bytes(32, "big") for number in range(1000)]
+        torn = next(key for key in keys if [*map(is_on_ill, name_of(key))] == [False, False, True])
+        await backend.put([maker(2048).write(torn, bytes(2048))])
+        ill.instead = lambda command: b"-LOADING the dataset\r\n"
+        on_ill = keys_by_node(backend, 8)[1]
+        for key in on_ill:
+            await backend.exists([key])
+        assert list(await backend.delete([torn])) == [False]
+        assert list(await backend.exists([torn])) == [True]
+        ill.instead = lambda command: None
+
+        async def is_removed() -> bool:
+            with contextlib.suppress(BackendError):
+                return list(await backend.delete([torn])) == [True]
+            return False
+
+        await eventually_async(is_removed, 60)
+        assert not well.values and not ill.values
+
+
+async def test_an_unexpected_error_does_not_end_the_refreshes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, and the next trouble makes another refresh."""
+    async with nodes_of_a_cluster(1) as (node,):
+        backend = await on(node)
+        with monkeypatch.context() as context:
+            context.setattr(topology.control, "shards", None)
+            backend._topology.note_trouble()
+            await eventually_async(lambda: "unexpected error" in caplog.text, 60, what="the log line")
+        backend._topology.note_trouble()
+
+        def is_refreshed() -> bool:
+            return backend.stats().counters["topology_refreshes"] == 2 and backend._topology._refreshing is None
+
+        await eventually_async(is_refreshed, 60)
+        assert caplog.text.count("could not be queried") == 1
+
+
 async def test_redirects_are_a_tenth_of_the_load() -> None:
     """Nodes that redirect to each other receive at most a tenth more commands than requested, after an allowance."""
     async with nodes_of_a_cluster(2) as nodes:

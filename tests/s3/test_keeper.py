@@ -18,6 +18,7 @@ from kvstore.backends.s3.names import ObjectNames, read_name
 from kvstore.backends.s3.notes import name_digest, read_uses
 from kvstore.backends.s3.packs import PackFormat
 from kvstore.backends.s3.presence import SnapshotMaker
+from kvstore.errors import BackendClosedError
 from kvstore.primary import Region
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import JobResult, LookupResult, Outcome, RemovalCause
@@ -93,6 +94,18 @@ async def test_who_closes_gives_the_lease_back(faults: FaultServer, rng: random.
     async with engines(faults, 1, capacity=1 << 30, prefix=third.config.prefix) as (late,):
         await keeper_of(late).round()
         assert keeper_of(late)._lease.is_held
+
+
+async def test_a_close_that_is_cancelled_closes_the_client(faults: FaultServer) -> None:
+    """Cancelled at its first wait, for the housekeeper."""
+    async with engines(faults, 1, capacity=1 << 30) as (engine,):
+        client = engine._ready()
+        close = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        close.cancel()
+        await asyncio.wait({close})
+        with pytest.raises(BackendClosedError):
+            await client.head("name", timeout_s=20)
 
 
 @pytest.mark.parametrize("fault", [Fault.BLACK_HOLE, Fault.INTERNAL, Fault.FORBIDDEN])

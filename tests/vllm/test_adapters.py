@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,64 @@ def test_an_adapter_that_cannot_be_read_has_no_digest(tmp_path: Path, monkeypatc
     assert digest(known, tmp_path / "hangs", "hangs") is None
     with open(tmp_path / "hangs" / "adapter_model.bin", "wb"):
         pass
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[Path]:
+    """An adapter whose files can't be read before the end of the test."""
+    path = made(tmp_path / "hung")
+    (path / "adapter_model.bin").unlink()
+    os.mkfifo(path / "adapter_model.bin")
+    yield path
+    os.close(os.open(path / "adapter_model.bin", os.O_RDWR | os.O_NONBLOCK))
+
+
+def made(path: Path) -> Path:
+    """Make the directory of an adapter."""
+    path.mkdir()
+    (path / "adapter_model.bin").write_bytes(path.name.encode())
+    return path
+
+
+def begun(known: Adapters, path: Path) -> tags.Check:
+    """Begin a check."""
+    return known.check(SimpleNamespace(lora_name=path.name, lora_path=str(path)))
+
+
+def test_an_adapter_that_hangs_delays_no_other(tmp_path: Path, hung: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of another adapter ends while the first one still waits for its file system."""
+    monkeypatch.setattr(tags, "_CHECK_S", 600.0)
+    known = Adapters()
+    checks = [begun(known, hung) for _ in range(3)]
+    assert digest(known, made(tmp_path / "good")) is not None
+    assert not any(check.is_done for check in checks)
+
+
+def test_waiting_checks_are_bounded(tmp_path: Path, hung: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of one adapter share a check; beyond the limit of adapters, a request has no digest at once."""
+    monkeypatch.setattr(tags, "_CHECK_S", 600.0)
+    monkeypatch.setattr(tags, "_THREADS_MAX", 1)
+    monkeypatch.setattr(tags, "_WAITING_MAX", 3)
+    known = Adapters()
+    begun(known, hung)
+    eventually(lambda: bool(known._running), 60, what="the start of the check")
+    paths = [made(tmp_path / name) for name in "abc"]
+    a, b, c = [begun(known, path) for path in (paths[0], paths[1], hung)]
+    assert [begun(known, path) for path in (paths[0], paths[1], hung)] == [a, b, c]
+    refused = begun(known, paths[2])
+    assert refused.is_done and refused.digest is None
+    assert not any(check.is_done for check in (a, b, c))
+
+
+def test_known_adapters_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit, a new adapter has no digest; the known ones keep theirs, and their changes are detected."""
+    monkeypatch.setattr(tags, "_KNOWN_MAX", 1)
+    known, first, other = Adapters(), made(tmp_path / "first"), made(tmp_path / "other")
+    assert digest(known, first) is not None
+    assert digest(known, other, "other") is None
+    assert digest(known, first) is not None
+    (first / "adapter_model.bin").write_bytes(b"changed")
+    assert digest(known, first) is None
 
 
 def test_vllm_hashes_the_paths_of_adapters() -> None:

@@ -7,6 +7,7 @@ import logging
 import ssl
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
@@ -29,6 +30,9 @@ logger = logging.getLogger("kvstore.backends.peer")
 
 _PLACES_MAX: Final = 262144
 """Blocks whose peer is remembered (some 40 MB); for all other blocks, all peers are queried again."""
+
+_SENT_MAX: Final = 65536
+"""Loaded blocks whose sender is remembered until they are verified: more than a tier loads at once."""
 
 _NAMED_MAX: Final = 64
 """Most remembered peers named by requests."""
@@ -97,6 +101,8 @@ class PeerBackend(Backend):
         self._directory: Directory | None = None
         self._found: BoundedDict[Endpoint, Peer] = BoundedDict(ENGINES_MAX)
         self._places: BoundedDict[BlockKey, Endpoint] = BoundedDict(_PLACES_MAX)
+        self._senders: BoundedDict[BlockKey, Endpoint] = BoundedDict(_SENT_MAX)
+        """Peers that sent the blocks not yet verified; meanwhile a lookup may find another peer for the next load."""
         self._budget = RetryBudget(_RETRIES_MAX, _RETRY_SHARE)
         self._strangers = RetryBudget(_STRANGERS_MAX, _STRANGERS_SHARE)
         self._log = PeerLog()
@@ -143,14 +149,17 @@ class PeerBackend(Backend):
         self._named.clear()
         self._found.clear()
         self._places.clear()
+        self._senders.clear()
         for peer in peers:
-            await peer.close()
-        if self._leaving:
-            await asyncio.wait(self._leaving)
-        if directory is not None:
-            await directory.close()
-        if server is not None:
-            await server.close()
+            self._close_later(peer)
+        # In reverse order, each also if this is cancelled: the listener would go on lending rows.
+        async with AsyncExitStack() as closing:
+            if server is not None:
+                closing.push_async_callback(server.close)
+            if directory is not None:
+                closing.push_async_callback(directory.close)
+            if self._leaving:
+                await asyncio.wait(self._leaving)
         # Running calls have failed by now and are about to return.
         await self._under_way.ended()
 
@@ -217,17 +226,19 @@ class PeerBackend(Backend):
 
     def note_verified(self, keys: Sequence[BlockKey]) -> None:
         """Restore trust in the peers that sent the blocks."""
-        for endpoint in {self._places.get(key) for key in keys}:
+        for endpoint in {self._senders.pop(key, None) for key in keys}:
             peer = self._peer_at(endpoint)
             if peer is not None:
                 peer.note_verified()
 
     def note_damaged(self, keys: Sequence[BlockKey]) -> None:
         """Stop querying the peers that sent the blocks, for a while."""
-        for endpoint in {self._places.pop(key, None) for key in keys}:
+        for endpoint in {self._senders.pop(key, None) for key in keys}:
             peer = self._peer_at(endpoint)
             if peer is not None:
                 peer.note_damaged()
+        for key in keys:
+            self._places.pop(key, None)
 
     def stats(self) -> BackendStats:
         peers = self._peers()
@@ -318,8 +329,10 @@ class PeerBackend(Backend):
     async def _load_from(
         self, peer: Peer, reads: Sequence[RecordRead], places: Sequence[int], outcomes: list[Outcome]
     ) -> None:
-        for place, outcome in zip(places, await peer.load(reads), strict=True):
+        for place, read, outcome in zip(places, reads, await peer.load(reads), strict=True):
             outcomes[place] = outcome
+            if outcome is Outcome.OK:
+                self._senders[read.key] = peer.endpoint
             if outcome.is_failure:
                 self.last_error = peer.last_error
 

@@ -35,7 +35,7 @@ from kvstore.backends.redis.node import Node
 from kvstore.backends.redis.resp import Filled, Reply, Target, encode_command
 from kvstore.backends.redis.topology import checked_tls
 from kvstore.backends.stream import Endpoint
-from kvstore.errors import BackendUnavailableError, ConfigError, KVStoreError
+from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.types import BlockKey
 
 logger = logging.getLogger("kvstore.backends.peer")
@@ -273,13 +273,15 @@ class Directory:
         loop = self._loop
         while True:
             begun, sample = loop.time(), Sample()
-            with suppress(KVStoreError):
+            try:
                 async for keys in server.stored_keys():
                     for start in range(0, len(keys), _KEYS_AT_ONCE):
                         sample.add(keys[start : start + _KEYS_AT_ONCE])
                         await asyncio.sleep(0)
                 section = sample.section()
                 self._stored = section if len(section.digests) else None
+            except Exception as error:  # Backends may be third-party code, and must not stop the sampling.
+                logger.debug("The keys on storage could not be sampled: %r", error)
             await asyncio.sleep(max(float(self._config.interval), (loop.time() - begun) / _SAMPLING_SHARE))
 
 

@@ -230,9 +230,11 @@ class PeerServer:
         tasks = list(self._connections)
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        self._stored.close()
+        try:
+            if tasks:
+                await asyncio.wait(tasks)
+        finally:
+            self._stored.close()
 
     def _accept(self) -> None:
         """Accept one connection; a further one makes the listener readable again."""

@@ -42,6 +42,9 @@ live after its last use, at the cost of few commands."""
 _WAITING_MAX: Final = 8192
 """Maximum pending renewals; further blocks are renewed at their next use."""
 
+_RENEWED_TOGETHER: Final = 256
+"""Blocks of one batch of renewals; each block has a command for each of its parts."""
+
 _NAMESPACE_DIGITS: Final = 32
 """Digits of the namespace in a key: 128 bits distinguish namespaces, and the record's header has the full digest."""
 
@@ -91,10 +94,12 @@ class RedisBackend(Backend):
 
     async def close(self) -> None:
         self._commands = None
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.wait([self._renewing])
+        renewing, self._renewing = self._renewing, None
+        if renewing is not None:
+            renewing.cancel()
         await self._topology.close()
+        if renewing is not None:
+            await asyncio.wait([renewing])
         # Running calls have failed and return soon.
         await self._under_way.ended()
 
@@ -132,13 +137,13 @@ class RedisBackend(Backend):
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         commands = self._ready()
-        answers = await self._run([command for key in keys for command in commands.delete(key)])
-        for answer in answers[:: commands.parts_max]:
+        answers = await self._remove(commands, keys)
+        for answer in answers:
             # Blocks on a node that is down cannot be read, so its failure is not raised.
             if isinstance(answer, RedisError) and not isinstance(answer, SkippedError):
                 self.last_error = str(answer)
                 raise answer
-        return [answer == 1 for answer in answers[:: commands.parts_max]]
+        return [answer == 1 for answer in answers]
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
         """Yield nothing: the server holds the blocks of many engines, and lookups query it."""
@@ -214,8 +219,22 @@ class RedisBackend(Backend):
                 read.filled_bytes = found.filled_bytes
                 return found.outcome
         self._counters["parts_removed"] += 1
-        await self._run(commands.delete(read.key))
+        await self._remove(commands, [read.key])
         return Outcome.MISS
+
+    async def _remove(self, commands: _RecordCommands, keys: Sequence[BlockKey]) -> list[Answer]:
+        """Remove blocks; return for each the first failure, or the answer for the first part.
+
+        The first part is removed last, and only if the others are gone: without it, no lookup or listing would find the
+        block, and the others would stay.
+        """
+        removals = [commands.delete(key) for key in keys]
+        others = iter(await self._run([command for _, *parts in removals for command in parts]))
+        answers = [[next(others) for _ in parts] for _, *parts in removals]
+        failures = [next((one for one in some if isinstance(one, RedisError)), None) for some in answers]
+        left = [first for (first, *_), failure in zip(removals, failures, strict=True) if failure is None]
+        firsts = iter(await self._run(left))
+        return [next(firsts) if failure is None else failure for failure in failures]
 
     async def _put_parts(self, commands: _RecordCommands, write: RecordWrite) -> Outcome:
         """Write the parts of a record, the first one last; one writer of a key at a time."""
@@ -237,9 +256,12 @@ class RedisBackend(Backend):
     async def _renew(self) -> None:
         try:
             while (commands := self._commands) is not None and self._to_renew:
-                keys, self._to_renew = self._to_renew, []
+                keys, self._to_renew = self._to_renew[:_RENEWED_TOGETHER], self._to_renew[_RENEWED_TOGETHER:]
                 self._counters["ttl_renewals"] += len(keys)
-                await self._run([command for key in keys for command in commands.renew(key)])
+                answers = iter(await self._run([command for key in keys for command in commands.renew(key)]))
+                for key in keys:
+                    if any([isinstance(next(answers), RedisError) for _ in range(commands.parts_max)]):
+                        self._renewed.pop(key, None)  # The next use tries again.
         finally:
             self._renewing = None
 

@@ -31,6 +31,9 @@ _ROUNDS_MAX: Final = 5
 _LATER_PAUSE_S: Final = 0.02
 """Pause before a retry during the migration of a slot; a step of the migration takes milliseconds."""
 
+_BATCH_MAX: Final = 16384
+"""Maximum commands sent together: a node refuses more than 65,536 at once, of all calls."""
+
 _BUDGET_MAX: Final = 20.0
 _BUDGET_SHARE: Final = 0.1
 """Retries are at most a tenth of all commands after an initial allowance, so they do not double a failing server's
@@ -80,6 +83,11 @@ class Exchange:
         """
         self._budget.earn(len(commands))
         self._redirect_budget.earn(len(commands))
+        for start in range(0, len(commands), _BATCH_MAX):
+            await self._run_batch(commands[start : start + _BATCH_MAX])
+        return [command.answer for command in commands]
+
+    async def _run_batch(self, commands: Sequence[Command]) -> None:
         unanswered = commands
         for left in reversed(range(_ROUNDS_MAX)):
             await self._send(unanswered)
@@ -88,7 +96,6 @@ class Exchange:
                 break
             if pause_s:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
-        return [command.answer for command in commands]
 
     async def _send(self, commands: Sequence[Command]) -> None:
         by_node: dict[Node, list[Command]] = {}

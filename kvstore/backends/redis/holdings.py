@@ -355,18 +355,21 @@ class RedisHoldings(Holdings):
         count = 0
         for start in range(0, len(blocks), _SCAN_COUNT):
             names = [block.place.names for block in blocks[start : start + _SCAN_COUNT]]
-            # The first parts first: without its first part, a block does not exist.
-            count += await self._values.unlink([first for first, *_ in names])
+            # The first parts last: without its first part, a block is not listed, and its other parts would stay after
+            # a failure.
             await self._values.unlink([name for _, *others in names for name in others])
+            count += await self._values.unlink([first for first, *_ in names])
         return count
 
     async def remove_namespace(self, namespace: NamespaceInfo) -> int:
         """Includes the parts of incomplete blocks."""
         count = 0
-        async with aclosing(self._values.pages(namespace.hex)) as pages:
-            async for names in pages:
-                count += await self._values.unlink([name.full for name in names if name.is_block])
-                await self._values.unlink([name.full for name in names if not name.is_block])
+        # The first parts last, as in remove().
+        for are_blocks in (False, True):
+            async with aclosing(self._values.pages(namespace.hex)) as pages:
+                async for names in pages:
+                    found = await self._values.unlink([name.full for name in names if name.is_block is are_blocks])
+                    count += found * are_blocks
         return count
 
     async def stale_items(self) -> list[StaleItem]:

@@ -273,8 +273,8 @@ class Node:
                 except BaseException:
                     connection.close()
                     raise
-        # ValueError and OverflowError: a server reported a host or port that sockets reject.
-        except (OSError, ValueError, OverflowError, RedisError) as error:
+        # Any exception, such as ValueError for a host that sockets reject: after others, the node would stay down.
+        except Exception as error:
             raise _explained(error, self.endpoint, self._config) from error
         return connection
 

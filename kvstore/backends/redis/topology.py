@@ -80,10 +80,13 @@ class Topology:
         """Close all connections. Idempotent."""
         # Set first: failures from now on must not start a refresh, and redirects must not create nodes.
         self._closed = True
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.wait([self._refreshing])
+        refreshing, self._refreshing = self._refreshing, None
+        if refreshing is not None:
+            refreshing.cancel()
+        # Before the first wait, in which this may be cancelled.
         self._keep(())
+        if refreshing is not None:
+            await asyncio.wait([refreshing])
         # Awaited, not cancelled: each task closes connections, without waiting for a server.
         if self._leaving:
             await asyncio.wait(self._leaving)
@@ -135,6 +138,8 @@ class Topology:
             logger.debug("The nodes could not be queried: %s", error)
         except ConfigError as error:
             logger.warning("A server names a node that may not be used: %s", error)
+        except Exception:  # Nothing awaits this task. The next trouble starts another refresh.
+            logger.exception("The nodes could not be queried because of an unexpected error, and are queried again")
         finally:
             self._refreshed_at = asyncio.get_running_loop().time()
             self._refreshing = None

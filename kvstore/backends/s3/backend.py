@@ -88,14 +88,16 @@ class S3Backend(SimpleBackend):
 
     async def close(self) -> None:
         self._is_open = False
-        if self._packs is not None:
-            await self._packs.close()
-        if self._keeper is not None:
-            await self._keeper.close()
-        if self._client is not None:
-            # Running calls fail with cause CLOSED and return soon.
-            await self._client.close()
-        await super().close()
+        # In reverse order, each also if this is cancelled, because the service does not answer.
+        async with AsyncExitStack() as closing:
+            closing.push_async_callback(super().close)
+            if self._client is not None:
+                # Running calls fail with cause CLOSED and return soon.
+                closing.push_async_callback(self._client.close)
+            if self._keeper is not None:
+                closing.push_async_callback(self._keeper.close)
+            if self._packs is not None:
+                closing.push_async_callback(self._packs.close)
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         self.check_open()
