@@ -89,7 +89,9 @@ def hung(tmp_path: Path) -> Iterator[Path]:
     (path / "adapter_model.bin").unlink()
     os.mkfifo(path / "adapter_model.bin")
     yield path
-    os.close(os.open(path / "adapter_model.bin", os.O_RDWR | os.O_NONBLOCK))
+    writer = os.open(path / "adapter_model.bin", os.O_RDWR)
+    (path / "adapter_model.bin").unlink()  # So that no further check waits.
+    os.close(writer)
 
 
 def made(path: Path) -> Path:
