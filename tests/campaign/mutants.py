@@ -349,6 +349,9 @@ def _run_tests(tree: Path, tests: Sequence[str], plugin: object) -> NoReturn:
         os.environ |= {"PYTHONPATH": str(tree), "TMPDIR": str(tree.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         os.environ.setdefault(SEED_VARIABLE, "1")
         tempfile.tempdir = None
+        # Without compiled code each run would compile the project, and pytest would rewrite the tests.
+        sys.dont_write_bytecode = False
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.path[:] = [str(tree), *(path for path in sys.path if Path(path).resolve() != ROOT)]
         for name in [name for name in sys.modules if name.partition(".")[0] in {"kvstore", "tests", "examples"}]:
