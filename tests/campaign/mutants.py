@@ -99,6 +99,9 @@ LIMIT_S: Final = 150
 TESTS_S: Final = 15.0
 """Tests of one mutant take no longer than this, or it is only one."""
 
+MEASURED_S: Final = 600
+"""To find the lines that tests reach, each argument of pytest has this time."""
+
 Reach: TypeAlias = dict[str, dict[str, tuple[float, list[str]]]]
 """By the argument of pytest and the test: its time in seconds (negative if it failed), and the lines it reaches."""
 
@@ -281,7 +284,7 @@ def _reached(tree: Path, paths: Sequence[str], cache: Path | None) -> Reach:
         began, answer = time.monotonic(), tree.parent / "reached"
         answer.unlink(missing_ok=True)
         plugin = Reached(f"{tree / 'kvstore'}{os.sep}", tree.parent / "children", answer)
-        _verdict(tree, [tests], plugin, 1800)
+        _verdict(tree, [tests], plugin, MEASURED_S)
         if not answer.exists():
             raise SystemExit(f"{tests} can't run:\n{(tree.parent / 'log').read_text()[-2000:]}")
         known[tests] = json.loads(answer.read_text())

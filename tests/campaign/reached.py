@@ -88,6 +88,8 @@ class Reached:
             lines = {f"{path.removeprefix(self._root)}:{line}" for path, line in list(self._lines)}
             lines.update(self._children.read_text().splitlines())
             self._tests[item.nodeid] = (-1.0 if self._failed else took_s, sorted(lines))
+            if len(self._tests) % 20 == 0:  # The rest is lost if a test hangs.
+                self._answer.write_text(json.dumps(self._tests))
 
     def pytest_configure(self, config: pytest.Config) -> None:
         _know_marks(config)

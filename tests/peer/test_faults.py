@@ -176,6 +176,27 @@ async def test_what_nobody_asked_for_closes_an_idle_connection(fake: FakePeer) -
         await backend.close()
 
 
+async def test_concurrent_lookups_of_a_peer_are_bounded(fake: FakePeer) -> None:
+    """Eight are sent, over a connection each; the others wait for an answer."""
+
+    def late(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
+        peer.released.wait(30)
+        honest(peer, sock, op, keys)
+
+    fake.answer = late
+    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    try:
+        lookups = [asyncio.create_task(backend.exists([b"key-%d" % number])) for number in range(12)]
+        await eventually_async(lambda: len(fake.questions) >= 8, 20)
+        await asyncio.sleep(0.1)
+        assert len(fake.questions) == 8
+        fake.released.set()
+        assert await asyncio.gather(*lookups) == [[True]] * 12
+    finally:
+        await backend.close()
+
+
 async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer named longest ago is forgotten, with its connections; if named again, it is contacted again."""
     monkeypatch.setattr("kvstore.backends.peer.backend._NAMED_MAX", 2)

@@ -484,6 +484,28 @@ def test_a_restart_is_tried_again_whatever_it_failed_of(region: Region, monkeypa
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
 
 
+def test_pauses_between_restarts_are_bounded(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They double, up to half a minute: a tier whose child can't start for an hour still returns soon after."""
+    tier = open_process_tier(region)
+    child, pauses = child_of(tier), list[float]()
+
+    class Impatient(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout or 0)
+            return self.is_set()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as short:
+        short.setattr("kvstore.runtime.process.ChildConnection", fail)
+        short.setattr(channel_of(tier), "_stopping", Impatient())
+        os.kill(child, signal.SIGKILL)
+        until(lambda: len(pauses) > 10, tier)
+    assert pauses[:9] == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    until_replaced(tier, child)
+
+
 @contextlib.contextmanager
 def no_threads() -> Iterator[None]:
     """Prevent new threads: each would need a larger stack than any machine has."""
