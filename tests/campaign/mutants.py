@@ -174,6 +174,7 @@ def main() -> int:
     parser.add_argument("--reached", type=Path, help="file with the lines that tests reach; made if it is missing")
     parser.add_argument("--seed", type=int, default=0, help="of the draw; random unless given")
     parser.add_argument("--count", type=int, default=150, help="mutants to draw; 0 takes all")
+    parser.add_argument("--done", type=Path, help="output of an interrupted run, whose mutants are left out")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     args = parser.parse_args()
     seed = args.seed or fresh_seed()
@@ -181,6 +182,8 @@ def main() -> int:
         mutant for mutant in all_mutants() if mutant.path.startswith(tuple(args.only)) and args.match in str(mutant)
     ]
     drawn = drawn_evenly(mutants, args.count or len(mutants), seed)
+    done = args.done.read_text() if args.done else ""
+    drawn = [mutant for mutant in drawn if f" s  {mutant}  [" not in done]
     print(f"seed {seed}: {len(drawn)} of {len(mutants)} mutants", flush=True)
     if args.list:
         print(*drawn, sep="\n")
