@@ -115,6 +115,7 @@ async def test_replica_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         values = {maker.key(): maker.payload() for _ in range(20)}
         assert set(await backend.put([maker.write(key, value) for key, value in values.items()])) == {Outcome.OK}
         before = _gets(replica), _gets(master)
+        assert before[0] > 0
         await _all_found(backend, maker, values)
         if before[0] < _gets(replica):
             assert _gets(master) - before[1] == 20
