@@ -91,6 +91,7 @@ ACCEPTED: Final[dict[str, str]] = {
     "operand dropped: `missed and self._backend.exclusive and (not self._closed)`"
     " -> `(missed and self._backend.exclusive)`": "a closed medium answers with an error, which reports nothing",
     "shifted: `fit.q * blocks > _PIECE_S` -> `(fit.q * blocks >= _PIECE_S)`": "at equality a piece is all blocks",
+    "shifted: `place <= SLOT_MASK` -> `(place < SLOT_MASK)`": "no disk tier has a slot of the highest number",
     "operand dropped: `work and self._side is not None` -> `(work)`": (
         "for the type checker: the parent sends its first message before any other"
     ),
