@@ -52,12 +52,12 @@ TESTS: Final[dict[str, str]] = {
     "tenants.py": "test_tenants.py tiering",
     "primary/*.py": "primary tiering",
     "tiering/*.py": "tiering",
-    "tiers/*.py": "tiers contract/test_memory_tier.py",
+    "tiers/*.py": "tiers contract/test_memory_tier.py peer/test_stored.py",
     "transfer/*.py": "transfer",
     "codec/*.py": "codec seal",
     "backends/disk/*.py": "disk cli/test_looking_after.py",
     "backends/duplex.py": "redis peer",
-    "backends/redis/*.py": "redis",
+    "backends/redis/*.py": "redis cli/test_admin_redis.py",
     "backends/s3/*.py": "s3",
     "backends/peer/*.py": "peer",
     "runtime/*.py": "runtime contract/test_process_host.py tiers/test_tier_io.py tiers/test_health.py",
@@ -92,6 +92,7 @@ ACCEPTED: Final[dict[str, str]] = {
     " -> `(missed and self._backend.exclusive)`": "a closed medium answers with an error, which reports nothing",
     "shifted: `fit.q * blocks > _PIECE_S` -> `(fit.q * blocks >= _PIECE_S)`": "at equality a piece is all blocks",
     "shifted: `place <= SLOT_MASK` -> `(place < SLOT_MASK)`": "no disk tier has a slot of the highest number",
+    "shifted: `self.fd >= 0` -> `(self.fd > 0)`": "0 is standard input, which is open",
     "operand dropped: `work and self._side is not None` -> `(work)`": (
         "for the type checker: the parent sends its first message before any other"
     ),

@@ -118,6 +118,18 @@ def test_blocks_go_through_a_child_process_byte_for_byte(region: Region) -> None
     assert tier.drain(30)
 
 
+def test_the_answers_of_a_child_are_seen_without_taking_them(region: Region) -> None:
+    """A waker finds out that a child has answered; after the answers were taken there is nothing."""
+    tier = open_process_tier(region)
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    until(lambda: tier.get_finished() or not tier.has_answers, tier)
+    tier.submit_load(TransferJob(2, [b"a"], [1]))
+    tier.flush()
+    until(lambda: tier.has_answers)
+    assert until(tier.get_finished, tier)[0].success
+    until(lambda: tier.get_finished() or not tier.has_answers, tier)
+
+
 def test_a_killed_child_fails_its_jobs_and_is_replaced(region: Region) -> None:
     """After SIGKILL jobs are reported as failed, lookups miss, and a new child soon serves."""
     tier = open_process_tier(region)

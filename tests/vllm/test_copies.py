@@ -214,6 +214,15 @@ def test_a_worker_that_is_made_anew() -> None:
         del reports
 
 
+def test_the_end_of_a_worker_closes_its_counters() -> None:
+    """The page is unmapped with the worker, at the first of several calls."""
+    counters = mmap.mmap(-1, mmap.PAGESIZE)
+    worker = CountingWorker(LateWorker(NO_ROWS), counters, 0, stores=True, failures=LoadFailures({}, by_block=True))
+    for _ in range(2):
+        worker.shutdown()
+        assert counters.closed
+
+
 def test_a_block_that_is_missing_kills_no_engine(opened: Open) -> None:
     """A load of a missing block raises no error; the worker copies no bytes, and reports the load as failed."""
     driver = opened()
