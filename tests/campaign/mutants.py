@@ -93,6 +93,9 @@ ACCEPTED: Final[dict[str, str]] = {
     "shifted: `fit.q * blocks > _PIECE_S` -> `(fit.q * blocks >= _PIECE_S)`": "at equality a piece is all blocks",
     "shifted: `place <= SLOT_MASK` -> `(place < SLOT_MASK)`": "no disk tier has a slot of the highest number",
     "shifted: `self.fd >= 0` -> `(self.fd > 0)`": "0 is standard input, which is open",
+    "operand dropped: `self._backfill_uses or 1` -> `(self._backfill_uses)`": (
+        "for the type checker: blocks are copied to faster tiers only if the number is given"
+    ),
     "operand dropped: `work and self._side is not None` -> `(work)`": (
         "for the type checker: the parent sends its first message before any other"
     ),

@@ -197,6 +197,30 @@ async def test_concurrent_lookups_of_a_peer_are_bounded(fake: FakePeer) -> None:
         await backend.close()
 
 
+async def test_a_connection_closed_while_idle_is_forgotten(fake: FakePeer) -> None:
+    """The next call takes another one, and nothing is left of the closed one."""
+
+    def late(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
+        peer.released.wait(30)
+        honest(peer, sock, op, keys)
+
+    fake.answer = late
+    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    try:
+        lookups = [asyncio.create_task(backend.exists([key])) for key in (b"a", b"b")]
+        await eventually_async(lambda: len(fake.questions) == 2, 20)
+        fake.released.set()
+        assert await asyncio.gather(*lookups) == [[True]] * 2
+        (peer,) = backend._listed.values()
+        assert len(peer._idle) == len(peer._pipes) == 2
+        peer._idle[-1][0].close()
+        assert await backend.exists([b"c"]) == [True]
+        assert len(peer._idle) == len(peer._pipes) == 1
+    finally:
+        await backend.close()
+
+
 async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer named longest ago is forgotten, with its connections; if named again, it is contacted again."""
     monkeypatch.setattr("kvstore.backends.peer.backend._NAMED_MAX", 2)
