@@ -96,6 +96,12 @@ ACCEPTED: Final[dict[str, str]] = {
     "operand dropped: `self._backfill_uses or 1` -> `(self._backfill_uses)`": (
         "for the type checker: blocks are copied to faster tiers only if the number is given"
     ),
+    "shifted: `len(self._text) > _TEXT_PIECES_MAX` -> `(len(self._text) >= _TEXT_PIECES_MAX)`": (
+        "the bound is of memory, and one piece more or less is none"
+    ),
+    "operand dropped: `self._start < self._end and self._step(replies)` -> `(self._step(replies))`": (
+        "a shortcut: without bytes a step does nothing"
+    ),
     "operand dropped: `work and self._side is not None` -> `(work)`": (
         "for the type checker: the parent sends its first message before any other"
     ),

@@ -132,6 +132,6 @@ def _endpoint(address: Any, host_asked: str | None = None) -> Endpoint:
     # "?" means a host name that is not known yet.
     if name in (None, "", "?"):
         name = host_asked
-    if not isinstance(name, str) or not isinstance(port, int) or not 0 < port < 65536:
+    if not isinstance(name, str) or not 0 < port < 65536:
         raise ValueError("no address")
     return Endpoint(name, port)
