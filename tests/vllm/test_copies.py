@@ -230,6 +230,7 @@ def test_a_block_that_is_missing_kills_no_engine(opened: Open) -> None:
     context = driver.request()
     spec = driver.manager.prepare_load([*LATE, key_of(5)], context)
     assert isinstance(spec, Slots) and spec.is_void and len(spec.chunk_ids) == 6
+    driver.expects_errors = True
     assert driver.manager.errors.count == 1 and stats(driver).pinned == 0
     assert pickle.loads(pickle.dumps(spec)).is_void
     failures = LoadFailures({}, by_block=True)
@@ -259,6 +260,7 @@ def test_a_failed_load_of_a_model_with_several_kinds_of_blocks() -> None:
 def test_no_method_raises(opened: Open) -> None:
     """Whatever error occurs inside, every method that vLLM calls returns an answer, and the error is counted."""
     driver = opened()
+    driver.expects_errors = True
     context = driver.request()
     driver.manager.manager, inner = None, driver.manager.manager
     driver.manager._foreign._manager = None
