@@ -103,6 +103,9 @@ ACCEPTED: Final[dict[str, str]] = {
         "a shortcut: without bytes a step does nothing"
     ),
     "shifted: `slot_bytes > _SLOT_BYTES_MAX` -> `(slot_bytes >= _SLOT_BYTES_MAX)`": "no model has blocks of 1 GiB",
+    "shifted: `self._missing_bytes(0) <= 0` -> `(self._missing_bytes(0) < 0)`": (
+        "a shortcut: if exactly nothing is missing, the same is found with the lock held"
+    ),
     "operand dropped: `work and self._side is not None` -> `(work)`": (
         "for the type checker: the parent sends its first message before any other"
     ),
