@@ -83,7 +83,7 @@ class LayerLayout:
         mine, shard = heads // shards, tp_rank // replicas
         local_bytes = self.local_bytes(tp_size)
         runs: list[CopyRun] = []
-        if self.portable and shards > 1:
+        if shards > 1:
             local = canonical = 0
             for part in self.parts:
                 length, row = mine * part.head_bytes, heads * part.head_bytes

@@ -202,7 +202,6 @@ class ThreadHost:
             raise
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
         finally:

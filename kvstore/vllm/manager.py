@@ -250,8 +250,8 @@ class KVStoreOffloadingManager(OffloadingManager):
             or self._foreign.has_pending_work
             or not self._has_stepped
             or self._waker.due
-            or (self._emits_events and self.manager.has_unreported)
-            or (self._emits_events and any(tier.has_unreported for tier in self._tiers))
+            or self.manager.has_unreported
+            or any(tier.has_unreported for tier in self._tiers)
         )
 
     @guarded(list)

@@ -1,11 +1,12 @@
 """Mutation testing: break one safety line at a time and see whether the tests of its module notice.
 
-    python -m tests.campaign.mutants [--only FILE] [--seed S] [--count N] [--list]
+    python -m tests.campaign.mutants [--only PACKAGE ...] [--seed S] [--count N] [--reached FILE] [--list]
 
 The lines that carry safety are comparisons, guards, boolean operands, bounds, and calls that release something.
-Mutants are drawn at random from the modules of ``TESTS``. Each is written into a copy of the project, and the tests of
-its module run there until one fails. Survivors are printed with their change; ``ACCEPTED`` lists changes that no test
-can notice, with the reason.
+Mutants are drawn at random from the modules of ``TESTS``, the same number from each package. The tests of these modules
+run once, to find the lines that each test reaches (``reached.py``). Then each mutant is written into a copy of the
+project, and those tests of its module run there that reach its line, quick ones first, until one fails. Survivors are
+printed with their change; ``ACCEPTED`` lists changes that no test can notice, with the reason.
 
 mutmut and cosmic-ray mutate every expression and run one set of tests for all; neither removes a guard or a release,
 which are the mutants that matter here, and neither draws a sample from chosen modules.
@@ -17,7 +18,10 @@ import argparse
 import ast
 import contextlib
 import copy
+import dataclasses
 import importlib
+import itertools
+import json
 import os
 import random
 import re
@@ -31,11 +35,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 import pytest
 
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
+from tests.campaign.reached import SITECUSTOMIZE, Chosen, Reached
+from tests.vllm.environment import ENGINE_IN_THIS_PROCESS
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -43,62 +49,21 @@ TESTS: Final[dict[str, str]] = {
     "bounded.py": "test_bounded.py",
     "eviction.py": "test_eviction.py",
     "namespace.py": "test_namespace.py",
-    "tenants.py": "test_tenants.py tiering/test_tenants.py",
-    "primary/*.py": "primary tiering/test_copies.py tiering/test_tenants.py",
-    "tiering/*.py": (
-        "tiering/test_behaviour.py tiering/test_copies.py tiering/test_faults.py tiering/test_offload.py"
-        " tiering/test_flat.py tiering/test_hits.py tiering/test_peers.py tiering/test_tally.py"
-        " tiering/test_policy.py tiering/test_gate.py tiering/test_gated_loads.py tiering/test_hand_over.py"
-        " tiering/test_hints.py tiering/test_deadlines.py tiering/test_tenants.py"
-    ),
-    "transfer/host.py transfer/base.py": "transfer/test_host.py transfer/test_cross_tp.py",
-    "transfer/cuda.py transfer/pinning.py": "transfer",
-    "tiers/presence.py": "tiers/test_presence.py tiers/test_refused.py tiers/test_async_tier.py",
-    "tiers/async_tier.py tiers/health.py": (
-        "tiers/test_health.py tiers/test_async_tier.py tiers/test_refused.py tiers/test_epochs.py"
-    ),
-    "tiers/tier_io.py tiers/block_mover.py tiers/epochs.py": (
-        "tiers/test_tier_io.py tiers/test_block_mover.py tiers/test_removal_order.py tiers/test_refused.py"
-        " tiers/test_defective_backend.py tiers/test_epochs.py tiers/test_async_tier.py"
-    ),
-    "codec/record.py codec/checksum.py codec/base.py codec/chain.py codec/rows.py": (
-        "codec/test_record.py codec/test_rows.py codec/test_hostile.py codec/test_coding.py codec/test_corruption.py"
-    ),
-    "codec/coding.py codec/zstd.py codec/byteplane.py": (
-        "codec/test_coding.py codec/test_hostile.py codec/test_corruption.py codec/test_tiers.py"
-    ),
-    "codec/seal.py codec/keyring.py": "seal",
-    "backends/disk/journal.py backends/disk/table.py backends/disk/columns.py backends/disk/notes.py": (
-        "disk/test_notes.py disk/test_journal.py disk/test_table.py disk/test_recovery.py"
-    ),
-    "backends/disk/index.py": "disk/test_index.py disk/test_shares.py",
-    "backends/disk/index.py backends/disk/records.py backends/disk/segments.py": (
-        "disk/test_segments.py disk/test_index.py disk/test_table.py disk/test_recovery.py disk/test_room.py"
-        " disk/test_contract.py"
-    ),
-    "backends/disk/blocks.py backends/disk/space.py backends/disk/session.py backends/disk/files.py": (
-        "disk/test_damage.py disk/test_room.py disk/test_recovery.py disk/test_notes.py disk/test_errors.py"
-        " disk/test_shared.py disk/test_power_cut.py disk/test_contract.py"
-    ),
-    "backends/duplex.py": "redis/test_connection.py redis/test_early_answers.py peer/test_faults.py",
-    "backends/redis/resp.py backends/redis/exchange.py backends/redis/parts.py": (
-        "redis/test_resp.py redis/test_parts.py redis/test_connection.py redis/test_hostile.py"
-        " redis/test_topology.py redis/test_several_nodes.py"
-    ),
-    "backends/s3/packs.py backends/s3/http.py backends/s3/names.py backends/s3/http.py backends/s3/wire.py": (
-        "s3/test_packing.py s3/test_http.py s3/test_texts.py s3/test_wire.py"
-    ),
-    "backends/peer/protocol.py backends/peer/summary.py backends/peer/server.py": (
-        "peer/test_protocol.py peer/test_summary.py peer/test_stored.py peer/test_faults.py peer/test_contract.py"
-    ),
-    "runtime/process.py runtime/wire.py runtime/lifetime.py": (
-        "runtime/test_child_connection.py runtime/test_process.py"
-    ),
-    "runtime/breaker.py runtime/limits.py runtime/buffers.py": (
-        "runtime/test_breaker.py runtime/test_limits.py tiers/test_health.py tiers/test_tier_io.py"
-    ),
+    "tenants.py": "test_tenants.py tiering",
+    "primary/*.py": "primary tiering",
+    "tiering/*.py": "tiering",
+    "tiers/*.py": "tiers contract/test_memory_tier.py peer/test_stored.py",
+    "transfer/*.py": "transfer",
+    "codec/*.py": "codec seal",
+    "backends/disk/*.py": "disk cli/test_looking_after.py",
+    "backends/duplex.py": "redis peer",
+    "backends/redis/*.py": "redis cli/test_admin_redis.py",
+    "backends/s3/*.py": "s3",
+    "backends/peer/*.py": "peer",
+    "runtime/*.py": "runtime contract/test_process_host.py tiers/test_tier_io.py tiers/test_health.py",
+    "vllm/*.py": "vllm",
 }
-"""Modules of the package, and the tests under ``tests`` that have to notice a change, quick ones first."""
+"""Modules of the package, and the tests under ``tests`` that have to notice a change."""
 
 ACCEPTED: Final[dict[str, str]] = {
     "operand dropped: `found.dict_id or declared in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR)`"
@@ -125,11 +90,39 @@ ACCEPTED: Final[dict[str, str]] = {
     "call removed: `pool.close()` -> `pass`": "the memory goes with its last view, a moment later",
     "operand dropped: `missed and self._backend.exclusive and (not self._closed)`"
     " -> `(missed and self._backend.exclusive)`": "a closed medium answers with an error, which reports nothing",
+    "shifted: `fit.q * blocks > _PIECE_S` -> `(fit.q * blocks >= _PIECE_S)`": "at equality a piece is all blocks",
+    "shifted: `place <= SLOT_MASK` -> `(place < SLOT_MASK)`": "no disk tier has a slot of the highest number",
+    "shifted: `self.fd >= 0` -> `(self.fd > 0)`": "0 is standard input, which is open",
+    "operand dropped: `self._backfill_uses or 1` -> `(self._backfill_uses)`": (
+        "for the type checker: blocks are copied to faster tiers only if the number is given"
+    ),
+    "shifted: `len(self._text) > _TEXT_PIECES_MAX` -> `(len(self._text) >= _TEXT_PIECES_MAX)`": (
+        "the bound is of memory, and one piece more or less is none"
+    ),
+    "operand dropped: `self._start < self._end and self._step(replies)` -> `(self._step(replies))`": (
+        "a shortcut: without bytes a step does nothing"
+    ),
+    "shifted: `slot_bytes > _SLOT_BYTES_MAX` -> `(slot_bytes >= _SLOT_BYTES_MAX)`": "no model has blocks of 1 GiB",
+    "shifted: `self._missing_bytes(0) <= 0` -> `(self._missing_bytes(0) < 0)`": (
+        "a shortcut: if exactly nothing is missing, the same is found with the lock held"
+    ),
+    "operand dropped: `work and self._side is not None` -> `(work)`": (
+        "for the type checker: the parent sends its first message before any other"
+    ),
 }
 """Mutants that no test can notice, by their text without the line number, and why."""
 
 LIMIT_S: Final = 150
 """A run of tests that takes longer is ended without a verdict; a single test that hangs fails much earlier."""
+
+TESTS_S: Final = 15.0
+"""Tests of one mutant take no longer than this unless ``--tests-s`` is given, or it is only one."""
+
+MEASURED_S: Final = 600
+"""To find the lines that tests reach, each argument of pytest has this time."""
+
+Reach: TypeAlias = dict[str, dict[str, tuple[float, list[str]]]]
+"""By the argument of pytest and the test: its time in seconds (negative if it failed), and the lines it reaches."""
 
 _RELEASES: Final = re.compile(
     r"^_?(unpin|pin|release|close|cancel|discard|pop|popitem|remove|abandon|clear|free|forget|drop|settle|finish|end|"
@@ -165,6 +158,7 @@ class Mutant:
     node: ast.expr | ast.stmt  # Its place in the source.
     kind: str  # Kind of the change.
     text: str  # The new source of the place.
+    in_function: bool = True
 
     def changed(self, source: str) -> str:
         """Return the module with the change."""
@@ -178,6 +172,12 @@ class Mutant:
         return f"{self.path}:{self.node.lineno}: {self.name}"
 
     @property
+    def lines(self) -> range:
+        """Lines of the source; those of the whole module outside functions, which run before any test."""
+        node = self.node
+        return range(node.lineno, (node.end_lineno or node.lineno) + 1) if self.in_function else range(1, 10_000)
+
+    @property
     def name(self) -> str:
         """Kind, old and new source; the same when the line moves."""
         return f"{self.kind}: `{_line(ast.unparse(self.node))}` -> `{_line(self.text)}`"
@@ -188,22 +188,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.campaign.mutants", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--only", default="", help="modules whose path contains this")
+    parser.add_argument("--only", default=[""], nargs="+", help="modules whose path starts with one of these")
+    parser.add_argument("--match", default="", help="mutants whose text contains this; with --count 0, all of them")
+    parser.add_argument("--reached", type=Path, help="file with the lines that tests reach; made if it is missing")
     parser.add_argument("--seed", type=int, default=0, help="of the draw; random unless given")
     parser.add_argument("--count", type=int, default=150, help="mutants to draw; 0 takes all")
+    parser.add_argument("--tests-s", type=float, default=TESTS_S, help="most seconds of tests of a mutant")
+    parser.add_argument("--done", type=Path, help="output of an interrupted run, whose mutants are left out")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     args = parser.parse_args()
     seed = args.seed or fresh_seed()
-    mutants = [mutant for mutant in all_mutants() if args.only in mutant.path]
-    drawn = random.Random(seed).sample(mutants, min(args.count or len(mutants), len(mutants)))
+    mutants = [
+        mutant for mutant in all_mutants() if mutant.path.startswith(tuple(args.only)) and args.match in str(mutant)
+    ]
+    drawn = drawn_evenly(mutants, args.count or len(mutants), seed)
+    done = args.done.read_text() if args.done else ""
+    drawn = [mutant for mutant in drawn if f" s  {mutant}  [" not in done]
     print(f"seed {seed}: {len(drawn)} of {len(mutants)} mutants", flush=True)
     if args.list:
         print(*drawn, sep="\n")
         return 0
     counts: Counter[str] = Counter()
-    for mutant, verdict, took_s in tried(drawn):
+    for mutant, verdict, took_s, remark in tried(drawn, args.reached, args.tests_s):
         counts[verdict] += 1
-        print(f"{verdict:9} {took_s:4.0f} s  {mutant}", flush=True)
+        print(f"{verdict:9} {took_s:4.0f} s  {mutant}  [{remark}]", flush=True)
     killed, decided = counts["killed"], counts["killed"] + counts["survived"]
     print(f"{killed} of {decided} mutants killed ({killed / max(1, decided):.1%}); {dict(counts)}; seed {seed}")
     return 1 if counts["survived"] else 0
@@ -214,8 +222,25 @@ def all_mutants() -> list[Mutant]:
     found = []
     for path in sorted(modules()):
         tree = ast.parse((ROOT / "kvstore" / path).read_text())
-        found += [mutant for node in _code(tree) for mutant in _mutants(path, node)]
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        inside = {line for node in functions for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)}
+        for mutant in (mutant for node in _code(tree) for mutant in _mutants(path, node)):
+            found.append(dataclasses.replace(mutant, in_function=mutant.node.lineno in inside))
     return found
+
+
+def drawn_evenly(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
+    """Return the first mutant of each package, then the second of each, and so on.
+
+    The order within a package is random and depends on the seed only, so a sample can be tried one package at a time.
+    """
+    packages: dict[str, list[Mutant]] = {}
+    for mutant in mutants:
+        packages.setdefault(mutant.path.rpartition("/")[0] or mutant.path, []).append(mutant)
+    for name, found in packages.items():
+        random.Random(f"{seed} {name}").shuffle(found)
+    rounds = itertools.zip_longest(*(packages[name] for name in sorted(packages)))
+    return [mutant for mutant in itertools.chain.from_iterable(rounds) if mutant][:count]
 
 
 def modules() -> dict[str, list[str]]:
@@ -231,55 +256,114 @@ def modules() -> dict[str, list[str]]:
     return found
 
 
-def tried(mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, float]]:
-    """Test each mutant; yield it with ``killed``, ``undecided``, ``survived`` or ``accepted``, and its time."""
-    tests, proven = modules(), list[list[str]]()
+def tried(mutants: Sequence[Mutant], cache: Path | None, tests_s: float) -> Iterator[tuple[Mutant, str, float, str]]:
+    """Yield each mutant with ``killed``, ``undecided``, ``survived`` or ``accepted``, its time and a remark."""
     for name in ("hypothesis", "msgspec", "numpy", "psutil", "redis", "xxhash"):
         importlib.import_module(name)
+    if any(mutant.path.startswith(("vllm/", "transfer/")) for mutant in mutants):
+        os.environ |= ENGINE_IN_THIS_PROCESS
+        importlib.import_module("vllm.v1.kv_offload.tiering.spec")
     with tempfile.TemporaryDirectory(prefix="kvstore-mutants-") as directory:
         tree = Path(directory) / "kvstore"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", ".hypothesis", "__pycache__"))
+        reached = _reached(tree, sorted({mutant.path for mutant in mutants}), cache)
         for mutant in mutants:
             if mutant.name in ACCEPTED:
-                yield mutant, "accepted", 0.0
-                continue
-            path = tree / "kvstore" / mutant.path
-            if (own := tests[mutant.path]) not in proven:
-                # That they pass is what `make test` shows; here they have to be found, or every mutant looks killed.
-                if _verdict(tree, [*own, "--collect-only"]) != "survived":
-                    raise SystemExit(f"{own} can't run:\n{(tree.parent / 'log').read_text()[-2000:]}")
-                proven.append(own)
-            source = path.read_text()
-            path.write_text(mutant.changed(source))
-            began = time.monotonic()
-            try:
-                verdict = _verdict(tree, own)
-            finally:
-                path.write_text(source)
-                # Compiled code counts as that of its source if both are of one second and the sources equally long.
-                for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
-                    compiled.unlink()
-            yield mutant, verdict, time.monotonic() - began
+                yield mutant, "accepted", 0.0, ""
+            elif not (tests := _tests_of(mutant, reached, tests_s)):
+                yield mutant, "survived", 0.0, "no test reaches it"
+            else:
+                began = time.monotonic()
+                verdict, remark = _tried(tree, mutant, tests, LIMIT_S + 2 * tests_s)
+                yield mutant, verdict, time.monotonic() - began, remark
 
 
-def _verdict(tree: Path, tests: Sequence[str]) -> str:
-    pid = os.fork()
-    if not pid:
-        _run_tests(tree, tests)
-    deadline, ended, status = time.monotonic() + LIMIT_S, 0, 0
-    while not ended and time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.05)
-    # Also what a failed test has left running.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    if not ended:
-        os.waitpid(pid, 0)
-        return "undecided"
-    return "killed" if status else "survived"
+def _tried(tree: Path, mutant: Mutant, tests: Sequence[str], limit_s: float) -> tuple[str, str]:
+    path = tree / "kvstore" / mutant.path
+    source = path.read_text()
+    path.write_text(mutant.changed(source))
+    try:
+        verdict = _verdict(tree, sorted({test.partition("::")[0] for test in tests}), Chosen(tests), limit_s)
+    finally:
+        path.write_text(source)
+        # Compiled code counts as that of its source if both are of one second and the sources equally long.
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+            compiled.unlink()
+    log = (tree.parent / "log").read_text(errors="replace")
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", log, re.MULTILINE)
+    if verdict == "killed" and "Timeout (>" in log:
+        return verdict, f"time limit of {failed[-1] if failed else tests[0]}"
+    return verdict, (failed[-1] if failed and verdict == "killed" else f"{len(tests)} tests")
 
 
-def _run_tests(tree: Path, tests: Sequence[str]) -> NoReturn:
+def _reached(tree: Path, paths: Sequence[str], cache: Path | None) -> Reach:
+    """Return for each test its time and the lines that it reaches; tests that fail without a mutant are left out."""
+    own = modules()
+    known: dict[str, Any] = json.loads(cache.read_text()) if cache and cache.exists() else {}
+    (tree / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    for tests in sorted({test for path in paths for test in own[path]}):
+        if known.get(tests):
+            continue
+        began, answer = time.monotonic(), tree.parent / "reached"
+        answer.unlink(missing_ok=True)
+        plugin = Reached(f"{tree / 'kvstore'}{os.sep}", tree.parent / "children", answer)
+        _verdict(tree, [tests], plugin, MEASURED_S)
+        if not answer.exists():
+            raise SystemExit(f"{tests} can't run:\n{(tree.parent / 'log').read_text()[-2000:]}")
+        known[tests] = json.loads(answer.read_text())
+        if not known[tests]:
+            raise SystemExit(f"{tests} has no tests:\n{(tree.parent / 'log').read_text()[-2000:]}")
+        failed = [test for test, (took_s, _) in known[tests].items() if took_s < 0]
+        took_s = time.monotonic() - began
+        print(f"{tests}: {len(known[tests])} tests, {took_s:.0f} s; failed: {len(failed)} {failed[:3]}", flush=True)
+        if cache:
+            cache.write_text(json.dumps(known))
+    (tree / "sitecustomize.py").unlink()
+    return known
+
+
+def _tests_of(mutant: Mutant, reached: Reach, tests_s: float) -> list[str]:
+    """Return the tests of the module that reach the mutant: quick ones first, and rather those named for the module."""
+    lines = {f"{mutant.path}:{line}" for line in mutant.lines}
+    stem = Path(mutant.path).stem
+    found = []
+    for tests in modules()[mutant.path]:
+        for test, (took_s, places) in reached.get(tests, {}).items():
+            if took_s >= 0 and not lines.isdisjoint(places):
+                found.append((took_s / 4 if f"/test_{stem}.py" in test else took_s, took_s, test))
+    total, chosen = 0.0, []
+    for _, took_s, test in sorted(found):
+        if not chosen or total + took_s <= tests_s:
+            chosen.append(test)
+            total += took_s
+    return chosen
+
+
+def _verdict(tree: Path, tests: Sequence[str], plugin: object, limit_s: float) -> str:
+    while True:
+        pid = os.fork()
+        if not pid:
+            _run_tests(tree, tests, plugin)
+        began = last = time.monotonic()
+        ended, status, paused = 0, 0, False
+        while not ended and last < began + limit_s:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.05)
+            paused |= time.monotonic() > last + 5
+            last = time.monotonic()
+        # Also what a failed test has left running.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        if not ended:
+            os.waitpid(pid, 0)
+        if paused and (status or not ended):
+            continue  # This program was stopped for a while, and time limits of tests have passed.
+        if not ended:
+            return "undecided"
+        return "killed" if status else "survived"
+
+
+def _run_tests(tree: Path, tests: Sequence[str], plugin: object) -> NoReturn:
     """Run tests in this process, a fork whose imports of other packages are done: they are most of the time."""
     status = 1
     try:
@@ -291,14 +375,20 @@ def _run_tests(tree: Path, tests: Sequence[str]) -> NoReturn:
         os.environ |= {"PYTHONPATH": str(tree), "TMPDIR": str(tree.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         os.environ.setdefault(SEED_VARIABLE, "1")
         tempfile.tempdir = None
+        # Without compiled code each run would compile the project, and pytest would rewrite the tests.
+        sys.dont_write_bytecode = False
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.path[:] = [str(tree), *(path for path in sys.path if Path(path).resolve() != ROOT)]
         for name in [name for name in sys.modules if name.partition(".")[0] in {"kvstore", "tests", "examples"}]:
             del sys.modules[name]
         plugins = ["-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
         plugins += ["-p", "_hypothesis_pytestplugin"]
-        marks = ["-m", "not heavy and not root and not walk", "-o", "timeout=60"]
-        status = pytest.main(["-q", "-x", *plugins, *marks, f"--basetemp={tree.parent / 'pytest'}", *tests])
+        marks = ["-m", "not vllm and not torture and not root and not walk", "-o", "timeout=60"]
+        if isinstance(plugin, Chosen):
+            marks.append("-x")
+        base = f"--basetemp={tree.parent / 'pytest'}"
+        status = pytest.main(["-q", *plugins, *marks, base, *tests], plugins=[plugin])
     except BaseException:
         traceback.print_exc()
     finally:

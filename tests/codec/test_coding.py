@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.codec.base import Codec
 from kvstore.codec.chain import AUTO, build_chain, pack_chain, parse_chain, unpack_chain
+from kvstore.codec.coding import Encoder
 from kvstore.codec.record import HEADER_BYTES, decode_header
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
@@ -17,6 +19,7 @@ from kvstore.tiers.codecs import TierCodecs, element_bytes_of, namespace_with_co
 from tests.codec.coding import NAMESPACE, Coding, numbers
 from tests.codec.records import SEED, forged
 from tests.codec.third_party import Touchy
+from tests.seal.keyrings import document, write
 
 SLOT = 8192
 CONFIGS: list[Any] = [
@@ -57,6 +60,29 @@ def test_what_gets_no_shorter_is_stored_raw() -> None:
     header = decode_header(record)
     assert (header.codec_chain, header.plain_bytes) == (PLANES_ZSTD, SLOT)
     assert header.stored_bytes == len(record) - HEADER_BYTES < 0.85 * SLOT
+
+
+@pytest.mark.parametrize(
+    ("codec", "encoded", "plain"),
+    [
+        ("raw", (False, False), (False, False)),
+        ("zstd", (True, False), (False, False)),
+        ("byteplane+zstd:1", (True, True), (False, False)),
+        ("mac", (False, False), (False, False)),
+        ("zstd mac", (True, False), (False, False)),
+        ("aead", (True, False), (True, False)),
+        ("zstd aead", (True, True), (True, False)),
+    ],
+)
+def test_the_rows_that_an_encoder_needs(
+    codec: str, encoded: tuple[bool, bool], plain: tuple[bool, bool], tmp_path: Path
+) -> None:
+    """Targets are for codecs and encryption; spares for what lies between two codecs, or a codec and encryption."""
+    keys = {"keys": {"file": str(write(tmp_path / "keys", document(1)))}}
+    config = [{name: keys} if name in {"mac", "aead"} else name for name in codec.split()]
+    coding = Coding(config)
+    encoder = Encoder(coding.records, coding.codecs.chain)
+    assert (encoder.needs_rows(encode=True), encoder.needs_rows(encode=False)) == (encoded, plain)
 
 
 def test_what_is_a_little_shorter_is_stored_raw() -> None:

@@ -77,6 +77,22 @@ async def test_many_blocks_are_few_files(tmp_path: Path) -> None:
         await rig.has_all(values)
 
 
+async def test_an_open_segment_is_used_without_a_thread(
+    segments: SegmentFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch whose segments are all open makes no call that could queue behind others."""
+
+    async def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a call")
+
+    async with segments.files_of([3]):
+        pass
+    with monkeypatch.context() as patched:
+        patched.setattr(TransferEngine, "call", refuse)
+        async with segments.files_of([3]) as (fd,):
+            assert fd >= 0
+
+
 async def test_those_used_last_stay_open(segments: SegmentFiles, tmp_path: Path) -> None:
     """Above the limit, unused segments are closed, the least recently used first."""
     for number in range(LIMIT):

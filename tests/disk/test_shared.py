@@ -258,17 +258,21 @@ async def test_an_engine_above_its_share_gives_segments_up(tmp_path: Path) -> No
             assert {cause for _, cause in one.removed} == {RemovalCause.EVICTED}
 
 
-async def test_a_segment_made_again_is_opened_again(tmp_path: Path) -> None:
-    """If an owner removes a segment and creates one of the same number, others read the new file."""
+@pytest.mark.parametrize("emptied", [False, True])
+async def test_a_segment_made_again_is_opened_again(tmp_path: Path, emptied: bool) -> None:
+    """If an owner removes a segment and creates one of the same number, all read the new file."""
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
         first = await one.put_new(4)
         await two.session.followers.refresh()
         await two.has_all(first)
+        if emptied:
+            await one.backend.delete(list(first))
         await one.session.space._give_up([0])
         assert await two.get(list(first)) == [None] * 4
         again = await one.put_new(4)
         assert one.session.index.columns.segments[0]
         await two.session.followers.refresh()
+        await one.has_all(again)
         await two.has_all(again)
         assert two.backend.stats().counters.get("stale_blocks", 0) <= 4
 
@@ -326,6 +330,25 @@ async def test_a_root_of_old_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="file tier"):
         async with opened(tmp_path, "64MiB"):
             pass
+
+
+async def test_a_scan_leaves_no_journal_open(tmp_path: Path) -> None:
+    """Other owners' files are closed after a scan, however often it runs."""
+
+    def journals() -> list[str]:
+        found = []
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return sorted(name for name in found if name.startswith(f"{tmp_path}{os.sep}") and "/journal." in name)
+
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        values = await one.put_new(3)
+        await eventually_async(lambda: set(two.arrived) == set(values), what="the other engine is told")
+        before = journals()
+        for _ in range(3):
+            assert await two.scanned() == set(values)
+        assert before and journals() == before
 
 
 async def test_an_owner_that_goes_during_a_scan(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ SECRET = "a secret of sixteen"
             for host in ("10.0.0.*", "10.0.0.300", "10.0.0", "engine 7", "x" * 300, "engine-*")
         ),
         ({"peers": ["10.0.0.300:5710"], "secret": SECRET}, "Expected 'host:port'"),
+        ({"peers": ["127.0.0.1:٥٧"]}, "Expected 'host:port'"),
         ({"peers": ["127.0.0.1:1"], "tls_ca": "a", "tls_key": "k"}, "'tls_ca' and 'tls_key' would be .* Set 'tls' to"),
         ({"listen": "127.0.0.1:1", "secret": SECRET, "tls_cert": "c"}, "'tls_cert' would be ignored"),
         ({"peers": ["127.0.0.1:1"], "tls": True, "tls_key": "k"}, "'tls_key' would be ignored without 'tls_cert'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import socket
 import threading
@@ -16,7 +17,7 @@ from typing import Any, Self
 import pytest
 
 from kvstore.backends.base import RecordGeometry
-from kvstore.backends.peer import PeerBackend, PeerConfig
+from kvstore.backends.peer import PeerBackend, PeerConfig, directory
 from kvstore.backends.peer.directory import _READ_AT_ONCE, _READ_BYTES_MAX
 from kvstore.backends.peer.summary import ENGINES_MAX, SUMMARY_BYTES_MAX, Sample, pack
 from kvstore.config import decode_config
@@ -342,6 +343,24 @@ def test_summaries_are_read_at_a_bounded_rate(
         rig.until(lambda: stat(rig.tier, "directory_rounds") >= 4, "some rounds")
         assert stat(rig.tier, "directory_engines") == 20
         assert stat(rig.tier, "directory_summaries_read") == 8, "one batch"
+
+
+def test_a_slow_server_spreads_the_summaries_over_rounds(redis_only: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round reads no further batch after its interval, so no round exceeds the time limit of its session."""
+    read, began = directory._Server.read, list[float]()
+
+    async def slow(self: Any, addresses: Any) -> Any:
+        began.append(time.monotonic())
+        await asyncio.sleep(0.3)  # The interval is 0.2 s.
+        return await read(self, addresses)
+
+    monkeypatch.setattr(directory._Server, "read", slow)
+    admin(redis_only).write([Entry(f"127.0.0.1:{free_port()}".encode(), summary_of(KEYS)) for _ in range(20)])
+    with asking(redis_only) as rig:
+        until_read(rig, 20)
+    assert len(began) >= 3
+    pauses = [after - before for before, after in itertools.pairwise(began)]
+    assert min(pauses) > 0.4, "the pause between two rounds is 0.16 s or longer"
 
 
 def test_a_directory_of_another_type(redis_only: Server) -> None:

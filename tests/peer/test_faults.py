@@ -235,6 +235,51 @@ async def test_what_nobody_asked_for_closes_an_idle_connection(fake: FakePeer) -
         await backend.close()
 
 
+async def test_concurrent_lookups_of_a_peer_are_bounded(fake: FakePeer) -> None:
+    """Eight are sent, over a connection each; the others wait for an answer."""
+
+    def late(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
+        peer.released.wait(30)
+        honest(peer, sock, op, keys)
+
+    fake.answer = late
+    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    try:
+        lookups = [asyncio.create_task(backend.exists([b"key-%d" % number])) for number in range(12)]
+        await eventually_async(lambda: len(fake.questions) >= 8, 20)
+        await asyncio.sleep(0.1)
+        assert len(fake.questions) == 8
+        fake.released.set()
+        assert await asyncio.gather(*lookups) == [[True]] * 12
+    finally:
+        await backend.close()
+
+
+async def test_a_connection_closed_while_idle_is_forgotten(fake: FakePeer) -> None:
+    """The next call takes another one, and nothing is left of the closed one."""
+
+    def late(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
+        peer.released.wait(30)
+        honest(peer, sock, op, keys)
+
+    fake.answer = late
+    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    try:
+        lookups = [asyncio.create_task(backend.exists([key])) for key in (b"a", b"b")]
+        await eventually_async(lambda: len(fake.questions) == 2, 20)
+        fake.released.set()
+        assert await asyncio.gather(*lookups) == [[True]] * 2
+        (peer,) = backend._listed.values()
+        assert len(peer._idle) == len(peer._pipes) == 2
+        peer._idle[-1][0].close()
+        assert await backend.exists([b"c"]) == [True]
+        assert len(peer._idle) == len(peer._pipes) == 1
+    finally:
+        await backend.close()
+
+
 async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer named longest ago is forgotten, with its connections; if named again, it is contacted again."""
     monkeypatch.setattr("kvstore.backends.peer.backend._NAMED_MAX", 2)

@@ -157,6 +157,15 @@ async def test_an_unfinished_exchange_is_reset(is_busy: bool) -> None:
             assert ends.server.recv(1) == b""
 
 
+async def test_a_second_close_is_none() -> None:
+    """The owner of a connection learns of its end once, with the first reason."""
+    async with connected() as ends:
+        first = ConnectionLostError("first")
+        ends.connection.close(first)
+        ends.connection.close()
+        assert ends.closed == [first]
+
+
 async def test_an_answer_has_the_time_that_its_value_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline of an answer is ``timeout`` plus the time of the value's bytes at ``bytes_per_second_min``."""
     async with connected(timeout=1, bytes_per_second_min=VALUE_BYTES) as ends:

@@ -267,6 +267,19 @@ async def test_the_control_plane_never_quotes_the_server(sentinel: bool) -> None
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
+@pytest.mark.parametrize("hello", [b"-NOPERM no\r\n", b"-NOPROTO no\r\n", b"-ERR unknown command\r\n"])
+async def test_a_server_that_refuses_hello_gets_the_password_by_auth(hello: bytes) -> None:
+    """HELLO may be unknown, or forbidden to the user, and the login still succeeds."""
+
+    async def well(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(b"+OK\r\n")
+
+    async with fake_server(well, hello=hello) as server:
+        backend = await opened(server, SIZE, password="canary-secret")
+        assert [b"AUTH", b"canary-secret"] in server.commands
+        await backend.close()
+
+
 async def test_nothing_goes_on_after_close() -> None:
     """A backend closed during calls leaves no task and no connection behind."""
 

@@ -96,8 +96,11 @@ def _move_slots(servers: Sequence[Server], slots: Sequence[int]) -> None:
             cli(server, "CLUSTER", "SETSLOT", str(slot), "NODE", ids[1])
 
 
-async def test_replica_reads(tmp_path: Path) -> None:
-    """Reads go to the replica; blocks missing there are read from the master, once; a dead replica costs nothing."""
+async def test_replica_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Reads go to the replica; blocks missing there are read from the master, once; a dead replica costs nothing.
+
+    The nodes are looked for again then, and the same master is no news.
+    """
     master = plain("redis", tmp_path / "master")
     replica = replica_of(master, tmp_path / "replica")
     watchers = sentinels(master, tmp_path)
@@ -112,6 +115,7 @@ async def test_replica_reads(tmp_path: Path) -> None:
         values = {maker.key(): maker.payload() for _ in range(20)}
         assert set(await backend.put([maker.write(key, value) for key, value in values.items()])) == {Outcome.OK}
         before = _gets(replica), _gets(master)
+        assert before[0] > 0
         await _all_found(backend, maker, values)
         if before[0] < _gets(replica):
             assert _gets(master) - before[1] == 20
@@ -121,7 +125,9 @@ async def test_replica_reads(tmp_path: Path) -> None:
         assert set(await backend.exists([bytes([i]) * 32 for i in range(9)])) == {False}
         await asyncio.to_thread(replica.kill)
         await _all_found(backend, maker, values)
+        await eventually_async(lambda: backend.stats().counters["topology_refreshes"] >= 2, 60, what="refreshes")
         await backend.close()
+        assert "new master" not in caplog.text
         await eventually_async(lambda: master.clients() == 0, what="all connections closed")
 
 

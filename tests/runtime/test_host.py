@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
@@ -153,6 +154,31 @@ def test_no_task_outlives_the_loop() -> None:
     host._thread.join(30)
     assert len(tasks) == 4
     assert all(task.cancelled() for task in tasks)
+
+
+def test_the_loop_waits_for_a_task_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that waits for a frozen disk ends once the disk responds, long after its cancellation."""
+    monkeypatch.setattr("kvstore.runtime.host._END_S", 0.02)
+    responds, ended = threading.Event(), threading.Event()
+
+    async def use_frozen_disk() -> None:
+        while not responds.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+        ended.set()
+
+    host = ThreadHost()
+    channel = host.attach(Echo)
+    channel.open(30)
+    tasks: list[asyncio.Task[None]] = []
+    host.wake(lambda: tasks.append(asyncio.get_running_loop().create_task(use_frozen_disk())))
+    assert channel.close(30)
+    host._thread.join(0.2)
+    assert host._thread.is_alive() and not ended.is_set()
+    responds.set()
+    assert ended.wait(30)
+    host._thread.join(30)
+    assert not host._thread.is_alive()
 
 
 def test_the_shared_host_lives_as_long_as_its_users() -> None:

@@ -47,6 +47,20 @@ async def test_a_small_request_does_not_pass_a_large_one_that_waits() -> None:
     assert await small == 1
 
 
+async def test_a_cancelled_request_holds_up_no_other() -> None:
+    """A small request behind a large one is served when the large one is cancelled, not only at the next return."""
+    limiter = Limiter(3)
+    async with limiter.hold(1):
+        large = asyncio.create_task(limiter.enter(3))
+        await asyncio.sleep(0)
+        small = asyncio.create_task(limiter.enter(1))
+        await asyncio.sleep(0)
+        large.cancel()
+        assert await asyncio.wait_for(small, 20) == 1
+        assert large.cancelled() and limiter.in_use == 2
+    limiter.leave(1)
+
+
 async def test_a_request_for_more_than_there_is_waits_for_all_of_it() -> None:
     """A request above the total is served alone."""
     limiter = Limiter(3)

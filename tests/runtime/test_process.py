@@ -118,6 +118,18 @@ def test_blocks_go_through_a_child_process_byte_for_byte(region: Region) -> None
     assert tier.drain(30)
 
 
+def test_the_answers_of_a_child_are_seen_without_taking_them(region: Region) -> None:
+    """A waker finds out that a child has answered; after the answers were taken there is nothing."""
+    tier = open_process_tier(region)
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    until(lambda: tier.get_finished() or not tier.has_answers, tier)
+    tier.submit_load(TransferJob(2, [b"a"], [1]))
+    tier.flush()
+    until(lambda: tier.has_answers)
+    assert until(tier.get_finished, tier)[0].success
+    until(lambda: tier.get_finished() or not tier.has_answers, tier)
+
+
 def test_a_killed_child_fails_its_jobs_and_is_replaced(region: Region) -> None:
     """After SIGKILL jobs are reported as failed, lookups miss, and a new child soon serves."""
     tier = open_process_tier(region)
@@ -482,6 +494,28 @@ def test_a_restart_is_tried_again_whatever_it_failed_of(region: Region, monkeypa
         until(failed.is_set, tier)
     until_replaced(tier, child)
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+
+
+def test_pauses_between_restarts_are_bounded(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They double, up to half a minute: a tier whose child can't start for an hour still returns soon after."""
+    tier = open_process_tier(region)
+    child, pauses = child_of(tier), list[float]()
+
+    class Impatient(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout or 0)
+            return self.is_set()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as short:
+        short.setattr("kvstore.runtime.process.ChildConnection", fail)
+        short.setattr(channel_of(tier), "_stopping", Impatient())
+        os.kill(child, signal.SIGKILL)
+        until(lambda: len(pauses) > 10, tier)
+    assert pauses[:9] == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    until_replaced(tier, child)
 
 
 @contextlib.contextmanager

@@ -225,6 +225,14 @@ async def test_slow_down() -> None:
     assert client.limiter.total == 64
 
 
+async def test_other_failures_do_not_slow_down() -> None:
+    """A failing service gets fewer retries, not fewer concurrent requests."""
+    client = Script(always=Cause.SERVER_ERROR, concurrency=64, tries=1)
+    with pytest.raises(S3Error):
+        await client.head("k", timeout_s=30)
+    assert client.limiter.total == 64
+
+
 async def test_one_order_to_slow_down_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Concurrent SlowDown answers halve the limit once, later ones again, and at least one request may always run."""
     client = Script(always=Cause.SLOW_DOWN, concurrency=64, tries=1)

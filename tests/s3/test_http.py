@@ -133,6 +133,13 @@ def test_a_body_of_an_answer_without_one_is_surplus() -> None:
     assert answer.whole and answer.surplus and answer.body == b""
 
 
+def test_a_surplus_answer_changes_nothing_of_the_first() -> None:
+    """Received together with the first, it gives neither its status nor its connection to it."""
+    answer = feed(Answer(), head(404, Content_Length=0) + head(200, Content_Length=0, Connection="close"))
+    assert answer is not None and answer.surplus
+    assert (answer.status, answer.stays_open, answer.headers["content-length"]) == (404, True, "0")
+
+
 def test_surplus_bytes() -> None:
     """Surplus bytes after the body prevent reuse of the connection."""
     targets = buffers(100)

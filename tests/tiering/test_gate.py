@@ -423,3 +423,14 @@ def test_a_first_step_that_compiles_hides_no_prefill() -> None:
     for _ in range(30):
         gate.note_step([(1000, 0)], 1.03)
     assert gate.recompute_s(0, 1000) == pytest.approx(1.0, rel=0.01)
+
+
+def test_only_a_trial_is_late_soon() -> None:
+    """A load that takes longer than computing gets its time, because requests wait for it; a trial does not."""
+    world = World([0.5], [0.01])
+    world.learn()
+    load_s = world.load_s(0, 10)
+    assert world.gate.deadline_s(0, 10, load_s / 5) > load_s
+    for _ in range(1000):
+        world.gate.explores(0, 10)
+    assert world.gate.deadline_s(0, 10, load_s / 5) < load_s / 5

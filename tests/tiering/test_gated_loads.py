@@ -158,6 +158,16 @@ def test_a_fast_tier_is_loaded_and_a_slow_one_is_not() -> None:
         assert counts.saved_s > 0 if loads else counts.saved_s == counts.lost_s == 0
 
 
+def test_a_load_saves_the_time_to_compute_all_its_blocks() -> None:
+    """The time saved is that of computing every loaded token, less the wait for them."""
+    engine = Gated((0.001, 0.001))
+    engine.learn()
+    before = engine.counts.saved_s
+    seconds, hits = engine.serve(engine.blocks(40))
+    assert hits == 40
+    assert engine.counts.saved_s - before == pytest.approx(TOKEN_S * BLOCK * 40 - seconds, rel=0.05)
+
+
 @pytest.mark.parametrize("begins", ["scheduled", "stores", "ends"])
 def test_computing_is_worse_the_more_requests_wait(begins: str) -> None:
     """A load of five times the computing time is worth it if many requests wait, but not for one alone."""

@@ -330,6 +330,18 @@ def test_lazy_blocks_of_a_tier_that_fails_do_not_jam_the_primary_tier() -> None:
     assert engine.manager.stats().lost > 0
 
 
+def test_a_prefix_longer_than_the_primary_tier_is_loaded_as_far_as_it_fits() -> None:
+    """A lookup without room is a miss if only the request's own promotions take the slots: none becomes free."""
+    engine = Engine(slots=4)
+    keys = keys_of(*range(6))
+    engine.tier.blocks.update((key, payload(key)) for key in keys)
+    ctx = engine.request(keys)
+    answers = [engine.manager.lookup(key, ctx) for key in keys]
+    assert answers == [LookupResult.HIT_PENDING] * 4 + [LookupResult.MISS] * 2
+    engine.manager.on_request_finished(ctx)
+    engine.settle()
+
+
 def test_room_is_being_made_until_the_last_write_back_has_ended() -> None:
     """A lookup without room waits for pending write-backs, and only while there are any."""
     engine = Engine(slots=4, policy={"lazy": True})

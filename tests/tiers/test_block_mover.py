@@ -151,6 +151,30 @@ async def test_a_store_counts_only_what_it_wrote() -> None:
     await backend.close()
 
 
+@pytest.mark.parametrize(("alignment", "ends"), [(4096, {0}), (512, set(range(1, 4096)))])
+async def test_payloads_end_with_a_page_where_headers_do(alignment: int, ends: set[int]) -> None:
+    """With headers of a page, the encoded payload is padded to a page for direct I/O; elsewhere it is not padded."""
+    lengths = []
+
+    class Paged(MemoryBackend):
+        async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+            lengths.extend(write.size_bytes for write in writes)
+            return await super().put(writes)
+
+    backend = Paged(MemoryConfig())
+    backend.alignment = alignment  # type: ignore[misc]
+    await backend.open(OURS, RecordGeometry(alignment, SLOT))
+    slots = SlotBuffers(memoryview(bytearray(b"numbers" * SLOT)[:SLOT]), SLOT)
+    mover = BlockMover(backend, OURS, slots, SLOT, lambda keys: None, TierCodecs("zstd", OURS))
+    job = RunningJob(SubmitJob(1, JobKind.STORE, (b"a",), (0,), time.monotonic() + 60))
+    for part in mover.cut(job):
+        await mover.move(part)
+    assert list(job.outcomes) == [Outcome.OK]
+    assert len(lengths) == 1 and lengths[0] % 4096 in ends
+    mover.close()
+    await backend.close()
+
+
 class Misfit(MemoryBackend):
     """Its records never fit the buffers."""
 

@@ -80,6 +80,16 @@ def test_a_block_that_left_and_came_back_is_no_change() -> None:
     assert inventory.take() == []
 
 
+def test_what_left_before_consumers_dropped_all_blocks_is_not_reported() -> None:
+    """A statement anew has the blocks in the tier, as found ones, and no removal of before."""
+    inventory = Inventory()
+    inventory.stored([b"a", b"b"])
+    assert inventory.take() == [TierEvent((b"a", b"b"))]
+    inventory.removed([b"a"], RemovalCause.EVICTED)
+    inventory.restate()
+    assert inventory.take() == [TierEvent((b"b",))]
+
+
 def test_found_blocks_come_at_a_bounded_rate_and_in_order() -> None:
     """A long report is split; changes are not delayed by it."""
     inventory = Inventory()

@@ -155,6 +155,7 @@ class Driver:
         self.late = LateWorker(self._rows())
         self.worker: OffloadingWorker = self.late
         self.slots = ROWS
+        self.expects_errors = False  # Whether a test makes our manager fail.
         if hasattr(self.manager, "manager"):
             region, parallel = self.spec._scheduler_mmap, self.spec.config.parallel
             counters = counters_of(region, *region_shape(self.spec), parallel.world_size)
@@ -284,11 +285,13 @@ class Driver:
         self._end_reset()
 
     def close(self) -> None:
-        """Shut down as the engine does."""
+        """Shut down as the engine does; fails if our manager caught an error."""
         self.late.rows = np.zeros((0, BLOCK_BYTES), np.uint8)
         if self.worker is not self.late:
             self.worker.shutdown()
         self.manager.shutdown()
+        if (errors := getattr(self.manager, "errors", None)) is not None:
+            assert self.expects_errors or errors.count == 0
 
     def _rows(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         view = self.spec._scheduler_mmap.create_kv_memoryview()

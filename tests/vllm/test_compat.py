@@ -10,11 +10,21 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.base import OffloadingEvent, ReqContext
 
 from kvstore.tiering.policy import PARAMETERS, PolicyParser
 from kvstore.types import Locality, Medium
 from kvstore.vllm import compat
+
+
+def test_only_newer_versions_are_told_of_blocks_that_were_never_complete() -> None:
+    """Before 0.33 there is no such event, and nothing is reported."""
+    event = compat.unfilled_event([b"k"])
+    if "metadata_only" in {field.name for field in fields(OffloadingEvent)}:
+        assert event is not None and event.keys == [b"k"] and event.removed
+    else:
+        assert event is None
+    assert compat.unfilled_event([]) is None
 
 
 def test_an_engine_still_gets_adapters_in_the_form_that_it_declares() -> None:

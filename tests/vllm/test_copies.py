@@ -214,6 +214,15 @@ def test_a_worker_that_is_made_anew() -> None:
         del reports
 
 
+def test_the_end_of_a_worker_closes_its_counters() -> None:
+    """The page is unmapped with the worker, at the first of several calls."""
+    counters = mmap.mmap(-1, mmap.PAGESIZE)
+    worker = CountingWorker(LateWorker(NO_ROWS), counters, 0, stores=True, failures=LoadFailures({}, by_block=True))
+    for _ in range(2):
+        worker.shutdown()
+        assert counters.closed
+
+
 def test_a_block_that_is_missing_kills_no_engine(opened: Open) -> None:
     """A load of a missing block raises no error; the worker copies no bytes, and reports the load as failed."""
     driver = opened()
@@ -221,6 +230,7 @@ def test_a_block_that_is_missing_kills_no_engine(opened: Open) -> None:
     context = driver.request()
     spec = driver.manager.prepare_load([*LATE, key_of(5)], context)
     assert isinstance(spec, Slots) and spec.is_void and len(spec.chunk_ids) == 6
+    driver.expects_errors = True
     assert driver.manager.errors.count == 1 and stats(driver).pinned == 0
     assert pickle.loads(pickle.dumps(spec)).is_void
     failures = LoadFailures({}, by_block=True)
@@ -250,6 +260,7 @@ def test_a_failed_load_of_a_model_with_several_kinds_of_blocks() -> None:
 def test_no_method_raises(opened: Open) -> None:
     """Whatever error occurs inside, every method that vLLM calls returns an answer, and the error is counted."""
     driver = opened()
+    driver.expects_errors = True
     context = driver.request()
     driver.manager.manager, inner = None, driver.manager.manager
     driver.manager._foreign._manager = None

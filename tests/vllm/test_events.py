@@ -217,6 +217,13 @@ def test_a_tier_removes_only_its_own_statement() -> None:
     assert told("file", removed=True) == [True]
 
 
+def test_the_only_tier_of_its_medium_may_repeat_itself() -> None:
+    """Its events pass unchanged, because no other tier can have stated the block."""
+    statements = Statements([(Medium.CPU, Locality.LOCAL), (Medium.STORAGE, Locality.LOCAL)])
+    event = compat.make_event([b"k"], Medium.STORAGE, removed=False, locality=Locality.LOCAL)
+    assert [statements.merge([("file", event)]) for _ in range(2)] == [[event], [event]]
+
+
 def clean(directory: Path, *arguments: str) -> Any:
     """Run ``kvstore gc``."""
     tier = json.dumps({"backend": "file", "path": str(directory), "capacity": "4MiB"})

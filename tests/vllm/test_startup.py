@@ -309,6 +309,36 @@ def test_a_program_gets_an_error_that_it_can_catch(tmp_path: Path, monkeypatch: 
         engine_core(bad, None)
 
 
+def test_only_the_process_of_an_engine_checks_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration that another function was given does not count: it may be of another engine."""
+    monkeypatch.setattr(sys, "argv", ["program"])
+
+    def frontend(vllm_config: Any) -> None:
+        check_start()
+
+    frontend(SimpleNamespace(kv_transfer_config=_transfer(_extra(tmp_path, {}, {"capasity": "1GiB"}))))
+
+
+def test_other_objects_made_on_the_way_are_not_taken_for_the_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dataclass created by ``EngineArgs`` has no configuration of a connector; ``EngineArgs`` have it."""
+    monkeypatch.setattr(sys, "argv", ["program"])
+
+    def __post_init__(self: Any) -> None:
+        if self.part is None:
+            check_start()
+        else:
+            __post_init__(self.part)
+
+    bad = SimpleNamespace(kv_transfer_config=_transfer(_extra(tmp_path, {}, {"capasity": "1GiB"})))
+    bad.part = SimpleNamespace(part=None)
+    with pytest.raises(ConfigError, match=r"^kvstore: .*capasity"):
+        __post_init__(bad)
+
+
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],

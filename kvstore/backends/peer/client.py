@@ -134,8 +134,8 @@ class Peer:
 
     @property
     def busy(self) -> bool:
-        """Whether a call or a trial is under way."""
-        return self.loading > 0 or self._lookup_places.in_use > 0 or self._trial is not None
+        """Whether a lookup or a trial is under way."""
+        return self._lookup_places.in_use > 0 or self._trial is not None
 
     @property
     def trying(self) -> bool:

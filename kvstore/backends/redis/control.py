@@ -118,20 +118,20 @@ def read_shards(answer: object, asked: Endpoint) -> list[Shard]:
             if slots_left < 0:
                 # With many repeated slots, filling the slot table would take seconds.
                 raise ValueError("slots named twice")
-            master, *replicas = [_endpoint(node, asked) for node in nodes]
+            master, *replicas = [_endpoint(node, asked.host) for node in nodes]
             found.append(Shard(first, last, master, tuple(replicas)))
     except (TypeError, ValueError, LookupError) as error:
         raise NodeDownError(f"{asked}: its map of the cluster can't be read ({error})") from error
     return found
 
 
-def _endpoint(address: Any, asked: Endpoint | None = None) -> Endpoint:
-    """Parse an address that begins with host and port; an empty host means the host of ``asked``."""
+def _endpoint(address: Any, host_asked: str | None = None) -> Endpoint:
+    """Parse an address that begins with host and port; an empty host means ``host_asked``."""
     host, port = address[0], address[1]
     name = host.decode() if isinstance(host, bytes) else host
     # "?" means a host name that is not known yet.
-    if asked is not None and name in (None, "", "?"):
-        name = asked.host
-    if not isinstance(name, str) or not isinstance(port, int) or not 0 < port < 65536:
+    if name in (None, "", "?"):
+        name = host_asked
+    if not isinstance(name, str) or not 0 < port < 65536:
         raise ValueError("no address")
     return Endpoint(name, port)
