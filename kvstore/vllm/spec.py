@@ -152,7 +152,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         single = len(getattr(self.engine.kv_cache_config, "kv_cache_groups", ())) == 1
         failures = LoadFailures(getattr(worker_half, "_load_jobs", {}), by_block=single)
         self.engine.load_failures = failures
-        region = getattr(worker, "_region", getattr(worker, "_mmap_region", None))  # Ours; vLLM's.
+        ours = isinstance(worker, HostOffloadingWorker)
+        region = worker.region if ours else getattr(worker, "_mmap_region", None)
         counters = counters_of(region, *region_shape(self), parallel.world_size)
         return CountingWorker(
             worker,

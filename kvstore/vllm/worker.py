@@ -49,6 +49,7 @@ class HostOffloadingWorker(OffloadingWorker):
     ) -> None:
         self._blocks_per_chunk = blocks_per_chunk
         self._finished: list[TransferResult] = []
+        self.region = region
         rows = Region.wrap(region.create_kv_memoryview(), region.total_size_bytes // region.num_chunks)
         plan = _plan_of(kv_caches, blocks_per_chunk, region, rows.slot_bytes, canonical=canonical_layout)
         tensors = {str(index): _bytes_of(one.tensor).numpy() for index, one in enumerate(kv_caches.tensors)}

@@ -35,4 +35,4 @@ def test_payloads_of_each_version(version: str, tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout[-8000:]
-    assert "8 passed" in run.stdout
+    assert "9 passed" in run.stdout
