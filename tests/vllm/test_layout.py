@@ -218,8 +218,13 @@ def kv_caches(portable: bool) -> CanonicalKVCaches:
 
 @pytest.mark.usefixtures("choosing")
 @pytest.mark.parametrize("portable", [True, False])
-def test_rows_that_are_not_canonical_are_not_shared(tmp_path: Path, portable: bool) -> None:
-    """If a worker can't map a layer, the engine starts with the direct layout, and shares only with such engines."""
+def test_rows_that_are_not_canonical_are_not_shared(
+    tmp_path: Path, portable: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If a worker can't map a layer, the engine starts with the direct layout, and shares only with such engines.
+
+    In both layouts the host worker has the counters of finished copies.
+    """
     tiers = [{"type": "file", "path": str(tmp_path), "capacity": "1GiB"}]
     keys = [key_of(i) for i in range(4)]
     found = []
@@ -235,6 +240,7 @@ def test_rows_that_are_not_canonical_are_not_shared(tmp_path: Path, portable: bo
         driver.close()
         worker.shutdown()
     assert found == [[], keys if portable else []]
+    assert "not counted" not in caplog.text
 
 
 @pytest.mark.parametrize("direct_is_replicated", [False, True])
