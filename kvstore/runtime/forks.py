@@ -1,4 +1,4 @@
-"""Forked processes: what has threads, rings or sockets belongs to the parent, and its copy in the child is closed."""
+"""Forked processes: objects with threads, rings or sockets go on in the parent, and are closed in the child."""
 
 from __future__ import annotations
 

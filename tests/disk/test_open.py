@@ -279,6 +279,12 @@ async def test_one_of_two_roots_refuses_direct_io(tmp_path: Path) -> None:
         assert len(list((tmp_path / "buffered").rglob("*.seg"))) > 1
 
 
+def remove_positions(roots: list[Path]) -> None:
+    """Make roots look like those of versions that did not record positions."""
+    for root in roots:
+        (root / ".kvstore" / "disk.json").write_text(json.dumps({"format": 2}))
+
+
 @pytest.mark.parametrize("age", ["new", "without positions"])
 async def test_roots_in_another_order_are_refused(tmp_path: Path, age: str) -> None:
     """Nothing is removed, and in the former order all blocks are found; also if the roots are older than positions."""
@@ -286,8 +292,7 @@ async def test_roots_in_another_order_are_refused(tmp_path: Path, age: str) -> N
     async with opened(roots, room_for(64)) as rig:
         values = await rig.put_new(40)
     if age != "new":
-        for root in roots:
-            (root / ".kvstore" / "disk.json").write_text(json.dumps({"format": 2}))
+        remove_positions(roots)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"directory [01] of 'path', counting from 0.* former order"):
             async with opened(roots[::-1], room_for(64)):
@@ -312,8 +317,7 @@ async def test_an_absent_drive_is_reported_and_loses_nothing(tmp_path: Path, abs
     async with opened(roots, room_for(64)) as rig:
         values = await rig.put_new(40)
     if age != "new":
-        for root in roots:
-            (root / ".kvstore" / "disk.json").write_text(json.dumps({"format": 2}))
+        remove_positions(roots)
     roots[absent].rename(tmp_path / "unmounted")
     roots[absent].mkdir(mode=0o700)
     before = tree(tmp_path)

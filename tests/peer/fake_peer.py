@@ -105,6 +105,12 @@ def honest(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
             sock.sendall(part(peer.record(key)))
 
 
+def honest_when_released(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
+    """Answer like :func:`honest`, but only after the test sets ``released``."""
+    peer.released.wait(30)
+    honest(peer, sock, op, keys)
+
+
 def on_load(act: Callable[[FakePeer, Wire, list[bytes]], None]) -> Answer:
     """Report every block as present, and answer loads by ``act``."""
 

@@ -19,7 +19,7 @@ from kvstore.namespace import Namespace
 from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Found, LookupResult, Outcome, RequestContext, Source
-from tests.peer.fake_peer import Answer, FakePeer, honest, on_load, part
+from tests.peer.fake_peer import Answer, FakePeer, honest, honest_when_released, on_load, part
 from tests.peer.faults import BREAKS, LIES, endless, stall_in_the_middle
 from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
@@ -237,12 +237,7 @@ async def test_what_nobody_asked_for_closes_an_idle_connection(fake: FakePeer) -
 
 async def test_concurrent_lookups_of_a_peer_are_bounded(fake: FakePeer) -> None:
     """Eight are sent, over a connection each; the others wait for an answer."""
-
-    def late(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
-        peer.released.wait(30)
-        honest(peer, sock, op, keys)
-
-    fake.answer = late
+    fake.answer = honest_when_released
     backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
     await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
     try:
@@ -258,12 +253,7 @@ async def test_concurrent_lookups_of_a_peer_are_bounded(fake: FakePeer) -> None:
 
 async def test_a_connection_closed_while_idle_is_forgotten(fake: FakePeer) -> None:
     """The next call takes another one, and nothing is left of the closed one."""
-
-    def late(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
-        peer.released.wait(30)
-        honest(peer, sock, op, keys)
-
-    fake.answer = late
+    fake.answer = honest_when_released
     backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
     await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
     try:

@@ -9,22 +9,19 @@ import json
 import os
 import secrets
 import stat
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from kvstore.backends.disk.layout import LOCK_NAME, segment_number
 from kvstore.diskio import OsDisk
+from kvstore.runtime.forks import leave_at_fork
 
 _JSON_BYTES_MAX: Final = 4096
 
 _LOCK_TRIES_MAX: Final = 100
 """Attempts to lock a file that is removed between opening and locking."""
-
-_held: Final[weakref.WeakSet[FileLock]] = weakref.WeakSet()
-"""Locks held by this process."""
 
 
 def open_regular(disk: OsDisk, name: str, flags: int, dir_fd: int) -> tuple[int, int]:
@@ -83,6 +80,18 @@ def segments_in(disk: OsDisk, dir_fd: int) -> dict[int, os.stat_result]:
     """Return the directory entries that have the name of a segment, by segment number."""
     files = entries_in(disk, dir_fd)
     return {number: files[name] for name in files if (number := segment_number(name)) is not None}
+
+
+def without_file(
+    numbers: Iterable[int], there: Sequence[Mapping[int, os.stat_result]], segment_bytes: int
+) -> list[int]:
+    """Return the segments without a whole file. ``there``: the entries of :func:`segments_in` of each root."""
+
+    def is_whole(number: int) -> bool:
+        file = there[number % len(there)].get(number)
+        return file is not None and file.st_size == segment_bytes
+
+    return [number for number in numbers if not is_whole(number)]
 
 
 def remove_owner_files(disk: OsDisk, dir_fd: int) -> None:
@@ -180,6 +189,7 @@ class FileLock:
         self._disk = disk
         self._dir_fd = dir_fd
         self._name = name
+        leave_at_fork(self)
 
     def try_acquire(self, *, exclusive: bool = True, create: bool = True) -> bool:
         """Take the lock if it is free; return whether it is held now.
@@ -198,7 +208,6 @@ class FileLock:
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(self._disk.fstat(fd), self._disk.stat(self._name, self._dir_fd)):
                         self.fd, fd = fd, -1
-                        _held.add(self)
                         return True
             except BlockingIOError:
                 return False
@@ -209,20 +218,14 @@ class FileLock:
     def release(self) -> None:
         """Release the lock; idempotent."""
         fd, self.fd = self.fd, -1
-        _held.discard(self)
         if fd >= 0:
             with contextlib.suppress(OSError):
                 # An io_uring may keep the file open for a moment after the close.
                 self._disk.flock(fd, fcntl.LOCK_UN)
             close_all(self._disk, fd)
 
-
-def _close_in_child() -> None:
-    """Close inherited locks in a forked process; otherwise it would keep them after the end of their holder."""
-    for lock in list(_held):
+    def leave_to_parent(self) -> None:
+        """Close the descriptor in a forked process, which would otherwise keep the lock after the end of its holder."""
         with contextlib.suppress(OSError):
-            os.close(lock.fd)
-        lock.fd = -1
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+            os.close(self.fd)
+        self.fd = -1

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.backends.disk.columns import Columns
-from kvstore.backends.disk.files import close_all, names_in, open_own_directory, segments_in
+from kvstore.backends.disk.files import close_all, names_in, open_own_directory, segments_in, without_file
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.journal import JournalReader, load_owner
 from kvstore.backends.disk.layout import OWNER_SHIFT, Geometry, Kind, is_owner, journal_name
@@ -157,10 +157,8 @@ class Other:
         The files are listed after the journal was read, and are made before it records them.
         """
         there = [segments_in(self._disk, fd) for fd in fds]
-        for number in np.flatnonzero(columns.segments).tolist():
-            file = there[number % len(there)].get(number)
-            if file is None or file.st_size != self.geometry.segment_bytes:
-                columns.drop_segment(number)
+        for number in without_file(np.flatnonzero(columns.segments).tolist(), there, self.geometry.segment_bytes):
+            columns.drop_segment(number)
 
     def _close_ended(self, fds: Sequence[int]) -> None:
         """Close the journal if its engine has ended: there may be more ended owners than descriptors."""

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from kvstore.backends.disk.files import FileLock, remove_segment, segments_in
+from kvstore.backends.disk.files import FileLock, remove_segment, segments_in, without_file
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.journal import Journal
 from kvstore.backends.disk.layout import Kind, Row, segment_name
@@ -148,14 +148,12 @@ class Space:
         """
         async with self._growing:
             there = await self._engine.call(lambda: [segments_in(self._disk, fd) for fd in self._owner.fds])
-            own, size_bytes = self._own_segments(), self._geometry.segment_bytes
+            own = self._own_segments()
             for path, found in enumerate(there):
                 for number in found.keys() - set(own):
                     await self._remove_file(number, path)
-            for number in own:
-                file = there[number % len(there)].get(number)
-                is_whole = file is not None and file.st_size == size_bytes
-                if not is_whole and await self._give_up([number], RemovalCause.LOST):
+            for number in without_file(own, there, self._geometry.segment_bytes):
+                if await self._give_up([number], RemovalCause.LOST):
                     self._full_until = 0.0
 
     async def enter(self, rows: Sequence[Row]) -> None:
