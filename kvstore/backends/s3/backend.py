@@ -116,7 +116,11 @@ class S3Backend(SimpleBackend):
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """S3 does not report which objects existed, so a lookup precedes the removal."""
+        self.check_open()
         unique = list(dict.fromkeys(keys))
+        if self._packs is not None:
+            # Another engine may have stored further copies.
+            await self._packs.refresh_now()
         there = dict(zip(unique, await self.exists(unique), strict=True))
         removed = [key for key in unique if there[key] is not False]
         await (self.quarantine(removed) if self._packs is None else self._packs.remove(removed))

@@ -208,6 +208,13 @@ class PackedBlocks:
         if error is not None:
             raise error.with_traceback(None)
 
+    async def refresh_now(self) -> None:
+        """Read all packs and notes written so far, even if the last refresh is recent; errors as of :meth:`refresh`."""
+        if self._refreshing is not None:
+            await asyncio.wait([self._refreshing])
+        self._fresh_until = 0.0
+        await self.refresh()
+
     def _end_refresh(self, task: asyncio.Task[None]) -> None:
         if self._refreshing is task:
             self._refreshing = None
