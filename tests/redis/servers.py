@@ -89,7 +89,7 @@ class Server:
 
     def pause(self) -> None:
         """Stop the server (SIGSTOP): connections stay open and get no answers."""
-        stop(self._running.pid)
+        stop(self.pid)
 
     def resume(self) -> None:
         """Resume the server."""
@@ -108,6 +108,10 @@ class Server:
     def clients(self) -> int:
         """Return the number of its connections, excluding our own."""
         return cli(self, "CLIENT", "LIST").count("name=kvstore")
+
+    @property
+    def pid(self) -> int:
+        return self._running.pid
 
     @property
     def _running(self) -> subprocess.Popen[bytes]:

@@ -1,7 +1,7 @@
 """Drives a system through phases of jobs, in a closed or open loop, and counts the results.
 
 One thread submits jobs, performs their lookups, collects results and compares bytes, like a scheduler. It polls every
-0.2 ms, which is the resolution of latencies.
+0.2 ms, or every millisecond if it also computes; this is the resolution of latencies.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ _ALONE_S: Final = 0.3
 PAUSE_S: Final = 0.0002
 """Pause between two polls without results; a shorter one would take CPU time and the GIL from the system."""
 
+_SPIN_S: Final = 0.001
+"""Time of computing between two polls; a step of an engine takes longer."""
+
 _PROGRESS_S: Final = 0.25
 _WRONG_MAX: Final = 100
 """Most wrong blocks reported."""
@@ -38,7 +41,10 @@ _ABSENT: Final = 1 << 48
 
 
 class Spinner:
-    """Context in which a thread runs Python code without a pause; its rate shows how much of the GIL remains."""
+    """Runs Python code without a pause, in :meth:`spin` or, as a context, in a thread of its own.
+
+    Its rate shows how much of the GIL remains.
+    """
 
     def __init__(self) -> None:
         self.steps = 0  # Steps done so far.
@@ -60,6 +66,13 @@ class Spinner:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+
+    def spin(self, seconds: float) -> None:
+        """Run for this long, in this thread."""
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            _step()
+            self.steps += 1
 
     def share_of(self, steps: int, seconds: float) -> float:
         """Return the rate of ``steps`` in ``seconds``, relative to the rate alone."""
@@ -117,7 +130,7 @@ class PhaseResult:
     misses: int = 0  # Found blocks that were gone at their load.
     verified_blocks: int = 0  # Loaded blocks that were compared completely.
     wrong: list[WrongBlock] = field(default_factory=list)  # Blocks that differed, or did not verify.
-    spin_rate: float | None = None  # Rate of the busy thread over its rate alone.
+    spin_rate: float | None = None  # Rate of the computation between polls over its rate alone.
     notes: list[str] = field(default_factory=list)  # Remarks for the reader.
 
     def counts(self, op: Op) -> OpCounts:
@@ -174,10 +187,7 @@ class Driver:
 
     def run(self, workload: Workload) -> PhaseResult:
         phase = _Phase(self, workload, store_share=workload.mix.store_share, jobs_max=workload.ops_max, timed=True)
-        if not workload.spin:
-            return phase.run()
-        with the_spinner() as spinner:
-            return phase.run(spinner)
+        return phase.run(the_spinner() if workload.spin else None)
 
     def verify(self, workload: Workload) -> PhaseResult:
         """Load the whole working set once and compare every byte."""
@@ -236,7 +246,9 @@ class _Phase:
             if self._over and not self._jobs and not self._asking:
                 break
             self._show(clock())
-            if not busy:
+            if spinner and counting:
+                spinner.spin(_SPIN_S)
+            elif not busy:
                 time.sleep(PAUSE_S)
         ended = clock()
         if workload.rate and self._timed:

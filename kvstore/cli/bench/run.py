@@ -79,7 +79,7 @@ Cold = Annotated[
 VerifyWhat = Annotated[
     str, Option("--verify", metavar="sample|all|none", help="Loaded blocks to compare during the measurement.")
 ]
-Spin = Annotated[bool, Option("--spin", help="Also run a busy Python thread, like an engine's scheduler.")]
+Spin = Annotated[bool, Option("--spin", help="Compute in Python between polls, like an engine's scheduler.")]
 Io = Annotated[str | None, Option("--io", metavar="thread|process", help="Host of the tier's I/O.")]
 Baselines = Annotated[
     str | None,

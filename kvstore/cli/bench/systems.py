@@ -132,11 +132,11 @@ def cpu_seconds() -> float:
             children = (task / "children").read_text().split()
         except OSError:
             continue
-        total += sum(_cpu_seconds_of(int(pid)) for pid in children)
+        total += sum(cpu_seconds_of(int(pid)) for pid in children)
     return total
 
 
-def _cpu_seconds_of(pid: int) -> float:
+def cpu_seconds_of(pid: int) -> float:
     """Return the CPU time of all threads of a process."""
     total = 0
     for task in Path(f"/proc/{pid}/task").glob("*"):

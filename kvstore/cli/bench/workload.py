@@ -67,7 +67,7 @@ class Workload:
     warmup_s: float = 0.5  # Time at the start that is not counted.
     working_set_bytes: int = 256 << 20  # Payload that is stored before the phase and loaded in it.
     verify: Verify = "sample"  # Loaded blocks to compare with the stored ones.
-    spin: bool = False  # Whether a busy Python thread runs beside the phase.
+    spin: bool = False  # Whether the calling thread computes in Python between its polls.
     cold: bool = False  # Whether each block is loaded at most once, after the page cache was dropped.
     seed: int = 1  # Determines which jobs store, and the order of loads.
 
