@@ -432,6 +432,28 @@ async def test_redirects_make_no_more_nodes_than_a_cluster_has(monkeypatch: pyte
             assert len(backend._topology.nodes if backend._topology else ()) <= 5
 
 
+async def test_a_replica_that_refused_is_used_again() -> None:
+    """Answers after errors count for replicas, too: they are then asked for every block again."""
+    async with nodes_of_a_cluster(1, replicas=1) as (master, replica):
+        backend = await on(master, read_from="replica", timeout=1, connect_timeout=1)
+        records = maker(1024)
+        keys = [number.to_bytes(32, "big") for number in range(10)]
+        assert set(await backend.put([records.write(key, key) for key in keys])) == {Outcome.OK}
+        replica.values = master.values
+        replica.instead = lambda command: b"-LOADING the dataset\r\n" if command[0] == b"GET" else None
+        for key in keys[:5]:
+            await backend.get_into([records.target(key).read])
+        replica.instead = lambda command: None
+
+        async def all_come_from_it() -> bool:
+            before = replica.count(b"GET")
+            for key in keys:
+                await backend.get_into([records.target(key).read])
+            return replica.count(b"GET") - before == len(keys)
+
+        await eventually_async(all_come_from_it, 15)
+
+
 async def test_a_replica_that_lags_takes_nothing_away() -> None:
     """Inconsistent parts on a replica are read from the master, and only parts torn there are removed."""
     async with nodes_of_a_cluster(1, replicas=1) as (master, replica):

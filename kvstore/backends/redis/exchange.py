@@ -124,12 +124,13 @@ class Exchange:
         pause_s = 0.0
         for command in commands:
             answer, asked = command.answer, command.node
-            # The usual case: a successful reply from a master.
-            if type(answer) in _PLAIN and asked is not None and not asked.is_replica:
+            if asked is not None and type(answer) in _PLAIN:
                 asked.note_answer()
-                if command.redirects:
-                    self._redirect_budget.give_back(command.redirects)
-            elif self._goes_again(command, answer, asked):
+                if not asked.is_replica:
+                    if command.redirects:
+                        self._redirect_budget.give_back(command.redirects)
+                    continue
+            if self._goes_again(command, answer, asked):
                 again.append(command)
                 if isinstance(answer, ServerRefusedError) and answer.code == "TRYAGAIN":
                     pause_s = _LATER_PAUSE_S
