@@ -308,6 +308,7 @@ class MooncakeBackend(Backend):
     @contextlib.asynccontextmanager
     async def _lane(self) -> AsyncIterator[_Lane]:
         """Lend a free thread; it is free again when its call has ended, however late."""
+        self._open_store()  # A call begun before close() would otherwise wait for ever for its next lane.
         lanes = self._lanes
         lane = await lanes.get()
         try:

@@ -5,6 +5,7 @@ The programs in ``bench/`` also use it. It needs only the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import io
@@ -167,10 +168,8 @@ def _processor() -> str:
 def _versions() -> dict[str, str]:
     found = {}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

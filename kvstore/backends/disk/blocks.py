@@ -3,8 +3,8 @@
 - Store: write the slot, ``fdatasync`` it if stores are durable, write the journal frame, report the block.
 - Eviction (:mod:`kvstore.backends.disk.space`): write the journal frame; only then is the block not found any more, and
   only then may the slot be reused.
-- Removal: let the block no longer be found, write the journal frame, zero the slot's header page, report the removal.
-- Load: read the slot; if it is another engine's, read its journal again; only then deliver the block.
+- Removal: hide the block, write the journal frame, zero the slot's header page, report the removal.
+- Load: read the slot; if it belongs to another engine, read that engine's journal again; only then deliver the block.
 """
 
 from __future__ import annotations
