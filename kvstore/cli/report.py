@@ -158,11 +158,8 @@ def median_row(rows: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return "unknown"
-    names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-    return names[0] if names else "unknown"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "unknown")
 
 
 def _versions() -> dict[str, str]:

@@ -145,7 +145,7 @@ class ProcessChannel:
         self._stopping = threading.Event()
         self._lost_children: queue.SimpleQueue[tuple[ChildConnection, str] | None] = queue.SimpleQueue()
         self._keeper: threading.Thread | None = None
-        self._remedy = "The tier is closed; open a new one to go on."
+        self._remedy = "The tier is closed; open a new one to continue."
         leave_at_fork(self)
 
     @property
@@ -227,7 +227,11 @@ class ProcessChannel:
             self._connection, self._successor = self._successor, None
         if (last := self._connection) is not None:
             self._write([Stop()])
-            self._receive_until_closed(last, deadline)
+            # Until the child has closed or ended, which unsets the connection.
+            while self._connection is not None and (left := deadline - time.monotonic()) > 0:
+                last.wait(min(left, _READ_INTERVAL_S))
+                self._push()
+                self._read()
             # A closed child gets time to exit; a child past the deadline is killed immediately.
             by_itself = last.end(0.0 if self._connection else _END_TIMEOUT_S)
             self._connection = None
@@ -244,13 +248,6 @@ class ProcessChannel:
         # Kept, because the end of a connection ends the child.
         self._of_parent = self._connection, self._successor
         self._connection = self._successor = None
-
-    def _receive_until_closed(self, last: ChildConnection, deadline: float) -> None:
-        """Receive messages until the child has closed or ended, which unsets the connection."""
-        while self._connection is not None and (left := deadline - time.monotonic()) > 0:
-            last.wait(min(left, _READ_INTERVAL_S))
-            self._push()
-            self._read()
 
     def _receive_some(self) -> None:
         now = time.monotonic()

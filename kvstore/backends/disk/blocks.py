@@ -184,7 +184,10 @@ class Blocks:
             async with session.segments.files_of([place for _, place in wanted]) as fds:
                 for (i, place), size, fd in zip(wanted, sizes, fds, strict=True):
                     if fd >= 0:
-                        ops.append(self._read_op(i, reads[i], place, size, fd))
+                        other = session.followers.others.get(place >> OWNER_SHIFT)
+                        geometry = other.geometry if other else session.geometry
+                        offset = geometry.offset_of(place & SLOT_MASK)
+                        ops.append(session.mover.read(i, reads[i], place, size, fd, offset, geometry.slot_bytes))
                     elif -fd in _GONE:
                         lost.append((reads[i].key, place))
                     else:
@@ -205,12 +208,6 @@ class Blocks:
         if lost:
             await self._lose(lost)
         session.note_use([op.place for op in ops if outcomes[op.index] is Outcome.OK])
-
-    def _read_op(self, i: int, read: RecordRead, place: int, size: int, fd: int) -> SlotRead:
-        session = self.session
-        other = session.followers.others.get(place >> OWNER_SHIFT)
-        geometry = other.geometry if other else session.geometry
-        return session.mover.read(i, read, place, size, fd, geometry.offset_of(place & SLOT_MASK), geometry.slot_bytes)
 
     def _read_outcome(self, op: SlotRead, lost: list[tuple[BlockKey, int]]) -> Outcome:
         session, key = self.session, op.read.key

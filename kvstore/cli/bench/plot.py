@@ -404,7 +404,7 @@ def _latency(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
         panel.set_xticks([], minor=True)
         panel.yaxis.set_major_formatter(lambda value, _: latency_text(value) or "")
         panel.yaxis.set_minor_formatter(lambda value, _: "")
-        panel.set_title(f"{size_text(size)} blocks, {most} jobs at once", loc="left")
+        panel.set_title(f"{size_text(size)} blocks, {most} concurrent jobs", loc="left")
         panel.set_xlabel("percentile")
     panels[0].set_ylabel("latency")
     _legend(figure, panels)
@@ -475,7 +475,7 @@ def _name(row: Mapping[str, Any], rows: Rows) -> str:
     if row["system"] in _CEILINGS:
         return parts[0]
     others = [other for other in rows if other["system"] == row["system"]]
-    for key, text in (("host", "{} I/O"), ("jobs", "{} at once"), ("mix", "{}"), ("spin", "spin {}"), ("report", "{}")):
+    for key, text in (("host", "{} I/O"), ("jobs", "{} jobs"), ("mix", "{}"), ("spin", "spin {}"), ("report", "{}")):
         values = {other.get(key) for other in others}
         # Stores and loads of a sweep have different mixes, but are in different panels.
         if len(values) > 1 and not (key == "mix" and values <= {"store", "load"}):
