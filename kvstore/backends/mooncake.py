@@ -34,7 +34,7 @@ _SLAB_BYTES: Final = 8 << 20
 
 _SETUP_S: Final = 20.0
 _CLOSE_S: Final = 5.0
-"""Limits for joining and leaving the pool. Leaving takes 17 s if the master is gone; its thread then continues alone."""
+"""Limits for joining and leaving the pool. Leaving takes 17 s without a master; its thread then continues by itself."""
 
 _NO_SPACE, _NOT_READY, _NOT_FOUND, _EXISTS, _LEASE_ENDED, _RPC_TIMEOUT = -200, -703, -704, -705, -707, -901
 """Codes of ``mooncake-store/include/types.h``; ``_NOT_READY`` means that the record is being put."""

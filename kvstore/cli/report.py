@@ -117,7 +117,7 @@ def environment(**more: object) -> dict[str, Any]:
 
 
 def device_of(path: Path) -> dict[str, Any]:
-    """Return file system, mount point and device of a path that exists."""
+    """Return file system, device and mount options of an existing path, and the model of its drive if known."""
     number = path.stat().st_dev
     wanted = f"{os.major(number)}:{os.minor(number)}"
     found: dict[str, Any] = {"filesystem": "unknown"}
@@ -143,7 +143,9 @@ def probe_direct(directory: Path) -> bool:
     except OSError:
         return False
     finally:
-        path.unlink(missing_ok=True)
+        # A failed open may have created the file; on a read-only file system, even its removal fails.
+        with contextlib.suppress(OSError):
+            path.unlink()
     return True
 
 
