@@ -12,7 +12,7 @@ import contextlib
 import mmap
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
@@ -223,51 +223,46 @@ class MooncakeBackend(Backend):
 
     async def _put_some(self, writes: Sequence[tuple[int, RecordWrite]]) -> dict[int, Outcome]:
         """Put records of different keys; each key is in ``_putting`` until the medium has answered."""
-        store, loop = self._open_store(), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         waiters: dict[BlockKey, asyncio.Future[Outcome]] = {write.key: loop.create_future() for _, write in writes}
         self._putting.update(waiters)
-
-        def settle(keys: Sequence[BlockKey], found: Sequence[Outcome]) -> None:
-            for key, outcome in zip(keys, found, strict=True):
-                del self._putting[key]
-                waiters[key].set_result(outcome)
-
-        under_way: list[BlockKey] = []
+        left = [write for _, write in writes]
         try:
-            at = 0
-            while at < len(writes):
+            while left:
                 async with self._lane() as lane:
-                    some = writes[at : at + lane.records_max]
-                    keys = [write.key for _, write in some]
-                    pieces: list[tuple[int, int]] = []
-                    offset = 0
-                    for _, write in some:
-                        # As in get_into: a put that outlives its deadline must not read the slot.
-                        size = 0
-                        for buffer in write.buffers:
-                            lane.memory[offset + size : offset + size + buffer.nbytes] = buffer
-                            size += buffer.nbytes
-                        pieces.append((offset, size))
-                        offset += lane.record_bytes_max
-                    names = [self._name(key) for key in keys]
-                    unregister = self._noted(set(keys), self._writing)
-
-                    def ended(
-                        answer: Any, keys: Sequence[BlockKey] = keys, unregister: Callable[[Any], None] = unregister
-                    ) -> None:
-                        unregister(answer)
-                        failed = answer.cancelled() or answer.exception() is not None
-                        codes = [-1] * len(keys) if failed else answer.result()
-                        settle(keys, [self._outcome(code, "put") for code in codes])
-
-                    under_way = keys
-                    await lane.run(partial(_put, store, lane, names, pieces), ended)
-                at += len(some)
+                    some = left[: lane.records_max]
+                    call = self._put_batch(lane, some)
+                    del left[: len(some)]
+                    await call
         finally:
             # A running call settles its keys at its end.
-            not_begun = [key for key, waiter in waiters.items() if not waiter.done() and key not in under_way]
-            settle(not_begun, [Outcome.CANCELLED] * len(not_begun))
+            self._settle([write.key for write in left], [Outcome.CANCELLED] * len(left))
         return {i: waiters[write.key].result() for i, write in writes}
+
+    def _put_batch(self, lane: _Lane, writes: Sequence[RecordWrite]) -> Coroutine[Any, Any, object]:
+        """Copy records into a lane's memory, and return the call that puts them and settles their keys at its end."""
+        store, keys = self._open_store(), [write.key for write in writes]
+        pieces: list[tuple[int, int]] = []
+        for i, write in enumerate(writes):
+            # As in get_into: a put that outlives its deadline must not read the slot.
+            start = end = i * lane.record_bytes_max
+            for buffer in write.buffers:
+                lane.memory[end : end + buffer.nbytes] = buffer
+                end += buffer.nbytes
+            pieces.append((start, end - start))
+        unregister = self._noted(set(keys), self._writing)
+
+        def ended(answer: Any) -> None:
+            unregister(answer)
+            failed = answer.cancelled() or answer.exception() is not None
+            codes = [-1] * len(keys) if failed else answer.result()
+            self._settle(keys, [self._outcome(code, "put") for code in codes])
+
+        return lane.run(partial(_put, store, lane, list(map(self._name, keys)), pieces), ended)
+
+    def _settle(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> None:
+        for key, outcome in zip(keys, outcomes, strict=True):
+            self._putting.pop(key).set_result(outcome)
 
     async def _none_of(self, keys: set[BlockKey], *calls: _Calls) -> None:
         """Wait until no running call in ``calls`` has any of the keys."""
