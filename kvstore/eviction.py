@@ -62,7 +62,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[BlockKey]:
-        """Yield all blocks, coldest first. Inserting them in this order into a new policy gives about the same state."""
+        """Yield all blocks, coldest first. Inserted in this order, they give a new policy about the same state."""
 
     def victims(
         self,

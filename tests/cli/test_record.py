@@ -132,7 +132,9 @@ def test_losses_are_counted(tmp_path: Path) -> None:
         assert (recorder.lost, recorder.refused) == (4, 3)
 
 
-@pytest.mark.parametrize("fault", [{"block_tokens": 0}, {"block_tokens": -1}, {"blocks": [-1]}, {"blocks": []}], ids=str)
+@pytest.mark.parametrize(
+    "fault", [{"block_tokens": 0}, {"block_tokens": -1}, {"blocks": [-1]}, {"blocks": []}], ids=str
+)
 def test_an_impossible_request_costs_only_itself(tmp_path: Path, fault: dict[str, object]) -> None:
     """Impossible numbers in the first request are refused, and the block length of the next request counts."""
     good = RecordedRequest(7, 0, 1.0, 16, 32, [1, 2])
