@@ -303,7 +303,7 @@ class MooncakeBackend(Backend):
     @contextlib.asynccontextmanager
     async def _lane(self) -> AsyncIterator[_Lane]:
         """Lend a free thread; it is free again when its call has ended, however late."""
-        self._open_store()  # A call begun before close() would otherwise wait for ever for its next lane.
+        self._open_store()  # After close(), no lane becomes free.
         lanes = self._lanes
         lane = await lanes.get()
         try:

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import pytest
 
 from kvstore.backends.base import Backend, RecordGeometry, RecordRead, RecordWrite
-from kvstore.errors import BackendClosedError
 from kvstore.namespace import Namespace
 from kvstore.testing.backend_harness import BackendHarness
 from kvstore.testing.backend_tests import BackendConcurrencyTests, BackendLifecycleTests, BackendValueTests
@@ -289,40 +288,6 @@ def test_a_removed_record_is_not_brought_back_by_a_late_put(master: tuple[str, s
         finally:
             slow.goes_on.set()
             await backend.close()
-
-    asyncio.run(check())
-
-
-def test_a_close_ends_calls_of_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load that is between two batches when the backend closes fails instead of waiting for ever."""
-    begun, goes_on = threading.Event(), threading.Event()
-
-    class Empty:
-        """A store without records that waits in its first lookup."""
-
-        def batch_get_replica_desc(self, _: Any) -> dict[str, Any]:
-            begun.set()
-            assert goes_on.wait(60)
-            return {}
-
-        def __getattr__(self, _: str) -> Any:
-            return lambda *_: 0
-
-    monkeypatch.setattr("kvstore.backends.mooncake.MooncakeDistributedStore", Empty)
-
-    async def check() -> None:
-        backend = MooncakeBackend(MooncakeConfig(master="127.0.0.1:1"))
-        await backend.open(Namespace({}), RecordGeometry(256, 6 << 20))
-        reads = [RecordRead(key, [memoryview(bytearray(4096))]) for key in (b"one", b"two")]
-        load = asyncio.ensure_future(backend.get_into(reads))
-        assert await asyncio.to_thread(begun.wait, 60)
-        close = asyncio.ensure_future(backend.close())
-        await asyncio.sleep(0)
-        goes_on.set()
-        await close
-        with pytest.raises(BackendClosedError):
-            async with asyncio.timeout(30):
-                await load
 
     asyncio.run(check())
 
