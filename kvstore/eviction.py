@@ -1,8 +1,7 @@
 """Eviction policies: the choice of blocks to evict when space is needed.
 
-A policy tracks keys and the order of their use, without sizes, media or locks: it counts blocks. Its owner (the primary
-tier, a backend) reports blocks that enter, are used or leave, and requests victims. Not thread-safe: a policy belongs
-to one owner and one thread.
+A policy tracks keys and the order of their use, not sizes or media. Its owner (the primary tier, a backend) reports
+blocks that enter, are used or leave, and requests victims. Not thread-safe: a policy has one owner and one thread.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from kvstore.secret import shown
 from kvstore.tenants import Account, Accounts, Tenants
 from kvstore.types import BlockKey
 
-_Queue: TypeAlias = "OrderedDict[BlockKey, int]"  # oldest first; the value is S3-FIFO's count of uses, else 0
+_Queue: TypeAlias = "OrderedDict[BlockKey, int]"  # Oldest first. Values: number of uses for S3-FIFO, otherwise 0.
 
 
 class EvictionPolicy(ABC):
-    """Order of the blocks of one owner, and the choice among them.
+    """The blocks of one owner in the order of eviction.
 
     Every call is O(1) amortised; :meth:`victims` is O(blocks chosen + pinned blocks passed over).
 
@@ -85,19 +84,15 @@ class EvictionPolicy(ABC):
             The chosen blocks, coldest first; fewer than needed if the others are pinned.
         """
         chosen: list[BlockKey] = []
-        if need <= 0:
-            return chosen
-        with closing(self._evict(pinned or _never)) as evicted:
-            for key in evicted:
+        with closing(self._evict(pinned or (lambda key: False))) as evicted:
+            while need > 0 and (key := next(evicted, None)) is not None:
                 chosen.append(key)
                 need -= 1 if weight is None else weight(key)
-                if need <= 0:
-                    break
         return chosen
 
     @property
     def _capacity(self) -> int:
-        # If the hint is too low, the present number is the capacity, because owners request victims only when full.
+        # If the hint is too low, the present number counts: owners request victims only when full.
         return max(1, self._capacity_hint, len(self))
 
     @abstractmethod
@@ -399,7 +394,3 @@ class _Pass:
             key, uses = self._aside.popitem()
             self.queue[key] = uses
             self.queue.move_to_end(key, last=False)
-
-
-def _never(key: BlockKey) -> bool:
-    return False

@@ -12,7 +12,7 @@ import contextlib
 import mmap
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
@@ -34,7 +34,7 @@ _SLAB_BYTES: Final = 8 << 20
 
 _SETUP_S: Final = 20.0
 _CLOSE_S: Final = 5.0
-"""Limits for joining and leaving the pool. Leaving takes 17 s if the master is gone; its thread then goes on alone."""
+"""Limits for joining and leaving the pool. Leaving takes 17 s without a master; its thread then continues by itself."""
 
 _NO_SPACE, _NOT_READY, _NOT_FOUND, _EXISTS, _LEASE_ENDED, _RPC_TIMEOUT = -200, -703, -704, -705, -707, -901
 """Codes of ``mooncake-store/include/types.h``; ``_NOT_READY`` means that the record is being put."""
@@ -97,7 +97,7 @@ class MooncakeBackend(Backend):
         self._prefix = f"kvstore/{namespace.hex}/"
         slab_bytes = -(-max(_SLAB_BYTES, geometry.record_bytes_max) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._lanes = asyncio.Queue()
-        self._all_lanes = [_Lane(slab_bytes, geometry.record_bytes_max) for _ in range(_THREADS)]
+        lanes = self._all_lanes = [_Lane(slab_bytes, geometry.record_bytes_max) for _ in range(_THREADS)]
 
         def join() -> int:
             code = int(
@@ -111,13 +111,13 @@ class MooncakeBackend(Backend):
                     config.master,
                 )
             )
-            for lane in self._all_lanes if code == 0 else ():
+            for lane in lanes:
                 code = code or int(store.register_buffer(lane.address, slab_bytes))
             return code
 
         try:
             async with asyncio.timeout(_SETUP_S):
-                code = await _wait(self._all_lanes[0].call(join))
+                code = await lanes[0].run(join)
         except TimeoutError:
             code = _RPC_TIMEOUT
         if code:
@@ -128,7 +128,7 @@ class MooncakeBackend(Backend):
                 backend=self.name,
             )
         self._store = store
-        for lane in self._all_lanes:
+        for lane in lanes:
             self._lanes.put_nowait(lane)
 
     async def close(self) -> None:
@@ -143,7 +143,7 @@ class MooncakeBackend(Backend):
                 async with asyncio.timeout(_CLOSE_S):
                     for _ in self._all_lanes:
                         await self._lanes.get()  # Each is free when its call has ended.
-                    await _wait(lane.call(store.close))
+                    await lane.run(store.close)
         finally:
             lane.end()
             self._end_lanes()
@@ -169,7 +169,7 @@ class MooncakeBackend(Backend):
                 outcomes |= await self._put_some(mine)
             for i, other in others:
                 if other is not None:
-                    outcome = await _wait(other)
+                    outcome = await asyncio.shield(other)
                     outcomes[i] = Outcome.EXISTS if outcome.ok else outcome
             rest = [(i, write) for i, write in rest if i not in outcomes]
         return [outcomes[i] for i in range(len(writes))]
@@ -177,10 +177,9 @@ class MooncakeBackend(Backend):
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         store = self._open_store()
         outcomes: list[Outcome] = []
-        at = 0
-        while at < len(reads):
+        while len(outcomes) < len(reads):
             async with self._lane() as lane:
-                some = reads[at : at + lane.records_max]
+                some = reads[len(outcomes) :][: lane.records_max]
                 names = list(dict.fromkeys(self._name(read.key) for read in some))
                 read_keys = {read.key for read in some}
                 await self._none_of(read_keys, self._deleting)
@@ -197,7 +196,6 @@ class MooncakeBackend(Backend):
                         read.filled_bytes = code
                         outcomes.append(Outcome.OK)
                         await asyncio.sleep(0)  # Other coroutines run between two copies.
-            at += len(some)
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
@@ -225,56 +223,46 @@ class MooncakeBackend(Backend):
 
     async def _put_some(self, writes: Sequence[tuple[int, RecordWrite]]) -> dict[int, Outcome]:
         """Put records of different keys; each key is in ``_putting`` until the medium has answered."""
-        store, outcomes = self._open_store(), {}
         loop = asyncio.get_running_loop()
-        waiters = {write.key: loop.create_future() for _, write in writes}
+        waiters: dict[BlockKey, asyncio.Future[Outcome]] = {write.key: loop.create_future() for _, write in writes}
         self._putting.update(waiters)
-        settled: set[BlockKey] = set()
-
-        def settle(keys: Sequence[BlockKey], found: Sequence[Outcome]) -> None:
-            for key, outcome in zip(keys, found, strict=True):
-                settled.add(key)
-                self._putting.pop(key, None)
-                waiters[key].set_result(outcome)
-
-        under_way: list[BlockKey] = []
+        left = [write for _, write in writes]
         try:
-            at = 0
-            while at < len(writes):
+            while left:
                 async with self._lane() as lane:
-                    some = writes[at : at + lane.records_max]
-                    keys = [write.key for _, write in some]
-                    pieces: list[tuple[int, int]] = []
-                    offset = 0
-                    for _, write in some:
-                        # As in get_into: a put that outlives its deadline must not read the slot.
-                        size = 0
-                        for buffer in write.buffers:
-                            lane.memory[offset + size : offset + size + buffer.nbytes] = buffer
-                            size += buffer.nbytes
-                        pieces.append((offset, size))
-                        offset += lane.record_bytes_max
-                    names = [self._name(key) for key in keys]
-                    unregister = self._noted(set(keys), self._writing)
-
-                    def ended(
-                        answer: Any, keys: Sequence[BlockKey] = keys, unregister: Callable[[Any], None] = unregister
-                    ) -> None:
-                        unregister(answer)
-                        failed = answer.cancelled() or answer.exception() is not None
-                        codes = [-1] * len(keys) if failed else answer.result()
-                        settle(keys, [self._outcome(code, "put") for code in codes])
-
-                    under_way = keys
-                    await lane.run(partial(_put, store, lane, names, pieces), ended)
-                    for i, write in some:
-                        outcomes[i] = waiters[write.key].result()
-                at += len(some)
+                    some = left[: lane.records_max]
+                    call = self._put_batch(lane, some)
+                    del left[: len(some)]
+                    await call
         finally:
             # A running call settles its keys at its end.
-            not_begun = [key for key in waiters if key not in settled and key not in under_way]
-            settle(not_begun, [Outcome.CANCELLED] * len(not_begun))
-        return outcomes
+            self._settle([write.key for write in left], [Outcome.CANCELLED] * len(left))
+        return {i: waiters[write.key].result() for i, write in writes}
+
+    def _put_batch(self, lane: _Lane, writes: Sequence[RecordWrite]) -> Coroutine[Any, Any, object]:
+        """Copy records into a lane's memory, and return the call that puts them and settles their keys at its end."""
+        store, keys = self._open_store(), [write.key for write in writes]
+        pieces: list[tuple[int, int]] = []
+        for i, write in enumerate(writes):
+            # As in get_into: a put that outlives its deadline must not read the slot.
+            start = end = i * lane.record_bytes_max
+            for buffer in write.buffers:
+                lane.memory[end : end + buffer.nbytes] = buffer
+                end += buffer.nbytes
+            pieces.append((start, end - start))
+        unregister = self._noted(set(keys), self._writing)
+
+        def ended(answer: Any) -> None:
+            unregister(answer)
+            failed = answer.cancelled() or answer.exception() is not None
+            codes = [-1] * len(keys) if failed else answer.result()
+            self._settle(keys, [self._outcome(code, "put") for code in codes])
+
+        return lane.run(partial(_put, store, lane, list(map(self._name, keys)), pieces), ended)
+
+    def _settle(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> None:
+        for key, outcome in zip(keys, outcomes, strict=True):
+            self._putting.pop(key).set_result(outcome)
 
     async def _none_of(self, keys: set[BlockKey], *calls: _Calls) -> None:
         """Wait until no running call in ``calls`` has any of the keys."""
@@ -315,6 +303,7 @@ class MooncakeBackend(Backend):
     @contextlib.asynccontextmanager
     async def _lane(self) -> AsyncIterator[_Lane]:
         """Lend a free thread; it is free again when its call has ended, however late."""
+        self._open_store()  # After close(), no lane becomes free.
         lanes = self._lanes
         lane = await lanes.get()
         try:
@@ -343,8 +332,8 @@ class _Lane:
         # A daemon thread, so that a hanging call does not delay the exit of the process.
         threading.Thread(target=self._work, name="kvstore-mooncake", daemon=True).start()
 
-    def call(self, function: Callable[[], _T]) -> asyncio.Future[_T]:
-        """Begin a call; the future ends with it."""
+    async def run(self, function: Callable[[], _T], ended: Callable[[Any], None] | None = None) -> _T:
+        """Make a call and return its result. If cancelled, it returns immediately, and the call continues."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
 
@@ -354,14 +343,9 @@ class _Lane:
 
         self._current = future
         self._calls.put((function, done))
-        return future
-
-    async def run(self, function: Callable[[], _T], ended: Callable[[Any], None] | None = None) -> _T:
-        """Make a call and return its result. If cancelled, it returns immediately, and the call continues."""
-        future = self.call(function)
         if ended is not None:
             future.add_done_callback(ended)
-        return await _wait(future)
+        return await asyncio.shield(future)
 
     def when_idle(self, callback: Callable[[], None]) -> None:
         """Call back when no call is running."""
@@ -382,11 +366,6 @@ class _Lane:
             except BaseException as failure:  # Raised where the call is awaited.
                 result, error = None, failure
             done(result, error)
-
-
-async def _wait(future: asyncio.Future[_T]) -> _T:
-    """Await a future without cancelling it."""
-    return await asyncio.shield(future)
 
 
 def _set(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

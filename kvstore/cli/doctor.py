@@ -23,7 +23,7 @@ import numpy as np
 
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.cli.command_line import Exit, ExitCode, JsonFlag, Option, Tiers, size_option
-from kvstore.cli.interruption import Runner
+from kvstore.cli.interruption import run_interruptibly
 from kvstore.cli.report import Report, device_of, probe_direct
 from kvstore.cli.terminal import Column, print_json_text, print_table, size_text
 from kvstore.cli.tier_argument import TierArgument, parse_tier
@@ -195,8 +195,8 @@ def _check_reach(tier: TierArgument) -> Iterator[_Finding]:
     backend: Backend = BACKENDS.find(tier.backend)(tier.config)
     started = time.perf_counter()
     try:
-        with Runner() as runner:
-            runner.run(_probe(backend))
+        with asyncio.Runner() as runner:
+            run_interruptibly(runner, _probe(backend))
     except TimeoutError:
         yield _Finding("fail", check, f"no answer in {_REACH_S:g} s", "Check address, network and firewall.")
     except KVStoreError as error:

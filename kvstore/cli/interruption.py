@@ -1,4 +1,4 @@
-"""Ends a command early: on Ctrl-C, leaving time to report results, or at its deadline, even if I/O hangs."""
+"""Early ends of commands: on Ctrl-C, with time to report results, or at a deadline, even if I/O hangs."""
 
 from __future__ import annotations
 
@@ -128,55 +128,41 @@ class Stopping:
             raise KeyboardInterrupt
 
 
-class Runner:
-    """Like asyncio's runner, but Ctrl-C cancels between two callbacks of the loop; a second one interrupts.
+def run_interruptibly(runner: asyncio.Runner, coro: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine like ``runner.run``, but Ctrl-C cancels it between two callbacks of the loop.
 
-    asyncio's runner cancels the task immediately, even within a callback that is about to set a future's result. That
-    callback then fails: asyncio's own socket connect does so, with a traceback on stderr.
+    A second Ctrl-C interrupts. ``runner.run`` itself cancels the task immediately, even within a callback that is about
+    to set a future's result. That callback then fails: asyncio's own socket connect does so, with a traceback on
+    stderr. In other threads, or with a custom SIGINT handler, there is no difference.
     """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return runner.run(coro)
+    loop, interrupts, tasks = runner.get_loop(), 0, list[asyncio.Task[Any]]()
 
-    def __init__(self) -> None:
-        self._runner = asyncio.Runner()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._runner.close()
-
-    def run(self, coro: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine; in other threads, or with a custom SIGINT handler, as asyncio's runner does."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            return self._runner.run(coro)
-        loop, interrupts, tasks = self._runner.get_loop(), 0, list[asyncio.Task[Any]]()
-
-        def interrupt(number: int, frame: FrameType | None) -> None:
-            nonlocal interrupts
-            interrupts += 1
-            if interrupts > 1:
-                raise KeyboardInterrupt
-            for task in tasks:
-                loop.call_soon_threadsafe(task.cancel)
-
-        async def interruptible() -> _T:
-            if (task := asyncio.current_task()) is not None:
-                tasks.append(task)
-                if interrupts:
-                    task.cancel()
-            return await coro
-
-        signal.signal(signal.SIGINT, interrupt)
-        try:
-            result = self._runner.run(interruptible())
-        except asyncio.CancelledError:
-            if not interrupts:
-                raise
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if interrupts:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts > 1:
             raise KeyboardInterrupt
-        return result
+        for task in tasks:
+            loop.call_soon_threadsafe(task.cancel)
+
+    async def interruptible() -> _T:
+        if (task := asyncio.current_task()) is not None:
+            tasks.append(task)
+            if interrupts:
+                task.cancel()
+        return await coro
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        result = runner.run(interruptible())
+    except asyncio.CancelledError:
+        if not interrupts:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupts:
+        raise KeyboardInterrupt
+    return result

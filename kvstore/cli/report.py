@@ -5,6 +5,7 @@ The programs in ``bench/`` also use it. It needs only the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import io
@@ -116,7 +117,7 @@ def environment(**more: object) -> dict[str, Any]:
 
 
 def device_of(path: Path) -> dict[str, Any]:
-    """Return file system, mount point and device of a path that exists."""
+    """Return file system, device and mount options of an existing path, and the model of its drive if known."""
     number = path.stat().st_dev
     wanted = f"{os.major(number)}:{os.minor(number)}"
     found: dict[str, Any] = {"filesystem": "unknown"}
@@ -142,7 +143,9 @@ def probe_direct(directory: Path) -> bool:
     except OSError:
         return False
     finally:
-        path.unlink(missing_ok=True)
+        # A failed open may have created the file; on a read-only file system, even its removal fails.
+        with contextlib.suppress(OSError):
+            path.unlink()
     return True
 
 
@@ -157,20 +160,15 @@ def median_row(rows: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return "unknown"
-    names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-    return names[0] if names else "unknown"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "unknown")
 
 
 def _versions() -> dict[str, str]:
     found = {}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

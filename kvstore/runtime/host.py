@@ -50,7 +50,7 @@ class ThreadChannel:
 
     def __init__(self, host: ThreadHost, factory: IOSideFactory) -> None:
         self._host = host
-        self._remedy = "The tier is closed; open a new one to go on."
+        self._remedy = "The tier is closed; open a new one to continue."
         self._inbox: deque[ToIO] = deque()
         self._outbox: deque[FromIO] = deque()
         self._arrived = threading.Event()
@@ -160,7 +160,7 @@ class ThreadHost:
         """
         with self._lock:
             if self._ended:
-                raise HostClosedError("The I/O loop has ended; open a new tier to go on.")
+                raise HostClosedError("The I/O loop has ended; open a new tier to continue.")
             self._users += 1
         try:
             return ThreadChannel(self, factory)
@@ -190,7 +190,7 @@ class ThreadHost:
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError as error:
-            raise HostClosedError("The I/O loop has ended; open a new tier to go on.") from error
+            raise HostClosedError("The I/O loop has ended; open a new tier to continue.") from error
 
     def call(self, work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
         """Run a coroutine on the loop and wait for its result."""

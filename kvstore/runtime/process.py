@@ -12,7 +12,6 @@ import math
 import os
 import queue
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -66,7 +65,7 @@ _END_TIMEOUT_S: Final = 1.0
 """Time for a child to exit after it closed its medium or failed to open it."""
 
 _SETTLED_CHECK_S: Final = 0.005
-"""Interval of checks for the end of a killed child's I/O, which usually takes milliseconds."""
+"""Polling interval for the end of a killed child's I/O, which usually takes milliseconds."""
 
 _QUIET_S: Final = 2.0
 """Silence after which a child is pinged."""
@@ -82,15 +81,12 @@ _LATE_ANSWER_TIMEOUT_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SharedBacking:
-    """A shared file behind a piece of memory, as an open descriptor that the holder closes.
+    """The shared file behind a piece of memory."""
 
-    The memory is ``size_bytes`` long and begins in the file at ``offset`` (a multiple of the page size) plus ``skip``.
-    """
-
-    fd: int
-    offset: int
+    fd: int  # Open descriptor; the holder closes it.
+    offset: int  # A multiple of the page size. The memory begins in the file at ``offset + skip``.
     skip: int
-    size_bytes: int
+    size_bytes: int  # Length of the memory.
 
 
 def find_backing(memory: memoryview) -> SharedBacking | None:
@@ -121,16 +117,12 @@ def find_backing(memory: memoryview) -> SharedBacking | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """Parameters of a child process; see :class:`kvstore.runtime.wire.Start` for the first two.
-
-    ``payload`` may hold secrets, so it is not shown. The channel closes the descriptor of ``backing``. ``name`` is the
-    name of the tier, for messages.
-    """
+    """Parameters of a child process; see :class:`kvstore.runtime.wire.Start` for the first two."""
 
     target: str
-    payload: dict[str, Any] = field(repr=False)
-    backing: SharedBacking
-    name: str
+    payload: dict[str, Any] = field(repr=False)  # May contain secrets.
+    backing: SharedBacking  # The channel closes its descriptor.
+    name: str  # Name of the tier, for messages.
 
 
 class ProcessChannel:
@@ -153,7 +145,7 @@ class ProcessChannel:
         self._stopping = threading.Event()
         self._lost_children: queue.SimpleQueue[tuple[ChildConnection, str] | None] = queue.SimpleQueue()
         self._keeper: threading.Thread | None = None
-        self._remedy = "The tier is closed; open a new one to go on."
+        self._remedy = "The tier is closed; open a new one to continue."
         leave_at_fork(self)
 
     @property
@@ -166,7 +158,6 @@ class ProcessChannel:
         return self._connection.pid if self._connection else None
 
     def open(self, timeout_s: float) -> None:
-        """Starts the child."""
         # Started now, because no thread may be available when a child is lost.
         keeper = threading.Thread(target=self._replace_lost_children, name="kvstore-io-keeper", daemon=True)
         keeper.start()
@@ -236,7 +227,11 @@ class ProcessChannel:
             self._connection, self._successor = self._successor, None
         if (last := self._connection) is not None:
             self._write([Stop()])
-            self._receive_until_closed(last, deadline)
+            # Until the child has closed or ended, which unsets the connection.
+            while self._connection is not None and (left := deadline - time.monotonic()) > 0:
+                last.wait(min(left, _READ_INTERVAL_S))
+                self._push()
+                self._read()
             # A closed child gets time to exit; a child past the deadline is killed immediately.
             by_itself = last.end(0.0 if self._connection else _END_TIMEOUT_S)
             self._connection = None
@@ -248,18 +243,11 @@ class ProcessChannel:
         return ended
 
     def leave_to_parent(self) -> None:
-        """Close this copy in a forked process; the parent's channel goes on over the same socket."""
+        """Close this copy in a forked process; the parent's channel keeps using the same socket."""
         self._closed, self._remedy = True, OF_PARENT
         # Kept, because the end of a connection ends the child.
         self._of_parent = self._connection, self._successor
         self._connection = self._successor = None
-
-    def _receive_until_closed(self, last: ChildConnection, deadline: float) -> None:
-        """Receive messages until the child has closed or ended, which unsets the connection."""
-        while self._connection is not None and (left := deadline - time.monotonic()) > 0:
-            last.wait(min(left, _READ_INTERVAL_S))
-            self._push()
-            self._read()
 
     def _receive_some(self) -> None:
         now = time.monotonic()
@@ -392,7 +380,7 @@ class ChildConnection:
             self._socket.sendall(pack([start]))
         except OSError as error:
             self.end()
-            raise BackendUnavailableError("its I/O process ended at once", backend=self._name) from error
+            raise BackendUnavailableError("its I/O process ended immediately", backend=self._name) from error
         self._socket.setblocking(False)
 
     def read(self) -> list[ChildMessage] | None:
@@ -475,22 +463,17 @@ class ChildConnection:
         self._asked_s = 0.0
         return "ask"
 
-    def kill(self) -> None:
-        """Kill the child without waiting for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGKILL)
-
     def end(self, timeout_s: float = 0.0, *, for_ever: bool = False) -> bool:
         """Wait for the child's end, kill it after the timeout and wait again; return whether it ended by itself.
 
-        A killed child may still run afterwards (see :attr:`gone`), unless ``for_ever`` is set.
+        A killed child may still run afterwards, unless ``for_ever`` is set.
         """
         by_itself = True
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             by_itself = False
-            self.kill()
+            self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(None if for_ever else _KILLED_TIMEOUT_S)
         self._socket.close()
@@ -502,12 +485,10 @@ class ChildConnection:
 
     @property
     def pid(self) -> int:
-        """Process id of the child."""
         return self._process.pid
 
     @property
     def gone(self) -> bool:
-        """Whether the child has ended."""
         return self._process.poll() is not None
 
     @property
@@ -516,7 +497,6 @@ class ChildConnection:
         return self.gone and self._lifetime.has_ended
 
     def await_settled(self, timeout_s: float) -> bool:
-        """Wait until it has settled; return whether it has."""
         deadline = time.monotonic() + timeout_s
         while not (settled := self.has_settled) and time.monotonic() < deadline:
             time.sleep(_SETTLED_CHECK_S)

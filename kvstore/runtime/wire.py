@@ -144,13 +144,11 @@ class Bell:
 
     def ring(self) -> None:
         """Signal one more sent frame."""
-        _COUNT.pack_into(self._page, 0, _COUNT.unpack_from(self._page, 0)[0] + 1)
+        _COUNT.pack_into(self._page, 0, self.count + 1)
 
     @property
     def count(self) -> int:
-        """Number of rings so far."""
-        count: int = _COUNT.unpack_from(self._page, 0)[0]
-        return count
+        return int(_COUNT.unpack_from(self._page, 0)[0])
 
     def close(self) -> None:
         """Unmap the page and close its descriptor. Idempotent."""

@@ -19,7 +19,7 @@ _log = logging.getLogger("kvstore.runtime")
 _R = TypeVar("_R")
 
 _POLL_S: Final = 0.001
-"""Pause between two checks whether all threads have ended; they do so within microseconds of their last call."""
+"""Polling interval for the end of the threads, which takes microseconds after their last call."""
 
 
 class _Batch:
@@ -36,7 +36,7 @@ class _Batch:
         try:
             self._loop.call_soon_threadsafe(self.done.set_result, None)
         except RuntimeError:
-            _log.debug("a batch ended after its event loop")
+            _log.debug("a batch ended after its event loop had closed")
 
 
 class Workers:
@@ -113,7 +113,7 @@ class Workers:
         deadline = time.monotonic() + timeout_s
         while alive := sum(thread.is_alive() for thread in self._threads):
             if time.monotonic() > deadline:
-                _log.warning("%d threads of %s are stuck in the kernel; leaving them", alive, self._name)
+                _log.warning("%d threads of %s are stuck in the kernel and are left behind", alive, self._name)
                 return False
             await asyncio.sleep(_POLL_S)
         return True

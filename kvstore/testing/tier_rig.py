@@ -92,7 +92,7 @@ class TierRig:
         except BufferError:
             # After a failed check, its own error is more informative.
             if kind is None:
-                raise AssertionError("the tier is closed and still holds views of the primary tier") from None
+                raise AssertionError("the closed tier still holds views of the primary tier") from None
         if kind is None:
             twice = [job_id for job_id, count in self.reports.items() if count > 1]
             assert not twice, f"jobs reported more than once: {twice}"
@@ -173,7 +173,7 @@ class TierRig:
         assert result.success == (len(good) == len(keys)), f"success contradicts the outcomes: {result}"
         for key, slot, outcome in zip(keys, slots, result.outcomes, strict=True):
             right = not outcome.ok or self.content(slot) == self.payload(key)
-            assert right, f"WRONG BYTES: key {key.hex()} is said to be loaded into slot {slot}"
+            assert right, f"WRONG BYTES: key {key.hex()} was reported as loaded into slot {slot}"
 
     def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
         """Look up a block in each step until the answer is HIT or MISS."""

@@ -87,12 +87,12 @@ class TierValueTests(TierHarness):
             stored = rig.store(keys)
             assert stored.success and list(stored.successful_keys) == keys, f"a plain store: {stored}"
             assert stored.size_bytes == 20 * self.slot_bytes, f"a store of 20 blocks moved {stored.size_bytes} bytes"
-            assert [rig.lookup(key) for key in keys] == [LookupResult.HIT] * 20, "a stored block is no hit"
+            assert [rig.lookup(key) for key in keys] == [LookupResult.HIT] * 20, "a stored block is not a hit"
             shuffled = self.rng.sample(keys, 20)
             loaded = rig.load(shuffled)
             assert loaded.success, f"a plain load: {loaded}"
             assert loaded.size_bytes == 20 * self.slot_bytes, f"a load of 20 blocks moved {loaded.size_bytes} bytes"
-            assert rig.untouched(range(20, self.slots)), "a slot was written that no job had"
+            assert rig.untouched(range(20, self.slots)), "a slot without a job was written"
 
     @with_seed
     def test_unknown_blocks_are_misses(self) -> None:
@@ -103,7 +103,7 @@ class TierValueTests(TierHarness):
                 if self.exclusive:
                     answer = rig.tier.lookup(key)
                     assert answer is LookupResult.MISS, f"first lookup of an unknown block: {answer}"
-                assert rig.lookup(key) is LookupResult.MISS, "a block that nobody stored is a hit"
+                assert rig.lookup(key) is LookupResult.MISS, "a block that was never stored is a hit"
             loaded = rig.load(self.keys(3))
             assert list(loaded.outcomes) == [Outcome.MISS] * 3, f"load of unknown blocks: {loaded}"
 
@@ -120,7 +120,7 @@ class TierValueTests(TierHarness):
                 assert list(loaded.successful_keys) == [key for key in keys if key in held], f"{loaded}"
                 expected = [Outcome.OK if key in held else Outcome.MISS for key in keys]
                 assert list(loaded.outcomes) == expected, f"{loaded.outcomes}, expected {expected}"
-                assert loaded.size_bytes == 6 * self.slot_bytes, f"{loaded.size_bytes} bytes said to be moved for 6"
+                assert loaded.size_bytes == 6 * self.slot_bytes, f"{loaded.size_bytes} bytes reported for 6 blocks"
 
     @with_seed
     def test_storing_again_is_a_success_that_moves_nothing(self) -> None:
@@ -134,7 +134,7 @@ class TierValueTests(TierHarness):
             expected = [Outcome.EXISTS if key in held else Outcome.OK for key in keys]
             assert list(stored.outcomes) == expected, f"{stored.outcomes}, expected {expected}"
             assert stored.size_bytes == 3 * self.slot_bytes, f"{stored.size_bytes} bytes moved for 3 new blocks"
-            assert rig.load(held + new).success, "not all of them can be loaded"
+            assert rig.load(held + new).success, "not all blocks can be loaded"
 
     @with_seed
     def test_forgotten_blocks_are_gone(self) -> None:
@@ -149,9 +149,9 @@ class TierValueTests(TierHarness):
             assert [rig.lookup(key) for key in ours] == [LookupResult.MISS] * 12, "a forgotten block is found"
             assert list(rig.load(ours).outcomes) == [Outcome.MISS] * 12, "a forgotten block can be loaded"
             assert rig.load(others).success, "another tenant's block is gone"
-            rig.until(lambda: rig.tier.forget(b"tenant-1"), "to be forgotten a second time")
+            rig.until(lambda: rig.tier.forget(b"tenant-1"), "the second removal")
             assert list(rig.store(ours).outcomes) == [Outcome.OK] * 12, "a forgotten block is still there"
-            assert rig.load(ours).success, "a block can't be loaded that was stored after it was forgotten"
+            assert rig.load(ours).success, "a block stored after the tenant was forgotten can't be loaded"
 
     @with_seed
     def test_every_job_is_reported_once_and_right(self) -> None:
@@ -172,8 +172,8 @@ class TierValueTests(TierHarness):
                 running[submit(keys, slots)] = (kind, keys, slots)
             rig.until(lambda: all(job_id in rig.results for job_id in running), "the end of all jobs")
             self._ended(rig, running)
-            assert rig.tier.stats().outcomes.get("load.ok"), "no load met a block that was stored"
-            assert rig.untouched(range(self.slots - 4, self.slots)), "a slot was written that no job had"
+            assert rig.tier.stats().outcomes.get("load.ok"), "no load found a stored block"
+            assert rig.untouched(range(self.slots - 4, self.slots)), "a slot without a job was written"
 
     @with_seed
     def test_drain_waits_for_all_jobs(self) -> None:
@@ -184,11 +184,11 @@ class TierValueTests(TierHarness):
             assert rig.tier.drain(timeout_s=rig.timeout_s), "a drain of ten small stores did not end"
             assert rig.tier.stats().jobs_in_flight == 0, "jobs in flight after a drain"
             rig.step()
-            assert set(rig.results) == set(jobs), "a drain ended and not all jobs can be fetched"
+            assert set(rig.results) == set(jobs), "not all results can be fetched after a drain"
             assert rig.tier.drain(timeout_s=rig.timeout_s), "a drain of nothing did not end"
 
     @with_seed
-    def test_nonsense_raises_nothing(self) -> None:
+    def test_invalid_arguments_raise_nothing(self) -> None:
         """With invalid arguments no method raises, every job is reported, and the tier continues to work."""
         with self.rig() as rig:
             good = self.keys(4)
@@ -215,9 +215,9 @@ class TierValueTests(TierHarness):
                     rig.step()
             rig.tier.on_request_finished(RequestContext("never seen"))
             jobs = 1 + 2 * len(odd_jobs)
-            rig.until(lambda: len(rig.results) == jobs, f"reports of {jobs} jobs, most of them nonsense")
-            assert rig.load(good).success, "after nonsense, what was stored before can't be loaded"
-            assert rig.store(self.keys(3)).success, "after nonsense, nothing can be stored"
+            rig.until(lambda: len(rig.results) == jobs, f"reports of {jobs} jobs, most of them invalid")
+            assert rig.load(good).success, "stored blocks can't be loaded after invalid calls"
+            assert rig.store(self.keys(3)).success, "nothing can be stored after invalid calls"
 
     def _ended(self, rig: TierRig, running: dict[int, tuple[str, list[BlockKey], list[int]]]) -> Sequence[int]:
         """Check the jobs that have ended; return their slots, filled with the canary."""
@@ -242,7 +242,7 @@ class TierLifecycleTests(TierHarness):
     """Close, restart, capacity, events and statistics."""
 
     @with_seed
-    def test_close_reports_what_runs_and_lets_go(self) -> None:
+    def test_close_reports_running_jobs(self) -> None:
         """Jobs in flight at close are reported once, and the primary tier is released (checked by the rig)."""
         for _ in range(5):
             with self.rig() as rig:
@@ -269,14 +269,14 @@ class TierLifecycleTests(TierHarness):
             rig.tier.stats()
             jobs = [rig.submit_load(keys), rig.submit_store(self.keys(3), [5, 6, 7])]
             rig.step()
-            assert rig.tier.drain(timeout_s=1.0), "a closed tier has something to drain"
+            assert rig.tier.drain(timeout_s=1.0), "the drain of a closed tier did not end"
             rig.step()
             for job_id in jobs:
                 assert job_id in rig.results, f"job {job_id}, submitted after close, was not reported"
                 assert not rig.results[job_id].success, f"job {job_id}, submitted after close, succeeded"
 
     @with_seed
-    def test_events_name_what_entered_and_left(self) -> None:
+    def test_events_report_stored_and_evicted_blocks(self) -> None:
         """Each block has one event when it is stored, and one when it is evicted; loads have none."""
         config = self.small_config(20 * (self.slot_bytes + 4096))
         with self.rig(config) as rig:
@@ -295,11 +295,11 @@ class TierLifecycleTests(TierHarness):
                 stored += rig.store(self.keys(6)).successful_keys
                 collect()
             rig.until(lambda: collect() and set(entered) == set(stored), "events of all stores")
-            assert len(entered) == len(set(entered)) and len(left) == len(set(left)), "a block was told twice"
-            assert set(left) <= set(entered), "a block left that never entered"
-            assert config is None or left, "48 blocks were stored into room for 20, and none is told to have left"
+            assert len(entered) == len(set(entered)) and len(left) == len(set(left)), "a block was reported twice"
+            assert set(left) <= set(entered), "a block left without having entered"
+            assert config is None or left, "48 blocks were stored into room for 20, and no eviction was reported"
             rig.load(stored[-3:])
-            assert [event for event in rig.tier.take_events() if event.cause is None] == [], "a load told of a store"
+            assert [event for event in rig.tier.take_events() if event.cause is None] == [], "a load reported a store"
 
     @with_seed
     def test_evicted_blocks_are_misses(self) -> None:
@@ -326,13 +326,15 @@ class TierLifecycleTests(TierHarness):
         config, keys = self.make_config(), self.keys(30)
         with self.rig(config) as rig:
             rig.store(keys)
-        others: list[dict[str, Any]] = [{"namespace": Namespace({"suite": "another"})}, {"config_namespace": "salt"}]
-        for other in others:
-            options = {"namespace": other["config_namespace"]} if "config_namespace" in other else {}
-            with self.rig({**config, **options}, namespace=other.get("namespace")) as rig:
+        others: list[tuple[Namespace | None, dict[str, str]]] = [
+            (Namespace({"suite": "another"}), {}),
+            (None, {"namespace": "salt"}),
+        ]
+        for namespace, options in others:
+            with self.rig({**config, **options}, namespace=namespace) as rig:
                 rig.recovered()
-                assert rig.lookup(keys[0]) is LookupResult.MISS, f"a hit of another namespace: {other}"
-                assert list(rig.load(keys[:2]).outcomes) == [Outcome.MISS] * 2, f"loaded of another namespace: {other}"
+                assert rig.lookup(keys[0]) is LookupResult.MISS, "a hit for a block of another namespace"
+                assert list(rig.load(keys[:2]).outcomes) == [Outcome.MISS] * 2, "loaded a block of another namespace"
         with self.rig(config) as rig:
             rig.recovered()
             assert [rig.lookup(key) for key in keys] == [LookupResult.HIT] * 30, "a block was lost by a restart"
@@ -391,9 +393,9 @@ class TierEpochTests(TierHarness):
             loaded = rig.load(keys[:4])
             assert list(loaded.outcomes) == [Outcome.MISS] * 4, f"loaded from an earlier epoch: {loaded}"
             again = rig.store(keys[:6])
-            assert list(again.outcomes) == [Outcome.OK] * 6, f"taken for the blocks of an earlier epoch: {again}"
+            assert list(again.outcomes) == [Outcome.OK] * 6, f"treated as blocks of an earlier epoch: {again}"
             assert rig.load(keys[:6]).success, "a block of the new epoch can't be loaded"
-            assert rig.lookup(keys[6]) is LookupResult.MISS, "a block that was not stored anew is found"
+            assert rig.lookup(keys[6]) is LookupResult.MISS, "a block that was not stored again is found"
 
     @with_seed
     def test_a_store_that_ends_after_the_reset_stays_in_its_epoch(self) -> None:
@@ -403,10 +405,10 @@ class TierEpochTests(TierHarness):
             rig.recovered()
             keys = self.keys(3)
             job = rig.submit_store(keys)
-            rig.until(lambda: plan.stalled, "a store that is stuck")
+            rig.until(lambda: plan.stalled, "the stall")
             rig.tier.begin_epoch()
             rig.step()
-            assert rig.tier.stats().epoch is None, "an epoch began while a store of the last one was under way"
+            assert rig.tier.stats().epoch is None, "an epoch began during a store of the previous one"
             assert rig.tier.lookup(keys[0]) is LookupResult.MISS, "a hit while the epoch changes"
             shed = rig.finish(rig.submit_store(self.keys(2), [10, 11]))
             assert list(shed.outcomes) == [Outcome.SHED] * 2, f"a store while the epoch changes: {shed}"
@@ -451,10 +453,10 @@ class TierEpochTests(TierHarness):
             assert rig.tier.stats().epoch == "", "a tier opened in another epoch than the base one"
             found = [rig.lookup(key) for key in before]
             assert found == [LookupResult.HIT if self.persistent else LookupResult.MISS] * 6, f"{found}"
-            assert [rig.lookup(key) for key in after] == [LookupResult.MISS] * 6, "found what another epoch stored"
+            assert [rig.lookup(key) for key in after] == [LookupResult.MISS] * 6, "found a block of another epoch"
 
     @with_seed
-    def test_a_tier_that_closes_while_its_epoch_changes_lets_go_of_the_medium(self) -> None:
+    def test_a_tier_that_closes_while_its_epoch_changes_releases_the_medium(self) -> None:
         """If a close interrupts an epoch change at any point, the next tier on the medium opens immediately."""
         config = self.make_config()
         for _ in range(4):
@@ -487,23 +489,13 @@ class TierFaultTests(TierHarness):
     def test_a_block_damaged_on_the_medium_is_lost_once(self) -> None:
         """A damaged record is CORRUPT, its neighbours load, and it is a miss until it is stored again."""
         for kind in _DAMAGE:
-            plan = FaultPlan(seed=self.rng.randrange(1 << 30))
-            with self.rig(plan=plan, negative_ttl=0.01) as rig:
-                keys = self.keys(8)
-                plan.add(Fault("put", kind, at=3))
-                assert rig.store(keys).success, f"{kind}: the store noticed what only a load can"
-                self._lost_once(rig, keys, keys[2], plan, kind)
+            self._damage_block("put", kind)
 
     @with_seed
     def test_a_block_damaged_on_its_way_is_not_loaded(self) -> None:
         """The same for a damaged read of an intact record. On a shared medium the record stays."""
         for kind in _DAMAGE:
-            plan = FaultPlan(seed=self.rng.randrange(1 << 30))
-            with self.rig(plan=plan, negative_ttl=0.01) as rig:
-                keys = self.keys(8)
-                rig.store(keys)
-                plan.add(Fault("get", kind, at=3))
-                self._lost_once(rig, keys, keys[2], plan, kind, stays=not self.exclusive)
+            self._damage_block("get", kind, stays=not self.exclusive)
 
     @with_seed
     def test_a_write_that_was_lost_is_a_miss(self) -> None:
@@ -531,9 +523,9 @@ class TierFaultTests(TierHarness):
             loaded = rig.load([key for key in keys if key != keys[3]], ctx)
             assert list(loaded.outcomes) == [Outcome.IO_ERROR, *[Outcome.OK] * 4], f"{loaded}"
             answer = rig.lookup(keys[0], ctx)
-            assert answer is LookupResult.MISS, "the request is sent into the same failure again"
+            assert answer is LookupResult.MISS, "the request would repeat the failed load"
             rig.tier.on_request_finished(ctx)
-            assert rig.tier.stats().last_error, "a failure that left no text"
+            assert rig.tier.stats().last_error, "a failure without an error text"
 
     @with_seed
     def test_a_stalled_load_ends_at_its_deadline(self) -> None:
@@ -545,7 +537,7 @@ class TierFaultTests(TierHarness):
             plan.add(Fault("get", FaultKind.STALL, times=None))
             started = time.monotonic()
             loaded = rig.load(keys)
-            assert time.monotonic() - started >= 0.2, "given up before its deadline"
+            assert time.monotonic() - started >= 0.2, "abandoned before its deadline"
             assert list(loaded.outcomes) == [Outcome.TIMEOUT] * 6, f"{loaded}"
             for slot in range(6):
                 rig.fill(slot)
@@ -585,11 +577,11 @@ class TierFaultTests(TierHarness):
             for _ in range(5):
                 assert rig.load(held).success, "a load failed because stores hang"
             plan.clear()
-            assert rig.finish(hanging).success, "a store that was let go on did not succeed"
+            assert rig.finish(hanging).success, "a resumed store did not succeed"
             assert rig.store(self.keys(3)).success, "stores are shed though nothing is in flight"
 
     @with_seed
-    def test_a_failing_medium_is_left_alone_and_taken_back(self) -> None:
+    def test_a_failing_medium_is_avoided_until_it_recovers(self) -> None:
         """After consecutive failed loads the breaker opens: lookups miss, loads fail immediately; it closes again."""
         plan = FaultPlan()
         with self.rig(plan=plan, breaker_failures=3, breaker_cooldown=0.01, negative_ttl=0.001) as rig:
@@ -607,11 +599,11 @@ class TierFaultTests(TierHarness):
             rig.until(lambda: plan.injected[FaultKind.ERROR] > injected, "a probe of the medium")
             plan.clear()
             rig.until(lambda: rig.tier.stats().load_breaker == "closed", "the breaker to close")
-            assert rig.lookup(keys[10]) is LookupResult.HIT, "a miss though the medium is back"
-            assert rig.load(keys[10:]).success, "can't load though the medium is back"
+            assert rig.lookup(keys[10]) is LookupResult.HIT, "a miss though the medium has recovered"
+            assert rig.load(keys[10:]).success, "can't load though the medium has recovered"
 
     @with_seed
-    def test_failing_stores_are_left_and_taken_up_again(self) -> None:
+    def test_failing_stores_stop_until_a_trial_succeeds(self) -> None:
         """The same for stores: after consecutive failures they are dropped until an occasional trial succeeds."""
         plan = FaultPlan()
         with self.rig(plan=plan, breaker_failures=3, breaker_cooldown=0.01) as rig:
@@ -653,16 +645,16 @@ class TierFaultTests(TierHarness):
             rig.until(lambda: hanging in rig.results, "the deadline of the store")
             for _ in range(5):
                 rig.step()
-                assert not rig.tier.forget(b"tenant-1"), "forgotten while a store may still end"
+                assert not rig.tier.forget(b"tenant-1"), "reported as forgotten while a store may still end"
             plan.clear()
             rig.until(lambda: rig.tier.forget(b"tenant-1"), "the tenant to be forgotten")
             rig.until(
-                lambda: [rig.lookup(key) for key in first + late] == [LookupResult.MISS] * 8, "all of them to be gone"
+                lambda: [rig.lookup(key) for key in first + late] == [LookupResult.MISS] * 8, "a miss for every block"
             )
-            assert list(rig.load(first + late).outcomes) == [Outcome.MISS] * 8, "a block came after the tenant was gone"
+            assert list(rig.load(first + late).outcomes) == [Outcome.MISS] * 8, "a forgotten block reappeared"
 
     @with_seed
-    def test_a_failed_question_is_not_an_absence(self) -> None:
+    def test_a_failed_lookup_is_not_an_absence(self) -> None:
         """If the medium cannot answer, a lookup misses; it hits again as soon as the medium answers."""
         if self.exclusive or not self.persistent:
             return
@@ -672,12 +664,12 @@ class TierFaultTests(TierHarness):
         plan.add(*(Fault(op, FaultKind.ERROR, times=None) for op in ("exists", "scan", "probe")))
         with self.rig(config, plan=plan, breaker_cooldown=0.01, negative_ttl=3600) as rig:
             for key in keys:
-                assert rig.lookup(key) is LookupResult.MISS, "a hit of a medium that can't be asked"
+                assert rig.lookup(key) is LookupResult.MISS, "a hit while the medium can't answer"
             plan.clear()
-            rig.until(lambda: rig.lookup(keys[0]) is LookupResult.HIT, "a hit after the medium is back")
+            rig.until(lambda: rig.lookup(keys[0]) is LookupResult.HIT, "a hit after the medium has recovered")
 
     @with_seed
-    def test_a_key_that_is_not_answered_costs_only_itself(self) -> None:
+    def test_a_key_without_an_answer_costs_only_itself(self) -> None:
         """A key of unknown presence is a miss for ``negative_ttl``; all others stay hits."""
         if self.exclusive or not self.persistent:
             return
@@ -687,16 +679,16 @@ class TierFaultTests(TierHarness):
         # Without recovery, because otherwise no query would reach the medium.
         faults = Fault("exists", FaultKind.DROP), Fault("scan", FaultKind.ERROR)
         with self.rig(config, plan=FaultPlan(faults), negative_ttl=3600, breaker_failures=1) as rig:
-            assert rig.lookup(keys[0]) is LookupResult.MISS, "a hit of a block of which nothing is known"
+            assert rig.lookup(keys[0]) is LookupResult.MISS, "a hit for a block of unknown presence"
             for key in keys[1:]:
                 assert rig.lookup(key) is LookupResult.HIT, "one key without an answer hid another one"
             assert rig.tier.stats().load_breaker == "closed", "one key without an answer opened the breaker"
-            assert rig.lookup(keys[0]) is LookupResult.MISS, "asked again at once"
+            assert rig.lookup(keys[0]) is LookupResult.MISS, "queried again immediately"
         with self.rig(config, plan=FaultPlan(faults), negative_ttl=0.01) as rig:
-            rig.until(lambda: rig.lookup(keys[0]) is LookupResult.HIT, "a hit once the medium can say")
+            rig.until(lambda: rig.lookup(keys[0]) is LookupResult.HIT, "a hit once the medium answers")
 
     @with_seed
-    def test_close_ends_what_hangs(self) -> None:
+    def test_close_ends_hanging_jobs(self) -> None:
         """A tier closes although its medium hangs: jobs are abandoned, the primary tier is released."""
         plan = FaultPlan()
         with self.rig(plan=plan) as rig:
@@ -710,10 +702,10 @@ class TierFaultTests(TierHarness):
             for job_id in jobs:
                 assert job_id in rig.results, f"job {job_id} was not reported by close"
                 assert set(rig.results[job_id].outcomes) == {Outcome.CANCELLED}, f"{rig.results[job_id]}"
-            assert rig.untouched(range(10, 14)), "a slot was written by a load that was given up"
+            assert rig.untouched(range(10, 14)), "a slot was written by an abandoned load"
 
     @with_seed
-    def test_a_medium_that_is_not_there_at_start(self) -> None:
+    def test_a_medium_may_be_missing_at_start(self) -> None:
         """Without its medium a required tier raises and cleans up; an optional one starts and uses it later."""
         config, plan = self.make_config(), FaultPlan([Fault("open", FaultKind.ERROR, times=None)])
         try:
@@ -724,15 +716,15 @@ class TierFaultTests(TierHarness):
         with self.rig(config, plan=plan, required=False, breaker_cooldown=0.01, breaker_failures=1) as rig:
             keys = self.keys(3)
             for key in keys:
-                assert rig.lookup(key) is LookupResult.MISS, "a hit of a medium that is not there"
-            assert not rig.store(keys).success, "stored to a medium that is not there"
+                assert rig.lookup(key) is LookupResult.MISS, "a hit without a medium"
+            assert not rig.store(keys).success, "stored without a medium"
             plan.clear()
-            rig.until(lambda: rig.store(keys).success, "a store after the medium has come")
-            rig.until(lambda: rig.lookup(keys[0]) is LookupResult.HIT, "a hit after the medium has come")
-            assert rig.load(keys).success, "can't load after the medium has come"
+            rig.until(lambda: rig.store(keys).success, "a store after the medium has appeared")
+            rig.until(lambda: rig.lookup(keys[0]) is LookupResult.HIT, "a hit after the medium has appeared")
+            assert rig.load(keys).success, "can't load after the medium has appeared"
 
     @with_seed
-    def test_never_wrong_bytes_whatever_happens(self) -> None:
+    def test_no_fault_causes_wrong_bytes(self) -> None:
         """With a mixture of all faults every job is reported once, and reported blocks have the right bytes."""
         kinds = {
             "put": (*_DAMAGE, FaultKind.DROP, FaultKind.ERROR, FaultKind.RAISE, FaultKind.NO_SPACE, FaultKind.DELAY),
@@ -759,34 +751,32 @@ class TierFaultTests(TierHarness):
             fresh = self.keys(5)
             assert rig.store(fresh).success and rig.load(fresh).success, "the tier did not survive the faults"
 
-    def _lost_once(
-        self,
-        rig: TierRig,
-        keys: list[BlockKey],
-        bad: BlockKey,
-        plan: FaultPlan,
-        kind: FaultKind,
-        *,
-        stays: bool = False,
-    ) -> None:
-        """Load keys, one of which is damaged, and check the tier's reaction."""
-        rig.tier.take_events()
-        loaded = rig.load(keys)
-        assert plan.injected[kind] == 1, f"{kind}: not injected, {plan}"
-        expected = [Outcome.CORRUPT if key == bad else Outcome.OK for key in keys]
-        assert list(loaded.outcomes) == expected, f"{kind}: {loaded}"
-        assert sum(rig.tier.stats().faults.values()) == 1, f"{kind}: not counted by cause, {rig.tier.stats()}"
-        # A block that stays may be a hit again after a pause, which may end at any time.
-        assert stays or rig.lookup(bad) is LookupResult.MISS, f"{kind}: a hit again for a block that is damaged"
-        left = [(event.keys, event.cause) for event in rig.tier.take_events() if event.cause is not None]
-        assert left == [((bad,), RemovalCause.CORRUPT)], f"{kind}: told to have left: {left}"
-        if stays:
-            rig.until(lambda: rig.lookup(bad) is LookupResult.HIT, f"{kind}: a hit for a block that was never damaged")
-            assert rig.load([bad]).success, f"{kind}: a block that was never damaged can't be loaded"
-        elif self.deletes:
-            rig.until(lambda: rig.store([bad]).outcomes[0] is Outcome.OK, f"{kind}: the block to be stored anew")
-            rig.until(lambda: rig.lookup(bad) is LookupResult.HIT, f"{kind}: a hit for the new block")
-            assert rig.load([bad]).success, f"{kind}: the new block can't be loaded"
+    def _damage_block(self, op: str, kind: FaultKind, *, stays: bool = False) -> None:
+        """Damage one block in its store or load, and check the tier's reaction."""
+        plan = FaultPlan(seed=self.rng.randrange(1 << 30))
+        with self.rig(plan=plan, negative_ttl=0.01) as rig:
+            keys = self.keys(8)
+            bad, fault = keys[2], Fault(op, kind, at=3)
+            if op == "put":
+                plan.add(fault)
+            assert rig.store(keys).success, f"{kind}: not stored"
+            if op == "get":
+                plan.add(fault)
+            rig.tier.take_events()
+            loaded = rig.load(keys)
+            assert plan.injected[kind] == 1, f"{kind}: not injected, {plan}"
+            expected = [Outcome.CORRUPT if key == bad else Outcome.OK for key in keys]
+            assert list(loaded.outcomes) == expected, f"{kind}: {loaded}"
+            assert sum(rig.tier.stats().faults.values()) == 1, f"{kind}: not counted by cause, {rig.tier.stats()}"
+            # A block that stays may be a hit again after a pause, which may end at any time.
+            assert stays or rig.lookup(bad) is LookupResult.MISS, f"{kind}: a damaged block is a hit again"
+            left = [(event.keys, event.cause) for event in rig.tier.take_events() if event.cause is not None]
+            assert left == [((bad,), RemovalCause.CORRUPT)], f"{kind}: reported removals: {left}"
+            if not stays and self.deletes:
+                rig.until(lambda: rig.store([bad]).outcomes[0] is Outcome.OK, f"{kind}: a new store of the block")
+            if stays or self.deletes:
+                rig.until(lambda: rig.lookup(bad) is LookupResult.HIT, f"{kind}: a hit for the intact block")
+                assert rig.load([bad]).success, f"{kind}: the intact block can't be loaded"
 
 
 class TierTests(TierValueTests, TierLifecycleTests, TierEpochTests, TierFaultTests):

@@ -1,4 +1,4 @@
-"""The jobs not yet reported by the tiers."""
+"""Jobs that the tiers have not reported yet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OpenJob:
 
     transfer: TransferJob  # The submitted job.
     link: TierLink  # The tier.
-    is_load: bool  # Whether it is a load (otherwise a store).
+    is_load: bool  # False for a store.
     state: RequestState | None  # The request.
     since: float = 0.0  # Time of submission, on the owner's clock (loads only).
     deadline: float = 0.0  # Time at which the manager abandons it, or its report counts as lost (loads only).
@@ -56,7 +56,6 @@ class JobTable:
         return iter(list(self._jobs.values()))
 
     def new_id(self) -> int:
-        """Return an id for the next job."""
         self._last_id += 1
         return self._last_id
 

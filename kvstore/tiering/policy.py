@@ -191,9 +191,7 @@ class PolicyParser:
 
     def _note_mistake(self, text: str) -> None:
         self.mistakes += 1
-        self._warn(
-            f"{text} A restriction that is not understood counts as the strictest one; anything else is ignored."
-        )
+        self._warn(f"{text} An invalid restriction counts as the strictest one; other invalid values are ignored.")
 
     def _warn(self, text: str) -> None:
         if text not in self._warned and len(self._warned) < _WARNINGS_MAX:

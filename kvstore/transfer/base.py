@@ -209,14 +209,14 @@ def _check_page(layer: LayerPlan, shape: Sequence[int], strides: Sequence[int], 
         )
 
 
-def _check_range(what: str, ids: Ids, count: int) -> None:
+def _check_range(kind: str, ids: Ids, count: int) -> None:
     wrong = ids[(ids < 0) | (ids >= count)]
     if len(wrong):
-        raise ValueError(f"{what} {wrong[0]} is out of range: there are {count}.")
+        raise ValueError(f"{kind} {wrong[0]} is out of range: there are {count}.")
 
 
-def _check_unique(what: str, ids: list[Ids], divisor: int = 1) -> None:
+def _check_unique(kind: str, ids: list[Ids], divisor: int = 1) -> None:
     ordered = np.sort(np.concatenate(ids)) if ids else np.empty(0, np.int64)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(twice):
-        raise ValueError(f"{what} {twice[0] // divisor} is a target twice in one batch.")
+        raise ValueError(f"{kind} {twice[0] // divisor} is a target twice in one batch.")

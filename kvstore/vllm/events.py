@@ -113,7 +113,7 @@ class Lineage:
             lineage = [_encode((p.parent_block_hash or b"", p.block_size, p.block_hashes[:-1])) for p in found]
             secrets = [b""] * len(new)
             if tier.may_encrypt:
-                secrets = [_encode((_packed(p.token_ids), p.lora_name)) for p in found]
+                secrets = [_encode((struct.pack(f"<{len(p.token_ids)}I", *p.token_ids), p.lora_name)) for p in found]
             tier.keep_lineage(new, lineage, secrets)
 
     def _hold(
@@ -158,10 +158,6 @@ class Lineage:
             return  # Kept for a model with other groups of layers.
         payloads[theirs] = payload
         self._kept[tier.name].add(key)
-
-
-def _packed(tokens: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
 _Nature = tuple[Any, Any, str | None]

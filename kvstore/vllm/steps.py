@@ -33,14 +33,12 @@ class StepTimes:
         self._ended_at = 0.0
 
     def begin(self, scheduler_output: Any, now: float) -> None:
-        """Note that a step was scheduled."""
         if len(self._running) >= self._depth:
             # The oldest step ended at an unknown time, so the others began at an unknown time.
             self._running = deque([(None, now)] * (self._depth - 1))
         self._running.append((scheduled_tokens(scheduler_output), now))
 
     def end(self, now: float) -> None:
-        """Note that the oldest step has ended."""
         if not self._running:
             return
         prefills, begun_at = self._running.popleft()
@@ -120,7 +118,6 @@ class IdleWaker:
             threading.Thread(target=self._run, name="kvstore-idle", daemon=True).start()
 
     def note_step(self) -> None:
-        """Note a step of the engine."""
         self._stepped_at, self.due = time.monotonic(), False
 
     def close(self) -> None:

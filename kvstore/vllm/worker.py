@@ -71,7 +71,6 @@ class HostOffloadingWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the copies finished since the last call."""
         finished, self._finished = self._finished, []
         return finished
 

@@ -21,7 +21,7 @@ from kvstore.backends.holdings import Holdings, ReadResult
 from kvstore.backends.memory import MemoryBackend
 from kvstore.cli.holdings.care import scrub
 from kvstore.cli.holdings.medium import Medium
-from kvstore.cli.interruption import Deadline, DeadlineError, Runner
+from kvstore.cli.interruption import Deadline, DeadlineError, run_interruptibly
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 from kvstore.types import BlockInfo, NamespaceInfo, RemovalCause
@@ -138,12 +138,12 @@ def test_an_interrupt_cancels_between_two_callbacks() -> None:
             states.append(future.done())
             raise
 
-    with Runner() as runner:
+    with asyncio.Runner() as runner:
         with pytest.raises(KeyboardInterrupt):
-            runner.run(work())
+            run_interruptibly(runner, work())
         assert states == [False, True]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert runner.run(asyncio.sleep(0, 5)) == 5
+        assert run_interruptibly(runner, asyncio.sleep(0, 5)) == 5
 
 
 def test_a_second_interrupt_reaches_what_catches_the_first() -> None:
@@ -157,8 +157,8 @@ def test_a_second_interrupt_reaches_what_catches_the_first() -> None:
         signal.raise_signal(signal.SIGINT)
         pytest.fail("the second one was not heeded")
 
-    with Runner() as runner, pytest.raises(KeyboardInterrupt):
-        runner.run(work())
+    with asyncio.Runner() as runner, pytest.raises(KeyboardInterrupt):
+        run_interruptibly(runner, work())
 
 
 def test_without_an_interrupt_cancelled_is_cancelled() -> None:
@@ -167,8 +167,8 @@ def test_without_an_interrupt_cancelled_is_cancelled() -> None:
     async def work() -> None:
         raise asyncio.CancelledError
 
-    with Runner() as runner, pytest.raises(asyncio.CancelledError):
-        runner.run(work())
+    with asyncio.Runner() as runner, pytest.raises(asyncio.CancelledError):
+        run_interruptibly(runner, work())
 
 
 @pytest.mark.parametrize("text", ["0", "31d", "-1s", "soon"])

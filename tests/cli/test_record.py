@@ -132,6 +132,20 @@ def test_losses_are_counted(tmp_path: Path) -> None:
         assert (recorder.lost, recorder.refused) == (4, 3)
 
 
+@pytest.mark.parametrize(
+    "fault", [{"block_tokens": 0}, {"block_tokens": -1}, {"blocks": [-1]}, {"blocks": []}], ids=str
+)
+def test_an_impossible_request_costs_only_itself(tmp_path: Path, fault: dict[str, object]) -> None:
+    """Impossible numbers in the first request are refused, and the block length of the next request counts."""
+    good = RecordedRequest(7, 0, 1.0, 16, 32, [1, 2])
+    with Recorder(tmp_path / "s") as recorder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.connect(str(tmp_path / "s"))
+        for request in (msgspec.structs.replace(good, **({"block_tokens": 99} | fault)), good):
+            sender.send(msgspec.msgpack.encode(request))
+        assert len(received(recorder, 1)) == 1
+        assert (recorder.refused, recorder.block_tokens) == (1, 16)
+
+
 def test_an_engine_never_waits_for_its_recorder(tmp_path: Path) -> None:
     """Requests that exceed a stalled recorder's buffer are dropped immediately, and reported as lost afterwards."""
     with Recorder(tmp_path / "s") as recorder:

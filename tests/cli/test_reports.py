@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from kvstore.cli.bench.compare import compared, differences
 from kvstore.cli.bench.histogram import Latencies
 from kvstore.cli.bench.plot import html_report, pictures_of
-from kvstore.cli.report import Report, median_row
+from kvstore.cli.report import Report, median_row, probe_direct
 from kvstore.cli.terminal import cell, latency_text, rounded_size
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
@@ -201,6 +201,13 @@ def test_the_page_shows_text_as_text() -> None:
     report = Report("run", rows=[row], notes=["<b>"]).as_dict()
     page = html_report({"<i>": report, "b": copy.deepcopy(report)}, [])
     assert "<script>" not in page and "<b>" not in page and "<i>" not in page
+
+
+def test_a_directory_without_files_has_no_direct_io(tmp_path: Path) -> None:
+    """Where no file can be created, the probe of direct I/O returns False, and its cleanup raises nothing."""
+    (tmp_path / "file").touch()
+    assert not probe_direct(tmp_path / "file")
+    assert not probe_direct(tmp_path / "missing")
 
 
 def test_pictures_are_the_same_each_time() -> None:

@@ -3,8 +3,8 @@
 - Store: write the slot, ``fdatasync`` it if stores are durable, write the journal frame, report the block.
 - Eviction (:mod:`kvstore.backends.disk.space`): write the journal frame; only then is the block not found any more, and
   only then may the slot be reused.
-- Removal: let the block no longer be found, write the journal frame, zero the slot's header page, report the removal.
-- Load: read the slot; if it is another engine's, read its journal again; only then deliver the block.
+- Removal: hide the block, write the journal frame, zero the slot's header page, report the removal.
+- Load: read the slot; if it belongs to another engine, read that engine's journal again; only then deliver the block.
 """
 
 from __future__ import annotations
@@ -184,7 +184,10 @@ class Blocks:
             async with session.segments.files_of([place for _, place in wanted]) as fds:
                 for (i, place), size, fd in zip(wanted, sizes, fds, strict=True):
                     if fd >= 0:
-                        ops.append(self._read_op(i, reads[i], place, size, fd))
+                        other = session.followers.others.get(place >> OWNER_SHIFT)
+                        geometry = other.geometry if other else session.geometry
+                        offset = geometry.offset_of(place & SLOT_MASK)
+                        ops.append(session.mover.read(i, reads[i], place, size, fd, offset, geometry.slot_bytes))
                     elif -fd in _GONE:
                         lost.append((reads[i].key, place))
                     else:
@@ -205,12 +208,6 @@ class Blocks:
         if lost:
             await self._lose(lost)
         session.note_use([op.place for op in ops if outcomes[op.index] is Outcome.OK])
-
-    def _read_op(self, i: int, read: RecordRead, place: int, size: int, fd: int) -> SlotRead:
-        session = self.session
-        other = session.followers.others.get(place >> OWNER_SHIFT)
-        geometry = other.geometry if other else session.geometry
-        return session.mover.read(i, read, place, size, fd, geometry.offset_of(place & SLOT_MASK), geometry.slot_bytes)
 
     def _read_outcome(self, op: SlotRead, lost: list[tuple[BlockKey, int]]) -> Outcome:
         session, key = self.session, op.read.key

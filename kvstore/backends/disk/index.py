@@ -1,4 +1,4 @@
-"""The index of an owner: slots by block, free slots, pinned slots, and the eviction order, also among tenants. No I/O.
+"""The index of an owner: slots by block, free and pinned slots, and the eviction order, also among tenants. No I/O.
 
 Used from the loop thread. The same table has the blocks of other owners: their places contain the number of the owner,
 and only their digests are known.
@@ -32,7 +32,7 @@ _REST_SHARE: Final = 8
 """Until a write succeeds, at most an eighth of all slots comes to rest: two of the 16 segments of a small tier."""
 
 _CANDIDATES: Final = 1 << 13
-"""Most slots found by one search; a list of all slots of an age takes long to create."""
+"""Maximum slots found by one search; a list of all slots of an age takes long to create."""
 
 
 class Ages:
@@ -295,10 +295,10 @@ class Index:
     def rest(self, slots: Iterable[int]) -> None:
         """Free and unpin slots that could not be written, but give them out only after a pause.
 
-        At a segment's second such slot, all of its free slots rest. So the medium's bad parts cost no more stores. If a
-        second segment of a directory fails, and writes succeed in other directories only, the whole directory rests,
-        and its blocks stay. If the whole medium fails, at most a share of all slots comes to rest, so that blocks are
-        not evicted for stores that fail, too.
+        At a segment's second such slot, all of its free slots rest, so that a bad part of the medium fails no more
+        stores. If a second segment of a directory fails, and writes succeed in other directories only, the whole
+        directory rests, and its blocks stay. If the whole medium fails, at most a share of all slots rests, so that no
+        blocks are evicted for stores that would fail too.
         """
         until, size = time.monotonic() + _REST_S, self.columns.segment_slots
         for slot in slots:
@@ -381,7 +381,7 @@ class Index:
                 del self._streaks[path]
 
     def hide(self, key: BlockKey) -> int:
-        """Let a block no longer be found; return its place, or ``NOWHERE``. A block of ours must then depart."""
+        """Hide a block from lookups; return its place, or ``NOWHERE``. The caller must let a block of ours depart."""
         place = self.place(key)
         if place != NOWHERE:
             self._remove_place(digest_of(key), place)
@@ -440,7 +440,7 @@ class Index:
             self.unpin((slot,))
 
     def by_use(self, segments: Sequence[int]) -> list[int]:
-        """Return segments in the order of giving them up: empty ones, then by the mean age of their blocks.
+        """Sort segments for removal: empty ones first, then by the mean age of their blocks.
 
         For any thread.
         """
@@ -451,7 +451,7 @@ class Index:
         return [segment for _, segment in sorted(heats)]
 
     def close_segment(self, among: Sequence[int]) -> int | None:
-        """Give out no slots of the first of these segments that has none pinned and is not closed; return it."""
+        """Close the first open segment without pinned slots among these; return it. Its slots are not given out."""
         pinned = {slot // self.columns.segment_slots for slot in self._readers}
         segment = next((each for each in among if each not in pinned and each not in self._closed), None)
         if segment is not None:

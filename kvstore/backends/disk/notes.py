@@ -1,6 +1,6 @@
 """Notes: a few bytes per block of an owner, for the engine that adopts the directory. One append-only file.
 
-Notes are hints: lost or damaged ones are missing, and a block without its note is still valid. Notes of removed blocks
+Notes are hints: a block without its note is still valid, so lost and damaged notes are ignored. Notes of removed blocks
 stay until the file is rewritten.
 """
 
@@ -31,16 +31,16 @@ _NOTE: Final = struct.Struct("<BxH")
 """Lengths of key and note; both follow."""
 
 _NOTE_BYTES_MAX: Final = 1 << 13
-"""Longest note: parent and tokens of a block of 2,000 tokens. A full frame of such notes is still readable."""
+"""Longest note: parent and tokens of a block of 2,000 tokens. A full frame of such notes is still within its limit."""
 
 _FRAME_NOTES: Final = 4096
-"""Most notes of a frame; a frame is written, and lost, as a whole."""
+"""Maximum notes of a frame, which is written, and lost, as a whole."""
 
 _FRAME_BYTES_MAX: Final = 64 << 20
 """Longest frame that is read, so that a forged length cannot exhaust memory."""
 
 _QUEUED_MAX: Final = 1 << 16
-"""Most notes that wait for a slow disk; further ones are dropped."""
+"""Maximum notes that wait for a slow disk; further ones are dropped."""
 
 _SLACK_BYTES: Final = 4 << 20
 """The file is rewritten when its length exceeds twice the length after the last rewrite plus this."""

@@ -1,8 +1,8 @@
 """Space for new blocks: free slots, then new segments, then eviction. Also gives up segments for other engines.
 
-Every block comes through :meth:`Space.enter` and goes through :meth:`Space.leave`. Its slot is reused only after the
-journal has recorded the removal, from which readers of the slot detect it. Some slots are freed ahead of need, so that
-stores need not wait.
+Every block enters by :meth:`Space.enter` and leaves by :meth:`Space.leave`. Its slot is reused only after the journal
+has recorded the removal, which readers of the slot check. Some slots are freed ahead of need, so that stores do not
+wait.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _AHEAD_MAX: Final = 1024
 """Slots freed ahead of need: a 64th of all slots, and at most enough for a few jobs."""
 
 _ASK_AGAIN_S: Final = 1.0
-"""Time between two tries to make a segment when there is no room for one."""
+"""Time between two attempts to create a segment while there is no room for one."""
 
 _LACKING_S: Final = 10.0
-"""Time for which an engine without room tries again by itself: the breaker may withhold its stores for up to 30 s."""
+"""Time for which an engine without room retries without a store: its breaker may stop stores for up to 30 s."""
 
 _TRANSIENT_S: Final = 5.0
 """Time for which creating a segment may fail, or wait for other engines, before stores evict instead. Allocating a
 segment takes up to half a second on a busy drive, and engines take turns."""
 
 _TURN_ROWS: Final = 1 << 11
-"""Blocks of a segment that leave in one turn of the loop: some milliseconds."""
+"""Blocks of a segment removed in one iteration of the loop, in some milliseconds."""
 
 _BUSY_PAUSE_S: Final = 0.01
 """Pause between two attempts to take the ledger's lock."""
@@ -85,7 +85,7 @@ class Space:
         self._full_until = 0.0
         self._lacking_until = 0.0
         self._failing_since = 0.0
-        self._wants = False
+        self._has_request = False
         self._closing: int | None = None
         """Segment that is being given up and still has its file."""
         self._ledger: FileLock | None = None
@@ -111,7 +111,7 @@ class Space:
         return slots
 
     async def end_lack(self) -> None:
-        """Create a segment, or repeat the request for one, if stores lacked slots lately: they may be paused now."""
+        """Create or request a segment if stores lacked slots recently: the breaker may have stopped them since."""
         if time.monotonic() < self._lacking_until and await self._grow(needed=False):
             self._lacking_until = 0.0
 
@@ -192,10 +192,10 @@ class Space:
             await self._journal.append(rows, leave_index, lasting=True)
 
     async def retry(self) -> None:
-        """Repeat the records that the journal has not taken so far, if there are any.
+        """Write the records that could not be written to the journal so far, if any.
 
         Raises:
-            OSError: It does not take them now, either.
+            OSError: They still cannot be written.
         """
         if self._journal.is_behind:
             await self._journal.append([])
@@ -229,7 +229,7 @@ class Space:
                 await self._evict(2 * self._ahead - self._index.free_slots)
         except OSError as error:
             level = logging.DEBUG if self._counts["ahead_errors"] else logging.WARNING
-            _log.log(level, "no room could be made ahead of need: %s", error)
+            _log.log(level, "slots could not be freed ahead of need: %s", error)
             self._counts["ahead_errors"] += 1
 
     async def _grow(self, *, needed: bool, reclaim: bool = True) -> bool:
@@ -247,8 +247,8 @@ class Space:
             for number in sorted(free):
                 # The next root in turn or, if it is full or fails, another one.
                 try:
-                    if await self._tried(number, reclaim):
-                        self._say_wanted(False)
+                    if await self._try_segment(number, reclaim):
+                        self._request_space(False)
                         return True
                 except OSError as error:
                     errors.append(error)
@@ -256,10 +256,10 @@ class Space:
                 raise errors[0]
             self._full_until = time.monotonic() + _ASK_AGAIN_S
             own_bytes = len(own) * self._geometry.segment_bytes
-            self._say_wanted(own_bytes * 2 <= sum(root.capacity_bytes for root in self._roots))
+            self._request_space(own_bytes * 2 <= sum(root.capacity_bytes for root in self._roots))
             return False
 
-    async def _tried(self, number: int, reclaim: bool) -> bool:
+    async def _try_segment(self, number: int, reclaim: bool) -> bool:
         """Create a segment; False if there is no room, or after repeated failures, so that stores evict instead."""
         while True:
             try:
@@ -272,7 +272,7 @@ class Space:
                 if not self._keeps_failing():
                     # The failure may be temporary, so nothing is evicted yet.
                     raise
-                _log.warning("no segment could be made: %s", error)
+                _log.warning("a segment could not be created: %s", error)
                 return False
             else:
                 self._failing_since = 0.0
@@ -302,7 +302,7 @@ class Space:
 
     async def _evict(self, count: int) -> bool:
         """Evict at most ``count`` blocks and free their slots; return whether any slot was freed."""
-        # On a medium that takes no frames, no further block departs.
+        # While the journal cannot be written, no further block departs.
         await self.retry()
         rows = self._index.evict(count)
         await self.leave(rows, RemovalCause.EVICTED)
@@ -339,10 +339,10 @@ class Space:
         own: list[int] = np.flatnonzero(self._index.columns.segments).tolist()
         return own
 
-    def _say_wanted(self, wanted: bool) -> None:
+    def _request_space(self, wanted: bool) -> None:
         # Repeated while it applies, because other engines act on each request once.
-        if wanted or self._wants:
-            self._wants = wanted
+        if wanted or self._has_request:
+            self._has_request = wanted
             for root in self._roots:
                 self._start(self._engine.call(partial(root.want, self._owner.name, wanted=wanted)))
 

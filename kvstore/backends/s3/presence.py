@@ -50,7 +50,6 @@ _SNAPSHOTS_BACK: Final = 3
 in the next, whose listing may already have started. The listing for the one after that started later, and includes
 the write."""
 
-
 _BITS_PER_BLOCK: Final = 10
 _HASHES: Final = 7
 """Together: a false-positive rate of about 1 %."""
@@ -87,9 +86,7 @@ class SnapshotMaker:
         that has taken the lease meanwhile may have written newer snapshots.
         """
         written = 0
-        if self._blocks >= _BLOCKS_MAX:
-            return written
-        for namespace, digests in self._digests.items():
+        for namespace, digests in self._digests.items() if self._blocks < _BLOCKS_MAX else ():
             # On a thread: numpy needs tenths of a second for a million blocks.
             made = await asyncio.to_thread(BloomFilter.of_digests, digests)
             if made is not None:
@@ -116,19 +113,15 @@ class PresenceSnapshot:
         self._written: deque[set[int]] = deque([set()], maxlen=_SNAPSHOTS_BACK)
         self.counters = dict.fromkeys(("snapshots_read", "heads_spared"), 0)
 
-    @property
-    def is_trusted(self) -> bool:
-        """Whether there is a recent snapshot."""
-        return self._filter is not None and self._rounds < _ROUNDS_TRUSTED
-
     def note_written(self, name: str) -> None:
         """Remember an object that this engine writes."""
         if len(self._written[0]) < _WRITTEN_MAX:
             self._written[0].add(name_digest(name))
 
     def rules_out(self, name: str) -> bool:
-        """Return whether the snapshot shows that an object does not exist."""
-        if self._filter is None or not self.is_trusted or name.removeprefix(self._prefix) in self._filter:
+        """Return whether a recent snapshot shows that an object does not exist."""
+        is_recent = self._rounds < _ROUNDS_TRUSTED
+        if self._filter is None or not is_recent or name.removeprefix(self._prefix) in self._filter:
             return False
         digest = name_digest(name)
         # A full set may be incomplete: snapshots are too rare for the rate of writes.
@@ -196,7 +189,6 @@ class BloomFilter:
         return True
 
     def encode(self, namespace: Namespace) -> bytes:
-        """Return the bytes of the object."""
         body = self._bits.tobytes()
         checksum = header_checksum(body)
         start = _START.pack(_MAGIC, _VERSION, self._hashes, 0, len(body) * 8, self.blocks, namespace.digest, checksum)

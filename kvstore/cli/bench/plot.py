@@ -1,4 +1,4 @@
-"""``kvstore-bench plot``: pictures of reports, as PNG, SVG or a page; the only module that uses matplotlib."""
+"""``kvstore-bench plot``: charts of reports, as PNG, SVG or an HTML page. Only this module uses matplotlib."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _FIRST: Final = (
     "latency_s_p99", "latency_s_p99_9", "latency_s_max", "ops_per_s", "cpu_s_per_gb", "hit_rate", "spin_rate", "errors",
     "verified",
 )  # fmt: skip
-"""The most important columns; all others follow in their order."""
+"""The first columns; all others follow in the order of the report."""
 
 _TITLES: Final = {
     "gb_per_s": "GB/s", "ops_per_s": "blocks/s", "cpu_s_per_gb": "CPU s/GB", "of_device": "of device",
@@ -79,7 +79,7 @@ def plot(reports: Reports, out: Directory = Path("kvstore-bench-report"), format
             row["report"] = name
     pictures = pictures_of([row for report in found.values() for row in report["rows"]])
     if not pictures:
-        raise ConfigError("The reports have nothing that could be drawn. Give those of run, sweep or replay.")
+        raise ConfigError("The reports contain nothing to plot. Give reports of run, sweep or replay.")
     try:
         out.mkdir(parents=True, exist_ok=True)
         for picture in pictures:
@@ -125,22 +125,21 @@ def _title(reports: Mapping[str, Mapping[str, Any]]) -> str:
 def _head(reports: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [f"<h1>{html.escape(_title(reports))}</h1>"]
     for report in reports.values():
-        place = report.get("environment", {})
-        said = [
-            place.get("date"), f"kvstore {place.get('kvstore')}", place.get("processor"),
-            f"{place.get('cores_usable') or place.get('cores')} cores", place.get("system"),
+        found = report.get("environment", {})
+        facts = [
+            found.get("date"), f"kvstore {found.get('kvstore')}", found.get("processor"),
+            f"{found.get('cores_usable') or found.get('cores')} cores", found.get("system"),
         ]  # fmt: skip
-        said += [_medium(target) for target in place.get("targets", []) if target]
-        lines.append(f'<p class="quiet">{html.escape(" · ".join(str(part) for part in said if part))}</p>')
+        facts += [_medium(target) for target in found.get("targets", []) if target]
+        lines.append(f'<p class="quiet">{html.escape(" · ".join(str(fact) for fact in facts if fact))}</p>')
         if not report.get("complete", True):
             lines.append('<p class="bad">Aborted before the end; the figures are incomplete.</p>')
     return "\n".join(lines)
 
 
 def _medium(target: Mapping[str, Any]) -> str:
-    known = {True: "direct I/O", False: "buffered I/O", None: "in memory"}
-    how = known[target.get("direct_io")]
-    return f"{target.get('filesystem')} on {target.get('device')}, {how}"
+    method = {True: "direct I/O", False: "buffered I/O", None: "in memory"}[target.get("direct_io")]
+    return f"{target.get('filesystem')} on {target.get('device')}, {method}"
 
 
 def _section(name: str, report: Mapping[str, Any]) -> str:
@@ -174,8 +173,8 @@ def _rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _pairs_table(values: Mapping[str, Any]) -> str:
     lines = []
     for name, value in values.items():
-        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        lines.append(f'<tr><td class="text">{html.escape(name)}</td><td class="value">{html.escape(shown)}</td></tr>')
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        lines.append(f'<tr><td class="text">{html.escape(name)}</td><td class="value">{html.escape(text)}</td></tr>')
     return f'<div class="wide"><table><tbody>{"".join(lines)}</tbody></table></div>'
 
 
@@ -211,14 +210,9 @@ _FIXED: Final = {"kvstore-file": _COLOURS[0], "vllm-fs": _COLOURS[1]}
 
 _CEILINGS: Final = {"fio": "#9A9A9A", "raw": "#C4C4C4"}
 _WITHOUT: Final = {"none": "#9A9A9A", "none-again": "#C4C4C4"}
-"""Grey for the bare drive and for engines without offloading."""
+"""Shades of grey for the drive without a tier, and for engines without offloading."""
 
-_PERCENTILES: Final = {
-    "latency_s_p50": 0.5,
-    "latency_s_p90": 0.9,
-    "latency_s_p99": 0.99,
-    "latency_s_p99_9": 0.999,
-}
+_PERCENTILES: Final = {"latency_s_p50": 0.5, "latency_s_p90": 0.9, "latency_s_p99": 0.99, "latency_s_p99_9": 0.999}
 _OPS: Final = ("store", "load")
 _OF_ENGINES: Final = (
     ("ttft_s", "ttft", "Time to the first token", "Median of all requests; lower is better.", "s"),
@@ -233,9 +227,9 @@ _OF_ENGINES: Final = (
 """Field, name, title, description and unit of the pictures of bench/vllm_e2e.py and bench/vllm_overhead.py."""
 _PANELS_MAX: Final = 4
 _LEVEL_LABELS_MAX: Final = 12
-"""Most bars across a picture whose numbers fit beside each other; beyond, they are turned."""
+"""Maximum bars in a picture with horizontal numbers; with more bars, the numbers are rotated to fit."""
 _TICK_SPACE: Final = 0.12
-"""Least distance of labels along an axis, as a share of it."""
+"""Minimum distance of labels on an axis, as a share of its length."""
 _STYLE: Final = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -253,10 +247,10 @@ _STYLE: Final = {
 class Picture:
     """One chart of a report."""
 
-    name: str  # Name for the file: ``"throughput"``.
+    name: str  # File name without extension: ``"throughput"``.
     title: str
     about: str  # Text alternative in one sentence, with the method.
-    draw: Callable[[Any], None]  # Draws it into a matplotlib figure.
+    draw: Callable[[Any], None]  # Draws into a matplotlib figure.
     width: float = 9.0  # Inches.
     height: float = 4.0  # Inches.
 
@@ -293,7 +287,7 @@ def pictures_of(rows: Rows) -> list[Picture]:
         found.append(
             Picture(
                 "throughput", "Throughput by block size",
-                "Payload per second, in 10^9 bytes; grey is the drive without any tier.",
+                "Payload per second, in 10^9 bytes; grey: the drive without a tier.",
                 lambda figure: _throughput(figure, moved, sizes),
                 height=4.2,
             )
@@ -304,7 +298,7 @@ def pictures_of(rows: Rows) -> list[Picture]:
         found.append(
             Picture(
                 "latency", "Latency of a job by percentile",
-                "Each curve goes from the quickest job to the slowest; further down is better.",
+                "Each curve covers all jobs, from the fastest to the slowest; lower is better.",
                 lambda figure: _latency(figure, timed, panels),
                 width=max(5.5, 4.5 * len(panels)), height=4.4,
             )
@@ -318,7 +312,7 @@ def pictures_of(rows: Rows) -> list[Picture]:
         found.append(
             Picture(
                 "hit-rate", "Hit rate by capacity",
-                "Share of the prompts' blocks that need not be computed, by capacity and policy of eviction.",
+                "Share of the prompts' blocks that need not be computed, by capacity and eviction policy.",
                 lambda figure: _hit_rate(figure, replayed),
                 width=7.0,
             )
@@ -345,12 +339,16 @@ def _throughput(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
         panel.set_xticks(range(len(sizes)), [size_text(size) for size in sizes])
         panel.set_ylabel("GB/s")
         panel.tick_params(axis="x", length=0)
-    handles, labels = panels[0].get_legend_handles_labels()
-    _legend(figure, dict(zip(labels, handles, strict=True)))
+    _legend(figure, panels)
 
 
-def _legend(figure: Any, handles: Mapping[str, Any]) -> None:
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(4, len(handles)))
+def _legend(figure: Any, panels: Sequence[Any]) -> None:
+    """Draw one legend for all panels, with each label once."""
+    found: dict[str, Any] = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=min(4, len(found)))
 
 
 def _engines(rows: Rows, field: str, unit: str) -> Callable[[Any], None]:
@@ -363,11 +361,10 @@ def _engines(rows: Rows, field: str, unit: str) -> Callable[[Any], None]:
 
     def draw(figure: Any) -> None:
         panels = figure.subplots(1, len(ops), squeeze=False)[0]
-        handles: dict[str, Any] = {}
         for panel, op in zip(panels, ops, strict=True):
             measured = {row["system"]: row[field] for row in rows if row["op"] == op}
             for at, system in enumerate(system for system in systems if system in measured):
-                (handles[system],) = panel.bar(at, measured[system], 0.8, color=colours[system])
+                panel.bar(at, measured[system], 0.8, color=colours[system], label=system)
                 panel.annotate(
                     latency_text(measured[system]) if unit == "s" else cell(float(measured[system])),
                     (at, measured[system]), xytext=(0, 2), textcoords="offset points", ha="center", va="bottom",
@@ -377,7 +374,7 @@ def _engines(rows: Rows, field: str, unit: str) -> Callable[[Any], None]:
             panel.set_xticks([])
             panel.margins(y=0.3 if upright else 0.05)
         panels[0].set_ylabel(unit)
-        _legend(figure, handles)
+        _legend(figure, panels)
 
     return draw
 
@@ -407,14 +404,10 @@ def _latency(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
         panel.set_xticks([], minor=True)
         panel.yaxis.set_major_formatter(lambda value, _: latency_text(value) or "")
         panel.yaxis.set_minor_formatter(lambda value, _: "")
-        panel.set_title(f"{size_text(size)} blocks, {most} jobs at once", loc="left")
+        panel.set_title(f"{size_text(size)} blocks, {most} concurrent jobs", loc="left")
         panel.set_xlabel("percentile")
     panels[0].set_ylabel("latency")
-    found: dict[str, Any] = {}
-    for panel in panels:
-        handles, labels = panel.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
-    _legend(figure, found)
+    _legend(figure, panels)
 
 
 def _hit_rate(figure: Any, rows: Rows) -> None:
@@ -435,7 +428,7 @@ def _hit_rate(figure: Any, rows: Rows) -> None:
     panel.set_xlabel("capacity")
     panel.set_ylabel("hit rate, % of blocks")
     panel.set_ylim(bottom=0)
-    figure.legend(loc="outside lower center", ncols=min(4, len(names)))
+    _legend(figure, [panel])
 
 
 def _spaced(values: Sequence[int]) -> list[int]:
@@ -482,7 +475,7 @@ def _name(row: Mapping[str, Any], rows: Rows) -> str:
     if row["system"] in _CEILINGS:
         return parts[0]
     others = [other for other in rows if other["system"] == row["system"]]
-    for key, text in (("host", "{} I/O"), ("jobs", "{} at once"), ("mix", "{}"), ("spin", "spin {}"), ("report", "{}")):
+    for key, text in (("host", "{} I/O"), ("jobs", "{} jobs"), ("mix", "{}"), ("spin", "spin {}"), ("report", "{}")):
         values = {other.get(key) for other in others}
         # Stores and loads of a sweep have different mixes, but are in different panels.
         if len(values) > 1 and not (key == "mix" and values <= {"store", "load"}):

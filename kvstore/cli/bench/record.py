@@ -33,10 +33,10 @@ _Duration = Annotated[
 _Requests = Annotated[int | None, Option("--requests", metavar="N", help="Number of requests to record.", min=1)]
 
 _LOOK_S = 0.1
-"""Interval of checks for the end, while no request arrives."""
+"""Interval of checks whether to stop, while no request arrives."""
 
 _FEEDS_MAX = 4096
-"""Most engines tracked for lost requests; more than a machine runs, including restarts."""
+"""Maximum engines tracked for lost requests; more than one machine runs, including restarts."""
 
 
 def record(
@@ -66,7 +66,7 @@ def record(
             f"--out {str(out)!r} can't be written: {error.strerror}. The file has {count} requests."
         ) from error
     if recorder.lost or recorder.refused:
-        say(f"Lost: {recorder.lost} requests came faster than they were recorded; {recorder.refused} were not usable.")
+        say(f"{recorder.lost} requests arrived too fast and were lost; {recorder.refused} invalid ones were ignored.")
     if not count:
         say("No request came. Give the engines' trace_socket, and send requests of at least one full block.")
         raise Exit(ExitCode.FAILED)
@@ -81,7 +81,7 @@ class Recorder:
 
     Attributes:
         lost: Requests sent by engines but not received.
-        refused: Invalid datagrams, and those with another block length than the first request.
+        refused: Invalid datagrams, and those with another block length than the first valid request.
         block_tokens: Tokens of a block; 0 until the first request.
 
     Raises:
@@ -142,12 +142,16 @@ class Recorder:
         if len(self._next) >= _FEEDS_MAX:
             self._next.clear()
         self._next[found.feed] = found.number + 1
-        self.block_tokens = self.block_tokens or found.block_tokens
-        if found.block_tokens != self.block_tokens or not 0 < len(found.blocks) <= -(
-            -found.tokens // found.block_tokens
+        block_tokens = found.block_tokens
+        if (
+            block_tokens <= 0
+            or block_tokens != (self.block_tokens or block_tokens)
+            or not 0 < len(found.blocks) <= -(-found.tokens // block_tokens)
+            or min(found.blocks) < 0
         ):
             self.refused += 1
             return None
+        self.block_tokens = block_tokens
         if self._started_s is None:
             self._started_s = found.at_s
         return TraceRequest(

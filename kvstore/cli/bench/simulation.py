@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import heapq
 import math
@@ -15,7 +16,7 @@ from typing import Any, Final, cast
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.cli.bench.engine import PRIMARY, DryTier, Link, Pace, ReplayCounts, ReplayEngine, WatchedTier, block_keys
 from kvstore.cli.bench.traces import Trace
-from kvstore.cli.interruption import Runner
+from kvstore.cli.interruption import run_interruptibly
 from kvstore.cli.tier_argument import TierArgument
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
@@ -373,8 +374,8 @@ def _remove_blocks(argument: TierArgument, namespace: Namespace, slot_bytes: int
         finally:
             await backend.close()
 
-    with Runner() as runner:
-        runner.run(remove())
+    with asyncio.Runner() as runner:
+        run_interruptibly(runner, remove())
 
 
 def _optimal_hits(trace: Trace, slots: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import time
@@ -14,7 +15,7 @@ from kvstore.backends.groups import grouped
 from kvstore.backends.holdings import STALE_MAX, StaleItem, open_holdings
 from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive
 from kvstore.cli.holdings.medium import Medium
-from kvstore.cli.interruption import DeadlineError, Runner
+from kvstore.cli.interruption import DeadlineError, run_interruptibly
 from kvstore.cli.tier_argument import TierArgument
 from kvstore.errors import BackendError, ConfigError, RecordError
 from kvstore.namespace import Namespace
@@ -308,7 +309,7 @@ def import_archive(
     if tier.backend == "memory" and not tier.options.get("shelf"):
         raise ConfigError("A memory tier without a shelf ends with this command. Give another tier.")
     holdings = open_holdings(tier.backend, tier.config)
-    with Runner() as runner:
+    with asyncio.Runner() as runner:
         # The blocks of a namespace are consecutive.
         for _, of_namespace in itertools.groupby(source(), key=lambda block: block.namespace.hex):
             backend: Backend | None = None
@@ -316,11 +317,11 @@ def import_archive(
                 for batch in grouped(of_namespace, _PUT_BLOCKS, _PUT_BYTES):
                     if backend is None:
                         writer = holdings.writer(_namespace_of(batch[0]), batch[0].header.plain_bytes)
-                        backend = runner.run(writer)
-                    runner.run(_put(backend, batch, result))
+                        backend = run_interruptibly(runner, writer)
+                    run_interruptibly(runner, _put(backend, batch, result))
             finally:
                 if backend is not None:
-                    runner.run(backend.close())
+                    run_interruptibly(runner, backend.close())
     return result
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from kvstore.backends.groups import grouped
 from kvstore.backends.holdings import StaleItem, open_holdings
-from kvstore.cli.interruption import Runner
+from kvstore.cli.interruption import run_interruptibly
 from kvstore.cli.tier_argument import TierArgument
 from kvstore.codec.record import RecordCodec, RecordFault, RecordHeader, decode_header
 from kvstore.errors import BackendError, ConfigError, RecordError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, NamespaceInfo, RemovalCause
+
+_T = TypeVar("_T")
 
 _BATCH_BLOCKS: Final = 32
 """Most blocks read concurrently: enough to hide a server's latency, few enough to leave capacity to engines."""
@@ -64,8 +67,7 @@ class Medium:
         self._named = [name.lower() for name in named]
         self._holdings = open_holdings(tier.backend, tier.config)
         self.ttl_s, self.knows_holders = self._holdings.ttl_s, self._holdings.knows_holders
-        self._runner = Runner()
-        self._run = self._runner.run
+        self._runner = asyncio.Runner()
         self._is_closed = False
         try:
             self._run(self._holdings.open())
@@ -162,6 +164,9 @@ class Medium:
                 self._run(self._holdings.close())
             finally:
                 self._runner.close()
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return run_interruptibly(self._runner, work)
 
     def __enter__(self) -> Self:
         return self
