@@ -281,6 +281,32 @@ async def test_the_journal_of_an_engine_that_ends_is_closed(tmp_path: Path, monk
         await one.has_all(values)
 
 
+async def test_an_owner_that_cannot_be_listed_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new owner whose segments can't be listed is tried again, and no try keeps its journal open."""
+    disk, tries = FaultyDisk(), 0
+
+    def unlisted(*_: Any) -> dict[int, os.stat_result]:
+        nonlocal tries
+        tries += 1
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async with contextlib.AsyncExitStack() as stack:
+        one = await stack.enter_async_context(opened(tmp_path, "64MiB", disk=disk))
+        with monkeypatch.context() as patch:
+            patch.setattr(followers_module, "segments_in", unlisted)
+            two = await stack.enter_async_context(opened(tmp_path, "64MiB"))
+            await two.put_new(1)
+            for _ in range(3):
+                await one.session.followers.refresh()
+            assert tries >= 3
+            await eventually_async(
+                lambda: not any(name.startswith("journal") for name in watched(disk, one)), 5, "all journals are closed"
+            )
+        await eventually_async(lambda: len(one.arrived) == 1, what="the owner is followed")
+
+
 def watched(disk: FaultyDisk, rig: Rig) -> list[str]:
     """Return the names of the files that an engine has open, without its own journal."""
     return [name for fd, name in disk.open_fds.items() if fd != rig.session.journal.end.fd]

@@ -62,8 +62,7 @@ class Uses:
             # A mark set between the read and this write is lost.
             start = page * PAGE
             self._disk.pwritev(self._fd, [bytes(min(PAGE, len(marks) - start))], start)
-        slots_used: list[int] = marked.tolist()
-        return slots_used
+        return list(marked.tolist())
 
     def close(self) -> None:
         """Close the file; idempotent."""
@@ -194,8 +193,8 @@ class Owner:
                     self._disk.unlink(layout.segment_name(number), fd)
         for number in np.flatnonzero(columns.segments).tolist():
             if number not in there:
-                _log.info("the segment %s of the owner %s was taken for others", layout.segment_name(number), self.name)
-                # With the blocks, which other engines may have read from this journal.
+                _log.info("the segment %s of the owner %s is gone or damaged", layout.segment_name(number), self.name)
+                # Other engines may have read its blocks from this journal.
                 self.corrections += columns.segment_removals(number)
                 columns.drop_segment(number)
 
@@ -223,4 +222,4 @@ def _create(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, digest: byt
         owner = Owner(disk, secrets.token_hex(8), geometry, digest)
         if owner.open(roots, create=True):
             return owner
-    raise OSError(errno.EAGAIN, "other engines have taken each new directory")
+    raise OSError(errno.EAGAIN, f"other engines locked each of {_TRIES_MAX} new directories first")
