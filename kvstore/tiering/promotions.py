@@ -126,11 +126,9 @@ class Promotions:
             return LookupResult.RETRY
         if self._refused:
             self._refused.pop(state, None)
-        group = self._pending.get((link.index, state))
-        if group is None:
-            group = self._pending[link.index, state] = ([], [])
-        group[0].append(key)
-        group[1].append(slots[0])
+        pending_keys, pending_slots = self._pending.setdefault((link.index, state), ([], []))
+        pending_keys.append(key)
+        pending_slots.append(slots[0])
         state.promoting += 1
         state.sources[key] = link
         state.wait_until = None

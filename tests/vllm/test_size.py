@@ -118,7 +118,7 @@ def test_a_capacity_for_a_hit_rate(tmp_path: Path) -> None:
     assert low["hit_rate"] >= 0.05
     assert low["hit_capacity_bytes"] < high["hit_capacity_bytes"]
     assert high["hit_rate"] < 1
-    assert "no capacity gives 100%" in run_here(*command[:-2], "--hit-rate", "1").stdout
+    assert "no capacity reaches 100%" in run_here(*command[:-2], "--hit-rate", "1").stdout
 
 
 @pytest.mark.parametrize(

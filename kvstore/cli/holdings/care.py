@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
@@ -42,11 +43,11 @@ def chosen(namespaces: list[NamespaceInfo], wanted: Sequence[str]) -> list[Names
     Raises:
         ConfigError: A prefix matches no namespace.
     """
-    for text in wanted:
-        if not any(namespace.hex.startswith(text.lower()) for namespace in namespaces):
-            known = ", ".join(namespace.hex[:16] for namespace in namespaces) or "none"
-            raise ConfigError(f"There is no namespace {text!r} here. There are: {known}.")
     starts = tuple(text.lower() for text in wanted)
+    for text, start in zip(wanted, starts, strict=True):
+        if not any(namespace.hex.startswith(start) for namespace in namespaces):
+            known = ", ".join(namespace.hex[:16] for namespace in namespaces) or "none"
+            raise ConfigError(f"Unknown namespace {text!r}. Known: {known}.")
     return [namespace for namespace in namespaces if not starts or namespace.hex.startswith(starts)]
 
 
@@ -251,7 +252,7 @@ def _batches(blocks: Sequence[BlockInfo], size: int) -> Iterator[Sequence[BlockI
 class ImportResult:
     """Result of an import."""
 
-    outcomes: dict[str, int] = field(default_factory=dict)  # Number of blocks by outcome.
+    outcomes: Counter[str] = field(default_factory=Counter)  # Number of blocks by outcome.
     size_bytes: int = 0  # Bytes of the records that were stored.
     damaged: list[dict[str, Any]] = field(default_factory=list)  # One row per record that did not verify.
     failed: list[dict[str, Any]] = field(default_factory=list)
@@ -259,12 +260,8 @@ class ImportResult:
     is_whole: bool = True  # Whether the archive was complete.
     error: str = ""  # Last failure of the medium, if blocks failed.
 
-    def add(self, outcome: str) -> None:
-        """Count a block."""
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-
     def add_failed(self, namespace: NamespaceInfo, key: BlockKey, what: str) -> None:
-        """Name a block that was not stored."""
+        """Add a block that was not stored to the list, if it has room."""
         if len(self.failed) < _FAILED_MAX:
             self.failed.append({"namespace": namespace.hex, "key": key.hex(), "what": what})
 
@@ -302,11 +299,11 @@ def import_archive(
 
     if dry:
         for block in source():
-            result.add("intact")
+            result.outcomes["intact"] += 1
             result.size_bytes += block.size_bytes
         return result
     if tier.backend == "memory" and not tier.options.get("shelf"):
-        raise ConfigError("A memory tier without a shelf ends with this command. Give another tier.")
+        raise ConfigError("A memory tier without 'shelf' loses its blocks when this command ends. Give another tier.")
     holdings = open_holdings(tier.backend, tier.config)
     with Runner() as runner:
         # The blocks of a namespace are consecutive.
@@ -339,12 +336,12 @@ async def _put(backend: Backend, blocks: Sequence[ArchivedBlock], result: Import
     for block in blocks:
         buffers = aligned_to(block, backend.alignment)
         if buffers is None:
-            result.add("sealed")
+            result.outcomes["sealed"] += 1
             result.add_failed(block.namespace, block.key, "sealed for a medium of another alignment")
         else:
             writes.append(RecordWrite(block.key, buffers))
     for write, outcome in zip(writes, await backend.put(writes) if writes else (), strict=True):
-        result.add(outcome.name.lower())
+        result.outcomes[outcome.name.lower()] += 1
         if outcome is Outcome.OK:
             result.size_bytes += write.size_bytes
         elif not outcome.ok:
