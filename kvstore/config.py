@@ -278,7 +278,8 @@ def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: 
         if name in retired:
             raise ConfigError(f"{key!r} in {where} is an option of an earlier release. {retired[name]}")
         if name not in fields:
-            raise ConfigError(_unknown_key(key, fields, aliases, where))
+            hint = did_you_mean(key, [*sorted(fields), *aliases])
+            raise ConfigError(f"Unknown key {shown(key)} in {where}. Known: {', '.join(sorted(fields))}.{hint}")
         if name in found:
             both = _listed([given_as[name], key])
             raise ConfigError(f"{both} in the {where} mean the same. Give one of them.")
@@ -299,13 +300,6 @@ def _of_class(cls: type[msgspec.Struct], name: str) -> dict[str, str]:
     for base in reversed(cls.__mro__):
         found |= vars(base).get(name, {})
     return found
-
-
-def _unknown_key(key: object, fields: Iterable[str], aliases: Mapping[str, str], where: str) -> str:
-    """Return the error text for an unknown key, with the most similar known one."""
-    known = sorted(fields)
-    hint = did_you_mean(key, [*known, *aliases])
-    return f"Unknown key {shown(key)} in {where}. Known: {', '.join(known)}.{hint}"
 
 
 def explained(error: msgspec.ValidationError, cls: type[Any], fields: Mapping[str, Any], where: str) -> ConfigError:

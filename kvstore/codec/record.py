@@ -321,4 +321,4 @@ def _refuse_all_but_raw(found: RecordHeader) -> str:
 
 
 def _fail(fault: RecordFault, what: str) -> NoReturn:
-    raise RecordError(f"Not the record that was asked for: {what}. It counts as a miss.", fault)
+    raise RecordError(f"Not the requested record: {what}. It counts as a miss.", fault)

@@ -49,7 +49,6 @@ class Epoch:
         return None if self.is_changing else self.name
 
     def ask(self) -> BeginEpoch:
-        """Return the request for a new epoch."""
         self.name = None
         if self._lender is not None:
             self._lender.is_open = False

@@ -46,7 +46,6 @@ class Uses:
             self._size = slots
 
     def mark(self, slots: Sequence[int]) -> None:
-        """Set the marks of slots."""
         for slot in slots:
             if slot < self._size:
                 self._disk.pwritev(self._fd, [b"\1"], slot)
@@ -144,7 +143,6 @@ class Owner:
         return True
 
     def create_journal(self, number: int) -> JournalEnd:
-        """Create a journal; return its end."""
         return create_journal(self._disk, self.fds[0], number, self.number, self.geometry, self._digest)
 
     def write_snapshot(self, columns: Columns, journal: int) -> None:
@@ -168,7 +166,7 @@ class Owner:
         for lock in self.locks:
             lock.release()
         files.close_all(self._disk, *self.fds)
-        # Work that a frozen disk held up may still look for them; the closed engine then refuses its calls.
+        # Work delayed by a frozen disk may still use them; the closed engine refuses its calls.
         self.fds = [-1] * len(self.fds)
 
     def _match_segments(self) -> None:

@@ -85,7 +85,6 @@ class Keeper:
         self.used_bytes = 0
 
     def start(self) -> None:
-        """Begin the rounds."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:

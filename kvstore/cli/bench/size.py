@@ -299,7 +299,7 @@ def _parsed(rates: str | None) -> list[tuple[str, int]]:
     for part in rates.split(",") if rates else ():
         name, equals, size = part.partition("=")
         if not equals or not name.strip():
-            raise ConfigError(f"--rates has {part!r}. Expected such as disk=3GiB, with commas between.")
+            raise ConfigError(f"--rates has {part!r}. Expected NAME=SIZE, separated by commas, such as disk=3GiB.")
         found.append((name.strip(), int(size_option(size.strip(), f"--rates {name.strip()}"))))
         if found[-1][1] < 1:
             raise ConfigError(f"--rates {part!r}: expected more than 0 bytes a second.")

@@ -58,7 +58,6 @@ class ArchivedBlock:
 
     @property
     def size_bytes(self) -> int:
-        """Length of the record."""
         return len(self.record)
 
 
@@ -121,7 +120,7 @@ def read_archive(
     """Yield the intact blocks of an archive, in one pass; call ``on_damage`` for blocks that do not verify.
 
     Raises:
-        ArchiveError: The file is not an archive, is truncated, or can't be read on; every block before was yielded.
+        ArchiveError: The file is not an archive, is truncated, or can't be read; all blocks before were yielded.
     """
     # Only the current namespace is kept, because an archive may have any number of them.
     namespace = NamespaceInfo("")
@@ -192,7 +191,7 @@ def _members(file: IO[bytes]) -> Iterator[tuple[str, memoryview]]:
 
 
 class _Ending:
-    """A file that fails when it is read at its end again and again.
+    """A file that raises after too many reads at its end.
 
     tarfile skips a member by reading its claimed length, which would take years for a claim of exabytes.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
@@ -252,13 +251,17 @@ def _batches(blocks: Sequence[BlockInfo], size: int) -> Iterator[Sequence[BlockI
 class ImportResult:
     """Result of an import."""
 
-    outcomes: Counter[str] = field(default_factory=Counter)  # Number of blocks by outcome.
+    outcomes: dict[str, int] = field(default_factory=dict)  # Number of blocks by outcome.
     size_bytes: int = 0  # Bytes of the records that were stored.
     damaged: list[dict[str, Any]] = field(default_factory=list)  # One row per record that did not verify.
     failed: list[dict[str, Any]] = field(default_factory=list)
     """One row per block that was not stored, the first thousand of them."""
     is_whole: bool = True  # Whether the archive was complete.
     error: str = ""  # Last failure of the medium, if blocks failed.
+
+    def add(self, outcome: str) -> None:
+        """Count a block."""
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
     def add_failed(self, namespace: NamespaceInfo, key: BlockKey, what: str) -> None:
         """Add a block that was not stored to the list, if it has room."""
@@ -299,7 +302,7 @@ def import_archive(
 
     if dry:
         for block in source():
-            result.outcomes["intact"] += 1
+            result.add("intact")
             result.size_bytes += block.size_bytes
         return result
     if tier.backend == "memory" and not tier.options.get("shelf"):
@@ -336,12 +339,12 @@ async def _put(backend: Backend, blocks: Sequence[ArchivedBlock], result: Import
     for block in blocks:
         buffers = aligned_to(block, backend.alignment)
         if buffers is None:
-            result.outcomes["sealed"] += 1
+            result.add("sealed")
             result.add_failed(block.namespace, block.key, "sealed for a medium of another alignment")
         else:
             writes.append(RecordWrite(block.key, buffers))
     for write, outcome in zip(writes, await backend.put(writes) if writes else (), strict=True):
-        result.outcomes[outcome.name.lower()] += 1
+        result.add(outcome.name.lower())
         if outcome is Outcome.OK:
             result.size_bytes += write.size_bytes
         elif not outcome.ok:
