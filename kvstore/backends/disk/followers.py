@@ -214,8 +214,7 @@ class Followers:
             try:
                 await self.refresh()
                 # Without the lock, because it writes: on a frozen filesystem, reads go on.
-                others = list(self.others.values())
-                await self._engine.call(lambda: [other.report_uses() for other in others])
+                await self._engine.call(partial(self._report_uses, list(self.others.values())))
             except OSError as error:
                 _log.debug("the journals of other owners could not be read: %s", error)
             await asyncio.sleep(_PAUSE_S)
@@ -265,6 +264,10 @@ class Followers:
         for other in [*self.others.values(), *self._found]:
             other.close()
         self.others.clear()
+
+    def _report_uses(self, others: Sequence[Other]) -> None:
+        for other in others:
+            other.report_uses()
 
     def _look(self, others: Sequence[Other], *, find: bool) -> None:
         """Read new records of other owners, and with ``find`` open new owners; on a thread."""

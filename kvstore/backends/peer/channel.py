@@ -18,7 +18,8 @@ class Channel:
 
     Buffers are only touched by the calling task while its call runs, so a cancelled call never touches them later. A
     channel abandoned in the middle of a frame is unusable, and the caller closes it. No part of a frame may be used
-    before :meth:`end_frame` has checked it, except to receive the rest. Every call raises ``OSError`` if the stream broke or ended early.
+    before :meth:`end_frame` has checked it, except to receive the rest. Every call raises ``OSError`` if the stream
+    broke or ended early.
     """
 
     _sent: FrameMac

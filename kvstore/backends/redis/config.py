@@ -97,7 +97,7 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
             parts = urlsplit(self.url)
             user, password, _ = parts.username, parts.password, parts.port
         except ValueError:
-            raise ConfigError("'url' (not shown) is not a URL. Expected one such as 'redis://host:6379/0'.") from None
+            raise ConfigError("'url' (not shown) is not a URL. Expected one like 'redis://host:6379/0'.") from None
         check_field(parts.scheme in _SCHEMES, "url", f"{parts.scheme}:…", "redis://, rediss:// or unix://")
         query_ok = re.fullmatch(r"(db=\d{1,5})?", parts.query) is not None
         check_field(query_ok, "url", "…?(not shown)", "no option behind '?' but 'db=…'")
@@ -107,7 +107,7 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
             place_ok = re.fullmatch(r"(/\d{0,5})?", parts.path) is not None
         if parts.fragment or not place_ok:
             raise ConfigError(
-                "'url' (not shown) can't be used. Expected one such as 'redis://host:6379/0' or 'unix:///path'; a '/', "
+                "'url' (not shown) can't be used. Expected one like 'redis://host:6379/0' or 'unix:///path'; a '/', "
                 "'#', '?' or '@' in a password is written as '%2F', '%23', '%3F' or '%40'."
             )
         if user is None and password is None:

@@ -105,7 +105,7 @@ def pages_of(layers: Sequence[Layers], block_tokens: int = 16) -> Pages:
         raise ConfigError("The model has no layers with a KV cache. There is nothing to offload.")
     token_bytes = {each.token_bytes for each in layers if each.token_bytes}
     if len(token_bytes) > 1:
-        raise ConfigError("The layers of this model have KV caches of different lengths. Run an engine once to measure.")
+        raise ConfigError("The layers of this model differ in KV cache length. Run an engine once to measure.")
     per_token = max(token_bytes, default=0)
     state_bytes = max((each.state_bytes for each in layers), default=0)
     if per_token and state_bytes:
@@ -183,7 +183,7 @@ def _dtype_bytes(config: Mapping[str, Any]) -> int:
 def _number(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"The model's configuration has {name} = {value!r}. Expected a whole number above 0. Give the model's config.json.")
+        raise ConfigError(f"The model has {name} = {value!r}. Expected a number above 0. Give the model's config.json.")
     return value
 
 
