@@ -20,22 +20,11 @@ from typing import Any, ClassVar, Final, Literal, TypeVar
 import msgspec
 
 from kvstore.errors import ConfigError
-from kvstore.quantity import ByteSize, Capacity, Seconds
-from kvstore.secret import SecretStr, shown
-
-__all__ = [
-    "ByteSize",
-    "Capacity",
-    "EpochConfig",
-    "Seconds",
-    "SecretStr",
-    "TierConfig",
-    "check_field",
-    "decode_config",
-    "did_you_mean",
-    "encode_config",
-    "nearest_name",
-]
+from kvstore.quantity import ByteSize as ByteSize
+from kvstore.quantity import Capacity as Capacity
+from kvstore.quantity import Seconds as Seconds
+from kvstore.secret import SecretStr as SecretStr
+from kvstore.secret import shown
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
