@@ -262,16 +262,15 @@ def _namespace(
         "heads": [getattr(host, field, None) for field in ("head_num", "head_dim", "v_head_dim")],
         "pp": [config.pp_rank, config.pp_size],
         "cp": [config.attn_cp_rank, config.attn_cp_size],
-        "server": {field: _plain(getattr(arguments, field, None)) for field in _SERVER_FIELDS},
+        "server": {
+            field: None if (value := getattr(arguments, field, None)) is None else str(value)
+            for field in _SERVER_FIELDS
+        },
     }
     # All ranks of an MLA model hold the same pages, and one of them stores them. Mamba's state is sharded always.
     if not config.is_mla_model or name == str(PoolName.MAMBA):
         fields["tp"] = [config.tp_rank, config.tp_size]
     return Namespace(fields)
-
-
-def _plain(value: Any) -> str | None:
-    return None if value is None else str(value)
 
 
 def _leading(present: Sequence[bool]) -> int:

@@ -119,12 +119,6 @@ class Channel:
         if not hmac.compare_digest(tag, self._received.end()):
             raise PeerProtocolError("a frame was forged, altered, repeated or lost in transit")
 
-    async def receive_frame(self, count: int) -> bytes:
-        """Receive, check and return a frame of ``count`` bytes."""
-        data = await self.begin_frame(count)
-        await self.end_frame()
-        return data
-
     def _check(self) -> None:
         if self.closed:
             raise ConnectionAbortedError("the connection is closed")

@@ -62,11 +62,16 @@ def layers_of(config: Mapping[str, Any], *, kv_dtype: str = "auto", ranks: int =
     Raises:
         ConfigError: A field is missing, or the kind of model is unknown.
     """
-    model_bytes = _dtype_bytes(config)
     if kv_dtype != "auto" and kv_dtype not in _KV_DTYPE_BYTES:
         raise ConfigError(f"--kv-dtype is {kv_dtype!r}. Expected auto, {', '.join(_KV_DTYPE_BYTES)}.")
-    kv_bytes = model_bytes if kv_dtype == "auto" else _KV_DTYPE_BYTES[kv_dtype]
     kinds = _kinds(config)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    has_states = not _STATE.isdisjoint(kinds)
+    if dtype not in _DTYPE_BYTES and (has_states or kv_dtype == "auto"):
+        remedy = "Run an engine once to measure" if has_states else "Give --kv-dtype"
+        raise ConfigError(f"The model's data type is {dtype!r}. Known: {', '.join(_DTYPE_BYTES)}. {remedy}.")
+    model_bytes = _DTYPE_BYTES.get(dtype, 0)
+    kv_bytes = model_bytes if kv_dtype == "auto" else _KV_DTYPE_BYTES[kv_dtype]
     if config.get("kv_lora_rank"):
         # Latents are the same on all ranks, and stored once.
         latent = (_number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")) * kv_bytes
@@ -173,13 +178,6 @@ def _state_bytes(config: Mapping[str, Any], model_bytes: int) -> int:
     return convolved * model_bytes + inner * state * kept_bytes
 
 
-def _dtype_bytes(config: Mapping[str, Any]) -> int:
-    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    if name not in _DTYPE_BYTES:
-        raise ConfigError(f"The model's data type is {name!r}. Known: {', '.join(_DTYPE_BYTES)}. Give --kv-dtype.")
-    return _DTYPE_BYTES[name]
-
-
 def _number(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -253,7 +251,7 @@ def size_command(
         found["capacity_bytes"] = size_bytes
         found["capacity_blocks"] = size_bytes // pages.block_bytes
         found["capacity_tokens"] = size_bytes // pages.block_bytes // pages.groups * pages.block_tokens
-    tiers = [
+    tiers: list[dict[str, Any]] = [
         {"tier": name, "bytes_per_s": rate, "load_s": pages.token_bytes * prompt / rate, "prefill_s": prompt / prefill}
         for name, rate in _parsed(rates)
     ]
@@ -270,8 +268,11 @@ def size_command(
         row |= {name: rounded_size(row[name]) if row[name] else None for name in ("token", "state")}
     print_table(rows, _LAYER_COLUMNS)
     _print(found, prompt, hit_rate)
+    for tier in tiers:
+        tier["of_prefill"] = f"{tier['load_s'] / tier['prefill_s']:.1%}"
+        tier |= {"rate": f"{rounded_size(tier['bytes_per_s'])}/s", "load": latency_text(tier["load_s"])}
     if tiers:
-        print_table([_shown(tier) for tier in tiers], _TIER_COLUMNS)
+        print_table(tiers, _TIER_COLUMNS)
 
 
 def _print(found: dict[str, Any], prompt: int, hit_rate: float) -> None:
@@ -304,15 +305,6 @@ def _parsed(rates: str | None) -> list[tuple[str, int]]:
         if found[-1][1] < 1:
             raise ConfigError(f"--rates {part!r}: expected more than 0 bytes a second.")
     return found
-
-
-def _shown(tier: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "tier": tier["tier"],
-        "rate": f"{rounded_size(tier['bytes_per_s'])}/s",
-        "load": latency_text(tier["load_s"]),
-        "of_prefill": f"{tier['load_s'] / tier['prefill_s']:.1%}",
-    }
 
 
 def _for_hit_rate(path: Path, hit_rate: float, pages: Pages) -> dict[str, Any]:
