@@ -205,7 +205,7 @@ class _Pool:
         self.host = host
         self._base, self._row_bytes, self._rows = buffer.data_ptr(), int(sizes[0]), len(pointers)
         if len(set(sizes)) != 1 or any((pointer - self._base) % self._row_bytes for pointer in pointers):
-            raise _unfit(host, name, f"has rows of different lengths ({sorted(set(sizes))} bytes)")
+            raise _unfit(host, name, f"has pages that are not equal rows of its buffer ({sorted(set(sizes))} bytes)")
         self.tier = ThreadedTier(
             tier,
             primary=buffer.view(-1).view(torch.uint8).numpy(),
