@@ -20,6 +20,7 @@ from kvstore.backends.base import RecordWrite
 from kvstore.backends.disk import backend as backend_module
 from kvstore.backends.disk import followers as followers_module
 from kvstore.backends.disk import space as space_module
+from kvstore.backends.disk.files import open_own_directory
 from kvstore.diskio import OsDisk
 from kvstore.errors import KVStoreError
 from kvstore.testing.seeds import fresh_seed
@@ -279,6 +280,20 @@ async def test_the_journal_of_an_engine_that_ends_is_closed(tmp_path: Path, monk
         await one.session.followers.refresh()
         assert not any(name.startswith("journal") for name in watched(disk, one))
         await one.has_all(values)
+
+
+def test_a_directory_that_cannot_be_examined_is_closed(tmp_path: Path) -> None:
+    """A stale handle of a network file system (ESTALE) leaves no descriptor."""
+    disk = FaultyDisk()
+    (tmp_path / "owner").mkdir()
+    root = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        disk.fail("fstat", errno.ESTALE)
+        with pytest.raises(OSError, match=r"."):
+            open_own_directory(disk, "owner", root)
+        assert disk.open_fds == {}
+    finally:
+        os.close(root)
 
 
 async def test_an_owner_that_cannot_be_listed_leaves_no_descriptor(
