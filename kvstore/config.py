@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 import os
 import re
 import types
@@ -20,22 +19,11 @@ from typing import Any, ClassVar, Final, Literal, TypeVar
 import msgspec
 
 from kvstore.errors import ConfigError
-from kvstore.quantity import ByteSize, Capacity, Seconds
-from kvstore.secret import SecretStr, shown
-
-__all__ = [
-    "ByteSize",
-    "Capacity",
-    "EpochConfig",
-    "Seconds",
-    "SecretStr",
-    "TierConfig",
-    "check_field",
-    "decode_config",
-    "did_you_mean",
-    "encode_config",
-    "nearest_name",
-]
+from kvstore.quantity import ByteSize as ByteSize
+from kvstore.quantity import Capacity as Capacity
+from kvstore.quantity import Seconds as Seconds
+from kvstore.secret import SecretStr as SecretStr
+from kvstore.secret import shown
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -158,17 +146,17 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         check_field(label_ok, "label", self.label, "at most 64 letters, digits, '_', '.', ':' or '-'")
 
 
-def decode_config(cls: type[_T], value: Mapping[str, Any] | str | bytes, *, where: str) -> _T:
+def decode_config(cls: type[_T], value: Mapping[str, Any], *, where: str) -> _T:
     """Decode a JSON object into a config struct.
 
     Args:
         cls: The struct, usually a subclass of :class:`TierConfig`.
         where: Subject of error messages: ``"file tier"``.
     """
-    if isinstance(value, str | bytes):
-        value = _parse_json(value, where)
     if not isinstance(value, Mapping):
-        raise ConfigError(f"The configuration of the {where} is {shown(value)}. Expected a JSON object.")
+        # A text may hold secrets.
+        found = "text" if isinstance(value, str | bytes) else shown(value)
+        raise ConfigError(f"The configuration of the {where} is {found}. Expected a JSON object.")
     fields = _canonical_keys(cls, value, where)
     try:
         return msgspec.convert(fields, cls, dec_hook=_decode_hook)
@@ -240,33 +228,6 @@ def _encode_hook(value: Any) -> Any:
     return str(value)
 
 
-def _parse_json(text: str | bytes, where: str) -> Any:
-    """Parse JSON strictly: duplicate keys and NaN are errors."""
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(items)
-        if len(found) < len(items):
-            twice = sorted({key for key, _ in items if sum(key == other for other, _ in items) > 1})
-            raise ConfigError(f"The JSON of the {where} gives {_listed(twice)} twice. Give it once.")
-        return found
-
-    def constant(name: str) -> Any:
-        raise ConfigError(f"The JSON of the {where} contains {name}, which is not valid JSON. Write a number.")
-
-    try:
-        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
-    except json.JSONDecodeError as error:
-        # Not chained: that exception contains the whole text, with secrets.
-        place = f"{error.msg} at line {error.lineno}, column {error.colno}"
-        raise ConfigError(
-            f"The configuration of the {where} is not valid JSON: {place}. Check quotes and commas."
-        ) from None
-    except (UnicodeDecodeError, RecursionError):
-        raise ConfigError(
-            f"The configuration of the {where} is not valid JSON. Expected UTF-8 text of an object."
-        ) from None
-
-
 def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: str) -> dict[str, Any]:
     """Replace aliases by field names; refuse unknown, duplicate and missing keys, also in nested structs."""
     fields = {field.encode_name: field for field in msgspec.structs.fields(cls)}
@@ -278,7 +239,8 @@ def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: 
         if name in retired:
             raise ConfigError(f"{key!r} in {where} is an option of an earlier release. {retired[name]}")
         if name not in fields:
-            raise ConfigError(_unknown_key(key, fields, aliases, where))
+            hint = did_you_mean(key, [*sorted(fields), *aliases])
+            raise ConfigError(f"Unknown key {shown(key)} in {where}. Known: {', '.join(sorted(fields))}.{hint}")
         if name in found:
             both = _listed([given_as[name], key])
             raise ConfigError(f"{both} in the {where} mean the same. Give one of them.")
@@ -299,13 +261,6 @@ def _of_class(cls: type[msgspec.Struct], name: str) -> dict[str, str]:
     for base in reversed(cls.__mro__):
         found |= vars(base).get(name, {})
     return found
-
-
-def _unknown_key(key: object, fields: Iterable[str], aliases: Mapping[str, str], where: str) -> str:
-    """Return the error text for an unknown key, with the most similar known one."""
-    known = sorted(fields)
-    hint = did_you_mean(key, [*known, *aliases])
-    return f"Unknown key {shown(key)} in {where}. Known: {', '.join(known)}.{hint}"
 
 
 def explained(error: msgspec.ValidationError, cls: type[Any], fields: Mapping[str, Any], where: str) -> ConfigError:

@@ -139,13 +139,11 @@ class KVStoreHiCache(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Load pages of several pools."""
         return {each.name: self._moved("load", each.name, each.keys or [], each.host_indices) for each in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Store pages of several pools."""
         return {each.name: self._moved("store", each.name, each.keys or [], each.host_indices) for each in transfers}
 
     def exists(self, key: str) -> bool:
@@ -186,7 +184,7 @@ class KVStoreHiCache(HiCacheStorage):
         pool = self._pools.get(str(name))
         if pool is None or indices is None or indices.numel() != len(keys) * pool.host.page_size:
             logger.warning(
-                "Pages of the pool %s were not moved: SGLang gave no pool, or not a page of rows per key", name
+                "Pages of the pool %s were not moved: the pool is unknown, or the indices do not match the keys", name
             )
             return [False] * len(keys)
         move = pool.tier.load if verb == "load" else pool.tier.store
@@ -203,11 +201,11 @@ class _Pool:
         try:
             pointers, sizes = host.get_page_buffer_meta(torch.arange(host.page_size))
         except (AttributeError, NotImplementedError, ValueError) as error:
-            raise _unfit(host, name, f"can't state where its pages lie ({error})") from error
+            raise _unfit(host, name, f"does not report the addresses of its pages ({error})") from error
         self.host = host
         self._base, self._row_bytes, self._rows = buffer.data_ptr(), int(sizes[0]), len(pointers)
         if len(set(sizes)) != 1 or any((pointer - self._base) % self._row_bytes for pointer in pointers):
-            raise _unfit(host, name, f"has pages of pieces of different lengths ({sorted(set(sizes))} bytes)")
+            raise _unfit(host, name, f"has pages that are not equal rows of its buffer ({sorted(set(sizes))} bytes)")
         self.tier = ThreadedTier(
             tier,
             primary=buffer.view(-1).view(torch.uint8).numpy(),
@@ -246,7 +244,7 @@ def _namespace(
     if arguments is None and not is_named and host.dtype.itemsize == 1:
         raise ConfigError(
             f"The pool {name} has elements of type {dtype}, and SGLang's server arguments are not set. Expected them, "
-            'because they tell one kind of FP8 from another. Set the tier\'s option "namespace" to the kind.'
+            'because they identify the FP8 format. Set the tier\'s option "namespace" to the format.'
         )
     # Layers of pools without their own are those of the model.
     layers = [getattr(host, "start_layer", None), getattr(host, "end_layer", None), getattr(host, "layer_num", None)]
@@ -264,16 +262,15 @@ def _namespace(
         "heads": [getattr(host, field, None) for field in ("head_num", "head_dim", "v_head_dim")],
         "pp": [config.pp_rank, config.pp_size],
         "cp": [config.attn_cp_rank, config.attn_cp_size],
-        "server": {field: _plain(getattr(arguments, field, None)) for field in _SERVER_FIELDS},
+        "server": {
+            field: None if (value := getattr(arguments, field, None)) is None else str(value)
+            for field in _SERVER_FIELDS
+        },
     }
     # All ranks of an MLA model hold the same pages, and one of them stores them. Mamba's state is sharded always.
     if not config.is_mla_model or name == str(PoolName.MAMBA):
         fields["tp"] = [config.tp_rank, config.tp_size]
     return Namespace(fields)
-
-
-def _plain(value: Any) -> str | None:
-    return None if value is None else str(value)
 
 
 def _leading(present: Sequence[bool]) -> int:

@@ -17,6 +17,11 @@ KEY_BYTES_MAX = 64
 """Longest key. Keys in hexadecimal become file and object names, and 64 bytes are enough for a SHA-512."""
 
 
+def is_key(key: object) -> bool:
+    """Return whether a value is a valid key."""
+    return isinstance(key, bytes) and 0 < len(key) <= KEY_BYTES_MAX
+
+
 class LookupResult(enum.Enum):
     """Answer of a tier to a lookup, with the terms of vLLM's ``LookupResult``."""
 

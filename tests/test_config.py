@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -110,12 +112,9 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize(
-    "form", [dict, json.dumps, lambda value: json.dumps(value).encode()], ids=["dict", "str", "bytes"]
-)
-def test_everything_that_can_be_written(form: Any) -> None:
-    """Aliases, text forms and parts are decoded, from an object and from its JSON."""
-    config = decode(form(FULL))
+def test_everything_that_can_be_written() -> None:
+    """Aliases, text forms and parts are decoded."""
+    config = decode(FULL)
     assert (config.path, config.capacity, config.mode) == ("/mnt/kv", Capacity("80%"), "data")
     assert (config.share, config.directory, config.label) == (1.0, Path("/tmp"), "nvme-0")
     assert config.retry == RetryConfig(tries=5, pause=Seconds("250ms"))
@@ -140,7 +139,7 @@ def test_text_forms_in_python() -> None:
 def test_what_was_encoded_decodes() -> None:
     """The encoded form of a configuration (without secrets) is a configuration again."""
     config = decode(FULL | {"password": None})
-    assert decode(json.dumps(encode_config(config))) == config
+    assert decode(json.loads(json.dumps(encode_config(config)))) == config
 
 
 def test_aliases_are_inherited() -> None:
@@ -200,15 +199,9 @@ REFUSED: list[tuple[Any, list[str]]] = [
     ([], ["The configuration of the disk tier is a list. Expected a JSON object."]),
     (None, ["The configuration of the disk tier is null."]),
     (5, ["The configuration of the disk tier is 5."]),
-    ("[]", ["The configuration of the disk tier is a list."]),
-    ("", ["The configuration of the disk tier is not valid JSON", "line 1, column 1"]),
-    ('{"path": "x",}', ["not valid JSON", "line 1, column 14"]),
-    ("{'path': 'x'}", ["not valid JSON", "quotes"]),
-    ('{"path": "x", "path": "y"}', ["The JSON of the disk tier gives 'path' twice."]),
-    ('{"path": "x", "share": NaN}', ["contains NaN"]),
-    ('{"path": "x", "share": 1e999}', ["'share' is inf", "above 0 and at most 1"]),
-    (b"\xff", ["not valid JSON", "UTF-8"]),
-    ("[" * 100_000, ["not valid JSON"]),
+    ("{}", ["The configuration of the disk tier is text. Expected a JSON object."]),
+    ({"path": "x", "share": math.nan}, ["'share' is nan", "above 0 and at most 1"]),
+    ({"path": "x", "share": math.inf}, ["'share' is inf", "above 0 and at most 1"]),
 ]
 
 
@@ -246,26 +239,9 @@ KEYS = st.sampled_from(["path", "root_dir", *DiskConfig.__struct_fields__]) | st
 @settings(deadline=None, max_examples=400)
 @given(st.dictionaries(KEYS, JSON, max_size=4))
 def test_nothing_but_a_config_error(value: dict[str, Any]) -> None:
-    """Any JSON is a configuration or a ConfigError, and its text form gives the same result."""
-
-    def outcome(form: Any) -> str:
-        try:
-            return str(decode_config(DiskConfig, form, where="disk tier"))
-        except ConfigError as error:
-            return str(error)
-
-    as_object = outcome({"path": "x"} | value)
-    text = json.dumps({"path": "x"} | value)
-    if "NaN" not in text and "Infinity" not in text:
-        assert outcome(text) == as_object
-
-
-@settings(deadline=None, max_examples=400)
-@given(st.text(max_size=200) | st.binary(max_size=200))
-def test_any_text_is_a_config_or_an_error(text: str | bytes) -> None:
-    """Any text raises a ConfigError."""
-    with pytest.raises(ConfigError):
-        decode(text)
+    """Any JSON object is a configuration or a ConfigError."""
+    with contextlib.suppress(ConfigError):
+        decode({"path": "x"} | value)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from kvstore.config import TierConfig
 from kvstore.errors import BackendError, ConfigError, KVStoreError, RecordError
 from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS
-from kvstore.types import KEY_BYTES_MAX, BlockInfo, NamespaceInfo, Outcome, RemovalCause
+from kvstore.types import BlockInfo, NamespaceInfo, Outcome, RemovalCause, is_key
 
 STALE_MAX: Final = 100_000
 """Stale files or objects that one run removes, about 30 MB of memory; the next run continues."""
@@ -231,8 +231,7 @@ class Holdings:
 
 def _is_sound(key: object, size_bytes: object) -> bool:
     """Return whether a block's key and length are possible; a third-party backend may yield any object."""
-    is_key = isinstance(key, bytes) and 0 < len(key) <= KEY_BYTES_MAX
-    return is_key and isinstance(size_bytes, int) and size_bytes >= 0
+    return is_key(key) and isinstance(size_bytes, int) and size_bytes >= 0
 
 
 def open_holdings(backend: str, config: TierConfig) -> Holdings:

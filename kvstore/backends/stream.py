@@ -233,15 +233,6 @@ class Stream:
         self._sock.close()
 
 
-def check_encrypted(endpoint: Endpoint, *, is_encrypted: bool, insecure: bool, scheme: str) -> None:
-    """Refuse to send prompts and passwords unencrypted over a network, unless allowed; ``scheme`` is the TLS scheme."""
-    if not (is_encrypted or insecure or endpoint.is_local):
-        raise ConfigError(
-            f"{endpoint} is another machine and 'url' has no TLS. Use '{scheme}://', or set 'insecure' to true on a "
-            "network that you trust."
-        )
-
-
 def check_tls_files(config: TierConfig, *, is_encrypted: bool, remedy: str) -> None:
     """Refuse a configuration whose TLS files would be ignored; ``remedy`` enables TLS."""
     given = [name for name in ("tls_ca", "tls_cert", "tls_key") if getattr(config, name, None)]

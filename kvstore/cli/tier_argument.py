@@ -76,7 +76,7 @@ def parse_tier(text: str) -> TierArgument:
         return _from_url(text)
     if text in BACKENDS.names():
         return make_tier(text, {})
-    value = parsed_json(text, "--tier is no URL, and", f" {_EXPECTED}")
+    value = parsed_json(text, "--tier is not a URL, and", f" {_EXPECTED}")
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, dict):
@@ -100,7 +100,7 @@ def _from_url(text: str) -> TierArgument:
         url = urlsplit(text)
         query = dict(parse_qsl(url.query, keep_blank_values=True))
     except ValueError:
-        raise ConfigError(f"--tier (not shown) is no URL. {_EXPECTED}") from None
+        raise ConfigError(f"--tier (not shown) is not a URL. {_EXPECTED}") from None
     options = {name: _value(item) for name, item in query.items()}
     if url.scheme in ("redis", "rediss", "unix"):
         of_server = {"db": query["db"]} if url.scheme == "unix" and "db" in query else {}

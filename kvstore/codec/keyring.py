@@ -194,7 +194,12 @@ class Keyring:
             if self._reading:
                 return
             self._reading = True
-        threading.Thread(target=self._read, name="kvstore-keys", daemon=True).start()
+        try:
+            threading.Thread(target=self._read, name="kvstore-keys", daemon=True).start()
+        except RuntimeError as error:  # No thread can be started; the next use tries again.
+            with self._lock:
+                self._reading = False
+            self.warn("is kept as it was", self._keys.current, f"{error}.")
 
     def _read(self) -> None:
         try:

@@ -139,14 +139,9 @@ class RecordCodec:
         if len(self._writer_id) != 16:
             raise ValueError(f"writer_id has {len(self._writer_id)} bytes. Expected 16.")
         self._namespace_digest = namespace.digest
-        self._header_bytes = header_bytes
+        self.header_bytes = header_bytes  # Length of header buffers.
         self._padding = bytes(header_bytes - HEADER_BYTES)
         self._clock_ns = clock_ns
-
-    @property
-    def header_bytes(self) -> int:
-        """Length of header buffers."""
-        return self._header_bytes
 
     def encode_header(
         self,
@@ -182,7 +177,7 @@ class RecordCodec:
             MAGIC,
             FORMAT_VERSION,
             0,
-            self._header_bytes,
+            self.header_bytes,
             stored if plain_bytes is None else plain_bytes,
             stored,
             self._namespace_digest,
@@ -253,8 +248,8 @@ class RecordCodec:
         return found
 
     def _checked_header(self, header: memoryview) -> memoryview:
-        if header.nbytes != self._header_bytes:
-            raise ValueError(f"The header buffer has {header.nbytes} bytes. Expected {self._header_bytes}.")
+        if header.nbytes != self.header_bytes:
+            raise ValueError(f"The header buffer has {header.nbytes} bytes. Expected {self.header_bytes}.")
         return bytes_view(header)
 
     def _check_identity(self, found: RecordHeader, key: BlockKey) -> None:
@@ -267,21 +262,21 @@ class RecordCodec:
     def _check_lengths(
         self, found: RecordHeader, header: memoryview, payload: memoryview, filled_bytes: int, *, decodes: bool
     ) -> None:
-        if found.header_bytes != self._header_bytes:
-            _fail(RecordFault.GEOMETRY, f"its header takes {found.header_bytes} bytes, not {self._header_bytes}")
+        if found.header_bytes != self.header_bytes:
+            _fail(RecordFault.GEOMETRY, f"its header takes {found.header_bytes} bytes, not {self.header_bytes}")
         if decodes and found.plain_bytes > payload.nbytes:
             _fail(RecordFault.GEOMETRY, f"its block of {found.plain_bytes} bytes is longer than {payload.nbytes}")
-        exact = self._header_bytes + found.stored_bytes
+        exact = self.header_bytes + found.stored_bytes
         # A padded medium may fill the buffers to a multiple of the alignment, or to their end if that comes first.
-        room = self._header_bytes + (payload.nbytes if decodes else max(payload.nbytes, found.plain_bytes))
+        room = self.header_bytes + (payload.nbytes if decodes else max(payload.nbytes, found.plain_bytes))
         padded = min(-(-exact // self._alignment) * self._alignment, room)
         if filled_bytes not in (exact, padded):
             _fail(RecordFault.LENGTH, f"{filled_bytes} bytes, not {exact}")
         # One memcmp of bytes; the copy is at most a page on usual media.
         if bytes(header[HEADER_BYTES:]) != self._padding:
             _fail(RecordFault.HEADER, "the header's padding is not zero")
-        if filled_bytes > exact and any(payload[found.stored_bytes : filled_bytes - self._header_bytes]):
-            _fail(RecordFault.LENGTH, "something follows the payload")
+        if filled_bytes > exact and any(payload[found.stored_bytes : filled_bytes - self.header_bytes]):
+            _fail(RecordFault.LENGTH, "bytes follow the payload")
 
 
 def decode_header(data: bytes | memoryview) -> RecordHeader:
@@ -295,7 +290,7 @@ def decode_header(data: bytes | memoryview) -> RecordHeader:
     (magic, *fields, reserved) = _FIELDS.unpack_from(data)
     (checksum,) = _CHECKSUM.unpack_from(data, _CHECKED_BYTES)
     if magic != MAGIC:
-        _fail(RecordFault.HEADER, "it does not start like a record")
+        _fail(RecordFault.HEADER, "it does not start with the magic of a record")
     if checksum != header_checksum(data[:_CHECKED_BYTES]):
         _fail(RecordFault.HEADER, "the header's checksum is wrong")
     found = RecordHeader._make(fields)
@@ -305,6 +300,12 @@ def decode_header(data: bytes | memoryview) -> RecordHeader:
     if reserved != _RESERVED or found.stored_bytes > found.plain_bytes or (found.codec_chain == _RAW and shorter):
         _fail(RecordFault.HEADER, "the header contradicts itself")
     return found
+
+
+def moved_header(header: RecordHeader, header_bytes: int) -> bytes:
+    """Return an unsealed record's header, without padding, for a medium with headers of another length."""
+    checked = _FIELDS.pack(MAGIC, *header._replace(header_bytes=header_bytes), _RESERVED)
+    return checked + _CHECKSUM.pack(header_checksum(checked))
 
 
 def associated_bytes(header: RecordHeader) -> bytes:
@@ -320,4 +321,4 @@ def _refuse_all_but_raw(found: RecordHeader) -> str:
 
 
 def _fail(fault: RecordFault, what: str) -> NoReturn:
-    raise RecordError(f"Not the record that was asked for: {what}. It counts as a miss.", fault)
+    raise RecordError(f"Not the requested record: {what}. It counts as a miss.", fault)

@@ -113,7 +113,7 @@ class _GcmSeal(Seal):
                 "than the writer: compare the keyrings.",
             )
             raise RecordError(
-                f"Not the record that was asked for: it was not sealed with our key {key_id}. It counts as a miss.",
+                f"Not the requested record: it was not sealed with our key {key_id}. It counts as a miss.",
                 RecordFault.SEAL,
             )
         return hidden

@@ -310,7 +310,6 @@ class SharedOrder:
         return sum(map(len, self._orders.values()))
 
     def of(self, key: BlockKey) -> EvictionOrder:
-        """Return the order of a block."""
         return self._orders[self.accounts.of(key)]
 
     def split(self, keys: Iterable[BlockKey]) -> Iterable[tuple[EvictionOrder, Iterable[BlockKey]]]:

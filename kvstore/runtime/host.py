@@ -55,20 +55,16 @@ class ThreadChannel:
         self._outbox: deque[FromIO] = deque()
         self._arrived = threading.Event()
         self._wake_pending = False
-        self._closed = False
+        self.closed = False
         self._side = factory(self._post)
         leave_at_fork(self)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def open(self, timeout_s: float) -> None:
         self._host.call(self._side.open(), timeout_s)
 
     def send(self, messages: Sequence[ToIO]) -> None:
         """Wakes the loop once per batch."""
-        if self._closed:
+        if self.closed:
             raise HostClosedError(self._remedy)
         self._inbox.extend(messages)
         if not self._wake_pending:
@@ -96,9 +92,9 @@ class ThreadChannel:
 
     def close(self, timeout_s: float) -> bool:
         """Unfinished work continues in its daemon thread."""
-        if self._closed:
+        if self.closed:
             return True
-        self._closed = True
+        self.closed = True
         try:
             self._host.call(self._close_side(), timeout_s)
         except TimeoutError:
@@ -114,7 +110,7 @@ class ThreadChannel:
 
     def leave_to_parent(self) -> None:
         """Close this copy in a forked process, which lacks the thread; the parent's channel goes on."""
-        self._closed, self._remedy = True, OF_PARENT
+        self.closed, self._remedy = True, OF_PARENT
         # Another thread may have held its lock during the fork.
         self._arrived = threading.Event()
 

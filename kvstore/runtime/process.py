@@ -141,16 +141,12 @@ class ProcessChannel:
         self._incoming: deque[FromIO] = deque()
         self._outgoing = bytearray()
         self._looked_at = 0.0
-        self._closed = False
+        self.closed = False
         self._stopping = threading.Event()
         self._lost_children: queue.SimpleQueue[tuple[ChildConnection, str] | None] = queue.SimpleQueue()
         self._keeper: threading.Thread | None = None
         self._remedy = "The tier is closed; open a new one to continue."
         leave_at_fork(self)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def pid(self) -> int | None:
@@ -168,7 +164,7 @@ class ProcessChannel:
 
     def send(self, messages: Sequence[ToIO]) -> None:
         """Without a running child, messages are dropped."""
-        if self._closed:
+        if self.closed:
             raise HostClosedError(self._remedy)
         if self._connection is not None:
             self._write(messages)
@@ -211,9 +207,9 @@ class ProcessChannel:
 
     def close(self, timeout_s: float) -> bool:
         """A child that does not end in time is killed."""
-        if self._closed:
+        if self.closed:
             return True
-        self._closed = True
+        self.closed = True
         self._stopping.set()
         deadline = time.monotonic() + timeout_s
         ended = True
@@ -244,7 +240,7 @@ class ProcessChannel:
 
     def leave_to_parent(self) -> None:
         """Close this copy in a forked process; the parent's channel keeps using the same socket."""
-        self._closed, self._remedy = True, OF_PARENT
+        self.closed, self._remedy = True, OF_PARENT
         # Kept, because the end of a connection ends the child.
         self._of_parent = self._connection, self._successor
         self._connection = self._successor = None
@@ -301,7 +297,7 @@ class ProcessChannel:
         """Record the loss of the child; the keeper replaces it."""
         connection, self._connection = self._connection, None
         self._outgoing.clear()
-        if connection is None or self._closed:
+        if connection is None or self.closed:
             return  # close() ends it.
         logger.warning("The I/O process of tier %s is gone (%s); starting another", self._spec.name, reason)
         self._lost_children.put((connection, reason))

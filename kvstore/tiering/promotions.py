@@ -18,38 +18,6 @@ _HEARD_SHARE: Final = 0.5
 """Share of the computing time for which the other engine may not know of the request yet."""
 
 
-class Patience:
-    """Limits waits by the estimated time to compute the prompt here.
-
-    Without a block, a request waits for as long as it takes to compute the rest of its prompt; each block that arrives
-    extends the wait by the time to compute that block. So it waits on while blocks arrive faster than they are computed
-    here, and waiting and computing the rest take at most twice the time of computing everything.
-
-    ``gate``: estimates computing times; None if nothing does.
-    """
-
-    def __init__(self, gate: Gate | None) -> None:
-        self._gate = gate
-
-    def end(self, key: BlockKey, state: RequestState, now: float) -> float | None:
-        """Return the time at which a request stops waiting for its first missing block.
-
-        Returns:
-            The time; None for requests that wait for no other engine, or while the computing speed is unknown.
-        """
-        gate, ctx = self._gate, state.ctx
-        if gate is None or not gate.is_ready or not ctx.patience_s or key not in state.ends:
-            return None
-        before = state.ends[key] - state.ends[state.keys[0]]
-        if state.handed_over is None:
-            total_s = gate.recompute_s(before, max(state.ends.values()))
-            state.handed_over = HandOverWait(now, before, total_s)
-            ctx.unheard_s = min(ctx.patience_s, max(ctx.unheard_s, now - ctx.since + _HEARD_SHARE * total_s))
-        wait = state.handed_over
-        extra_s = gate.recompute_s(wait.start, before)
-        return wait.since + max(gate.slack_s(wait.total_s), wait.total_s) + extra_s
-
-
 _MEASURED_SHARE: Final = 1 / 32
 """Maximum slots of a load that only measures a tier, because it may evict blocks."""
 
@@ -75,7 +43,6 @@ class Promotions:
         self._clock = core.clock
         self._gate = core.gate
         self._rates = None if core.tenants is None else core.tenants.loads
-        self._patience = Patience(core.gate)
         self._hedges = hedges
         self._on_abandoned = on_abandoned
         self._measurements: list[tuple[TierLink, Sequence[BlockKey], RequestState]] = []
@@ -126,11 +93,9 @@ class Promotions:
             return LookupResult.RETRY
         if self._refused:
             self._refused.pop(state, None)
-        group = self._pending.get((link.index, state))
-        if group is None:
-            group = self._pending[link.index, state] = ([], [])
-        group[0].append(key)
-        group[1].append(slots[0])
+        pending_keys, pending_slots = self._pending.setdefault((link.index, state), ([], []))
+        pending_keys.append(key)
+        pending_slots.append(slots[0])
         state.promoting += 1
         state.sources[key] = link
         state.wait_until = None
@@ -152,7 +117,7 @@ class Promotions:
         ``key``: block whose tier has not answered; None for a request that waits for room.
         """
         now = self._clock()
-        end = None if key is None else self._patience.end(key, state, now)
+        end = None if key is None else self._end_of_patience(key, state, now)
         if end is None:
             if state.wait_until is None:
                 longest = state.gated.patience_s
@@ -165,6 +130,28 @@ class Promotions:
             return LookupResult.RETRY
         self._refused.pop(state, None)
         return LookupResult.MISS
+
+    def _end_of_patience(self, key: BlockKey, state: RequestState, now: float) -> float | None:
+        """Return the time at which a request stops waiting for its first missing block.
+
+        Without a block, it waits for as long as it takes to compute the rest of its prompt here; each block that
+        arrives extends the wait by the time to compute that block. So it keeps waiting while blocks arrive faster than
+        they are computed here, and the wait at most doubles the time of computing everything.
+
+        Returns:
+            The time; None for requests that wait for no other engine, or while the computing speed is unknown.
+        """
+        gate, ctx = self._gate, state.ctx
+        if gate is None or not gate.is_ready or not ctx.patience_s or key not in state.ends:
+            return None
+        before = state.ends[key] - state.ends[state.keys[0]]
+        if state.handed_over is None:
+            total_s = gate.recompute_s(before, max(state.ends.values()))
+            state.handed_over = HandOverWait(now, before, total_s)
+            ctx.unheard_s = min(ctx.patience_s, max(ctx.unheard_s, now - ctx.since + _HEARD_SHARE * total_s))
+        wait = state.handed_over
+        extra_s = gate.recompute_s(wait.start, before)
+        return wait.since + max(gate.slack_s(wait.total_s), wait.total_s) + extra_s
 
     def measure(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Schedule a load for the end of this step that only measures a tier; its blocks are dropped."""
@@ -192,7 +179,7 @@ class Promotions:
             job.deadline = min(job.deadline, job.since + limit_s)
             decision.since = job.since if decision.since is None else decision.since
             decision.under_way = job.under_way
-        elif (end := self._patience.end(keys[0], state, job.since)) is not None:
+        elif (end := self._end_of_patience(keys[0], state, job.since)) is not None:
             job.deadline = min(job.deadline, max(end, job.since + SLACK_S_MAX))
         if self._hedges is not None:
             self._hedges.note_load(job)

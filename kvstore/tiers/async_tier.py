@@ -45,7 +45,6 @@ from kvstore.tiers.health import TierHealth
 from kvstore.tiers.inventory import Inventory
 from kvstore.tiers.presence import Existence, FailedLoads, Presence
 from kvstore.types import (
-    KEY_BYTES_MAX,
     SUCCESSES,
     BlockKey,
     JobResult,
@@ -57,6 +56,7 @@ from kvstore.types import (
     RequestContext,
     TierEvent,
     TransferJob,
+    is_key,
 )
 
 logger = logging.getLogger("kvstore.tiers")
@@ -240,7 +240,7 @@ class AsyncTier(SecondaryTierManager):
         return False
 
     def begin_epoch(self) -> bool:
-        """Until it has begun, loads fail and stores are shed."""
+        """Until the epoch has begun, loads fail and stores are shed."""
         if self._config.reset == "forget":
             self._blocks_gone(self._presence.keys(), RemovalCause.REMOVED)
             self._forget_medium()
@@ -252,7 +252,7 @@ class AsyncTier(SecondaryTierManager):
         self._failed_loads.forget_request(ctx.request_id)
 
     def take_events(self) -> Sequence[TierEvent]:
-        """None unless the tier was opened with events."""
+        """Always empty if the tier was opened without events."""
         return self._inventory.take()
 
     def restate_events(self) -> None:
@@ -348,7 +348,7 @@ class AsyncTier(SecondaryTierManager):
         return not self._jobs
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Jobs without an answer by then are reported as failed."""
+        """Jobs unanswered after ``timeout_s`` (5 s by default) are reported as failed."""
         if self._channel.closed:
             return
         if not self._channel.close(_CLOSE_TIMEOUT_S if timeout_s is None else timeout_s):
@@ -551,7 +551,7 @@ class AsyncTier(SecondaryTierManager):
 
     def _give_up_late_jobs(self, now: float) -> None:
         """Report late stores as failed; if a slot changes before a late write, the record's checksum will not match."""
-        for job in self._jobs.late(now, _REPORT_GRACE_S):
+        for job in self._jobs.late(now):
             if job.message.kind is JobKind.LOAD:
                 self._channel.hurry()  # Its slots may still be written to.
             else:
@@ -592,15 +592,10 @@ def deadline_of(kind: JobKind, size_bytes: int, config: TierConfig, now: float) 
     return now + timeout_s + size_bytes / config.bytes_per_second_min
 
 
-def is_key(key: object) -> bool:
-    """Return whether a value is a valid key. An invalid key would end an I/O process."""
-    return isinstance(key, bytes) and 0 < len(key) <= KEY_BYTES_MAX
-
-
 def is_sound(job: TransferJob, kind: JobKind, slot_count: int) -> bool:
     """Return whether a job is valid: one existing slot per key, valid keys, and no two blocks loaded into one slot.
 
-    A caller's defect must not end an engine or count as a failure of the medium.
+    A caller's defect must not end an engine or its I/O process, or count as a failure of the medium.
     """
     keys: Sequence[object] = job.keys
     slots = job.slots
@@ -689,9 +684,9 @@ class Jobs:
         for job in self:
             self.give_up(job, outcome)
 
-    def late(self, now: float, grace_s: float) -> list[Job]:
-        """Return the jobs whose deadline passed more than ``grace_s`` ago."""
-        return [job for job in self._running.values() if now > job.message.deadline + grace_s]
+    def late(self, now: float) -> list[Job]:
+        """Return the jobs whose deadline passed more than ``_REPORT_GRACE_S`` ago."""
+        return [job for job in self._running.values() if now > job.message.deadline + _REPORT_GRACE_S]
 
     def take_finished(self) -> list[JobResult]:
         """Return the results since the last call."""

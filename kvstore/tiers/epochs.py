@@ -49,7 +49,6 @@ class Epoch:
         return None if self.is_changing else self.name
 
     def ask(self) -> BeginEpoch:
-        """Return the request for a new epoch."""
         self.name = None
         if self._lender is not None:
             self._lender.is_open = False
@@ -117,10 +116,10 @@ class EpochNames:
         try:
             async with asyncio.timeout(_READ_TIMEOUT_S):
                 return _checked(await self._read(self._source.file), self._source.file)
-        except (OSError, ValueError, TimeoutError, ConfigError) as error:
+        # RuntimeError: no thread can be started.
+        except (OSError, RuntimeError, ValueError, TimeoutError, ConfigError) as error:
             logger.warning(
-                "The name of the epoch can't be read from %s: %s. This engine is alone in an epoch of its own until "
-                "the next reset.",
+                "The name of the epoch can't be read from %s: %s. This engine shares no blocks until the next reset.",
                 self._source.file,
                 str(error).rstrip(".") or type(error).__name__,
             )
@@ -131,31 +130,30 @@ class EpochNames:
         if self._is_reading:
             # Otherwise each reset would leave another thread behind.
             raise TimeoutError("an earlier attempt to read it has not ended")
-        self._is_reading = True
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[str] = loop.create_future()
+        answer: asyncio.Future[str | Exception] = loop.create_future()
 
-        def settle(content: str | None, error: Exception | None) -> None:
+        def settle(content: str | Exception) -> None:
             self._is_reading = False
-            if answer.done():
-                return
-            if error is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(content or "")
+            if not answer.done():
+                answer.set_result(content)
 
         def work() -> None:
-            content, failure = None, None
+            content: str | Exception
             try:
                 with open_regular(path) as file:
                     content = file.read(4 * _NAME_LENGTH_MAX).decode()
             except (OSError, ValueError) as error:
-                failure = error
+                content = error
             with contextlib.suppress(RuntimeError):  # The loop has ended.
-                loop.call_soon_threadsafe(settle, content, failure)
+                loop.call_soon_threadsafe(settle, content)
 
         threading.Thread(target=work, name="kvstore-epoch", daemon=True).start()
-        return await answer
+        self._is_reading = True
+        found = await answer
+        if isinstance(found, Exception):
+            raise found
+        return found
 
 
 def _random_name() -> str:
@@ -168,6 +166,6 @@ def _checked(content: str, path: str) -> str:
     if not 0 < len(name) <= _NAME_LENGTH_MAX or not name.isprintable():
         raise ConfigError(
             f"{path} contains {name[:40]!r} ({len(name)} characters). Expected one line of 1 to {_NAME_LENGTH_MAX} "
-            "printable characters. Write it to another file and rename that, so that no reader sees half of it."
+            "printable characters. Write it to another file and rename that file, so that readers never see a part."
         )
     return name

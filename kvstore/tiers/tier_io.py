@@ -196,11 +196,6 @@ class TierIO:
             logger.warning("The %s tier starts without its medium and will try again: %s", self._backend.name, error)
         self._spawn(self._report_stats_for_ever())
 
-    @property
-    def opened(self) -> bool:
-        """Whether the medium has been reached since the start."""
-        return self._opened
-
     def deliver(self, messages: Sequence[ToIO]) -> None:
         """Start the work of each message, stores last."""
         # Noted in the original order: a removal applies only to the stores before it.

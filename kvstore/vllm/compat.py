@@ -6,16 +6,15 @@ so that other versions work too.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cache, wraps
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -96,11 +95,6 @@ def make_event(keys: Sequence[bytes], medium: Any, *, removed: bool, locality: A
     )
 
 
-def engine_under_construction() -> Any:
-    """Return vLLM's ``EngineCore`` under construction; None if there is none."""
-    return _caller_with("add_lora", "model_executor")
-
-
 def poll_briefly() -> None:
     """Make vLLM's worker process that calls this sleep a millisecond after its last message, not a second.
 
@@ -126,24 +120,22 @@ def leave_zeros_out() -> None:
 
 
 def _caller_with(*names: str) -> Any:
-    """Return the nearest calling object with these attributes; None if there is none."""
-    return next((one for one in _callers() if all(hasattr(one, name) for name in names)), None)
-
-
-def _callers() -> Iterator[Any]:
-    """Yield the objects whose methods are being called, nearest first.
+    """Return the nearest calling object with these attributes; None if there is none.
 
     vLLM gives a connector neither its engine nor its worker process. Callers must handle their absence.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame.f_locals.get("self")
+        caller = frame.f_locals.get("self")
+        if all(hasattr(caller, name) for name in names):
+            return caller
         frame = frame.f_back
+    return None
 
 
 def on_adapter_loaded(callback: Callable[[Any], Any]) -> None:
     """Call ``callback`` with each ``LoRARequest`` that vLLM's engine, now under construction, loads before its use."""
-    engine = engine_under_construction()
+    engine = _caller_with("add_lora", "model_executor")
     if engine is None:
         return
     load = engine.add_lora
@@ -204,11 +196,12 @@ def payload_maker(scheduler: Any) -> Callable[..., Any] | None:
     if cls is None or groups is None:
         return None
     specs = [getattr(group, "kv_event_group_spec", None) for group in groups]
-    known = {"lora_id": None, "extra_keys": None}
-    constant = [_known_fields(cls, {**known, "group_idx": i, "kv_cache_spec": spec}) for i, spec in enumerate(specs)]
-    given = _field_names(cls) - {*known, "group_idx", "kv_cache_spec"}
+    fields = [{"lora_id": None, "extra_keys": None, "group_idx": i, "kv_cache_spec": s} for i, s in enumerate(specs)]
+    names = _field_names(cls)
+    given = names - {"lora_id", "extra_keys", "group_idx", "kv_cache_spec"}
     if given != {"block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_name", "active_residencies"}:
         return None
+    constant = [{name: value for name, value in each.items() if name in names} for each in fields]
 
     def make(group_idx: int, **values: Any) -> Any:
         return cls(**constant[group_idx], active_residencies=set(), **values)
@@ -265,7 +258,7 @@ def tolerate_unnaming(worker: Any) -> None:
     region = getattr(worker, "_mmap_region", None)
     if region is not None and region._creator:
         region._creator = False
-        weakref.finalize(region, _unlink_if_there, region.mmap_path)
+        weakref.finalize(region, Path(region.mmap_path).unlink, missing_ok=True)
 
 
 def region_path(engine_id: str) -> str:
@@ -346,16 +339,6 @@ def has_states(kv_cache_config: Any) -> bool:
     return any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
 
 
-def _unlink_if_there(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-
-
 @cache
 def _field_names(cls: Any) -> frozenset[str]:
     return frozenset(f.name for f in dataclasses.fields(cls))
-
-
-def _known_fields(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    names = _field_names(cls)  # type: ignore[arg-type]
-    return {name: value for name, value in values.items() if name in names}

@@ -111,11 +111,9 @@ class CountingWorker(OffloadingWorker):
         return [*finished, *void]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait for copies."""
         self.inner.wait(job_ids)
 
     def shutdown(self) -> None:
-        """End the worker."""
         self.inner.shutdown()
         if self._counters is not None:
             self._counters.close()
@@ -165,7 +163,7 @@ class LoadFailures:
         """
         request = self._request_of.get(job_id)
         logger.error(
-            "A load of %d blocks of request %s is not made: a block is missing.", len(destination.block_ids), request
+            "A load of %d blocks of request %s was not made: a block is missing.", len(destination.block_ids), request
         )
         if self._by_block:
             self._blocks.update(int(block) for block in destination.block_ids)

@@ -93,6 +93,19 @@ ACCEPTED: Final[dict[str, str]] = {
     "shifted: `fit.q * blocks > _PIECE_S` -> `(fit.q * blocks >= _PIECE_S)`": "at equality a piece is all blocks",
     "shifted: `place <= SLOT_MASK` -> `(place < SLOT_MASK)`": "no disk tier has a slot of the highest number",
     "shifted: `self.fd >= 0` -> `(self.fd > 0)`": "0 is standard input, which is open",
+    "operand dropped: `whole and (not known) and (not self.intact) and (number % geometry.paths == path)`"
+    " -> `(not known and (not self.intact) and (number % geometry.paths == path))`": (
+        "a shortcut: the file is removed, and its segment forgotten again"
+    ),
+    "operand dropped: `op.place >> OWNER_SHIFT not in session.followers.others or session.index.place(key) != op.place`"
+    " -> `(session.index.place(key) != op.place)`": (
+        "a shortcut until the rows of an owner are cleared: the descriptor and the checksum are checked anyway"
+    ),
+    "operand dropped: `self._flushing is None and (not self._writing)` -> `(not self._writing)`": (
+        "a second flush in the same iteration of the loop finds nothing to send"
+    ),
+    "shifted: `header.record_bytes <= RedisHoldings.record_bytes_max`"
+    " -> `(header.record_bytes < RedisHoldings.record_bytes_max)`": "no block is as long as the bound, 4 GiB",
     "operand dropped: `self._backfill_uses or 1` -> `(self._backfill_uses)`": (
         "for the type checker: blocks are copied to faster tiers only if the number is given"
     ),

@@ -440,10 +440,12 @@ def run_config(data: bytes) -> None:
     """A configuration is refused by a ConfigError of at most 4,000 characters, or can be shown as JSON."""
     cls = CONFIGS[(data[:1] or b"\0")[0] % len(CONFIGS)]
     try:
-        config = decode_config(cls, data[1:], where="fuzzed tier")
+        config = decode_config(cls, json.loads(data[1:]), where="fuzzed tier")
     except ConfigError as error:
         assert len(str(error)) <= 4000, f"an error of {len(str(error))} characters"
         return
+    except (ValueError, RecursionError):
+        return  # Not JSON.
     json.dumps(encode_config(config))
 
 

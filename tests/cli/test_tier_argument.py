@@ -53,7 +53,7 @@ def test_file_holds_any_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "no URL, and is not valid JSON"),
+        ("{", "not a URL, and is not valid JSON"),
         ("17", "Expected a JSON object"),
         ("[]", "Expected a JSON object"),
         ("@/no/such/file", "can't be read"),

@@ -20,6 +20,7 @@ from kvstore.backends.base import RecordWrite
 from kvstore.backends.disk import backend as backend_module
 from kvstore.backends.disk import followers as followers_module
 from kvstore.backends.disk import space as space_module
+from kvstore.backends.disk.files import open_own_directory
 from kvstore.diskio import OsDisk
 from kvstore.errors import KVStoreError
 from kvstore.testing.seeds import fresh_seed
@@ -279,6 +280,46 @@ async def test_the_journal_of_an_engine_that_ends_is_closed(tmp_path: Path, monk
         await one.session.followers.refresh()
         assert not any(name.startswith("journal") for name in watched(disk, one))
         await one.has_all(values)
+
+
+def test_a_directory_that_cannot_be_examined_is_closed(tmp_path: Path) -> None:
+    """A stale handle of a network file system (ESTALE) leaves no descriptor."""
+    disk = FaultyDisk()
+    (tmp_path / "owner").mkdir()
+    root = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        disk.fail("fstat", errno.ESTALE)
+        with pytest.raises(OSError, match="Stale"):
+            open_own_directory(disk, "owner", root)
+        assert disk.open_fds == {}
+    finally:
+        os.close(root)
+
+
+async def test_an_owner_that_cannot_be_listed_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new owner whose segments can't be listed is tried again, and no try keeps its journal open."""
+    disk, tries = FaultyDisk(), 0
+
+    def unlisted(*_: Any) -> dict[int, os.stat_result]:
+        nonlocal tries
+        tries += 1
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async with contextlib.AsyncExitStack() as stack:
+        one = await stack.enter_async_context(opened(tmp_path, "64MiB", disk=disk))
+        with monkeypatch.context() as patch:
+            patch.setattr(followers_module, "segments_in", unlisted)
+            two = await stack.enter_async_context(opened(tmp_path, "64MiB"))
+            await two.put_new(1)
+            for _ in range(3):
+                await one.session.followers.refresh()
+            assert tries >= 3
+            await eventually_async(
+                lambda: not any(name.startswith("journal") for name in watched(disk, one)), 5, "all journals are closed"
+            )
+        await eventually_async(lambda: len(one.arrived) == 1, what="the owner is followed")
 
 
 def watched(disk: FaultyDisk, rig: Rig) -> list[str]:

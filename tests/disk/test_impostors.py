@@ -168,6 +168,18 @@ async def test_a_segment_of_another_length(tmp_path: Path) -> None:
         await rig.has_all(await rig.put_new(3))
 
 
+async def test_a_segment_of_another_length_without_a_journal(tmp_path: Path) -> None:
+    """A truncated segment that no journal names is not scanned: its file would end within a slot."""
+    await filled(tmp_path / "a", 3)
+    (segment,) = (tmp_path / "a").rglob("*.seg")
+    os.truncate(segment, 2 * (4096 + PAYLOAD))
+    os.truncate(journal(tmp_path / "a"), 5)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        await rig.session.recovered.wait()
+        assert await rig.scanned() == set()
+        await rig.has_all(await rig.put_new(3))
+
+
 async def test_a_link_in_the_place_of_an_owners_directory(tmp_path: Path) -> None:
     """The link is not followed, whatever its target."""
     values = await filled(tmp_path / "a", 3)

@@ -160,6 +160,16 @@ async def test_segments_are_reclaimed_under_the_ledger(tmp_path: Path, monkeypat
         await rig.has_all(await rig.put_new(4))
 
 
+async def test_no_more_segments_are_reclaimed_than_needed(tmp_path: Path) -> None:
+    """An engine that needs one segment takes one from an ended owner, whose other blocks stay."""
+    async with opened(tmp_path, room_for(64)) as ended:
+        await ended.put_new(64)
+    async with opened(tmp_path, room_for(64), seed=1, namespace=Namespace({"other": 1})) as rig:
+        before = set(tmp_path.glob("*/*/*.seg"))
+        await rig.has_all(await rig.put_new(1))
+        assert len(before - set(tmp_path.glob("*/*/*.seg"))) == 1
+
+
 async def test_nothing_is_given_up_while_ended_owners_hold_room(tmp_path: Path) -> None:
     """An engine above its share keeps its blocks as long as the directory of an ended engine can be reclaimed."""
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:

@@ -211,6 +211,7 @@ async def test_a_redirect_to_an_impossible_name(host: bytes) -> None:
         async with asyncio.timeout(60):
             (outcome,) = await backend.get_into([maker(SIZE).target(b"k" * 32).read])
         assert outcome in (Outcome.IO_ERROR, Outcome.MISS)
+        assert "None" not in backend.last_error
 
 
 async def test_a_redirect_to_another_machine_without_tls(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,6 +22,11 @@ def keeper_of(backend: S3Backend) -> Keeper:
     return keeper
 
 
+def is_elected(backend: S3Backend) -> bool:
+    """Return whether a backend's housekeeper took or renewed the lease last."""
+    return bool(keeper_of(backend)._lease._etag)
+
+
 def heard_by(backend: S3Backend) -> list[tuple[frozenset[bytes], RemovalCause]]:
     """Return a list to which a backend's removals are added."""
     found: list[tuple[frozenset[bytes], RemovalCause]] = []

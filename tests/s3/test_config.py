@@ -40,7 +40,7 @@ def decoded(**options: Any) -> S3Config:
         ({"endpoint": "http://127.0.0.1:9000", "tls_ca": "a"}, "'tls_ca' would be ignored: .* Give an 'endpoint' with"),
         ({"endpoint": "https://user:canary@host"}, "'endpoint' \\(not shown\\)"),
         ({"endpoint": "https://host/path"}, "more than a host and port"),
-        ({"endpoint": "https://host:99999"}, "is no URL"),
+        ({"endpoint": "https://host:99999"}, "is not a URL"),
         ({"access_key_id": "AKIA"}, "belong together"),
         ({"session_token": "canary"}, "belongs to 'access_key_id'"),
         ({**KEYS, "profile": "p"}, "exclude each other"),

@@ -24,7 +24,7 @@ from kvstore.testing.waiting import eventually_async
 from kvstore.types import JobResult, LookupResult, Outcome, RemovalCause
 from tests.s3.clients import NAMESPACE, options_for
 from tests.s3.fault_server import Fault, FaultServer
-from tests.s3.keepers import SLOW, engines, heard_by, keeper_of, names_under, put_empty
+from tests.s3.keepers import SLOW, engines, heard_by, is_elected, keeper_of, names_under, put_empty
 from tests.s3.packed import PACKED, blocks_of, reads_of, writes_of
 
 _DAY_S = 86400.0
@@ -49,7 +49,7 @@ async def test_who_lost_the_lease_publishes_no_snapshot(
                 monkeypatch.setattr(lease, "_clock", lambda: time.monotonic() + 3 * slow.config.keeper_interval)
                 await writer.put(writes_of(late))
                 await keeper_of(quick).round()
-                assert keeper_of(quick)._lease.is_held
+                assert is_elected(quick)
 
         monkeypatch.setattr(slow._ready(), "listed", listed_slowly)
         await keeper_of(slow).round()
@@ -82,18 +82,18 @@ async def test_who_closes_gives_the_lease_back(faults: FaultServer, rng: random.
     async with engines(faults, 3, capacity=1 << 30) as (first, second, third):
         for engine in (first, second):
             await keeper_of(engine).round()
-        assert [keeper_of(engine)._lease.is_held for engine in (first, second)] == [True, False]
+        assert [is_elected(engine) for engine in (first, second)] == [True, False]
         await second.close()
         await keeper_of(third).round()
         # An engine that did not hold the lease released nothing.
-        assert [keeper_of(engine)._lease.is_held for engine in (first, third)] == [True, False]
+        assert [is_elected(engine) for engine in (first, third)] == [True, False]
         await first.close()
         await keeper_of(third).round()
-        assert [keeper_of(engine)._lease.is_held for engine in (first, third)] == [False, True]
+        assert [is_elected(engine) for engine in (first, third)] == [False, True]
     # All of them have closed; a later engine needs no round to observe the lease.
     async with engines(faults, 1, capacity=1 << 30, prefix=third.config.prefix) as (late,):
         await keeper_of(late).round()
-        assert keeper_of(late)._lease.is_held
+        assert is_elected(late)
 
 
 async def test_a_close_that_is_cancelled_closes_the_client(faults: FaultServer) -> None:
@@ -117,7 +117,7 @@ async def test_a_service_that_fails_keeps_nobody_from_closing(faults: FaultServe
         async with asyncio.timeout(engine.config.timeout):
             await engine.close()
         faults.plan(None)
-        assert not keeper_of(engine)._lease.is_held
+        assert not is_elected(engine)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 

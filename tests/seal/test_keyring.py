@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,23 @@ def test_a_reading_that_fails_keeps_the_keys(tmp_path: Path, caplog: pytest.LogC
         assert ring.keys.current == 1
         soon(lambda: not ring._reading, what="the end of the reading")
     assert len(caplog.records) == 1 and "hunter2" not in caplog.text and str(path) in caplog.text
+
+
+def test_a_process_without_threads_to_spare_keeps_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no thread can be started, the keys stay; a later use reads them again."""
+    clock = Clock()
+    path = write(tmp_path / "keys", document(1))
+    ring = Keyring(KeySource(file=path, refresh=1), clock)
+    write(path, document(2))
+    clock.now += 1
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        assert ring.keys.current == 1
+    soon(lambda: ring.keys.current == 2, what="the new key")
 
 
 def test_a_missing_key_is_told_once_until_keys_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -284,6 +284,22 @@ async def test_a_file_system_that_hangs_takes_one_thread(tmp_path: Path, monkeyp
     assert [await names.next() for _ in range(20)] == ["v1"] * 20, "reads in a row don't get in each other's way"
 
 
+async def test_a_process_without_threads_to_spare_enters_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If no thread can be started, the name is random; later the file is read again."""
+    (tmp_path / "name").write_text("v1")
+    names = EpochNames(EpochConfig(file=str(tmp_path / "name")))
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        assert (await names.next()).startswith("engine-")
+    assert await names.next() == "v1"
+
+
 def test_the_path_of_a_name_has_to_be_absolute() -> None:
     """A relative path would depend on the working directory of the engine."""
     with pytest.raises(ConfigError, match=r"'file' is 'epoch'\. Expected an absolute path"):

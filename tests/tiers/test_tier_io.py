@@ -218,7 +218,7 @@ async def test_an_epoch_begins_when_its_medium_is_open() -> None:
             while not any(isinstance(message, EpochBegun) for message in said):
                 await asyncio.sleep(0.001)
         assert [call for call in backend.calls if call != "close"] == ["open e1"] * 3
-        assert half.opened
+        assert half._opened
 
 
 async def test_a_medium_that_refuses_is_closed_before_it_is_opened_again() -> None:
@@ -226,7 +226,7 @@ async def test_a_medium_that_refuses_is_closed_before_it_is_opened_again() -> No
     async with opened(failures=2) as (half, backend, _):
         half.deliver([Probe(0.0, 0.0, 60.0)])
         await turns()
-        assert half.opened
+        assert half._opened
         assert backend.calls == ["open ", "close", "open ", "close", "open "]
 
 

@@ -13,6 +13,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvstore.cli.bench.size import layers_of, pages_of
+from kvstore.errors import ConfigError
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
 
@@ -118,7 +119,7 @@ def test_a_capacity_for_a_hit_rate(tmp_path: Path) -> None:
     assert low["hit_rate"] >= 0.05
     assert low["hit_capacity_bytes"] < high["hit_capacity_bytes"]
     assert high["hit_rate"] < 1
-    assert "no capacity gives 100%" in run_here(*command[:-2], "--hit-rate", "1").stdout
+    assert "no capacity reaches 100%" in run_here(*command[:-2], "--hit-rate", "1").stdout
 
 
 @pytest.mark.parametrize(
@@ -136,3 +137,13 @@ def test_what_is_not_known_is_said(tmp_path: Path, change: dict[str, Any], says:
     done = run_here("size", "--model", str(tmp_path))
     assert (done.returncode, says in done.stderr) == (2, True), done.stderr
     assert run_here("size", "--model", str(tmp_path / "none")).returncode == 2
+
+
+def test_the_type_of_the_cache_suffices() -> None:
+    """With ``--kv-dtype``, the data type of the model may be unknown, because only states depend on it."""
+    unknown = {**_GQA, "dtype": "float8_e4m3fn"}
+    assert layers_of(unknown, kv_dtype="fp8") == layers_of(_GQA, kv_dtype="fp8")
+    with pytest.raises(ConfigError, match="Give --kv-dtype"):
+        layers_of(unknown)
+    with pytest.raises(ConfigError, match="Run an engine once"):
+        layers_of({**_MAMBA, "dtype": "float8_e4m3fn"}, kv_dtype="fp8")

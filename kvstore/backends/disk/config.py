@@ -21,10 +21,10 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     aliases: ClassVar[dict[str, str]] = {"paths": "path", "root_dir": "path", "max_bytes": "capacity"}
     retired: ClassVar[dict[str, str]] = {
         "shared": "Leave it out: engines share a directory unless one of them is 'exclusive'.",
-        "rescan_interval": "Leave it out: what other engines store is known from their journals at once.",
+        "rescan_interval": "Leave it out: engines follow each other's journals.",
         "high_watermark": "Leave it out: slots are freed a little ahead of need.",
         "low_watermark": "Leave it out: slots are freed a little ahead of need.",
-        "eviction": "Leave it out: it is always least recently used.",
+        "eviction": "Leave it out: the least recently used blocks are evicted.",
         "quarantine_blocks": "Leave it out: a slot with a damaged record is taken out of use.",
         "quarantine_bytes": "Leave it out: a slot with a damaged record is taken out of use.",
         "unknown_format": "Leave it out: a directory of another format is refused; empty it, or name another 'path'.",
@@ -56,7 +56,6 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     lock_timeout: Seconds = Seconds(5)  # Time to wait at start for another engine, if one of the two is ``exclusive``.
 
     def __post_init__(self) -> None:
-        """Turn text into values and check ranges."""
         super().__post_init__()
         named = self.paths
         check_field(0 < len(named) <= _PATHS_MAX, "path", self.path, f"1 to {_PATHS_MAX} directories")
@@ -69,7 +68,6 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     @property
     def paths(self) -> list[str]:
-        """The directories, as a list."""
         return [self.path] if isinstance(self.path, str) else list(self.path)
 
 

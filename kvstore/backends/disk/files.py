@@ -107,9 +107,12 @@ def open_own_directory(disk: OsDisk, name: str, dir_fd: int) -> int:
         OSError: It can't be opened; EPERM if it is another user's.
     """
     fd = disk.open_dir(name, dir_fd)
-    if disk.fstat(fd).st_uid != os.geteuid():
+    try:
+        if disk.fstat(fd).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "a directory of another user", name)
+    except BaseException:
         disk.close(fd)
-        raise PermissionError(errno.EPERM, "a directory of another user", name)
+        raise
     return fd
 
 

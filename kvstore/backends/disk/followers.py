@@ -70,7 +70,7 @@ class Other:
         self._tried_at = 0.0
 
     def open(self, digest: bytes, watch: Callable[[int], None]) -> bool:
-        """Read its files, and watch its journal; False if they can't be used."""
+        """Read its files, and watch its journal; False if they are unusable. If it fails, :meth:`close` it."""
         with self.directories() as fds:
             state = load_owner(self._disk, fds, int(self.name, 16), digest)
             if state is not None:
@@ -146,7 +146,7 @@ class Other:
                     uses.close()
 
     def close(self) -> None:
-        """Close its journal, and read it no more."""
+        """Close its journal for good."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -197,7 +197,7 @@ class Followers:
         self._numbers = itertools.count(1)
         self._gone: dict[int, int] = {}
         self._has_doubt = False
-        """Whether blocks were removed from the table whose keys are unknown here."""
+        """Whether blocks with unknown keys were removed from the table."""
         self._found: list[Other] = []
         self._changed = asyncio.Event()
         self.watch = Watch(self._changed.set)
@@ -216,7 +216,7 @@ class Followers:
                 # Without the lock, because it writes: on a frozen filesystem, reads go on.
                 await self._engine.call(partial(self._report_uses, list(self.others.values())))
             except OSError as error:
-                _log.debug("other owners could not be looked at: %s", error)
+                _log.debug("the journals of other owners could not be read: %s", error)
             await asyncio.sleep(_PAUSE_S)
 
     async def refresh(self, only: Collection[int] | None = None, *, report: bool = True) -> None:
@@ -285,6 +285,8 @@ class Followers:
                 with contextlib.suppress(OSError):
                     if new.open(self._digest, self.watch.add):
                         self._found.append(new)
+                        continue
+                new.close()
 
     async def _take(self, other: Other, report: bool) -> None:
         """Add the blocks that a new owner already holds."""

@@ -46,7 +46,6 @@ class Uses:
             self._size = slots
 
     def mark(self, slots: Sequence[int]) -> None:
-        """Set the marks of slots."""
         for slot in slots:
             if slot < self._size:
                 self._disk.pwritev(self._fd, [b"\1"], slot)
@@ -62,8 +61,7 @@ class Uses:
             # A mark set between the read and this write is lost.
             start = page * PAGE
             self._disk.pwritev(self._fd, [bytes(min(PAGE, len(marks) - start))], start)
-        slots_used: list[int] = marked.tolist()
-        return slots_used
+        return list(marked.tolist())
 
     def close(self) -> None:
         """Close the file; idempotent."""
@@ -145,7 +143,6 @@ class Owner:
         return True
 
     def create_journal(self, number: int) -> JournalEnd:
-        """Create a journal; return its end."""
         return create_journal(self._disk, self.fds[0], number, self.number, self.geometry, self._digest)
 
     def write_snapshot(self, columns: Columns, journal: int) -> None:
@@ -169,7 +166,7 @@ class Owner:
         for lock in self.locks:
             lock.release()
         files.close_all(self._disk, *self.fds)
-        # Work that a frozen disk held up may still look for them; the closed engine then refuses its calls.
+        # Work delayed by a frozen disk may still use them; the closed engine refuses its calls.
         self.fds = [-1] * len(self.fds)
 
     def _match_segments(self) -> None:
@@ -194,8 +191,8 @@ class Owner:
                     self._disk.unlink(layout.segment_name(number), fd)
         for number in np.flatnonzero(columns.segments).tolist():
             if number not in there:
-                _log.info("the segment %s of the owner %s was taken for others", layout.segment_name(number), self.name)
-                # With the blocks, which other engines may have read from this journal.
+                _log.info("the segment %s of the owner %s is gone or damaged", layout.segment_name(number), self.name)
+                # Other engines may have read its blocks from this journal.
                 self.corrections += columns.segment_removals(number)
                 columns.drop_segment(number)
 
@@ -223,4 +220,4 @@ def _create(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, digest: byt
         owner = Owner(disk, secrets.token_hex(8), geometry, digest)
         if owner.open(roots, create=True):
             return owner
-    raise OSError(errno.EAGAIN, "other engines have taken each new directory")
+    raise OSError(errno.EAGAIN, f"other engines locked each of {_TRIES_MAX} new directories first")

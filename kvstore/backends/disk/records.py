@@ -69,7 +69,6 @@ class RecordMover:
         self._pages: list[Page] = []
 
     def write(self, index: int, record: RecordWrite, digest: int, slot: int, fd: int, offset: int) -> SlotWrite:
-        """Return the write of a record into a slot."""
         page = self._page()
         header_bytes, view = self._header_bytes, page.view
         head, *rest = record.buffers
@@ -98,7 +97,6 @@ class RecordMover:
     def read(
         self, index: int, read: RecordRead, place: int, record_bytes: int, fd: int, offset: int, slot_bytes: int
     ) -> SlotRead:
-        """Return the read of a record from a slot."""
         page = self._page()
         wanted = record_bytes - self._header_bytes if record_bytes else slot_bytes - PAGE
         payload_bytes = -(-max(0, wanted) // PAGE) * PAGE

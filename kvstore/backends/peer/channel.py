@@ -18,8 +18,8 @@ class Channel:
 
     Buffers are only touched by the calling task while its call runs, so a cancelled call never touches them later. A
     channel abandoned in the middle of a frame is unusable, and the caller closes it. No part of a frame may be used
-    before :meth:`end_frame` has checked it, except to receive the rest.
-    Every call raises ``OSError`` if the stream broke or ended early.
+    before :meth:`end_frame` has checked it, except to receive the rest. Every call raises ``OSError`` if the stream
+    broke or ended early.
     """
 
     _sent: FrameMac
@@ -33,9 +33,7 @@ class Channel:
         self._writable: asyncio.Future[None] | None = None
         self._watched = False
         self._idle = False
-        # Whether it was closed, by :meth:`close` or because data or the end of the stream arrived while it was
-        # idle.
-        self.closed = False
+        self.closed = False  # Also true if data or the end of the stream arrived while it was idle.
 
     async def receive(self, buffers: Sequence[memoryview]) -> None:
         """Fill buffers, in order."""
@@ -59,7 +57,6 @@ class Channel:
         return bytes(data)
 
     async def send(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Send all bytes of some buffers."""
         self._idle = False
         queue = deque(piece for piece in pieces if len(piece))
         while queue:
@@ -120,13 +117,7 @@ class Channel:
         for buffer in buffers:
             self._received.update(buffer)
         if not hmac.compare_digest(tag, self._received.end()):
-            raise PeerProtocolError("a frame was forged, changed, repeated or left out on its way")
-
-    async def receive_frame(self, count: int) -> bytes:
-        """Receive, check and return a frame of ``count`` bytes."""
-        data = await self.begin_frame(count)
-        await self.end_frame()
-        return data
+            raise PeerProtocolError("a frame was forged, altered, repeated or lost in transit")
 
     def _check(self) -> None:
         if self.closed:

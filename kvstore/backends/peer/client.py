@@ -242,7 +242,8 @@ class Peer:
         for start in range(0, len(names), protocol.KEYS_MAX):
             part = names[start : start + protocol.KEYS_MAX]
             await pipe.send_frames([protocol.pack_question(op, part)])
-            answer = await pipe.receive_frame(len(part))
+            answer = await pipe.begin_frame(len(part))
+            await pipe.end_frame()
             if answer.translate(None, _ANSWERS[op]):
                 raise PeerProtocolError(f"an answer has other bytes than {', '.join(map(str, _ANSWERS[op]))}")
             answers += answer

@@ -79,12 +79,11 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
             shown = "(not shown)" if "@" in address else address
             check_field(bool(host) and is_port and "@" not in address, "sentinels", shown, "a list of 'host:port'")
         if self.sentinels and self.mode == "cluster":
-            raise ConfigError("A cluster is not watched by Sentinel. Leave out 'sentinels', or 'mode'.")
+            raise ConfigError("Sentinel does not watch clusters. Leave out 'sentinels' or 'mode'.")
         check_tls_files(self, is_encrypted=self.tls, remedy="Give a 'url' with 'rediss://'")
 
     @property
     def tls(self) -> bool:
-        """Whether connections are encrypted."""
         return self.url.startswith("rediss:")
 
     def _split_url(self) -> None:
@@ -98,7 +97,7 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
             parts = urlsplit(self.url)
             user, password, _ = parts.username, parts.password, parts.port
         except ValueError:
-            raise ConfigError("'url' (not shown) is no URL. Expected such as 'redis://host:6379/0'.") from None
+            raise ConfigError("'url' (not shown) is not a URL. Expected one like 'redis://host:6379/0'.") from None
         check_field(parts.scheme in _SCHEMES, "url", f"{parts.scheme}:…", "redis://, rediss:// or unix://")
         query_ok = re.fullmatch(r"(db=\d{1,5})?", parts.query) is not None
         check_field(query_ok, "url", "…?(not shown)", "no option behind '?' but 'db=…'")
@@ -108,7 +107,7 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
             place_ok = re.fullmatch(r"(/\d{0,5})?", parts.path) is not None
         if parts.fragment or not place_ok:
             raise ConfigError(
-                "'url' (not shown) can't be used. Expected such as 'redis://host:6379/0' or 'unix:///path'; a '/', "
+                "'url' (not shown) can't be used. Expected one like 'redis://host:6379/0' or 'unix:///path'; a '/', "
                 "'#', '?' or '@' in a password is written as '%2F', '%23', '%3F' or '%40'."
             )
         if user is None and password is None:

@@ -21,7 +21,7 @@ from kvstore.backends.redis.failures import (
     ServerRefusedError,
 )
 from kvstore.backends.redis.resp import Reply
-from kvstore.backends.stream import Endpoint, check_encrypted, open_stream
+from kvstore.backends.stream import Endpoint, open_stream
 from kvstore.runtime.breaker import Breaker
 
 logger = logging.getLogger("kvstore.backends.redis")
@@ -382,11 +382,6 @@ class Node:
         queue, self._queue = self._queue, deque()
         for request in queue:
             request.finish(self._last_error)
-
-
-def check_secure(endpoint: Endpoint, config: RedisConfig) -> None:
-    """Refuse an endpoint that the configuration does not permit; see :func:`check_encrypted`."""
-    check_encrypted(endpoint, is_encrypted=config.tls, insecure=config.insecure, scheme="rediss")
 
 
 def _explained(error: Exception, endpoint: Endpoint, config: RedisConfig) -> RedisError:

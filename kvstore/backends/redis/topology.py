@@ -15,7 +15,7 @@ from kvstore.backends.redis import control
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.control import SLOTS, Shard
 from kvstore.backends.redis.failures import NodeDownError, RedisError, ServerRefusedError
-from kvstore.backends.redis.node import Node, check_secure
+from kvstore.backends.redis.node import Node
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.errors import ConfigError
 
@@ -203,7 +203,7 @@ class Topology:
             raise NodeDownError("the backend is closed")
         known = self._nodes.get((endpoint, is_replica))
         if known is None:
-            check_secure(endpoint, self.config)
+            _check_secure(endpoint, self.config)
             known = self._nodes[endpoint, is_replica] = Node(
                 endpoint,
                 self.config,
@@ -233,12 +233,21 @@ def checked_tls(config: RedisConfig) -> ssl.SSLContext | None:
     """
     named = control.sentinel_endpoints(config) if config.sentinels else [control.endpoint_of(config)[0]]
     for endpoint in named:
-        check_secure(endpoint, config)
+        _check_secure(endpoint, config)
     if not config.tls:
         return None
     return client_context(
         ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
     )
+
+
+def _check_secure(endpoint: Endpoint, config: RedisConfig) -> None:
+    """Refuse to send prompts and passwords unencrypted over a network, unless permitted."""
+    if not (config.tls or config.insecure or endpoint.is_local):
+        raise ConfigError(
+            f"{endpoint} is another machine and 'url' has no TLS. Use 'rediss://', or set 'insecure' to true on a "
+            "network that you trust."
+        )
 
 
 def _replica(replicas: Sequence[Node], slot: int) -> Node | None:

@@ -162,7 +162,7 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
             parts = urlsplit(self.endpoint)
             host, _ = parts.hostname, parts.port
         except ValueError:
-            raise ConfigError("'endpoint' (not shown) is no URL. Expected such as 'https://host:9000'.") from None
+            raise ConfigError("'endpoint' (not shown) is not a URL. Expected one like 'https://host:9000'.") from None
         if parts.username is not None or parts.query or parts.fragment or parts.path not in ("", "/"):
             # Not shown, because users sometimes put keys here.
             raise ConfigError("'endpoint' (not shown) has more than a host and port. Give 'https://host:port'.")

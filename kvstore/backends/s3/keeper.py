@@ -85,7 +85,6 @@ class Keeper:
         self.used_bytes = 0
 
     def start(self) -> None:
-        """Begin the rounds."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -138,9 +137,9 @@ class Keeper:
                 return
             self._logged.add(type(error))
             if isinstance(error, S3Error):
-                logger.warning("Housekeeping under %r does not succeed at present: %s", self._config.prefix, error)
+                logger.warning("Housekeeping under %r failed and will try again: %s", self._config.prefix, error)
             else:
-                logger.exception("A round of housekeeping under %r failed", self._config.prefix)
+                logger.exception("Housekeeping under %r failed and will try again", self._config.prefix)
 
     async def _publish_uses(self) -> None:
         if not self.uses.changed:
@@ -225,9 +224,9 @@ class _LeaseBody(msgspec.Struct, frozen=True):
 class Lease:
     """An object that its holder rewrites regularly; another engine takes it over after ``length_s`` without a change.
 
-    Clocks are never compared: the holder measures from the start of its renewal, the others from the time at which they
-    first see it. So there is at most one holder, as long as clocks run at about the same speed. Kubernetes' leader
-    election uses the same scheme. Needs conditional writes. A request may take ``timeout_s``.
+    Clocks are never compared: each engine measures from the time at which it first saw the holder's last write. The
+    holder must renew the lease before each batch of work, and stop if that fails. Kubernetes' leader election uses the
+    same scheme. Needs conditional writes. A request may take ``timeout_s``.
     """
 
     def __init__(
@@ -247,20 +246,14 @@ class Lease:
         self._owner = os.urandom(8).hex()
         self._renewals = 0
         self._etag = ""
-        self._renewed_at = 0.0
         self._seen = ""
         self._seen_at = 0.0
-
-    @property
-    def is_held(self) -> bool:
-        """Whether no other engine can hold it now."""
-        return bool(self._etag) and self._clock() - self._renewed_at < self._length_s
 
     async def hold(self) -> bool:
         """Take or renew the lease; False if another engine holds it.
 
         Raises:
-            S3Error: The request failed; a held lease stays valid until its end.
+            S3Error: The request failed; the next call tries again.
         """
         if self._etag:
             if await self._write(if_match=self._etag):
@@ -294,12 +287,10 @@ class Lease:
     async def _write(self, *, if_match: str = "", if_absent: bool = False) -> bool:
         self._renewals += 1
         body = msgspec.json.encode(_LeaseBody(self._owner, self._renewals))
-        began = self._clock()
         etag = await self._client.put(
             self._name, [body], timeout_s=self._timeout_s, if_match=if_match, if_absent=if_absent
         )
         self._etag = etag or ""
-        self._renewed_at = began
         return bool(etag)
 
 

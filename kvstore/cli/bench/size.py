@@ -62,17 +62,21 @@ def layers_of(config: Mapping[str, Any], *, kv_dtype: str = "auto", ranks: int =
     Raises:
         ConfigError: A field is missing, or the kind of model is unknown.
     """
-    model_bytes = _dtype_bytes(config)
     if kv_dtype != "auto" and kv_dtype not in _KV_DTYPE_BYTES:
         raise ConfigError(f"--kv-dtype is {kv_dtype!r}. Expected auto, {', '.join(_KV_DTYPE_BYTES)}.")
-    kv_bytes = model_bytes if kv_dtype == "auto" else _KV_DTYPE_BYTES[kv_dtype]
     kinds = _kinds(config)
-    found = []
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    has_states = not _STATE.isdisjoint(kinds)
+    if dtype not in _DTYPE_BYTES and (has_states or kv_dtype == "auto"):
+        remedy = "Run an engine once to measure" if has_states else "Give --kv-dtype"
+        raise ConfigError(f"The model's data type is {dtype!r}. Known: {', '.join(_DTYPE_BYTES)}. {remedy}.")
+    model_bytes = _DTYPE_BYTES.get(dtype, 0)
+    kv_bytes = model_bytes if kv_dtype == "auto" else _KV_DTYPE_BYTES[kv_dtype]
     if config.get("kv_lora_rank"):
         # Latents are the same on all ranks, and stored once.
         latent = (_number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")) * kv_bytes
-        found.append(Layers("mla", len(kinds), latent))
-        return found
+        return [Layers("mla", len(kinds), latent)]
+    found = []
     for kind, names in (("full", _FULL), ("window", _WINDOW)):
         if count := sum(name in names for name in kinds):
             found.append(Layers(kind, count, _attention_bytes(config, kv_bytes, ranks)))
@@ -106,7 +110,7 @@ def pages_of(layers: Sequence[Layers], block_tokens: int = 16) -> Pages:
         raise ConfigError("The model has no layers with a KV cache. There is nothing to offload.")
     token_bytes = {each.token_bytes for each in layers if each.token_bytes}
     if len(token_bytes) > 1:
-        raise ConfigError("The layers of this model have KV caches of different lengths. Measure: run an engine once.")
+        raise ConfigError("The layers of this model differ in KV cache length. Run an engine once to measure.")
     per_token = max(token_bytes, default=0)
     state_bytes = max((each.state_bytes for each in layers), default=0)
     if per_token and state_bytes:
@@ -128,7 +132,7 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
     if isinstance(kinds, list):
         unknown = {str(kind) for kind in kinds} - _FULL - _WINDOW - _STATE
         if unknown:
-            raise ConfigError(f"Layers of the kind {min(unknown)!r} are not known here. Measure: run an engine once.")
+            raise ConfigError(f"Layers of the kind {min(unknown)!r} are unknown. Run an engine once to measure.")
         return [str(kind) for kind in kinds]
     count = _number(config, "num_hidden_layers")
     if config.get("attn_layer_period"):
@@ -163,7 +167,7 @@ def _state_bytes(config: Mapping[str, Any], model_bytes: int) -> int:
     state = int(config.get("ssm_state_size") or config.get("mamba_d_state") or 0)
     heads = int(config.get("mamba_num_heads") or config.get("mamba_n_heads") or 0)
     if not width or not state:
-        raise ConfigError("The state of this model's layers is not known here. Measure: run an engine once.")
+        raise ConfigError("The size of this model's states is unknown. Run an engine once to measure.")
     if heads:  # Mamba 2.
         inner = heads * int(config.get("mamba_head_dim") or config.get("mamba_d_head") or 0)
         groups = int(config.get("n_groups") or config.get("mamba_n_groups") or 1)
@@ -174,17 +178,10 @@ def _state_bytes(config: Mapping[str, Any], model_bytes: int) -> int:
     return convolved * model_bytes + inner * state * kept_bytes
 
 
-def _dtype_bytes(config: Mapping[str, Any]) -> int:
-    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    if name not in _DTYPE_BYTES:
-        raise ConfigError(f"The model's data type is {name!r}. Known: {', '.join(_DTYPE_BYTES)}. Give --kv-dtype.")
-    return _DTYPE_BYTES[name]
-
-
 def _number(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"The model's configuration has {name} = {value!r}. Expected a number: give its config.json.")
+        raise ConfigError(f"The model has {name} = {value!r}. Expected a number above 0. Give the model's config.json.")
     return value
 
 
@@ -212,7 +209,7 @@ _Rates = Annotated[
     str | None,
     Option("--rates", metavar="NAME=SIZE,…", help="Load rate of tiers per second, such as disk=3GiB,redis=1GiB."),
 ]
-_Prefill = Annotated[float, Option("--prefill", metavar="TOKENS/S", help="What the engine computes a second.")]
+_Prefill = Annotated[float, Option("--prefill", metavar="TOKENS/S", help="Prefill rate of the engine.")]
 _TraceFile = Annotated[
     Path | None, Option("--trace", metavar="FILE", help="A trace of requests: the capacity for --hit-rate.")
 ]
@@ -254,7 +251,10 @@ def size_command(
         found["capacity_bytes"] = size_bytes
         found["capacity_blocks"] = size_bytes // pages.block_bytes
         found["capacity_tokens"] = size_bytes // pages.block_bytes // pages.groups * pages.block_tokens
-    tiers = [_tier(name, rate, pages, prompt, prefill) for name, rate in _parsed(rates)]
+    tiers: list[dict[str, Any]] = [
+        {"tier": name, "bytes_per_s": rate, "load_s": pages.token_bytes * prompt / rate, "prefill_s": prompt / prefill}
+        for name, rate in _parsed(rates)
+    ]
     if trace is not None:
         found |= _for_hit_rate(trace, hit_rate, pages)
     rows: list[dict[str, Any]] = [
@@ -268,8 +268,11 @@ def size_command(
         row |= {name: rounded_size(row[name]) if row[name] else None for name in ("token", "state")}
     print_table(rows, _LAYER_COLUMNS)
     _print(found, prompt, hit_rate)
+    for tier in tiers:
+        tier["of_prefill"] = f"{tier['load_s'] / tier['prefill_s']:.1%}"
+        tier |= {"rate": f"{rounded_size(tier['bytes_per_s'])}/s", "load": latency_text(tier["load_s"])}
     if tiers:
-        print_table([_shown(tier) for tier in tiers], _TIER_COLUMNS)
+        print_table(tiers, _TIER_COLUMNS)
 
 
 def _print(found: dict[str, Any], prompt: int, hit_rate: float) -> None:
@@ -287,9 +290,9 @@ def _print(found: dict[str, Any], prompt: int, hit_rate: float) -> None:
     if "hit_capacity_bytes" in found:
         size_bytes, reached = found["hit_capacity_bytes"], found["hit_rate"]
         if reached >= hit_rate:
-            print_line(f"{rounded_size(size_bytes)} for {reached:.0%} of the trace's blocks (wanted: {hit_rate:.0%})")
+            print_line(f"{rounded_size(size_bytes)} for {reached:.0%} of the trace's blocks (target: {hit_rate:.0%})")
         else:
-            print_line(f"no capacity gives {hit_rate:.0%}: only {reached:.0%} of the trace's blocks come again")
+            print_line(f"no capacity reaches {hit_rate:.0%}: only {reached:.0%} of the trace's blocks are repeated")
 
 
 def _parsed(rates: str | None) -> list[tuple[str, int]]:
@@ -297,25 +300,11 @@ def _parsed(rates: str | None) -> list[tuple[str, int]]:
     for part in rates.split(",") if rates else ():
         name, equals, size = part.partition("=")
         if not equals or not name.strip():
-            raise ConfigError(f"--rates has {part!r}. Expected such as disk=3GiB, with commas between.")
+            raise ConfigError(f"--rates has {part!r}. Expected NAME=SIZE, separated by commas, such as disk=3GiB.")
         found.append((name.strip(), int(size_option(size.strip(), f"--rates {name.strip()}"))))
         if found[-1][1] < 1:
             raise ConfigError(f"--rates {part!r}: expected more than 0 bytes a second.")
     return found
-
-
-def _tier(name: str, rate: int, pages: Pages, prompt: int, prefill: float) -> dict[str, Any]:
-    load_s = pages.token_bytes * prompt / rate
-    return {"tier": name, "bytes_per_s": rate, "load_s": load_s, "prefill_s": prompt / prefill}
-
-
-def _shown(tier: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "tier": tier["tier"],
-        "rate": f"{rounded_size(tier['bytes_per_s'])}/s",
-        "load": latency_text(tier["load_s"]),
-        "of_prefill": f"{tier['load_s'] / tier['prefill_s']:.1%}",
-    }
 
 
 def _for_hit_rate(path: Path, hit_rate: float, pages: Pages) -> dict[str, Any]:

@@ -16,15 +16,13 @@ import io
 import json
 import mmap
 import re
-import struct
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
 from kvstore.cli.holdings.medium import Medium, check_record
-from kvstore.codec.checksum import header_checksum
-from kvstore.codec.record import HEADER_BYTES, RecordHeader
+from kvstore.codec.record import HEADER_BYTES, RecordHeader, moved_header
 from kvstore.errors import KVStoreError, RecordError
 from kvstore.types import KEY_BYTES_MAX, BlockKey, NamespaceInfo
 
@@ -44,12 +42,6 @@ _EMPTY_READS_MAX: Final = 16
 _PLAIN_FILES: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE})
 _NOTHING: Final = memoryview(b"")
 
-# Offsets of header fields, as in docs/format.md.
-_HEADER_BYTES_FIELD: Final = struct.Struct("<I")
-_HEADER_BYTES_AT: Final = 12
-_CHECKSUM_FIELD: Final = struct.Struct("<Q")
-_CHECKSUM_AT: Final = 248
-
 
 class ArchiveError(KVStoreError):
     """A file is not an archive, is truncated, or can't be read."""
@@ -66,7 +58,6 @@ class ArchivedBlock:
 
     @property
     def size_bytes(self) -> int:
-        """Length of the record."""
         return len(self.record)
 
 
@@ -129,7 +120,7 @@ def read_archive(
     """Yield the intact blocks of an archive, in one pass; call ``on_damage`` for blocks that do not verify.
 
     Raises:
-        ArchiveError: The file is not an archive, is truncated, or can't be read on; every block before was yielded.
+        ArchiveError: The file is not an archive, is truncated, or can't be read; all blocks before were yielded.
     """
     # Only the current namespace is kept, because an archive may have any number of them.
     namespace = NamespaceInfo("")
@@ -162,20 +153,14 @@ def aligned_to(block: ArchivedBlock, header_bytes: int) -> list[memoryview] | No
 
     None if a sealed record has a header of another length, because the seal covers that length.
     """
-    is_same = block.header.header_bytes == header_bytes
-    if block.header.mac_key_id and not is_same:
+    if block.header.mac_key_id and block.header.header_bytes != header_bytes:
         return None
     payload = block.record[block.header.header_bytes :]
     # Copied into whole pages, as direct I/O requires.
     record = memoryview(mmap.mmap(-1, header_bytes + len(payload)))
-    header = record[:header_bytes]
-    kept = header_bytes if is_same else HEADER_BYTES
-    header[:kept] = block.record[:kept]
+    record[:HEADER_BYTES] = moved_header(block.header, header_bytes)
     record[header_bytes:] = payload
-    if not is_same:
-        _HEADER_BYTES_FIELD.pack_into(header, _HEADER_BYTES_AT, header_bytes)
-        _CHECKSUM_FIELD.pack_into(header, _CHECKSUM_AT, header_checksum(bytes(header[:_CHECKSUM_AT])))
-    return [header, record[header_bytes:]]
+    return [record[:header_bytes], record[header_bytes:]]
 
 
 def _members(file: IO[bytes]) -> Iterator[tuple[str, memoryview]]:
@@ -206,7 +191,7 @@ def _members(file: IO[bytes]) -> Iterator[tuple[str, memoryview]]:
 
 
 class _Ending:
-    """A file that fails when it is read at its end again and again.
+    """A file that raises after too many reads at its end.
 
     tarfile skips a member by reading its claimed length, which would take years for a claim of exabytes.
     """

@@ -43,11 +43,11 @@ def chosen(namespaces: list[NamespaceInfo], wanted: Sequence[str]) -> list[Names
     Raises:
         ConfigError: A prefix matches no namespace.
     """
-    for text in wanted:
-        if not any(namespace.hex.startswith(text.lower()) for namespace in namespaces):
-            known = ", ".join(namespace.hex[:16] for namespace in namespaces) or "none"
-            raise ConfigError(f"There is no namespace {text!r} here. There are: {known}.")
     starts = tuple(text.lower() for text in wanted)
+    for text, start in zip(wanted, starts, strict=True):
+        if not any(namespace.hex.startswith(start) for namespace in namespaces):
+            known = ", ".join(namespace.hex[:16] for namespace in namespaces) or "none"
+            raise ConfigError(f"Unknown namespace {text!r}. Known: {known}.")
     return [namespace for namespace in namespaces if not starts or namespace.hex.startswith(starts)]
 
 
@@ -265,7 +265,7 @@ class ImportResult:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
     def add_failed(self, namespace: NamespaceInfo, key: BlockKey, what: str) -> None:
-        """Name a block that was not stored."""
+        """Add a block that was not stored to the list, if it has room."""
         if len(self.failed) < _FAILED_MAX:
             self.failed.append({"namespace": namespace.hex, "key": key.hex(), "what": what})
 
@@ -307,7 +307,7 @@ def import_archive(
             result.size_bytes += block.size_bytes
         return result
     if tier.backend == "memory" and not tier.options.get("shelf"):
-        raise ConfigError("A memory tier without a shelf ends with this command. Give another tier.")
+        raise ConfigError("A memory tier without 'shelf' loses its blocks when this command ends. Give another tier.")
     holdings = open_holdings(tier.backend, tier.config)
     with asyncio.Runner() as runner:
         # The blocks of a namespace are consecutive.
