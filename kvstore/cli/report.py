@@ -126,12 +126,14 @@ def device_of(path: Path) -> dict[str, Any]:
         if fields[2] == wanted:
             kind, source, *_ = line.partition(" - ")[2].split()
             found = {"filesystem": kind, "device": source, "mount_options": fields[5]}
-    model = Path(f"/sys/dev/block/{wanted}/device/model")
-    queue = Path(f"/sys/dev/block/{wanted}/queue/rotational")
+    drive = Path(f"/sys/dev/block/{wanted}")
+    if (drive / "partition").exists():
+        drive = drive.resolve().parent
+    model, rotational = drive / "device/model", drive / "queue/rotational"
     if model.exists():
         found["model"] = model.read_text().strip()
-    if queue.exists():
-        found["rotational"] = queue.read_text().strip() == "1"
+    if rotational.exists():
+        found["rotational"] = rotational.read_text().strip() == "1"
     return found
 
 
