@@ -1,7 +1,7 @@
 """Streams: a connected non-blocking socket, plain or with TLS, that receives into and sends from lists of buffers.
 
 Sends and receives keep the GIL. Python's own calls release it; while a Python thread is busy, taking it back takes up
-to 5 ms, longer than most of these calls. ctypes can keep it. The calls cannot block, because each has
+to a switch interval, longer than most of these calls. ctypes can keep it. The calls cannot block, because each has
 ``MSG_DONTWAIT``. Linux only, because of the layout of ``struct msghdr``;
 https://man7.org/linux/man-pages/man2/sendmsg.2.html.
 """

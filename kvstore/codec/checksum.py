@@ -12,7 +12,7 @@ import xxhash
 
 PIECE_BYTES: Final = 65536
 """Length of the pieces in which payloads are hashed, which take microseconds each. For longer pieces, the package
-releases the GIL, and reacquiring it from a busy scheduler takes up to 5 ms each time."""
+releases the GIL, and reacquiring it from a busy scheduler takes up to a switch interval each time."""
 
 
 def payload_checksum(payload: memoryview) -> bytes:

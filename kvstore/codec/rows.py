@@ -1,6 +1,6 @@
 """Buffers as rows of as few arrays as possible, so that one numpy call covers many blocks.
 
-numpy releases the GIL once per call, and a worker thread then waits up to 5 ms for it while the scheduler is busy.
+numpy releases the GIL once per call, and a worker thread then waits for it while the scheduler is busy.
 Slots of a primary tier and rows of a scratch buffer mostly have equal distances, so one array covers them.
 """
 

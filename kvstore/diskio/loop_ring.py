@@ -1,6 +1,6 @@
 """A ring driven by an event loop: operations are submitted without waiting, and completions wake the loop.
 
-It uses no threads, so no batch waits for the GIL, which takes up to 5 ms each time while a scheduler is busy.
+It uses no threads, so no batch waits for the GIL, which takes up to a switch interval while a scheduler is busy.
 """
 
 from __future__ import annotations

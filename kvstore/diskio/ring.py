@@ -80,7 +80,7 @@ _PARAMS: Final = np.dtype(
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
 
-# PyDLL keeps the GIL: these calls don't block, and taking it back from a busy Python thread takes up to 5 ms.
+# PyDLL keeps the GIL: these calls don't block, and taking it back from a busy Python thread takes time.
 _held_libc = ctypes.PyDLL(None, use_errno=True)
 _held_syscall = _held_libc.syscall
 _held_syscall.restype = ctypes.c_long
@@ -187,7 +187,7 @@ class Ring:
         self._cq_tail = np.frombuffer(cq_map, np.uint32, 1, cq["tail"])
         self._cq_mask = int(np.frombuffer(cq_map, np.uint32, 1, cq["mask"])[0])
         self._cqes = np.frombuffer(cq_map, CQE, cq_entries, cq["cqes"])
-        # Created once: numpy releases the GIL to create an array, and taking it back from a busy thread takes 5 ms.
+        # Created once: numpy releases the GIL to create an array, and taking it back from a busy thread takes time.
         self._steps = np.arange(cq_entries)
         # Entry i of the ring is always submission i; the interface's indirection is not needed.
         np.frombuffer(sq_map, np.uint32, sq_entries, sq["array"])[:] = np.arange(sq_entries, dtype=np.uint32)

@@ -10,11 +10,12 @@ import asyncio
 import importlib
 import logging
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from kvstore.errors import HostClosedError
 from kvstore.runtime.forks import OF_PARENT, leave_at_fork
@@ -23,6 +24,11 @@ from kvstore.runtime.messages import FromIO, ToIO
 logger = logging.getLogger("kvstore.runtime")
 
 _T = TypeVar("_T")
+
+_SWITCH_S: Final = 0.0005
+"""Longest switch interval of the interpreter beside a loop: the time after which a computing thread yields the GIL to a
+waiting one. With Python's 5 ms, each wake-up of the loop waits so long beside a busy scheduler, and the scheduler
+beside a busy loop. An even shorter interval gains little, and threads that both compute lose time by switching."""
 
 _END_S = 0.5
 """Time for which an ending loop repeats the cancellation of its tasks. Tasks that wait for the kernel may never end."""
@@ -140,6 +146,8 @@ class ThreadHost:
         self._users = 0
         self._ended = False
         self._lock = threading.Lock()
+        if sys.getswitchinterval() > _SWITCH_S:
+            sys.setswitchinterval(_SWITCH_S)
         self._thread = threading.Thread(target=self._run, name="kvstore-io", daemon=True)
         self._thread.start()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -179,6 +180,19 @@ def test_the_loop_waits_for_a_task_that_does_not_end(monkeypatch: pytest.MonkeyP
     assert ended.wait(30)
     host._thread.join(30)
     assert not host._thread.is_alive()
+
+
+def test_a_host_shortens_the_switch_interval() -> None:
+    """Beside a busy thread a loop waits half a millisecond for the GIL; a shorter interval of the program stays."""
+    before = sys.getswitchinterval()
+    try:
+        for found, left in ((0.005, 0.0005), (0.0001, 0.0001)):
+            sys.setswitchinterval(found)
+            host = ThreadHost()
+            host.stop()
+            assert sys.getswitchinterval() == pytest.approx(left, abs=2e-6)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_the_shared_host_lives_as_long_as_its_users() -> None:
