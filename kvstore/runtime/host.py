@@ -25,10 +25,10 @@ logger = logging.getLogger("kvstore.runtime")
 
 _T = TypeVar("_T")
 
-_SWITCH_S: Final = 0.0005
+_SWITCH_S: Final = 0.001
 """Longest switch interval of the interpreter beside a loop: the time after which a computing thread yields the GIL to a
 waiting one. With Python's 5 ms, each wake-up of the loop waits so long beside a busy scheduler, and the scheduler
-beside a busy loop. An even shorter interval gains little, and threads that both compute lose time by switching."""
+beside a busy loop. An even shorter interval gains little more, and threads that both compute lose time by switching."""
 
 _END_S = 0.5
 """Time for which an ending loop repeats the cancellation of its tasks. Tasks that wait for the kernel may never end."""

@@ -183,10 +183,10 @@ def test_the_loop_waits_for_a_task_that_does_not_end(monkeypatch: pytest.MonkeyP
 
 
 def test_a_host_shortens_the_switch_interval() -> None:
-    """Beside a busy thread a loop waits half a millisecond for the GIL; a shorter interval of the program stays."""
+    """Beside a busy thread a loop waits a millisecond for the GIL; a shorter interval of the program stays."""
     before = sys.getswitchinterval()
     try:
-        for found, left in ((0.005, 0.0005), (0.0001, 0.0001)):
+        for found, left in ((0.005, 0.001), (0.0001, 0.0001)):
             sys.setswitchinterval(found)
             host = ThreadHost()
             host.stop()
