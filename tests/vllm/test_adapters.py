@@ -65,6 +65,29 @@ def test_an_adapter_that_changed_in_use_has_no_digest(
     assert digest(Adapters(), path) == first
 
 
+def test_an_adapter_replaced_only_while_it_is_opened_has_no_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest of a directory to which the path led for a moment is not that of the adapter."""
+    path, other = made(tmp_path / "a"), made(tmp_path / "b")
+    signature_of = tags._signature_of
+
+    def swapped(directory: str) -> tags._Signature:
+        """Return the adapter's signature; at other times its path leads to the other directory."""
+        if not path.samefile(first):
+            path.unlink()
+            path.symlink_to(first)
+        found = signature_of(directory)
+        path.unlink()
+        path.symlink_to(other)
+        return found
+
+    first = path.rename(tmp_path / "first")
+    path.symlink_to(first)
+    monkeypatch.setattr(tags, "_signature_of", swapped)
+    assert digest(Adapters(), path) is None
+
+
 def test_an_adapter_that_cannot_be_read_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Missing files, a download that fails and a file system that hangs leave other adapters as they are."""
     known = Adapters()
