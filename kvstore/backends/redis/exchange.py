@@ -125,7 +125,6 @@ class Exchange:
         """
         node = command.node or self._topology.node_for(command.key, reading=command.reads)
         if node is not None and node.is_replica and not node.admits():
-            command.reads = False
             node = self._topology.node_for(command.key, reading=False)
         return node
 
