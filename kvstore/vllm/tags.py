@@ -45,8 +45,11 @@ _KNOWN_MAX: Final = 16384
 """Adapters with a digest (some 16 MB). Further ones get none: if an old one were dropped, a change of its files would
 stay undetected."""
 
-_Signature = tuple[tuple[str, int, int, int, int], ...]
-"""Name, size, times of modification and change, and inode of each file."""
+_Version = tuple[str, int, int, int, int]
+"""Name, size, times of modification and change, and inode of a file."""
+
+_Signature = tuple[_Version, ...]
+"""The versions of all files, by name."""
 
 
 class _Known:
@@ -139,13 +142,15 @@ class Adapters:
                 known = self._known[names] = _Known()
             if known.has_changed or signature == known.signature:
                 return None if known.has_changed else known.digest
-        digest = hashlib.sha256()
+        digest, opened = hashlib.sha256(), []
         for name, size_bytes, *_ in signature:
             digest.update(f"{name}\0{size_bytes}\0".encode())
             with open(os.path.join(directory, name), "rb") as file:
+                opened.append(_version_of(name, os.fstat(file.fileno())))
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         found = digest.digest()[:DIGEST_BYTES]
-        is_whole = _signature_of(directory) == signature
+        # The path may have led to another directory only while its files were opened.
+        is_whole = _signature_of(directory) == tuple(opened) == signature
         with self._changed:
             if known.has_changed:
                 return None
@@ -168,7 +173,11 @@ def _signature_of(directory: str) -> _Signature:
         files = sorted((entry.name, entry.stat()) for entry in entries if entry.name.startswith(_FILES))
     if not files:
         raise FileNotFoundError(f"{directory} has no file adapter_config.json or adapter_model.*")
-    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in files)
+    return tuple(_version_of(name, stat) for name, stat in files)
+
+
+def _version_of(name: str, stat: os.stat_result) -> _Version:
+    return name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 class RequestTags:

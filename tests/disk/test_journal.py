@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -165,6 +167,85 @@ async def test_a_switch_that_landed_in_spite_of_an_error_is_made(tmp_path: Path,
             found = await heir.scanned()
             assert found <= set(values)
             assert len(found) >= 4
+
+
+def open_journals(root: Path) -> list[str]:
+    """Return the journals under a directory that this process has open for writing."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{number}")
+            if path.startswith(str(root)) and os.path.basename(path).startswith("journal."):
+                found.append(path)
+    return found
+
+
+async def test_a_switch_in_doubt_leaves_no_file_open(tmp_path: Path) -> None:
+    """A journal closed before its switch could be made closes the next one, too."""
+    disk = Landing()
+    options: dict[str, Any] = {"disk": disk, "engine": "threads", "snapshot_interval": 0}
+    async with opened(tmp_path, "64MiB", **options) as one:
+        await one.put_new(2)
+        disk.fails = True
+        await one.session._write_snapshot()
+        assert len(open_journals(tmp_path)) == 2
+    assert not open_journals(tmp_path)
+
+
+class Hanging(Landing):
+    """A disk whose failing writes of journals last until ``goes_on`` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        try:
+            return super().pwritev(fd, buffers, offset)
+        except OSError:
+            self.begun.set()
+            assert self.goes_on.wait(60)
+            raise
+
+
+async def test_a_switch_after_the_close_leaves_no_file_open(tmp_path: Path) -> None:
+    """A journal closed while the disk hangs on the last frame of a switch closes the next one when that fails."""
+    disk = Hanging()
+    async with opened(tmp_path, "64MiB", disk=disk, engine="threads") as one:
+        await one.put_new(2)
+        journal, disk.fails = one.session.journal, True
+        switch = asyncio.create_task(journal.switch(one.session.owner.create_journal))
+        await asyncio.to_thread(disk.begun.wait, 60)
+        journal.close()
+        disk.goes_on.set()
+        assert await switch == 0
+        assert not open_journals(tmp_path)
+
+
+class Stuck(Landing):
+    """A disk that writes a part of each frame while ``fails`` is set, then nothing more, without an error."""
+
+    lands = 50
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        try:
+            return super().pwritev(fd, buffers, offset)
+        except OSError:
+            return 0
+
+
+async def test_a_frame_of_which_a_part_was_written_is_written_again(tmp_path: Path) -> None:
+    """A short write without an error is a failed one: later frames follow the whole frame."""
+    disk = Stuck()
+    async with opened(tmp_path / "a", "64MiB", disk=disk, engine="threads") as one:
+        values = await one.put_new(2)
+        disk.fails = True
+        assert await one.put(one.new(2)) == [Outcome.IO_ERROR] * 2
+        disk.fails = False
+        values |= await one.put_new(2)
+        copy = clone(tmp_path / "a", tmp_path / "b")
+    async with opened(copy, "64MiB") as heir:
+        assert heir.session.owner.intact
+        assert await heir.scanned() == set(values)
 
 
 async def test_a_frame_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

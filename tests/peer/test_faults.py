@@ -112,6 +112,29 @@ async def test_the_verdict_is_about_the_peer_that_sent_the_block(
             await backend.close()
 
 
+async def test_the_verdict_is_about_the_last_sender(fake: FakePeer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer whose block was never verified is not blamed for the same block of another peer."""
+    monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S", 3600.0)
+
+    def nothing(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
+        sock.sendall(bytes(len(keys)))
+
+    with FakePeer(NAMESPACE) as other:
+        backend = PeerBackend(PeerConfig(peers=(fake.address, other.address), timeout="60s", lookup_timeout="60s"))
+        await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+        try:
+            for sender, silent in ((fake, other), (other, fake)):
+                sender.answer, silent.answer = honest, nothing
+                assert await backend.exists([b"key"]) == [True]
+                read = RecordRead(b"key", [memoryview(bytearray(HEADER_BYTES + 4096))])
+                assert list(await backend.get_into([read])) == [Outcome.OK]
+            backend.note_damaged([b"key"])
+            downs = [backend._listed[endpoint_of(peer.address)].down for peer in (fake, other)]
+            assert downs == [False, True]
+        finally:
+            await backend.close()
+
+
 async def test_a_record_longer_than_a_block_ends_the_connection(fake: FakePeer) -> None:
     """A length that nothing has authenticated yet proves no damage; the rest of the answer is not received."""
 

@@ -454,6 +454,37 @@ async def test_a_replica_that_refused_is_used_again() -> None:
         await eventually_async(all_come_from_it, 15)
 
 
+@pytest.mark.parametrize("error", [b"-LOADING the dataset\r\n", b"-MASTERDOWN x\r\n"])
+async def test_a_replica_that_refuses_costs_no_block(error: bytes) -> None:
+    """The master answers instead of it, however long it refuses: only its own few errors are retries."""
+    async with nodes_of_a_cluster(1, replicas=1) as (master, replica):
+        backend = await on(master, read_from="replica", timeout=1, connect_timeout=1)
+        records = maker(1024)
+        keys = [number.to_bytes(32, "big") for number in range(300)]
+        assert set(await backend.put([records.write(key, key) for key in keys])) == {Outcome.OK}
+        replica.instead = lambda command: error if command[0] in (b"GET", b"EXISTS") else None
+        for key in keys:
+            assert list(await backend.exists([key])) == [True]
+            assert list(await backend.get_into([records.target(key).read])) == [Outcome.OK]
+        assert backend.stats().counters["retries"] < 20
+
+
+async def test_a_replica_that_redirects_is_looked_up_again() -> None:
+    """It may belong to another master now, so the map of nodes is refreshed."""
+    async with nodes_of_a_cluster(1, replicas=1) as (master, replica):
+        backend = await on(master, read_from="replica", timeout=1, connect_timeout=1)
+        records = maker(1024)
+        key = bytes(32)
+        await backend.put([records.write(key, key)])
+        replica.instead = lambda command: b"-MOVED 5 127.0.0.1:1\r\n" if command[0] == b"GET" else None
+        assert list(await backend.get_into([records.target(key).read])) == [Outcome.OK]
+
+        async def is_refreshed() -> bool:
+            return backend.stats().counters["topology_refreshes"] > 0
+
+        await eventually_async(is_refreshed, 15)
+
+
 async def test_a_replica_that_lags_takes_nothing_away() -> None:
     """Inconsistent parts on a replica are read from the master, and only parts torn there are removed."""
     async with nodes_of_a_cluster(1, replicas=1) as (master, replica):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -65,6 +66,43 @@ def test_an_adapter_that_changed_in_use_has_no_digest(
     assert digest(Adapters(), path) == first
 
 
+def test_an_adapter_replaced_only_while_it_is_opened_has_no_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest of a directory to which the path led for a moment is not that of the adapter."""
+    path, other = made(tmp_path / "a"), made(tmp_path / "b")
+    signature_of = tags._signature_of
+
+    def swapped(directory: str) -> tags._Signature:
+        """Return the adapter's signature; at other times its path leads to the other directory."""
+        if not path.samefile(first):
+            path.unlink()
+            path.symlink_to(first)
+        found = signature_of(directory)
+        path.unlink()
+        path.symlink_to(other)
+        return found
+
+    first = path.rename(tmp_path / "first")
+    path.symlink_to(first)
+    monkeypatch.setattr(tags, "_signature_of", swapped)
+    assert digest(Adapters(), path) is None
+
+
+def test_an_adapter_rewritten_behind_the_reader_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that changed after it was read, but before the end of the check, is noticed by that check."""
+    path, file_digest = made(tmp_path / "a"), hashlib.file_digest
+
+    def rewritten(*arguments: Any) -> Any:
+        """Read a file, then rewrite it with another content of the same length."""
+        found = file_digest(*arguments)
+        (path / "adapter_model.bin").write_bytes(b"b")
+        return found
+
+    monkeypatch.setattr(hashlib, "file_digest", rewritten)
+    assert digest(Adapters(), path) is None
+
+
 def test_an_adapter_that_cannot_be_read_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Missing files, a download that fails and a file system that hangs leave other adapters as they are."""
     known = Adapters()
@@ -113,6 +151,18 @@ def test_an_adapter_that_hangs_delays_no_other(tmp_path: Path, hung: Path, monke
     checks = [begun(known, hung) for _ in range(3)]
     assert digest(known, made(tmp_path / "good")) is not None
     assert not any(check.is_done for check in checks)
+
+
+def test_an_adapter_that_hangs_keeps_one_thread(tmp_path: Path, hung: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further requests of it wait for its check instead of starting another one, which would hang as well."""
+    monkeypatch.setattr(tags, "_CHECK_S", 600.0)
+    monkeypatch.setattr(tags, "_THREADS_MAX", 2)
+    known = Adapters()
+    for _ in range(3):
+        begun(known, hung)
+        eventually(lambda: bool(known._running), 60, what="the start of the check")
+    assert digest(known, made(tmp_path / "good")) is not None
+    assert digest(known, made(tmp_path / "other")) is not None
 
 
 def test_waiting_checks_are_bounded(tmp_path: Path, hung: Path, monkeypatch: pytest.MonkeyPatch) -> None:

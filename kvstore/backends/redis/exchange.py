@@ -100,10 +100,10 @@ class Exchange:
     async def _send(self, commands: Sequence[Command]) -> None:
         by_node: dict[Node, list[Command]] = {}
         for command in commands:
-            node = command.node = command.node or self._topology.node_for(command.key, reading=command.reads)
+            node = command.node = self._node_of(command)
             if node is None:
                 command.answer = SkippedError("no node serves this slot at present")
-            elif self._topology.has_many_nodes and not node.admits():
+            elif self._topology.has_many_nodes and not node.is_replica and not node.admits():
                 command.answer = SkippedError(f"{node.endpoint} is down, or refuses")
             else:
                 by_node.setdefault(node, []).append(command)
@@ -117,6 +117,16 @@ class Exchange:
         finally:
             if pending.missing:
                 give_up(commands)
+
+    def _node_of(self, command: Command) -> Node | None:
+        """Return the node for a command; the reads of a replica that is down, or refuses, are for the master.
+
+        They are no retries, whose budget would turn most of them into misses.
+        """
+        node = command.node or self._topology.node_for(command.key, reading=command.reads)
+        if node is not None and node.is_replica and not node.admits():
+            node = self._topology.node_for(command.key, reading=False)
+        return node
 
     def _again(self, commands: Sequence[Command]) -> tuple[list[Command], float]:
         """Return the commands to send again, and the pause before that in seconds."""
@@ -171,6 +181,8 @@ class Exchange:
             return False
         command.redirects += 1
         if asked.is_replica:
+            # It may be the replica of another master by now.
+            self._topology.note_trouble()
             command.node, command.reads = None, False
             return True
         try:
