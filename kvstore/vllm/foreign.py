@@ -61,17 +61,19 @@ class VllmRequest(RequestContext):
     origin: ForeignTier | None = None
     """The tier that made this request for another engine; that tier is not called for it."""
     adapter: Check | None = None
-    """The check of its LoRA adapter, whose digest ends the tag; None once the tag is complete."""
+    """The check of its LoRA adapter, whose digest ends the tag."""
+    is_tagged: bool = False  # Whether the tag is complete.
     is_excluded: bool = False
     """Whether it neither loads nor stores, because the content of its adapter is not known exactly."""
 
     def complete_tag(self) -> bool:
         """Complete the tag once the adapter's check has ended; return whether it is complete. Keys contain the tag."""
-        if self.adapter is not None and self.adapter.is_done:
-            self.is_excluded = self.adapter.digest is None
-            self.tag += self.adapter.digest or b""
-            self.adapter = None
-        return self.adapter is None
+        if not self.is_tagged and (self.adapter is None or self.adapter.is_done):
+            self.is_tagged = True
+            if self.adapter is not None:
+                self.is_excluded = self.adapter.digest is None
+                self.tag += self.adapter.digest or b""
+        return self.is_tagged
 
     def ours(self, keys: Collection[bytes]) -> Collection[BlockKey]:
         """Return our keys for vLLM's keys, in the same order if they are ordered."""

@@ -53,7 +53,7 @@ from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
 from kvstore.vllm.startup import described, described_slots, errors_logged, show_logs
 from kvstore.vllm.steps import IdleWaker, Pauses, StepTimes
-from kvstore.vllm.tags import RequestTags, of_replica, remote_fields, serves_peers
+from kvstore.vllm.tags import Check, RequestTags, of_replica, remote_fields, serves_peers
 
 logger = logging.getLogger("kvstore.vllm.manager")
 
@@ -108,6 +108,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             manager.take_unfilled()
         self._tags = tags
         self._tag_bytes = tags.tag_bytes
+        self._unconfirmed: list[tuple[VllmRequest, Collection[BlockKey], Check]] = []
         self._lineage = Lineage(self._tiers if self._emits_events else (), spec.engine, self._tag_bytes)
         self._by_name = {tier.name: tier for tier in self._tiers}
         self._without_keys: set[str] = set()
@@ -212,9 +213,26 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: None)
     def complete_store(self, keys: Collection[bytes], req_context: ReqContext, success: bool = True) -> None:
-        """End the copy from the device and store the blocks to the tiers."""
+        """End the copy from the device and store the blocks to the tiers.
+
+        Those of a LoRA adapter wait for another check: its files may have been replaced after the check for the tag and
+        before a worker loaded them.
+        """
         ctx = self._context(req_context)
-        self.manager.complete_store(ctx.ours(keys), ctx, success)
+        if success and ctx.adapter is not None:
+            self._unconfirmed.append((ctx, ctx.ours(keys), self._tags.check_again(ctx.adapter)))
+        else:
+            self.manager.complete_store(ctx.ours(keys), ctx, success)
+
+    def _confirm(self) -> None:
+        """Complete the stores whose adapters have been checked again."""
+        waiting = []
+        for ctx, keys, check in self._unconfirmed:
+            if not check.is_done:
+                waiting.append((ctx, keys, check))
+            elif ctx.adapter is not None:
+                self.manager.complete_store(keys, ctx, check.digest is not None and check.digest == ctx.adapter.digest)
+        self._unconfirmed = waiting
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -230,6 +248,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._has_stepped = True
         self._waker.note_step()
         self._foreign.step(context)
+        if self._unconfirmed:
+            self._confirm()
         self.manager.on_step_end(context.new_req_ids)
         self._busy = self._busy or self.manager.has_pending_work
 
@@ -247,6 +267,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._busy = self._busy or busy
         return (
             busy
+            or self._unconfirmed != []
             or self._foreign.has_pending_work
             or not self._has_stepped
             or self._waker.due
@@ -281,6 +302,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         use until the workers' counters or :meth:`on_reset_flushed` prove the end of the copies.
         """
         self._outlived_reset |= self._live
+        self._unconfirmed.clear()
         self._foreign.reset()
         if not self.manager.reset(_DRAIN_S) and self.manager.has_pending_work:
             logger.warning(

@@ -96,7 +96,10 @@ class Adapters:
 
     def check(self, adapter: Any) -> Check:
         """Begin to check an adapter. ``adapter``: vLLM's ``LoRARequest``."""
-        name, path = str(adapter.lora_name), str(adapter.lora_path)
+        return self.check_files(str(adapter.lora_name), str(adapter.lora_path))
+
+    def check_files(self, name: str, path: str) -> Check:
+        """Begin to check an adapter's files. The check returned reads nothing before this call."""
         with self._changed:
             check = self._waiting.get((name, path))
             if check is not None:
@@ -210,6 +213,11 @@ class RequestTags:
         if adapter is None:
             return tag + NO_ADAPTER, None
         return tag, self._adapters.check(adapter)
+
+    def check_again(self, check: Check) -> Check:
+        """Begin another check of an adapter."""
+        assert self._adapters is not None
+        return self._adapters.check_files(check.name, check.path)
 
     def _tenant(self, params: Any) -> str:
         if self._by == "parameter":

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from kvstore.testing import eventually
-from kvstore.vllm import compat, tags
+from kvstore.vllm import KVStoreOffloadingSpec, compat, tags
 from kvstore.vllm.tags import Adapters
+from tests.vllm.engine_config import engine
 from tests.vllm.engines import Engine, Start, full_blocks, managed, prompt
+from tests.vllm.harness import Driver, LookupResult, key_of
 from tests.vllm.models import make_adapter
 
 TEXT = prompt(1, 320)
@@ -190,6 +192,39 @@ def test_known_adapters_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert digest(known, first) is not None
     (first / "adapter_model.bin").write_bytes(b"changed")
     assert digest(known, first) is None
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_an_adapter_replaced_before_its_load_stores_nothing(tmp_path: Path, is_replaced: bool) -> None:
+    """Blocks computed with files that replaced the checked ones are not stored under the digest of those."""
+    path, key = made(tmp_path / "a"), key_of(1)
+    content = (path / "adapter_model.bin").read_bytes()
+
+    def opened() -> Driver:
+        config = engine()
+        config.lora_config = SimpleNamespace()
+        tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+        return Driver([tier], spec_class=KVStoreOffloadingSpec, vllm_config=config)
+
+    def request(driver: Driver) -> Any:
+        driver.engine.request = SimpleNamespace(lora_request=SimpleNamespace(lora_name="a", lora_path=str(path)))
+        return driver.request()
+
+    driver = opened()
+    context = request(driver)
+    assert driver.lookup([key], context) == [LookupResult.MISS]
+    jobs = driver.begin_store([key], context)
+    if is_replaced:
+        (path / "adapter_model.bin").write_bytes(b"other")
+    driver.copy(*jobs)
+    driver.settle()
+    driver.manager.on_request_finished(context)
+    driver.close()
+    (path / "adapter_model.bin").write_bytes(content)
+    driver = opened()
+    expected = LookupResult.MISS if is_replaced else LookupResult.HIT
+    assert driver.lookup([key], request(driver)) == [expected]
+    driver.close()
 
 
 def test_vllm_hashes_the_paths_of_adapters() -> None:
