@@ -454,7 +454,7 @@ async def test_a_replica_that_refused_is_used_again() -> None:
         await eventually_async(all_come_from_it, 15)
 
 
-@pytest.mark.parametrize("error", [b"-LOADING the dataset\r\n", b"-MASTERDOWN x\r\n"])
+@pytest.mark.parametrize("error", [b"-LOADING the dataset\r\n", b"-MASTERDOWN x\r\n", b"-NOPERM x\r\n", b"-ERR x\r\n"])
 async def test_a_replica_that_refuses_costs_no_block(error: bytes) -> None:
     """The master answers instead of it, however long it refuses: only its own few errors are retries."""
     async with nodes_of_a_cluster(1, replicas=1) as (master, replica):

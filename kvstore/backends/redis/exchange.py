@@ -151,13 +151,13 @@ class Exchange:
         command.asking = False
         from_replica = asked is not None and asked.is_replica
         if isinstance(answer, ServerRefusedError) and asked is not None:
-            if answer.code in _NODE_REFUSES:
+            if answer.code in _NODE_REFUSES or (from_replica and answer.moved_to is None):
                 asked.note_refusal()
             if answer.moved_to is not None:
                 return self._is_redirected(command, answer, asked)
             if answer.code in _STALE:
                 self._topology.note_trouble()
-            may_help = answer.code == "TRYAGAIN" or (answer.code in _STALE and from_replica)
+            may_help = from_replica or answer.code == "TRYAGAIN"
         elif isinstance(answer, RedisError):
             # After a broken connection, a new one may succeed. Commands do not wait for an unreachable node, whose
             # successor is searched in the background. After any failure of a replica, the master is tried.
