@@ -92,6 +92,9 @@ class FaultyDisk(OsDisk):
                 args = (args[0], _halved(args[1]), *args[2:])
             if fault.error is not None and not fault.after and op != "close":
                 raise OSError(fault.error, os.strerror(fault.error), *args[:1])
+        # A closed descriptor's number may be given to another thread at once.
+        if op == "close":
+            self._untrack(args[0])
         result = function(*args, **kwargs)
         self._track(op, args, result)
         # A descriptor is closed even when closing it fails.
@@ -113,6 +116,8 @@ class FaultyDisk(OsDisk):
             if fault is not None and fault.stall is not None:
                 await self._wait_on_loop(fault.stall)
         made = _to_be_made(op, faults)
+        for i in made if op == "close" else ():
+            self._untrack(subjects[i])
         return self._all_told(op, subjects, faults, made, await function(made))
 
     def _all_told(
@@ -172,11 +177,9 @@ class FaultyDisk(OsDisk):
             raise cancelled
 
     def _track(self, op: str, args: tuple[Any, ...], result: Any) -> None:
-        with self._lock:
-            if op in _OPENING:
+        if op in _OPENING:
+            with self._lock:
                 self.open_fds[result] = str(args[0])
-            elif op == "close":
-                self.open_fds.pop(args[0], None)
 
     def _untrack(self, result: Any) -> int:
         with self._lock:
