@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from bench.common import Row, percentile
+from bench.common import Row, percentile, set_switch_interval
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.cli.bench.driver import the_spinner
 from kvstore.namespace import Namespace
@@ -118,6 +118,7 @@ async def measured(
     client: Client, op: str, numbers: range, work: Callable[[int], Awaitable[None]], *, spin: bool
 ) -> Row:
     """Measure requests of an open client; return the row's fields that are common to all clients."""
+    set_switch_interval(client.name)
     with beside_spinner(spin) as spun:
         seconds, cpu_s, latencies = await at_once(client.workers, numbers, work)
     blocks = len(numbers) * client.per_job

@@ -25,7 +25,7 @@ logger = logging.getLogger("kvstore.runtime")
 
 _T = TypeVar("_T")
 
-_SWITCH_S: Final = 0.001
+SWITCH_S: Final = 0.001
 """Longest switch interval of the interpreter beside a loop: the time after which a computing thread yields the GIL to a
 waiting one. With Python's 5 ms, each wake-up of the loop waits so long beside a busy scheduler, and the scheduler
 beside a busy loop. An even shorter interval gains little more, and threads that both compute lose time by switching."""
@@ -146,8 +146,8 @@ class ThreadHost:
         self._users = 0
         self._ended = False
         self._lock = threading.Lock()
-        if sys.getswitchinterval() > _SWITCH_S:
-            sys.setswitchinterval(_SWITCH_S)
+        if sys.getswitchinterval() > SWITCH_S:
+            sys.setswitchinterval(SWITCH_S)
         self._thread = threading.Thread(target=self._run, name="kvstore-io", daemon=True)
         self._thread.start()
 
