@@ -375,7 +375,7 @@ def acceptance(rows: Sequence[Row]) -> list[Row]:
         ("set", 128 * KIB, 0.9, KVStore.name, {"jobs": 1, "spin": False}, others[:1]),
         ("get", 128 * KIB, 0.45, "kvstore-tier", {"jobs": 2, "spin": False}, [KVStoreClient.name]),
         ("set", 128 * KIB, 0.45, "kvstore-tier", {"jobs": 2, "spin": False}, [KVStoreClient.name]),
-        ("get", 2 * MIB, 1.3, KVStore.name, {"jobs": 8, "spin": False}, others),
+        ("get", 2 * MIB, 1.25, KVStore.name, {"jobs": 8, "spin": False}, others),
         # The other clients send values without a checksum.
         ("set", 2 * MIB, 0.65, KVStore.name, {"jobs": 8, "spin": False}, others),
         ("set", 2 * MIB, 0.95, KVStoreClient.name, {"jobs": 2, "spin": False}, others),
