@@ -108,7 +108,8 @@ class KVStoreOffloadingManager(OffloadingManager):
             manager.take_unfilled()
         self._tags = tags
         self._tag_bytes = tags.tag_bytes
-        self._unconfirmed: list[tuple[VllmRequest, Collection[BlockKey], Check]] = []
+        self._unconfirmed: list[tuple[VllmRequest, Collection[BlockKey], Check, Check]] = []
+        """Stores whose adapter is being checked again: request, blocks, first and second check."""
         self._lineage = Lineage(self._tiers if self._emits_events else (), spec.engine, self._tag_bytes)
         self._by_name = {tier.name: tier for tier in self._tiers}
         self._without_keys: set[str] = set()
@@ -220,18 +221,20 @@ class KVStoreOffloadingManager(OffloadingManager):
         """
         ctx = self._context(req_context)
         if success and ctx.adapter is not None:
-            self._unconfirmed.append((ctx, ctx.ours(keys), self._tags.check_again(ctx.adapter)))
+            self._unconfirmed.append((ctx, ctx.ours(keys), ctx.adapter, self._tags.check_again(ctx.adapter)))
         else:
             self.manager.complete_store(ctx.ours(keys), ctx, success)
 
     def _confirm(self) -> None:
         """Complete the stores whose adapters have been checked again."""
         waiting = []
-        for ctx, keys, check in self._unconfirmed:
-            if not check.is_done:
-                waiting.append((ctx, keys, check))
-            elif ctx.adapter is not None:
-                self.manager.complete_store(keys, ctx, check.digest is not None and check.digest == ctx.adapter.digest)
+        for ctx, keys, first, again in self._unconfirmed:
+            if again.is_done:
+                # Equal content does not suffice: a worker may have loaded other files in between.
+                is_same = again.digest is not None and again.signature == first.signature
+                self.manager.complete_store(keys, ctx, is_same)
+            else:
+                waiting.append((ctx, keys, first, again))
         self._unconfirmed = waiting
 
     @guarded(lambda: None)
@@ -267,7 +270,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._busy = self._busy or busy
         return (
             busy
-            or self._unconfirmed != []
+            or bool(self._unconfirmed)
             or self._foreign.has_pending_work
             or not self._has_stepped
             or self._waker.due

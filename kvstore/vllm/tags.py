@@ -68,6 +68,7 @@ class Check:
         self.name, self.path = name, path
         # Digest of the adapter's content; None if it is ambiguous or late.
         self.digest: bytes | None = None
+        self.signature: _Signature = ()  # Versions of the files with this digest.
         self.has_ended = False
         self._deadline = time.monotonic() + _CHECK_S
 
@@ -136,7 +137,7 @@ class Adapters:
     def _digest_of(self, check: Check) -> bytes | None:
         names = (check.name, check.path) if self._by_path else (check.name,)
         directory = adapter_directory(check.path)
-        signature = _signature_of(directory)
+        check.signature = signature = _signature_of(directory)
         with self._changed:
             known = self._known.get(names)
             if known is None:

@@ -194,9 +194,9 @@ def test_known_adapters_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert digest(known, first) is None
 
 
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_an_adapter_replaced_before_its_load_stores_nothing(tmp_path: Path, is_replaced: bool) -> None:
-    """Blocks computed with files that replaced the checked ones are not stored under the digest of those."""
+@pytest.mark.parametrize("writes", [[], [b"other"], [b"other", b"a"]])
+def test_an_adapter_replaced_before_its_load_stores_nothing(tmp_path: Path, writes: list[bytes]) -> None:
+    """Blocks computed with files that replaced the checked ones, if only for a while, are not stored."""
     path, key = made(tmp_path / "a"), key_of(1)
     content = (path / "adapter_model.bin").read_bytes()
 
@@ -214,15 +214,15 @@ def test_an_adapter_replaced_before_its_load_stores_nothing(tmp_path: Path, is_r
     context = request(driver)
     assert driver.lookup([key], context) == [LookupResult.MISS]
     jobs = driver.begin_store([key], context)
-    if is_replaced:
-        (path / "adapter_model.bin").write_bytes(b"other")
+    for other in writes:
+        (path / "adapter_model.bin").write_bytes(other)
     driver.copy(*jobs)
     driver.settle()
     driver.manager.on_request_finished(context)
     driver.close()
     (path / "adapter_model.bin").write_bytes(content)
     driver = opened()
-    expected = LookupResult.MISS if is_replaced else LookupResult.HIT
+    expected = LookupResult.MISS if writes else LookupResult.HIT
     assert driver.lookup([key], request(driver)) == [expected]
     driver.close()
 
