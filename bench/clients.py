@@ -7,15 +7,18 @@ import contextlib
 import functools
 import os
 import random
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from bench.common import Row, percentile, set_switch_interval
+from bench.common import Row, percentile
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.cli.bench.driver import the_spinner
+from kvstore.cli.bench.systems import PYTHON_SWITCH_S
 from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import SlotBuffers
+from kvstore.runtime.host import SWITCH_S
 from kvstore.runtime.messages import JobKind, SubmitJob
 from kvstore.tiers.block_mover import BlockMover, RunningJob
 from kvstore.types import Outcome
@@ -118,7 +121,7 @@ async def measured(
     client: Client, op: str, numbers: range, work: Callable[[int], Awaitable[None]], *, spin: bool
 ) -> Row:
     """Measure requests of an open client; return the row's fields that are common to all clients."""
-    set_switch_interval(client.name)
+    sys.setswitchinterval(SWITCH_S if client.name.startswith("kvstore") else PYTHON_SWITCH_S)
     with beside_spinner(spin) as spun:
         seconds, cpu_s, latencies = await at_once(client.workers, numbers, work)
     blocks = len(numbers) * client.per_job

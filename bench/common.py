@@ -49,7 +49,6 @@ from kvstore.cli.bench.workload import Workload
 from kvstore.cli.report import SCHEMA, Row, environment, median_row
 from kvstore.cli.terminal import cell
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.runtime.host import SWITCH_S
 
 __all__ = [
     "Row",
@@ -67,7 +66,6 @@ __all__ = [
     "run_phase",
     "runs_of",
     "scratch",
-    "set_switch_interval",
     "shared_memory",
 ]  # fmt: skip
 
@@ -170,18 +168,12 @@ def in_turns(runs: int, systems: Mapping[str, Callable[[], Row]], *, warm_up: bo
     return found
 
 
-def set_switch_interval(system: str) -> None:
-    """Set the interpreter's switch interval that programs with a system have: kvstore's loop shortens Python's 5 ms."""
-    sys.setswitchinterval(SWITCH_S if system.startswith("kvstore") else 0.005)
-
-
 def run_phase(driver: Driver, workload: Workload) -> PhaseResult:
     """Run a phase.
 
     Raises:
         RuntimeError: A block was not stored or loaded, or has wrong bytes.
     """
-    set_switch_interval(driver.system.name)
     result = driver.run(workload)
     errors = result.store.errors + result.load.errors
     misses = result.misses + result.lookup.blocks - result.hits

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import threading
 import time
 from collections import Counter
@@ -186,6 +187,8 @@ class Driver:
         return _Phase(self, workload, store_share=1.0, jobs_max=max(0, missing)).run()
 
     def run(self, workload: Workload) -> PhaseResult:
+        # Other systems of this process may need another one.
+        sys.setswitchinterval(self.system.switch_s)
         phase = _Phase(self, workload, store_share=workload.mix.store_share, jobs_max=workload.ops_max, timed=True)
         return phase.run(the_spinner() if workload.spin else None)
 

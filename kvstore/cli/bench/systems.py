@@ -23,11 +23,16 @@ import numpy as np
 from kvstore.cli.report import Row, probe_direct
 from kvstore.errors import BackendError, ConfigError
 from kvstore.namespace import Namespace
+from kvstore.runtime.host import SWITCH_S
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import TierStats
 from kvstore.types import BlockKey, LookupResult, Outcome, TransferJob
 
 Op = Literal["store", "load"]
+
+
+PYTHON_SWITCH_S: Final = 0.005
+"""The interpreter's switch interval by default; the loop of a tier shortens it."""
 
 
 class Done(NamedTuple):
@@ -44,6 +49,7 @@ class System(ABC):
     host = "thread"  # Host of its I/O: ``"thread"`` or ``"process"``.
     direct: bool | None = None  # Whether its reads bypass the page cache; None without one (memory, network).
     looks_up = False  # Whether :meth:`lookup` queries it; otherwise the caller tracks its stored blocks.
+    switch_s = PYTHON_SWITCH_S  # Switch interval of the interpreter in programs that use it.
     capacity_bytes = 0  # Most payload that may be stored, for a system without eviction; 0: no limit.
 
     @abstractmethod
@@ -89,6 +95,8 @@ class TierSystem(System):
         self.name = name
         self.direct = direct
         self.host = str(config.get("io", "thread"))
+        if self.host == "thread":
+            self.switch_s = SWITCH_S
         self.tier = open_tier(config, primary=primary, slot_bytes=slot_bytes, namespace=namespace, events=False)
 
     def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
