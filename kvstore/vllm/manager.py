@@ -231,8 +231,13 @@ class KVStoreOffloadingManager(OffloadingManager):
             if not check.is_done:
                 waiting.append((ctx, keys, check))
             elif ctx.adapter is not None:
-                self.manager.complete_store(keys, ctx, check.digest is not None and check.digest == ctx.adapter.digest)
+                self._end_store(keys, ctx, check.digest is not None and check.digest == ctx.adapter.digest)
         self._unconfirmed = waiting
+
+    @guarded(lambda: None)
+    def _end_store(self, keys: Collection[BlockKey], ctx: VllmRequest, success: bool) -> None:
+        """End one store; an error concerns neither the others nor the rest of the step."""
+        self.manager.complete_store(keys, ctx, success)
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -227,6 +227,34 @@ def test_an_adapter_replaced_before_its_load_stores_nothing(tmp_path: Path, is_r
     driver.close()
 
 
+def test_an_error_at_the_end_of_a_checked_store_ends_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is not repeated, and the I/O of this step and of later ones is submitted."""
+    path, key = made(tmp_path / "a"), key_of(1)
+    config = engine()
+    config.lora_config = SimpleNamespace()
+    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    driver = Driver([tier], spec_class=KVStoreOffloadingSpec, vllm_config=config)
+    driver.expects_errors = True
+    driver.engine.request = SimpleNamespace(lora_request=SimpleNamespace(lora_name="a", lora_path=str(path)))
+    context = driver.request()
+    driver.lookup([key], context)
+    driver.copy(*driver.begin_store([key], context))
+    ended: list[bool] = []
+    monkeypatch.setattr(driver.manager.manager, "complete_store", lambda *_: 1 / 0)
+    monkeypatch.setattr(driver.manager.manager, "on_step_end", lambda _: ended.append(True))
+
+    def has_failed() -> bool:
+        driver.step()
+        return bool(driver.manager.errors.count)
+
+    eventually(has_failed, 60, what="the end of the check")
+    before = len(ended)
+    driver.step()
+    assert driver.manager.errors.count == 1 and before and len(ended) == before + 1
+    monkeypatch.undo()
+    driver.close()
+
+
 def test_vllm_hashes_the_paths_of_adapters() -> None:
     """The feature is found in the installed version."""
     assert compat.hashes_adapter_paths()
