@@ -303,7 +303,7 @@ def decode_header(data: bytes | memoryview) -> RecordHeader:
 
 
 def checksum_in(header: bytes | memoryview) -> bytes:
-    """Return the payload's checksum from a header; empty without one, as in sealed records, and for other bytes."""
+    """Return the stored payload's checksum from a header, sealed or not; empty without one, and for other bytes."""
     checksum = bytes(header[_CHECKSUM_PLACE])
     return b"" if bytes(header[: len(MAGIC)]) != MAGIC or checksum == _NO_CHECKSUM else checksum
 

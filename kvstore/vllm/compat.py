@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import importlib
 import json
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -149,11 +151,15 @@ def on_adapter_loaded(callback: Callable[[Any], Any]) -> None:
     engine.add_lora = add_lora
 
 
-def adapter_directory(path: str) -> str:
-    """Return the directory of a LoRA adapter, which vLLM may have to download."""
+def adapter_directory(path: str, *, download: bool) -> str:
+    """Return the directory of a LoRA adapter, which vLLM may ``download`` or, otherwise, has downloaded from a hub."""
+    from vllm import envs
     from vllm.lora.utils import get_adapter_absolute_path
 
-    return str(get_adapter_absolute_path(path))
+    if download or path.startswith("~") or os.path.isabs(path) or os.path.exists(path):
+        return str(get_adapter_absolute_path(path))
+    hub = "modelscope" if envs.VLLM_USE_MODELSCOPE else "huggingface_hub"
+    return str(importlib.import_module(hub).snapshot_download(path, local_files_only=True))
 
 
 def hashes_adapter_paths() -> bool:

@@ -53,7 +53,7 @@ from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
 from kvstore.vllm.startup import described, described_slots, errors_logged, show_logs
 from kvstore.vllm.steps import IdleWaker, Pauses, StepTimes
-from kvstore.vllm.tags import Check, RequestTags, of_replica, remote_fields, serves_peers
+from kvstore.vllm.tags import Adapters, Check, RequestTags, of_replica, remote_fields, serves_peers
 
 logger = logging.getLogger("kvstore.vllm.manager")
 
@@ -220,22 +220,26 @@ class KVStoreOffloadingManager(OffloadingManager):
         before a worker loaded them.
         """
         ctx = self._context(req_context)
-        if success and ctx.adapter is not None:
-            self._unconfirmed.append((ctx, ctx.ours(keys), ctx.adapter, self._tags.check_again(ctx.adapter)))
+        adapters = self._tags.adapters
+        if success and adapters is not None and ctx.adapter is not None:
+            self._unconfirmed.append((ctx, ctx.ours(keys), ctx.adapter, adapters.check_again(ctx.adapter)))
         else:
             self.manager.complete_store(ctx.ours(keys), ctx, success)
 
-    def _confirm(self) -> None:
+    def _confirm(self, adapters: Adapters) -> None:
         """Complete the stores whose adapters have been checked again."""
         waiting = []
         for ctx, keys, first, again in self._unconfirmed:
             if again.is_done:
-                # Equal content does not suffice: a worker may have loaded other files in between.
-                is_same = again.digest is not None and again.signature == first.signature
-                self.manager.complete_store(keys, ctx, is_same)
+                self._end_store(keys, ctx, adapters.is_unchanged(first, again))
             else:
                 waiting.append((ctx, keys, first, again))
         self._unconfirmed = waiting
+
+    @guarded(lambda: None)
+    def _end_store(self, keys: Collection[BlockKey], ctx: VllmRequest, success: bool) -> None:
+        """End one store; an error concerns neither the others nor the rest of the step."""
+        self.manager.complete_store(keys, ctx, success)
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -251,8 +255,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._has_stepped = True
         self._waker.note_step()
         self._foreign.step(context)
-        if self._unconfirmed:
-            self._confirm()
+        if self._unconfirmed and (adapters := self._tags.adapters) is not None:
+            self._confirm(adapters)
         self.manager.on_step_end(context.new_req_ids)
         self._busy = self._busy or self.manager.has_pending_work
 
@@ -357,6 +361,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     def shutdown(self) -> None:
         """Write back lazy blocks, end all I/O within seconds, and release the memory. Idempotent."""
         self._waker.close()
+        self._unconfirmed.clear()
         ended = self.manager.close(_CLOSE_S)
         for view in self._views:
             with contextlib.suppress(BufferError):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from stat import S_ISLNK
 from typing import Any, Final
 
 from kvstore.backends.peer.config import endpoint_of
@@ -64,11 +65,11 @@ class _Known:
 class Check:
     """The check of an adapter, for the requests that came before its start."""
 
-    def __init__(self, name: str, path: str) -> None:
-        self.name, self.path = name, path
+    def __init__(self, name: str, path: str, *, download: bool) -> None:
+        self.name, self.path, self.download = name, path, download
         # Digest of the adapter's content; None if it is ambiguous or late.
         self.digest: bytes | None = None
-        self.signature: _Signature = ()  # Versions of the files with this digest.
+        self.signature: _Signature = ()  # Versions of the files with this digest, and of a link to their directory.
         self.has_ended = False
         self._deadline = time.monotonic() + _CHECK_S
 
@@ -97,15 +98,32 @@ class Adapters:
 
     def check(self, adapter: Any) -> Check:
         """Begin to check an adapter. ``adapter``: vLLM's ``LoRARequest``."""
-        return self.check_files(str(adapter.lora_name), str(adapter.lora_path))
+        return self._begin(Check(str(adapter.lora_name), str(adapter.lora_path), download=True))
 
-    def check_files(self, name: str, path: str) -> Check:
-        """Begin to check an adapter's files. The check returned reads nothing before this call."""
+    def check_again(self, first: Check) -> Check:
+        """Begin another check of an adapter, which a worker may have loaded by now, without asking a hub."""
+        return self._begin(Check(first.name, first.path, download=False))
+
+    def is_unchanged(self, first: Check, again: Check) -> bool:
+        """Return whether the files were the same at two checks; if they were not, the adapter has no digest any more.
+
+        Equal content does not suffice: a worker may have loaded other files in between.
+        """
+        if again.digest is not None and again.signature != first.signature:
+            with self._changed:
+                self._known[self._names_of(first)].has_changed = True
+            _warn_of_change(first)
+            return False
+        return again.digest is not None
+
+    def _begin(self, new: Check) -> Check:
+        """Begin a check, unless one of the adapter waits to begin; return the one that begins after this call."""
+        name, path = new.name, new.path
         with self._changed:
             check = self._waiting.get((name, path))
             if check is not None:
                 return check
-            check = Check(name, path)
+            check = new
             if len(self._waiting) >= _WAITING_MAX:
                 check.has_ended = True
                 return check
@@ -135,9 +153,11 @@ class Adapters:
                 self._running.discard(place)
 
     def _digest_of(self, check: Check) -> bytes | None:
-        names = (check.name, check.path) if self._by_path else (check.name,)
-        directory = adapter_directory(check.path)
-        check.signature = signature = _signature_of(directory)
+        names = self._names_of(check)
+        directory = adapter_directory(check.path, download=check.download)
+        place = os.lstat(directory)
+        signature = _signature_of(directory)
+        check.signature = (_version_of("", place), *signature) if S_ISLNK(place.st_mode) else signature
         with self._changed:
             known = self._known.get(names)
             if known is None:
@@ -162,13 +182,20 @@ class Adapters:
             if not known.has_changed:
                 known.signature, known.digest = signature, found
                 return found
-        logger.warning(
-            "The files of LoRA adapter %s at %s changed while this engine used it. Its blocks are neither stored "
-            "nor loaded until the engine restarts. Load changed adapters from a new path.",
-            check.name,
-            check.path,
-        )
+        _warn_of_change(check)
         return None
+
+    def _names_of(self, check: Check) -> tuple[str, ...]:
+        return (check.name, check.path) if self._by_path else (check.name,)
+
+
+def _warn_of_change(check: Check) -> None:
+    logger.warning(
+        "The files of LoRA adapter %s at %s changed while this engine used it. Its blocks are neither stored "
+        "nor loaded until the engine restarts. Load changed adapters from a new path.",
+        check.name,
+        check.path,
+    )
 
 
 def _signature_of(directory: str) -> _Signature:
@@ -197,28 +224,23 @@ class RequestTags:
         needs_adapters = has_adapters(engine.engine_config)
         self._tags = None if tenants is None else Tags(tenants)
         self._by = "" if tenants is None else tenants.by
-        self._adapters = Adapters() if needs_adapters else None
+        self.adapters = Adapters() if needs_adapters else None
         self.parts = ["tenants"] * (tenants is not None) + ["adapters"] * needs_adapters  # Names of the parts of a tag.
         # Length of a tag.
         self.tag_bytes = (TAG_BYTES if tenants is not None else 0) + (DIGEST_BYTES if needs_adapters else 0)
         self._engine = engine
-        if self._adapters is not None:
-            on_adapter_loaded(self._adapters.check)
+        if self.adapters is not None:
+            on_adapter_loaded(self.adapters.check)
 
     def of(self, params: Any) -> tuple[bytes, Check | None]:
         """Return the tag for the request being added, and the check whose digest is still to be appended to it."""
         tag = b"" if self._tags is None else self._tags.of(self._tenant(params))
-        if self._adapters is None:
+        if self.adapters is None:
             return tag, None
         adapter = getattr(self._engine.request, "lora_request", None)
         if adapter is None:
             return tag + NO_ADAPTER, None
-        return tag, self._adapters.check(adapter)
-
-    def check_again(self, check: Check) -> Check:
-        """Begin another check of an adapter."""
-        assert self._adapters is not None
-        return self._adapters.check_files(check.name, check.path)
+        return tag, self.adapters.check(adapter)
 
     def _tenant(self, params: Any) -> str:
         if self._by == "parameter":

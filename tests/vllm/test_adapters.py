@@ -227,6 +227,81 @@ def test_an_adapter_replaced_before_its_load_stores_nothing(tmp_path: Path, writ
     driver.close()
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_an_adapter_that_changed_for_a_while_has_no_digest(tmp_path: Path, is_linked: bool) -> None:
+    """A worker may keep the files to which the path led between two checks, so later requests keep no blocks either."""
+    path, other = made(tmp_path / "a"), made(tmp_path / "b")
+    if is_linked:
+        path = tmp_path / "link"
+        path.symlink_to(tmp_path / "a")
+    known = Adapters()
+
+    def ended(check: tags.Check) -> tags.Check:
+        eventually(lambda: check.is_done, 60, what="the check")
+        return check
+
+    first = ended(begun(known, path))
+    assert known.is_unchanged(first, ended(known.check_again(first)))
+    if is_linked:
+        for place in (other, tmp_path / "a"):
+            path.unlink()
+            path.symlink_to(place)
+    else:
+        for content in (b"b", b"a"):
+            (path / "adapter_model.bin").write_bytes(content)
+    again = ended(known.check_again(first))
+    assert again.digest == first.digest and not known.is_unchanged(first, again)
+    assert digest(known, path, path.name) is None
+
+
+def test_an_adapter_of_a_hub_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check after a worker has loaded it finds the copy on this machine, without a request to the hub."""
+    path, downloads = made(tmp_path / "a"), list[bool]()
+
+    def snapshot_download(*, repo_id: str = "", local_files_only: bool = False, **more: Any) -> str:
+        downloads.append(not local_files_only)
+        return str(path)
+
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **more: snapshot_download(repo_id=name, **more)
+    )
+    monkeypatch.setattr("vllm.lora.utils.get_adapter_absolute_path", lambda name: snapshot_download(repo_id=name))
+    known = Adapters()
+    first = known.check(SimpleNamespace(lora_name="a", lora_path="nobody/adapter"))
+    eventually(lambda: first.is_done, 60, what="the check")
+    again = known.check_again(first)
+    eventually(lambda: again.is_done, 60, what="the second check")
+    assert known.is_unchanged(first, again) and downloads == [True, False]
+
+
+def test_an_error_at_the_end_of_a_checked_store_ends_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is not repeated, and the I/O of this step and of later ones is submitted."""
+    path, key = made(tmp_path / "a"), key_of(1)
+    config = engine()
+    config.lora_config = SimpleNamespace()
+    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    driver = Driver([tier], spec_class=KVStoreOffloadingSpec, vllm_config=config)
+    driver.expects_errors = True
+    driver.engine.request = SimpleNamespace(lora_request=SimpleNamespace(lora_name="a", lora_path=str(path)))
+    context = driver.request()
+    driver.lookup([key], context)
+    driver.copy(*driver.begin_store([key], context))
+    ended: list[bool] = []
+    monkeypatch.setattr(driver.manager.manager, "complete_store", lambda *_: 1 / 0)
+    monkeypatch.setattr(driver.manager.manager, "on_step_end", lambda _: ended.append(True))
+
+    def has_failed() -> bool:
+        driver.step()
+        return bool(driver.manager.errors.count)
+
+    eventually(has_failed, 60, what="the end of the check")
+    before = len(ended)
+    driver.step()
+    assert driver.manager.errors.count == 1 and before and len(ended) == before + 1
+    monkeypatch.undo()
+    driver.close()
+
+
 def test_vllm_hashes_the_paths_of_adapters() -> None:
     """The feature is found in the installed version."""
     assert compat.hashes_adapter_paths()
