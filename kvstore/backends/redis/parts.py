@@ -2,9 +2,8 @@
 
 If records may be longer than ``PART_BYTES``, each record is stored in parts. A part is a value under
 ``<key>:<number>``: a header of 32 bytes, then a piece of the record. The first part is written last, and its presence
-is the presence of the block. All parts of a write have the same token, so readers detect parts of different writes. It
-is the checksum of the payload, so that parts of engines that store equal bytes at the same time belong together; of
-records without a checksum it is random.
+is the presence of the block. All parts of a write have the same random token, so readers detect parts of different
+writes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Final, NamedTuple
 
 from kvstore.backends.redis.resp import Filled, Reply, Target
 from kvstore.backends.vectored import cut
-from kvstore.codec.record import checksum_in
 from kvstore.types import Outcome
 
 PART_BYTES: Final = 4 << 20
@@ -40,7 +38,7 @@ def part_key(key: bytes, number: int) -> bytes:
 
 
 class PartHeader(NamedTuple):
-    """Header of a part; ``token`` identifies the payload or, without a checksum, the write."""
+    """Header of a part; ``token`` identifies the write."""
 
     number: int
     parts: int
@@ -66,7 +64,7 @@ def is_of_another_version(data: bytes) -> bool:
 def in_parts(buffers: Sequence[memoryview], part_bytes: int = PART_BYTES) -> list[list[bytes | memoryview]]:
     """Split a record into parts; return the buffers of each part's value."""
     size = sum(buffer.nbytes for buffer in buffers)
-    count, token = part_count(size, part_bytes), checksum_in(buffers[0]) or secrets.token_bytes(16)
+    count, token = part_count(size, part_bytes), secrets.token_bytes(16)
     return [
         [
             _HEADER.pack(_MAGIC, number, count, size, token),
