@@ -129,8 +129,9 @@ class Mix:
             with ThreadPoolExecutor(4) as pool:
                 right = dict(zip(cases, pool.map(lambda case: certain(plain, case), cases), strict=True))
         distinct = len({(case.prompt, *right[case]) for case in cases})
-        if distinct < 1.5 * PROMPTS:
-            failed(f"{distinct} distinct answers to {PROMPTS} prompts: neither adapters nor structure change them")
+        prompts = len({case.prompt for case in cases})
+        if distinct < 1.5 * prompts:
+            failed(f"{distinct} distinct answers to {prompts} prompts: neither adapters nor structure change them")
         with ExitStack() as stack:
             engines = [
                 self._serve(stack, f"engine{side}", self._plan.parallel[side], self._plan.budget[side], side)
