@@ -302,6 +302,12 @@ def decode_header(data: bytes | memoryview) -> RecordHeader:
     return found
 
 
+def checksum_in(header: bytes | memoryview) -> bytes:
+    """Return the stored payload's checksum from a header, sealed or not; empty without one, and for other bytes."""
+    checksum = bytes(header[_CHECKSUM_PLACE])
+    return b"" if bytes(header[: len(MAGIC)]) != MAGIC or checksum == _NO_CHECKSUM else checksum
+
+
 def moved_header(header: RecordHeader, header_bytes: int) -> bytes:
     """Return an unsealed record's header, without padding, for a medium with headers of another length."""
     checked = _FIELDS.pack(MAGIC, *header._replace(header_bytes=header_bytes), _RESERVED)

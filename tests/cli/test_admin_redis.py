@@ -413,6 +413,20 @@ def test_a_part_of_another_write_is_stale(tier: Tier) -> None:
     assert tier.loaded(_LONG) == set(tier.keys(_LONG)[1:])
 
 
+def test_parts_of_two_equal_writes_form_a_block(tier: Tier) -> None:
+    """Two engines stored the same block at the same time: neither a load nor gc removes it."""
+    key = tier.keys(_LONG)[0]
+    names = [tier.name(_LONG, key, part) for part in range(3)]
+    tier.cli("RENAME", names[1], "kept")
+    tier.cli("UNLINK", names[0], names[2])
+    write = tier._maker(_LONG).write(key, tier.stored[_LONG][key])
+    assert _with_backend(tier.options, _LONG, lambda backend: backend.put([write])) == [Outcome.OK]
+    tier.cli("RENAME", "kept", names[1])
+    tier.make_old(*names)
+    assert report_of(tier.run("gc"))["removed"]["stale"] == 0
+    assert tier.loaded(_LONG) == set(tier.stored[_LONG])
+
+
 def test_a_stale_file_that_was_written_again_stays(tier: Tier) -> None:
     """An engine may have stored the block again between the discovery of a part and its removal."""
     key = tier.keys(_LONG)[0]

@@ -485,6 +485,32 @@ async def test_a_replica_that_redirects_is_looked_up_again() -> None:
         await eventually_async(is_refreshed, 15)
 
 
+@pytest.mark.parametrize("is_equal", [True, False])
+async def test_engines_that_store_a_block_at_the_same_time(is_equal: bool) -> None:
+    """Parts of two engines make a block if their payloads are equal; otherwise it is a miss, and its parts go."""
+    async with nodes_of_a_cluster(1) as (node,):
+        backend = await on(node, Small)
+        records = maker(2048)
+        key, first = b"k" * 32, bytes(range(256)) * 8
+        await backend.put([records.write(key, first)])
+        of_other = dict(node.values)
+        node.values.clear()
+
+        def other_stores(command: list[bytes]) -> bytes | None:
+            """Let the other engine store the block once this one has not found it."""
+            if command[0] != b"EXISTS":
+                return None
+            node.values.update(of_other)
+            return b":0\r\n"
+
+        node.instead = other_stores
+        second = first if is_equal else first[::-1]
+        assert list(await backend.put([records.write(key, second)])) == [Outcome.EXISTS]
+        target = records.target(key)
+        assert list(await backend.get_into([target.read])) == [Outcome.OK if is_equal else Outcome.MISS]
+        assert records.content(target) == first if is_equal else not node.values
+
+
 async def test_a_replica_that_lags_takes_nothing_away() -> None:
     """Inconsistent parts on a replica are read from the master, and only parts torn there are removed."""
     async with nodes_of_a_cluster(1, replicas=1) as (master, replica):
@@ -492,7 +518,7 @@ async def test_a_replica_that_lags_takes_nothing_away() -> None:
         records = maker(2048)
         key = b"k" * 32
         payload = bytes(range(256)) * 8
-        await writer.put([records.write(key, payload)])
+        await writer.put([records.write(key, payload[::-1])])
         old = dict(master.values)
         first = next(name for name in master.values if name.endswith(b":0"))
         del master.values[first]

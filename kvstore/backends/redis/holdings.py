@@ -408,8 +408,8 @@ class RedisHoldings(Holdings):
             own, first = read_part_header(value.head), read_part_header(head)
             if own is not None and not head:
                 found.append((value, "the first part of its block is missing"))
-            elif first is not None and own != first._replace(number=value.name.part or 0):
-                found.append((value, "the first part of its block is of another write"))
+            elif first is not None and not (own is not None and own.number == value.name.part and own.fits(first)):
+                found.append((value, "the first part of its block is of another record"))
         return found
 
     async def _torn(self, values: Sequence[_Value]) -> list[tuple[_Value, str]]:

@@ -2,8 +2,8 @@
 
 If records may be longer than ``PART_BYTES``, each record is stored in parts. A part is a value under
 ``<key>:<number>``: a header of 32 bytes, then a piece of the record. The first part is written last, and its presence
-is the presence of the block. All parts of a write have the same random token, so readers detect parts of different
-writes.
+is the presence of the block. Parts have a digest of the payload: those of engines that store equal bytes at the same
+time belong together, others do not. Only a sweep looks at the write, to leave parts that were written again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Final, NamedTuple
 
 from kvstore.backends.redis.resp import Filled, Reply, Target
 from kvstore.backends.vectored import cut
+from kvstore.codec.record import checksum_in
 from kvstore.types import Outcome
 
 PART_BYTES: Final = 4 << 20
 """Longest piece of a record in one value. A single-threaded server blocks other clients while it copies a value, and
 longer values exceed the processor's caches. Part of the format: all engines must use the same length."""
 
-_HEADER: Final = struct.Struct("<4sHHQ16s")
+_HEADER: Final = struct.Struct("<4sHHQ8s8s")
 _MAGIC: Final = b"kvp1"
 
 PART_HEADER_BYTES: Final = _HEADER.size
@@ -38,12 +39,17 @@ def part_key(key: bytes, number: int) -> bytes:
 
 
 class PartHeader(NamedTuple):
-    """Header of a part; ``token`` identifies the write."""
+    """Header of a part; ``payload`` has the first bytes of the payload's checksum, ``write`` is random."""
 
     number: int
     parts: int
     record_bytes: int
-    token: bytes
+    payload: bytes
+    write: bytes
+
+    def fits(self, other: PartHeader) -> bool:
+        """Return whether both are parts of equal records."""
+        return self[1:4] == other[1:4]
 
 
 def read_part_header(data: bytes | bytearray, part_bytes: int = PART_BYTES) -> PartHeader | None:
@@ -64,10 +70,11 @@ def is_of_another_version(data: bytes) -> bool:
 def in_parts(buffers: Sequence[memoryview], part_bytes: int = PART_BYTES) -> list[list[bytes | memoryview]]:
     """Split a record into parts; return the buffers of each part's value."""
     size = sum(buffer.nbytes for buffer in buffers)
-    count, token = part_count(size, part_bytes), secrets.token_bytes(16)
+    count, write = part_count(size, part_bytes), secrets.token_bytes(8)
+    payload = checksum_in(buffers[0])[:8] or write
     return [
         [
-            _HEADER.pack(_MAGIC, number, count, size, token),
+            _HEADER.pack(_MAGIC, number, count, size, payload, write),
             *cut(buffers, (number + 1) * part_bytes, number * part_bytes),
         ]
         for number in range(count)
@@ -109,6 +116,7 @@ class PartsRead:
             piece = min(self._part_bytes, size - index * self._part_bytes)
             if not isinstance(reply, Filled) or reply != _HEADER.size + piece:
                 return PartsFound(Outcome.MISS, remove=True)
-            if read_part_header(self._headers[index], self._part_bytes) != header._replace(number=index):
+            part = read_part_header(self._headers[index], self._part_bytes)
+            if part is None or part.number != index or not part.fits(header):
                 return PartsFound(Outcome.MISS, remove=True)
         return PartsFound(Outcome.OK, size)
