@@ -64,17 +64,17 @@ def cycle(guest: Path, disk: Disk, rng: random.Random) -> Counter[str]:
     # Some cuts come while the guest still verifies, most while it stores.
     cut_at = time.monotonic() + (rng.uniform(5, 40) if rng.random() < 0.1 else BOOT_LIMIT_S)
     is_early = cut_at < time.monotonic() + BOOT_LIMIT_S - 1
-    text, new = "", set[int]()
+    text, shown, new = "", "", set[int]()
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(machine.stdout, selectors.EVENT_READ)
             while (left := cut_at - time.monotonic()) > 0 and disk.first + len(new) < BLOCKS_MAX:
                 if not selector.select(left):
                     continue
-                piece = machine.stdout.read1(65536)
+                piece = machine.stdout.read1(65536).decode(errors="replace").replace("\r", "")
                 if not piece:
-                    raise Failure(f"the guest ended: {text[-500:]}")
-                text += piece.decode(errors="replace").replace("\r", "")
+                    raise Failure(f"the guest ended: {shown}")
+                text, shown = text + piece, (shown + piece)[-2000:]
                 *lines, text = text.split("\n")
                 for line in lines:
                     name, _, value = line.partition(" ")
@@ -92,7 +92,7 @@ def cycle(guest: Path, disk: Disk, rng: random.Random) -> Counter[str]:
         machine.wait()
         machine.stdout.close()
     if found is None and not is_early:
-        raise Failure(f"the guest did not verify its disk within {BOOT_LIMIT_S} s: {text[-500:]}")
+        raise Failure(f"the guest did not verify its disk within {BOOT_LIMIT_S} s: {shown}")
     counts = Counter(cycles=1, stored=len(new), early=int(found is None))
     if found is not None:
         lost = disk.reported - found
