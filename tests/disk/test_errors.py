@@ -442,7 +442,7 @@ class UnreadableDirectory(OsDisk):
         return super().open_dir(name, dir_fd)
 
 
-@pytest.mark.parametrize("what", ["owner", "namespace"])
+@pytest.mark.parametrize("what", ["own", "owner", "namespace"])
 async def test_an_unreadable_directory_costs_itself_alone(tmp_path: Path, what: str) -> None:
     """Engines store and write snapshots beside it, and count it with its last known size."""
     disk = UnreadableDirectory()
@@ -451,10 +451,11 @@ async def test_an_unreadable_directory_costs_itself_alone(tmp_path: Path, what: 
         name = ended.session.owner.name
     async with opened(tmp_path, room_for(64), disk=disk, engine="threads") as rig:
         await rig.put_new(8)
-        disk.bad = name if what == "owner" else OTHER_NAMESPACE.hex
+        disk.bad = {"own": rig.session.owner.name, "owner": name, "namespace": OTHER_NAMESPACE.hex}[what]
         for _ in range(20):
             await rig.put_new(4)
-        assert segment_bytes(tmp_path / NAMESPACE.hex) == room_for(64 - 24)
+        assert segment_bytes(tmp_path) == room_for(64)
+        assert segment_bytes(tmp_path / NAMESPACE.hex) == room_for(64 if what == "own" else 64 - 24)
         await rig.session._write_snapshot()
         assert rig.session.counts["snapshots"] == 1
         assert rig.session.counts["segments_given_up"] == 0
