@@ -264,7 +264,10 @@ def campaign(rig: Rig, rng: random.Random, seconds: float) -> str:
     """Run traffic under faults for a while, then without; return the figure."""
     prompts = plan_prompts(rng.randrange(1 << 30)) + plan_prompts(rng.randrange(1 << 30))
     answers = rig.right_answers(prompts)
-    print(f"{sum(map(len, answers))} certain tokens of {len(prompts) * ANSWER_TOKENS}", flush=True)
+    certain, all_tokens = sum(map(len, answers)), len(prompts) * ANSWER_TOKENS
+    print(f"{certain} certain tokens of {all_tokens}", flush=True)
+    if certain < all_tokens / 2:
+        failed("most answers are near ties, which are not compared")
     traffic = Traffic(prompts, answers, random.Random(rng.random()))
     weather_seen: Counter[str] = Counter()
     growths: list[float] = []

@@ -75,9 +75,10 @@ def _mutate(target: Any, seconds: float, seed: int, artifacts: str) -> int:
     rng = random.Random(seed)
     seeds = target.seeds()
     count, deadline = 0, time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        data = bytearray(rng.choice(seeds))
-        for _ in range(rng.randrange(1, 6)):
+    while count < len(seeds) or time.monotonic() < deadline:
+        # First each seed as it is: the properties of good inputs are rarely reached by a changed one.
+        data = bytearray(seeds[count] if count < len(seeds) else rng.choice(seeds))
+        for _ in range(rng.randrange(1, 6) if count >= len(seeds) else 0):
             at = rng.randrange(len(data) + 1)
             match rng.randrange(4):
                 case 0:

@@ -84,7 +84,7 @@ def cycle(guest: Path, disk: Disk, rng: random.Random) -> Counter[str]:
                     if name == "FOUND":
                         found = set(json.loads(value))
                         cut_at = time.monotonic() + BOOT_LIMIT_S
-                    if name == "STORED":
+                    if name == "STORED" and json.loads(value):
                         if not new:
                             cut_at = time.monotonic() + rng.choice([rng.uniform(0, 1), rng.uniform(0, 8)])
                         new |= set(json.loads(value))
@@ -94,6 +94,8 @@ def cycle(guest: Path, disk: Disk, rng: random.Random) -> Counter[str]:
         machine.stdout.close()
     if found is None and not is_early:
         raise Failure(f"the guest did not verify its disk within {BOOT_LIMIT_S} s: {shown}")
+    if found is not None and not new:
+        raise Failure(f"the guest stored nothing within {BOOT_LIMIT_S} s")
     counts = Counter(cycles=1, stored=len(new), early=int(found is None))
     if found is not None:
         lost = disk.reported - found
@@ -141,6 +143,9 @@ def main() -> int:
                         return 1
                     total.update(counts)
                     print(f"{filesystem}-{durability}-{disk.direct} {dict(counts)}", flush=True)
+    if not total["found"] and args.cycles > 1:
+        print(f"no block was found after {total['cycles']} power cuts, seed {seed}")
+        return 1
     print(
         f"0 wrong in {total['found']:,} blocks found after {total['cycles']} power cuts of a guest, "
         f"{total['lost']} of those without sync lost, {(time.monotonic() - started) / total['cycles']:.0f} s a cycle"

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -64,8 +64,13 @@ def run_tests(*arguments: str) -> NoReturn:
     Args:
         arguments: Of pytest.
     """
+    passed(figure_of_tests(rounds(), *arguments))
+
+
+def figure_of_tests(seeds: Iterable[int], *arguments: str) -> str:
+    """Run tests of the suite in full size with each seed; return how many passed."""
     total, turns, skips = 0, 0, 0
-    for seed in rounds():
+    for seed in seeds:
         env = os.environ | {FULL_VARIABLE: "1", SEED_VARIABLE: str(seed)}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
         output, status = _printed(command, env)
@@ -76,7 +81,7 @@ def run_tests(*arguments: str) -> NoReturn:
     if not total:
         not_run(f"all {skips} tests skipped themselves")
     skipped = f", {skips} skipped" if skips else ""
-    passed(f"{total} tests passed in {turns} round{'s' * (turns > 1)}{skipped}")
+    return f"{total} tests passed in {turns} round{'s' * (turns > 1)}{skipped}"
 
 
 def _printed(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, int]:

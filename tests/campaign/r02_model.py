@@ -16,7 +16,7 @@ from typing import Any
 
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.backends.disk import DiskBackend, DiskConfig
-from kvstore.backends.memory import MemoryBackend
+from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.config import Capacity
 from kvstore.testing import Fault, FaultKind, FaultPlan, FaultyBackend
 from tests.campaign.program import failed, passed, rounds
@@ -37,14 +37,14 @@ FAULTS = [
 ]
 
 
-def memory() -> Backend:
-    """Return a memory backend."""
-    return MemoryBackend(MemoryBackend.config_type())
+def memory(shelf: str) -> Backend:
+    """Return a memory backend whose blocks survive a restart."""
+    return MemoryBackend(MemoryConfig(shelf=shelf))
 
 
 async def leg(make: Callable[[], Backend], seed: int, *, calm: bool) -> int:
-    """Run one backend against the model; return how many operations agreed."""
-    done = 0
+    """Run one backend against the model, which knows its blocks across restarts; return how many operations agreed."""
+    mix: Mix | None = None
     for number in range(BATCHES):
         backend: Any = make()
         if not calm:
@@ -52,13 +52,13 @@ async def leg(make: Callable[[], Backend], seed: int, *, calm: bool) -> int:
         unit = backend.alignment
         await backend.open(NAMESPACE, RecordGeometry(-(-256 // unit) * unit, PAYLOAD_BYTES))
         try:
-            mix = Mix(backend, seed + number, calm=calm)
-            mix.flips = not calm
-            await mix.run(OPERATIONS // BATCHES)
+            mix = mix or Mix(backend, seed, calm=calm)
+            mix.backend, mix.flips = backend, not calm
+            await mix.run(OPERATIONS // BATCHES, goes_on=number > 0)
         finally:
             await backend.close()
-        done += mix.operations
-    return done
+    assert mix is not None and mix.counts["get OK"] > OPERATIONS // 20, f"too few blocks were found: {mix}"
+    return mix.operations
 
 
 if __name__ == "__main__":
@@ -68,7 +68,7 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as directory:
             disk = DiskConfig(path=str(Path(directory) / "kv"), capacity=Capacity("256MiB"), reserve=Capacity(0))
             for calm in (True, False):
-                for make in (memory, partial(DiskBackend, disk)):
+                for make in (partial(memory, f"{seed} {calm}"), partial(DiskBackend, disk)):
                     try:
                         total += asyncio.run(leg(make, rng.randrange(1 << 30), calm=calm))
                     except AssertionError as error:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
-from tests.campaign.program import ROOT, failed, passed, run_tests, seconds
+from tests.campaign.program import ROOT, failed, figure_of_tests, passed, run_tests, seconds
 
 CYCLE_S = 40
 """About what a cycle of the guest takes on a busy machine."""
@@ -20,12 +20,14 @@ if __name__ == "__main__":
     guest = os.environ.get("KVSTORE_GUEST")
     if guest is None:
         run_tests("tests/disk/test_power_cut.py")
+    first = fresh_seed()
+    replayed = figure_of_tests([first], "tests/disk/test_power_cut.py")
     cycles = max(2, int(seconds() / 6 / CYCLE_S))
-    seed = str(fresh_seed())
+    seed = str(first)
     command = [sys.executable, "-m", "tests.campaign.power_cuts", guest, "--cycles", str(cycles), "--seed", seed]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout, flush=True)
     last = done.stdout.strip().splitlines()[-1]
     if done.returncode:
         failed(f"{SEED_VARIABLE}={seed}: {last}")
-    passed(last)
+    passed(f"{last}; {replayed} of recorded writes")

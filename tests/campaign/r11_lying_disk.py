@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvstore.testing import Fault, FaultKind, FaultPlan, FaultyBackend
 from tests.campaign.program import failed, passed, rounds
-from tests.torture.blocks import Client
+from tests.torture.blocks import Client, lent_by
 
 UNIVERSE, JOBS, BLOCKS = 400, 400, 8
 LIES = (FaultKind.FLIP_HEADER, FaultKind.FLIP_PAYLOAD, FaultKind.SHORT, FaultKind.MISDIRECT)
@@ -34,6 +34,8 @@ if __name__ == "__main__":
                 if wrong := client.wrong(numbers, loaded):
                     failed(f"seed {seed}: wrong bytes of blocks {wrong}; {plan}")
                 reads, hits = reads + BLOCKS, hits + len(loaded.successful_keys)
+            if any((lent := lent_by(client.tier)).values()):
+                failed(f"seed {seed}: the idle tier has lent {lent}")
             client.close()
         lies += plan.injected.total()
     if not hits or lies < reads // 5:

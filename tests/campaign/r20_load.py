@@ -34,13 +34,18 @@ BUSY_MAX = 20.0
 """Percentage of the CPUs that others may use."""
 
 
-def load(directory: str, number: int) -> Callable[[], None]:
-    """Store the blocks of an engine; return the function that loads them."""
+Work = tuple[Callable[[], None], Callable[[], None]]
+"""The measured function of a process, and the one that checks its result before the next turn."""
+
+
+def load(directory: str, number: int) -> Work:
+    """Store the blocks of an engine; return the function that loads them, and one that compares and clears them."""
     memory = mmap.mmap(-1, BLOCKS * BLOCK_BYTES)
-    memory[:] = os.urandom(BLOCK_BYTES) * BLOCKS
+    memory[:] = os.urandom(BLOCK_BYTES * BLOCKS)
+    content, nothing = xxhash.xxh3_128_digest(memory), bytes(BLOCK_BYTES * BLOCKS)
     config = {
         "backend": "file", "path": f"{directory}/tier", "capacity": "4GiB", "reserve": 0, "store_timeout": 60,
-        "load_timeout": 60, "store_backlog_bytes": "4GiB", "inflight_bytes": "1GiB",
+        "direct": "on", "load_timeout": 60, "store_backlog_bytes": "4GiB", "inflight_bytes": "1GiB",
     }  # fmt: skip
     tier = open_tier(config, primary=memory, slot_bytes=BLOCK_BYTES, namespace=Namespace({"campaign": 20}))
     keys: list[BlockKey] = [key_of(number * BLOCKS + i) for i in range(BLOCKS)]
@@ -58,12 +63,18 @@ def load(directory: str, number: int) -> Callable[[], None]:
                 left -= 1
             time.sleep(0.0002)
 
+    def check() -> None:
+        if xxhash.xxh3_128_digest(memory) != content:
+            raise RuntimeError("wrong bytes were loaded")
+        memory[:] = nothing
+
     run(tier.submit_store)
-    return partial(run, tier.submit_load)
+    check()
+    return partial(run, tier.submit_load), check
 
 
-def read(directory: str, number: int) -> Callable[[], None]:
-    """Write a file; return the function that reads and hashes it."""
+def read(directory: str, number: int) -> Work:
+    """Write a file; return the function that reads and hashes it, and one without a task."""
     path = Path(directory) / f"plain-{number}"
     path.write_bytes(os.urandom(BLOCK_BYTES) * BLOCKS)
     descriptor, piece = os.open(path, os.O_RDONLY | os.O_DIRECT), mmap.mmap(-1, BLOCK_BYTES)
@@ -75,17 +86,19 @@ def read(directory: str, number: int) -> Callable[[], None]:
                 raise RuntimeError("a short read")
             xxhash.xxh3_128_digest(piece)
 
-    return run
+    return run, lambda: None
 
 
-def work(kind: Callable[[str, int], Callable[[], None]], directory: str, number: int, orders: Connection) -> None:
+def work(kind: Callable[[str, int], Work], directory: str, number: int, orders: Connection) -> None:
     """Be one of the processes: run once for each order, and report when that began and ended."""
-    run = kind(directory, number)
+    run, check = kind(directory, number)
     orders.send(None)
     while orders.recv():
         started = time.monotonic()
         run()
-        orders.send((started, time.monotonic()))
+        ended = time.monotonic()
+        check()
+        orders.send((started, ended))
     os._exit(0)
 
 
@@ -97,7 +110,7 @@ def seconds_of(processes: list[Connection]) -> float:
     return max(ended for _, ended in found) - min(started for started, _ in found)
 
 
-def started(kind: Callable[[str, int], Callable[[], None]], directory: str) -> list[Connection]:
+def started(kind: Callable[[str, int], Work], directory: str) -> list[Connection]:
     """Start the processes; return the ends of their pipes when all are ready."""
     context, ends = multiprocessing.get_context("spawn"), []
     for number in range(PROCESSES):

@@ -39,6 +39,8 @@ if __name__ == "__main__":
                 found = [path.read_bytes().hex()[:400] for path in Path(directory).iterdir()]
                 failed(f"{name}, seed {seed}: status {done.returncode}, input {found}")
         runs = re.findall(r"number_of_executed_units: (\d+)", output) or re.findall(r"([\d,]+) executions", output)
+        if not runs or not int(runs[-1].replace(",", "")):
+            failed(f"{name}, seed {seed}: nothing was executed")
         total += int(runs[-1].replace(",", ""))
     how = "coverage-guided" if guided else "random mutations"
     passed(f"{total:,} executions of {len(NAMES)} targets, {how}, no finding (goal: 10,000,000)")

@@ -90,7 +90,7 @@ def hand_over(seed: int) -> str:
         prefill = Prefill(choose, lambda: start(stack, "prefill", work, model, listen, cores[:half]))
         decode = start(stack, "decode", work, model, {"request_peers": ["127.0.0.0/8:1024-65535"]}, cores[-half:])
         decode.wait_ready()
-        slowest, loaded = 0.0, 0
+        slowest, loaded, calm, calm_loaded = 0.0, 0, 0, 0
         for number in range(REQUESTS + 1):
             prompt = make_prompts([choose.randrange(1000, 4000)], 512, choose.getrandbits(32))[0]
             body = {"model": decode.model, **greedy(prompt, OUTPUT_TOKENS)}
@@ -115,6 +115,10 @@ def hand_over(seed: int) -> str:
                 failed(f"request {number}, seed {seed}: {took}")
             slowest = max(slowest, answer.ttft_s / computing_s)
             loaded += answer.cached_tokens > 0
+            if prefill.kind == "nothing":
+                calm, calm_loaded = calm + 1, calm_loaded + (answer.cached_tokens > 0)
+        if calm_loaded < calm / 2:
+            failed(f"seed {seed}: only {calm_loaded} of {calm} requests without a fault loaded blocks")
         faults = ", ".join(f"{count} {kind}" for kind, count in sorted(prefill.counts.items()))
         return f"{REQUESTS} requests ({faults}), {loaded} loaded blocks, slowest {slowest:.2f} times its computing time"
 

@@ -2,7 +2,8 @@
 
 Method: storms. In each, two managers over memory, disk and peer tiers with faults serve random requests: tenants,
 policies, hints, hand-overs from one manager to the other, aborts, preemptions, resets, removals, late copies. Each load
-is compared, free slots hold a canary, and at the end no job, request or pin is left.
+and each block of the primary tiers is compared, also with the new content that a reset may bring; free slots hold a
+canary, and at the end no job, request, pin or lent buffer is left.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ from kvstore.tiers import open_tier
 from kvstore.types import BlockKey, LookupResult, RequestContext, Source
 from tests.campaign.program import failed, passed, rounds
 from tests.peer.ports import free_port
+from tests.torture.blocks import lent_by
 
 STORMS: Final = 1000
 STEPS: Final = 400
@@ -57,10 +59,10 @@ class WrongError(Exception):
     """The storm found a defect."""
 
 
-@cache
-def payload(key: BlockKey) -> bytes:
-    """Return the content of a block."""
-    return random.Random(key).randbytes(SLOT_BYTES)
+@lru_cache(4096)
+def payload(key: BlockKey, weights: str) -> bytes:
+    """Return the content of a block that an engine with these weights computes."""
+    return random.Random(f"{key!r} {weights}").randbytes(SLOT_BYTES)
 
 
 @dataclass(eq=False)
@@ -84,6 +86,7 @@ class Copy:
     lane: int
     due: int
     is_load: bool
+    weights: str
     is_void: bool = False
 
 
@@ -119,8 +122,10 @@ class Engine:
         self.memory = memoryview(mmap.mmap(-1, slots * SLOT_BYTES))
         self.memory[:] = CANARY * slots
         self.primary = PrimaryTier(self.memory, SLOT_BYTES, policy=choose.choice(["lru", "arc", "s3fifo"]))
+        self.weights, self.gets_weights = "", choose.random() < 0.3
         self.plans, tiers = [], []
         common = {"load_timeout": 1, "store_timeout": 0.5, "lookup_timeout": 0.3, "negative_ttl": "50ms"}
+        common |= {"inflight_bytes": choose.choice([4, 16, 1000]) * SLOT_BYTES}
         kinds: list[dict[str, Any]] = [
             {"type": "memory", "capacity": SLOT_BYTES * choose.choice([12, 60, 2000])},
             {"type": "file", "path": str(self.root / "kv"), "capacity": "1MiB", "reserve": 0},
@@ -129,7 +134,8 @@ class Engine:
         lender = Lender(self.primary)
         for number, options in enumerate(choose.sample(kinds[:2], choose.randint(0, 2)) + kinds[2:]):
             self.plans.append(FaultPlan(seed=choose.getrandbits(32)))
-            options |= {"label": f"t{number}", "reset": choose.choice(["forget", "keep"]), **common}
+            options |= {"label": f"t{number}", **common}
+            options["reset"] = "forget" if self.gets_weights else choose.choice(["forget", "keep"])
             tier = open_tier(
                 {**options, "breaker_cooldown": "50ms"},
                 primary=self.memory,
@@ -140,6 +146,7 @@ class Engine:
                 tenants=self.tenants,
             )
             tiers.append(tier)
+        self.tiers = tiers
         self.names = [tier.name for tier in tiers]
         self.lanes = Lanes() if choose.random() < 0.7 else None
         config = TieringConfig(
@@ -164,7 +171,7 @@ class Engine:
 
     def begin(self, hand_over: bytes = b"", source: Source | None = None, family: int | None = None) -> None:
         """Start a request."""
-        self._check_free()
+        self._check_slots()
         choose = self.choose
         name, tag = choose.choice(NAMES), b""
         if self.tenants is not None:
@@ -183,7 +190,7 @@ class Engine:
 
     def step(self) -> None:
         """Run a step of the scheduler and of the workers."""
-        self._check_free()
+        self._check_slots()
         self.steps += 1
         computed: list[tuple[int, int]] = []
         for request in self.choose.sample(list(self.live.values()), len(self.live)):
@@ -208,7 +215,7 @@ class Engine:
 
     def end(self) -> None:
         """Let everything end."""
-        self._check_free()
+        self._check_slots()
         for plan in self.plans:
             plan.clear()
         while self.copies:
@@ -223,6 +230,10 @@ class Engine:
             time.sleep(0.005)
         if left:
             raise WrongError(f"left at the end: {left}")
+        for flow in self.manager.stats().tiers:
+            self.counts["from tiers"] += flow.loaded
+            if flow.errors:
+                raise WrongError(f"{flow.name} raised {flow.errors} exceptions")
 
     def close(self) -> None:
         """End the tiers."""
@@ -236,9 +247,15 @@ class Engine:
         stats = self.manager.stats()
         left = {"jobs": stats.jobs, "promoting": stats.promoting, "requests": stats.requests}
         left |= {"writing": stats.primary.writing, "abandoned": stats.primary.abandoned, "pinned": stats.primary.pinned}
+        left |= {f"{name} of {tier.name}": count for tier in self.tiers for name, count in lent_by(tier).items()}
         return {name: count for name, count in left.items() if count}
 
-    def _check_free(self) -> None:
+    def _check_slots(self) -> None:
+        keys = self.primary.keys()
+        for key in keys:
+            slot = self.primary.slot_of(key)
+            if self.primary.lookup(key) is SlotState.READY and self._read(slot) != payload(key, self.weights):
+                raise WrongError(f"slot {slot} of {key!r} has other bytes")
         for slot in self._free:
             if self._read(slot) != CANARY:
                 raise WrongError(f"free slot {slot} was written")
@@ -306,17 +323,18 @@ class Engine:
 
     def _copy(self, request: Request, keys: Sequence[BlockKey], slots: Sequence[int], *, is_load: bool) -> None:
         due = self.steps + self.choose.randrange(6)
-        self.copies.append(Copy(request, list(keys), list(slots), self.manager.copy_lane, due, is_load))
+        lane = self.manager.copy_lane
+        self.copies.append(Copy(request, list(keys), list(slots), lane, due, is_load, self.weights))
 
     def _end(self, copy: Copy) -> None:
         self.copies.remove(copy)
         for key, slot in zip(copy.keys, copy.slots, strict=True):
             if not copy.is_load:
-                self._write(slot, payload(key))
-            elif not copy.is_void and self._read(slot) != payload(key):
+                self._write(slot, payload(key, copy.weights))
+            elif not copy.is_void and self._read(slot) != payload(key, copy.weights):
                 raise WrongError(f"slot {slot} has other bytes than those of {key!r}")
             else:
-                self.counts["loaded"] += 1
+                self.counts["loaded"] += not copy.is_void
         if self.lanes is not None:
             self.lanes.counts[copy.lane][copy.is_load] += 1
         if copy.is_void:
@@ -332,6 +350,8 @@ class Engine:
         if kind < 0.004:
             self.manager.reset(choose.choice([0.0, 0.05, 0.5]))
             self.counts["resets"] += 1
+            if self.gets_weights:
+                self.weights = f"{self.root.name} {self.counts['resets']}"
             for copy in self.copies:
                 copy.is_void = True
             for request in self.live.values():
@@ -404,4 +424,6 @@ if __name__ == "__main__":
             except WrongError as error:
                 failed(f"storm {seed}: {error}")
             total["storms"] += 1
+    if not total["from tiers"]:
+        failed("no tier gave a block")
     passed(", ".join(f"{count} {what}" for what, count in total.items()))

@@ -85,7 +85,7 @@ def post(port: int, path: str, body: dict[str, Any], patience_s: float = TIMEOUT
     """Send a request and return the answer; None if it did not come in time, after a disconnect.
 
     Raises:
-        RuntimeError: The server returned an error.
+        RuntimeError: The server returned an error, or did not answer within ``TIMEOUT_S``.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience_s)
     try:
@@ -93,6 +93,8 @@ def post(port: int, path: str, body: dict[str, Any], patience_s: float = TIMEOUT
         response = connection.getresponse()
         content = response.read()
     except TimeoutError:
+        if patience_s >= TIMEOUT_S:
+            raise RuntimeError(f"{path} did not answer within {TIMEOUT_S} s") from None
         return None
     finally:
         connection.close()
@@ -221,11 +223,11 @@ class Mix:
         source = {"kv_request_id": name, "remote_host": "127.0.0.1", "remote_port": self._port}
         prefill = {**body, "max_tokens": 1, "n": 1, "kv_transfer_params": {"remote_decoder": {"kv_request_id": name}}}
         prefill.pop("structured_outputs", None)
-        thread = threading.Thread(target=post, args=(engines[0].port, "/v1/completions", prefill))
-        thread.start()
         decode = {**body, "kv_transfer_params": {"remote_prefiller": source}}
-        answer = post(engines[1].port, "/v1/completions", decode, patience_s)
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            prefilled = pool.submit(post, engines[0].port, "/v1/completions", prefill)
+            answer = post(engines[1].port, "/v1/completions", decode, patience_s)
+            prefilled.result()
         return answer
 
     def _reset(self, choose: random.Random, engine: Server) -> None:
@@ -272,6 +274,8 @@ if __name__ == "__main__":
                 mix = Mix(plan, seed + number, Path(folder))
                 mix.run()
             print(f"{plan}: {dict(mix.counts)}, {time.monotonic() - began:.0f} s", flush=True)
+            if not all(mix.counts[name] for name in ("MB from tiers", "hand-overs", "cached tokens")):
+                failed(f"{plan}, seed {seed}: too little was loaded: {dict(mix.counts)}")
             if mix.wrong:
                 failed(f"{plan}, seed {seed}: {len(mix.wrong)} wrong answers; the first: {mix.wrong[0][:500]}")
             total += mix.counts

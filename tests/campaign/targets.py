@@ -149,6 +149,11 @@ def run_journal(data: bytes) -> None:
     frames = read_frames(memoryview(bytes(content)), OWNER, 1, 1)
     assert frames.size_bytes <= len(content)
     assert frames.next_journal >= 0
+    if frames.size_bytes:
+        content[len(data) % frames.size_bytes] ^= 1
+        damaged = read_frames(memoryview(bytes(content)), OWNER, 1, 1)
+        assert damaged.size_bytes <= len(data) % frames.size_bytes, "a damaged frame was taken for good"
+        content[len(data) % frames.size_bytes] ^= 1
     columns = Columns(GEOMETRY_SLOTS)
     columns.apply(frames.records)
     held = columns.held()
@@ -198,6 +203,8 @@ class _Directory:
                 await rig.scanned()
                 found = await rig.get(list(self.values))
                 assert all(back in (None, value) for value, back in zip(self.values.values(), found, strict=True))
+                if data[1:] == file.read_bytes():
+                    assert None not in found, "blocks of an intact directory were not found"
                 await rig.put_new(1)
         except KVStoreError:
             return
@@ -332,9 +339,25 @@ def run_resp(data: bytes) -> None:
         replies += error.replies
     assert len(replies) <= 4
     assert not any(room[256:]), "bytes behind the target"
+    end = 0
+    for _ in replies:
+        end = _reply_end(data, end)
     for reply in replies:
         with contextlib.suppress(RedisError):
             read_shards(reply, Endpoint("10.0.0.1", 7000))
+
+
+def _reply_end(data: bytes, start: int) -> int:
+    """Return the end of the reply at ``start``, and check that each of its strings ends where its length says."""
+    end = data.index(b"\r\n", start) + 2
+    kind, count = data[start : start + 1], data[start + 1 : end - 2]
+    if kind == b"*":
+        for _ in range(int(count)):
+            end = _reply_end(data, end)
+    elif kind == b"$" and count != b"-1":
+        end += int(count) + 2
+        assert data[end - 2 : end] == b"\r\n", "a string has another length"
+    return end
 
 
 def resp_seeds() -> list[bytes]:
@@ -365,6 +388,7 @@ def run_http(data: bytes) -> None:
             answer.advance(0)
         assert answer.whole and answer.status >= 200
         assert answer.filled_bytes <= 300
+        assert answer.filled_bytes in (0, int(answer.headers.get("content-length", 0))), "a part of an object"
     except S3Error:
         pass
     assert not any(room[300:]), "bytes behind the buffers"

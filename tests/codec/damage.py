@@ -126,6 +126,19 @@ def foreign_namespaces(rng: random.Random, count: int) -> Counter[tuple[str, str
     return seen
 
 
+def near_identities(rng: random.Random, count: int) -> Counter[tuple[str, str]]:
+    """Intact records whose namespace or key differs in one bit of its digest."""
+    record = Record.make(HEADER_BYTES, random_payload(rng, PAGE))
+    intact = bytes(record.data)
+    seen: Counter[tuple[str, str]] = Counter()
+    for bit in range(count):
+        place = 32 + bit // 8
+        record.forge(place, "B", intact[place] ^ 1 << bit % 8)
+        seen["namespace" if place < 64 else "key", record.fault()] += 1
+        record.data[:] = intact
+    return seen
+
+
 def stale_versions(rng: random.Random, count: int) -> Counter[tuple[str, str]]:
     """Intact records of every other version, and with undefined flags."""
     record = Record.make(HEADER_BYTES, random_payload(rng, PAGE))
@@ -151,6 +164,7 @@ KINDS: list[tuple[Damage, int]] = [
     (swapped_pages, 1_000),
     (misdirected, 9_900),
     (foreign_namespaces, 2_000),
+    (near_identities, 8 * 64),
     (stale_versions, 5_000),
 ]
 

@@ -1,7 +1,9 @@
 """A model of one cache in two directories, with up to four engines of two namespaces, compared after every step.
 
 The engines run in one loop, and their upkeep runs as steps, so a seed repeats a run. A kill is a disk on which every
-call fails from a random call on.
+call fails from a random call on. In one world of four, each engine has several threads and reads slots in two parts,
+with a pause between them, so that a slot reused during a read gives a mixed block; a seed repeats its steps, not its
+races.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import errno
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -33,6 +36,9 @@ _T = TypeVar("_T")
 ENGINES: Final = 4
 BLOCKS: Final = 64
 UNIVERSE: Final = [b"block %d" % number for number in range(96)]
+SLOW_S: Final = 0.003
+"""Pause in a slow read: some stores take less."""
+
 CHANGES: Final = frozenset({"pwritev", "unlink", "ftruncate", "fdatasync", "rename", "mkdir", "rmdir", "fallocate"})
 WRITES: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -48,9 +54,14 @@ def payload(key: BlockKey) -> bytes:
 
 
 class ModelDisk(OsDisk):
-    """A disk that is full or read-only, cannot read some directories, or belongs to a killed engine."""
+    """A disk that is full or read-only, cannot read some directories, or belongs to a killed engine.
 
-    def __init__(self) -> None:
+    Args:
+        is_slow: Whether reads of slots take time.
+    """
+
+    def __init__(self, *, is_slow: bool = False) -> None:
+        self.is_slow = is_slow
         self.state = "ok"  # ``"ok"``, ``"full"`` or ``"read-only"``.
         self.unreadable: set[str] = set()  # Names of directories.
         self.calls_left = -1  # Calls until the engine is killed; negative: it is not.
@@ -69,6 +80,15 @@ class ModelDisk(OsDisk):
         if op == "fdatasync":
             return None  # type: ignore[return-value]  # Kills lose nothing; a flush would take most of a step.
         return function(*args, **kwargs)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if not self.is_slow or len(buffers) < 2:
+            return super().preadv(fd, buffers, offset)
+        done = super().preadv(fd, buffers[:1], offset)
+        if done < buffers[0].nbytes:
+            return done
+        time.sleep(SLOW_S)
+        return done + super().preadv(fd, buffers[1:], offset + done)
 
     @staticmethod
     def _grows(fd: int) -> bool:
@@ -113,6 +133,7 @@ class World:
 
     def __init__(self, root: Path, seed: int) -> None:
         self.choose = random.Random(seed)
+        self.is_racing = seed % 4 == 0
         self.paths = [root / "a", root / "b"]
         self.engines: list[Engine] = []
         self.ended: dict[str, Ended] = {}
@@ -163,7 +184,7 @@ class World:
 
     async def _start(self) -> None:
         """Start an engine: it adopts what an ended one left, or begins with nothing."""
-        disk, namespace = ModelDisk(), self.choose.choice([NAMESPACE, NAMESPACE, OTHER_NAMESPACE])
+        disk, namespace = ModelDisk(is_slow=self.is_racing), self.choose.choice([NAMESPACE, NAMESPACE, OTHER_NAMESPACE])
         if self.choose.random() < 0.1 and self.ended:
             disk.unreadable.add(self.choose.choice(list(self.ended)))
         backend = self._backend(disk, self.paths)
@@ -192,7 +213,7 @@ class World:
         return DiskBackend(
             DiskConfig(
                 path=[str(path) for path in paths], capacity=Capacity(room_for(BLOCKS)), reserve=Capacity(0),
-                lock_timeout=0, engine="threads", threads=1,
+                lock_timeout=0, engine="threads", threads=8 if self.is_racing else 1,
             ),
             disk=disk,
         )  # fmt: skip
@@ -219,8 +240,11 @@ class World:
             self._doubt_missing(engine)
 
     async def _load_and_store(self, engine: Engine) -> None:
-        """Load blocks while others are evicted and their slots written."""
-        await asyncio.gather(self._load(engine, may_miss=True), self._store(engine), self._load(engine, may_miss=True))
+        """Load blocks while others are evicted and their slots written, by this engine or another one."""
+        writer = engine
+        if self.is_racing and self.choose.random() < 0.5:
+            writer = self.choose.choice(self.engines)
+        await asyncio.gather(self._load(engine, may_miss=True), self._store(writer), self._load(engine, may_miss=True))
 
     async def _load(self, engine: Engine, *, may_miss: bool = False) -> None:
         keys = self.choose.sample(UNIVERSE, self.choose.randint(1, 12))

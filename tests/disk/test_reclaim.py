@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +96,32 @@ async def test_a_kill_while_segments_of_an_ended_owner_are_removed(tmp_path: Pat
                 # A kill between the record and the file leaves no promise; one before it leaves the block.
                 assert await broken_promises(rig, values) == 0, copy.name
             await first.has_all(await first.put_new(4))
+
+
+class RemovedDuringRead(OsDisk):
+    """A disk where a segment is removed between the first page of a read and the rest."""
+
+    segment: Path | None = None
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        done = super().preadv(fd, buffers[:1], offset)
+        if self.segment is not None and os.readlink(f"/proc/self/fd/{fd}") == str(self.segment):
+            os.truncate(self.segment, 0)
+            self.segment.unlink()
+            self.segment = None
+        return done + (super().preadv(fd, buffers[1:], offset + done) if buffers[1:] else 0)
+
+
+async def test_a_segment_that_is_removed_during_a_read(tmp_path: Path) -> None:
+    """A block of another owner, of which only a part could be read, is lost, not damaged."""
+    root, disk = tmp_path / "kv", RemovedDuringRead()
+    async with (
+        opened(root, room_for(16)) as owner,
+        opened(root, room_for(16), disk=disk, engine="threads") as reader,
+    ):
+        values = await owner.put_new(1)
+        await reader.session.followers.refresh()
+        (disk.segment,) = root.rglob("*.seg")
+        assert await reader.get(list(values)) == [None]
+        assert disk.segment is None
+        assert [cause for _, cause in reader.removed] == [RemovalCause.LOST]

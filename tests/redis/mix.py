@@ -7,8 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-from kvstore.backends.base import RecordGeometry
-from kvstore.backends.redis import RedisBackend
+from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.codec.record import RecordCodec
 from kvstore.errors import BackendError, RecordError
 from kvstore.testing.records import RecordMaker, Target
@@ -34,20 +33,26 @@ class Mix:
         calm: Whether any failure or lost block is an error.
     """
 
-    def __init__(self, backend: RedisBackend, seed: int, *, calm: bool) -> None:
+    def __init__(self, backend: Backend, seed: int, *, calm: bool) -> None:
         self.backend = backend
         self.seed = seed
         self.calm = calm
         self.flips = False
         self.operations = 0
         self.counts: Counter[str] = Counter()
+        self._workers: list[_Worker] = []
 
-    async def run(self, operations: int) -> None:
-        """Do ``operations`` operations, counted by block; raise ``AssertionError`` at the first wrong answer."""
+    async def run(self, operations: int, *, goes_on: bool = False) -> None:
+        """Do ``operations`` operations, counted by block; raise ``AssertionError`` at the first wrong answer.
+
+        With ``goes_on``, the workers keep the keys and the model of the last run; ``backend`` may be another one.
+        """
         goal = self.operations + operations
+        if not goes_on:
+            self._workers = [_Worker(self, random.Random(f"{self.seed}-{n}-{goal}")) for n in range(WORKERS)]
         async with asyncio.TaskGroup() as group:
-            for number in range(WORKERS):
-                group.create_task(_Worker(self, random.Random(f"{self.seed}-{number}-{goal}")).run(goal))
+            for worker in self._workers:
+                group.create_task(worker.run(goal))
 
     def __str__(self) -> str:
         return f"seed {self.seed}, {self.operations} operations: {dict(self.counts)}; {self.backend.stats().counters}"

@@ -23,6 +23,12 @@ def payload_of(number: int, slot_bytes: int) -> bytes:
     return b"".join((p + bytes(4096))[:4096] for p in pages)[:slot_bytes]
 
 
+def lent_by(tier: AsyncTier) -> dict[str, int]:
+    """Return the bytes in flight and the header buffers in use of a tier on a thread; both are 0 if it is idle."""
+    mover = tier._channel._side._parts.mover  # type: ignore[attr-defined]
+    return {"bytes": mover._bytes.in_use, "headers": mover._headers.count - mover._headers.free_count}
+
+
 class Client:
     """A tier with a small primary tier of its own, used as an engine would."""
 

@@ -218,7 +218,9 @@ class Blocks:
         ):
             # The owner freed the slot during the read, or its journal is no longer readable.
             return Outcome.MISS
-        if not session.mover.is_asked_for(op):
+        # A short read: the segment of an ended owner was removed meanwhile, and a torn journal can't record that.
+        is_cut = op.place > SLOT_MASK and op.done_bytes < op.size_bytes
+        if is_cut or not session.mover.is_asked_for(op):
             lost.append((key, op.place))
             return Outcome.MISS
         if op.record_bytes > op.read.capacity_bytes:
