@@ -74,7 +74,7 @@ def cycle(guest: Path, disk: Disk, rng: random.Random) -> Counter[str]:
                     continue
                 piece = machine.stdout.read1(65536).decode(errors="replace").replace("\r", "")
                 if not piece:
-                    raise Failure(f"the guest ended: {shown}")
+                    raise Failure(f"the guest ended, QEMU with status {machine.wait()}: {shown}")
                 text, shown = text + piece, (shown + piece)[-2000:]
                 *lines, text = text.split("\n")
                 for line in lines:
