@@ -55,8 +55,7 @@ def cycle(guest: Path, disk: Disk, rng: random.Random) -> Counter[str]:
     words = " ".join(f"kv{name}={value}" for name, value in options.items())
     command = ["qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-m", "768", "-smp", "1", "-nographic"]
     command += ["-no-reboot", "-net", "none", "-kernel", str(guest / "vmlinuz"), "-initrd", str(guest / "initrd.gz")]
-    # With random addresses, the kernel ends at times before it has a console.
-    command += ["-append", f"console=ttyS0 quiet panic=-1 nokaslr random.trust_cpu=on {words}"]
+    command += ["-append", f"console=ttyS0 quiet panic=-1 random.trust_cpu=on {words}"]
     command += ["-drive", f"file={guest / 'system.img'},format=raw,if=virtio,readonly=on"]
     command += ["-drive", f"file={disk.image},format=raw,if=virtio"]
     machine = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -72,9 +71,10 @@ def cycle(guest: Path, disk: Disk, rng: random.Random) -> Counter[str]:
             while (left := cut_at - time.monotonic()) > 0 and disk.first + len(new) < BLOCKS_MAX:
                 if not selector.select(left):
                     continue
-                piece = machine.stdout.read1(65536).decode(errors="replace").replace("\r", "")
-                if not piece:
+                got = machine.stdout.read1(65536)
+                if not got:
                     raise Failure(f"the guest ended, QEMU with status {machine.wait()}: {shown}")
+                piece = got.decode(errors="replace").replace("\r", "")
                 text, shown = text + piece, (shown + piece)[-2000:]
                 *lines, text = text.split("\n")
                 for line in lines:
