@@ -16,7 +16,7 @@ from kvstore.backends.disk import DiskConfig
 from kvstore.backends.disk import backend as backend_module
 from kvstore.backends.disk import space as space_module
 from kvstore.backends.disk.files import FileLock
-from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, Kind
+from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, LOCK_NAME, Kind
 from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError
@@ -245,6 +245,31 @@ async def test_a_directory_with_segments_of_another_size_is_read_and_not_adopted
         await rig.has_all(values)
         await rig.put_new(8)
         await rig.has_all(values)
+
+
+class FullAndExamined(OsDisk):
+    """A disk without room for a directory; another engine holds ``examined`` until one is to be made."""
+
+    examined: FileLock
+
+    def mkdir(self, name: str, dir_fd: int) -> None:
+        self.examined.release()
+        raise OSError(errno.ENOSPC, "no room", name)
+
+
+async def test_a_full_disk_leaves_a_second_attempt_to_adopt(tmp_path: Path) -> None:
+    """Another engine that checks whether an owner has ended holds its lock for a moment."""
+    async with opened(tmp_path, room_for(64)) as rig:
+        values = await rig.put_new(8)
+        name = rig.session.owner.name
+    disk = FullAndExamined()
+    fd = os.open(tmp_path / NAMESPACE.hex / name, os.O_RDONLY)
+    disk.examined = FileLock(OsDisk(), fd, LOCK_NAME)
+    assert disk.examined.try_acquire(exclusive=False, create=False)
+    async with opened(tmp_path, room_for(64), disk=disk) as rig:
+        assert rig.session.owner.name == name
+        await rig.has_all(values)
+    os.close(fd)
 
 
 async def test_the_directory_that_was_used_last_is_adopted(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -24,6 +25,9 @@ _log = logging.getLogger("kvstore.backends.disk")
 
 _TRIES_MAX: Final = 20
 """Attempts to create a directory and lock it before another engine does."""
+
+_FULL_PAUSE_S: Final = 0.2
+"""Pause before the second attempt to adopt a directory if none can be created."""
 
 
 class Uses:
@@ -199,20 +203,32 @@ class Owner:
 
 def take_owner(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, slots_max: int, digest: bytes) -> Owner:
     """Adopt the most recently used directory of an owner that has ended, or create a new one."""
+    owner = _adopt(disk, roots, geometry, digest)
+    if owner is None:
+        try:
+            owner = _create(disk, roots, geometry, digest)
+        except OSError:
+            # On a full disk. Other engines lock an ended owner's directory for a moment to see whether it has ended.
+            time.sleep(_FULL_PAUSE_S)
+            owner = _adopt(disk, roots, geometry, digest)
+            if owner is None:
+                raise
+    with contextlib.suppress(OSError):
+        # Only eviction uses the marks, and it works without them.
+        owner.uses = Uses(disk, owner.fds[0], slots_max)
+    return owner
+
+
+def _adopt(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, digest: bytes) -> Owner | None:
     here = [each for each in roots[0].owners() if each.namespace == roots[0].namespace]
     for each in sorted(here, key=lambda each: each.changed_at, reverse=True):
         owner = Owner(disk, each.name, geometry, digest)
         try:
             if owner.open(roots, create=False):
-                break
+                return owner
         except OSError as error:
             _log.warning("the directory of the owner %s can't be adopted: %s", owner.name, error)
-    else:
-        owner = _create(disk, roots, geometry, digest)
-    with contextlib.suppress(OSError):
-        # Only eviction uses the marks, and it works without them.
-        owner.uses = Uses(disk, owner.fds[0], slots_max)
-    return owner
+    return None
 
 
 def _create(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, digest: bytes) -> Owner:
