@@ -31,11 +31,15 @@ PATIENCE_S = 20
 """Time limit for a victim's reports; afterwards it is killed without them."""
 
 
-def write_for_ever(config: dict[str, Any], seed: int, universe: int, report: int) -> None:
-    """Store and load until killed; one byte on the pipe per round, ``W`` if a byte was wrong."""
+def write_for_ever(config: dict[str, Any], seed: int, universe: int, report: int, gate: int) -> None:
+    """Store and load until killed; one byte on the pipe per round, ``W`` if a byte was wrong.
+
+    Begins once the writing ends of ``gate`` are closed.
+    """
     rng = random.Random(seed)
     client = Client(config)
     os.write(report, b"s")
+    os.read(gate, 1)
     parent = os.getppid()
     while os.getppid() == parent:
         numbers = rng.sample(range(universe), BLOCKS_PER_JOB)
@@ -47,8 +51,8 @@ def write_for_ever(config: dict[str, Any], seed: int, universe: int, report: int
         os.write(report, b"W" if wrong else b"h" if loaded.successful_keys else b"m")
 
 
-def fork_writer(config: dict[str, Any], seed: int, universe: int) -> tuple[int, int]:
-    """Start a writer; return its pid and the reading end of its pipe."""
+def fork_writer(config: dict[str, Any], seed: int, universe: int, gate: tuple[int, int]) -> tuple[int, int]:
+    """Start a writer; return its pid and the reading end of its pipe. ``gate``: pipe, see :func:`write_for_ever`."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -57,7 +61,9 @@ def fork_writer(config: dict[str, Any], seed: int, universe: int) -> tuple[int, 
         return pid, reading
     try:
         os.close(reading)
-        write_for_ever(config, seed, universe, writing)
+        if gate[1] >= 0:
+            os.close(gate[1])
+        write_for_ever(config, seed, universe, writing, gate[0])
     except BaseException as error:  # A dying child must not run the parent's code.
         os.write(writing, b"E")
         os.write(2, f"writer {seed}: {type(error).__name__}: {error}\n".encode())
@@ -104,7 +110,8 @@ def main() -> None:
     rng = random.Random(plan["seed"])
     root = Path(plan["config"]["path"])
     config, universe = plan["config"], plan["universe"]
-    writers = dict(fork_writer(config, rng.randrange(1 << 30), universe) for _ in range(plan["writers"]))
+    gate = os.pipe()
+    writers = dict(fork_writer(config, rng.randrange(1 << 30), universe, gate) for _ in range(plan["writers"]))
     said = dict.fromkeys(writers, b"")
     kills, peak, samples = 0, 0, 0
     longest = plan.get("words", 30)
@@ -130,6 +137,12 @@ def main() -> None:
         found = report()
         return any(found[name] < count for name, count in plan.get("at_least", {}).items())
 
+    # Engines that store take the space of directories that others may still be about to adopt.
+    while "kills" not in plan and not all(said.values()) and goes_on():
+        time.sleep(0.02)
+        listen()
+    os.close(gate[1])
+    gate = gate[0], -1
     while goes_on():
         if "kills" not in plan:
             time.sleep(0.02)
@@ -147,7 +160,7 @@ def main() -> None:
         os.waitpid(pid, 0)
         listen()
         os.close(writers.pop(pid))
-        pid, pipe = fork_writer(config, rng.randrange(1 << 30), universe)
+        pid, pipe = fork_writer(config, rng.randrange(1 << 30), universe, gate)
         writers[pid], said[pid] = pipe, said.get(pid, b"")
         kills += 1
     for pid, pipe in writers.items():
