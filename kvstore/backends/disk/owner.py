@@ -26,8 +26,9 @@ _log = logging.getLogger("kvstore.backends.disk")
 _TRIES_MAX: Final = 20
 """Attempts to create a directory and lock it before another engine does."""
 
-_FULL_PAUSE_S: Final = 0.2
-"""Pause before the second attempt to adopt a directory if none can be created."""
+_FULL_S: Final = 1.0
+_FULL_PAUSE_S: Final = 0.1
+"""If no directory can be created, all are tried again for a second, with pauses."""
 
 
 class Uses:
@@ -203,16 +204,16 @@ class Owner:
 
 def take_owner(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, slots_max: int, digest: bytes) -> Owner:
     """Adopt the most recently used directory of an owner that has ended, or create a new one."""
-    owner = _adopt(disk, roots, geometry, digest)
-    if owner is None:
+    deadline = time.monotonic() + _FULL_S
+    while (owner := _adopt(disk, roots, geometry, digest)) is None:
         try:
             owner = _create(disk, roots, geometry, digest)
+            break
         except OSError:
             # On a full disk. Other engines lock an ended owner's directory for a moment to see whether it has ended.
-            time.sleep(_FULL_PAUSE_S)
-            owner = _adopt(disk, roots, geometry, digest)
-            if owner is None:
+            if time.monotonic() >= deadline:
                 raise
+            time.sleep(_FULL_PAUSE_S)
     with contextlib.suppress(OSError):
         # Only eviction uses the marks, and it works without them.
         owner.uses = Uses(disk, owner.fds[0], slots_max)
