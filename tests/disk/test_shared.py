@@ -173,6 +173,24 @@ async def test_a_reader_looks_at_the_journal_after_each_read(tmp_path: Path, mon
         assert await two.get(list(values)) == [None] * 16
 
 
+async def test_a_reader_looks_at_the_journals_of_all_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch with blocks of several owners, none is delivered whose owner freed its slot during the read."""
+    monkeypatch.setattr(followers_module, "_PAUSE_S", 3600.0)
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two, opened(tmp_path, "64MiB") as reader:
+        owned = [(rig, await rig.put_new(2)) for rig in (one, two)]
+        keys = [key for _, values in owned for key in values]
+        await reader.session.followers.refresh()
+        read, engine = reader.session.engine.read, reader.session.engine
+
+        async def read_then_free(transfers: object, *args: object) -> None:
+            await read(transfers, *args)  # type: ignore[arg-type]
+            for rig, values in owned:
+                await rig.backend.delete(list(values)[:1])
+
+        engine.read = read_then_free  # type: ignore[method-assign]
+        assert [payload is None for payload in await reader.get(keys)] == [True, False] * 2
+
+
 async def test_a_block_whose_journal_can_not_be_read_is_not_delivered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from kvstore.backends.disk.layout import FRAME_BYTES, RECORD, Kind, decode_descriptor
+from kvstore.backends.disk.records import SlotWrite
 from kvstore.diskio import OsDisk
-from kvstore.types import BlockKey
+from kvstore.types import BlockKey, Outcome
 from tests.disk.rig import SLOT, opened, room_for
 
 PATIENCE_S = 0.05
@@ -116,3 +117,25 @@ async def test_slots_change_hands_after_the_journal_has_said_so(tmp_path: Path, 
         assert disk.frames > 20
         held = [key for key, there in zip(values, await rig.backend.exists(list(values)), strict=True) if there]
         assert sorted(held) == sorted(disk.told.values())
+
+
+async def test_a_block_is_announced_after_its_write_has_ended(tmp_path: Path) -> None:
+    """While a slot is being written, neither its owner nor another engine finds the block."""
+    async with opened(tmp_path, room_for(16)) as one, opened(tmp_path, room_for(16)) as two:
+        late, other = one.new(1), one.new(1)
+        engine, write, found = one.session.engine, one.session.engine.write, []
+
+        async def write_after_another_put(transfers: Any, *args: Any) -> None:
+            if isinstance(transfers[0], SlotWrite):
+                engine.write = write  # type: ignore[method-assign]
+                # Frames are written in order: a premature one of the late block would precede this one.
+                assert await one.put(other) == [Outcome.OK]
+                await two.session.followers.refresh()
+                found.extend([await rig.backend.exists([*late, *other]) for rig in (one, two)])
+            await write(transfers, *args)
+
+        engine.write = write_after_another_put  # type: ignore[method-assign]
+        assert await one.put(late) == [Outcome.OK]
+        assert found == [[False, True], [False, True]]
+        await two.session.followers.refresh()
+        await two.has_all(late | other)

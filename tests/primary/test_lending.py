@@ -132,6 +132,7 @@ def test_nothing_is_lent_while_it_is_closed(tier: PrimaryTier) -> None:
     lender.is_open = False
     assert not lender.is_waiting(b"name")
     assert lender.lend(keys_of(1)[0]) is None and lender.find(keys_of(1)[0]) is Found.ABSENT
+    assert lender.keys() == []
     assert tier.remove(keys_of(1)[0]) and tier.stats().abandoned == 0
     lender.is_open = True
     fill(tier, 2)
@@ -175,6 +176,26 @@ def test_a_block_that_leaves_while_it_is_being_lent(tier: PrimaryTier, moment: s
     reclaim(tier)
     assert tier.stats().abandoned == 0
     assert not loans
+
+
+def test_a_reset_while_a_block_is_being_lent(tier: PrimaryTier) -> None:
+    """A new block under the same key, in the same slot, is not lent: it belongs to the next namespace."""
+    fill(tier, 1, 2, 3, 4)
+    (key,), slot = keys_of(1), tier.slot_of(keys_of(1)[0])
+    lender = Lender(tier)
+
+    def reset() -> None:
+        loans.before = lambda: None
+        lender.is_open = False
+        tier.clear()
+        assert fill(tier, 1, 2, 3, 4) is not None
+        assert tier.slot_of(key) == slot
+
+    loans = _Interrupted()
+    loans.before, loans.after = reset, lambda: None
+    tier.loans._lent = loans
+    assert lender.lend(key) is None
+    assert not lender.is_open and not loans
 
 
 def test_another_thread_never_sees_a_row_change() -> None:

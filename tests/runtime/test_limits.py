@@ -61,6 +61,18 @@ async def test_a_cancelled_request_holds_up_no_other() -> None:
     limiter.leave(1)
 
 
+async def test_a_request_cancelled_after_its_grant_returns_it() -> None:
+    """A waiter that is cancelled between its grant and its next step does not keep the grant."""
+    limiter = Limiter(3)
+    async with limiter.hold(3):
+        waiting = asyncio.create_task(limiter.enter(2))
+        await asyncio.sleep(0)
+    assert limiter.in_use == 2 and not waiting.done()
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled() and limiter.in_use == 0
+
+
 async def test_a_request_for_more_than_there_is_waits_for_all_of_it() -> None:
     """A request above the total is served alone."""
     limiter = Limiter(3)

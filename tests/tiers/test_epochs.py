@@ -24,6 +24,7 @@ from kvstore.runtime.messages import (
     HostDown,
     HostUp,
     JobDone,
+    LineageFound,
     PresenceAdded,
     PresenceComplete,
     PresenceRemoved,
@@ -74,6 +75,16 @@ def test_what_the_io_half_says_of_an_earlier_epoch_is_ignored() -> None:
     assert bench.tier.lookup(b"a") is HIT
 
 
+def test_a_late_report_concerns_no_block_of_the_new_epoch() -> None:
+    """A removal that arrives before the new epoch begins hides no block of it, and a late lineage describes none."""
+    bench = Bench()
+    bench.tier.begin_epoch()
+    bench.answer(PresenceRemoved((b"a",), RemovalCause.EVICTED), LineageFound((b"a",), (b"old",), (b"",)))
+    bench.answer(begun(bench), PresenceAdded((b"a",), recovered=True), PresenceComplete(True, 1, 0.0))
+    assert bench.tier.lookup(b"a") is HIT
+    assert bench.tier.take_lineage(b"a") is None
+
+
 def test_a_question_about_an_earlier_epoch_answers_no_later_one() -> None:
     """In a shared tier, an answer about the old epoch does not count in the new one."""
     bench = Bench(exclusive=False)
@@ -106,13 +117,14 @@ def test_nothing_reaches_the_medium_while_an_epoch_changes() -> None:
 
 
 def test_a_late_failure_is_not_held_against_the_new_epoch() -> None:
-    """A failed load of the previous epoch opens no breaker, sends no probe, and hides no block of the next one."""
+    """A failed load or lookup of the previous epoch opens no breaker, sends no probe, and hides no later block."""
     bench = Bench(breaker_failures=1)
     ctx = RequestContext("r")
     bench.tier.submit_load(job(1, [b"a"], ctx))
     bench.tier.begin_epoch()
     [late] = bench.finish(1, Outcome.IO_ERROR, error="late")
     assert not late.success
+    bench.answer(ExistsDone(0, b"", "late"))
     assert bench.tier.stats().load_breaker == "closed"
     bench.answer(begun(bench), PresenceComplete(True, 0, 0.0))
     bench.hold(b"a")
