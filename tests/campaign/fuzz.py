@@ -75,10 +75,10 @@ def _mutate(target: Any, seconds: float, seed: int, artifacts: str) -> int:
     rng = random.Random(seed)
     seeds = target.seeds()
     count, deadline = 0, time.monotonic() + seconds
-    while count < len(seeds) or time.monotonic() < deadline:
+    while (is_seed := count < len(seeds)) or time.monotonic() < deadline:
         # First each seed as it is: the properties of good inputs are rarely reached by a changed one.
-        data = bytearray(seeds[count] if count < len(seeds) else rng.choice(seeds))
-        for _ in range(rng.randrange(1, 6) if count >= len(seeds) else 0):
+        data = bytearray(seeds[count] if is_seed else rng.choice(seeds))
+        for _ in range(0 if is_seed else rng.randrange(1, 6)):
             at = rng.randrange(len(data) + 1)
             match rng.randrange(4):
                 case 0:

@@ -84,10 +84,10 @@ def cycle(guest: Path, disk: Disk, rng: random.Random) -> Counter[str]:
                     if name == "FOUND":
                         found = set(json.loads(value))
                         cut_at = time.monotonic() + BOOT_LIMIT_S
-                    if name == "STORED" and json.loads(value):
+                    if name == "STORED" and (done := set(json.loads(value))):
                         if not new:
                             cut_at = time.monotonic() + rng.choice([rng.uniform(0, 1), rng.uniform(0, 8)])
-                        new |= set(json.loads(value))
+                        new |= done
     finally:
         machine.kill()
         machine.wait()

@@ -20,11 +20,10 @@ if __name__ == "__main__":
     guest = os.environ.get("KVSTORE_GUEST")
     if guest is None:
         run_tests("tests/disk/test_power_cut.py")
-    first = fresh_seed()
-    replayed = figure_of_tests([first], "tests/disk/test_power_cut.py")
+    seed = fresh_seed()
+    replayed = figure_of_tests([seed], "tests/disk/test_power_cut.py")
     cycles = max(2, int(seconds() / 6 / CYCLE_S))
-    seed = str(first)
-    command = [sys.executable, "-m", "tests.campaign.power_cuts", guest, "--cycles", str(cycles), "--seed", seed]
+    command = [sys.executable, "-m", "tests.campaign.power_cuts", guest, "--cycles", str(cycles), "--seed", str(seed)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout, flush=True)
     last = done.stdout.strip().splitlines()[-1]

@@ -225,10 +225,12 @@ class Root:
         with self._ledger_held():
             if self._missing_bytes(size_bytes) > 0:
                 return None
-            made = not self._is_for_others(owner, size_bytes) and self._preallocate(dir_fd, name, size_bytes)
+            if self._is_for_others(owner, size_bytes) or not self._preallocate(dir_fd, name, size_bytes):
+                return False
             # Counts also if the next scan can't read the directory.
-            self._sizes[self.namespace, owner] = self._sizes.get((self.namespace, owner), 0) + size_bytes * made
-            return made
+            place = self.namespace, owner
+            self._sizes[place] = self._sizes.get(place, 0) + size_bytes
+            return True
 
     def _is_for_others(self, owner: str, size_bytes: int) -> bool:
         """Return whether another owner requests space and is at least one segment smaller than this one.

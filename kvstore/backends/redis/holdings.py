@@ -408,7 +408,7 @@ class RedisHoldings(Holdings):
             own, first = read_part_header(value.head), read_part_header(head)
             if own is not None and not head:
                 found.append((value, "the first part of its block is missing"))
-            elif first is not None and not (own is not None and own.number == value.name.part and own.fits(first)):
+            elif first is not None and (own is None or not own.belongs_to(first, value.name.part or 0)):
                 found.append((value, "the first part of its block is of another record"))
         return found
 

@@ -47,9 +47,9 @@ class PartHeader(NamedTuple):
     payload: bytes
     write: bytes
 
-    def fits(self, other: PartHeader) -> bool:
-        """Return whether both are parts of equal records."""
-        return self[1:4] == other[1:4]
+    def belongs_to(self, first: PartHeader, number: int) -> bool:
+        """Return whether it is part ``number`` of a record equal to that of ``first``."""
+        return self[:4] == (number, *first[1:4])
 
 
 def read_part_header(data: bytes | bytearray, part_bytes: int = PART_BYTES) -> PartHeader | None:
@@ -117,6 +117,6 @@ class PartsRead:
             if not isinstance(reply, Filled) or reply != _HEADER.size + piece:
                 return PartsFound(Outcome.MISS, remove=True)
             part = read_part_header(self._headers[index], self._part_bytes)
-            if part is None or part.number != index or not part.fits(header):
+            if part is None or not part.belongs_to(header, index):
                 return PartsFound(Outcome.MISS, remove=True)
         return PartsFound(Outcome.OK, size)
