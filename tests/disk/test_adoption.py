@@ -272,6 +272,22 @@ async def test_a_full_disk_leaves_a_second_attempt_to_adopt(tmp_path: Path) -> N
     os.close(fd)
 
 
+async def test_a_failed_start_on_a_full_disk_leaves_one_directory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Further attempts to adopt make no directories, and repeat no warning."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, room_for(64)):
+        disk.fail("pwritev", errno.ENOSPC, forever=True)
+        for count in range(1, 4):
+            caplog.clear()
+            with pytest.raises(BackendUnavailableError):
+                async with opened(tmp_path, room_for(64), disk=disk):
+                    pass
+            assert len(list((tmp_path / NAMESPACE.hex).glob("*/lock"))) == 1 + count
+            assert caplog.text.count("can't be adopted") == count - 1
+
+
 async def test_the_directory_that_was_used_last_is_adopted(tmp_path: Path) -> None:
     """Of several ended owners, the one whose directory was changed last is adopted."""
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:

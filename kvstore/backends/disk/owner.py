@@ -18,7 +18,7 @@ from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.files import FileLock
 from kvstore.backends.disk.journal import JournalEnd, create_journal, journals_in, load_owner, snapshot_parts
 from kvstore.backends.disk.layout import PAGE, Geometry, Kind, Row
-from kvstore.backends.disk.root import Root
+from kvstore.backends.disk.root import NO_ROOM, Root
 from kvstore.diskio import OsDisk
 
 _log = logging.getLogger("kvstore.backends.disk")
@@ -26,9 +26,9 @@ _log = logging.getLogger("kvstore.backends.disk")
 _TRIES_MAX: Final = 20
 """Attempts to create a directory and lock it before another engine does."""
 
-_FULL_S: Final = 1.0
-_FULL_PAUSE_S: Final = 0.1
-"""If no directory can be created, all are tried again for a second, with pauses."""
+_FULL_TRIES: Final = 5
+_FULL_PAUSE_S: Final = 0.2
+"""Attempts to adopt a directory if the disk has no room for another one, each after a pause."""
 
 
 class Uses:
@@ -204,23 +204,34 @@ class Owner:
 
 def take_owner(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, slots_max: int, digest: bytes) -> Owner:
     """Adopt the most recently used directory of an owner that has ended, or create a new one."""
-    deadline = time.monotonic() + _FULL_S
-    while (owner := _adopt(disk, roots, geometry, digest)) is None:
+    owner = _adopt(disk, roots, geometry, digest)
+    if owner is None:
         try:
             owner = _create(disk, roots, geometry, digest)
-            break
-        except OSError:
-            # On a full disk. Other engines lock an ended owner's directory for a moment to see whether it has ended.
-            if time.monotonic() >= deadline:
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                owner = _adopt_later(disk, roots, geometry, digest)
+            if owner is None:
                 raise
-            time.sleep(_FULL_PAUSE_S)
     with contextlib.suppress(OSError):
         # Only eviction uses the marks, and it works without them.
         owner.uses = Uses(disk, owner.fds[0], slots_max)
     return owner
 
 
-def _adopt(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, digest: bytes) -> Owner | None:
+def _adopt_later(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, digest: bytes) -> Owner | None:
+    """Try to adopt again: other engines lock an ended owner's directory for a moment to see whether it has ended."""
+    for _ in range(_FULL_TRIES):
+        time.sleep(_FULL_PAUSE_S)
+        owner = _adopt(disk, roots, geometry, digest, level=logging.DEBUG)
+        if owner is not None:
+            return owner
+    return None
+
+
+def _adopt(
+    disk: OsDisk, roots: Sequence[Root], geometry: Geometry, digest: bytes, *, level: int = logging.WARNING
+) -> Owner | None:
     here = [each for each in roots[0].owners() if each.namespace == roots[0].namespace]
     for each in sorted(here, key=lambda each: each.changed_at, reverse=True):
         owner = Owner(disk, each.name, geometry, digest)
@@ -228,7 +239,7 @@ def _adopt(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, digest: byte
             if owner.open(roots, create=False):
                 return owner
         except OSError as error:
-            _log.warning("the directory of the owner %s can't be adopted: %s", owner.name, error)
+            _log.log(level, "the directory of the owner %s can't be adopted: %s", owner.name, error)
     return None
 
 

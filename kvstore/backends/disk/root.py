@@ -41,7 +41,7 @@ _LARGEST_S: Final = 5.0
 _WISH_S: Final = 10.0
 """Age at which a request for space no longer counts. An engine that still stores repeats it each second."""
 
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
@@ -332,7 +332,7 @@ class Root:
                 self.disk.ftruncate(fd, size_bytes)
         except OSError as error:
             files.remove_segment(self.disk, dir_fd, name)
-            if error.errno in _NO_ROOM:
+            if error.errno in NO_ROOM:
                 return False
             raise
         finally:
