@@ -29,7 +29,7 @@ if __name__ == "__main__":
     for first in rounds():
         for seed in range(first, first + WORLDS):
             with tempfile.TemporaryDirectory() as directory:
-                world = World(Path(directory), seed)
+                world = World(Path(directory), seed, is_racing=seed % 4 == 0)
                 try:
                     asyncio.run(world.run(STEPS))
                 except (WrongError, AssertionError) as error:

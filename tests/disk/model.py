@@ -1,7 +1,7 @@
 """A model of one cache in two directories, with up to four engines of two namespaces, compared after every step.
 
 The engines run in one loop, and their upkeep runs as steps, so a seed repeats a run. A kill is a disk on which every
-call fails from a random call on. In one world of four, each engine has several threads and reads slots in two parts,
+call fails from a random call on. In a racing world, each engine has several threads and reads slots in two parts,
 with a pause between them, so that a slot reused during a read gives a mixed block; a seed repeats its steps, not its
 races.
 """
@@ -131,9 +131,9 @@ class Ended:
 class World:
     """The cache, its engines and the model. Every random choice comes from ``seed``."""
 
-    def __init__(self, root: Path, seed: int) -> None:
+    def __init__(self, root: Path, seed: int, *, is_racing: bool = False) -> None:
         self.choose = random.Random(seed)
-        self.is_racing = seed % 4 == 0
+        self.is_racing = is_racing
         self.paths = [root / "a", root / "b"]
         self.engines: list[Engine] = []
         self.ended: dict[str, Ended] = {}
