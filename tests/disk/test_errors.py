@@ -463,6 +463,21 @@ async def test_an_unreadable_directory_costs_itself_alone(tmp_path: Path, what: 
         await rig.put_new(4)
 
 
+async def test_a_segment_given_up_while_the_own_directory_is_unreadable_leaves_its_room(tmp_path: Path) -> None:
+    """A new segment takes the place of a deleted one."""
+    disk = UnreadableDirectory()
+    async with opened(tmp_path, room_for(64), disk=disk, engine="threads") as rig:
+        await rig.put_new(64)
+        assert segment_bytes(tmp_path) == room_for(64)
+        disk.bad = rig.session.owner.name
+        next(tmp_path.glob("*/*/*.seg")).unlink()
+        await rig.session.space.match_files()
+        assert rig.session.counts["segments_given_up"] == 1
+        for _ in range(20):
+            await rig.put_new(4)
+        assert segment_bytes(tmp_path) == room_for(64)
+
+
 async def test_a_failing_duty_of_upkeep_stops_no_other(tmp_path: Path) -> None:
     """While free space can't be measured, snapshots are written; the failures are counted for each duty."""
     disk = FaultyDisk()

@@ -132,6 +132,15 @@ class Root:
             made = self._make_if_room(dir_fd, owner, name, size_bytes)
         return bool(made)
 
+    def remove_segment(self, dir_fd: int, owner: str, name: str, size_bytes: int) -> None:
+        """Remove a segment of an owner from its directory.
+
+        Raises:
+            OSError: The disk fails.
+        """
+        files.remove_segment(self.disk, dir_fd, name)
+        self._count(owner, -size_bytes)
+
     def want(self, owner: str, *, wanted: bool) -> None:
         """Publish that an owner has less than its share and needs a segment, or withdraw this request."""
         name = _WANT_PREFIX + owner
@@ -227,10 +236,13 @@ class Root:
                 return None
             if self._is_for_others(owner, size_bytes) or not self._preallocate(dir_fd, name, size_bytes):
                 return False
-            # Counts also if the next scan can't read the directory.
-            place = self.namespace, owner
-            self._sizes[place] = self._sizes.get(place, 0) + size_bytes
+            self._count(owner, size_bytes)
             return True
+
+    def _count(self, owner: str, more_bytes: int) -> None:
+        """Change the size of an owner that counts if the next scan can't read its directory."""
+        place = self.namespace, owner
+        self._sizes[place] = max(0, self._sizes.get(place, 0) + more_bytes)
 
     def _is_for_others(self, owner: str, size_bytes: int) -> bool:
         """Return whether another owner requests space and is at least one segment smaller than this one.

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from kvstore.backends.disk.files import FileLock, remove_segment, segments_in, without_file
+from kvstore.backends.disk.files import FileLock, segments_in, without_file
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.journal import Journal
 from kvstore.backends.disk.layout import Kind, Row, segment_name
@@ -332,8 +332,8 @@ class Space:
         return True
 
     async def _remove_file(self, number: int, path: int) -> None:
-        remove = partial(remove_segment, self._disk, self._owner.fds[path], segment_name(number))
-        await self._engine.call(remove)
+        owner, name, size = self._owner, segment_name(number), self._geometry.segment_bytes
+        await self._engine.call(partial(self._roots[path].remove_segment, owner.fds[path], owner.name, name, size))
 
     def _own_segments(self) -> list[int]:
         own: list[int] = np.flatnonzero(self._index.columns.segments).tolist()
