@@ -8,19 +8,22 @@ canary, and at the end no job, request, pin or lent buffer is left.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import mmap
 import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from kvstore.backends.base import RecordRead, RecordWrite
 from kvstore.namespace import Namespace
 from kvstore.primary.lending import Lender
 from kvstore.primary.tier import PrimaryTier, SlotState
@@ -30,10 +33,12 @@ from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiering.config import Backfill
 from kvstore.tiering.policy import PARAMETERS
 from kvstore.tiers import open_tier
-from kvstore.types import BlockKey, LookupResult, RequestContext, Source
+from kvstore.types import BlockKey, LookupResult, Outcome, RequestContext, Source
 from tests.campaign.program import failed, passed, rounds
 from tests.peer.ports import free_port
 from tests.torture.blocks import lent_by
+
+_T = TypeVar("_T")
 
 STORMS: Final = 1000
 STEPS: Final = 400
@@ -63,6 +68,27 @@ class WrongError(Exception):
 def payload(key: BlockKey, weights: str) -> bytes:
     """Return the content of a block that an engine with these weights computes."""
     return random.Random(f"{key!r} {weights}").randbytes(SLOT_BYTES)
+
+
+class ThreadedBackend(FaultyBackend):
+    """A backend whose cancelled calls use their buffers to the end, like calls on threads."""
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        return await _to_its_end(super().put(writes))
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        return await _to_its_end(super().get_into(reads))
+
+
+async def _to_its_end(call: Coroutine[Any, Any, _T]) -> _T:
+    task = asyncio.ensure_future(call)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
+        raise
 
 
 @dataclass(eq=False)
@@ -135,13 +161,14 @@ class Engine:
         for number, options in enumerate(choose.sample(kinds[:2], choose.randint(0, 2)) + kinds[2:]):
             self.plans.append(FaultPlan(seed=choose.getrandbits(32)))
             options |= {"label": f"t{number}", **common}
+            faulty = choose.choice([FaultyBackend, ThreadedBackend])
             options["reset"] = "forget" if self.gets_weights else choose.choice(["forget", "keep"])
             tier = open_tier(
                 {**options, "breaker_cooldown": "50ms"},
                 primary=self.memory,
                 slot_bytes=SLOT_BYTES,
                 namespace=NAMESPACE,
-                wrap_backend=partial(FaultyBackend, plan=self.plans[-1]) if options["type"] != "peer" else None,
+                wrap_backend=partial(faulty, plan=self.plans[-1]) if options["type"] != "peer" else None,
                 lender=lender if options["type"] == "peer" else None,
                 tenants=self.tenants,
             )
