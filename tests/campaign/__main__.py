@@ -51,9 +51,11 @@ def main() -> int:
     chosen = {goal: program for goal, program in known.items() if not args.goals or goal in args.goals}
     logs = Path(tempfile.mkdtemp(prefix="kvstore-campaign-"))
     print(f"seed {seed}, {args.minutes:g} minutes, logs in {logs}", flush=True)
-    failed = 0
-    for goal, program in chosen.items():
-        verdict, figure = run(goal, program, seed, 60 * args.minutes / len(chosen), logs / f"{goal}.log")
+    failed, deadline = 0, time.monotonic() + 60 * args.minutes
+    # The last goals have the longest rounds; the others share the rest of the time.
+    for left, (goal, program) in reversed(list(enumerate(chosen.items(), 1))):
+        share = max(0.0, deadline - time.monotonic()) / left
+        verdict, figure = run(goal, program, seed, share, logs / f"{goal}.log")
         failed += verdict == "FAIL"
         print(f"{goal:4} {verdict:8} {figure}", flush=True)
         if args.record:
