@@ -22,4 +22,4 @@ async def test_engines_agree_with_the_model(tmp_path: Path, number: int) -> None
     except Exception as error:
         error.add_note(f"seed {seed}")
         raise
-    assert world.counts["loads"] > STEPS / 4, seed
+    assert world.counts["loads"], seed
