@@ -9,7 +9,6 @@ canary, and at the end no job, request, pin or lent buffer is left.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import mmap
 import random
@@ -27,6 +26,7 @@ from kvstore.backends.base import RecordRead, RecordWrite
 from kvstore.namespace import Namespace
 from kvstore.primary.lending import Lender
 from kvstore.primary.tier import PrimaryTier, SlotState
+from kvstore.runtime.workers import to_the_end
 from kvstore.tenants import Tenant, Tenants, tag_of
 from kvstore.testing.faults import Fault, FaultKind, FaultPlan, FaultyBackend
 from kvstore.tiering import TieringConfig, TieringManager
@@ -82,13 +82,8 @@ class ThreadedBackend(FaultyBackend):
 
 async def _to_its_end(call: Coroutine[Any, Any, _T]) -> _T:
     task = asyncio.ensure_future(call)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({task})
-        raise
+    await to_the_end(task)
+    return task.result()
 
 
 @dataclass(eq=False)

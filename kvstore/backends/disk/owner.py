@@ -204,29 +204,25 @@ class Owner:
 
 def take_owner(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, slots_max: int, digest: bytes) -> Owner:
     """Adopt the most recently used directory of an owner that has ended, or create a new one."""
-    owner = _adopt(disk, roots, geometry, digest)
-    if owner is None:
-        try:
-            owner = _create(disk, roots, geometry, digest)
-        except OSError as error:
-            if error.errno in NO_ROOM:
-                owner = _adopt_later(disk, roots, geometry, digest)
-            if owner is None:
-                raise
+    owner = _adopt(disk, roots, geometry, digest) or _create_or_adopt(disk, roots, geometry, digest)
     with contextlib.suppress(OSError):
         # Only eviction uses the marks, and it works without them.
         owner.uses = Uses(disk, owner.fds[0], slots_max)
     return owner
 
 
-def _adopt_later(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, digest: bytes) -> Owner | None:
-    """Try to adopt again: other engines lock an ended owner's directory for a moment to see whether it has ended."""
-    for _ in range(_FULL_TRIES):
-        time.sleep(_FULL_PAUSE_S)
-        owner = _adopt(disk, roots, geometry, digest, level=logging.DEBUG)
-        if owner is not None:
-            return owner
-    return None
+def _create_or_adopt(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, digest: bytes) -> Owner:
+    """Create a directory; if the disk has no room for it, try to adopt again."""
+    try:
+        return _create(disk, roots, geometry, digest)
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            # Other engines lock an ended owner's directory for a moment to see whether it has ended.
+            for _ in range(_FULL_TRIES):
+                time.sleep(_FULL_PAUSE_S)
+                if (owner := _adopt(disk, roots, geometry, digest, level=logging.DEBUG)) is not None:
+                    return owner
+        raise
 
 
 def _adopt(
