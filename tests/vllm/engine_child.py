@@ -2,7 +2,8 @@
 
 python engine_child.py FD
 
-This process imports vLLM once, and forks an engine for each message on the socket FD.
+This process imports vLLM once, and forks an engine for each message on the socket FD. A fork copies one thread only, so
+where the import starts others, as it does with a GPU, each engine is a program of its own: engine_child.py FD OUTPUT.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -227,13 +229,16 @@ def main() -> None:
     """Fork an engine for each message, which has its socket and its output, until the other side closes."""
     # Registered first, so it runs last: to free all objects one by one takes two seconds.
     atexit.register(lambda: os._exit(0))
+    if len(sys.argv) == 3:
+        return serve(*map(int, sys.argv[1:]))
     control = socket.socket(fileno=int(sys.argv[1]))
     _import_vllm()
+    threads = len(os.listdir("/proc/self/task"))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The other side waits for engines.
     while descriptors := socket.recv_fds(control, 1, 2)[1]:
-        threads = os.listdir("/proc/self/task")
-        assert len(threads) == 1, f"{len(threads)} threads; a fork copies only one"
-        if os.fork() == 0:
+        if threads > 1:
+            subprocess.Popen([sys.executable, __file__, *map(str, descriptors)], pass_fds=descriptors)
+        elif os.fork() == 0:
             control.close()
             return serve(*descriptors)
         for descriptor in descriptors:
