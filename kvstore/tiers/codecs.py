@@ -181,7 +181,7 @@ class CodecChoice:
         rate = self._decodes.rate(now)
         if rate and self._encodes:
             return rate
-        return _DECODE_BY_SAMPLE * (rate or self._plain_bytes / max(self._encode_s, 1e-9)) or 1.0
+        return _DECODE_BY_SAMPLE * (rate or self._plain_bytes / max(self._encode_s, 1e-9))
 
     def _ratio(self) -> float:
         return self._encoded_bytes / self._plain_bytes if self._plain_bytes else 1.0

@@ -250,6 +250,12 @@ def test_failures_of_the_link_are_no_evidence() -> None:
     assert choice.stats()["link_bytes_per_s"] == 0
 
 
+def test_without_a_batch_nothing_is_known() -> None:
+    """Before the first batch all rates are 0, and a block is as long encoded as raw."""
+    stats = World(GB, 0.7).choice().stats()
+    assert [stats[name] for name in ("link_bytes_per_s", "decode_bytes_per_s", "ratio")] == [0, 0, 1]
+
+
 def test_an_unknown_objective_is_refused() -> None:
     """The error names the two valid ones."""
     with pytest.raises(ConfigError, match="latency"):
