@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zstandard
 
 from kvstore.codec.base import Codec
 from kvstore.codec.chain import AUTO, build_chain, pack_chain, parse_chain, unpack_chain
 from kvstore.codec.coding import Encoder
 from kvstore.codec.record import HEADER_BYTES, decode_header
+from kvstore.codec.zstd import Zstd
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.registry import CODECS
@@ -60,6 +63,8 @@ def test_what_gets_no_shorter_is_stored_raw() -> None:
     header = decode_header(record)
     assert (header.codec_chain, header.plain_bytes) == (PLANES_ZSTD, SLOT)
     assert header.stored_bytes == len(record) - HEADER_BYTES < 0.85 * SLOT
+    # While "auto" finds it not worthwhile.
+    assert Coding("byteplane+zstd:1").write([numbers(SLOT)], encode=False) == Coding("raw").write([numbers(SLOT)])
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,19 @@ def test_what_is_a_little_shorter_is_stored_raw() -> None:
     """A block that shrinks by less than a thirty-second is not worth decoding."""
     mostly_noise = random.Random(SEED).randbytes(SLOT - SLOT // 40) + bytes(SLOT // 40)
     assert Coding("zstd").write([mostly_noise]) == Coding("raw").write([mostly_noise])
+
+
+@pytest.mark.parametrize(
+    ("unit", "size", "is_encoded"),
+    [(1, 31 * 4096, True), (1, 31 * 4096 + 1, False), (4096, 30 * 4096 + 1, True), (4096, 31 * 4096 + 1, False)],
+)
+def test_a_thirty_second_is_worth_decoding(
+    unit: int, size: int, is_encoded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of 32 pages is stored encoded if that saves a page, after padding."""
+    monkeypatch.setattr(Touchy, "encode", lambda self, sources, targets: [size] * len(sources))
+    (record,) = Coding([TOUCHY], unit=unit).write([bytes(32 * 4096)])
+    assert (decode_header(record).codec_chain != 0) is is_encoded
 
 
 @pytest.mark.parametrize("slot", [SLOT, SLOT - 100])
@@ -127,6 +145,18 @@ def test_without_the_package_blocks_are_misses(
     monkeypatch.setattr(CODECS, "find", find)
     assert Coding("raw").read([record], SLOT) == ["codec"]
     assert "no module 'zstandard'" in caplog.text
+
+
+def test_a_package_without_multi_buffer_calls_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of zstandard that takes frames only one by one writes and reads the same records."""
+    blocks = [numbers(SLOT, seed, element_bytes=1) for seed in range(3)]
+    records = Coding("zstd").write(blocks)
+    one, other = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
+    monkeypatch.setattr(zstandard, "backend_features", set())
+    monkeypatch.setattr(Zstd, "_compressor", lambda self: SimpleNamespace(compress=one.compress))
+    monkeypatch.setattr(Zstd, "_decompressor", lambda self: SimpleNamespace(stream_reader=other.stream_reader))
+    assert Coding("zstd").write(blocks) == records
+    assert Coding("zstd").read(records, SLOT) == blocks
 
 
 def test_lengths_that_contradict_each_other_are_refused() -> None:
@@ -194,6 +224,7 @@ def test_options_are_read(value: Any, names: list[str]) -> None:
         ("byteplane:3", "element_bytes"),
         ("zstd+zstd+zstd+zstd+zstd", "at most 4"),
         ("zstd+auto", "'auto' first"),
+        ("auto:1", "without an argument"),
         ("auto+zstd", "only a seal"),
         ("tests.codec.third_party:Trespasser", "Expected 128 to 255"),
         ("tests.codec.third_party:Inverted:3", "takes no value"),
