@@ -15,6 +15,8 @@ from kvstore.runtime.messages import (
     Drain,
     Drained,
     ExistsDone,
+    Forget,
+    Forgotten,
     HostDown,
     HostUp,
     PresenceAdded,
@@ -33,6 +35,7 @@ from kvstore.types import (
     Outcome,
     RemovalCause,
     RequestContext,
+    Source,
     TierEvent,
     TransferJob,
 )
@@ -94,6 +97,20 @@ def test_a_block_of_which_the_medium_could_not_say_is_asked_for_after_a_pause() 
     assert len(bench.channel.of(AskExistence)) == 1
     bench.now += 5.1
     assert bench.tier.lookup(b"a") is LookupResult.RETRY
+
+
+def test_a_request_with_a_source_does_not_wait_for_another_part_of_the_medium() -> None:
+    """If its source lacks the block and another part can't say, the lookup is a miss, repeated after a pause."""
+    bench = Bench(exclusive=False, breaker_cooldown="1s")
+    ctx = RequestContext("r", source=Source("one"))
+    assert bench.tier.lookup(b"a", ctx) is LookupResult.RETRY
+    bench.tier.flush()
+    [question] = bench.channel.of(AskExistence)
+    bench.answer(ExistsDone(question.question_id, bytes([Found.UNKNOWN]), "", bytes([Found.ABSENT])))
+    bench.now += 0.9
+    assert bench.tier.lookup(b"a", ctx) is LookupResult.MISS
+    bench.now += 0.2
+    assert bench.tier.lookup(b"a", ctx) is LookupResult.RETRY
 
 
 def test_after_a_doubt_blocks_are_looked_up_again() -> None:
@@ -250,6 +267,19 @@ def test_failing_loads_open_the_breaker_and_a_probe_closes_it() -> None:
     assert bench.tier.lookup(b"a") is LookupResult.HIT
 
 
+def test_failed_lookups_open_the_breaker_only_in_a_row() -> None:
+    """A lookup that the medium answers resets the count of failures."""
+    bench = Bench(exclusive=False, breaker_failures=2, breaker_cooldown="1s")
+    for number, error in enumerate(["late", "", "late", "late"]):
+        assert bench.tier.stats().load_breaker == "closed"
+        assert bench.tier.lookup(b"%d" % number) is LookupResult.RETRY
+        bench.tier.flush()
+        answers = b"" if error else bytes([Found.ABSENT])
+        bench.answer(ExistsDone(bench.channel.of(AskExistence)[-1].question_id, answers, error))
+        bench.now += 1.1
+    assert bench.tier.stats().load_breaker == "open"
+
+
 def test_failing_stores_do_not_stop_loads() -> None:
     """Each direction has its own breaker, and a single trial store closes that of stores."""
     bench = Bench(breaker_failures=2, breaker_cooldown="1s")
@@ -306,6 +336,21 @@ def test_a_job_that_was_not_sent_when_the_process_ended_is_never_sent() -> None:
     (result,) = bench.tier.get_finished()
     assert result.outcomes == (Outcome.IO_ERROR,)
     assert not bench.channel.of(SubmitJob)
+
+
+def test_a_tenant_is_forgotten_by_the_next_process() -> None:
+    """Without an I/O process nothing is asked to forget; the next one is asked, and its answer counts."""
+    bench = Bench()
+    bench.answer(HostDown("killed"))
+    assert not bench.tier.forget(b"tenant")
+    bench.tier.flush()
+    assert not bench.channel.of(Forget)
+    bench.answer(HostUp(), PresenceComplete(True, 0, 0.0))
+    assert not bench.tier.forget(b"tenant")
+    bench.tier.flush()
+    assert bench.channel.of(Forget) == [Forget(b"tenant")]
+    bench.answer(Forgotten(b"tenant", ""))
+    assert bench.tier.forget(b"tenant")
 
 
 def test_a_drain_ends_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,14 +305,15 @@ async def test_a_store_that_is_given_up_lets_go_of_all_memory(codec: str) -> Non
         gc.enable()
 
 
-async def test_cancelled_parts_return_their_bytes_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+async def test_cancelled_parts_return_their_bytes_and_buffers(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One part is cancelled while it waits for a buffer, one during its store; a leak would stop every later job."""
     monkeypatch.setattr("kvstore.tiers.block_mover._HEADERS_MAX", 1)
     backend = Hanging(TierConfig())
     backend.begun = asyncio.Event()
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
     slots = SlotBuffers(memoryview(bytearray(2 * SLOT)), SLOT)
-    mover = BlockMover(backend, OURS, slots, 2 * SLOT, lambda keys: None)
+    mover = BlockMover(backend, OURS, slots, 2 * SLOT, lambda keys: None, TierCodecs(codec, OURS))
     tasks = []
     for slot in (0, 1):
         job = SubmitJob(1, JobKind.STORE, (b"key",), (slot,), time.monotonic() + 60)
@@ -326,7 +327,28 @@ async def test_cancelled_parts_return_their_bytes_and_buffers(monkeypatch: pytes
         task.cancel()
     await asyncio.wait(tasks)
     assert (mover._bytes.in_use, mover._headers.free_count) == (0, 1)
+    assert mover._payload_rows.free_count == mover._payload_rows.count
     await backend.close()
+    mover.close()
+
+
+@pytest.mark.parametrize("kind", JobKind)
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_parts_of_tiny_blocks_are_bounded(kind: JobKind, codec: str) -> None:
+    """No part of a long job has more blocks than there are header buffers, or rows for encoding."""
+    mover = BlockMover(
+        MemoryBackend(MemoryConfig()),
+        OURS,
+        SlotBuffers(memoryview(bytearray(1024)), 1024),
+        1 << 20,
+        lambda keys: None,
+        TierCodecs(codec, OURS),
+    )
+    keys = tuple(b"%d" % number for number in range(10_000))
+    parts = mover.cut(RunningJob(SubmitJob(1, kind, keys, (0,) * len(keys), 0.0)))
+    longest = 256 if codec == "zstd" and kind is JobKind.STORE else 1024
+    assert max(len(part.keys) for part in parts) == longest
+    assert [key for part in parts for key in part.keys] == list(keys)
     mover.close()
 
 

@@ -127,6 +127,24 @@ def test_answers_that_do_not_last_end_the_lookup(opened: Callable[..., ThreadedT
     assert tier.lookup([key(1)]) == [False]
 
 
+def test_a_lookup_of_which_the_medium_never_says_ends(
+    opened: Callable[..., ThreadedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If each query is answered at once, but not for every block, a lookup still ends at its deadline."""
+
+    async def exists(self: Shared, keys: Sequence[bytes]) -> list[bool | None]:
+        return [None] * len(keys)
+
+    monkeypatch.setattr(Shared, "exists", exists)
+    tier = opened(SHARED, lookup_timeout=0.1, negative_ttl=0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(tier.lookup, [key(1)])
+        try:
+            assert waiting.result(30) == [False]
+        finally:
+            tier.close()
+
+
 def test_close_ends_waiting_calls(opened: Callable[..., ThreadedTier], monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that waits when the tier is closed returns a miss, as do all later calls."""
     tier = opened(SHARED, lookup_timeout=60)
