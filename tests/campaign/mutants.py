@@ -122,6 +122,19 @@ ACCEPTED: Final[dict[str, str]] = {
     "operand dropped: `work and self._side is not None` -> `(work)`": (
         "for the type checker: the parent sends its first message before any other"
     ),
+    "shifted: `now < ctx.since + ctx.unheard_s` -> `(now <= ctx.since + ctx.unheard_s)`": (
+        "the last moment of a wait belongs to neither side"
+    ),
+    "shifted: `now < until` -> `(now <= until)`": "the last moment of a pause belongs to neither side",
+    "shifted: `now - self._changed_at < _TRIAL_S` -> `(now - self._changed_at <= _TRIAL_S)`": (
+        "the last moment of a trial belongs to neither side"
+    ),
+    "shifted: `now - last < _WARN_AGAIN_S` -> `(now - last <= _WARN_AGAIN_S)`": (
+        "the last moment of a minute belongs to neither side"
+    ),
+    "flipped: `view.nbytes <= PIECE_BYTES` -> `(view.nbytes > PIECE_BYTES)`": (
+        "the digest is the same; one call is faster for a short payload, and pieces keep the GIL for a long one"
+    ),
 }
 """Mutants that no test can notice, by their text without the line number, and why."""
 
