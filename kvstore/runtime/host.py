@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import os
 import sys
 import threading
 from collections import deque
@@ -232,19 +231,18 @@ async def _end_tasks() -> None:
 
 
 _shared: ThreadHost | None = None
-_shared_pid = 0
 _shared_lock = threading.Lock()
 
 
 def attach_to_shared_host(factory: IOSideFactory) -> ThreadChannel:
     """Add an I/O side to the host of this process, which is started if none is running."""
-    global _shared, _shared_pid
+    global _shared
     with _shared_lock:
         # After a fork the object exists without its thread.
-        if _shared is not None and _shared_pid == os.getpid() and _shared.alive:
+        if _shared is not None and _shared.alive:
             with suppress(HostClosedError):  # The last user has just left.
                 return _shared.attach(factory)
-        _shared, _shared_pid = ThreadHost(), os.getpid()
+        _shared = ThreadHost()
         return _shared.attach(factory)
 
 

@@ -124,13 +124,12 @@ class Workers:
             thread.join()
 
     def _drop(self, batch: _Batch) -> bool:
-        """Drop the calls of a batch that have not started; return whether this ended the batch."""
+        """Drop the calls of a batch that have not started; return whether none of its calls is left."""
         kept = [entry for entry in self._queue if entry[2] is not batch]
-        dropped = len(self._queue) - len(kept)
+        batch.left -= len(self._queue) - len(kept)
         heapq.heapify(kept)
         self._queue = kept
-        batch.left -= dropped
-        return dropped > 0 and not batch.left
+        return not batch.left
 
     def _start_threads(self) -> None:
         wanted = min(self._threads_max, self._running + len(self._queue))

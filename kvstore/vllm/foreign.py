@@ -403,11 +403,10 @@ class ForeignTiers:
     def offer(self, keys: Iterable[BlockKey], ctx: VllmRequest) -> None:
         """Store blocks of the primary tier to the tiers that store every block of the request."""
         tiers = self._whole.get(ctx.request_id)
-        offered = list(keys) if tiers else []
-        for tier in tiers or () if offered else ():
-            late = self._manager.offer(tier, offered, ctx)
-            if late:
-                self._late.setdefault(ctx, []).extend(late)
+        if tiers and (offered := list(keys)):
+            for tier in tiers:
+                if late := self._manager.offer(tier, offered, ctx):
+                    self._late.setdefault(ctx, []).extend(late)
 
     def finish(self, ctx: VllmRequest) -> None:
         """End a request here and in the manager, as soon as no block for these tiers is still being written.

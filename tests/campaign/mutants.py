@@ -66,6 +66,17 @@ TESTS: Final[dict[str, str]] = {
 """Modules of the package, and the tests under ``tests`` that have to notice a change."""
 
 ACCEPTED: Final[dict[str, str]] = {
+    "shifted: `time.monotonic() < deadline` -> `(time.monotonic() <= deadline)`": "the last moment of a wait",
+    "shifted: `now - self._looked_at > _READ_INTERVAL_S` -> `(now - self._looked_at >= _READ_INTERVAL_S)`": (
+        "the last moment of an interval"
+    ),
+    "operand dropped: `self.gone and self._lifetime.has_ended` -> `(self._lifetime.has_ended)`": (
+        "asked only of a killed child; before its start a child holds no lock and has no I/O"
+    ),
+    "operand dropped: `formatter._fmt or ''` -> `(formatter._fmt)`": "for the type checker: a formatter has a format",
+    "operand dropped: `key not in kept and key[tag_bytes:] in payloads` -> `(key[tag_bytes:] in payloads)`": (
+        "a shortcut: a note kept twice is the same note"
+    ),
     "operand dropped: `found.dict_id or declared in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR)`"
     " -> `(found.dict_id)`": "both constants are huge numbers, which the caller refuses because they do not fit",
     "operand dropped: `self._expiry.active and self._expiry.forbids(key)` -> `(self._expiry.forbids(key))`": (

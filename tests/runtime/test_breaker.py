@@ -19,8 +19,9 @@ def test_only_consecutive_failures_open_it() -> None:
 
 
 def test_one_trial_passes_after_the_pause() -> None:
-    """After the cooldown exactly one caller gets through until it reports."""
+    """After the cooldown exactly one caller gets through until it reports; a closed breaker needs no trial."""
     breaker = Breaker(1, 1, 30)
+    assert not breaker.admit_trial(10) and breaker.closed
     breaker.record_failure(10)
     assert not breaker.admit_trial(10.9)
     assert breaker.admit_trial(11.0)

@@ -13,6 +13,7 @@ from kvstore import Namespace
 from kvstore.errors import BackendUnavailableError
 from kvstore.runtime.process import ChildConnection, ProcessSpec, SharedBacking
 from kvstore.runtime.wire import Ping, pack
+from kvstore.testing import eventually
 
 SLOT = 8192
 OPTIONS = {"capacity": "1MiB"}
@@ -73,6 +74,15 @@ def test_a_quiet_child_is_asked_once_and_only_looks_count(
     assert connection.wait(60)
     assert connection.read()
     assert signs([1.9, 0.2, *[1] * 9, 0.5, 1]) == ["well", "ask", *["well"] * 10, "stuck"]
+
+
+def test_the_bell_has_rung_until_all_frames_are_read(connection: ChildConnection) -> None:
+    """Without unread frames the socket needs no read."""
+    # The child also reports the end of its recovery.
+    eventually(lambda: connection.read() is not None and not connection.rang, 20, "the end of the start")
+    connection.write(bytearray(pack([Ping()])))
+    eventually(lambda: connection.rang, 20, "the bell")
+    eventually(lambda: connection.read() is not None and not connection.rang, 20, "the answer")
 
 
 def test_no_descriptor_is_left_by_a_child_that_could_not_begin(

@@ -75,6 +75,20 @@ def test_messages_arrive_in_order_on_the_loop_thread() -> None:
     assert not host.alive
 
 
+def test_a_wait_ends_with_an_answer() -> None:
+    """A scheduler that waits for an answer goes on as soon as there is one."""
+
+    class Later(Echo):
+        def deliver(self, messages: Sequence[ToIO]) -> None:
+            asyncio.get_running_loop().call_later(0.05, super().deliver, messages)
+
+    channel = ThreadHost().attach(Later)
+    channel.open(30)
+    channel.send([Drain(1)])
+    assert channel.wait(30)
+    assert channel.close(30)
+
+
 def test_a_batch_costs_one_delivery() -> None:
     """All messages sent before the loop's next turn are delivered in one call."""
     sides: list[Echo] = []

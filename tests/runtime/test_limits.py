@@ -135,6 +135,7 @@ async def test_pool_refuses_what_it_can_never_give() -> None:
     [
         (lambda: SlotBuffers(memoryview(b"abcd"), 2), "writable"),
         (lambda: SlotBuffers(memoryview(bytearray(10)), 3), "does not divide"),
+        (lambda: SlotBuffers(memoryview(bytearray(10)), 0), "does not divide"),
         (lambda: Limiter(0), "at least 1"),
     ],
 )
@@ -146,13 +147,14 @@ def test_what_can_not_work_is_refused_clearly(make: object, message: str) -> Non
 
 def test_slots_outside_the_primary_tier_are_refused() -> None:
     """A slot number beyond the end, or below zero, gives no view."""
-    slots = SlotBuffers(memoryview(bytearray(8)), 4)
-    for slot in (-1, 2):
-        with pytest.raises(IndexError):
-            slots.view(slot)
-    view = slots.view(1)
-    view.release()
-    slots.release()
+    for slot_bytes in (1, 4):
+        slots = SlotBuffers(memoryview(bytearray(2 * slot_bytes)), slot_bytes)
+        for slot in (-1, 2):
+            with pytest.raises(IndexError):
+                slots.view(slot)
+        view = slots.view(1)
+        view.release()
+        slots.release()
 
 
 async def test_a_limit_can_be_changed_while_it_is_in_use() -> None:

@@ -27,7 +27,7 @@ from kvstore.diskio.ring import probe
 from kvstore.errors import BackendUnavailableError
 from kvstore.runtime.lifetime import Lifetime
 from kvstore.runtime.messages import Drained, FromIO, PresenceAdded, Touch
-from kvstore.runtime.process import ProcessChannel, find_backing
+from kvstore.runtime.process import ChildConnection, ProcessChannel, find_backing
 from kvstore.runtime.wire import ParentMessage, Stop, Unpacker, pack, take_frame
 
 SLOT = 8192
@@ -459,6 +459,18 @@ def test_a_child_without_work_answers_and_stays(region: Region, monkeypatch: pyt
     assert not tier.get_finished()
 
 
+def test_a_child_heard_of_lately_is_not_pinged(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a child sends it nothing before it has been quiet for long."""
+    monkeypatch.setattr("kvstore.runtime.process._QUIET_S", 3600.0)
+    tier = open_process_tier(region)
+    assert tier.drain(30)
+    connection = channel_of(tier)._connection
+    frames = connection._unpacker.frames
+    for _ in range(3):
+        assert not channel_of(tier).wait(0.15)
+    assert connection._unpacker.frames == frames
+
+
 def test_a_scheduler_that_was_away_gives_nobody_up(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child with a partial message, left by a scheduler that was busy for long, does not count as stuck."""
     tier = open_process_tier(region)
@@ -515,6 +527,40 @@ def test_pauses_between_restarts_are_bounded(region: Region, monkeypatch: pytest
         os.kill(child, signal.SIGKILL)
         until(lambda: len(pauses) > 10, tier)
     assert pauses[:9] == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    until_replaced(tier, child)
+
+
+def test_a_tier_whose_child_can_not_start_closes(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its close also ends the thread that tries to start another child."""
+    tier = open_process_tier(region)
+    child, tries = child_of(tier), list[int]()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        tries.append(1)
+        raise MemoryError
+
+    monkeypatch.setattr("kvstore.runtime.process.ChildConnection", fail)
+    os.kill(child, signal.SIGKILL)
+    until(lambda: tries, tier)
+    assert channel_of(tier).close(60)
+
+
+def test_a_child_whose_start_fails_does_not_live_beside_the_next(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A medium never has two children: one that has begun and is given up ends before the next begins."""
+    tier = open_process_tier(region)
+    child, begun = child_of(tier), list[int]()
+
+    def fail(connection: ChildConnection, *args: Any) -> Any:
+        begun.append(connection.pid)
+        raise MemoryError
+
+    with monkeypatch.context() as short:
+        short.setattr(ChildConnection, "await_open", fail)
+        os.kill(child, signal.SIGKILL)
+        until(lambda: len(begun) > 1, tier)
+        assert not Path(f"/proc/{begun[0]}").exists()
     until_replaced(tier, child)
 
 
@@ -619,6 +665,26 @@ def test_the_backing_of_memory_is_found_at_any_offset() -> None:
     region.close()
     assert find_backing(memoryview(bytearray(4096))) is None
     assert find_backing(memoryview(b"")) is None
+
+
+def test_memory_that_a_child_would_not_share_has_no_backing(tmp_path: Path) -> None:
+    """Private and read-only mappings, and memory of more than one mapping, are left to a thread."""
+    page = mmap.PAGESIZE
+    file = tmp_path / "memory"
+    file.write_bytes(bytes(2 * page))
+    with file.open("r+b") as opened:
+        shared = mmap.mmap(opened.fileno(), 2 * page)
+        private = mmap.mmap(opened.fileno(), 2 * page, flags=mmap.MAP_PRIVATE)
+        read_only = mmap.mmap(opened.fileno(), 2 * page, prot=mmap.PROT_READ)
+    assert find_backing(memoryview(private)) is None
+    assert find_backing(memoryview(read_only)) is None
+    # From here on the second page is a mapping of its own.
+    second = ctypes.addressof(ctypes.c_char.from_buffer(shared)) + page
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(second), page, mmap.PROT_READ) == 0
+    assert find_backing(memoryview(shared)) is None
+    backing = find_backing(memoryview(shared)[:page])
+    assert backing is not None
+    os.close(backing.fd)
 
 
 class Crowded(MemoryBackend):

@@ -43,7 +43,10 @@ def test_a_digest_is_that_of_the_content(tmp_path: Path) -> None:
         copy = shutil.copytree(path, tmp_path / f"copy of {number}")
         (copy / "README.md").write_text("other")
         digests.add(digest(Adapters(), copy))
-    assert len(digests) == 4 and None not in digests
+    renamed = shutil.copytree(tmp_path / "0", tmp_path / "renamed")
+    (renamed / "adapter_model.bin").rename(renamed / "adapter_model.pt")
+    digests.add(digest(Adapters(), renamed))
+    assert len(digests) == 5 and None not in digests
 
 
 @pytest.mark.parametrize("by_path", [False, True])
@@ -58,6 +61,9 @@ def test_an_adapter_that_changed_in_use_has_no_digest(
         (place / "adapter_model.bin").write_bytes(content)
     first = digest(known, path)
     assert first is not None
+    with monkeypatch.context() as unread:
+        unread.setattr(hashlib, "file_digest", None)
+        assert digest(known, path) == first, "an unchanged file is not read again"
     (path / "adapter_model.bin").touch()
     assert digest(known, path) == first, "the same content"
     assert (digest(known, other) is not None) is by_path
@@ -192,6 +198,19 @@ def test_known_adapters_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert digest(known, first) is not None
     (first / "adapter_model.bin").write_bytes(b"changed")
     assert digest(known, first) is None
+
+
+def test_a_request_whose_adapter_cannot_be_read_stores_nothing(tmp_path: Path) -> None:
+    """Its blocks have no name, and vLLM does not offer them again."""
+    config = engine()
+    config.lora_config = SimpleNamespace()
+    driver = Driver([{"type": "memory"}], spec_class=KVStoreOffloadingSpec, vllm_config=config)
+    missing = SimpleNamespace(lora_name="a", lora_path=str(tmp_path / "missing"))
+    driver.engine.request = SimpleNamespace(lora_request=missing)
+    context = driver.request()
+    assert driver.lookup([key_of(1)], context) == [LookupResult.MISS]
+    assert driver.manager.prepare_store([key_of(1)], context).keys_to_store == []
+    driver.close()
 
 
 @pytest.mark.parametrize("writes", [[], [b"other"], [b"other", b"a"]])

@@ -72,6 +72,7 @@ def test_bad_lists_of_tiers(tiers: Any, expected: str) -> None:
 def test_types_of_others_pass_through() -> None:
     """VLLM's own types and out-of-tree classes reach vLLM's factory unchanged."""
     tiers = [{"type": "fs", "root_dir": "/x"}, {"type": "Theirs", "module_path": "their.module", "a": 1}]
+    tiers.append({"type": "their:tier", "module_path": "their.module"})
     assert with_short_types({"secondary_tiers": tiers})["secondary_tiers"] == tiers
 
 

@@ -6,6 +6,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -212,6 +213,13 @@ def test_a_worker_that_is_made_anew() -> None:
             CountingWorker(LateWorker(NO_ROWS), counters, 0, stores=True, failures=LoadFailures({}, by_block=True))
             assert reports.ended(0, 0, 0) and not reports.ended(0, 0, 1)
         del reports
+
+
+@pytest.mark.parametrize("region", [SimpleNamespace(), SimpleNamespace(fd=None)])
+def test_a_region_of_an_unknown_form_has_no_counters(region: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine starts, with a warning about slots that a reset during a copy costs."""
+    assert counters_of(region, 4, mmap.PAGESIZE, 1) is None
+    assert "Finished copies are not counted" in caplog.text
 
 
 def test_the_end_of_a_worker_closes_its_counters() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from vllm.v1.kv_offload.config import OffloadingModelConfig
 
 from kvstore.namespace import Namespace
 from kvstore.testing.waiting import eventually
+from kvstore.types import RequestContext
 from kvstore.vllm import manager
 from kvstore.vllm.foreign import ForeignTier
 from tests.vllm import other_tiers
@@ -163,6 +165,7 @@ def test_a_drain_that_hangs_stops_the_tier(drive: Drivers, monkeypatch: pytest.M
     assert driver.manager.manager.stats().primary.abandoned == len(KEYS)
     calls = len(tier.calls)
     driver.store_now(KEYS[:2])
+    driver.manager.on_request_finished(driver.request())
     driver.settle_tier("memory")
     assert len(tier.calls) == calls, tier.calls[calls:]
     assert driver.manager.manager.stats().primary.abandoned == len(KEYS)
@@ -170,6 +173,55 @@ def test_a_drain_that_hangs_stops_the_tier(drive: Drivers, monkeypatch: pytest.M
     driver.settle()
     assert driver.manager.manager.stats().primary.abandoned == 0
     driver.manager.on_request_finished(context)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_slots_of_unreported_jobs_are_freed_after_a_drain(
+    drive: Drivers, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """What a late drain has not reported has failed; after a drain that fails, the tier may still use its slots."""
+    monkeypatch.setattr(manager, "_DRAIN_S", 0.1)
+    driver = drive(DICT)
+    (tier,) = MADE
+    (foreign,) = driver.manager._foreign
+    drained = threading.Event()
+
+    def drain_jobs() -> None:
+        drained.wait(60)
+        if fails:
+            raise OSError("the medium is gone")
+
+    tier.holds, tier.drain_jobs = True, drain_jobs
+    driver.store_now(KEYS)
+    driver.forget_primary()
+    assert driver.manager.manager.stats().primary.abandoned == len(KEYS)
+    drained.set()
+    eventually(lambda: not foreign._stopped.is_alive(), 60, "the end of the drain")
+    driver.step()
+    assert driver.manager.manager.stats().primary.abandoned == (len(KEYS) if fails else 0)
+    tier.holds, foreign._stopped = False, None
+
+
+def test_a_hit_is_told_by_the_source_that_the_tier_gives(drive: Drivers) -> None:
+    """A tier of others that says where its blocks are is believed; one that does not is no source."""
+    driver = drive({**DICT, "reset": "keep"})
+    (tier,) = MADE
+    for source in (None, "elsewhere"):
+        driver.store(KEYS)
+        driver.forget_primary()
+        tier.cache_hit_source = source
+        context = driver.request()
+        assert driver.lookup(KEYS, context) == [LookupResult.HIT] * len(KEYS)
+        assert {driver.manager.get_load_source(key, context) for key in KEYS} == {source}
+        driver.manager.on_request_finished(context)
+
+
+def test_a_request_of_kvstores_own_ends_unheard(drive: Drivers) -> None:
+    """A tier learns of the end of those requests only that it knows."""
+    (foreign,) = drive(DICT).manager._foreign
+    (tier,) = MADE
+    foreign.on_request_finished(RequestContext("a prefetch"))
+    assert not tier.calls
 
 
 def test_a_tier_serves_another_engine(drive: Drivers) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreRequestType
 
+from kvstore.testing import eventually
 from kvstore.vllm import KVStoreOffloadingSpec, manager, steps
 from kvstore.vllm.steps import IdleWaker
 from tests.vllm.harness import Driver, key_of
@@ -39,6 +41,7 @@ def test_an_answer_is_one_wake_up() -> None:
     engine, tier = Engine(), SimpleNamespace(has_answers=False)
     waker: IdleWaker = engine.start(lambda: IdleWaker([tier]))  # type: ignore[list-item]
     try:
+        time.sleep(0.1)  # Ten intervals.
         assert not waker.due
         tier.has_answers = True
         assert engine.input_queue.get(timeout=20) == WAKE
@@ -49,6 +52,7 @@ def test_an_answer_is_one_wake_up() -> None:
             assert engine.input_queue.get(timeout=20) == WAKE
     finally:
         waker.close()
+    eventually(lambda: "kvstore-idle" not in {thread.name for thread in threading.enumerate()}, 20, "the thread's end")
 
 
 def test_a_program_that_makes_the_steps_is_not_woken() -> None:

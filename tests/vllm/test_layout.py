@@ -141,6 +141,14 @@ def test_an_accelerator_is_asked_for_the_canonical_layout(monkeypatch: pytest.Mo
     assert connect([FULL], extra={"canonical_layout": True}).canonical_layout
 
 
+def test_a_layout_that_vllm_does_not_certify_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that all ranks may share are not canonical for that reason."""
+    shared = dataclasses.replace(connect([FULL]), canonical_layout=False)
+    assert shared.parallel.is_parallelism_agnostic
+    monkeypatch.setattr("kvstore.vllm.layout.canonical_config", lambda *_: shared)
+    assert not connect([FULL]).canonical_layout
+
+
 def test_vllms_own_manager_keeps_vllms_own_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rows are canonical by default under kvstore's manager; under vLLM's only without vLLM's own tiers."""
     canonical = dataclasses.replace(offloading_config([{"type": "memory"}]), canonical_layout=True)

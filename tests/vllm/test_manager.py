@@ -244,15 +244,21 @@ def test_a_job_that_is_not_accepted_is_reported_once(opened: Open) -> None:
     assert list(tier.get_finished_jobs()) == []
 
 
-def test_shutdown_releases_the_primary_tier(opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@both_managers
+def test_shutdown_releases_the_primary_tier(
+    opened: Open, spec_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """After shutdown no reference to the memory is left: vLLM can close its mapping without a warning."""
-    driver = opened([file_tier(tmp_path)])
+    driver = opened([file_tier(tmp_path)], spec_class=spec_class)
     driver.store([key_of(i) for i in range(10)])
+    is_ours = spec_class is KVStoreOffloadingSpec
+    region = driver.manager._region if is_ours else driver.manager.primary_tier._mmap_region
     with caplog.at_level(logging.WARNING):
         driver.close()
-    assert driver.manager.primary_tier._mmap_region.mmap_obj is None
+    assert region.mmap_obj is None
     assert not [record for record in caplog.records if "mmap" in record.getMessage()]
-    driver.tiers[0].shutdown()
+    if not is_ours:
+        driver.tiers[0].shutdown()
 
 
 class _Broken:

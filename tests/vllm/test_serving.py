@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.vllm.tags import remote_fields
 from tests.peer.ports import free_port
 from tests.vllm.harness import Drivers, key_of
 
@@ -19,6 +20,13 @@ def drive() -> Iterator[Drivers]:
     drivers = Drivers()
     yield drivers
     drivers.close()
+
+
+def test_only_an_engine_that_serves_keeps_blocks_for_a_decoder() -> None:
+    """Elsewhere no other engine could fetch the blocks that a request hands over."""
+    params = {"remote_decoder": {"kv_request_id": "r"}}
+    assert set(remote_fields(params, serves=True)) == {"hand_over", "hand_over_s"}
+    assert remote_fields(params, serves=False) == {}
 
 
 @pytest.mark.parametrize("disk_first", [False, True])

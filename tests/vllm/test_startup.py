@@ -188,6 +188,9 @@ def test_what_is_right_but_doubtful_is_a_warning(tmp_path: Path, caplog: pytest.
     check_offloading({**_OURS, "lazy_offload": True, "secondary_tiers": tiers})
     assert "'lazy_offload' is not an option of kvstore" in caplog.text
     assert "secondary_tiers[1]: without a label" in caplog.text
+    caplog.clear()
+    check_offloading({**_OURS, "secondary_tiers": [tiers[0], {"type": "memory"}]})
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("size", ["64MiB", "67108864", 1 << 26, float(1 << 26), 0.1 + (1 << 26)])
@@ -247,10 +250,18 @@ def test_a_third_party_may_keep_its_records_in_a_file(tmp_path: Path) -> None:
 
 
 def test_another_machine_is_not_checked_from_here(tmp_path: Path) -> None:
-    """Directories are not checked on another machine, because they exist only on the engine's."""
+    """Directories and devices are not checked on another machine, because they are the engine's."""
     check_offloading(_extra(tmp_path, {}, {"path": "DIR/a/b/c"}), here=False)
     with pytest.raises(ConfigError, match="capasity"):
         check_offloading(_extra(tmp_path, {}, {"capasity": 1}), here=False)
+    theirs = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 1 << 30,
+        "secondary_tiers": [{"type": "memory"}],
+    }
+    check_offloading(theirs, here=False)
+    with pytest.raises(ConfigError, match="this vLLM is for the CPU"):
+        check_offloading(theirs)
 
 
 def test_the_command_line_is_read_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +317,10 @@ def test_a_program_gets_an_error_that_it_can_catch(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError, match=r"^kvstore: .*capasity"):
         __post_init__(bad)
     with pytest.raises(ConfigError, match=r"^kvstore: .*capasity"):
+        engine_core(bad, None)
+    # An engine in a process of its own has no caller to catch it.
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
+    with pytest.raises(SystemExit, match=r"^kvstore: .*capasity"):
         engine_core(bad, None)
 
 
