@@ -93,7 +93,7 @@ async def test_a_later_part_in_place_of_the_first_is_listed_as_one_value() -> No
     values = [value._replace(name=value.name._replace(part=0)) for value in values]
     holdings = RedisHoldings(RedisBackend, RedisConfig())
     holdings._values = Shown(values)  # type: ignore[assignment]
-    listed = [block async for page in holdings.scan(NamespaceInfo(NAMESPACE.hex, 0.0)) for block in page]
+    listed = [block async for page in holdings.scan(NamespaceInfo(NAMESPACE.hex)) for block in page]
     names = [value.name.full for value in values]
     assert [(block.size_bytes, block.place.names) for block in listed] == [
         (PART_BYTES + 1, [names[0], names[0][:-1] + b"1"]),
