@@ -122,6 +122,14 @@ ACCEPTED: Final[dict[str, str]] = {
     "operand dropped: `work and self._side is not None` -> `(work)`": (
         "for the type checker: the parent sends its first message before any other"
     ),
+    "shifted: `op.place > SLOT_MASK` -> `(op.place >= SLOT_MASK)`": "no disk tier has a slot of the highest number",
+    "shifted: `more > 0` -> `(more >= 0)`": "a shortcut: without new slots the array is copied as it is",
+    "operand dropped: `find and (not other.news)` -> `(not other.news)`": (
+        "a shortcut: a load need not look at directories, which the next look at all owners does"
+    ),
+    "operand dropped: `context is not None and config.tls_ca` -> `(context is not None)`": (
+        "a shortcut: without a file of authorities, those of the system are loaded already"
+    ),
 }
 """Mutants that no test can notice, by their text without the line number, and why."""
 
