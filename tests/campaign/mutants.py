@@ -146,6 +146,14 @@ ACCEPTED: Final[dict[str, str]] = {
     "flipped: `view.nbytes <= PIECE_BYTES` -> `(view.nbytes > PIECE_BYTES)`": (
         "the digest is the same; one call is faster for a short payload, and pieces keep the GIL for a long one"
     ),
+    "shifted: `op.place > SLOT_MASK` -> `(op.place >= SLOT_MASK)`": "no disk tier has a slot of the highest number",
+    "shifted: `more > 0` -> `(more >= 0)`": "a shortcut: without new slots the array is copied as it is",
+    "operand dropped: `find and (not other.news)` -> `(not other.news)`": (
+        "a shortcut: a load need not look at directories, which the next look at all owners does"
+    ),
+    "operand dropped: `context is not None and config.tls_ca` -> `(context is not None)`": (
+        "a shortcut: without a file of authorities, those of the system are loaded already"
+    ),
 }
 """Mutants that no test can notice, by their text without the line number, and why."""
 

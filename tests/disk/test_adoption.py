@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.backends.disk import DiskConfig
+from kvstore.backends.disk import DiskBackend, DiskConfig
 from kvstore.backends.disk import backend as backend_module
 from kvstore.backends.disk import space as space_module
 from kvstore.backends.disk.files import FileLock
+from kvstore.backends.disk.holdings import DiskHoldings
 from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, LOCK_NAME, Kind
 from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError
 from kvstore.testing.waiting import eventually_async
-from kvstore.types import Outcome
+from kvstore.types import Outcome, RemovalCause
 from tests.disk.filled_root import filled, journal
 from tests.disk.rig import GEOMETRY, NAMESPACE, clone, opened, room_for
 from tests.diskio.faulty_disk import FaultyDisk
@@ -67,6 +68,25 @@ async def test_a_segment_that_a_torn_journal_hid_is_noted(tmp_path: Path) -> Non
     async with opened(tmp_path / "b", "64MiB") as rig:
         assert rig.session.owner.intact
         await rig.has_all(values)
+
+
+async def test_a_journal_that_was_torn_since_a_listing_is_left_as_it_is(tmp_path: Path) -> None:
+    """Tools that remove a block then wipe its slot only: an engine, which may know of the block, finds no bytes."""
+    values = await filled(tmp_path / "a", 5)
+    holdings = DiskHoldings(DiskBackend, DiskConfig(path=str(tmp_path / "a"), capacity=Capacity("64MiB")))
+    await holdings.open()
+    try:
+        (namespace,) = await holdings.namespaces()
+        blocks = [block async for page in holdings.scan(namespace) for block in page]
+        with journal(tmp_path / "a").open("ab") as file:
+            file.write(b"torn" * 200)
+        before = journal(tmp_path / "a").read_bytes()
+        assert await holdings.remove(namespace, blocks[:1], RemovalCause.REMOVED) == 1
+        assert journal(tmp_path / "a").read_bytes() == before
+    finally:
+        await holdings.close()
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        assert await rig.get(list(values)) == [None if key == blocks[0].key else values[key] for key in values]
 
 
 async def test_frames_longer_than_one_read_are_followed(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from kvstore.backends.base import RecordWrite
 from kvstore.backends.disk import backend as backend_module
 from kvstore.backends.disk import followers as followers_module
 from kvstore.backends.disk import space as space_module
+from kvstore.backends.disk.blocks import Blocks
 from kvstore.backends.disk.files import open_own_directory
 from kvstore.diskio import OsDisk
 from kvstore.errors import KVStoreError
@@ -227,6 +228,23 @@ async def test_a_removal_wins_over_a_store_that_was_asked_for_before(tmp_path: P
         assert await store == [Outcome.OK] * 8
         assert removed == [True] * 8
         assert await rig.backend.exists(list(values)) == [False] * 8
+
+
+async def test_a_store_of_a_block_that_is_being_stored_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for the block again when the other store has ended, and leaves the loop to others meanwhile."""
+    looks, choose = [], Blocks._choose
+
+    def counted(*args: Any) -> Any:
+        looks.append(args)
+        assert len(looks) <= 3, "it does not wait"
+        return choose(*args)
+
+    monkeypatch.setattr(Blocks, "_choose", counted)
+    async with opened(tmp_path, "64MiB") as rig:
+        values = rig.new(1)
+        outcomes = await asyncio.gather(rig.put(values), rig.put(values))
+        assert sorted(outcomes) == sorted([[Outcome.OK], [Outcome.EXISTS]])
+        assert len(looks) == 3
 
 
 async def test_few_descriptors(tmp_path: Path) -> None:

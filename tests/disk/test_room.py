@@ -170,6 +170,17 @@ async def test_no_more_segments_are_reclaimed_than_needed(tmp_path: Path) -> Non
         assert len(before - set(tmp_path.glob("*/*/*.seg"))) == 1
 
 
+async def test_an_ended_owner_without_segments_is_removed(tmp_path: Path) -> None:
+    """Once an ended owner's last segments were reclaimed, the next engine that needs room removes its directory."""
+    async with opened(tmp_path, room_for(64)) as ended:
+        await ended.put_new(8)
+        directory = tmp_path / NAMESPACE.hex / ended.session.owner.name
+    async with opened(tmp_path, room_for(64), namespace=OTHER_NAMESPACE) as rig:
+        for _ in range(40):
+            await rig.put(rig.new(4))
+        await eventually_async(lambda: not directory.exists(), what="its directory is removed")
+
+
 async def test_nothing_is_given_up_while_ended_owners_hold_room(tmp_path: Path) -> None:
     """An engine above its share keeps its blocks as long as the directory of an ended engine can be reclaimed."""
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:

@@ -35,6 +35,7 @@ def decoded(**options: Any) -> RedisConfig:
     ("options", "named"),
     [
         ({"url": "http://localhost"}, "redis://"),
+        ({"url": "localhost:6379/0"}, "Give 'redis://localhost:6379/0', or 'rediss://localhost:6379/0' for TLS"),
         ({"url": "redis://localhost:99999"}, "URL"),
         ({"url": "redis://localhost?password=canary"}, "db="),
         ({"url": "redis://:canary@h", "password": "canary2"}, "once"),

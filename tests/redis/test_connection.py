@@ -173,7 +173,7 @@ async def test_an_answer_has_the_time_that_its_value_needs(monkeypatch: pytest.M
         request = get_of(2 * VALUE_BYTES)
         connection.submit([request])
         began = connection._answered_at
-        for passed_s, is_late in ((2.9, False), (3.1, True)):
+        for passed_s, is_late in ((2.9, False), (3.0, True)):
             monkeypatch.setattr(connection, "_loop", _At(began + passed_s, asyncio.get_running_loop()))
             connection._on_timer()
             assert connection.closed == is_late

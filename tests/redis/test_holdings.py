@@ -14,7 +14,7 @@ from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.backends.redis import holdings as module
 from kvstore.backends.redis.failures import RedisError
 from kvstore.backends.redis.holdings import RedisHoldings, _Name, _Value
-from kvstore.backends.redis.parts import PART_BYTES
+from kvstore.backends.redis.parts import PART_BYTES, in_parts
 from kvstore.codec.record import MAGIC
 from kvstore.namespace import Namespace
 from kvstore.secret import SecretStr
@@ -30,7 +30,7 @@ class Shown:
     def __init__(self, values: Sequence[_Value]) -> None:
         self._values = values
 
-    async def pages(self) -> AsyncGenerator[list[_Name], None]:
+    async def pages(self, namespace: str = "") -> AsyncGenerator[list[_Name], None]:
         for value in self._values:
             yield [value.name]
 
@@ -84,6 +84,21 @@ async def test_more_namespaces_than_there_can_be(monkeypatch: pytest.MonkeyPatch
     assert {found.hex for found in await listed(*values[:2])} == {namespace.hex for namespace in namespaces[:2]}
     with pytest.raises(RedisError, match="more than 2 namespaces"):
         await listed(*values)
+
+
+async def test_a_later_part_in_place_of_the_first_is_listed_as_one_value() -> None:
+    """Only a first part tells the length and the parts of its block; any other value there is read as it is."""
+    first, later = [b"".join(part)[:288] for part in in_parts([memoryview(bytes(PART_BYTES + 1))])]
+    values = [value_of(NAMESPACE, head, key=key) for head, key in ((first, b"1" * 16), (later, b"2" * 16))]
+    values = [value._replace(name=value.name._replace(part=0)) for value in values]
+    holdings = RedisHoldings(RedisBackend, RedisConfig())
+    holdings._values = Shown(values)  # type: ignore[assignment]
+    listed = [block async for page in holdings.scan(NamespaceInfo(NAMESPACE.hex)) for block in page]
+    names = [value.name.full for value in values]
+    assert [(block.size_bytes, block.place.names) for block in listed] == [
+        (PART_BYTES + 1, [names[0], names[0][:-1] + b"1"]),
+        (1000, [names[1]]),
+    ]
 
 
 @pytest.mark.parametrize("whole_namespace", [False, True])

@@ -24,7 +24,7 @@ from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
 from tests.redis.clients import NAMESPACE, backend_on, maker, opened
-from tests.redis.fake_server import HELLO, FakeServer, fake_server, reset
+from tests.redis.fake_server import HELLO, FakeServer, answering, fake_server, reset
 from tests.redis.mix import PAYLOAD_BYTES, Mix
 from tests.redis.servers import Server, cluster_nodes, join_cluster, plain, running
 
@@ -145,6 +145,19 @@ async def test_a_request_is_not_moved_for_ever() -> None:
             other.cancel()
             await asyncio.wait([other])
         assert list(await asyncio.wait_for(patient, 60)) == [Outcome.IO_ERROR]
+
+
+async def test_an_idle_connection_that_the_server_closes_is_no_loss() -> None:
+    """Servers close connections that are unused for long: this counts as no failure, and the next call connects."""
+    writers: list[asyncio.StreamWriter] = []
+    async with fake_server(answering(b":0\r\n")) as server:
+        server.on_hello = writers.append
+        backend = await opened(server, SIZE, connections=1)
+        for _ in range(3):
+            assert list(await backend.exists([b"k" * 32])) == [False]
+            writers[-1].close()
+            await eventually_async(lambda: not backend.stats().gauges["connections"], what="the end of the connection")
+        assert not backend.stats().counters.get("connections_lost", 0)
 
 
 @pytest.mark.parametrize("hello", [HELLO, b"-ERR max number of clients reached\r\n"])

@@ -39,6 +39,7 @@ def test_damage_is_a_miss() -> None:
         [values[0], values[2], values[1]],
         [values[0], values[1][:-1], values[2]],
         [values[0], values[1][:5], values[2]],
+        [values[0], b"\xff" + values[1][1:], values[2]],
     ]
     for case in cases:
         read = PartsRead([memoryview(bytearray(300))], 100)

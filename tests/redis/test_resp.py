@@ -191,6 +191,24 @@ def test_refused(data: bytes) -> None:
         feed(reader, data, [])
 
 
+@pytest.mark.parametrize("cut", range(25))
+def test_short_replies_in_an_array_are_its_elements(cut: int) -> None:
+    """An array received in two pieces stays one reply, also if a piece begins with elements like whole replies."""
+    reader = ReplyReader()
+    reader.expect([None, None])
+    assert feed(reader, b"*3\r\n:0\r\n:1\r\n+OK\r\n*1\r\n:1\r\n", [cut]) == [[0, 1, "OK"], [1]]
+
+
+@pytest.mark.parametrize("has_target", [False, True])
+def test_a_short_reply_in_place_of_the_end_of_a_string(has_target: bool) -> None:
+    """It is refused, although it arrives in a piece of its own: the length of the string before it is wrong."""
+    reader = ReplyReader()
+    reader.expect([Target([memoryview(bytearray(3))]) if has_target else None, None])
+    assert feed(reader, b"$3\r\nabc", []) == []
+    with pytest.raises(ProtocolError, match="does not end where its length says"):
+        feed(reader, b":1\r\n", [])
+
+
 def test_value_longer_than_target() -> None:
     """A value that does not fit is refused by its length, before any byte is written; earlier replies count."""
     room = bytearray(10)

@@ -193,6 +193,18 @@ async def test_the_uses_told_last_are_heard(faults: FaultServer) -> None:
     assert len(await all_uses(client, config.prefix)) == 60
 
 
+async def test_a_report_of_uses_that_goes_after_its_listing_is_skipped(faults: FaultServer) -> None:
+    """A report that is removed just before it is read leaves the uses of the other engines."""
+    more = {**SLOW, "prefix": fresh_prefix()}
+    client, config = await opened_client(faults, **more), config_for(faults, **more)
+    uses = Uses(lambda: 1000.0)
+    for number in range(3):
+        uses.note([str(number)])
+        await client.put(f"{KeeperNames(config.prefix).uses}{number:016x}", [uses.encode()])
+    faults.plan(Fault.NOT_FOUND, methods=("GET",), contains=f"uses/{2:016x}")
+    assert await all_uses(client, config.prefix) == {name_digest("0"): 1000, name_digest("1"): 1000}
+
+
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_one_holds_the_lease(faults: FaultServer, weed_server: S3Server, client: str) -> None:
     """Of concurrent candidates one gets the lease, keeps it while it renews it, and loses it otherwise."""

@@ -14,7 +14,7 @@ from kvstore.backends.s3.presence import BloomFilter, PresenceSnapshot
 from kvstore.namespace import Namespace
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened
+from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened, opened_client
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.keepers import keeper_of
 from tests.s3.packed import blocks_of, reads_of, writes_of
@@ -130,6 +130,18 @@ async def test_a_snapshot_that_nobody_renews_is_not_believed(weed_server: S3Serv
     for _ in range(3):
         await keeper_of(reader).round()
     assert await reader.exists(list(late)) == [True] * 5
+
+
+async def test_a_snapshot_that_goes_after_its_listing_is_none(faults: FaultServer) -> None:
+    """A snapshot that is removed just before it is read rules out no block; the next one does."""
+    more = {**OPTIONS, "prefix": fresh_prefix()}
+    client, config = await opened_client(faults, **more), config_for(faults, **more)
+    snapshot, empty = PresenceSnapshot(client, config, NAMESPACE), BloomFilter.of_digests([])
+    await client.put(f"{config.prefix}_keeper/presence/{NAMESPACE.hex}", [empty.encode(NAMESPACE)])
+    for fault in (Fault.NOT_FOUND, None):
+        faults.plan(fault, methods=("GET",), contains=f"presence/{NAMESPACE.hex}")
+        await snapshot.refresh()
+        assert snapshot.rules_out(f"{config.prefix}absent") is (fault is None)
 
 
 async def test_who_may_not_write_still_reads_snapshots(faults: FaultServer, rng: random.Random) -> None:

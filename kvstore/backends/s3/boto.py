@@ -283,8 +283,6 @@ def _failure_of(error: BaseException) -> S3Error:
     while each is not None and len(chain) < 8:
         inner = getattr(each, "kwargs", {}).get("error")
         chain += [each, *([inner] if isinstance(inner, BaseException) else [])]
-        if isinstance(each, S3Error):
-            return each
         each = each.__cause__ or each.__context__
     cause = next((cause for cause, kinds in _CAUSES if any(isinstance(each, kinds) for each in chain)), Cause.PROTOCOL)
     return S3Error(cause, f"The request failed: {type(error).__name__}.")
