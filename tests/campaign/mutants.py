@@ -122,6 +122,11 @@ ACCEPTED: Final[dict[str, str]] = {
     "operand dropped: `work and self._side is not None` -> `(work)`": (
         "for the type checker: the parent sends its first message before any other"
     ),
+    "shifted: `len(keys) > min(map(self.room, links), default=len(keys))`"
+    " -> `(len(keys) >= min(map(self.room, links), default=len(keys)))`": (
+        "a shortcut: if there is room for exactly these blocks, the long way stores them all, too"
+    ),
+    "guard removed: `not self._has_set_aside` -> `False`": "a shortcut: if none is set aside, none is taken back",
 }
 """Mutants that no test can notice, by their text without the line number, and why."""
 
