@@ -154,6 +154,11 @@ ACCEPTED: Final[dict[str, str]] = {
     "operand dropped: `context is not None and config.tls_ca` -> `(context is not None)`": (
         "a shortcut: without a file of authorities, those of the system are loaded already"
     ),
+    "shifted: `len(keys) > min(map(self.room, links), default=len(keys))`"
+    " -> `(len(keys) >= min(map(self.room, links), default=len(keys)))`": (
+        "a shortcut: if there is room for exactly these blocks, the long way stores them all, too"
+    ),
+    "guard removed: `not self._has_set_aside` -> `False`": "a shortcut: if none is set aside, none is taken back",
 }
 """Mutants that no test can notice, by their text without the line number, and why."""
 

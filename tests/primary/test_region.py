@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import mmap
@@ -182,6 +183,18 @@ def test_a_closed_region_keeps_no_memory() -> None:
     gc.collect()
     assert "kvstore-test-kept" not in Path("/proc/self/maps").read_text()
     assert region.closed
+
+
+def test_memory_that_can_not_be_allocated_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If memory runs out at start, none of it stays mapped, even while the error is kept."""
+
+    def run_out(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", run_out)
+    with pytest.raises(ConfigError, match="Make it smaller") as error:
+        Region.create(2, PAGE_BYTES, name="kvstore-test-full", populate=True)
+    assert "kvstore-test-full" not in Path("/proc/self/maps").read_text(), error.value
 
 
 def test_views_given_back_are_forgotten() -> None:

@@ -92,7 +92,7 @@ def test_a_large_tier_evicts_a_few_blocks_at_a_time(policy: str) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("evictable", [0, 1, 7, 8])
+@pytest.mark.parametrize("evictable", [0, 1, 2, 7, 8])
 def test_a_large_tier_evicts_what_is_needed_if_few_blocks_may_go(evictable: int) -> None:
     """If a few more can't be evicted, the allocation evicts as many as needed, or none."""
     slots, piece = 1024, 8
@@ -148,6 +148,21 @@ def test_the_end_of_a_prefix_goes_first() -> None:
     tier.touch(keys_of(1, 2))
     _fill(tier, 6, 7)
     assert tier.take_evicted() == keys_of(3, 5)
+
+
+def test_a_rank_that_a_block_already_has_changes_nothing() -> None:
+    """Of equal ranks, the block that was due for eviction first leaves first, even if it was given its rank again."""
+    tier = PrimaryTier(memoryview(bytearray(4 * SLOT_BYTES)), SLOT_BYTES)
+    for number in (1, 2, 3, 4):
+        _fill(tier, number)
+    for key in keys_of(1, 2):
+        tier.retain(key, (1, 0))
+    _fill(tier, 5)
+    assert tier.take_evicted() == keys_of(3)
+    tier.retain(keys_of(1)[0], (1, 0))
+    tier.pin(keys_of(4, 5))
+    _fill(tier, 6)
+    assert tier.take_evicted() == keys_of(1)
 
 
 def test_pieces_of_a_prefix_are_put_in_order() -> None:

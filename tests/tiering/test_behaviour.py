@@ -43,6 +43,23 @@ def test_lookup_from_primary() -> None:
     assert "lookup" not in [name for name, _ in engine.tier.calls]
 
 
+def test_a_request_need_not_be_announced() -> None:
+    """A load, store or lookup may be the first mention of a request, which ends as any other."""
+    engine = Engine()
+    manager = engine.manager
+    engine.store_and_forget(keys_of(1))
+    loads, stores, looks = (RequestContext(name) for name in ("loads", "stores", "looks"))
+    assert manager.prepare_load(keys_of(1), loads) == [engine.primary.slot_of(key_of(1))]
+    manager.complete_load(keys_of(1), loads)
+    assert engine.store(keys_of(2), stores).keys == keys_of(2)
+    assert engine.look(keys_of(1), looks) == ["hit"]
+    assert manager.stats().requests == 3
+    for ctx in (loads, stores, looks):
+        manager.on_request_finished(ctx)
+    engine.settle()
+    assert manager.stats().requests == 0 == engine.primary.stats().pinned
+
+
 def test_promotion() -> None:
     """A block that only a tier has is promoted byte for byte; the blocks of a step share one job."""
     engine = Engine()

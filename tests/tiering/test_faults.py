@@ -63,7 +63,7 @@ def test_no_exception_gets_out(method: str) -> None:
 
 
 def test_a_tier_that_raises_again_and_again_gets_no_more_work() -> None:
-    """After three consecutive exceptions from one method a tier gets no more work until the next reset."""
+    """After three consecutive exceptions from one method a tier gets no more work until a reset, which counts anew."""
     engine = Engine(tiers=["disk", "far"])
     engine.store_and_forget(A)
     engine.evict_all()
@@ -78,6 +78,11 @@ def test_a_tier_that_raises_again_and_again_gets_no_more_work() -> None:
     engine.manager.reset()
     assert not engine.manager.stats().tiers[0].dead
     assert all(stats.ready for stats in engine.manager.tier_stats())
+    engine.tiers[0].raising = {"lookup"}
+    for number in range(3):
+        assert not engine.manager.stats().tiers[0].dead, f"{number} exceptions since the reset"
+        engine.look(keys_of(7), engine.request())
+    assert engine.manager.stats().tiers[0].dead
 
 
 @pytest.mark.parametrize(
@@ -334,14 +339,16 @@ def test_prefetch_begins_before_the_first_lookup() -> None:
 
 
 def test_prefetch_promotes_no_expired_block() -> None:
-    """Prefetch skips expired blocks, although the tier still has them until the sweep."""
+    """Prefetch skips expired blocks, although the tier still has them until the sweep, and promotes others."""
     engine = Engine(prefetch=True)
     engine.store_and_forget(keys_of(1, 2), ttl=60)
+    engine.store_and_forget(keys_of(3))
     engine.evict_all()
     engine.clock.now += 61
     engine.request(keys_of(1, 2))
+    engine.request(keys_of(3))
     engine.manager.on_step_end()
-    assert not engine.tier.open
+    assert engine.tier.submitted(True) == keys_of(3)
 
 
 def test_prefetch_asks_again_what_a_tier_did_not_know() -> None:
@@ -459,6 +466,7 @@ def test_close_writes_back_and_ends() -> None:
     assert engine.manager.close(5.0) and engine.manager.close(5.0)
     assert sorted(engine.tier.blocks) == keys and engine.tier.calls[-2][0] == "close"
     ctx = engine.request()
+    engine.tier.blocks.update({key: payload(key) for key in keys_of(50)})
     assert engine.look(keys_of(50), ctx) == ["miss"]
     assert engine.manager.prepare_store(keys_of(50), ctx) == engine.manager.prepare_store([], ctx)
 

@@ -425,6 +425,17 @@ def test_a_first_step_that_compiles_hides_no_prefill() -> None:
     assert gate.recompute_s(0, 1000) == pytest.approx(1.0, rel=0.01)
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_a_step_that_compiles_is_not_the_usual_one(place: int) -> None:
+    """Whichever of the first three steps compiles, the fastest of them is the fixed part of later steps."""
+    gate = Gate(1)
+    for number in range(3):
+        gate.note_step([(1, 1000)], 20.0 if number == place else 0.03)
+    for _ in range(3):
+        gate.note_step([(1000, 0)], 1.03)
+    assert gate.recompute_s(0, 1000) == pytest.approx(1.0, rel=0.01)
+
+
 def test_only_a_trial_is_late_soon() -> None:
     """A load that takes longer than computing gets its time, because requests wait for it; a trial does not."""
     world = World([0.5], [0.01])

@@ -435,6 +435,21 @@ def test_a_hand_over_from_an_engine_that_stops_within_a_load_costs_at_most_twice
     assert hits == 0 and seconds < 2.1 * 100 * BLOCK * TOKEN_S
 
 
+def test_the_end_of_a_hand_over_is_no_stall() -> None:
+    """If a load of a hand-over never ends, loads that the gate decided on from the same tier go on."""
+    engine = Gated((0.3, 0.001))
+    engine.learn()
+    keys = engine.blocks(20)
+    ctx = engine.begin(keys, RequestContext("decode", since=engine.clock.now, patience_s=60.0))
+    assert engine.prefix(keys, ctx) is None
+    engine.manager.on_step_end()
+    engine.tier.open.clear()
+    engine.clock.now += 0.3
+    assert engine.prefix(keys, ctx) is None
+    assert engine.serve(engine.blocks(100))[1] == 100
+    assert engine.prefix(keys, ctx) == 0, "it has ended meanwhile"
+
+
 def test_a_tier_that_does_not_answer_lookups_costs_little() -> None:
     """A request waits at most the slack for an answer; later ones don't wait, except a few that measure."""
     engine = Gated((0.001, 0.001))
@@ -448,6 +463,34 @@ def test_a_tier_that_does_not_answer_lookups_costs_little() -> None:
     assert max(lost[:60]) < 0.65
     assert sum(one > STEP_S for one in lost[4:60]) <= 4
     assert engine.counts.lost_s < 5
+
+
+def test_one_in_32_requests_waits_for_a_tier_that_was_slow_to_answer() -> None:
+    """Otherwise a tier whose lookups have become faster would not be noticed."""
+    engine = Gated((0.001, 0.001))
+    engine.learn()
+    waited = []
+    for _ in range(20 + 2 * 32):
+        keys = engine.blocks(20)
+        engine.tier.unknown.update(keys)
+        ctx = engine.begin(keys)
+        waited.append(engine.prefix(keys, ctx) is None)
+        while engine.prefix(keys, ctx) is None:
+            engine.tick()
+        engine.manager.on_request_finished(ctx)
+    assert waited[0] and sum(waited[20:]) == 2
+
+
+def test_each_group_of_layers_is_weighed_from_its_first_block() -> None:
+    """A group whose first block ends where the group before it ends is not loaded from a tier that is too slow."""
+    engine = Gated((0.5, 0.05))
+    engine.learn()
+    here, far = engine.blocks(4), engine.blocks(1)
+    engine.store(here)
+    engine.rest()
+    ctx = engine.request()
+    engine.manager.set_keys(ctx, [*here, *far], ends=[*range(BLOCK, BLOCK * 5, BLOCK), BLOCK * 4])
+    assert engine.look([*here, *far], ctx) == ["hit"] * 4 + ["miss"]
 
 
 def test_other_groups_of_layers_load_as_far_as_the_weighed_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvstore.primary.lending import Lender
 from kvstore.tiering.policy import OWN_PARAMETERS
 from kvstore.types import BlockKey, RequestContext
 from tests.tiering.engine import Engine, keys_of
@@ -27,7 +28,7 @@ def coming(engine: Engine) -> list[BlockKey]:
 def fetch(engine: Engine, keys: Sequence[BlockKey] = KEYS) -> None:
     """Send blocks to another engine, and run a step."""
     for key in keys:
-        engine.primary.hand_overs.note_sent(key)
+        Lender(engine.primary).note_sent(key)
     engine.step()
 
 

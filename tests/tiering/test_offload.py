@@ -183,6 +183,14 @@ def test_admission_by_uses() -> None:
     assert sorted(engine.tier.blocks) == A, "the second sighting of the rest, which was computed again"
 
 
+def test_a_request_with_a_number_of_uses_of_its_own_is_a_sighting_for_the_others() -> None:
+    """A request that overrides the configured ``min_uses`` counts as a sighting, even the engine's first one."""
+    engine = Engine(policy={"min_uses": 2})
+    _prompt(engine, A, min_uses=1, tiers=[])
+    _prompt(engine, A)
+    assert list(engine.tier.blocks) == A
+
+
 def test_one_request_is_one_sighting() -> None:
     """A request that offers its blocks repeatedly counts as one sighting of each."""
     engine = Engine(policy={"min_uses": 2})
