@@ -514,7 +514,7 @@ def _error_of(failure: Opened) -> Exception:
         error = kind.__new__(kind, failure.text)
         error.args = (failure.text,)
         return error
-    if isinstance(kind, type):
+    if isinstance(kind, type) and issubclass(kind, errors.KVStoreError):
         return kind(failure.text)
     return errors.KVStoreError(f"{failure.error}: {failure.text}")
 

@@ -73,6 +73,8 @@ ACCEPTED: Final[dict[str, str]] = {
     "operand dropped: `self.gone and self._lifetime.has_ended` -> `(self._lifetime.has_ended)`": (
         "asked only of a killed child; before its start a child holds no lock and has no I/O"
     ),
+    "operand dropped: `isinstance(kind, type) and issubclass(kind, errors.KVStoreError)`"
+    " -> `(isinstance(kind, type))`": "for the type checker: that module has no other classes",
     "operand dropped: `formatter._fmt or ''` -> `(formatter._fmt)`": "for the type checker: a formatter has a format",
     "operand dropped: `key not in kept and key[tag_bytes:] in payloads` -> `(key[tag_bytes:] in payloads)`": (
         "a shortcut: a note kept twice is the same note"
