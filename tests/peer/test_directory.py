@@ -19,6 +19,7 @@ import pytest
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.peer import PeerBackend, PeerConfig, directory
 from kvstore.backends.peer.directory import _READ_AT_ONCE, _READ_BYTES_MAX
+from kvstore.backends.peer.protocol import Op
 from kvstore.backends.peer.summary import ENGINES_MAX, SUMMARY_BYTES_MAX, Sample, pack
 from kvstore.config import decode_config
 from kvstore.errors import ConfigError
@@ -29,12 +30,13 @@ from kvstore.testing.waiting import eventually, eventually_async
 from kvstore.tiers import AsyncTier
 from kvstore.types import LookupResult, RequestContext, Source
 from tests.peer.directory_servers import Entry, RedisAdmin, prefix_of
-from tests.peer.fake_peer import FakePeer
+from tests.peer.fake_peer import FakePeer, honest
 from tests.peer.holder import NAMESPACE, SLOT_BYTES, Holder
 from tests.peer.ports import free_port
 from tests.peer.served import Records
 from tests.peer.serving import FIELDS, Serving, key_of
 from tests.peer.serving import SLOT_BYTES as SERVED_BYTES
+from tests.peer.wire import Wire
 from tests.redis.servers import PASSWORD, Server, plain, running, secured
 
 SECRET = "a secret of sixteen"
@@ -328,6 +330,33 @@ def test_a_summary_that_was_missing_comes_back(redis_only: Server) -> None:
         assert not fake.questions
         client.write([Entry(fake.address.encode(), summary_of([SPARE]))])
         eventually(lambda: rig.lookup(SPARE) is LookupResult.MISS and fake.questions, what="a question to the engine")
+
+
+def test_a_restarted_engine_is_known_by_its_later_entry(redis_only: Server) -> None:
+    """A new summary is read although the entry of the engine's former process has not expired."""
+    client = admin(redis_only)
+    with FakePeer(NAMESPACE, SLOT_BYTES) as fake, asking(redis_only) as rig:
+        fake.secret = SECRET.encode()
+        address = fake.address.encode()
+        client.write([Entry(address, summary_of(KEYS), b"f" * 16, seconds=100)])
+        until_read(rig, 1)
+        client.write([Entry(address, summary_of([SPARE]), b"0" * 16, seconds=200)])
+        eventually(finds(rig, [SPARE]), what="a block of the new summary")
+
+
+def test_an_engine_that_failed_is_tried_again(redis_only: Server) -> None:
+    """After its pause, the blocks of an engine of the directory are found again."""
+
+    def breaks_off(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
+        raise EOFError
+
+    with FakePeer(NAMESPACE, SLOT_BYTES) as fake, asking(redis_only) as rig:
+        fake.secret, fake.answer = SECRET.encode(), breaks_off
+        admin(redis_only).write([Entry(fake.address.encode(), summary_of(KEYS), seconds=200)])
+        until_read(rig, 1)
+        eventually(lambda: not finds(rig, KEYS)() and stat(rig.tier, "peers_down") == 1, what="a pause of the engine")
+        fake.answer = honest
+        eventually(finds(rig, KEYS), what="its blocks")
 
 
 @pytest.mark.parametrize("is_there", [True, False])

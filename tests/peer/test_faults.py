@@ -293,6 +293,56 @@ async def test_a_connection_closed_while_idle_is_forgotten(fake: FakePeer) -> No
         await backend.close()
 
 
+async def test_a_connection_is_used_again_unless_it_was_idle_for_long(
+    fake: FakePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls one after the other share a connection; one that was idle for too long is closed and replaced."""
+    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    try:
+        for _ in range(3):
+            assert await backend.exists([b"key"]) == [True]
+        assert backend.stats().counters["connections_opened"] == 1
+        (peer,) = backend._listed.values()
+        (old,) = peer._pipes
+        monkeypatch.setattr("kvstore.backends.peer.client._IDLE_S", -1.0)
+        assert await backend.exists([b"key"]) == [True]
+        assert backend.stats().counters["connections_opened"] == 2
+        assert old.closed and len(peer._pipes) == 1
+    finally:
+        await backend.close()
+
+
+async def test_close_waits_for_the_end_of_trials(fake: FakePeer) -> None:
+    """Afterwards no task is left, and no connection."""
+    fake.answer = honest_when_released
+    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    (peer,) = backend._listed.values()
+    peer.start_trial()
+    await eventually_async(lambda: fake.questions, 20)
+    await backend.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert not peer.trying and not peer._pipes
+
+
+async def test_a_peer_is_closed_while_a_call_is_being_cancelled(fake: FakePeer) -> None:
+    """The close fails neither itself nor the call, which ends as cancelled."""
+    fake.answer = honest_when_released
+    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    try:
+        call = asyncio.create_task(backend.exists([b"key"]))
+        await eventually_async(lambda: fake.questions, 20)
+        (peer,) = backend._listed.values()
+        call.cancel()
+        await peer.close()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    finally:
+        await backend.close()
+
+
 async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer named longest ago is forgotten, with its connections; if named again, it is contacted again."""
     monkeypatch.setattr("kvstore.backends.peer.backend._NAMED_MAX", 2)

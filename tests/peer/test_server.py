@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -300,14 +302,44 @@ async def test_strangers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_connections_are_bounded() -> None:
-    """A connection above the limit is closed at once, and counted."""
-    async with serving(serve_connections=1) as served, client_of(served) as first:
-        await first.greet()
-        assert await first.lookup(served.keys) == b"\1" * 8
-        async with client_of(served) as second:
-            assert await second.is_closed()
-        assert served.backend.stats().counters["served_connections_refused"] == 1
-        assert await first.lookup(served.keys) == b"\1" * 8
+    """A connection above the limit is closed at once, and counted, also after one that ended before its greeting."""
+    async with serving(serve_connections=1, connect_timeout=60) as served:
+        async with client_of(served) as stranger:
+            stranger.writer.write_eof()
+            assert await stranger.is_closed()
+        await _until(lambda: served.backend.stats().gauges["served_connections"] == 0)
+        async with client_of(served) as first:
+            await first.greet()
+            assert await first.lookup(served.keys) == b"\1" * 8
+            async with client_of(served) as second:
+                assert await second.is_closed()
+            assert served.backend.stats().counters["served_connections_refused"] == 1
+            assert await first.lookup(served.keys) == b"\1" * 8
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 3600.0])
+async def test_a_server_that_can_not_accept_pauses(monkeypatch: pytest.MonkeyPatch, pause_s: float) -> None:
+    """Without a free descriptor it tries once per pause, and serves the client that waited as soon as it can."""
+    monkeypatch.setattr("kvstore.backends.peer.server._PAUSE_S", pause_s)
+    accept, tries = socket.socket.accept, 0
+
+    def failing_thrice(listener: socket.socket) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries <= 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing_thrice)
+    async with serving() as served, client_of(served) as client:
+        if pause_s:
+            await _until(lambda: tries)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert tries == 1
+        else:
+            await client.greet()
+            assert await client.lookup(served.keys) == b"\1" * 8 and tries == 4
 
 
 async def test_a_client_that_does_not_read_holds_one_row_for_a_while() -> None:

@@ -145,6 +145,7 @@ def test_a_sample_is_that_of_all_keys() -> None:
     assert section.threshold == hashes[SAMPLE_MAX - 1] >> 32
     assert section.digests.tolist() == sorted({one & 0xFFFFFFFF for one in hashes[:SAMPLE_MAX]})
     assert len(pack([section, section])) <= SUMMARY_BYTES_MAX
+    assert sampled(keys[:SAMPLE_MAX]).threshold == 0xFFFFFFFF, "the sample has all of them"
 
 
 def test_what_is_no_summary() -> None:

@@ -213,13 +213,11 @@ class Directory:
             if endpoint is None:
                 self._counts["directory_entries_refused"] += 1
                 continue
-            expires_at = now + min(one.left_s, _LEASE_S_MAX)
-            before = entries.get(endpoint)
-            # A restarted engine may have two entries for a while.
-            if endpoint == self._own or (before is not None and before.expires_at > expires_at):
+            if endpoint == self._own:
                 continue
+            # A restarted engine may have two entries for a while; the later one comes last.
             entry = self._entries.get(endpoint) or _Entry("", 0.0)
-            entry.version, entry.expires_at = one.version, expires_at
+            entry.version, entry.expires_at = one.version, now + min(one.left_s, _LEASE_S_MAX)
             entries[endpoint] = entry
         if not is_complete:
             known = {one: entry for one, entry in self._entries.items() if entry.expires_at > now}
@@ -335,7 +333,10 @@ class _Server:
         self._member = member
 
     async def listed(self) -> tuple[Sequence[_Listed], bool]:
-        """Return engines with a lease, and whether the list is complete. Expired and overlong leases are removed."""
+        """Return engines by the end of their leases, and whether the list is complete.
+
+        Expired and overlong leases are removed.
+        """
         now_ms = await self._now_ms()
         last_ms = now_ms + int(1000 * _LEASE_S_MAX)
         start, count = self._listed, 2 * ENGINES_MAX

@@ -213,13 +213,13 @@ class PeerServer:
     async def open(self) -> None:
         """Listen. ``BackendUnavailableError``: the address is not available."""
         try:
-            self._listener = listening_socket(endpoint_of(self._config.listen))
+            self._listener = listener = listening_socket(endpoint_of(self._config.listen))
         except OSError as error:
             raise BackendUnavailableError(
                 f"can't listen on {self._config.listen}: {error.strerror or error}. Another process may have the port.",
                 backend="peer",
             ) from error
-        self._loop.add_reader(self._listener, self._accept)
+        self._loop.add_reader(listener, self._accept, listener)
 
     async def close(self) -> None:
         """End all connections; afterwards no row is lent. Idempotent."""
@@ -236,11 +236,8 @@ class PeerServer:
         finally:
             self._stored.close()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         """Accept one connection; a further one makes the listener readable again."""
-        listener = self._listener
-        if listener is None:
-            return
         try:
             sock, _ = listener.accept()
         except BlockingIOError:
@@ -268,7 +265,7 @@ class PeerServer:
 
     def _accept_again(self) -> None:
         if self._listener is not None:
-            self._loop.add_reader(self._listener, self._accept)
+            self._loop.add_reader(self._listener, self._accept, self._listener)
 
     async def _serve(self, sock: socket.socket) -> None:
         """Serve one connection until it ends."""
@@ -443,7 +440,7 @@ class _LoadAnswer:
 
 
 def serving_context(config: PeerConfig) -> ssl.SSLContext | None:
-    """Return the TLS settings for connections from peers; None without TLS, or if the engine does not listen."""
-    if not (config.listen and config.tls and config.tls_cert and config.tls_key):
+    """Return the TLS settings for connections from peers; None without TLS or, for a mere client, a certificate."""
+    if not (config.tls and config.tls_cert and config.tls_key):
         return None
     return server_context(cert=config.tls_cert, key=config.tls_key, client_ca=config.tls_ca)
