@@ -516,14 +516,14 @@ def test_pauses_between_restarts_are_bounded(region: Region, monkeypatch: pytest
     class Impatient(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
             pauses.append(timeout or 0)
-            return self.is_set()
+            return super().wait(0.001)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError
 
-    with monkeypatch.context() as short:
-        short.setattr("kvstore.runtime.process.ChildConnection", fail)
-        short.setattr(channel_of(tier), "_stopping", Impatient())
+    monkeypatch.setattr(channel_of(tier), "_stopping", Impatient())
+    with monkeypatch.context() as broken:
+        broken.setattr("kvstore.runtime.process.ChildConnection", fail)
         os.kill(child, signal.SIGKILL)
         until(lambda: len(pauses) > 10, tier)
     assert pauses[:9] == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
