@@ -15,6 +15,7 @@ from kvstore.backends.peer import PeerBackend, PeerConfig, protocol
 from kvstore.backends.peer.config import endpoint_of
 from kvstore.backends.peer.protocol import Note, Op, Welcome
 from kvstore.codec.record import HEADER_BYTES
+from kvstore.errors import BackendError
 from kvstore.namespace import Namespace
 from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.waiting import eventually_async
@@ -167,6 +168,8 @@ async def test_a_block_that_fails_costs_itself_alone(fake: FakePeer) -> None:
     assert await backend.exists([read.key for read in reads]) == [True] * 3
     assert await backend.get_into(reads) == [Outcome.OK, Outcome.OK, Outcome.IO_ERROR]
     assert [read.buffers[0][HEADER_BYTES:] for read in reads[:2]] == [fake.payload(read.key) for read in reads[:2]]
+    # Before its second attempt, the block is asked for once.
+    assert [count for op, count in fake.questions if op is Op.LOOKUP] == [3, 1]
     await backend.close()
 
 
@@ -395,6 +398,20 @@ def test_a_peer_that_greets_badly_is_never_asked(fake: FakePeer, greets: Callabl
     with rig_of(fake.address) as rig:
         assert rig.lookup(b"key") is LookupResult.MISS
         assert fake.address in rig.tier.stats().last_error
+
+
+async def test_an_error_without_a_text_is_named(fake: FakePeer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason why a peer can't be reached is never empty."""
+
+    async def refuse(*_: Any) -> Any:
+        raise ConnectionResetError
+
+    monkeypatch.setattr("kvstore.backends.peer.client.open_stream", refuse)
+    backend = PeerBackend(PeerConfig(peers=(fake.address,)))
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    with pytest.raises(BackendError, match=f"{fake.address}: .*ConnectionResetError"):
+        await backend.exists([b"key"])
+    await backend.close()
 
 
 def test_another_secret_is_told(fake: FakePeer) -> None:

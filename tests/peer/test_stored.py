@@ -188,3 +188,4 @@ async def test_a_hanging_disk_keeps_its_buffers_and_nothing_else() -> None:
     assert stored._pool.free_count == count
     disk.targets.clear()
     stored.close()
+    assert stored._pool._map.closed

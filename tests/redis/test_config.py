@@ -79,6 +79,13 @@ def test_credentials_leave_the_url(url: str) -> None:
     assert "p@ss" not in shown and "p%40ss" not in shown
 
 
+@pytest.mark.parametrize("url", ["REDISS://host:6379/1", " Rediss://host:6379/1", "rediss://host:6379/1?"])
+def test_any_spelling_of_rediss_is_tls(url: str) -> None:
+    """A scheme in capitals, or after a space, never turns TLS off."""
+    config = decoded(url=url)
+    assert config.tls and config.url == "rediss://host:6379/1"
+
+
 async def test_another_machine_needs_tls() -> None:
     """A connection to another machine without TLS is refused, before any byte is sent, unless explicitly allowed."""
     for url in ("redis://192.0.2.1:6379", "redis://cache.example:6379"):

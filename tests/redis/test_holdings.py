@@ -14,7 +14,7 @@ from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.backends.redis import holdings as module
 from kvstore.backends.redis.failures import RedisError
 from kvstore.backends.redis.holdings import RedisHoldings, _Name, _Value
-from kvstore.backends.redis.parts import PART_BYTES, in_parts
+from kvstore.backends.redis.parts import PART_BYTES, PART_HEADER_BYTES, in_parts
 from kvstore.codec.record import MAGIC
 from kvstore.namespace import Namespace
 from kvstore.secret import SecretStr
@@ -36,6 +36,13 @@ class Shown:
 
     async def describe(self, names: Sequence[_Name]) -> list[_Value]:
         return [value for value in self._values if value.name in names]
+
+    async def part_heads(self, names: Sequence[bytes]) -> list[bytes]:
+        heads = {value.name.full: value.head[:PART_HEADER_BYTES] for value in self._values}
+        return [heads.get(name, b"") for name in names]
+
+    async def exist(self, names: Sequence[bytes]) -> list[bool]:
+        return [any(value.name.full == name for value in self._values) for name in names]
 
 
 def value_of(namespace: Namespace, head: bytes, age_s: float = 0.0, key: bytes = b"k" * 16) -> _Value:
@@ -99,6 +106,19 @@ async def test_a_later_part_in_place_of_the_first_is_listed_as_one_value() -> No
         (PART_BYTES + 1, [names[0], names[0][:-1] + b"1"]),
         (1000, [names[1]]),
     ]
+
+
+@pytest.mark.parametrize("has_first", [False, True])
+async def test_a_value_named_like_a_part_is_stale_only_beside_a_first_part(has_first: bool) -> None:
+    """Without a header of a part, it may be another program's value; beside a first part, it is damaged."""
+    block = value_of(NAMESPACE, b"").name
+    head = b"".join(in_parts([memoryview(bytes(PART_BYTES + 1))])[0])[:PART_HEADER_BYTES]
+    first, later = (
+        _Value(block._replace(part=number), 1000, head, 1000.0) for number, head in enumerate([head, b"damaged"])
+    )
+    holdings = RedisHoldings(RedisBackend, RedisConfig())
+    holdings._values = Shown([first, later] if has_first else [later])  # type: ignore[assignment]
+    assert [item.name for item in await holdings.stale_items()] == [later.name.full.decode()] * has_first
 
 
 @pytest.mark.parametrize("whole_namespace", [False, True])

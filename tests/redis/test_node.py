@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -357,6 +358,19 @@ async def test_a_close_that_is_cancelled_closes_the_connections() -> None:
         await eventually_async(lambda: server.open_connections == 0, 60, what="all connections closed")
 
 
+async def test_a_close_opens_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that ends by the close is not replaced, though all others are busy."""
+    monkeypatch.setattr("kvstore.backends.redis.node._PIPELINE_DEPTH", 1)
+    async with silent(connections=2) as (server, _, backend):
+        (node,) = backend._topology.nodes
+        reads = [maker(SIZE).target(bytes([i]) * 32).read for i in range(2)]
+        call = asyncio.ensure_future(backend.get_into(reads))
+        await eventually_async(lambda: server.busy_connections == 2, what="both connections busy")
+        await backend.close()
+        assert not {Outcome.OK, Outcome.MISS} & set(await call)
+        assert (node.connection_count, len(node._opening), server.connections) == (0, 0, 2)
+
+
 async def test_a_failed_renewal_is_made_by_the_next_use() -> None:
     """A block does not count as renewed for a quarter of its time to live after a failure."""
     answers = [b":1\r\n", b"-ERR no\r\n"]
@@ -557,6 +571,25 @@ async def test_a_server_that_will_hurt_is_named(
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == bool(told)
     assert told in caplog.text
+
+
+async def test_pauses_between_attempts_double_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that stays unreachable is tried again after 50 ms, and then at intervals that grow to 3 s."""
+    pauses_s = []
+
+    class NoPause:
+        def __rmul__(self, pause_s: float) -> float:
+            pauses_s.append(pause_s)
+            return 0.0
+
+    monkeypatch.setattr("kvstore.backends.redis.node.random", SimpleNamespace(uniform=lambda low, high: NoPause()))
+    async with fake_server(answering(b":0\r\n")) as server:
+        backend = await opened(server, SIZE)
+    await eventually_async(lambda: backend.stats().gauges["connections"] == 0, 60)
+    with pytest.raises(BackendError, match="refused"):
+        await backend.exists([b"k" * 32])
+    await eventually_async(lambda: len(pauses_s) >= 9, 60)
+    assert pauses_s[:9] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 3.0, 3.0]
 
 
 async def test_a_pause_that_is_over_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:

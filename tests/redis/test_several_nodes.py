@@ -469,6 +469,16 @@ async def test_a_replica_that_refuses_costs_no_block(error: bytes) -> None:
         assert backend.stats().counters["retries"] < 20
 
 
+async def test_a_store_is_tried_again_at_the_master() -> None:
+    """A replica gets no store, also if reads go to it and the master has refused the first attempt."""
+    async with nodes_of_a_cluster(1, replicas=1) as (master, replica):
+        backend = await on(master, read_from="replica")
+        refusals = [b"-TRYAGAIN several keys\r\n"]
+        master.instead = lambda command: refusals.pop() if refusals and command[0] == b"SET" else None
+        assert list(await backend.put([maker(1024).write(b"k" * 32, b"x")])) == [Outcome.OK]
+        assert (master.count(b"SET"), replica.count(b"SET")) == (2, 0)
+
+
 async def test_a_replica_that_redirects_is_looked_up_again() -> None:
     """It may belong to another master now, so the map of nodes is refreshed."""
     async with nodes_of_a_cluster(1, replicas=1) as (master, replica):

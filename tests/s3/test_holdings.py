@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kvstore.backends.base import RecordGeometry
-from kvstore.backends.holdings import Holdings, ReadResult
+from kvstore.backends.holdings import Holdings, ReadResult, open_holdings
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.backends.s3 import S3Backend, S3Config
 from kvstore.backends.s3.client import ObjectClient, make_client
@@ -29,6 +29,7 @@ from kvstore.cli.holdings.archive import write_archive
 from kvstore.cli.holdings.care import import_archive, scrub
 from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.tier_argument import parse_tier
+from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.testing.records import RecordMaker
 from kvstore.testing.waiting import eventually
@@ -193,6 +194,12 @@ def tier(request: pytest.FixtureRequest, rng: random.Random) -> Tier:
         found.fill(namespace)
     found.write(_foreign(_LLAMA))
     return found
+
+
+def test_holdings_need_the_configuration_of_their_tier() -> None:
+    """Another backend's configuration is refused with the name of the expected one."""
+    with pytest.raises(ConfigError, match="an S3Config"):
+        open_holdings("s3", MemoryConfig())
 
 
 def test_scrub_takes_damaged_blocks_out_of_the_way(tier: Tier) -> None:

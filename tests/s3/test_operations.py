@@ -500,3 +500,16 @@ async def test_nothing_is_sent_after_close(faults: FaultServer, client: str) -> 
     assert backend.stats().counters == before
     with pytest.raises(BackendClosedError):
         await sender.head("kv/x")
+
+
+async def test_a_close_ends_running_requests(faults: FaultServer, client: str) -> None:
+    """A request that waits for its answer ends by the close, long before its deadline."""
+    sender = await opened_client(faults, client=client)
+    faults.plan(Fault.BLACK_HOLE)
+    before = faults.counts().get("HEAD", 0)
+    request = asyncio.create_task(sender.head(f"{sender._config.prefix}a", timeout_s=30))
+    await eventually_async(lambda: faults.counts().get("HEAD", 0) > before, what="the request")
+    await sender.close()
+    with pytest.raises(S3Error) as caught:
+        await request
+    assert caught.value.cause is Cause.CLOSED

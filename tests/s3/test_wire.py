@@ -240,6 +240,32 @@ async def test_nothing_comes_after_the_deadline() -> None:
         assert not any(memory[len(BODY) // 2 : len(BODY)])
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+async def test_a_close_resets_only_an_unfinished_answer(is_whole: bool) -> None:
+    """A service stops sending an answer that nobody wants; after a whole answer the connection ends in order."""
+    ends: list[bytes | None] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(FOUND if is_whole else FOUND[:-1])
+        try:
+            ends.append(await reader.read())
+        except ConnectionResetError:
+            ends.append(None)
+
+    async with served(serve) as wire:
+        memory = bytearray(len(BODY))
+        request = asyncio.create_task(wire.request([REQUEST], Answer([memoryview(memory)]), timeout_s=20))
+        await eventually_async(lambda: memory[:-1] == BODY[:-1], 20, what="the answer")
+        if is_whole:
+            await request
+        wire.close()
+        await asyncio.wait({request})
+        await eventually_async(lambda: ends, 20, what="the end of the connection")
+        assert ends == [b"" if is_whole else None]
+        assert isinstance(request.exception(), S3Error) is not is_whole
+
+
 async def test_looking_again_disturbs_no_later_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recheck after a fragmented answer overlaps later answers on the connection, and affects none of them."""
     monkeypatch.setattr(duplex, "_RECHECK_S", 0.001)

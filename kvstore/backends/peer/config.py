@@ -168,7 +168,8 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     def _check_strangers(self) -> None:
         """Check that engines of other machines have to prove that they belong to the fleet."""
-        if self.secret is not None or (self.tls and self.tls_ca):
+        # 'tls_ca' without 'tls' has been refused before.
+        if self.secret is not None or self.tls_ca:
             return
         hosts = {
             "listen": [endpoint_of(self.listen).host] if self.listen else [],

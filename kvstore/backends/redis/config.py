@@ -87,7 +87,7 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
         return self.url.startswith("rediss:")
 
     def _split_url(self) -> None:
-        """Move name and password out of the url, so that messages can show it."""
+        """Move name and password out of the url, so that messages can show it, and put its scheme in lower case."""
         # Messages never contain the full url or a chained exception, which may hold the password.
         if _ADDRESS.fullmatch(self.url):
             raise ConfigError(
@@ -110,8 +110,6 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
                 "'url' (not shown) can't be used. Expected one like 'redis://host:6379/0' or 'unix:///path'; a '/', "
                 "'#', '?' or '@' in a password is written as '%2F', '%23', '%3F' or '%40'."
             )
-        if user is None and password is None:
-            return
         if password:
             if self.password is not None:
                 raise ConfigError("A password is given in 'url' and as 'password'. Give it once.")
