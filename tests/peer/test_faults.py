@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -240,6 +241,17 @@ def test_more_than_was_asked_for_closes_the_connection(fake: FakePeer) -> None:
             assert loaded.success or not any(outcome is Outcome.CORRUPT for outcome in loaded.outcomes)
 
 
+@asynccontextmanager
+async def connected(fake: FakePeer) -> AsyncIterator[PeerBackend]:
+    """Open a patient backend with one peer, and close it."""
+    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    try:
+        yield backend
+    finally:
+        await backend.close()
+
+
 async def test_what_nobody_asked_for_closes_an_idle_connection(fake: FakePeer) -> None:
     """Bytes after the answer to a lookup are not the answer to the next one: the connection is not reused."""
 
@@ -247,9 +259,7 @@ async def test_what_nobody_asked_for_closes_an_idle_connection(fake: FakePeer) -
         sock.sendall(b"\1" * len(keys) + b"\0" * 100)
 
     fake.answer = more
-    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
-    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
-    try:
+    async with connected(fake) as backend:
         for number in range(3):
             assert await backend.exists([b"key-%d" % number]) == [True]
             (peer,) = backend._listed.values()
@@ -257,32 +267,24 @@ async def test_what_nobody_asked_for_closes_an_idle_connection(fake: FakePeer) -
                 while (pipe := peer._idle_pipe()) is not None:
                     peer._idle.append((pipe, peer._loop.time()))
                     await asyncio.sleep(0.001)
-    finally:
-        await backend.close()
 
 
 async def test_concurrent_lookups_of_a_peer_are_bounded(fake: FakePeer) -> None:
     """Eight are sent, over a connection each; the others wait for an answer."""
     fake.answer = honest_when_released
-    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
-    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
-    try:
+    async with connected(fake) as backend:
         lookups = [asyncio.create_task(backend.exists([b"key-%d" % number])) for number in range(12)]
         await eventually_async(lambda: len(fake.questions) >= 8, 20)
         await asyncio.sleep(0.1)
         assert len(fake.questions) == 8
         fake.released.set()
         assert await asyncio.gather(*lookups) == [[True]] * 12
-    finally:
-        await backend.close()
 
 
 async def test_a_connection_closed_while_idle_is_forgotten(fake: FakePeer) -> None:
     """The next call takes another one, and nothing is left of the closed one."""
     fake.answer = honest_when_released
-    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
-    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
-    try:
+    async with connected(fake) as backend:
         lookups = [asyncio.create_task(backend.exists([key])) for key in (b"a", b"b")]
         await eventually_async(lambda: len(fake.questions) == 2, 20)
         fake.released.set()
@@ -292,17 +294,13 @@ async def test_a_connection_closed_while_idle_is_forgotten(fake: FakePeer) -> No
         peer._idle[-1][0].close()
         assert await backend.exists([b"c"]) == [True]
         assert len(peer._idle) == len(peer._pipes) == 1
-    finally:
-        await backend.close()
 
 
 async def test_a_connection_is_used_again_unless_it_was_idle_for_long(
     fake: FakePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls one after the other share a connection; one that was idle for too long is closed and replaced."""
-    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
-    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
-    try:
+    async with connected(fake) as backend:
         for _ in range(3):
             assert await backend.exists([b"key"]) == [True]
         assert backend.stats().counters["connections_opened"] == 1
@@ -312,8 +310,6 @@ async def test_a_connection_is_used_again_unless_it_was_idle_for_long(
         assert await backend.exists([b"key"]) == [True]
         assert backend.stats().counters["connections_opened"] == 2
         assert old.closed and len(peer._pipes) == 1
-    finally:
-        await backend.close()
 
 
 async def test_close_waits_for_the_end_of_trials(fake: FakePeer) -> None:
@@ -332,9 +328,7 @@ async def test_close_waits_for_the_end_of_trials(fake: FakePeer) -> None:
 async def test_a_peer_is_closed_while_a_call_is_being_cancelled(fake: FakePeer) -> None:
     """The close fails neither itself nor the call, which ends as cancelled."""
     fake.answer = honest_when_released
-    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
-    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
-    try:
+    async with connected(fake) as backend:
         call = asyncio.create_task(backend.exists([b"key"]))
         await eventually_async(lambda: fake.questions, 20)
         (peer,) = backend._listed.values()
@@ -342,8 +336,6 @@ async def test_a_peer_is_closed_while_a_call_is_being_cancelled(fake: FakePeer) 
         await peer.close()
         with pytest.raises(asyncio.CancelledError):
             await call
-    finally:
-        await backend.close()
 
 
 async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -460,7 +460,7 @@ def test_a_child_without_work_answers_and_stays(region: Region, monkeypatch: pyt
 
 
 def test_a_child_heard_of_lately_is_not_pinged(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for a child sends it nothing before it has been quiet for long."""
+    """A wait sends a child nothing before it has been quiet for long."""
     monkeypatch.setattr("kvstore.runtime.process._QUIET_S", 3600.0)
     tier = open_process_tier(region)
     assert tier.drain(30)

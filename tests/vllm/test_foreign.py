@@ -179,7 +179,7 @@ def test_a_drain_that_hangs_stops_the_tier(drive: Drivers, monkeypatch: pytest.M
 def test_slots_of_unreported_jobs_are_freed_after_a_drain(
     drive: Drivers, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """What a late drain has not reported has failed; after a drain that fails, the tier may still use its slots."""
+    """Jobs that a late drain has not reported have failed; after a drain that fails, the tier may still use slots."""
     monkeypatch.setattr(manager, "_DRAIN_S", 0.1)
     driver = drive(DICT)
     (tier,) = MADE

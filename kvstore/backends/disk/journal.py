@@ -450,7 +450,7 @@ def load_owner(disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> O
 def append_rows(disk: OsDisk, dir_fd: int, state: OwnerState, owner: int, rows: Sequence[Row]) -> None:
     """Append records to the last journal of an owner without an engine; the caller holds the owner's lock. Blocks.
 
-    A damaged journal is left unchanged: nobody reads on behind the damage. Engines notice when they load a block.
+    A damaged journal is left unchanged: readers stop at the damage, and engines notice the change at a load.
     """
     end = state.reader.end
     if not rows or not state.intact or not state.reader.is_whole:
