@@ -242,7 +242,7 @@ async def test_nothing_comes_after_the_deadline() -> None:
 
 @pytest.mark.parametrize("is_whole", [False, True])
 async def test_a_close_resets_only_an_unfinished_answer(is_whole: bool) -> None:
-    """A service stops sending an answer that nobody wants; after a whole answer the connection ends in order."""
+    """A service stops sending the rest of an answer; after a whole answer the connection ends in order."""
     ends: list[bytes | None] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -203,7 +203,7 @@ def test_slots_of_unreported_jobs_are_freed_after_a_drain(
 
 
 def test_a_hit_is_told_by_the_source_that_the_tier_gives(drive: Drivers) -> None:
-    """A tier of others that says where its blocks are is believed; one that does not is no source."""
+    """Another's tier names the source of its blocks; without a name, there is no source."""
     driver = drive({**DICT, "reset": "keep"})
     (tier,) = MADE
     for source in (None, "elsewhere"):
@@ -217,7 +217,7 @@ def test_a_hit_is_told_by_the_source_that_the_tier_gives(drive: Drivers) -> None
 
 
 def test_a_request_of_kvstores_own_ends_unheard(drive: Drivers) -> None:
-    """A tier learns of the end of those requests only that it knows."""
+    """A tier learns of the end of a request only if it has learned of its start."""
     (foreign,) = drive(DICT).manager._foreign
     (tier,) = MADE
     foreign.on_request_finished(RequestContext("a prefetch"))
