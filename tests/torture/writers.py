@@ -163,8 +163,10 @@ def main() -> None:
         pid, pipe = fork_writer(config, rng.randrange(1 << 30), universe, gate)
         writers[pid], said[pid] = pipe, said.get(pid, b"")
         kills += 1
-    for pid, pipe in writers.items():
+    # All before the first is waited for: those still running would remove the directories of those that ended.
+    for pid in writers:
         os.kill(pid, signal.SIGKILL)
+    for pid, pipe in writers.items():
         os.waitpid(pid, 0)
         said[pid] += drain_pipe(pipe)
     sys.stdout.write(json.dumps(report()))
