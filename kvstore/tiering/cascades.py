@@ -90,7 +90,7 @@ class Cascades:
 
     def room(self, link: TierLink) -> int:
         """Return how many more blocks a tier may have in unfinished stores."""
-        return 0 if link.dead else max(0, self._store_blocks_max - link.storing)
+        return 0 if link.dead else max(0, min(self._store_blocks_max, link.store_blocks_max) - link.storing)
 
     def lend(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> TransferJob:
         """Open a store of READY blocks that the tier itself requested; it is not submitted."""

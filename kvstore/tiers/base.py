@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -99,12 +100,14 @@ class SecondaryTierManager(ABC):
         medium: Kind of device.
         locality: Whether the medium is local or behind a network.
         takes_stores: Whether blocks are stored to it; False for a tier that other engines fill.
+        store_blocks_max: Most blocks of unfinished stores; it fails to store further ones.
     """
 
     name: str
     medium: Medium
     locality: Locality
     takes_stores: bool = True
+    store_blocks_max: int = sys.maxsize
 
     @abstractmethod
     def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.namespace import Namespace
+from kvstore.primary.tier import PrimaryTier
+from kvstore.testing import eventually
+from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
+from kvstore.tiers import open_tier
 from kvstore.types import BlockKey, JobResult, LookupResult, RequestContext, TransferJob
 from tests.tiering.engine import Engine, key_of, keys_of
 from tests.tiering.fake_tier import payload
@@ -190,6 +195,30 @@ def test_what_waits_for_room_is_stored_at_the_end() -> None:
     other.store(keys_of(*range(10)))
     other.manager.close()
     assert list(other.tier.blocks) == keys_of(*range(10))
+
+
+def test_a_tier_gets_no_more_blocks_than_it_accepts() -> None:
+    """Blocks beyond the backlog of a tier wait for it in the primary tier; the tier sheds none of them."""
+    slot_bytes, memory = 4096, memoryview(bytearray(16 * 4096))
+    config = {"backend": "memory", "store_backlog_bytes": 4 * slot_bytes}
+    with open_tier(config, primary=memory, slot_bytes=slot_bytes, namespace=Namespace({})) as tier:
+        manager = TieringManager(PrimaryTier(memory, slot_bytes), [tier], TieringConfig(store_share=1.0))
+        ctx = RequestContext("request")
+        manager.on_new_request(ctx, keys_of(*range(12)))
+        for first in (0, 6):
+            plan = manager.prepare_store(keys_of(*range(first, first + 6)), ctx)
+            assert plan is not None
+            manager.complete_store(plan.keys, ctx)
+        assert (manager.stats().tiers[0].storing, manager.stats().tiers[0].waiting) == (4, 8)
+        manager.on_request_finished(ctx)
+
+        def is_idle() -> bool:
+            manager.on_step_end()
+            return not manager.has_pending_work
+
+        eventually(is_idle, 30, "the end of all stores")
+        assert tier.stats().outcomes == {"store.ok": 12}
+        manager.close()
 
 
 def test_a_request_is_not_alone_while_another_waits() -> None:

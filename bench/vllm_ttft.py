@@ -1,0 +1,95 @@
+"""Time to the first token of a real `vllm serve` by the place of the prompt's KV cache.
+
+- computed: prompts that no engine has seen.
+- memory: the same prompts again; vLLM's own cache has room for one, so their blocks come from CPU memory.
+- disk: the same prompts after a SIGKILL and a restart.
+
+Servers without offloading, with vLLM's manager and `fs` tier and with kvstore's defaults run side by side on the same
+GPU, or the same cores, and receive each prompt in turns. ``ttft_s`` is the median, ``low`` and ``high`` its 95 %
+interval, ``cached_tokens`` the median of the prompt tokens that were not computed.
+
+    python bench/vllm_ttft.py [--model DIR] [--tokens 2000,8000] [--serve "--dtype bfloat16"] [--cpu-gib N] [--json FILE]
+
+Without a model it makes a small Llama with random weights, for a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+# Add the repository, so that this file runs as a program.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.common import Row, median_interval, reporting, runs_of
+from bench.vllm_overhead import VOCABULARY, bench_arguments, bench_setup, engine, in_turns, make_prompts, serve, serving
+from examples.serving import Answer
+
+SYSTEMS = ("none", "vllm-fs", "kvstore-file")
+COLUMNS = ("op", "prompt_tokens", "system", "ttft_s", "low", "high", "cached_tokens", "outputs_equal", "runs")
+OUTPUT_TOKENS = 8
+_SETTLE_S = 5.0
+"""Pause before a kill, because all systems store in the background."""
+
+
+def measure(work: Path, model: Path, lengths: Sequence[int], options: argparse.Namespace) -> Iterator[Row]:
+    """Send prompts of each length three times; yield a row for each place, length and system."""
+    runs, longest = runs_of(options, 5), max(lengths)
+    prompts = {tokens: make_prompts(random.Random(tokens), runs, tokens, VOCABULARY) for tokens in lengths}
+    answers: dict[tuple[str, int, str], list[Answer]] = {}
+    blocks = -(-(longest + OUTPUT_TOKENS) // options.block_tokens) + 1
+    arguments = ["--max-model-len", str((blocks - 1) * options.block_tokens), "--num-gpu-blocks-override", str(blocks)]
+    arguments += shlex.split(options.serve)
+    sizes = {"block_tokens": options.block_tokens, "cpu_bytes_to_use": options.cpu_gib * 2**30}
+    for places in (("computed", "memory"), ("disk",)):
+        with serving(work, model, SYSTEMS, arguments=arguments, **sizes) as servers:
+            # The first requests of a length are slow, and the gate needs the engine's speed.
+            for prompt in (make_prompts(random.Random(f"{places} {tokens}"), 1, tokens, VOCABULARY) for tokens in lengths):
+                for server in servers.values():
+                    serve(server, prompt, OUTPUT_TOKENS)
+            for place in places:
+                for tokens in lengths:
+                    for number, prompt in enumerate(prompts[tokens]):
+                        for system in in_turns(SYSTEMS, number):
+                            (answer,) = serve(servers[system], [prompt], OUTPUT_TOKENS).answers
+                            answers.setdefault((place, tokens, system), []).append(answer)
+            time.sleep(_SETTLE_S)
+    for (place, tokens, system), found in answers.items():
+        low, high = median_interval([answer.ttft_s for answer in found])
+        yield {
+            "bench": "vllm",
+            "op": place,
+            "prompt_tokens": tokens,
+            "system": system,
+            "ttft_s": statistics.median(answer.ttft_s for answer in found),
+            "low": low,
+            "high": high,
+            "cached_tokens": statistics.median(answer.cached_tokens for answer in found),
+            "outputs_equal": [a.text for a in found] == [a.text for a in answers["computed", tokens, "none"]],
+            "runs": runs,
+        }
+
+
+def main() -> int:
+    """Measure and print; returns 0 if all outputs are equal."""
+    parser = bench_arguments(__doc__)
+    parser.add_argument("--model", type=Path, help="directory of a model (default: a small Llama with random weights)")
+    parser.add_argument("--tokens", default="1000,3000", help="lengths of prompts, by comma (default: %(default)s)")
+    parser.add_argument("--serve", default="", help="further arguments of `vllm serve`")
+    parser.add_argument("--block-tokens", type=int, default=128, help="tokens of a block (default: %(default)s)")
+    parser.add_argument("--cpu-gib", type=int, default=1, help="size of the primary tier (default: %(default)s)")
+    options = parser.parse_args()
+    lengths = [300] if options.quick else [int(tokens) for tokens in options.tokens.split(",")]
+    with reporting(options, COLUMNS, engine=engine()) as rows, bench_setup(options) as (work, small):
+        rows += measure(work, options.model or small, lengths, options)
+    return 0 if all(row["outputs_equal"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
