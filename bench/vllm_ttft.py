@@ -16,6 +16,7 @@ Without a model it makes a small Llama with random weights, for a machine withou
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import shlex
 import statistics
@@ -28,7 +29,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import Row, median_interval, reporting, runs_of
-from bench.vllm_overhead import VOCABULARY, bench_arguments, bench_setup, engine, in_turns, make_prompts, serve, serving
+from bench.vllm_overhead import (
+    VOCABULARY,
+    bench_arguments,
+    bench_setup,
+    engine,
+    in_turns,
+    make_prompts,
+    say,
+    serve,
+    serving,
+)
 from examples.serving import Answer
 
 SYSTEMS = ("none", "vllm-fs", "kvstore-file")
@@ -40,40 +51,43 @@ _SETTLE_S = 5.0
 
 def measure(work: Path, model: Path, lengths: Sequence[int], options: argparse.Namespace) -> Iterator[Row]:
     """Send prompts of each length three times; yield a row for each place, length and system."""
-    runs, longest = runs_of(options, 5), max(lengths)
-    prompts = {tokens: make_prompts(random.Random(tokens), runs, tokens, VOCABULARY) for tokens in lengths}
-    answers: dict[tuple[str, int, str], list[Answer]] = {}
-    blocks = -(-(longest + OUTPUT_TOKENS) // options.block_tokens) + 1
-    arguments = ["--max-model-len", str((blocks - 1) * options.block_tokens), "--num-gpu-blocks-override", str(blocks)]
-    arguments += shlex.split(options.serve)
-    sizes = {"block_tokens": options.block_tokens, "cpu_bytes_to_use": options.cpu_gib * 2**30}
+    prompts = {
+        tokens: make_prompts(random.Random(tokens), runs_of(options, 5, quick=2), tokens, VOCABULARY)
+        for tokens in lengths
+    }
+    blocks = -(-(max(lengths) + OUTPUT_TOKENS) // options.block_tokens)
+    # One more for vLLM itself.
+    sizes = ["--num-gpu-blocks-override", str(blocks + 1), "--max-model-len", str(blocks * options.block_tokens)]
+    room = {"block_tokens": options.block_tokens, "cpu_bytes_to_use": options.cpu_gib * 2**30}
+    expected: dict[int, list[str]] = {}
     for places in (("computed", "memory"), ("disk",)):
-        with serving(work, model, SYSTEMS, arguments=arguments, **sizes) as servers:
+        with serving(work, model, SYSTEMS, arguments=[*sizes, *shlex.split(options.serve)], **room) as servers:
             # The first requests of a length are slow, and the gate needs the engine's speed.
-            for prompt in (make_prompts(random.Random(f"{places} {tokens}"), 1, tokens, VOCABULARY) for tokens in lengths):
-                for server in servers.values():
-                    serve(server, prompt, OUTPUT_TOKENS)
-            for place in places:
-                for tokens in lengths:
-                    for number, prompt in enumerate(prompts[tokens]):
-                        for system in in_turns(SYSTEMS, number):
-                            (answer,) = serve(servers[system], [prompt], OUTPUT_TOKENS).answers
-                            answers.setdefault((place, tokens, system), []).append(answer)
+            for tokens, server in itertools.product(lengths, servers.values()):
+                serve(server, make_prompts(random.Random(f"{places} {tokens}"), 1, tokens, VOCABULARY), OUTPUT_TOKENS)
+            for place, tokens in itertools.product(places, lengths):
+                answers: dict[str, list[Answer]] = {system: [] for system in SYSTEMS}
+                for number, prompt in enumerate(prompts[tokens]):
+                    for system in in_turns(SYSTEMS, number):
+                        answers[system] += serve(servers[system], [prompt], OUTPUT_TOKENS).answers
+                for system, found in answers.items():
+                    times = [answer.ttft_s for answer in found]
+                    texts = [answer.text for answer in found]
+                    low, high = median_interval(times)
+                    say(f"  {tokens} tokens, {place}, {system}: {statistics.median(times):.3f} s")
+                    yield {
+                        "bench": "vllm",
+                        "op": place,
+                        "prompt_tokens": tokens,
+                        "system": system,
+                        "ttft_s": statistics.median(times),
+                        "low": low,
+                        "high": high,
+                        "cached_tokens": statistics.median(answer.cached_tokens for answer in found),
+                        "outputs_equal": texts == expected.setdefault(tokens, texts),
+                        "runs": len(found),
+                    }
             time.sleep(_SETTLE_S)
-    for (place, tokens, system), found in answers.items():
-        low, high = median_interval([answer.ttft_s for answer in found])
-        yield {
-            "bench": "vllm",
-            "op": place,
-            "prompt_tokens": tokens,
-            "system": system,
-            "ttft_s": statistics.median(answer.ttft_s for answer in found),
-            "low": low,
-            "high": high,
-            "cached_tokens": statistics.median(answer.cached_tokens for answer in found),
-            "outputs_equal": [a.text for a in found] == [a.text for a in answers["computed", tokens, "none"]],
-            "runs": runs,
-        }
 
 
 def main() -> int:

@@ -84,6 +84,7 @@ PROGRAMS = {
     "bench/visibility.py": "--quick",
     "bench/vllm_e2e.py": "--quick --runs 1",
     "bench/vllm_overhead.py": "--quick --runs 1",
+    "bench/vllm_ttft.py": "--quick --runs 1",
     "examples/custom_backend.py": "",
     "examples/library.py": "",
     "examples/tiny_llama.py": "model",
@@ -112,7 +113,7 @@ TESTED_ELSEWHERE = {
 }
 ENGINES = {"bench/events.py", "bench/manager_vs_vllm.py", "examples/vllm_restart.py"}
 """Programs that start or import vLLM."""
-WITHOUT_ENGINES = {"bench/gate.py", "bench/vllm_e2e.py", "bench/vllm_overhead.py"}
+WITHOUT_ENGINES = {"bench/gate.py", "bench/vllm_e2e.py", "bench/vllm_overhead.py", "bench/vllm_ttft.py"}
 """Programs whose servers are replaced."""
 
 
