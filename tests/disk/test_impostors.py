@@ -339,13 +339,13 @@ async def test_a_segment_beyond_the_first_million_slots_is_proved_by_its_file(
 ) -> None:
     """When slots have to be proved, slots of existing segments count and those of deleted segments do not."""
     monkeypatch.setattr(journal_module, "_SLOTS_UNPROVEN_MAX", 1)
-    async with opened(tmp_path / "a", room_for(64)) as rig:
+    async with opened(tmp_path / "a", room_for(68)) as rig:
         values = await rig.put_new(64)
         clone(tmp_path / "a", tmp_path / "b")
-    async with opened(tmp_path / "b", room_for(64)) as rig:
+    async with opened(tmp_path / "b", room_for(68)) as rig:
         await rig.has_all(values)
     (tmp_path / "b" / NAMESPACE.hex / home(tmp_path / "b").name / "000015.seg").unlink()
-    async with opened(tmp_path / "b", room_for(64)) as rig:
+    async with opened(tmp_path / "b", room_for(68)) as rig:
         assert rig.backend.stats().blocks == 60
 
 
