@@ -32,7 +32,8 @@ async def test_what_others_took_is_noted_once(tmp_path: Path) -> None:
     """Segments that were removed while the directory had no owner are recorded in the journal by the next owner."""
     async with opened(tmp_path / "a", room_for(64)) as rig:
         await rig.put_new(64)
-    for path in list((tmp_path / "a").rglob("*.seg"))[:4]:
+    # The first segment may have lost blocks ahead of need.
+    for path in sorted((tmp_path / "a").rglob("*.seg"))[-4:]:
         path.unlink()
     async with opened(tmp_path / "a", room_for(64)) as rig:
         kinds = [kind for kind, *_ in rig.session.owner.corrections]
