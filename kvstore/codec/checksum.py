@@ -11,8 +11,12 @@ from typing import Final
 import xxhash
 
 PIECE_BYTES: Final = 65536
-"""Length of the pieces in which payloads are hashed, which take microseconds each. For longer pieces, the package
+"""Length of the pieces in which short payloads are hashed, which take microseconds each. For longer pieces, the package
 releases the GIL, and reacquiring it from a busy scheduler takes up to a switch interval each time."""
+
+LONG_BYTES: Final = 1 << 20
+"""Length from which payloads are hashed in one piece. They take a tenth of a millisecond and more, for which a model in
+the scheduler's process would wait: it releases and reacquires the GIL in every operation."""
 
 
 def payload_checksum(payload: memoryview) -> bytes:
@@ -22,7 +26,7 @@ def payload_checksum(payload: memoryview) -> bytes:
         ValueError: The payload is not C-contiguous.
     """
     view = bytes_view(payload)
-    if view.nbytes <= PIECE_BYTES:
+    if view.nbytes <= PIECE_BYTES or view.nbytes >= LONG_BYTES:
         digest: bytes = xxhash.xxh3_128_digest(view)
         return digest
     state = xxhash.xxh3_128()

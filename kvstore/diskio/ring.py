@@ -76,15 +76,12 @@ _PARAMS: Final = np.dtype(
 )
 """``struct io_uring_params``: the settings of a ring, and the offsets of its parts in the mappings."""
 
-# CDLL releases the GIL during each call; these calls may block.
+# CDLL releases the GIL during each call; these calls may block, or pin the pages of megabytes.
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
 
-# PyDLL keeps the GIL: these calls don't block, and taking it back from a busy Python thread takes time.
-_held_libc = ctypes.PyDLL(None, use_errno=True)
-_held_syscall = _held_libc.syscall
-_held_syscall.restype = ctypes.c_long
-_held_read = _held_libc["read"]
+# PyDLL keeps the GIL: this call doesn't block, and taking it back from a busy Python thread takes time.
+_held_read = ctypes.PyDLL(None, use_errno=True)["read"]
 _held_read.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
 _held_read.restype = ctypes.c_ssize_t
 
@@ -209,7 +206,7 @@ def setup(entries: int) -> tuple[int, Any]:
 def submit(fd: int, to_submit: int) -> int:
     """Submit without waiting, keeping the GIL; return the number submitted, or minus an errno."""
     no_mask, no_size = ctypes.c_void_p(None), ctypes.c_size_t(0)
-    done = _held_syscall(ctypes.c_long(_SYS_ENTER), fd, ctypes.c_uint(to_submit), 0, 0, no_mask, no_size)
+    done = _syscall(ctypes.c_long(_SYS_ENTER), fd, ctypes.c_uint(to_submit), 0, 0, no_mask, no_size)
     return int(done) if done >= 0 else -ctypes.get_errno()
 
 
