@@ -8,7 +8,7 @@ Servers without offloading, with vLLM's manager and `fs` tier and with kvstore's
 GPU, or the same cores, and receive each prompt in turns. ``ttft_s`` is the median, ``low`` and ``high`` its 95 %
 interval, ``cached_tokens`` the median of the prompt tokens that were not computed.
 
-    python bench/vllm_ttft.py [--model DIR] [--tokens 2000,8000] [--serve "--dtype bfloat16"] [--cpu-gib N] [--json FILE]
+    python bench/vllm_ttft.py [--model DIR] [--tokens 2000,8000] [--serve "--dtype bfloat16"] [--json FILE]
 
 Without a model it makes a small Llama with random weights, for a machine without a GPU.
 """

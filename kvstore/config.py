@@ -71,8 +71,8 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         lookup_timeout: Time limit of a lookup, after which it is a miss.
         bytes_per_second_min: Lowest useful rate of the medium.
         inflight_bytes: Maximum payload bytes in I/O.
-        store_backlog_bytes: Payload bytes of stores waiting or in I/O, above which new stores are shed. kvstore's manager
-            submits no more; further blocks wait in the primary tier.
+        store_backlog_bytes: Payload bytes of stores waiting or in I/O, above which new stores are shed. kvstore's
+            manager submits no more; further blocks wait in the primary tier.
         positive_ttl: Validity of the answer that a block is present; 0 queries the medium every time.
         negative_ttl: Validity of the answer that a block is absent.
         breaker_failures: Consecutive failures that open the breaker.

@@ -34,8 +34,8 @@ _SLOW_S: Final = 0.5
 """An operation faster than ``_FAST_S`` raises the limit of bytes in flight; one slower than ``_SLOW_S`` halves it."""
 
 _SUBMIT_BYTES: Final = 4 << 20
-"""Approximate bytes submitted in one turn of the loop. To pin their pages takes the kernel a quarter of a millisecond if
-they are small."""
+"""Approximate bytes submitted in one turn of the loop. To pin their pages takes the kernel a quarter of a millisecond
+if they are small."""
 
 _BUSY: Final = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _BUSY_PAUSE_S: Final = 0.0005

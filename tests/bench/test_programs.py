@@ -63,13 +63,14 @@ sys.exit(module.main())
 """
 """Runs a benchmark of servers, by the name of its module, with another command than `vllm serve`."""
 
-DIRECTORIES = ("disk", "hedge", "visibility")
+DIRECTORIES = ("disk", "engine_thread", "hedge", "visibility")
 """Benchmarks that store in a directory, which a killed run leaves behind."""
 
 PROGRAMS = {
     "bench/codec.py": "--quick --runs 1 --dtypes bf16",
     "bench/cuda_copy.py": "--quick --runs 1 --no-spin",
     "bench/disk.py": "--quick --systems kvstore-file --engines 1 4 --runs 1",
+    "bench/engine_thread.py": "--quick --runs 1 --systems kvstore-file kvstore-file-process",
     "bench/events.py": "--quick --steps 2",
     "bench/fleet.py": "--quick",
     "bench/gate.py": "--quick --requests 2",
