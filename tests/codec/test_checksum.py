@@ -7,7 +7,7 @@ import random
 import pytest
 import xxhash
 
-from kvstore.codec.checksum import PIECE_BYTES, bytes_view, header_checksum, payload_checksum
+from kvstore.codec.checksum import LONG_BYTES, PIECE_BYTES, bytes_view, header_checksum, payload_checksum
 from tests.codec.records import SEED
 
 
@@ -17,7 +17,9 @@ def test_known_values() -> None:
     assert header_checksum(b"") == 0x2D06800538D394C2
 
 
-@pytest.mark.parametrize("size", [1, 100, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 1_000_003])
+@pytest.mark.parametrize(
+    "size", [1, 100, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, LONG_BYTES - 1, LONG_BYTES]
+)
 def test_pieces_do_not_show(size: int) -> None:
     """A payload in pieces has the same checksum as in one piece."""
     data = random.Random(SEED).randbytes(size)
