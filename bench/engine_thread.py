@@ -1,6 +1,6 @@
 """What a tier's I/O costs a thread that runs a model: many short operations, each of which releases the GIL.
 
-By default `vllm serve` runs the model in the scheduler's process. Here steps of 500 operations of numpy, a microsecond
+With one GPU `vllm serve` runs the model in the scheduler's process. Here steps of 500 numpy operations, a microsecond
 each, replace it, while a disk tier stores and loads. ``step_mean`` and ``step_p99`` are durations over those of steps
 alone; ``lost_s_per_gb`` is the time that the steps took longer, for 1e9 bytes.
 

@@ -204,7 +204,7 @@ def setup(entries: int) -> tuple[int, Any]:
 
 
 def submit(fd: int, to_submit: int) -> int:
-    """Submit without waiting, keeping the GIL; return the number submitted, or minus an errno."""
+    """Submit without waiting, and without the GIL; return the number submitted, or minus an errno."""
     no_mask, no_size = ctypes.c_void_p(None), ctypes.c_size_t(0)
     done = _syscall(ctypes.c_long(_SYS_ENTER), fd, ctypes.c_uint(to_submit), 0, 0, no_mask, no_size)
     return int(done) if done >= 0 else -ctypes.get_errno()

@@ -30,7 +30,7 @@ class TierFlow:
     loaded: int = 0  # Blocks loaded.
     failed_stores: int = 0  # Blocks not stored.
     failed_loads: int = 0  # Blocks not loaded.
-    waiting: int = 0  # Blocks that wait for room in the tier's share of the primary tier.
+    waiting: int = 0  # Blocks that wait for room in the tier's backlog or share of the primary tier.
     dropped: int = 0  # Blocks that left the primary tier before there was room, or that a dead tier did not take.
     errors: int = 0  # Exceptions and invalid results of the tier.
     dead: bool = False  # Whether the tier gets no more work because of errors.
@@ -51,7 +51,7 @@ class TierLink(TierFlow):
         self.takes_stores = tier.takes_stores  # Whether blocks are stored to it.
         self.store_blocks_max = tier.store_blocks_max  # Most blocks of unfinished stores that it accepts.
         self.loaded_at = 0.0  # Time of the last report of a load, on the owner's clock.
-        # Blocks that wait for room in its share of the primary tier, oldest first.
+        # Blocks that wait for room in its backlog or share of the primary tier, oldest first.
         self.queue: OrderedDict[BlockKey, None] = OrderedDict()
         self.tally = TierTally()  # Its counts for the engine's metrics.
         self._strikes: dict[str, int] = {}

@@ -18,7 +18,8 @@ def test_known_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [1, 100, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, LONG_BYTES - 1, LONG_BYTES]
+    "size",
+    [1, 100, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 1_000_003, LONG_BYTES - 1, LONG_BYTES],
 )
 def test_pieces_do_not_show(size: int) -> None:
     """A payload in pieces has the same checksum as in one piece."""
