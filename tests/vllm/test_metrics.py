@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import (
@@ -19,7 +19,6 @@ from kvstore.primary.tier import PrimaryStats
 from kvstore.tiering import LookupCounts, TierFlow, TieringStats
 from kvstore.tiering.gate import GateCounts
 from kvstore.tiering.hedges import HedgeCounts
-from kvstore.tiering.link import TierLink
 from kvstore.tiering.tally import Tally, TierTally
 from kvstore.tiering.tenants import TenantStats
 from kvstore.tiers import JobSample, TierStats
@@ -302,8 +301,7 @@ def test_shares_of_the_primary_tier_that_io_uses() -> None:
     flow = TierFlow("a", 5, 4, *[0] * 7, dead=False)
     stats = TieringStats(primary, (flow,), LookupCounts(), *[0] * 10)
     declared = KVStoreOffloadingSpec.build_metric_definitions({"secondary_tiers": [{"type": "memory"}]})
-    link = TierLink(cast(Any, SimpleNamespace(name="a", takes_stores=True)), 0)
-    found = series(StandardMetrics(["a"], 64, declared).report(stats, Tally([link.tally])))
+    found = series(StandardMetrics(["a"], 64, declared).report(stats, Tally([TierTally()])))
     assert found[CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC,] == 6 / 20
     assert found[CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC,] == 4 / 20
     assert found[CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC,] == 2 / 20
