@@ -121,6 +121,26 @@ class NoSwitch(NoFrames):
         return super().open_file(name, flags, dir_fd)
 
 
+async def test_a_directory_removed_in_part_and_adopted_is_followed(tmp_path: Path) -> None:
+    """An engine may adopt a directory whose files were removed, but not the directory; others follow its new journal.
+
+    So does a kill during a removal leave it, and a filesystem that keeps open files under another name.
+    """
+    async with opened(tmp_path, "64MiB") as two:
+        async with opened(tmp_path, "64MiB") as one:
+            gone = await one.put_new(4)
+            await eventually_async(lambda: len(two.arrived) == 4, what="the other engine is told")
+            name = one.session.owner.name
+        for path in (tmp_path / NAMESPACE.hex / name).iterdir():
+            path.unlink()
+        async with opened(tmp_path, "64MiB") as three:
+            assert three.session.owner.name == name
+            values = await three.put_new(4)
+            await eventually_async(lambda: set(values) <= set(two.arrived), what="the other engine is told")
+            assert await two.backend.exists([*gone, *values]) == [False] * 4 + [True] * 4
+            await two.has_all(values)
+
+
 async def test_a_journal_that_nothing_refers_to_is_not_gone_on_with(tmp_path: Path) -> None:
     """After an engine died between creating a journal and switching to it, follower and adopter share one journal."""
     disk = NoSwitch()

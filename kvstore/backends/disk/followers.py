@@ -67,6 +67,7 @@ class Other:
         self._disk = disk
         self._roots = roots
         self._reader: JournalReader | None = None
+        self._file: os.stat_result | None = None  # The journal that is read.
         self._tried_at = 0.0
 
     def open(self, digest: bytes, watch: Callable[[int], None]) -> bool:
@@ -75,7 +76,7 @@ class Other:
             state = load_owner(self._disk, fds, int(self.name, 16), digest)
             if state is not None:
                 self.geometry, self.initial, self._reader = state.geometry, state.columns, state.reader
-                watch(state.reader.end.fd)
+                self._enter(state.reader, watch)
                 self._close_ended(fds)
                 self._drop_missing(state.columns, fds[: state.geometry.paths])
         return state is not None
@@ -101,27 +102,25 @@ class Other:
         """Read new records.
 
         Raises:
-            OSError: The owner is gone, or its journal can't be read.
+            OSError: The owner is gone, or its journal can't be read or was replaced.
         """
         if (reader := self._reader) is None:
             return
-        end = reader.end
-        is_open = end.fd >= 0
-        if is_open:
-            size_bytes = self._disk.fstat(end.fd).st_size
-        else:
-            path = os.path.join(self.name, journal_name(end.number))
-            size_bytes = self._disk.stat(path, self._roots[0].namespace_fd).st_size
+        is_open = reader.end.fd >= 0
+        unread = self._unread_bytes(reader)
         may_have_ended = is_open and time.monotonic() > self._tried_at + _TRY_LOCK_S
-        if size_bytes == end.offset and not may_have_ended:
+        if not unread and not may_have_ended:
             return
         with self.directories() as reader.fds:
-            if not is_open:
+            if unread >= 0 and not is_open:
                 reader.reopen()
             before = reader.end.fd
-            self.news.extend(reader.read())
+            if before >= 0:
+                self.news.extend(reader.read())
             if reader.end.fd != before:
-                watch(reader.end.fd)
+                self._enter(reader, watch)
+            elif unread < 0:
+                raise FileNotFoundError(f"the journal {reader.end.number} of {self.name} was removed or replaced")
             if may_have_ended or not is_open:
                 self._close_ended(reader.fds)
 
@@ -150,6 +149,23 @@ class Other:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+    def _enter(self, reader: JournalReader, watch: Callable[[int], None]) -> None:
+        """Watch the journal that the reader has opened."""
+        self._file = self._disk.fstat(reader.end.fd)
+        watch(reader.end.fd)
+
+    def _unread_bytes(self, reader: JournalReader) -> int:
+        """Return the length of what the journal has beyond the position reached; negative if it is another file.
+
+        A directory that was removed in part and then adopted has a new journal of the same number.
+        """
+        path = os.path.join(self.name, journal_name(reader.end.number))
+        with contextlib.suppress(FileNotFoundError):
+            file = self._disk.stat(path, self._roots[0].namespace_fd)
+            if self._file is not None and os.path.samestat(file, self._file):
+                return file.st_size - reader.end.offset
+        return -1
 
     def _drop_missing(self, columns: Columns, fds: Sequence[int]) -> None:
         """Drop segments without a whole file: a torn or full journal can't record that others have removed them.
@@ -274,8 +290,6 @@ class Followers:
         for other in others:
             try:
                 other.look(self.watch.add)
-                if find and not other.news:
-                    self._disk.stat(other.name, self._roots[0].namespace_fd)
             except OSError:
                 other.is_lost = True
         if find:
