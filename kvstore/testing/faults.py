@@ -151,29 +151,32 @@ class FaultPlan:
         with self._lock:
             self.injected[kind] += 1
 
-    async def stall(self) -> None:
-        """Wait until :meth:`release`."""
+    async def stall(self, fault: Fault) -> None:
+        """Wait until :meth:`release`, unless :meth:`clear` has removed the fault since it was taken."""
         loop, released = asyncio.get_running_loop(), asyncio.Event()
 
         def let_go() -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(released.set)
 
-        with self.stalling(let_go):
-            await released.wait()
+        with self.stalling(fault, let_go) as is_planned:
+            if is_planned:
+                await released.wait()
 
     @contextmanager
-    def stalling(self, let_go: Callable[[], None]) -> Iterator[None]:
-        """Count as a stalled call inside the ``with``.
+    def stalling(self, fault: Fault | None, let_go: Callable[[], None]) -> Iterator[bool]:
+        """Count as a stalled call inside the ``with``, whose value is whether the fault is still planned.
 
         Args:
+            fault: The fault taken.
             let_go: Called once by :meth:`release`, on its thread.
         """
         token = object()
         with self._lock:
             self._stalled[token] = let_go
+            is_planned = fault in self._faults
         try:
-            yield
+            yield is_planned
         finally:
             with self._lock:
                 self._stalled.pop(token, None)
@@ -323,7 +326,7 @@ class FaultyBackend(Backend):
             await asyncio.sleep(delay.seconds)
         if stall := due.get(FaultKind.STALL):
             self.plan.count(stall.kind)
-            await self.plan.stall()
+            await self.plan.stall(stall)
         if error := due.get(FaultKind.RAISE):
             self.plan.count(error.kind)
             raise self._error(error)

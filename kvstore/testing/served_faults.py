@@ -30,11 +30,12 @@ _numbers = itertools.count()
 
 
 class _Question(msgspec.Struct, omit_defaults=True):
-    """A query of a backend: ``take`` an ``op``, ``count`` a ``kind``, ``release``, ``seed`` or ``stall``."""
+    """A query of a backend: ``take`` an ``op``, ``count`` a ``kind``, ``release``, ``seed``, ``stall`` a ``fault``."""
 
     ask: str
     op: str = ""
     kind: FaultKind | None = None
+    fault: Fault | None = None
 
 
 class _Answer(msgspec.Struct, omit_defaults=True):
@@ -113,7 +114,7 @@ class _Handler(socketserver.StreamRequestHandler):
             while line := self.rfile.readline():
                 question = msgspec.json.decode(line, type=_Question)
                 if question.ask == "stall":
-                    self._stall()
+                    self._stall(question.fault)
                     return
                 self.wfile.write(msgspec.json.encode(self._answer(question)) + b"\n")
 
@@ -127,9 +128,10 @@ class _Handler(socketserver.StreamRequestHandler):
             plan.release()
         return _Answer(seed=plan.seed)
 
-    def _stall(self) -> None:
-        with self.server.plan.stalling(partial(_hang_up, self.connection)):
-            self.rfile.read()
+    def _stall(self, fault: Fault | None) -> None:
+        with self.server.plan.stalling(fault, partial(_hang_up, self.connection)) as is_planned:
+            if is_planned:
+                self.rfile.read()
 
 
 def _hang_up(connection: socket.socket) -> None:
@@ -156,11 +158,11 @@ class _AskedPlan(FaultPlan):
     def release(self) -> None:
         self._ask(_Question("release"))
 
-    async def stall(self) -> None:
+    async def stall(self, fault: Fault) -> None:
         # Connected here, because some event loops do not support abstract names.
         reader, writer = await asyncio.open_unix_connection(sock=self._connected())
         try:
-            writer.write(msgspec.json.encode(_Question("stall")) + b"\n")
+            writer.write(msgspec.json.encode(_Question("stall", fault=fault)) + b"\n")
             await reader.read()
         finally:
             writer.close()

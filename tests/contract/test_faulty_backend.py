@@ -185,6 +185,18 @@ async def test_stalls_end_by_release_or_cancellation() -> None:
     assert outcomes == [Outcome.OK] * 10
 
 
+async def test_a_cleared_fault_stalls_nothing() -> None:
+    """A call that is delayed when its faults are cleared does not stall afterwards, when no release would end it."""
+    bench = await Bench().open()
+    bench.plan.add(Fault("get", FaultKind.DELAY, seconds=0.05), Fault("get", FaultKind.STALL, at=2))
+    call = asyncio.ensure_future(bench.get())
+    await eventually_async(lambda: bench.plan.injected[FaultKind.DELAY] == 1)
+    bench.plan.clear()
+    outcomes, _ = await asyncio.wait_for(call, 30)
+    assert outcomes == [Outcome.OK] * 10
+    assert bench.plan.injected[FaultKind.STALL] == 1
+
+
 async def test_a_seed_repeats_a_run() -> None:
     """The same plan over the same calls injects the same faults; another seed injects others."""
 

@@ -63,6 +63,8 @@ async def test_a_stall_ends_when_either_side_lets_go() -> None:
             call = await stalled_call()
             call.cancel()
             await eventually_async(lambda: plan.stalled == 0, what="the end of a cancelled stall")
+            # A fault that is no longer planned.
+            await asyncio.wait_for(backend.plan.stall(Fault("exists", FaultKind.STALL)), 30)
             call = await stalled_call()
             await asyncio.to_thread(server.close)
             assert list(await call) == [False]
