@@ -147,6 +147,7 @@ class Engine:
         self.plans, tiers = [], []
         common = {"load_timeout": 1, "store_timeout": 0.5, "lookup_timeout": 0.3, "negative_ttl": "50ms"}
         common |= {"inflight_bytes": choose.choice([4, 16, 1000]) * SLOT_BYTES}
+        common |= {"store_backlog_bytes": choose.choice([2, 8, 1000]) * SLOT_BYTES}
         kinds: list[dict[str, Any]] = [
             {"type": "memory", "capacity": SLOT_BYTES * choose.choice([12, 60, 2000])},
             {"type": "file", "path": str(self.root / "kv"), "capacity": "1MiB", "reserve": 0},
