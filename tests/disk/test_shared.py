@@ -131,11 +131,16 @@ async def test_a_directory_removed_in_part_and_adopted_is_followed(tmp_path: Pat
             gone = await one.put_new(4)
             await eventually_async(lambda: len(two.arrived) == 4, what="the other engine is told")
             name = one.session.owner.name
-        for path in (tmp_path / NAMESPACE.hex / name).iterdir():
-            path.unlink()
-        async with opened(tmp_path, "64MiB") as three:
+        await two.session.followers.refresh()
+        async with contextlib.AsyncExitStack() as stack:
+            # The follower looks again only when the new journal has the number and length of the one that it has read.
+            async with two.session.followers._lock:
+                for path in (tmp_path / NAMESPACE.hex / name).iterdir():
+                    path.unlink()
+                three = await stack.enter_async_context(opened(tmp_path, "64MiB"))
+                values = await three.put_new(4)
+                await three.session._write_snapshot()
             assert three.session.owner.name == name
-            values = await three.put_new(4)
             await eventually_async(lambda: set(values) <= set(two.arrived), what="the other engine is told")
             assert await two.backend.exists([*gone, *values]) == [False] * 4 + [True] * 4
             await two.has_all(values)

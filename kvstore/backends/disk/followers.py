@@ -112,11 +112,10 @@ class Other:
         if not unread and not may_have_ended:
             return
         with self.directories() as reader.fds:
-            if unread >= 0 and not is_open:
+            if not is_open:
                 reader.reopen()
             before = reader.end.fd
-            if before >= 0:
-                self.news.extend(reader.read())
+            self.news.extend(reader.read())
             if reader.end.fd != before:
                 self._enter(reader, watch)
             elif unread < 0:
