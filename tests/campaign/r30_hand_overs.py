@@ -25,6 +25,7 @@ from serving import Server, complete, free_port, greedy
 from tiny_llama import LlamaShape, make_tiny_llama
 from vllm_restart import make_prompts
 
+from tests.campaign.answers import certain
 from tests.campaign.program import failed, passed, rounds
 
 REQUESTS: Final = 200
@@ -108,7 +109,10 @@ def hand_over(seed: int) -> str:
             took = f"{answer.ttft_s:.2f} s, computing {computing_s:.2f} s, {answer.cached_tokens} tokens loaded"
             print(f"request {number}: {prefill.kind}, {took}", flush=True)
             if answer.text != computed.text:
-                failed(f"request {number}, seed {seed}: {answer.text!r} instead of {computed.text!r}")
+                # The order of the sums differs, which may decide between two words that are equally likely.
+                _, right = certain(decode.port, {**body, "cache_salt": f"again-{number}"})
+                if not answer.text.startswith(right):
+                    failed(f"request {number}, seed {seed}: {answer.text!r} instead of {computed.text!r}")
             if not number:
                 continue  # It finds no computing speed measured.
             if answer.ttft_s > 2 * computing_s + SLACK_S:

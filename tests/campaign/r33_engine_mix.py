@@ -6,8 +6,6 @@ sliding windows; concurrent requests with salts, priorities, n > 1, structured o
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import random
 import sys
@@ -20,6 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +28,7 @@ from prefill_decode import loaded_bytes
 from serving import Server, free_port
 from tiny_llama import make_tiny_llama
 
+from tests.campaign.answers import TIMEOUT_S, certain, post
 from tests.campaign.program import failed, passed, rounds
 from tests.vllm.models import make_adapter, make_tiny_hybrid
 
@@ -37,9 +37,6 @@ REQUESTS: Final = 500
 AT_ONCE: Final = 6
 PROMPTS: Final = 30
 TOKENS: Final = 8
-NEAR: Final = 1e-3
-"""Log probabilities this close are a tie, which the order of a sum may decide."""
-TIMEOUT_S: Final = 120
 
 
 @dataclass(frozen=True)
@@ -81,28 +78,6 @@ class Case:
         }
 
 
-def post(port: int, path: str, body: dict[str, Any], patience_s: float = TIMEOUT_S) -> Any:
-    """Send a request and return the answer; None if it did not come in time, after a disconnect.
-
-    Raises:
-        RuntimeError: The server returned an error, or did not answer within ``TIMEOUT_S``.
-    """
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience_s)
-    try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        content = response.read()
-    except TimeoutError:
-        if patience_s >= TIMEOUT_S:
-            raise RuntimeError(f"{path} did not answer within {TIMEOUT_S} s") from None
-        return None
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise RuntimeError(f"{path} answered {response.status}: {content[:500]!r}")
-    return json.loads(content) if content else {}
-
-
 class Mix:
     """The requests of a plan.
 
@@ -128,8 +103,10 @@ class Mix:
         with ExitStack() as stack:
             plain = self._serve(stack, "plain", 1, 512, None)
             plain.wait_ready()
+            bodies = [case.body(plain.model) for case in cases]
             with ThreadPoolExecutor(4) as pool:
-                right = dict(zip(cases, pool.map(lambda case: certain(plain, case), cases), strict=True))
+                answers = pool.map(partial(certain, plain.port), bodies)
+            right = {case: tokens for case, (tokens, _) in zip(cases, answers, strict=True)}
         distinct = len({(case.prompt, *right[case]) for case in cases})
         prompts = len({case.prompt for case in cases})
         if distinct < 1.5 * prompts:
@@ -250,18 +227,6 @@ class Mix:
                 shown = {name: value for name, value in body.items() if name != "prompt"}
                 found = f"{where}, {len(case.prompt)} tokens, cached {details}: {choice['token_ids']}"
                 self.wrong.append(f"{found}, right is {right}; {shown}")
-
-
-def certain(server: Server, case: Case) -> list[int]:
-    """Return the right tokens of a case, up to the first near tie."""
-    (choice,) = post(server.port, "/v1/completions", {**case.body(server.model), "logprobs": 2})["choices"]
-    tokens: list[int] = []
-    for token, best in zip(choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True):
-        first, second = sorted(best.values(), reverse=True)[:2]
-        if first - second < NEAR:
-            break
-        tokens.append(token)
-    return tokens
 
 
 if __name__ == "__main__":
