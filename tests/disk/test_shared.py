@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,26 @@ async def test_a_follower_goes_on_when_the_journal_is_replaced(tmp_path: Path) -
             await eventually_async(lambda count=count: len(two.arrived) == count, what="the other engine is told")
         assert one.session.journal.end.number == 6
         assert two.session.counts["upkeep_errors"] == 0
+
+
+async def test_a_follower_reads_over_two_journals_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Journals that a full disk keeps, as it has no room for snapshots, are read in one look; no block comes twice."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        monkeypatch.setattr(one.session.owner, "write_snapshot", full)
+        values = await one.put_new(3)
+        await eventually_async(lambda: len(two.arrived) == 3, what="the other engine is told")
+        async with two.session.followers._lock:
+            for _ in range(2):
+                await one.session._write_snapshot()
+                values |= await one.put_new(3)
+        for _ in range(2):
+            await two.session.followers.refresh()
+        assert one.session.journal.end.number == 3
+        assert Counter(two.arrived) == Counter(list(values))
 
 
 async def test_a_cancelled_look_at_a_journal_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,9 +114,9 @@ class Other:
         with self.directories() as reader.fds:
             if not is_open:
                 reader.reopen()
-            before = reader.end.fd
+            before = reader.end.number
             self.news.extend(reader.read())
-            if reader.end.fd != before:
+            if reader.end.number != before:
                 self._enter(reader, watch)
             elif unread < 0:
                 raise FileNotFoundError(f"the journal {reader.end.number} of {self.name} was removed or replaced")
