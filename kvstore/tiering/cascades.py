@@ -9,6 +9,7 @@ from kvstore.bounded import BoundedDict
 from kvstore.primary.tier import SlotState
 from kvstore.tiering.core import Core
 from kvstore.tiering.jobs import OpenJob
+from kvstore.tiering.leases import Expiry
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
 from kvstore.tiering.tenants import Rates
@@ -31,8 +32,9 @@ class Cascades:
     for lack of room also joins the tier's queue (``TierLink.waiting``), and is stored when there is room.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, expiry: Expiry) -> None:
         self._core = core
+        self._expiry = expiry
         self._primary = core.primary
         self._jobs = core.jobs
         self._links = [link for link in core.links if link.takes_stores]
@@ -143,7 +145,7 @@ class Cascades:
                 # A request that used the block may have stored it in the meantime.
                 if self._withheld.get(key, 0) & link.bit:
                     due.append(key)
-            self._pin_and_submit(link, due, None)
+            self._pin_and_submit(link, self._permitted(link, due), None)
 
     def write_back(self) -> None:
         """Write back owed blocks that are due for eviction, or soon will be."""
@@ -273,7 +275,7 @@ class Cascades:
     def _write(self, keys: Sequence[BlockKey]) -> None:
         """Write back owed blocks, as far as there is room. Blocks owed to a dead tier count as lost."""
         for link in self._links:
-            due = [key for key in keys if self._owed.get(key, 0) & link.bit]
+            due = self._permitted(link, [key for key in keys if self._owed.get(key, 0) & link.bit])
             if link.dead:
                 self.lost_blocks += len(due)
                 self._settle(due, link.bit)
@@ -282,6 +284,14 @@ class Cascades:
             due = due[: self.room(link)]
             self._pin_and_submit(link, due, None, write_back=True)
             self._writing_back += len(due)
+
+    def _permitted(self, link: TierLink, keys: list[BlockKey]) -> list[BlockKey]:
+        """Return the blocks that are not forbidden by now; the tier gets the others only if they are stored again."""
+        if not self._expiry.active:
+            return keys
+        forbidden = {key for key in keys if self._expiry.forbids(key)}
+        self._settle(tuple(forbidden), link.bit)
+        return [key for key in keys if key not in forbidden]
 
     def _pin_and_submit(
         self, link: TierLink, keys: Sequence[BlockKey], state: RequestState | None, *, write_back: bool = False

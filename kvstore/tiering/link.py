@@ -49,7 +49,7 @@ class TierLink(TierFlow):
         self.index = index  # Its position among the tiers.
         self.bit = 1 << index  # Its bit in masks of tiers.
         self.takes_stores = tier.takes_stores  # Whether blocks are stored to it.
-        self.store_blocks_max = tier.store_blocks_max  # Most blocks of unfinished stores that it accepts.
+        self.store_blocks_max = max(1, tier.store_blocks_max)  # Most blocks of unfinished stores that it accepts.
         self.loaded_at = 0.0  # Time of the last report of a load, on the owner's clock.
         # Blocks that wait for room in its backlog or share of the primary tier, oldest first.
         self.queue: OrderedDict[BlockKey, None] = OrderedDict()

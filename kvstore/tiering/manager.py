@@ -110,9 +110,9 @@ class TieringManager:
         self._hedges = Hedges(core, self._gate) if config.hedge and self._gate is not None and len(tiers) > 1 else None
         self._promotions = Promotions(core, self._hedges, self._end_if_idle)
         self._lookups = Lookups(core, self._requests.waiting, self._promotions.measure)
-        self._cascades = Cascades(core)
-        core.on_left = self._cascades.left
         self._expiry = Expiry(core)
+        self._cascades = Cascades(core, self._expiry)
+        core.on_left = self._cascades.left
         self._prefetch = Prefetch(
             core, self._promotions, self._lookups, self._expiry, self._requests, self._end_prefetch
         )

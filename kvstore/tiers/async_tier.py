@@ -126,7 +126,7 @@ class AsyncTier(SecondaryTierManager):
         self.name, self.takes_stores = name, takes_stores
         self.medium, self.locality = medium, locality
         self.may_encrypt = config.codec != "raw"
-        self.store_blocks_max = max(1, config.store_backlog_bytes // slot_bytes)
+        self.store_blocks_max = config.store_backlog_bytes // slot_bytes
         self.lookup_timeout_s = float(config.lookup_timeout)
         self._channel = channel
         self._config = config

@@ -100,7 +100,7 @@ class SecondaryTierManager(ABC):
         medium: Kind of device.
         locality: Whether the medium is local or behind a network.
         takes_stores: Whether blocks are stored to it; False for a tier that other engines fill.
-        store_blocks_max: Most blocks of unfinished stores; it fails to store further ones.
+        store_blocks_max: Most blocks of unfinished stores (0 counts as 1); it fails to store further ones.
     """
 
     name: str

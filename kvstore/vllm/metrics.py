@@ -113,7 +113,11 @@ _MANAGER_GAUGES: _ManagerTable = {
         (),
         "promoting",
     ),
-    "waiting_blocks": ("Blocks that wait for room in a tier's share of the primary tier.", ("tier",), "tiers.waiting"),
+    "waiting_blocks": (
+        "Blocks that wait for room in a tier's backlog or share of the primary tier.",
+        ("tier",),
+        "tiers.waiting",
+    ),
     "forgetting_tenants": ("Tenants whose blocks are being removed from every tier.", (), "forgetting"),
     "tenant_primary_blocks": ("Blocks of a tenant in the primary tier.", ("tenant",), "tenants.blocks"),
     "tier_dead": (

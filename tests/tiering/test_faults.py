@@ -11,7 +11,6 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.primary.tier import PrimaryTier
-from kvstore.testing import eventually
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
@@ -197,28 +196,32 @@ def test_what_waits_for_room_is_stored_at_the_end() -> None:
     assert list(other.tier.blocks) == keys_of(*range(10))
 
 
-def test_a_tier_gets_no_more_blocks_than_it_accepts() -> None:
+@pytest.mark.parametrize("is_lazy", [False, True])
+@pytest.mark.parametrize(("backlog_bytes", "accepted"), [(4 * 4096, 4), (1, 1)])
+def test_a_tier_gets_no_more_blocks_than_it_accepts(
+    backlog_bytes: int, accepted: int, is_lazy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks beyond the backlog of a tier wait for it in the primary tier; the tier sheds none of them."""
     slot_bytes, memory = 4096, memoryview(bytearray(16 * 4096))
-    config = {"backend": "memory", "store_backlog_bytes": 4 * slot_bytes}
+    config = {"backend": "memory", "store_backlog_bytes": backlog_bytes}
     with open_tier(config, primary=memory, slot_bytes=slot_bytes, namespace=Namespace({})) as tier:
-        manager = TieringManager(PrimaryTier(memory, slot_bytes), [tier], TieringConfig(store_share=1.0))
+        sizes: list[int] = []
+        submit = tier.submit_store
+        monkeypatch.setattr(tier, "submit_store", lambda job: (sizes.append(len(job.keys)), submit(job)))
+        options = TieringConfig(store_share=1.0, policy={"lazy": is_lazy})
+        manager = TieringManager(PrimaryTier(memory, slot_bytes), [tier], options)
         ctx = RequestContext("request")
         manager.on_new_request(ctx, keys_of(*range(12)))
         for first in (0, 6):
             plan = manager.prepare_store(keys_of(*range(first, first + 6)), ctx)
             assert plan is not None
             manager.complete_store(plan.keys, ctx)
-        assert (manager.stats().tiers[0].storing, manager.stats().tiers[0].waiting) == (4, 8)
+        expected = (0, 0) if is_lazy else (accepted, 12 - accepted)
+        assert (manager.stats().tiers[0].storing, manager.stats().tiers[0].waiting) == expected
         manager.on_request_finished(ctx)
-
-        def is_idle() -> bool:
-            manager.on_step_end()
-            return not manager.has_pending_work
-
-        eventually(is_idle, 30, "the end of all stores")
+        assert manager.close(30)
         assert tier.stats().outcomes == {"store.ok": 12}
-        manager.close()
+        assert max(sizes) == accepted
 
 
 def test_a_request_is_not_alone_while_another_waits() -> None:

@@ -421,6 +421,29 @@ def test_a_tenant_that_is_being_forgotten_finds_and_stores_nothing() -> None:
     assert engine.look(keys("left", 5), engine.request()) == ["hit"]
 
 
+def test_a_tier_that_has_forgotten_a_tenant_gets_no_more_of_its_blocks() -> None:
+    """Blocks in use that wait for room in the tier, or are lazy, are not stored to it any more, even when it closes."""
+    engine = Engine(slots=16, tiers=["slow", "disk"], store_share=2 / 16, tenants=configured(named={"left": {}}))
+    slow, disk = engine.tiers
+    stored: list[BlockKey] = []
+    disk.on_submit = lambda _tier, _is_load, job: stored.extend(job.keys)
+    engine.store(keys("stays", 1, 2))
+    slow.run()
+    engine.manager.on_step_end()
+    engine.store(keys("left", 1, 2))  # To the slow tier; the other one has no room.
+    engine.store(keys("left", 3), lazy=True)
+    reader = engine.request(lazy=True)
+    assert engine.look(keys("left", 3), reader) == ["hit"]
+    assert engine.manager.prepare_load(keys("left", 3), reader) is not None
+    engine.manager.forget_tenant(tag_of("left", named=True))
+    engine.manager.on_step_end()
+    assert ("forget", tag_of("left", named=True)) in disk.calls
+    disk.run()
+    engine.manager.on_step_end()
+    engine.manager.close()
+    assert stored == keys("stays", 1, 2)
+
+
 def test_a_load_under_way_ends_for_nobody() -> None:
     """Blocks that arrive for a tenant being forgotten are dropped."""
     engine = Engine(slots=16, tenants=configured(named={"left": {}}))
