@@ -1,4 +1,4 @@
-"""Answers of servers: what they say, and how much of it is certain."""
+"""Requests to servers, and the part of an answer that is certain."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import http.client
 import json
 from typing import Any, Final
 
-NEAR: Final = 1e-3
-"""Log probabilities this close are a tie, which the order of a sum may decide."""
+from tests.vllm.near_ties import before_tie
+
 TIMEOUT_S: Final = 120
 
 
@@ -38,10 +38,6 @@ def certain(port: int, body: dict[str, Any]) -> tuple[list[int], str]:
     asked = {name: value for name, value in body.items() if not name.startswith("stream")}
     answer = post(port, "/v1/completions", {**asked, "logprobs": 2, "return_token_ids": True})
     (choice,) = answer["choices"]
-    tokens: list[int] = []
-    for token, best in zip(choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True):
-        first, second = sorted(best.values(), reverse=True)[:2]
-        if first - second < NEAR:
-            break
-        tokens.append(token)
-    return tokens, "".join(choice["logprobs"]["tokens"][: len(tokens)])
+    logprobs = choice["logprobs"]
+    tokens = before_tie(choice["token_ids"], (likeliest.values() for likeliest in logprobs["top_logprobs"]))
+    return tokens, "".join(logprobs["tokens"][: len(tokens)])

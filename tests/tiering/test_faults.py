@@ -11,6 +11,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.primary.tier import PrimaryTier
+from kvstore.testing import eventually
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
@@ -219,6 +220,13 @@ def test_a_tier_gets_no_more_blocks_than_it_accepts(
         expected = (0, 0) if is_lazy else (accepted, 12 - accepted)
         assert (manager.stats().tiers[0].storing, manager.stats().tiers[0].waiting) == expected
         manager.on_request_finished(ctx)
+
+        def is_idle() -> bool:
+            manager.on_step_end()
+            return not manager.has_pending_work
+
+        eventually(is_idle, 30, "the end of all stores")
+        assert tier.stats().outcomes == ({} if is_lazy else {"store.ok": 12})
         assert manager.close(30)
         assert tier.stats().outcomes == {"store.ok": 12}
         assert max(sizes) == accepted

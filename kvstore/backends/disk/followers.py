@@ -150,7 +150,7 @@ class Other:
             self._reader = None
 
     def _enter(self, reader: JournalReader, watch: Callable[[int], None]) -> None:
-        """Watch the journal that the reader has opened."""
+        """Note which file the reader has opened, and watch it."""
         self._file = self._disk.fstat(reader.end.fd)
         watch(reader.end.fd)
 

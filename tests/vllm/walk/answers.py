@@ -7,11 +7,9 @@ from typing import Any
 
 from vllm import SamplingParams
 
+from tests.vllm.near_ties import before_tie
 from tests.vllm.walk.engine import Weights, started
 from tests.vllm.walk.plan import TOKENS_MAX
-
-NEAR = 1e-3
-"""Log probabilities this close are a tie, which the order of a sum may decide."""
 
 Answers = list[list[list[int]]]
 """By version of the weights, and prompt."""
@@ -42,14 +40,8 @@ def certain_answers(llm: Any, prompts: list[list[int]], tokens: int) -> list[lis
     """Return an engine's tokens for each prompt, up to the first near tie."""
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=2)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    return [_certain(output.outputs[0]) for output in outputs]
-
-
-def _certain(completion: Any) -> list[int]:
-    tokens: list[int] = []
-    for token, choices in zip(completion.token_ids, completion.logprobs, strict=True):
-        first, second, *_ = sorted((choice.logprob for choice in choices.values()), reverse=True)
-        if first - second < NEAR:
-            break
-        tokens.append(token)
-    return tokens
+    completions = [output.outputs[0] for output in outputs]
+    return [
+        before_tie(each.token_ids, ([choice.logprob for choice in likeliest.values()] for likeliest in each.logprobs))
+        for each in completions
+    ]
