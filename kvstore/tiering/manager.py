@@ -50,6 +50,8 @@ class StorePlan:
 _NOTHING = StorePlan((), (), ())
 
 _RAISED: Final = object()
+_DRAIN_ROUND_S: Final = 0.05
+"""Longest wait for the stores of a roomful of blocks, while more have to be stored before the tiers are closed."""
 
 
 class TieringManager:
@@ -597,11 +599,13 @@ class TieringManager:
         for state in self._requests:
             self._promotions.drop_request(state)
             self._end_if_idle(state)
-        while self._cascades.owes and self._clock() < deadline:
-            before = len(self._jobs)
+        # In short rounds, so that a tier that hangs leaves the others time for more than one roomful.
+        while self._cascades.owes and (began := self._clock()) < deadline:
+            before = self._ended_blocks()
             self._cascades.write_all()
-            if not self._drain(deadline) or (len(self._jobs) >= before > 0):
-                break
+            self._drain(min(deadline, began + _DRAIN_ROUND_S))
+            if self._ended_blocks() == before and self._clock() - began < _DRAIN_ROUND_S:
+                break  # No tier stores anything, and none needs time.
         self._drain(deadline)
         closed = True
         for link in self._links:
@@ -699,6 +703,10 @@ class TieringManager:
         """End the prefetch of a finished request's blocks, after its last lookup."""
         self._promotions.release_claims(state)
         self._end_if_idle(state)
+
+    def _ended_blocks(self) -> int:
+        """Return the blocks whose stores have ended, or will not be made, since the start."""
+        return self._cascades.lost_blocks + sum(link.stored + link.failed_stores + link.dropped for link in self._links)
 
     def _drain(self, deadline: float) -> bool:
         """Wait for the tiers' I/O; return whether it ended."""

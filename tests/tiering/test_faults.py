@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.primary.tier import PrimaryTier
 from kvstore.testing import eventually
+from kvstore.testing.faults import Fault, FaultKind, FaultPlan, FaultyBackend
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
@@ -230,6 +232,28 @@ def test_a_tier_gets_no_more_blocks_than_it_accepts(
         assert manager.close(30)
         assert tier.stats().outcomes == {"store.ok": 12}
         assert max(sizes) == accepted
+
+
+def test_a_tier_that_hangs_leaves_the_others_time_to_store_what_waits() -> None:
+    """Closing stores more than one roomful of blocks to a tier while another one uses the whole time."""
+    slot_bytes, memory = 4096, memoryview(bytearray(64 * 4096))
+    open_one = partial(open_tier, primary=memory, slot_bytes=slot_bytes, namespace=Namespace({}))
+    plan = FaultPlan([Fault("put", FaultKind.STALL, times=None)])
+    with ExitStack() as stack:
+        stack.callback(plan.release)
+        hangs = stack.enter_context(
+            open_one({"backend": "memory", "label": "hangs"}, wrap_backend=partial(FaultyBackend, plan=plan))
+        )
+        well = stack.enter_context(open_one({"backend": "memory", "store_backlog_bytes": 4 * slot_bytes}))
+        manager = TieringManager(PrimaryTier(memory, slot_bytes), [hangs, well], TieringConfig(store_share=1.0))
+        ctx = RequestContext("request")
+        manager.on_new_request(ctx, keys_of(*range(32)))
+        planned = manager.prepare_store(keys_of(*range(32)), ctx)
+        assert planned is not None
+        manager.complete_store(planned.keys, ctx)
+        manager.on_request_finished(ctx)
+        manager.close(3)
+        assert well.stats().outcomes == {"store.ok": 32}
 
 
 def test_a_request_is_not_alone_while_another_waits() -> None:
