@@ -125,7 +125,8 @@ class Cascades:
         ready = [key for key in notes if self._primary.lookup(key) is SlotState.READY]
         for link in state.store_links:
             bit = link.bit
-            due = [key for key in ready if self._due(key, bit, state)]
+            # Blocks that wait for room have been offered, and counted by their tenant's rate.
+            due = [key for key in ready if key not in link.queue and self._due(key, bit, state)]
             if due:
                 self.send(link, due, state)
 

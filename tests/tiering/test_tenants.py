@@ -444,6 +444,19 @@ def test_a_tier_that_has_forgotten_a_tenant_gets_no_more_of_its_blocks() -> None
     assert stored == keys("stays", 1, 2)
 
 
+def test_blocks_that_wait_are_counted_once_by_the_rate() -> None:
+    """Blocks that requests use again while they wait for room in a tier take nothing from their tenant's rate."""
+    tenants = configured(named={"one": {"store_rate": 20 * ROW_BYTES}})
+    engine = Engine(slots=64, store_share=1 / 64, tenants=tenants)
+    engine.store(keys("one", *range(6)))
+    for _ in range(5):
+        assert len(engine.load(keys("one", *range(6)), engine.request(keys("one", *range(6))))) == 6
+    engine.store(keys("one", *range(6, 12)))
+    engine.settle_steps(20)
+    assert engine.manager.stats().tenants["one"].unsaved == 0
+    assert list(engine.tier.blocks) == keys("one", *range(12))
+
+
 def test_a_load_under_way_ends_for_nobody() -> None:
     """Blocks that arrive for a tenant being forgotten are dropped."""
     engine = Engine(slots=16, tenants=configured(named={"left": {}}))
