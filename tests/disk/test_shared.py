@@ -9,6 +9,7 @@ import fcntl
 import os
 import threading
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import pytest
 from kvstore.backends.disk import followers as followers_module
 from kvstore.backends.disk import journal as journal_module
 from kvstore.backends.disk.layout import OWNER_SHIFT
+from kvstore.backends.disk.session import Session
 from kvstore.errors import ConfigError, LockedError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
-from tests.disk.rig import NAMESPACE, NoFrames, clone, opened, room_for, segment_bytes
+from tests.disk.rig import NAMESPACE, NoFrames, Rig, clone, opened, room_for, segment_bytes
 from tests.diskio.faulty_disk import FaultyDisk
 
 
@@ -64,8 +66,9 @@ async def test_a_removed_block_leaves_the_other_engines_too(tmp_path: Path) -> N
         assert await two.get(list(values)) == [None, None, *list(values.values())[2:]]
 
 
-async def test_a_follower_goes_on_when_the_journal_is_replaced(tmp_path: Path) -> None:
-    """Snapshots replace journals during following; no record is missed."""
+async def test_a_follower_goes_on_when_the_journal_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots replace journals during following; no record is missed, and the new journal is watched."""
+    monkeypatch.setattr(followers_module, "_POLL_S", 3600.0)
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         count = 0
         for _ in range(5):
@@ -142,6 +145,13 @@ class NoSwitch(NoFrames):
         return super().open_file(name, flags, dir_fd)
 
 
+async def follows_the_heir(two: Rig, gone: Collection[BlockKey], values: Collection[BlockKey]) -> None:
+    """Check that an engine finds the blocks of an adopted directory, and none that was there before."""
+    await eventually_async(lambda: set(values) <= set(two.arrived), what="the other engine is told")
+    found = await two.backend.exists([*gone, *values])
+    assert found == [False] * len(gone) + [True] * len(values)
+
+
 async def test_a_directory_removed_in_part_and_adopted_is_followed(tmp_path: Path) -> None:
     """An engine may adopt a directory whose files were removed, but not the directory; others follow its new journal.
 
@@ -162,9 +172,101 @@ async def test_a_directory_removed_in_part_and_adopted_is_followed(tmp_path: Pat
                 values = await three.put_new(4)
                 await three.session._write_snapshot()
             assert three.session.owner.name == name
-            await eventually_async(lambda: set(values) <= set(two.arrived), what="the other engine is told")
-            assert await two.backend.exists([*gone, *values]) == [False] * 4 + [True] * 4
+            await follows_the_heir(two, gone, values)
             await two.has_all(values)
+
+
+@pytest.fixture
+def closes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let followers close the journal of an engine that has ended at their next look."""
+    monkeypatch.setattr(followers_module, "_TRY_LOCK_S", 0.0)
+
+
+async def closed_journal(two: Rig) -> None:
+    """Wait until the only journal that an engine follows is closed."""
+    (other,) = two.session.followers.others.values()
+    await eventually_async(lambda: other._reader.end.fd < 0, what="the journal is closed")
+
+
+@pytest.mark.usefixtures("closes_at_once")
+async def test_a_closed_journal_is_read_again_only_when_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks at an ended engine's journal open no file; after a change of its mode, one look opens and closes it."""
+    opens: list[str] = []
+    reopen = journal_module.JournalReader.reopen
+    monkeypatch.setattr(journal_module.JournalReader, "reopen", lambda self: (opens.append(""), reopen(self)))
+    async with opened(tmp_path, "64MiB") as two:
+        async with opened(tmp_path, "64MiB") as one:
+            values = await one.put_new(4)
+            await eventually_async(lambda: len(two.arrived) == 4, what="the other engine is told")
+            directory = tmp_path / NAMESPACE.hex / one.session.owner.name
+        await closed_journal(two)
+        opens.clear()
+        for expected in (0, 1):
+            for _ in range(3):
+                await two.session.followers.refresh()
+            assert len(opens) == expected
+            await closed_journal(two)
+            for path in directory.glob("journal.*"):
+                path.chmod(0o400)
+        assert sorted(two.arrived) == sorted(values)
+        await two.has_all(values)
+
+
+@pytest.mark.usefixtures("closes_at_once")
+async def test_a_closed_journal_is_not_continued_in_another_one(tmp_path: Path) -> None:
+    """A directory of an ended engine is emptied and adopted, and its new journals reach the number of the old one."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    async with opened(tmp_path, "64MiB") as two:
+        async with opened(tmp_path, "64MiB") as one:
+            gone = await one.put_new(4)
+            await eventually_async(lambda: len(two.arrived) == 4, what="the other engine is told")
+            name = one.session.owner.name
+        await closed_journal(two)
+        async with contextlib.AsyncExitStack() as stack:
+            async with two.session.followers._lock:
+                for path in (tmp_path / NAMESPACE.hex / name).iterdir():
+                    path.unlink()
+                three = await stack.enter_async_context(opened(tmp_path, "64MiB"))
+                three.session.owner.write_snapshot = full  # type: ignore[method-assign]
+                values = await three.put_new(4)
+                for _ in range(2):
+                    await three.session._write_snapshot()
+                    values |= await three.put_new(1)
+            await follows_the_heir(two, gone, values)
+
+
+@pytest.mark.usefixtures("closes_at_once")
+async def test_a_closed_journal_is_told_from_a_new_one_with_its_inode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filesystems give a new file the inode number of a removed one: number and length may be the same, too."""
+
+    async def none(_: object) -> None:
+        """Write no snapshot, as if the engine was killed."""
+
+    monkeypatch.setattr(Session, "_write_snapshot", none)
+    directory, kept = tmp_path / NAMESPACE.hex, tmp_path / "kept"
+    async with opened(tmp_path, "64MiB") as two:
+        async with opened(tmp_path, "64MiB") as one:
+            gone = await one.put_new(4)
+            await eventually_async(lambda: len(two.arrived) == 4, what="the other engine is told")
+            journal = directory / one.session.owner.name / "journal.00000001"
+        await closed_journal(two)
+        async with two.session.followers._lock:
+            journal.rename(kept)
+            for path in journal.parent.iterdir():
+                path.unlink()
+            async with opened(tmp_path, "64MiB") as three:
+                values = await three.put_new(1)
+                await three.put_new(3)
+            kept.write_bytes(journal.read_bytes()[: kept.stat().st_size])
+            kept.replace(journal)
+        await follows_the_heir(two, gone, values)
 
 
 async def test_a_journal_that_nothing_refers_to_is_not_gone_on_with(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Other:
         self._disk = disk
         self._roots = roots
         self._reader: JournalReader | None = None
-        self._file: os.stat_result | None = None  # The journal that is read.
+        self._file: os.stat_result | None = None  # The journal that is read, as it was when opened or closed.
         self._tried_at = 0.0
 
     def open(self, digest: bytes, watch: Callable[[int], None]) -> bool:
@@ -107,18 +107,19 @@ class Other:
         if (reader := self._reader) is None:
             return
         is_open = reader.end.fd >= 0
-        unread = self._unread_bytes(reader)
+        file = self._file_now(reader)
         may_have_ended = is_open and time.monotonic() > self._tried_at + _TRY_LOCK_S
-        if not unread and not may_have_ended:
+        if file is not None and not may_have_ended and not self._has_changed(file, reader):
             return
         with self.directories() as reader.fds:
-            if not is_open:
-                reader.reopen()
             before = reader.end.number
-            self.news.extend(reader.read())
+            if is_open or file is not None:
+                if not is_open:
+                    reader.reopen()
+                self.news.extend(reader.read())
             if reader.end.number != before:
                 self._enter(reader, watch)
-            elif unread < 0:
+            elif file is None:
                 raise FileNotFoundError(f"the journal {reader.end.number} of {self.name} was removed or replaced")
             if may_have_ended or not is_open:
                 self._close_ended(reader.fds)
@@ -154,8 +155,8 @@ class Other:
         self._file = self._disk.fstat(reader.end.fd)
         watch(reader.end.fd)
 
-    def _unread_bytes(self, reader: JournalReader) -> int:
-        """Return the length of what the journal has beyond the position reached; negative if it is another file.
+    def _file_now(self, reader: JournalReader) -> os.stat_result | None:
+        """Return the status of the journal; None if it is gone or another file.
 
         A directory that was removed in part and then adopted has a new journal of the same number.
         """
@@ -163,8 +164,14 @@ class Other:
         with contextlib.suppress(FileNotFoundError):
             file = self._disk.stat(path, self._roots[0].namespace_fd)
             if self._file is not None and os.path.samestat(file, self._file):
-                return file.st_size - reader.end.offset
-        return -1
+                return file
+        return None
+
+    def _has_changed(self, file: os.stat_result, reader: JournalReader) -> bool:
+        """Whether the journal has unread records, or, once it is closed, may be a new file with its inode number."""
+        if file.st_size != reader.end.offset:
+            return True
+        return reader.end.fd < 0 and self._file is not None and file.st_ctime_ns != self._file.st_ctime_ns
 
     def _drop_missing(self, columns: Columns, fds: Sequence[int]) -> None:
         """Drop segments without a whole file: a torn or full journal can't record that others have removed them.
@@ -179,8 +186,9 @@ class Other:
         """Close the journal if its engine has ended: there may be more ended owners than descriptors."""
         self._tried_at = time.monotonic()
         with contextlib.suppress(OSError):
-            if self._reader is not None and has_ended(self._disk, fds[0]):
-                self._reader.close()
+            if (reader := self._reader) is not None and has_ended(self._disk, fds[0]):
+                self._file = self._disk.fstat(reader.end.fd)
+                reader.close()
 
 
 class Followers:

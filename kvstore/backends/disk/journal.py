@@ -46,6 +46,9 @@ _SLOTS_UNPROVEN_MAX: Final = 1 << 20
 """Slots that a journal alone can make an index allocate: 50 MB. More slots require existing segment files, so that a
 forged record cannot exhaust memory."""
 
+_LAST_BYTES: Final = 512
+"""Bytes by which a journal is recognized that was closed and is read again: the last records, and mostly a checksum."""
+
 _TRIES: Final = 5
 """Attempts to load an owner that replaces its files during the load."""
 
@@ -312,6 +315,7 @@ class JournalReader:
         self.geometry: Geometry | None = None  # Geometry of the owner's segments; None before the first journal.
         self.end = JournalEnd(0, 0, 1, -1)  # Position reached, in a journal open for reading.
         self.next = 0  # Number of the next journal if this one has ended; otherwise 0.
+        self._last = b""  # The last bytes read from this journal.
         self._disk = disk
         self.fds = fds  # The owner's directories; open during all calls but :meth:`close`.
         self._owner = owner
@@ -326,7 +330,7 @@ class JournalReader:
             if geometry is None or self.geometry not in (None, geometry):
                 return False
             self.close()
-            self.geometry, self.next = geometry, 0
+            self.geometry, self.next, self._last = geometry, 0, b""
             self.end, fd = JournalEnd(number, layout.JOURNAL_HEADER_BYTES, 1, fd), -1
             return True
         finally:
@@ -336,12 +340,14 @@ class JournalReader:
         """Open the journal again at the position reached.
 
         Raises:
-            OSError: It is gone.
+            OSError: It is gone, or was replaced.
         """
-        end = self.end
-        if not self.open(layout.journal_name(end.number), end.number):
-            raise FileNotFoundError(f"{layout.journal_name(end.number)} is another journal")
-        self.end.offset, self.end.sequence = end.offset, end.sequence
+        end, last = self.end, self._last
+        name = layout.journal_name(end.number)
+        is_header_right = self.open(name, end.number)
+        if not is_header_right or read_at(self._disk, self.end.fd, end.offset - len(last), len(last)) != last:
+            raise FileNotFoundError(f"{name} is another journal")
+        self.end.offset, self.end.sequence, self._last = end.offset, end.sequence, last
 
     def read(self, *, follow: bool = True) -> Iterator[npt.NDArray[Any]]:
         """Yield the records not read yet; with ``follow``, continue in the next journal at the end of each.
@@ -359,6 +365,8 @@ class JournalReader:
             end.offset += frames.size_bytes
             end.sequence = frames.sequence
             self.next = frames.next_journal
+            if frames.size_bytes:
+                self._last = bytes(content[: frames.size_bytes][-_LAST_BYTES:])
             if len(frames.records):
                 yield self._proven(frames.records)
             if self.next:
