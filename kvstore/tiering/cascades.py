@@ -63,9 +63,9 @@ class Cascades:
         return any(link.queue for link in self._links)
 
     @property
-    def owes(self) -> bool:
-        """Whether blocks are owed or wait for room."""
-        return bool(self._owed) or self.waits
+    def unsent(self) -> int:
+        """Number of blocks that are owed or wait for room, counted for each tier."""
+        return sum(map(int.bit_count, self._owed.values())) + sum(len(link.queue) for link in self._links)
 
     @property
     def making_room(self) -> bool:
@@ -125,8 +125,12 @@ class Cascades:
         ready = [key for key in notes if self._primary.lookup(key) is SlotState.READY]
         for link in state.store_links:
             bit = link.bit
-            # Blocks that wait for room have been offered, and counted by their tenant's rate.
-            due = [key for key in ready if key not in link.queue and self._due(key, bit, state)]
+            due = [key for key in ready if self._due(key, bit, state)]
+            # Blocks that wait for room have been offered, and counted by their tenant's rate. Later ones wait, too.
+            if link.queue and (waiting := [key for key in due if key in link.queue]):
+                if state.policy.cpu:
+                    state.note_cut(waiting[0], bit)
+                due = [key for key in due if key not in link.queue]
             if due:
                 self.send(link, due, state)
 
@@ -198,7 +202,7 @@ class Cascades:
     def left(self, keys: Iterable[BlockKey]) -> None:
         """Drop the state of blocks that left the primary tier."""
         # A waiting block is neither withheld nor owed if a request that used it stored it in the meantime.
-        if self.notes or self.owes:
+        if self.notes or self.waits:
             for key in keys:
                 self._withheld.pop(key, None)
                 self._owed.pop(key, None)

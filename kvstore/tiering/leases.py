@@ -247,6 +247,11 @@ class Expiry:
         return len(self._forgetting)
 
     @property
+    def removing(self) -> bool:
+        """Whether a tier may still hold blocks of a tenant that is being forgotten."""
+        return any(case.links for case in self._forgetting.values())
+
+    @property
     def pending(self) -> bool:
         """Whether steps are needed to forget tenants; false after a minute, so that a failed medium ends the wait."""
         since = self._clock() - _FORGETTING_S

@@ -52,6 +52,7 @@ _NOTHING = StorePlan((), (), ())
 _RAISED: Final = object()
 _DRAIN_ROUND_S: Final = 0.05
 """Longest wait for the stores of a roomful of blocks, while more have to be stored before the tiers are closed."""
+_FORGETTING_PAUSE_S: Final = 0.005
 
 
 class TieringManager:
@@ -600,13 +601,20 @@ class TieringManager:
             self._promotions.drop_request(state)
             self._end_if_idle(state)
         # In short rounds, so that a tier that hangs leaves the others time for more than one roomful.
-        while self._cascades.owes and (began := self._clock()) < deadline:
-            before = self._ended_blocks()
+        forgets_until = time.monotonic() + timeout_s / 2  # Some tiers can't forget, and the others need time to close.
+        while (self._cascades.unsent or self._expiry.removing) and (began := self._clock()) < deadline:
+            before = self._cascades.unsent, len(self._jobs)
             self._cascades.write_all()
+            self._expiry.sweep()
             self._drain(min(deadline, began + _DRAIN_ROUND_S))
-            if self._ended_blocks() == before and self._clock() - began < _DRAIN_ROUND_S:
-                break  # No tier stores anything, and none needs time.
+            if self._clock() - began < _DRAIN_ROUND_S and (self._cascades.unsent, len(self._jobs)) == before:
+                # No tier stores anything, and none needs time but for what it has to forget.
+                if not self._expiry.removing or time.monotonic() >= forgets_until:
+                    break
+                time.sleep(_FORGETTING_PAUSE_S)
         self._drain(deadline)
+        if self._expiry.active:
+            self._drain(deadline)  # Blocks became forbidden while they were stored, and are removed now.
         closed = True
         for link in self._links:
             time_left_s = max(0.1, deadline - self._clock())
@@ -703,10 +711,6 @@ class TieringManager:
         """End the prefetch of a finished request's blocks, after its last lookup."""
         self._promotions.release_claims(state)
         self._end_if_idle(state)
-
-    def _ended_blocks(self) -> int:
-        """Return the blocks whose stores have ended, or will not be made, since the start."""
-        return self._cascades.lost_blocks + sum(link.stored + link.failed_stores + link.dropped for link in self._links)
 
     def _drain(self, deadline: float) -> bool:
         """Wait for the tiers' I/O; return whether it ended."""

@@ -6,7 +6,7 @@ The calls and their order are the same as in vLLM's own ``TieringOffloadingManag
   key is combined (XOR) with a mask derived from kvstore's namespace and epoch. Blocks of another model revision, layout
   or row length, and blocks from before a reset, therefore have other names and are never found.
 - **Isolation.** An exception causes only a miss or a failed job of this tier, or disables one of its callbacks. A drain
-  that exceeds its deadline stops the tier, and the scheduler continues.
+  that exceeds its deadline stops the tier until a later drain ends, and the scheduler continues.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,6 +49,9 @@ _ANSWERS = {VllmLookupResult.HIT: LookupResult.HIT, VllmLookupResult.RETRY: Look
 
 _STRIKES_MAX = 3
 """Consecutive exceptions of a callback after which it is not called again, as for calls by the manager."""
+
+_PATIENCE_S = 1.0
+"""Time after which a drain or shutdown that still runs is logged."""
 
 _GROUP_BYTES = 4
 """Length of the number of the group of layers, at the end of a vLLM key."""
@@ -128,7 +132,8 @@ class ForeignTier(SecondaryTierManager):
         self._has_begun_no_request = False
         self._strikes: dict[str, int] = {}
         self._stopped: _Call | None = None
-        """The overdue drain or shutdown of a stopped tier, which gets no more calls."""
+        """A running or overdue drain, or a shutdown. The tier gets no other calls until a later :meth:`drain` has found
+        it ended."""
 
     def masked(self, key: bytes) -> bytes:
         """Return the tier's name for a key, or the key for such a name (the mapping is its own inverse)."""
@@ -208,11 +213,11 @@ class ForeignTier(SecondaryTierManager):
         return ()
 
     def stats(self) -> TierStats:
-        """Return empty statistics, because the tier reports its own through vLLM."""
-        return TierStats(self.name)
+        """Return statistics without counts, because the tier reports its own through vLLM."""
+        return TierStats(self.name, ready=self._stopped is None)
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait for the tier's I/O on a thread. A tier that does not finish in time gets no more calls.
+        """Wait for the tier's I/O on a thread; if an earlier drain still runs, for that one.
 
         vLLM's manager waits without a limit. There are no other calls to the tier while the thread runs.
         """
@@ -228,8 +233,6 @@ class ForeignTier(SecondaryTierManager):
         Raises:
             KVStoreError: It did not end in time, or failed, and may still access the primary tier.
         """
-        if self._stopped is not None and not self._stopped.is_alive():
-            self._stopped = None
         if not self._run("shutdown", timeout_s):
             raise KVStoreError(f"Tier {self.name} did not shut down; the primary tier's memory stays mapped.")
         self._fail_jobs()
@@ -319,43 +322,56 @@ class ForeignTier(SecondaryTierManager):
         self._jobs.clear()
 
     def _run(self, method: str, timeout_s: float | None) -> bool:
-        """Call a method that may block on a thread; return whether it ended in time.
+        """Call a method that may block on a thread, or wait for a call of it that still runs.
+
+        Returns:
+            Whether it ended in time. After a shutdown, the tier gets no more calls.
 
         Raises:
             KVStoreError: The method raised.
         """
-        if self._stopped is not None:
-            return False
-        call = _Call(getattr(self.tier, method), name=f"kvstore-{method}-{self.name}")
+        call = self._stopped
+        if call is not None and call.method != method:
+            call.join(timeout_s)
+            if call.is_alive():
+                return False
+            call = None
+        self._stopped = call = call or _Call(self.tier, method, self.name)
         call.join(timeout_s)
         if call.is_alive():
-            self._stopped = call
-            logger.error(
-                "Tier %s gets no more work: %s did not end within %.0f s. The slots of its unfinished jobs stay unused "
-                "until it does.",
-                self.name,
-                method,
-                timeout_s,
-            )
+            if not call.is_logged and time.monotonic() - call.since > _PATIENCE_S:
+                call.is_logged = True
+                logger.error(
+                    "Tier %s gets no work: %s has not ended after %.0f s. The slots of its unfinished jobs stay unused "
+                    "until it does.",
+                    self.name,
+                    method,
+                    time.monotonic() - call.since,
+                )
             return False
+        if method != "shutdown":
+            self._stopped = None
         if call.failure is not None:
             raise KVStoreError(f"{method} of tier {self.name} failed: {call.failure!r}") from call.failure
         return True
 
 
 class _Call(threading.Thread):
-    """One call on its own thread."""
+    """One call of a tier's method on its own thread."""
 
-    def __init__(self, function: Callable[[], None], name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self._function = function
+    def __init__(self, tier: VllmTier, method: str, name: str) -> None:
+        super().__init__(name=f"kvstore-{method}-{name}", daemon=True)
+        self.method = method
+        self.since = time.monotonic()
+        self.is_logged = False
         self.failure: BaseException | None = None  # Its exception.
+        self._tier = tier
         self.start()
 
     def run(self) -> None:
         """Make the call."""
         try:
-            self._function()
+            getattr(self._tier, self.method)()
         except BaseException as failure:  # Raised again on the scheduler's thread.
             self.failure = failure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -199,6 +200,29 @@ def test_what_waits_for_room_is_stored_at_the_end() -> None:
     assert list(other.tier.blocks) == keys_of(*range(10))
 
 
+def test_room_that_jobs_from_before_a_reset_take_is_used_again_at_the_end() -> None:
+    """Closing stores waiting and lazy blocks although the room was taken by jobs that the reset abandoned."""
+    engine = Engine(slots=16, store_share=0.25)
+    engine.tier.drains = False
+    engine.store(keys_of(*range(4)))
+    assert not engine.manager.reset(0.01)
+    engine.store(keys_of(*range(10, 14)), lazy=True)
+    engine.store(keys_of(*range(20, 24)))
+    engine.tier.drains = True
+    engine.manager.close()
+    assert set(engine.tier.blocks) >= set(keys_of(*range(10, 14), *range(20, 24)))
+
+
+def test_the_end_leaves_no_tier_without_lazy_blocks_because_another_stores_none() -> None:
+    """Closing stores all lazy blocks of one tier, roomful by roomful, although another tier never ends a store."""
+    engine = Engine(slots=16, tiers=["stuck", "well"], store_share=2 / 16)
+    stuck, well = engine.tiers
+    stuck.drains = False
+    engine.store(keys_of(*range(8)), lazy=True)
+    assert not engine.manager.close()
+    assert list(well.blocks) == keys_of(*range(8))
+
+
 @pytest.mark.parametrize("is_lazy", [False, True])
 @pytest.mark.parametrize(("backlog_bytes", "accepted"), [(4 * 4096, 4), (1, 1)])
 def test_a_tier_gets_no_more_blocks_than_it_accepts(
@@ -242,7 +266,10 @@ def test_a_tier_that_hangs_leaves_the_others_time_to_store_what_waits() -> None:
     with ExitStack() as stack:
         stack.callback(plan.release)
         hangs = stack.enter_context(
-            open_one({"backend": "memory", "label": "hangs"}, wrap_backend=partial(FaultyBackend, plan=plan))
+            open_one(
+                {"backend": "memory", "label": "hangs", "store_backlog_bytes": 4 * slot_bytes},
+                wrap_backend=partial(FaultyBackend, plan=plan),
+            )
         )
         well = stack.enter_context(open_one({"backend": "memory", "store_backlog_bytes": 4 * slot_bytes}))
         manager = TieringManager(PrimaryTier(memory, slot_bytes), [hangs, well], TieringConfig(store_share=1.0))
@@ -252,7 +279,9 @@ def test_a_tier_that_hangs_leaves_the_others_time_to_store_what_waits() -> None:
         assert planned is not None
         manager.complete_store(planned.keys, ctx)
         manager.on_request_finished(ctx)
+        began = time.monotonic()
         manager.close(3)
+        assert time.monotonic() - began < 30
         assert well.stats().outcomes == {"store.ok": 32}
 
 

@@ -460,6 +460,44 @@ def test_a_block_that_waits_and_is_used_again_is_stored_once() -> None:
     assert engine.manager.stats().tiers[0].stored == 6
 
 
+def test_later_blocks_wait_behind_those_of_an_earlier_request() -> None:
+    """The next turn's blocks don't take the room that its own prefix waits for."""
+    engine = Engine(slots=32, store_share=2 / 32)
+    stored: list[BlockKey] = []
+    engine.tier.on_submit = lambda _tier, is_load, job: None if is_load else stored.extend(job.keys)
+    engine.store(keys_of(*range(6)))
+    engine.step()
+    ctx = engine.request(keys_of(*range(10)))
+    engine.load(keys_of(*range(6)), ctx)
+    for first in (6, 8):
+        engine.store(keys_of(first, first + 1), ctx)
+        engine.step()
+    engine.settle()
+    assert stored == keys_of(*range(10))
+
+
+def test_a_request_that_uses_a_waiting_block_stores_its_own_later() -> None:
+    """Blocks that don't stay in the primary tier are not dropped because an earlier block waited when it was used."""
+    engine = Engine(slots=16, store_share=4 / 16)
+    engine.store(keys_of(*range(6)))
+    ctx = engine.request(keys_of(*range(10)), cpu=False)
+    engine.load(keys_of(*range(6)), ctx)
+    engine.settle()
+    for first in (6, 8):
+        engine.store(keys_of(first, first + 1), ctx)
+        engine.settle()
+    assert list(engine.tier.blocks) == keys_of(*range(10))
+
+
+def test_a_block_that_waits_for_one_tier_is_stored_to_another() -> None:
+    """A block that waits for room in one tier is stored to another tier when a request that may do so uses it."""
+    engine = Engine(slots=16, tiers=["slow", "fast"], store_share=2 / 16)
+    engine.store(keys_of(*range(4)), tiers=["slow"])
+    assert engine.manager.stats().tiers[0].waiting == 2
+    engine.load(keys_of(2, 3), engine.request(keys_of(2, 3)))
+    assert engine.tiers[1].submitted(False) == keys_of(2, 3)
+
+
 def test_a_pin_ends_with_its_lease() -> None:
     """A pin lasts for its lease from the last use of its block, and never longer than the configured lease."""
     engine = Engine(slots=8, pin_share=0.5, pin_lease_s=3600)

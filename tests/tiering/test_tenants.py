@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import random
+import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.namespace import Namespace
 from kvstore.primary.tier import PrimaryTier, SlotState
 from kvstore.tenants import OTHERS, Accounts, Tenants, tag_of
+from kvstore.testing.faults import Fault, FaultKind, FaultPlan, FaultyBackend
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiering.config import engine_tiering
-from kvstore.types import BlockKey, RequestContext
+from kvstore.tiers import open_tier
+from kvstore.types import BlockKey, LookupResult, RequestContext
 from tests.tiering.engine import Engine
-from tests.tiering.fake_tier import ROW_BYTES
+from tests.tiering.fake_tier import ROW_BYTES, FakeTier
 
 
 def configured(**options: Any) -> Tenants:
@@ -442,6 +448,82 @@ def test_a_tier_that_has_forgotten_a_tenant_gets_no_more_of_its_blocks() -> None
     engine.manager.on_step_end()
     engine.manager.close()
     assert stored == keys("stays", 1, 2)
+
+
+@pytest.mark.parametrize("how", ["forgotten", "removed", "expired"])
+def test_blocks_that_no_tier_may_get_keep_no_others_from_it(how: str) -> None:
+    """Closing stores the blocks that wait behind a roomful of forbidden ones, and none of these."""
+    engine = Engine(slots=32, store_share=2 / 32, tenants=configured(named={"left": {}, "stays": {}}))
+    stored: list[BlockKey] = []
+    engine.tier.on_submit = lambda _tier, _is_load, job: stored.extend(job.keys)
+    engine.store(keys("stays", 1, 2))
+    reader = engine.request(keys("left", *range(4)), **({"ttl": 5} if how == "expired" else {}))
+    engine.store(keys("left", *range(4)), reader)
+    assert engine.manager.prepare_load(keys("left", *range(4)), reader) is not None
+    engine.store(keys("stays", *range(3, 9)))
+    if how == "forgotten":
+        engine.manager.forget_tenant(tag_of("left", named=True))
+    elif how == "removed":
+        engine.manager.remove(keys("left", *range(4)))
+    engine.clock.now += 6
+    engine.manager.close()
+    assert stored == keys("stays", *range(1, 9))
+
+
+@pytest.mark.parametrize("params", [{}, {"ttl": 0.1}], ids=["forgotten", "expired"])
+def test_blocks_are_removed_before_the_engine_ends(tmp_path: Path, params: dict[str, float]) -> None:
+    """Forbidden blocks that were being stored when the engine ended are not found after a restart."""
+    config = {"type": "file", "path": str(tmp_path), "capacity": "8MiB", "reserve": 0}
+    memory = memoryview(bytearray(16 * 4096))
+    plan = FaultPlan([Fault("put", FaultKind.DELAY, seconds=0.3, times=None)])
+    opened = partial(open_tier, config, primary=memory, slot_bytes=4096, namespace=Namespace({}))
+    stored = keys("left", 1, 2)
+    with opened(wrap_backend=partial(FaultyBackend, plan=plan)) as tier:
+        options = TieringConfig(store_share=1.0, allow=("ttl",), tenants=configured(named={"left": {}}))
+        manager = TieringManager(PrimaryTier(memory, 4096), [tier], options)
+        ctx = RequestContext("request", params)
+        manager.on_new_request(ctx, stored)
+        planned = manager.prepare_store(stored, ctx)
+        assert planned is not None
+        manager.complete_store(planned.keys, ctx)
+        manager.on_request_finished(ctx)
+        if not params:
+            manager.forget_tenant(tag_of("left", named=True))
+        manager.on_step_end()
+        assert manager.close(30)
+    with opened() as tier:
+        assert tier.wait_recovered(30)
+        assert [tier.lookup(key, ctx) for key in stored] == [LookupResult.MISS] * 2
+
+
+def test_a_close_waits_for_no_reader_of_a_forgotten_tenant() -> None:
+    """Only the tiers' removals are waited for, not the engine's unfinished loads."""
+    engine = Engine(slots=16, tenants=configured(named={"left": {}}))
+    engine.store_and_forget(keys("left", 1))
+    reader = engine.request(keys("left", 1))
+    engine.look(keys("left", 1), reader)
+    assert engine.manager.prepare_load(keys("left", 1), reader) is not None
+    engine.manager.forget_tenant(tag_of("left", named=True))
+    began = time.monotonic()
+    engine.manager.close(120)
+    assert time.monotonic() - began < 30 and not engine.tier.blocks
+
+
+def test_a_close_waits_while_a_tier_forgets_but_not_for_one_that_cannot() -> None:
+    """A tier that needs time has forgotten a tenant when the close ends; one that never does so only delays it."""
+    engine = Engine(slots=16, tiers=["slow", "never"], tenants=configured(named={"left": {}}))
+    engine.store_and_forget(keys("left", 1))
+    slow, never = engine.tiers
+    answers = iter([False, False, True])
+
+    def forget(prefix: bytes) -> bool | None:
+        slow.forgets = next(answers)
+        return FakeTier.forget(slow, prefix)
+
+    slow.forget, never.forgets = forget, False  # type: ignore[method-assign]
+    engine.manager.forget_tenant(tag_of("left", named=True))
+    engine.manager.close(1.0)
+    assert not slow.blocks and never.blocks
 
 
 def test_blocks_that_wait_are_counted_once_by_the_rate() -> None:

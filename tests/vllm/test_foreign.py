@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 
+from kvstore.errors import KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.testing.waiting import eventually
 from kvstore.types import RequestContext
@@ -152,7 +154,7 @@ def test_a_malformed_result_costs_its_own_job(drive: Drivers, malformed: Any) ->
 
 
 def test_a_drain_that_hangs_stops_the_tier(drive: Drivers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reset ends at its time limit; slots of the tier's jobs are freed when the drain ends, and not before."""
+    """A reset ends at its limit; slots are freed when the drain ends, not before; the next reset starts the tier."""
     monkeypatch.setattr(manager, "_DRAIN_S", 0.1)
     driver = drive(DICT, {"type": "memory"})
     (tier,) = MADE
@@ -164,7 +166,11 @@ def test_a_drain_that_hangs_stops_the_tier(drive: Drivers, monkeypatch: pytest.M
     driver.forget_primary()
     assert driver.manager.manager.stats().primary.abandoned == len(KEYS)
     calls = len(tier.calls)
+    (foreign,) = driver.manager._foreign
+    assert not foreign.stats().ready
+    foreign.touch(KEYS)
     driver.store_now(KEYS[:2])
+    assert driver.lookup([key_of(99)], context) == [LookupResult.MISS]
     driver.manager.on_request_finished(driver.request())
     driver.settle_tier("memory")
     assert len(tier.calls) == calls, tier.calls[calls:]
@@ -173,6 +179,44 @@ def test_a_drain_that_hangs_stops_the_tier(drive: Drivers, monkeypatch: pytest.M
     driver.settle()
     assert driver.manager.manager.stats().primary.abandoned == 0
     driver.manager.on_request_finished(context)
+    tier.holds = False
+    driver.forget_primary()
+    driver.store(KEYS[2:4])
+    assert len(tier.blocks) == len(KEYS) + 2 and foreign.stats().ready
+
+
+def test_a_slow_tier_stores_what_waits_when_the_engine_ends(drive: Drivers) -> None:
+    """A tier whose drain takes longer than one round of the close gets all blocks, and is shut down."""
+    driver = drive(DICT)
+    (tier,) = MADE
+
+    def drain_jobs() -> None:
+        time.sleep(0.12)
+        tier._results, tier.held = [*tier._results, *tier.held], []
+
+    tier.holds, tier.drain_jobs = True, drain_jobs
+    driver.store_now([key_of(number) for number in range(40)])
+    assert len(tier.blocks) < 40
+    drive.close()
+    assert len(tier.blocks) == 40 and tier.calls[-1] == "shutdown"
+
+
+def test_a_shutdown_waits_for_a_drain(drive: Drivers) -> None:
+    """A tier is not shut down while a drain of it runs, and then only once."""
+    (foreign,) = drive(DICT).manager._foreign
+    (tier,) = MADE
+    tier.gate.clear()
+    assert not foreign.drain(0.01) and not foreign.drain(0.01)
+    with pytest.raises(KVStoreError, match="did not shut down"):
+        foreign.close(0.01)
+    assert tier.calls == ["drain_jobs"]
+    tier.gate.set()
+    tier.raises = {"shutdown"}
+    for _ in range(2):
+        with pytest.raises(KVStoreError, match="shutdown is broken"):
+            foreign.close(60)
+    assert tier.calls.count("shutdown") == 1
+    tier.raises = set()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -199,7 +243,7 @@ def test_slots_of_unreported_jobs_are_freed_after_a_drain(
     eventually(lambda: not foreign._stopped.is_alive(), 60, "the end of the drain")
     driver.step()
     assert driver.manager.manager.stats().primary.abandoned == (len(KEYS) if fails else 0)
-    tier.holds, foreign._stopped = False, None
+    tier.holds = False
 
 
 def test_a_hit_is_told_by_the_source_that_the_tier_gives(drive: Drivers) -> None:
