@@ -6,7 +6,7 @@ import http.client
 import json
 from typing import Any, Final
 
-from tests.vllm.near_ties import before_tie
+from tests.vllm.near_ties import NEAR, before_tie
 
 TIMEOUT_S: Final = 120
 
@@ -33,11 +33,18 @@ def post(port: int, path: str, body: dict[str, Any], patience_s: float = TIMEOUT
     return json.loads(content) if content else {}
 
 
-def certain(port: int, body: dict[str, Any]) -> tuple[list[int], str]:
-    """Return the tokens of a completion up to the first near tie, and their text."""
+def certain(port: int, body: dict[str, Any]) -> tuple[list[int], list[str]]:
+    """Return the tokens of a completion up to the first near tie, and the texts with one of which every answer begins.
+
+    These are the text of the tokens, each with one of the words that are nearly as likely.
+    """
     asked = {name: value for name, value in body.items() if not name.startswith("stream")}
-    answer = post(port, "/v1/completions", {**asked, "logprobs": 2, "return_token_ids": True})
+    answer = post(port, "/v1/completions", {**asked, "logprobs": 5, "return_token_ids": True})
     (choice,) = answer["choices"]
     logprobs = choice["logprobs"]
     tokens = before_tie(choice["token_ids"], (likeliest.values() for likeliest in logprobs["top_logprobs"]))
-    return tokens, "".join(logprobs["tokens"][: len(tokens)])
+    text = "".join(logprobs["tokens"][: len(tokens)])
+    if len(tokens) == len(choice["token_ids"]):
+        return tokens, [text]
+    likeliest = logprobs["top_logprobs"][len(tokens)]
+    return tokens, [text + word for word, logprob in likeliest.items() if logprob > max(likeliest.values()) - NEAR]
