@@ -21,7 +21,7 @@ from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.files import close_all, names_in, open_own_directory, segments_in, without_file
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.journal import JournalReader, load_owner
-from kvstore.backends.disk.layout import OWNER_SHIFT, Geometry, Kind, is_owner, journal_name
+from kvstore.backends.disk.layout import INDEX_NAME, OWNER_SHIFT, Geometry, Kind, is_owner, journal_name
 from kvstore.backends.disk.owner import Uses
 from kvstore.backends.disk.root import Root, has_ended
 from kvstore.backends.disk.segments import SegmentFiles
@@ -68,6 +68,7 @@ class Other:
         self._roots = roots
         self._reader: JournalReader | None = None
         self._file: os.stat_result | None = None  # The journal that is read, as it was when opened or closed.
+        self._index: tuple[int, int, int] | None = None  # The snapshot when the journal was closed.
         self._tried_at = 0.0
 
     def open(self, digest: bytes, watch: Callable[[int], None]) -> bool:
@@ -113,6 +114,8 @@ class Other:
             return
         with self.directories() as reader.fds:
             before = reader.end.number
+            if not is_open and self._index_now(reader.fds) != self._index:
+                file = None
             if is_open or file is not None:
                 if not is_open:
                     reader.reopen()
@@ -167,6 +170,13 @@ class Other:
                 return file
         return None
 
+    def _index_now(self, fds: Sequence[int]) -> tuple[int, int, int] | None:
+        """Return what identifies the snapshot; a journal without records is recognized by it alone."""
+        with contextlib.suppress(FileNotFoundError):
+            file = self._disk.stat(INDEX_NAME, fds[0])
+            return file.st_ino, file.st_size, file.st_mtime_ns
+        return None
+
     def _has_changed(self, file: os.stat_result, reader: JournalReader) -> bool:
         """Whether the journal has unread records, or, once it is closed, may be a new file with its inode number."""
         if file.st_size != reader.end.offset:
@@ -187,7 +197,7 @@ class Other:
         self._tried_at = time.monotonic()
         with contextlib.suppress(OSError):
             if (reader := self._reader) is not None and has_ended(self._disk, fds[0]):
-                self._file = self._disk.fstat(reader.end.fd)
+                self._file, self._index = self._disk.fstat(reader.end.fd), self._index_now(fds)
                 reader.close()
 
 
