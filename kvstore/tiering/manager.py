@@ -608,7 +608,7 @@ class TieringManager:
             self._expiry.sweep()
             self._drain(min(deadline, began + _DRAIN_ROUND_S))
             if self._clock() - began < _DRAIN_ROUND_S and (self._cascades.unsent, len(self._jobs)) == before:
-                # No tier stores anything, and none needs time but for what it has to forget.
+                # No tier stores anything; some may still have to forget a tenant.
                 if not self._expiry.removing or time.monotonic() >= forgets_until:
                     break
                 time.sleep(_FORGETTING_PAUSE_S)

@@ -330,13 +330,12 @@ class ForeignTier(SecondaryTierManager):
         Raises:
             KVStoreError: The method raised.
         """
-        call = self._stopped
-        if call is not None and call.method != method:
-            call.join(timeout_s)
-            if call.is_alive():
+        if (other := self._stopped) is not None and other.method != method:
+            other.join(timeout_s)
+            if other.is_alive():
                 return False
-            call = None
-        self._stopped = call = call or _Call(self.tier, method, self.name)
+            self._stopped = None
+        call = self._stopped = self._stopped or _Call(self.tier, method, self.name)
         call.join(timeout_s)
         if call.is_alive():
             if not call.is_logged and time.monotonic() - call.since > _PATIENCE_S:

@@ -26,6 +26,11 @@ from tests.disk.rig import NAMESPACE, NoFrames, Rig, clone, opened, room_for, se
 from tests.diskio.faulty_disk import FaultyDisk
 
 
+def full(*_: object) -> None:
+    """Fail as on a full disk."""
+    raise OSError(errno.ENOSPC, "full")
+
+
 def owners(root: Path) -> set[str]:
     """Return the names of all owners of the namespace."""
     return {path.name for path in (root / NAMESPACE.hex).iterdir() if path.is_dir()}
@@ -83,10 +88,6 @@ async def test_a_follower_goes_on_when_the_journal_is_replaced(tmp_path: Path, m
 
 async def test_a_follower_reads_over_two_journals_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Journals that a full disk keeps, as it has no room for snapshots, are read in one look; no block comes twice."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         monkeypatch.setattr(one.session.owner, "write_snapshot", full)
         values = await one.put_new(3)
@@ -217,10 +218,6 @@ async def test_a_closed_journal_is_read_again_only_when_it_has_changed(
 @pytest.mark.usefixtures("closes_at_once")
 async def test_a_closed_journal_is_not_continued_in_another_one(tmp_path: Path) -> None:
     """A directory of an ended engine is emptied and adopted, and its new journals reach the number of the old one."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
     async with opened(tmp_path, "64MiB") as two:
         async with opened(tmp_path, "64MiB") as one:
             gone = await one.put_new(4)

@@ -113,17 +113,17 @@ class Other:
         if file is not None and not may_have_ended and not self._has_changed(file, reader):
             return
         with self.directories() as reader.fds:
+            gone = f"the journal {reader.end.number} of {self.name} was removed or replaced"
             before = reader.end.number
-            if not is_open and self._index_now(reader.fds) != self._index:
-                file = None
-            if is_open or file is not None:
-                if not is_open:
-                    reader.reopen()
-                self.news.extend(reader.read())
+            if not is_open:
+                if file is None or self._index_now(reader.fds) != self._index:
+                    raise FileNotFoundError(gone)
+                reader.reopen()
+            self.news.extend(reader.read())
             if reader.end.number != before:
                 self._enter(reader, watch)
             elif file is None:
-                raise FileNotFoundError(f"the journal {reader.end.number} of {self.name} was removed or replaced")
+                raise FileNotFoundError(gone)
             if may_have_ended or not is_open:
                 self._close_ended(reader.fds)
 
