@@ -37,7 +37,7 @@ test: setup
 test-versions: setup
 	scripts/vllm_versions.sh $(VERSIONS) || true; \
 	KVSTORE_WALK_REQUESTS=$(WALK_REQUESTS) $(TESTED) --dist worksteal -m walk -k "$$(echo $(VERSIONS) | sed 's/ / or /g')" \
-		tests/vllm/test_walk.py tests/vllm/test_event_versions.py $(PYTEST_EXTRA)
+		tests/vllm/test_walk.py tests/vllm/test_each_version.py $(PYTEST_EXTRA)
 
 test-gpu:
 	PYTHONPATH=. $(or $(PYTHON),$(PY)) -m pytest -q tests/transfer/gpu

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload.base import Medium as VllmMedium
-from vllm.v1.kv_offload.base import OffloadingEvent
+from vllm.v1.kv_offload.base import OffloadingEvent, get_offload_block_hash
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
@@ -68,6 +68,78 @@ def scheduled_tokens(scheduler_output: Any) -> list[tuple[int, int]] | None:
     before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     before.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
     return [(count, before.get(request_id, 0)) for request_id, count in counts.items() if count > 1]
+
+
+def replace_tables(scheduler: Any, scheduler_output: Any) -> None:
+    """Forget the device's blocks of requests that a step schedules as new, and the keys of tokens that were cut.
+
+    A session is scheduled as new in each of its turns, with all of its blocks. Up to 0.32, vLLM appends them to those
+    of the turn before, and would store later turns from wrong blocks.
+
+    ``scheduler``: an ``OffloadingConnectorScheduler``, which then handles ``scheduler_output``.
+    """
+    for new in scheduler_output.scheduled_new_reqs:
+        status = scheduler._req_status[new.req_id]
+        hashes = status.req.block_hashes
+        for config, group in zip(scheduler.config.kv_group_configs, status.group_states, strict=True):
+            group.block_ids.clear()
+            keys, step = group.offload_keys, config.hashes_per_chunk
+            while keys and get_offload_block_hash(keys[-1]) not in hashes[step * len(keys) - 1 : step * len(keys)]:
+                keys.pop()
+                group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, len(keys))
+
+
+def cut_hashes_with_tokens(request: Any, tokens_per_hash: int) -> None:
+    """Let a session lose the hashes of blocks whose last tokens its next turn replaces.
+
+    Each turn of a session drops the last token that was sampled before. vLLM 0.31 keeps the hash of a block with it.
+
+    ``request``: vLLM's ``Request``, which is being added.
+    """
+    hasher = request._block_hasher
+    if hasher is None or not request.resumable:
+        return
+
+    def hashes(session: Any) -> Any:
+        # A turn has been appended to the prompt, and is not yet counted.
+        if len(session.prompt_token_ids) != session.num_prompt_tokens:
+            del session.block_hashes[session.num_computed_tokens // tokens_per_hash :]
+        return hasher(session)
+
+    request._block_hasher = hashes
+
+
+def note_allocated(scheduler: Any, blocks: Any) -> None:
+    """Note that device blocks have a new owner, so that unfinished stores of the old one are flushed first.
+
+    Up to 0.32, vLLM does not note blocks that another connector of a ``MultiConnector`` loads.
+
+    Args:
+        scheduler: An ``OffloadingConnectorScheduler``.
+        blocks: The ``KVCacheBlocks`` of a request.
+    """
+    scheduler._current_batch_allocated_block_ids.update(
+        block.block_id for group in blocks.blocks for block in group if block.block_id
+    )
+
+
+def flush_first(connector: Any) -> None:
+    """Let the ``MultiConnector`` that is creating a worker's connector flush its stores before the others begin.
+
+    vLLM has no rule for the order, and another connector may begin to fill a block while it flushes.
+    """
+    multi = _caller_with("_connectors", "handle_preemptions")
+    if multi is None:
+        return
+
+    def handle_preemptions(metadata: Any) -> None:
+        parts = sorted(
+            zip(multi._connectors, metadata.metadata, strict=True), key=lambda part: part[0] is not connector
+        )
+        for each, part in parts:
+            each.handle_preemptions(part)
+
+    multi.handle_preemptions = handle_preemptions
 
 
 def unfilled_event(keys: Sequence[bytes]) -> OffloadingEvent | None:

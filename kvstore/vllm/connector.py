@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import PrepareStoreOutput
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvstore.errors import ConfigError
+from kvstore.vllm.compat import cut_hashes_with_tokens, flush_first, note_allocated, replace_tables
+from kvstore.vllm.proof import check_engine, doubt_of_engine
+
+logger = logging.getLogger("kvstore.vllm.connector")
 
 _entered: ContextVar[EngineContext] = ContextVar("kvstore_engine")
 
@@ -71,9 +78,18 @@ class KVStoreConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self.engine = EngineContext(vllm_config, kv_cache_config)
+        check_engine(vllm_config)
         with self.engine.entered():
             super().__init__(vllm_config, role, kv_cache_config)
         self.engine.scheduler, self.engine.worker = self.connector_scheduler, self.connector_worker
+        self._doubt: str | None = None
+        if self.connector_scheduler is not None:
+            self._doubt = doubt_of_engine(vllm_config, kv_cache_config)
+        if self._doubt is not None:
+            logger.warning("kvstore stores and loads nothing for this engine: %s.", self._doubt)
+            self.connector_scheduler.manager.prepare_store = _refuse_store
+        if self.connector_worker is not None:
+            flush_first(self)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Notice ``AllBlocksCleared``, which reaches consumers even if only the device's cache was reset."""
@@ -92,14 +108,27 @@ class KVStoreConnector(OffloadingConnector):
 
     def on_new_request(self, request: Any) -> None:
         """Show the request itself, whose salt and adapter vLLM does not pass to a manager."""
+        cut_hashes_with_tokens(request, self.connector_scheduler.config.tokens_per_hash)
         self.engine.request = request
         try:
             super().on_new_request(request)
         finally:
             self.engine.request = None
 
+    def get_num_new_matched_tokens(self, request: Any, *args: Any, **options: Any) -> tuple[int | None, bool]:
+        """Return the number of tokens to load; none for an engine whose blocks may be wrong."""
+        if self._doubt is not None:
+            return 0, False
+        return super().get_num_new_matched_tokens(request, *args, **options)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note the device's blocks of a request, also of one that another connector loads."""
+        note_allocated(self.connector_scheduler, blocks)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Report the step."""
+        replace_tables(self.connector_scheduler, scheduler_output)
         meta = super().build_connector_meta(scheduler_output)
         for call in self.engine.on_scheduled:
             call(scheduler_output)
@@ -116,3 +145,8 @@ class KVStoreConnector(OffloadingConnector):
         failures = self.engine.load_failures
         failed = set() if failures is None else failures.take_requests(results.finished_recving)
         return dataclasses.replace(results, failed_recving=results.failed_recving | failed) if failed else results
+
+
+def _refuse_store(keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
+    """Accept no block, in place of a manager."""
+    return PrepareStoreOutput([], CPULoadStoreSpec([]), [])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 import json
 import os
 import signal
@@ -82,6 +83,75 @@ class Engine:
         engine.add_request("hinted", {"prompt_token_ids": prompt}, sampling, kv_hints=hints)
         while engine.has_unfinished_requests():
             engine.step()
+
+    def session(self, turns: list[list[int]], others: list[list[int]], tokens: int, aborted: bool) -> list[list[int]]:
+        """Answer the turns of a streaming-input session, beside another prompt in each; ``aborted``: not ended."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, core = self.llm.llm_engine, self.llm.llm_engine.engine_core
+        sampling = SamplingParams(
+            max_tokens=tokens, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+
+        def add(name: str, prompt: list[int], *, resumable: bool) -> None:
+            request = engine.input_processor.process_inputs(
+                name,
+                {"prompt_token_ids": prompt},
+                sampling,
+                resumable=resumable,
+                **({"supported_tasks": engine.get_supported_tasks()} if "supported_tasks" in accepted else {}),
+            )
+            request.external_req_id = request.external_req_id or name
+            core.add_request(request)
+
+        accepted = inspect.signature(engine.input_processor.process_inputs).parameters
+        answers: list[list[int]] = []
+        deadline = time.monotonic() + 90
+        for number, turn in enumerate(turns):
+            answers.append(answer := [])
+            add("session", turn, resumable=True)
+            for prompt in others[number : number + 1]:
+                add(f"beside-{number}", prompt, resumable=False)
+            while len(answer) < tokens or self._core().scheduler.has_unfinished_requests():
+                assert time.monotonic() < deadline, "the turn did not end"
+                for output in core.get_output().outputs:
+                    if output.request_id == "session":
+                        answer += output.new_token_ids
+        if aborted:
+            self._core().abort_requests(["session"])
+        else:
+            add("session", [0], resumable=False)
+        for _ in range(10):
+            core.get_output()
+        self.settle()
+        scheduler = self._core().scheduler
+        assert not scheduler.requests, "a request is left"
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == scheduler.kv_cache_config.num_blocks - 1, "a block of the device is left"
+        return answers
+
+    def ask_beside_late_loads(self, prompts: list[list[int]], late: list[int]) -> int:
+        """Answer each prompt with one token, and a late load of another connector that takes over its blocks.
+
+        Returns the number of late loads.
+        """
+        from vllm import SamplingParams
+
+        from tests.vllm.late_connector import LateConnector
+
+        def sampling(tokens: int, **extra: Any) -> SamplingParams:
+            return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, **extra)
+
+        engine, params = self.llm.llm_engine, {"kv_transfer_params": {"late": True}}
+        for number, prompt in enumerate(prompts):
+            engine.add_request(f"stored-{number}", {"prompt_token_ids": prompt}, sampling(1))
+            salted: Any = {"prompt_token_ids": late, "cache_salt": str(number)}
+            engine.add_request(f"late-{number}", salted, sampling(4, extra_args=params))
+            while engine.has_unfinished_requests():
+                engine.step()
+            self.settle()
+        return LateConnector.promised
 
     def certain(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Answer prompts, each up to its first near tie, after which the batch may change the tokens."""

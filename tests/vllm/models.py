@@ -80,3 +80,68 @@ def make_adapter(path: Path, model: Path, seed: int) -> Path:
     described = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj"]}
     (path / "adapter_config.json").write_text(json.dumps({**described, "bias": "none", "task_type": "CAUSAL_LM"}))
     return path
+
+
+def make_tiny_mla(directory: Path) -> Path:
+    """Write a tiny random model with latent attention, for which vLLM on most CPUs turns prefix caching off."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    shape = LlamaShape()
+    make_tiny_llama(directory, shape)  # keeps only the tokenizer
+    torch.manual_seed(shape.seed)
+    config = DeepseekV2Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_shared_experts=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=99,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        max_position_embeddings=shape.positions,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        dtype="float32",
+    )
+    DeepseekV2ForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    return directory
+
+
+def make_tiny_prefix_lm(directory: Path) -> Path:
+    """Write a tiny random model whose prompts attend to later tokens, too."""
+    import torch
+    from transformers import HrmTextConfig, HrmTextForCausalLM
+
+    shape = LlamaShape()
+    make_tiny_llama(directory, shape)  # keeps only the tokenizer
+    torch.manual_seed(shape.seed)
+    config = HrmTextConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=256,
+        num_attention_heads=4,
+        H_cycles=2,
+        L_cycles=2,
+        num_layers_per_stack=2,
+        max_position_embeddings=shape.positions,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        dtype="float32",
+    )
+    HrmTextForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    return directory

@@ -17,6 +17,7 @@ class Connector(KVStoreConnector):
         self.engine = EngineContext(SimpleNamespace())
         self.calls: list[Any] = []
         self.connector_scheduler: Any = SimpleNamespace(build_connector_meta=self._build)
+        self.output: Any = SimpleNamespace(scheduled_new_reqs=[])
 
     def _build(self, scheduler_output: Any) -> str:
         self.calls.append("built")
@@ -38,5 +39,5 @@ def test_a_step_is_reported_after_its_metadata() -> None:
     """The step's blocks are submitted before a pause may begin."""
     connector = Connector()
     connector.engine.on_scheduled.append(connector.calls.append)
-    assert connector.build_connector_meta("output") == "meta"  # type: ignore[arg-type]
-    assert connector.calls == ["built", "output"]
+    assert connector.build_connector_meta(connector.output) == "meta"
+    assert connector.calls == ["built", connector.output]

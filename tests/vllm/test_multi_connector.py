@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import BLOCK_TOKENS, Start, full_blocks, managed, prompt
+from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, managed, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -41,3 +41,40 @@ def test_the_other_connector_serves_blocks_that_kvstore_has_lost(start: Start, t
         640 - BLOCK_TOKENS,
     ]  # vLLM's example leaves the last block.
     assert len({tuple(answer["tokens"]) for answer in answers}) == 1
+
+
+LATE_LLM: dict[str, Any] = {"num_gpu_blocks_override": 42, "max_model_len": 1200, "max_num_batched_tokens": 1024}
+"""The device has room for one of the prompts."""
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["in the step", "before the step"])
+@pytest.mark.parametrize("manager", ["kvstore", "vllm"])
+def test_no_store_reads_blocks_that_another_connector_fills(
+    start: Start, plain: Engine, manager: str, early: bool, tmp_path: Path
+) -> None:
+    """Stores that end late, as on a GPU, are flushed before another connector's load overwrites their blocks."""
+    ours = {
+        "kv_connector": "KVStoreConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": managed(
+            tmp_path / "kv",
+            manager=manager,
+            spec_name="SlowSpec",
+            spec_module_path="tests.vllm.walk.slow_copies",
+        ),
+    }
+    other = {
+        "kv_connector": "LateConnector",
+        "kv_connector_module_path": "tests.vllm.late_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"early": early},
+    }
+    prompts = [prompt(8000 + number, 801 + 3 * number) for number in range(6)]
+    engine = start(offloading={"connectors": [other, ours]}, llm=LATE_LLM)
+    assert engine.call("ask_beside_late_loads", prompts, prompt(7, 641)) == len(prompts)
+    engine.kill()
+    restarted = start(offloading=managed(tmp_path / "kv", manager=manager))
+    for text in prompts:
+        (expected,), (answer,) = plain.ask(text), restarted.ask(text)
+        assert answer["tokens"] == expected["tokens"]
+        assert answer["cached"] >= full_blocks(800)

@@ -1,4 +1,4 @@
-"""Payloads of events with the tracker and the connector of each version of vLLM, besides the installed one."""
+"""Tests that depend on vLLM's internals, with each version of vLLM besides the installed one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from tests.vllm.versions import INSTALLED, VERSIONS, environment, is_there
 pytestmark = [pytest.mark.vllm, pytest.mark.walk]
 
 TIMEOUT_S = 1200
+FILES = {"test_lineage.py": 9, "test_sessions.py": 4, "test_multi_connector.py": 5}
+"""Number of tests in each file."""
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("version", [version for version in VERSIONS if version != INSTALLED])
-def test_payloads_of_each_version(version: str, tmp_path: Path) -> None:
-    """The tests of lineage, which also run with the installed version."""
+def test_each_version_passes_the_tests_of_internals(version: str, tmp_path: Path) -> None:
+    """They also run with the installed version."""
     if not is_there(version):
         pytest.skip(f"vLLM {version} is not here: scripts/vllm_versions.sh makes it, and needs a package index")
-    command = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/vllm/test_lineage.py"]
+    command = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *(f"tests/vllm/{name}" for name in FILES)]
     run = subprocess.run(
         [sys.executable, *command, f"--basetemp={tmp_path / 'tests'}"],
         cwd=ROOT,
@@ -35,4 +37,4 @@ def test_payloads_of_each_version(version: str, tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout[-8000:]
-    assert "9 passed" in run.stdout
+    assert f"{sum(FILES.values())} passed" in run.stdout
