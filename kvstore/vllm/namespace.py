@@ -2,19 +2,17 @@
 
 Within one year, six bugs in vLLM's own disk tier served intact blocks of another model, layout or parallel size.
 Therefore the namespace covers more than the ``OffloadingConfig`` of a tier: also the engine's configuration if it can
-be found, and a sample of local weight files. A missing field gives a different namespace.
+be found, and samples of local weight files. A missing field gives a different namespace.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import logging
 import math
 import os
 import platform
 from collections.abc import Mapping, Sequence, Set
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,17 +22,12 @@ from vllm.version import __version__ as VLLM_VERSION
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.vllm.compat import chosen_attention
+from kvstore.vllm.weights import weights_identity
 
 logger = logging.getLogger("kvstore.vllm.namespace")
 
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
 """Keys of a model configuration that do not describe the model."""
-
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_WEIGHT_FILES_MAX = 2048
-_SAMPLES_PER_FILE = 8
-_SAMPLE_BYTES = 4096
-"""Eight pages per file. Training changes every tensor, so a few pages distinguish checkpoints within milliseconds."""
 
 _ATTENTION_LIBRARIES = ("torch", "flashinfer-python", "flash-attn", "amd-aiter", "triton")
 _ATTENTION_VARIABLES = ("ATT", "FLASH", "MLA", "LAYOUT", "AITER", "ROCM", "TRITON", "CUTLASS", "KERNEL")
@@ -63,7 +56,7 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any) -> Namespac
         "model": {
             "name": config.model.name,
             "dtype": config.model.dtype,
-            "weights": _weights_identity(config.model.name),
+            "weights": _weights(config, engine_config),
         },
         "groups": [
             {"tokens_per_block": group.tokens_per_block, "layer_names": list(group.layer_names)}
@@ -85,6 +78,12 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any) -> Namespac
         "engine_config": _engine_fields(engine_config),
     }
     return Namespace(_plain(fields))
+
+
+def _weights(config: Any, engine_config: Any) -> dict[str, Any]:
+    load_format = getattr(getattr(engine_config, "load_config", None), "load_format", "auto")
+    declared = config.extra_config.get("weights")
+    return weights_identity(engine_config.model_config, config.model.name, str(load_format), declared)
 
 
 def _numerics(config: Any) -> dict[str, str]:
@@ -203,34 +202,6 @@ def _refuse_several_nodes(engine_config: Any) -> None:
             f"This engine spans {nodes} nodes, and a tier of vLLM sees only the blocks of the first. Keep tensor and "
             "pipeline parallelism within one node, or remove kvstore."
         )
-
-
-def _weights_identity(model: str) -> str | None:
-    """Return a digest of samples of a local model's weight files; None if there are no local files.
-
-    It distinguishes models with different weights under the same path. Reading whole files would take minutes.
-    """
-    root = Path(model)
-    try:
-        files = [root] if root.is_file() else sorted(p for p in root.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
-        if not files:
-            return None
-        digest = hashlib.sha256()
-        for path in files[:_WEIGHT_FILES_MAX]:
-            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-            _sample(path, digest)
-    except OSError:
-        # A hub name, or files that only workers can read. Name and revision identify the model.
-        return None
-    return digest.hexdigest()
-
-
-def _sample(path: Path, digest: Any) -> None:
-    with path.open("rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        for i in range(_SAMPLES_PER_FILE):
-            file.seek(max(0, size_bytes - _SAMPLE_BYTES) * i // (_SAMPLES_PER_FILE - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,20 +114,6 @@ def test_portable_rows_are_shared_between_parallel_sizes(layout: dict[str, bool]
     """Rows of a canonical or replicated layout are portable; those of the direct layout aren't, despite vLLM's flag."""
     sizes = [parallel(tp_size=n, world_size=n, is_parallelism_agnostic=True) for n in (1, 2, 4)]
     assert len({digest(offloading_config([], parallel=size, **layout)) for size in sizes}) == namespaces
-
-
-def test_weights_count(tmp_path: Path) -> None:
-    """A local model with other weights at the same path is another model; touched files don't change it."""
-    weights = tmp_path / "model.safetensors"
-    config = offloading_config([], model=OffloadingModelConfig(name=str(tmp_path), dtype="float16"))
-    weights.write_bytes(bytes(100_000))
-    first = digest(config)
-    weights.write_bytes(bytes(100_000))
-    assert digest(config) == first
-    weights.write_bytes(bytes(60_000) + b"\1" * 40_000)
-    assert digest(config) != first
-    weights.write_bytes(bytes(100_001))
-    assert digest(config) != first
 
 
 def test_several_nodes_are_refused() -> None:
