@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 
+from kvstore.vllm.connector import EngineContext
 from kvstore.vllm.namespace import engine_namespace
 from tests.vllm.engine_config import HFConfig, engine
 from tests.vllm.harness import offloading_config
@@ -26,7 +27,7 @@ def digest(model: Path | str, declared: str | None = None, **changes: Any) -> st
     extra = {} if declared is None else {"weights": declared}
     name = OffloadingModelConfig(name=str(model), dtype="float16")
     spec = SimpleNamespace(config=offloading_config([], model=name, extra_config=extra))
-    return engine_namespace(spec, 4096, engine(**changes)).hex
+    return engine_namespace(spec, 4096, EngineContext(engine(**changes))).hex
 
 
 def save(path: Path, tensors: dict[str, bytes], **header: Any) -> None:
