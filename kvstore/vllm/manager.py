@@ -462,7 +462,7 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
         tags = RequestTags(config.tenants, spec.engine)
         # Includes the form of the tags: a peer with other tags then reports a mismatch, instead of finding no blocks.
         fields = {"keys": "+".join(tags.parts)} if tags.parts else {}
-        namespace = engine_namespace(spec, slot_bytes, spec.engine.engine_config).with_fields(**fields)
+        namespace = engine_namespace(spec, slot_bytes, spec.engine).with_fields(**fields)
         stored: list[Backend] = []
         for options in spec.secondary_tier_configs:
             if options["type"] != TIER_TYPE:

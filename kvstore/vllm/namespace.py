@@ -2,39 +2,40 @@
 
 Within one year, six bugs in vLLM's own disk tier served intact blocks of another model, layout or parallel size.
 Therefore the namespace covers more than the ``OffloadingConfig`` of a tier: also the engine's configuration if it can
-be found, and a sample of local weight files. A missing field gives a different namespace.
+be found, and samples of local weight files. A missing field gives a different namespace.
 """
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import importlib.metadata
 import logging
 import math
 import os
 import platform
 from collections.abc import Mapping, Sequence, Set
-from pathlib import Path
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.platforms import current_platform
 from vllm.version import __version__ as VLLM_VERSION
 
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.vllm.compat import chosen_attention
+from kvstore.vllm.connector import EngineContext
+from kvstore.vllm.weights import weights_identity
 
 logger = logging.getLogger("kvstore.vllm.namespace")
 
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
 """Keys of a model configuration that do not describe the model."""
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_WEIGHT_FILES_MAX = 2048
-_SAMPLES_PER_FILE = 8
-_SAMPLE_BYTES = 4096
-"""Eight pages per file. Training changes every tensor, so a few pages distinguish checkpoints within milliseconds."""
+_WORKERS_SHARE = frozenset(
+    {"num_kv_heads", "num_head_slots", "max_tp_shards", "state_content_bytes", "page_size_padded"}
+)
+"""Fields of a group's specification that depend on the tensor parallel size."""
 
 _ATTENTION_LIBRARIES = ("torch", "flashinfer-python", "flash-attn", "amd-aiter", "triton")
 _ATTENTION_VARIABLES = ("ATT", "FLASH", "MLA", "LAYOUT", "AITER", "ROCM", "TRITON", "CUTLASS", "KERNEL")
@@ -44,17 +45,18 @@ _LENGTH_DEPENDENT_ROPE = ("longrope", "su", "dynamic")
 """Kinds of rotary embedding that depend on the engine's longest context."""
 
 
-def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any) -> Namespace:
+def engine_namespace(spec: Any, slot_bytes: int, engine: EngineContext) -> Namespace:
     """Return the namespace of the blocks that one engine offloads.
 
     Args:
         spec: vLLM's ``OffloadingSpec``.
-        engine_config: The engine's ``VllmConfig``.
+        slot_bytes: Length of a row.
+        engine: The engine's configuration.
 
     Raises:
         ConfigError: The engine spans several nodes, and a tier would see the blocks of only one.
     """
-    config = spec.config
+    config, engine_config = spec.config, engine.engine_config
     parallel = _parallel(config)
     _refuse_several_nodes(engine_config)
     fields: dict[str, Any] = {
@@ -63,12 +65,13 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any) -> Namespac
         "model": {
             "name": config.model.name,
             "dtype": config.model.dtype,
-            "weights": _weights_identity(config.model.name),
+            "weights": _weights(config, engine_config),
         },
         "groups": [
             {"tokens_per_block": group.tokens_per_block, "layer_names": list(group.layer_names)}
             for group in config.groups
         ],
+        "kv_cache_groups": _groups(engine.kv_cache_config, of_worker=parallel is not None),
         "tokens_per_hash": config.cache.tokens_per_hash,
         "blocks_per_chunk": config.cache.blocks_per_chunk,
         "slot_bytes": slot_bytes,
@@ -85,6 +88,12 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any) -> Namespac
         "engine_config": _engine_fields(engine_config),
     }
     return Namespace(_plain(fields))
+
+
+def _weights(config: Any, engine_config: Any) -> dict[str, Any]:
+    load_format = getattr(getattr(engine_config, "load_config", None), "load_format", "auto")
+    declared = config.extra_config.get("weights")
+    return weights_identity(engine_config.model_config, config.model.name, str(load_format), declared)
 
 
 def _numerics(config: Any) -> dict[str, str]:
@@ -111,6 +120,18 @@ def _parallel(config: Any) -> dict[str, int] | None:
         return None
     names = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
     return {name: int(getattr(parallel, name, 1)) for name in names}
+
+
+def _groups(kv_cache_config: Any, *, of_worker: bool) -> list[Any]:
+    """Return the whole specification of each group of layers: kind, shapes, data types, padding, mode, window.
+
+    Args:
+        kv_cache_config: vLLM's ``KVCacheConfig``; None in tests without a model.
+        of_worker: Whether the rows depend on the parallel sizes, and so on a worker's share of the heads.
+    """
+    groups = () if kv_cache_config is None else kv_cache_config.kv_cache_groups
+    excluded = frozenset() if of_worker else _WORKERS_SHARE
+    return [_plain(group, excluded) for group in groups]
 
 
 def _device() -> dict[str, Any]:
@@ -177,6 +198,7 @@ def _engine_fields(engine_config: Any) -> dict[str, Any]:
         "kv_dtype": getattr(cache, "cache_dtype", None),
         "hash": getattr(cache, "prefix_caching_hash_algo", None),
         "calculate_kv_scales": getattr(cache, "calculate_kv_scales", None),
+        "conv_state_layout": envs.VLLM_SSM_CONV_STATE_LAYOUT,
         "v2_runner": getattr(engine_config, "use_v2_model_runner", None),
         "draft": {"method": getattr(speculative, "method", None), "model": getattr(speculative, "model", None)},
     }
@@ -205,36 +227,8 @@ def _refuse_several_nodes(engine_config: Any) -> None:
         )
 
 
-def _weights_identity(model: str) -> str | None:
-    """Return a digest of samples of a local model's weight files; None if there are no local files.
-
-    It distinguishes models with different weights under the same path. Reading whole files would take minutes.
-    """
-    root = Path(model)
-    try:
-        files = [root] if root.is_file() else sorted(p for p in root.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
-        if not files:
-            return None
-        digest = hashlib.sha256()
-        for path in files[:_WEIGHT_FILES_MAX]:
-            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-            _sample(path, digest)
-    except OSError:
-        # A hub name, or files that only workers can read. Name and revision identify the model.
-        return None
-    return digest.hexdigest()
-
-
-def _sample(path: Path, digest: Any) -> None:
-    with path.open("rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        for i in range(_SAMPLES_PER_FILE):
-            file.seek(max(0, size_bytes - _SAMPLE_BYTES) * i // (_SAMPLES_PER_FILE - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-
-
-def _plain(value: Any) -> Any:
-    """Return a JSON value that is equal in every process (no addresses, no set order)."""
+def _plain(value: Any, excluded: Set[str] = frozenset()) -> Any:
+    """Return a JSON value that is equal in every process (no addresses, no set order), without ``excluded`` fields."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -244,10 +238,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items() if key not in _VOLATILE}
+        return {str(key): _plain(inner, excluded) for key, inner in value.items() if key not in _VOLATILE}
     if isinstance(value, Set):
         return sorted(str(_plain(inner)) for inner in value)
     if isinstance(value, Sequence):
-        return [_plain(inner) for inner in value]
+        return [_plain(inner, excluded) for inner in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = {field.name for field in dataclasses.fields(value)} - excluded
+        fields = {name: _plain(getattr(value, name, None), excluded) for name in names}
+        return {**fields, "type": type(value).__qualname__}
     text = str(value)
     return type(value).__qualname__ if " at 0x" in text else text

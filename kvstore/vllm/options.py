@@ -32,6 +32,7 @@ _OPTIONS: Final = frozenset(
         "canonical_layout",
         "cpu_bytes_to_use",
         "numerics",
+        "weights",
         "secondary_tiers",
     }
 )
@@ -50,7 +51,7 @@ _OF_VLLMS_SPEC: Final = _VLLM_COUNTS | _VLLM_FLAGS | _VLLM_NUMBERS | _VLLM_OTHER
 _MISSPELT: Final = 0.8
 """Similarity (of difflib) from which an unknown key is a misspelt one: "teiring" has 0.86, "tier_manager" has 0.74."""
 
-_NUMERICS_CHARS_MAX: Final = 64
+_NAME_CHARS_MAX: Final = 64
 """Longest declared name; a longer text is a mistake."""
 
 _SLOT_BYTES_LEAST: Final = 4096
@@ -148,12 +149,13 @@ def option_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"'cpu_bytes_to_use' is {size!r}, less than a block. Give it a unit, such as '8GiB'."
         except (ConfigError, ValueError, OverflowError) as error:
             yield f"'cpu_bytes_to_use': {error}"
-    numerics = extra_config.get("numerics")
-    if numerics is not None and (not isinstance(numerics, str) or not 0 < len(numerics) <= _NUMERICS_CHARS_MAX):
-        yield (
-            f"'numerics' is {shown(numerics)}. Expected a name of 1 to {_NUMERICS_CHARS_MAX} characters, such as "
-            "'2026-11', which you change when kernels or layouts change."
-        )
+    for option, changes in (("numerics", "kernels or layouts"), ("weights", "the weights")):
+        name = extra_config.get(option)
+        if name is not None and (not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARS_MAX):
+            yield (
+                f"{option!r} is {shown(name)}. Expected a name of 1 to {_NAME_CHARS_MAX} characters, such as "
+                f"'2026-11', which you change with {changes}."
+            )
     if extra_config.keys() >= _VLLM_COUNTS:
         yield "'block_size' and 'blocks_per_chunk' both give the size of a block. Remove one."
     for name in sorted(_VLLM_COUNTS & extra_config.keys()):

@@ -95,7 +95,7 @@ class KVStoreTier(SecondaryTierManager):
             raise TypeError("the view of the primary tier has no strides; expected rows of one length")
         slot_bytes = primary_kv_view.strides[0]
         engine = current_engine()
-        namespace = engine_namespace(offloading_spec, slot_bytes, engine.engine_config)
+        namespace = engine_namespace(offloading_spec, slot_bytes, engine)
         if has_adapters(engine.engine_config):
             # vLLM's keys do not cover the content of adapters, so no other engine may read this engine's blocks.
             namespace = namespace.with_fields(engine=uuid.uuid4().hex)

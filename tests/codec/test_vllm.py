@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.config import ConfigError
 from kvstore.tiers.codecs import element_bytes_of
+from kvstore.vllm.connector import EngineContext
 from kvstore.vllm.namespace import engine_namespace
 from tests.vllm import harness
 from tests.vllm.engine_config import engine
@@ -63,5 +64,5 @@ def test_a_wrong_codec_keeps_the_engine_from_starting(tmp_path: Path) -> None:
 def test_types_of_vllm_are_known(kv_dtype: str, size: int) -> None:
     """The namespace of an engine gives the length of an element of its KV cache."""
     spec = type("Spec", (), {"config": harness.offloading_config([])})()
-    namespace = engine_namespace(spec, 4096, engine(**{"cache_config.cache_dtype": kv_dtype}))
+    namespace = engine_namespace(spec, 4096, EngineContext(engine(**{"cache_config.cache_dtype": kv_dtype})))
     assert element_bytes_of(namespace.document()["fields"]) == size

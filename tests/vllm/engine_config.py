@@ -9,7 +9,7 @@ from typing import Any
 class HFConfig:
     """A model configuration with the interface of transformers."""
 
-    def __init__(self, commit: str = "c0ffee", **fields: Any) -> None:
+    def __init__(self, commit: str | None = "c0ffee", **fields: Any) -> None:
         self._commit_hash = commit
         self.fields: dict[str, Any] = {
             "_name_or_path": "/somewhere",

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConfig, OffloadingModelConfig
 
 from kvstore.errors import ConfigError
@@ -19,10 +26,11 @@ from tests.vllm.engine_config import HFConfig, engine
 from tests.vllm.harness import offloading_config, parallel
 
 
-def digest(config: Any = None, engine_config: Any = None, slot_bytes: int = 4096) -> str:
+def digest(config: Any = None, engine_config: Any = None, slot_bytes: int = 4096, *groups: Any) -> str:
     """Return the namespace of a configuration."""
     spec = SimpleNamespace(config=config or offloading_config([]))
-    return engine_namespace(spec, slot_bytes, engine_config or engine()).hex
+    known = EngineContext(engine_config or engine(), SimpleNamespace(kv_cache_groups=groups) if groups else None)
+    return engine_namespace(spec, slot_bytes, known).hex
 
 
 GROUP = offloading_config([]).groups[0]
@@ -74,6 +82,54 @@ def test_each_field_counts() -> None:
     assert len(digests) == len(OFFLOADING_CHANGES) + len(ENGINE_CHANGES) + 2
 
 
+MAMBA = MambaSpec(block_size=128, shapes=((3, 64), (2, 32, 16)), dtypes=(torch.float16, torch.float32))
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float16)
+GROUP_CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "state dtype": (MAMBA, {"dtypes": (torch.float16, torch.float16)}),
+    "conv dtype": (MAMBA, {"dtypes": (torch.bfloat16, torch.float32)}),
+    "state shape": (MAMBA, {"shapes": ((5, 64), (2, 32, 16))}),
+    "order of a state's dimensions": (MAMBA, {"shapes": ((64, 3), (2, 32, 16))}),
+    "padding of states": (MAMBA, {"page_size_padded": 1 << 20}),
+    "cache mode": (MAMBA, {"mamba_cache_mode": "align"}),
+    "speculative blocks": (MAMBA, {"num_speculative_blocks": 3}),
+    "tokens per state": (MAMBA, {"block_size": 256}),
+    "KV dtype": (FULL, {"dtype": torch.bfloat16}),
+    "heads": (FULL, {"num_kv_heads": 4}),
+    "head size": (FULL, {"head_size": 128}),
+    "size of values": (FULL, {"head_size_v": 32}),
+    "quantization of KV": (FULL, {"kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}),
+    "window": (FULL, {"sliding_window": 64}),
+    "chunk of attention": (FULL, {"attention_chunk_size": 64}),
+    "padding of pages": (FULL, {"page_size_padded": 1 << 20}),
+}
+
+
+@pytest.mark.parametrize("change", GROUP_CHANGES)
+def test_the_whole_specification_of_each_group_counts(change: str) -> None:
+    """Rows of equal length may hold states of another type, shape or padding, or keys of another window."""
+    spec, fields = GROUP_CHANGES[change]
+    first, second = (KVCacheGroupSpec(["l0"], each) for each in (FULL, spec))
+    changed = KVCacheGroupSpec(["l0"], dataclasses.replace(spec, **fields))
+    digests = [digest(None, None, 4096, first, each) for each in (second, changed, second)]
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_the_kind_of_a_group_counts() -> None:
+    """Two kinds of attention with equal fields differ."""
+    fields = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float16, "sliding_window": 64}
+    kinds = [KVCacheGroupSpec(["l0"], kind(**fields)) for kind in (FullAttentionSpec, SlidingWindowSpec)]
+    assert len({digest(None, None, 4096, each) for each in kinds}) == 2
+
+
+def test_the_layout_of_convolution_states_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States with their dimensions in another order have other bytes."""
+    found = set()
+    for layout in ("SD", "DS"):
+        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", layout)
+        found.add(digest())
+    assert len(found) == 2
+
+
 def test_declared_numerics_outlive_an_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions of vLLM share blocks only under the same declared name, and every other field still counts."""
 
@@ -113,22 +169,12 @@ def test_the_longest_context_counts_where_rope_depends_on_it(kind: str) -> None:
 )
 def test_portable_rows_are_shared_between_parallel_sizes(layout: dict[str, bool], namespaces: int) -> None:
     """Rows of a canonical or replicated layout are portable; those of the direct layout aren't, despite vLLM's flag."""
-    sizes = [parallel(tp_size=n, world_size=n, is_parallelism_agnostic=True) for n in (1, 2, 4)]
-    assert len({digest(offloading_config([], parallel=size, **layout)) for size in sizes}) == namespaces
-
-
-def test_weights_count(tmp_path: Path) -> None:
-    """A local model with other weights at the same path is another model; touched files don't change it."""
-    weights = tmp_path / "model.safetensors"
-    config = offloading_config([], model=OffloadingModelConfig(name=str(tmp_path), dtype="float16"))
-    weights.write_bytes(bytes(100_000))
-    first = digest(config)
-    weights.write_bytes(bytes(100_000))
-    assert digest(config) == first
-    weights.write_bytes(bytes(60_000) + b"\1" * 40_000)
-    assert digest(config) != first
-    weights.write_bytes(bytes(100_001))
-    assert digest(config) != first
+    found = set()
+    for n in (1, 2, 4):
+        size = parallel(tp_size=n, world_size=n, is_parallelism_agnostic=True)
+        group = KVCacheGroupSpec(["l0"], dataclasses.replace(FULL, num_kv_heads=8 // n))
+        found.add(digest(offloading_config([], parallel=size, **layout), None, 4096, group))
+    assert len(found) == namespaces
 
 
 def test_several_nodes_are_refused() -> None:
