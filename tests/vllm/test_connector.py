@@ -48,6 +48,6 @@ def test_engine_whose_blocks_are_doubted_is_offered_no_load() -> None:
     """Blocks of an earlier engine, which had no doubt, are not looked up either."""
     connector = Connector()
     connector.connector_scheduler.get_num_new_matched_tokens = lambda *args: (32, True)
-    assert connector.get_num_new_matched_tokens("request", 0, 1) == (32, True)
+    assert connector.get_num_new_matched_tokens("request", 0) == (32, True)
     connector._doubt = "a reason"
-    assert connector.get_num_new_matched_tokens("request", 0, 1) == (0, False)
+    assert connector.get_num_new_matched_tokens("request", 0) == (0, False)
