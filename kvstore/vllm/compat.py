@@ -22,6 +22,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload.base import Medium as VllmMedium
@@ -70,6 +71,30 @@ def scheduled_tokens(scheduler_output: Any) -> list[tuple[int, int]] | None:
     return [(count, before.get(request_id, 0)) for request_id, count in counts.items() if count > 1]
 
 
+CLIENTS_NAME = "client-"
+"""Begins the identifiers of media that a client has named."""
+
+
+def mark_media_of_clients() -> None:
+    """Let vLLM's front end mark the identifiers of media that a client has named.
+
+    vLLM hashes such a name together with options of the media's processor. The result looks like a hash of the content.
+    """
+    named = ProcessorInputs.get_mm_hashes
+    if hasattr(named, "__wrapped__"):
+        return
+
+    @wraps(named)
+    def marked(inputs: ProcessorInputs, *args: Any, **options: Any) -> Any:
+        found = named(inputs, *args, **options)
+        for modality, names in (inputs.mm_uuid_items or {}).items():
+            pairs = zip(found.get(modality, ()), names, strict=False)
+            found[modality] = [hash_ if name is None else CLIENTS_NAME + hash_ for hash_, name in pairs]
+        return found
+
+    ProcessorInputs.get_mm_hashes = marked
+
+
 def replace_tables(scheduler: Any, scheduler_output: Any) -> None:
     """Forget the device's blocks of requests that a step schedules as new, and the keys of tokens that were cut.
 
@@ -89,12 +114,15 @@ def replace_tables(scheduler: Any, scheduler_output: Any) -> None:
                 group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, len(keys))
 
 
-def cut_hashes_with_tokens(request: Any, tokens_per_hash: int) -> None:
+def cut_hashes_with_tokens(request: Any, tokens_per_hash: int, on_turn: Callable[[Any], object]) -> None:
     """Let a session lose the hashes of blocks whose last tokens its next turn replaces.
 
     Each turn of a session drops the last token that was sampled before. vLLM 0.31 keeps the hash of a block with it.
 
-    ``request``: vLLM's ``Request``, which is being added.
+    Args:
+        request: vLLM's ``Request``, which is being added.
+        tokens_per_hash: Tokens of a hash.
+        on_turn: Called with a session at each further turn.
     """
     hasher = request._block_hasher
     if hasher is None or not request.resumable:
@@ -104,6 +132,7 @@ def cut_hashes_with_tokens(request: Any, tokens_per_hash: int) -> None:
         # A turn has been appended to the prompt, and is not yet counted.
         if len(session.prompt_token_ids) != session.num_prompt_tokens:
             del session.block_hashes[session.num_computed_tokens // tokens_per_hash :]
+            on_turn(session)
         return hasher(session)
 
     request._block_hasher = hashes

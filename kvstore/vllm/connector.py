@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -16,7 +17,8 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvstore.errors import ConfigError
 from kvstore.vllm.compat import cut_hashes_with_tokens, flush_first, note_allocated, replace_tables
-from kvstore.vllm.proof import check_engine, doubt_of_engine
+from kvstore.vllm.metrics import UNPROVEN_REQUESTS
+from kvstore.vllm.proof import CAUSES, Doubt, check_engine, doubt_of_engine, doubt_of_request
 
 logger = logging.getLogger("kvstore.vllm.connector")
 
@@ -42,6 +44,8 @@ class EngineContext:
         self.worker: Any = None  # ``OffloadingConnectorWorker``, once it is made.
         self.request: Any = None  # vLLM's ``Request`` that is being added.
         self.load_failures: Any = None  # :class:`kvstore.vllm.copies.LoadFailures` of a worker.
+        # Unproven requests by cause, since the last report of metrics.
+        self.doubts = Counter(dict.fromkeys(CAUSES, 0))
         # Called with the ``SchedulerOutput`` of each step, after its metadata was made.
         self.on_scheduled: list[Callable[[Any], object]] = []
         # Called after consumers of events were told that the engine has no blocks, on the device or in a tier.
@@ -82,12 +86,14 @@ class KVStoreConnector(OffloadingConnector):
         with self.engine.entered():
             super().__init__(vllm_config, role, kv_cache_config)
         self.engine.scheduler, self.engine.worker = self.connector_scheduler, self.connector_worker
-        self._doubt: str | None = None
+        self._doubt: Doubt | None = None  # Concerns all requests.
+        self._logged: set[Doubt] = set()
         if self.connector_scheduler is not None:
             self._doubt = doubt_of_engine(vllm_config, kv_cache_config)
+            _accept_proven_stores(self.connector_scheduler.manager)
         if self._doubt is not None:
-            logger.warning("kvstore stores and loads nothing for this engine: %s.", self._doubt)
-            self.connector_scheduler.manager.prepare_store = _refuse_store
+            self._logged.add(self._doubt)
+            logger.warning("kvstore stores and loads nothing for this engine: %s.", self._doubt.text)
         if self.connector_worker is not None:
             flush_first(self)
 
@@ -108,16 +114,34 @@ class KVStoreConnector(OffloadingConnector):
 
     def on_new_request(self, request: Any) -> None:
         """Show the request itself, whose salt and adapter vLLM does not pass to a manager."""
-        cut_hashes_with_tokens(request, self.connector_scheduler.config.tokens_per_hash)
+        cut_hashes_with_tokens(request, self.connector_scheduler.config.tokens_per_hash, self._judge)
         self.engine.request = request
         try:
             super().on_new_request(request)
         finally:
             self.engine.request = None
+        self._judge(request)
+
+    def _judge(self, request: Any) -> None:
+        """Mark a request, or a session at a new turn, if its blocks are not proven to be right."""
+        if (doubt := self._doubt or doubt_of_request(request)) is None:
+            return
+        if doubt not in self._logged:
+            self._logged.add(doubt)
+            logger.warning(
+                "kvstore stores and loads nothing of some requests: %s. Further ones are only counted (%s).",
+                doubt.text,
+                UNPROVEN_REQUESTS,
+            )
+        self.engine.doubts[doubt.cause] += 1
+        self._context(request).set_state(doubt)
+
+    def _context(self, request: Any) -> Any:
+        return self.connector_scheduler._req_status[request.request_id].req_context
 
     def get_num_new_matched_tokens(self, request: Any, *args: Any, **options: Any) -> tuple[int | None, bool]:
-        """Return the number of tokens to load; none for an engine whose blocks may be wrong."""
-        if self._doubt is not None:
+        """Return the number of tokens to load; none for an unproven request."""
+        if self._context(request).get_state(Doubt) is not None:
             return 0, False
         return super().get_num_new_matched_tokens(request, *args, **options)
 
@@ -147,6 +171,13 @@ class KVStoreConnector(OffloadingConnector):
         return dataclasses.replace(results, failed_recving=results.failed_recving | failed) if failed else results
 
 
-def _refuse_store(keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
-    """Accept no block, in place of a manager."""
-    return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+def _accept_proven_stores(manager: Any) -> None:
+    """Let a manager, of kvstore or of vLLM, accept no block of an unproven request."""
+    prepare_store = manager.prepare_store
+
+    def prepare_proven(keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
+        if req_context.get_state(Doubt) is not None:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        return prepare_store(keys, req_context)
+
+    manager.prepare_store = prepare_proven

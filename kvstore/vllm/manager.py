@@ -48,7 +48,7 @@ from kvstore.vllm.copies import Slots, WorkerReports
 from kvstore.vllm.events import Lineage, Statements
 from kvstore.vllm.foreign import ForeignTier, ForeignTiers, VllmRequest, open_foreign_tier
 from kvstore.vllm.guard import ErrorLog, guarded
-from kvstore.vllm.metrics import HitSummary, ManagerMetrics, StandardMetrics, TierMetrics
+from kvstore.vllm.metrics import HitSummary, ManagerMetrics, StandardMetrics, TierMetrics, report_requests
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
 from kvstore.vllm.startup import described, described_slots, errors_logged, show_logs
@@ -88,6 +88,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._emits_events = emits_events(spec)
         self._metrics = [TierMetrics(tier.name) for tier in self._tiers]
         self._manager_metrics = ManagerMetrics()
+        self._doubts = spec.engine.doubts
         self._standard_metrics = StandardMetrics(
             [tier.name for tier in tiers],
             manager.primary.slot_bytes,
@@ -338,6 +339,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         callback_errors = {tier.name: tier.errors for tier in self._foreign}
         merged = self._manager_metrics.report(stats, self.errors.count, callback_errors)
         merged.aggregate(self._standard_metrics.report(stats, self.manager.tally))
+        merged.aggregate(report_requests(self._doubts))
         tier_stats = {each.name: each for each in self.manager.tier_stats()}
         for tier, metrics in zip(self._tiers, self._metrics, strict=True):
             merged.aggregate(metrics.report(tier_stats[tier.name], tier.take_samples(), 0))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
@@ -37,6 +38,8 @@ _PREFIX = "vllm:kvstore_"
 
 _Table: TypeAlias = Mapping[str, tuple[str, tuple[str, ...]]]
 """Documentation and labels of metrics, by name without the prefix."""
+
+UNPROVEN_REQUESTS: Final = _PREFIX + "unproven_requests"
 
 _LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """From a cached block on local NVMe to the longest store deadline."""
@@ -178,6 +181,24 @@ def manager_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     gauges = {name: row[:2] for name, row in _MANAGER_GAUGES.items()}
     counters = {name: row[:2] for name, row in _MANAGER_COUNTERS.items()}
     return _definitions(gauges, {**counters, "tenant_blocks": _TENANT_BLOCKS})
+
+
+def request_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Return the declaration of every metric that :func:`report_requests` fills."""
+    text = "Requests of which nothing is stored or loaded, because their blocks may be wrong."
+    return _definitions({}, {"unproven_requests": (text, ("cause",))})
+
+
+def report_requests(doubts: Counter[str]) -> OffloadingConnectorStats:
+    """Report the unproven requests since the last report, by cause, and forget them.
+
+    One engine has one counter, whichever tier or manager reports it first.
+    """
+    stats = OffloadingConnectorStats()
+    for cause, count in doubts.items():
+        stats.increase_counter(UNPROVEN_REQUESTS, count, (cause,))
+    doubts.clear()
+    return stats
 
 
 def _definitions(gauges: _Table, counters: _Table, common: tuple[str, ...] = ()) -> dict[str, OffloadingMetricMetadata]:

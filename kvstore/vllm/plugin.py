@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.registry import BACKENDS
+from kvstore.vllm.compat import mark_media_of_clients
 from kvstore.vllm.startup import check_start, show_logs
 
 logger = logging.getLogger("kvstore.vllm.plugin")
@@ -45,4 +46,5 @@ def register() -> None:
             SecondaryTierFactory.register_tier(tier_type, _MODULE, "KVStoreTier")
         except ValueError:
             logger.debug("A secondary tier %s is already registered with vLLM", tier_type)
+    mark_media_of_clients()
     check_start()

@@ -1,18 +1,82 @@
-"""Proof that the blocks of an engine can be right. Without it, nothing is stored or loaded.
+"""Proof that the blocks of an engine and of a request can be right. Without it, nothing is stored or loaded.
 
-vLLM's own errors last as long as its process. Stored, they would last for days and reach other engines.
+vLLM's own errors last as long as its process. Stored, they would last for days and reach other engines. Each known
+attribute of a request is part of its keys, is judged here, or does not matter. A request with an unknown attribute,
+which a new version of vLLM may have, is unproven if that attribute is set.
 """
 
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Sized
+from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
-from vllm import envs
+from vllm import PoolingParams, SamplingParams, envs
 from vllm.engine.arg_utils import EngineArgs
 
 from kvstore.errors import ConfigError
+
+_REQUEST: Final = {
+    "part of the keys": "prompt_token_ids prompt_embeds lora_request cache_salt block_hashes _block_hasher "
+    "_prompt_embeds_per_block_hashes _all_token_ids all_token_ids _output_token_ids output_token_ids "
+    "num_prompt_tokens mm_features",
+    "judged here": "prompt_is_token_ids sampling_params pooling_params",
+    "sessions, corrected by the connector": "resumable streaming_queue",
+    "identity and order": "request_id client_index priority arrival_time trace_headers session_id",
+    "parameters of connectors": "kv_transfer_params ec_transfer_params kv_hints kv_cache_report_mode",
+    "choice of tokens, which are in the keys": "structured_output_request spec_token_ids max_tokens",
+    "honored by vLLM's connector": "skip_reading_prefix_cache",
+    "state of the scheduler": "status events stop_reason num_output_placeholders num_stale_output_tokens "
+    "drop_stale_output num_in_flight_tokens next_decode_eligible_step last_sched_seq num_computed_tokens "
+    "is_prefill_chunk shared_prefix_boundary replay_start num_nans_in_logits num_preemptions prefill_stats "
+    "spec_decode_metrics abort_immediately",
+}
+"""Attributes of vLLM's ``Request``, by the reason why they leave its blocks right."""
+
+_SAMPLING: Final = {
+    "choice of tokens, which are in the keys": "n presence_penalty frequency_penalty repetition_penalty temperature "
+    "watermarking top_p top_k min_p seed ignore_eos max_tokens min_tokens structured_outputs logit_bias "
+    "allowed_token_ids bad_words _bad_words_token_ids thinking_token_budget trace_decode_token_ids "
+    "_watermarking_skipped",
+    "end of the answer": "stop stop_token_ids _eos_token_id _all_stop_token_ids repetition_detection",
+    "form of the answer": "logprobs prompt_logprobs prompt_logprob_token_ids prompt_logprob_start logprob_token_ids "
+    "flat_logprobs detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind "
+    "stream_interval skip_clone output_text_buffer_length routed_experts_prompt_start",
+    "honored by vLLM's connector": "skip_reading_prefix_cache",
+    "parameters of connectors": "extra_args",
+}
+"""Fields of vLLM's ``SamplingParams``, likewise."""
+
+_POOLING: Final = {
+    "work on hidden states, after the blocks are computed": "use_activation dimensions step_tag_id returned_token_ids "
+    "task requires_token_ids late_interaction_params late_chunking_params extra_kwargs output_kind",
+    "honored by vLLM's connector": "skip_reading_prefix_cache",
+}
+"""Fields of vLLM's ``PoolingParams``, likewise."""
+
+_CONTENT: Final = re.compile(r"(.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
+"""Identifier of a medium that vLLM has made from its content, behind the name of a LoRA adapter."""
+
+
+CAUSES: Final = ("prefix_caching", "attention", "media", "embeddings", "unknown")
+"""The causes of doubts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """The reason why blocks may be wrong.
+
+    Attributes:
+        cause: One of :data:`CAUSES`.
+        text: A sentence without its end.
+    """
+
+    cause: str
+    text: str
 
 
 def check_engine(engine_config: Any) -> None:
@@ -30,7 +94,7 @@ def check_engine(engine_config: Any) -> None:
         )
 
 
-def doubt_of_engine(engine_config: Any, kv_cache_config: Any) -> str | None:
+def doubt_of_engine(engine_config: Any, kv_cache_config: Any) -> Doubt | None:
     """Return the reason why no block of an engine may be stored or loaded; None if there is none.
 
     vLLM turns prefix caching off where a block depends on more than its prefix, for instance on later tokens. An
@@ -43,16 +107,62 @@ def doubt_of_engine(engine_config: Any, kv_cache_config: Any) -> str | None:
     """
     groups = getattr(kv_cache_config, "kv_cache_groups", ())
     if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups):
-        return "the model's attention is not causal, so its blocks depend on later tokens"
+        return Doubt("attention", "the model's attention is not causal, so its blocks depend on later tokens")
     if engine_config.cache_config.enable_prefix_caching:
         return None
     if not _is_on_by_default(engine_config.model_config):
-        return "vLLM does not use prefix caching for this model; --enable-prefix-caching overrides that"
+        return _off("vLLM does not use prefix caching for this model; --enable-prefix-caching overrides that")
     if envs.VLLM_BATCH_INVARIANT:
-        return "vLLM turns prefix caching off for some attention backends with VLLM_BATCH_INVARIANT"
+        return _off("vLLM turns prefix caching off for some attention backends with VLLM_BATCH_INVARIANT")
     if not _stays_on(engine_config):
-        return "vLLM turned prefix caching off for this configuration"
+        return _off("vLLM turned prefix caching off for this configuration")
     return None
+
+
+def doubt_of_request(request: Any) -> Doubt | None:
+    """Return the reason why no block of a request may be stored or loaded; None if there is none.
+
+    ``request``: vLLM's ``Request``.
+    """
+    if request.prompt_is_token_ids is not None:
+        return Doubt("embeddings", "a row of prompt embeddings beside tokens has the key of token 0")
+    for feature in request.mm_features:
+        if not _CONTENT.fullmatch(feature.identifier):
+            return Doubt(
+                "media", "an image, video or audio has a name of its client, which may name another one as well"
+            )
+    parts: tuple[tuple[Any, frozenset[str]], ...] = (
+        (request, frozenset(vars(request)) - _names(*_REQUEST.values())),
+        (request.sampling_params, _unknown_of_sampling()),
+        (request.pooling_params, _unknown_of_pooling()),
+    )
+    unknown = sorted(name for part, names in parts for name in names if _is_set(getattr(part, name, None)))
+    if unknown:
+        return Doubt("unknown", f"kvstore does not know {', '.join(unknown)}, which this version of vLLM has added")
+    return None
+
+
+def _is_set(value: Any) -> bool:
+    return not (value is None or value is False or (isinstance(value, int | float | Sized) and not value))
+
+
+@cache
+def _names(*texts: str) -> frozenset[str]:
+    return frozenset(name for text in texts for name in text.split())
+
+
+@cache
+def _unknown_of_sampling() -> frozenset[str]:
+    return frozenset(SamplingParams.__struct_fields__) - _names(*_SAMPLING.values())
+
+
+@cache
+def _unknown_of_pooling() -> frozenset[str]:
+    return frozenset(PoolingParams.__struct_fields__) - _names(*_POOLING.values())
+
+
+def _off(text: str) -> Doubt:
+    return Doubt("prefix_caching", text)
 
 
 def _is_on_by_default(model_config: Any) -> bool:

@@ -38,7 +38,7 @@ from kvstore.vllm.layout import (
     without_synchronous_loads,
 )
 from kvstore.vllm.manager import open_manager
-from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
+from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions, request_metric_definitions
 from kvstore.vllm.options import (
     TIER_TYPE,
     check_options,
@@ -93,8 +93,11 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         # vLLM's front end, which logs the metrics, calls only this method.
         leave_zeros_out()
         extra = with_short_types(extra_config)
-        ours = {**metric_definitions(), **manager_metric_definitions()} if is_own_manager(extra) else {}
-        return {**super().build_metric_definitions(extra), **ours}
+        ours = (metric_definitions(), manager_metric_definitions(), request_metric_definitions())
+        definitions = super().build_metric_definitions(extra)
+        for each in ours if is_own_manager(extra) else ():
+            definitions |= each
+        return definitions
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:

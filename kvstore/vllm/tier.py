@@ -38,7 +38,7 @@ from kvstore.vllm.compat import (
 from kvstore.vllm.connector import current_engine
 from kvstore.vllm.events import Lineage
 from kvstore.vllm.guard import ErrorLog, guarded
-from kvstore.vllm.metrics import TierMetrics, metric_definitions
+from kvstore.vllm.metrics import TierMetrics, metric_definitions, report_requests, request_metric_definitions
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import check_options, tier_name
 from kvstore.vllm.startup import described, described_slots, errors_logged, show_logs
@@ -133,6 +133,7 @@ class KVStoreTier(SecondaryTierManager):
         if source is not None:
             self.cache_hit_source = source
         self.errors = ErrorLog(self._tier.name)
+        self._doubts = engine.doubts
         self._lineage = Lineage([self._tier] if self._emits_events else (), engine)
         self._metrics = TierMetrics(self._tier.name)
         self._waker = IdleWaker([self._tier])
@@ -148,7 +149,7 @@ class KVStoreTier(SecondaryTierManager):
         """Declare the metrics of ``get_stats``, without any connection."""
         # vLLM's front end, which logs the metrics, calls only this method.
         leave_zeros_out()
-        return metric_definitions()
+        return {**metric_definitions(), **request_metric_definitions()}
 
     @property
     def label(self) -> str:
@@ -245,7 +246,8 @@ class KVStoreTier(SecondaryTierManager):
         if now - self._reported_at < _REPORT_INTERVAL_S and not ended:
             return None
         self._reported_at, self._unreported_jobs = now, False
-        return self._metrics.report(self._tier.stats(), self._tier.take_samples(), self.errors.count)
+        report = self._metrics.report(self._tier.stats(), self._tier.take_samples(), self.errors.count)
+        return report.aggregate(report_requests(self._doubts))
 
     @guarded(lambda: None)
     def shutdown(self) -> None:

@@ -72,6 +72,18 @@ class Engine:
         outputs = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
         return [{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs]
 
+    def ask_mixed(self, prompt: list[int], is_token: list[bool]) -> dict[str, Any]:
+        """Answer a prompt of tokens and, in their places where ``is_token`` is false, fixed random embeddings."""
+        import torch
+        from vllm import SamplingParams
+
+        hidden = self.llm.llm_engine.model_config.get_hidden_size()
+        rows = torch.randn(len(prompt), hidden, generator=torch.Generator().manual_seed(1)) / 2
+        mixed: Any = {"prompt_embeds": rows, "prompt_token_ids": prompt, "prompt_is_token_ids": is_token}
+        sampling = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+        (output,) = self.llm.generate([mixed], sampling, use_tqdm=False)
+        return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
+
     def ask_hinted(self, prompt: list[int], payload: dict[str, Any]) -> None:
         """Answer a prompt with a hint for kvstore, as an orchestrator passes it."""
         from vllm import SamplingParams

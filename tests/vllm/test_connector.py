@@ -17,7 +17,6 @@ class Connector(KVStoreConnector):
         self.engine = EngineContext(SimpleNamespace())
         self.calls: list[Any] = []
         self.connector_scheduler: Any = SimpleNamespace(build_connector_meta=self._build)
-        self._doubt: str | None = None
         self.output: Any = SimpleNamespace(scheduled_new_reqs=[])
 
     def _build(self, scheduler_output: Any) -> str:
@@ -42,12 +41,3 @@ def test_a_step_is_reported_after_its_metadata() -> None:
     connector.engine.on_scheduled.append(connector.calls.append)
     assert connector.build_connector_meta(connector.output) == "meta"
     assert connector.calls == ["built", connector.output]
-
-
-def test_engine_whose_blocks_are_doubted_is_offered_no_load() -> None:
-    """Blocks of an earlier engine, which had no doubt, are not looked up either."""
-    connector = Connector()
-    connector.connector_scheduler.get_num_new_matched_tokens = lambda *args: (32, True)
-    assert connector.get_num_new_matched_tokens("request", 0) == (32, True)
-    connector._doubt = "a reason"
-    assert connector.get_num_new_matched_tokens("request", 0) == (0, False)

@@ -1,19 +1,26 @@
-"""Engines whose blocks may be wrong for another prompt: kvstore stores and loads nothing."""
+"""Engines and requests whose blocks may be wrong for another prompt: kvstore stores and loads nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm
+from vllm import PoolingParams, SamplingParams
 from vllm.config import PoolerConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm.v1.request import Request
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.proof import check_engine, doubt_of_engine
+from kvstore.vllm import proof
+from kvstore.vllm.compat import mark_media_of_clients
+from kvstore.vllm.proof import check_engine, doubt_of_engine, doubt_of_request
 from tests.vllm.engines import Engine, Start, full_blocks, managed, prompt
 from tests.vllm.models import make_tiny_mla, make_tiny_prefix_lm
 from tests.vllm.versions import INSTALLED, VERSIONS, is_there, overlay
@@ -35,6 +42,13 @@ _KNOWN = {
 def config(model: Path, **options: Any) -> Any:
     """Return the ``VllmConfig`` for a model."""
     return EngineArgs(model=str(model), max_model_len=512, block_size=64, **options).create_engine_config()
+
+
+def root_of(version: str) -> Path:
+    """Return the directory of a version's packages."""
+    if not is_there(version):
+        pytest.skip(f"vLLM {version} is not here: scripts/vllm_versions.sh makes it, and needs a package index")
+    return Path(vllm.__file__).parents[1] if version == INSTALLED else overlay(version)
 
 
 @pytest.mark.vllm
@@ -114,8 +128,158 @@ def test_experts_of_each_token_can_not_be_loaded(model: Path) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_place_that_turns_prefix_caching_off_is_known(version: str) -> None:
     """A new one in a version of vLLM may need a new doubt."""
-    if not is_there(version):
-        pytest.skip(f"vLLM {version} is not here: scripts/vllm_versions.sh makes it, and needs a package index")
-    root = Path(vllm.__file__).parents[1] if version == INSTALLED else overlay(version)
+    root = root_of(version)
     found = {str(path.relative_to(root)) for path in root.glob("vllm/**/*.py") if _TURNED_OFF in path.read_text()}
     assert found == _KNOWN.keys()
+
+
+def request(**fields: Any) -> Any:
+    """Return vLLM's ``Request`` for a prompt."""
+    sampling = fields.pop("sampling", {})
+    return Request("request", prompt(1, 100), SamplingParams(max_tokens=1, **sampling), None, **fields)
+
+
+def medium(identifier: str) -> MultiModalFeatureSpec:
+    """Return an image at the start of a prompt."""
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=identifier, mm_position=PlaceholderRange(offset=0, length=64)
+    )
+
+
+def test_requests_with_ambiguous_keys_are_doubted() -> None:
+    """Media named by clients, and embeddings beside tokens, share keys with other content; all others do not."""
+    content = "0123456789abcdef" * 4
+    sampling = {"n": 3, "temperature": 0.7, "logprobs": 2, "stop": ["end"], "prompt_logprobs": 1}
+    for proven in ({}, {"cache_salt": "tenant", "priority": 3}, {"resumable": True}, {"sampling": sampling}):
+        assert doubt_of_request(request(**proven)) is None
+    for identifier in (content, content * 2, f"adapter:{content}"):
+        assert doubt_of_request(request(mm_features=[medium(identifier)])) is None
+    for identifier in ("holiday.png", content[1:], content.upper(), f"client-{content}", f"adapter:client-{content}"):
+        doubt = doubt_of_request(request(mm_features=[medium(content), medium(identifier)]))
+        assert doubt is not None and doubt.cause == "media", identifier
+    doubt = doubt_of_request(request(prompt_is_token_ids=[True, False] * 50))
+    assert doubt is not None and doubt.cause == "embeddings"
+
+
+def test_unknown_setting_of_a_request_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of vLLM may have added it; while it is not set, it does not matter."""
+    asked = request()
+    for value in (None, False, 0, "", []):
+        asked.invented = value
+        assert doubt_of_request(asked) is None
+    asked.invented = object()
+    doubt = doubt_of_request(asked)
+    assert doubt is not None and doubt.cause == "unknown" and "invented" in doubt.text
+    pooled = Request("pooled", prompt(1, 100), None, PoolingParams(task="embed"))
+    assert doubt_of_request(pooled) is None
+    for table, some in (("_SAMPLING", request(sampling={"top_k": 5})), ("_POOLING", pooled)):
+        known = {reason: names.replace("top_k", "").replace("task", "") for reason, names in vars(proof)[table].items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(proof, table, known)
+            proof._unknown_of_sampling.cache_clear()
+            proof._unknown_of_pooling.cache_clear()
+            doubt = doubt_of_request(some)
+            assert doubt is not None and doubt.cause == "unknown"
+        proof._unknown_of_sampling.cache_clear()
+        proof._unknown_of_pooling.cache_clear()
+
+
+def _attributes(tree: ast.ClassDef) -> Iterator[str]:
+    """Yield the annotated fields of a class, and the attributes that its constructor sets."""
+    for statement in tree.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id
+        if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+                    yield node.attr
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("file", "name", "table"),
+    [
+        ("v1/request.py", "Request", "_REQUEST"),
+        ("sampling_params.py", "SamplingParams", "_SAMPLING"),
+        ("pooling_params.py", "PoolingParams", "_POOLING"),
+    ],
+)
+def test_every_setting_of_a_request_is_known(file: str, name: str, table: str, version: str) -> None:
+    """Each is part of the keys, judged, or irrelevant for a reason; an invented one is not."""
+    (tree,) = (
+        node
+        for node in ast.parse((root_of(version) / "vllm" / file).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    known = {each for names in vars(proof)[table].values() for each in names.split()}
+    assert set(_attributes(tree)) - known == set()
+    tree.body += ast.parse("invented: int = 0").body
+    assert set(_attributes(tree)) - known == {"invented"}
+
+
+class Images:
+    """Two images of a prompt."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def get_all_items_for_hash(self) -> list[bytes]:
+        """Return their contents."""
+        return [b"one", b"two"]
+
+
+def test_front_end_marks_media_of_clients() -> None:
+    """A name that is hashed together with options of the processor is marked like a plain one; content is not."""
+    mark_media_of_clients()
+    mark_media_of_clients()
+    found = {}
+    for options in ({}, {"size": 3}):
+        for names in (None, {"image": [None, "name"]}):
+            items: Any = {"image": Images()}
+            inputs = ProcessorInputs("", items, names, hf_processor_mm_kwargs=options)
+            found[bool(options), bool(names)] = inputs.get_mm_hashes("model", "sha256")["image"]
+    for (has_options, named), (first, second) in found.items():
+        assert first == found[has_options, False][0] and len(first) == 64
+        assert second.startswith("client-") == named
+    assert found[False, True][1] == "client-name"
+    assert len(found[True, True][1]) == len("client-") + 64
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("manager", ["kvstore", "vllm"])
+def test_embeddings_beside_tokens_are_neither_stored_nor_loaded(manager: str, model: Path, tmp_path: Path) -> None:
+    """A prompt with an embedding and one with token 0 in its place get their own answers, also after a restart."""
+    text, llm = prompt(1, 320), {"enable_prompt_embeds": True}
+    embedded = [not 96 <= place < 224 for place in range(320)]
+    # Tokens 0, in place of a block of the embeddings.
+    other, fewer = [0 if 128 <= place < 160 else token for place, token in enumerate(text)], list(embedded)
+    fewer[128:160] = [True] * 32
+    engines: list[Engine] = []
+
+    def answers_of(**options: Any) -> list[dict[str, Any]]:
+        engines.append(Engine(model, tmp_path / f"{len(engines)}.log", llm=llm, **options))
+        answers = []
+        for tokens, mask in ((text, embedded), (other, fewer)):
+            engines[-1].call("forget_device")
+            answers.append(engines[-1].call("ask_mixed", tokens, mask))
+        answers += engines[-1].ask(prompt(2, 100))
+        engines[-1].call("settle")
+        return answers
+
+    try:
+        expected = answers_of()
+        assert expected[0]["tokens"] != expected[1]["tokens"]
+        offloading = managed(tmp_path / "kv", manager=manager)
+        for cached in (0, full_blocks(100)):
+            answers = answers_of(offloading=offloading)
+            assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in expected]
+            assert [answer["cached"] for answer in answers] == [0, 0, cached]
+            assert engines[-1].text().count("a row of prompt embeddings") == 1
+            assert engines[-1].call("metrics")["vllm:kvstore_unproven_requests{embeddings}"] == 2
+    finally:
+        for engine in engines:
+            engine.kill()
