@@ -1,23 +1,28 @@
 """The namespace of an engine's KV blocks: every known fact that changes their bytes.
 
 Within one year, six bugs in vLLM's own disk tier served intact blocks of another model, layout or parallel size.
-Therefore the namespace covers more than the ``OffloadingConfig`` of a tier: also the engine's configuration if it can
-be found, and samples of local weight files. A missing field gives a different namespace.
+Therefore the namespace covers more than the ``OffloadingConfig`` of a tier: every setting of the engine except those
+known to be irrelevant (:mod:`kvstore.vllm.irrelevant`), every group of layers, and the model's weights and files.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.metadata
+import json
 import logging
 import math
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import envs
+from pydantic.fields import FieldInfo
+from vllm.envs import environment_variables
 from vllm.platforms import current_platform
 from vllm.version import __version__ as VLLM_VERSION
 
@@ -25,6 +30,7 @@ from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.vllm.compat import chosen_attention
 from kvstore.vllm.connector import EngineContext
+from kvstore.vllm.irrelevant import FIELDS, VARIABLES
 from kvstore.vllm.weights import weights_identity
 
 logger = logging.getLogger("kvstore.vllm.namespace")
@@ -32,13 +38,19 @@ logger = logging.getLogger("kvstore.vllm.namespace")
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
 """Keys of a model configuration that do not describe the model."""
 
+_SECRET = re.compile("secret|password|passwd|credential|api_?key|access_?key|auth_?token|hf_token", re.IGNORECASE)
+"""Names of settings that never count, because the fields of a namespace are stored in the clear."""
+_USER_OF_URL = re.compile(r"(?<=://)[^/@\s]*@")
+
+_DEPTH_MAX = 16
+"""Deepest nesting of settings; vLLM's have about six levels."""
+
 _WORKERS_SHARE = frozenset(
     {"num_kv_heads", "num_head_slots", "max_tp_shards", "state_content_bytes", "page_size_padded"}
 )
 """Fields of a group's specification that depend on the tensor parallel size."""
 
 _ATTENTION_LIBRARIES = ("torch", "flashinfer-python", "flash-attn", "amd-aiter", "triton")
-_ATTENTION_VARIABLES = ("ATT", "FLASH", "MLA", "LAYOUT", "AITER", "ROCM", "TRITON", "CUTLASS", "KERNEL")
 """Inputs of vLLM's choice of an attention backend besides model and device."""
 
 _LENGTH_DEPENDENT_ROPE = ("longrope", "su", "dynamic")
@@ -57,7 +69,7 @@ def engine_namespace(spec: Any, slot_bytes: int, engine: EngineContext) -> Names
         ConfigError: The engine spans several nodes, and a tier would see the blocks of only one.
     """
     config, engine_config = spec.config, engine.engine_config
-    parallel = _parallel(config)
+    parallel = _parallel(config, engine_config)
     _refuse_several_nodes(engine_config)
     fields: dict[str, Any] = {
         "engine": "vllm",
@@ -65,7 +77,7 @@ def engine_namespace(spec: Any, slot_bytes: int, engine: EngineContext) -> Names
         "model": {
             "name": config.model.name,
             "dtype": config.model.dtype,
-            "weights": _weights(config, engine_config),
+            "weights": _weights(engine_config.model_config, _load_format(engine_config), config),
         },
         "groups": [
             {"tokens_per_block": group.tokens_per_block, "layer_names": list(group.layer_names)}
@@ -85,15 +97,19 @@ def engine_namespace(spec: Any, slot_bytes: int, engine: EngineContext) -> Names
         "parallel": parallel,
         "device": _device(),
         "attention": _attention(engine_config, getattr(spec, "attention", None)),
-        "engine_config": _engine_fields(engine_config),
+        "engine_config": _engine_fields(engine_config, config),
+        "environment": _environment(),
     }
     return Namespace(_plain(fields))
 
 
-def _weights(config: Any, engine_config: Any) -> dict[str, Any]:
-    load_format = getattr(getattr(engine_config, "load_config", None), "load_format", "auto")
-    declared = config.extra_config.get("weights")
-    return weights_identity(engine_config.model_config, config.model.name, str(load_format), declared)
+def _weights(model: Any, load_format: str, config: Any) -> dict[str, Any]:
+    name = getattr(model, "model", config.model.name)
+    return weights_identity(model, name, load_format, config.extra_config.get("weights"))
+
+
+def _load_format(engine_config: Any) -> str:
+    return str(getattr(getattr(engine_config, "load_config", None), "load_format", "auto"))
 
 
 def _numerics(config: Any) -> dict[str, str]:
@@ -108,15 +124,16 @@ def _numerics(config: Any) -> dict[str, str]:
     return {"numerics": str(declared)}
 
 
-def _parallel(config: Any) -> dict[str, int] | None:
+def _parallel(config: Any, engine_config: Any) -> dict[str, int] | None:
     """Return the parallel sizes, or None if the bytes of a row don't depend on them.
 
     vLLM's own flag is not sufficient, because it is wrongly set for the direct layout of several layers, too. Only
-    canonical and replicated rows are independent of the sizes.
+    canonical and replicated rows are independent of the sizes, unless the weights are random numbers of each worker.
     """
     parallel = config.parallel
     canonical = getattr(config, "canonical_layout", False) and parallel.is_parallelism_agnostic
-    if canonical or getattr(config, "replicated_layout", False):
+    portable = canonical or getattr(config, "replicated_layout", False)
+    if portable and _load_format(engine_config) != "dummy":
         return None
     names = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
     return {name: int(getattr(parallel, name, 1)) for name in names}
@@ -154,16 +171,11 @@ def _attention(engine_config: Any, chosen: str | None) -> dict[str, Any]:
     chosen = chosen or chosen_attention(engine_config)
     if chosen is not None:
         return {"chosen": chosen}
-    requested = getattr(getattr(engine_config, "attention_config", None), "backend", None)
+    attention = getattr(engine_config, "attention_config", None)
     return {
-        "requested": None if requested is None else str(requested),
+        "requested": [getattr(attention, name, None) for name in ("backend", "backend_per_kind")],
         "devices": _device_kinds(),
         "libraries": {name: _version_of(name) for name in _ATTENTION_LIBRARIES},
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith("VLLM_") and any(word in name for word in _ATTENTION_VARIABLES)
-        },
     }
 
 
@@ -184,29 +196,38 @@ def _version_of(package: str) -> str | None:
         return None
 
 
-def _engine_fields(engine_config: Any) -> dict[str, Any]:
-    """Return the fields of the engine's configuration that change the bytes. All are optional, because names change."""
+def _engine_fields(engine_config: Any, config: Any) -> dict[str, Any]:
+    """Return all settings of the engine except irrelevant ones and defaults."""
     model, cache = engine_config.model_config, engine_config.cache_config
-    hf_config = getattr(model, "hf_config", None)
-    described = None if hf_config is None else hf_config.to_dict()
-    speculative = getattr(engine_config, "speculative_config", None)
     fields = {
-        "revision": getattr(model, "revision", None),
-        "commit": getattr(hf_config, "_commit_hash", None),
-        "quantization": getattr(model, "quantization", None),
-        "hf_config": described,
+        "settings": _plain(engine_config),
         "kv_dtype": getattr(cache, "cache_dtype", None),
-        "hash": getattr(cache, "prefix_caching_hash_algo", None),
-        "calculate_kv_scales": getattr(cache, "calculate_kv_scales", None),
-        "conv_state_layout": envs.VLLM_SSM_CONV_STATE_LAYOUT,
         "v2_runner": getattr(engine_config, "use_v2_model_runner", None),
-        "draft": {"method": getattr(speculative, "method", None), "model": getattr(speculative, "model", None)},
     }
-    if str(fields["hash"]).startswith("xxhash"):
-        logger.warning("Block keys use %s, which is not collision-resistant; use sha256 instead.", fields["hash"])
-    if _has_length_dependent_rope(described):
+    hash_name = str(getattr(cache, "prefix_caching_hash_algo", None))
+    if hash_name.startswith("xxhash"):
+        logger.warning("Block keys use %s, which is not collision-resistant; use sha256 instead.", hash_name)
+    if _has_length_dependent_rope(_plain(getattr(model, "hf_config", None))):
         fields["max_model_len"] = getattr(model, "max_model_len", None)
+    speculative = getattr(engine_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and draft.model != getattr(model, "model", None):
+        load_config = getattr(speculative, "draft_load_config", None)
+        load_format = _load_format(engine_config) if load_config is None else str(load_config.load_format)
+        fields["draft_weights"] = _weights(draft, load_format, config)
+    scales = getattr(getattr(model, "multimodal_config", None), "mm_encoder_fp8_scale_path", None)
+    if scales is not None:
+        fields["mm_encoder_scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
     return fields
+
+
+def _environment() -> dict[str, str]:
+    """Return vLLM's variables that are set, except irrelevant ones.
+
+    Other names are not read by vLLM, or by vLLM alone: it passes random names to its processes in them.
+    """
+    names = [name for name in environment_variables if name.startswith("VLLM_") and name not in VARIABLES]
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _has_length_dependent_rope(value: Any) -> bool:
@@ -227,8 +248,12 @@ def _refuse_several_nodes(engine_config: Any) -> None:
         )
 
 
-def _plain(value: Any, excluded: Set[str] = frozenset()) -> Any:
-    """Return a JSON value that is equal in every process (no addresses, no set order), without ``excluded`` fields."""
+def _plain(value: Any, excluded: Set[str] = frozenset(), depth: int = 0) -> Any:
+    """Return a JSON value that is equal in every process: no addresses, no order of sets, no secrets.
+
+    Irrelevant and ``excluded`` fields are left out, and fields of a dataclass that have their default. So a setting
+    that a new version of vLLM adds does not separate it from other versions with the same declared numerics.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -236,16 +261,53 @@ def _plain(value: Any, excluded: Set[str] = frozenset()) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else repr(float(value))
     if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner, excluded) for key, inner in value.items() if key not in _VOLATILE}
+        return _USER_OF_URL.sub("", str.__str__(value))
     if isinstance(value, Set):
-        return sorted(str(_plain(inner)) for inner in value)
-    if isinstance(value, Sequence):
-        return [_plain(inner, excluded) for inner in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = {field.name for field in dataclasses.fields(value)} - excluded
-        fields = {name: _plain(getattr(value, name, None), excluded) for name in names}
-        return {**fields, "type": type(value).__qualname__}
-    text = str(value)
-    return type(value).__qualname__ if " at 0x" in text else text
+        return sorted(json.dumps(_plain(inner, excluded, depth + 1), sort_keys=True) for inner in value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [_plain(inner, excluded, depth + 1) for inner in value]
+    if isinstance(value, type) or hasattr(value, "__code__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    fields = value if isinstance(value, Mapping) else _fields_of(value)
+    if fields is None:
+        return str(value)
+    if depth > _DEPTH_MAX:
+        return type(value).__qualname__
+    # Other objects than settings may refer to each other.
+    deeper = depth + (1 if isinstance(value, Mapping) or dataclasses.is_dataclass(value) else 4)
+    return {
+        str(name): _plain(inner, excluded, deeper)
+        for name, inner in fields.items()
+        if name not in excluded and name not in _VOLATILE and not _SECRET.search(str(name))
+    }
+
+
+def _fields_of(value: Any) -> Mapping[str, Any] | None:
+    """Return the relevant attributes of an object, and its type; None if it has no attributes."""
+    if hasattr(value, "to_dict"):
+        return dict(value.to_dict())
+    if dataclasses.is_dataclass(value):
+        fields = {
+            field.name: inner
+            for field in dataclasses.fields(value)
+            if not _is_default(field, inner := getattr(value, field.name, None))
+        }
+    elif hasattr(value, "__dict__"):
+        fields = vars(value)
+    else:
+        return None
+    irrelevant = {name for cls in type(value).__mro__ for name in FIELDS.get(cls.__name__, ())}
+    relevant = {name: inner for name, inner in fields.items() if name not in irrelevant}
+    return {**relevant, "type": type(value).__qualname__}
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    default: Any = field.default
+    if isinstance(default, FieldInfo):
+        default = default.get_default(call_default_factory=True, validated_data={})
+    elif field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    if type(value) is not type(default):
+        return False
+    # Settings are equal if their relevant fields are.
+    return _plain(value) == _plain(default) if dataclasses.is_dataclass(value) else bool(value == default)

@@ -9,6 +9,7 @@ found. Training, merging of adapters and quantization change whole tensors. A ch
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
+from vllm import envs
 from xxhash import xxh3_128
 
 logger = logging.getLogger("kvstore.vllm.weights")
@@ -82,7 +84,7 @@ def weights_identity(model: Any, name: str, load_format: str, declared: str | No
         found = {"format": load_format}
     elif load_format in _FILE_FORMATS and "://" not in source:
         try:
-            digest = files_digest(source)
+            digest = files_digest(_directory(source, getattr(model, "revision", None)))
         except OSError as error:
             logger.warning("The weights of the model can't be read: %s", error)
         else:
@@ -99,6 +101,17 @@ def weights_identity(model: Any, name: str, load_format: str, declared: str | No
         )
         return {"engine": uuid.uuid4().hex}
     return found
+
+
+def _directory(source: str, revision: str | None) -> str:
+    """Return the directory of a model that vLLM has loaded from ModelScope, which has no commits; or ``source``."""
+    if not envs.VLLM_USE_MODELSCOPE or os.path.exists(source):
+        return source
+    hub = importlib.import_module("modelscope.hub.snapshot_download")
+    try:
+        return str(hub.snapshot_download(model_id=source, revision=revision, local_files_only=True))
+    except ValueError as error:
+        raise FileNotFoundError(f"{source!r} is not in the cache of ModelScope") from error
 
 
 def _commit(model: Any) -> str | None:

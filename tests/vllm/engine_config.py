@@ -44,5 +44,12 @@ def engine(**changes: Any) -> Any:
     parts: dict[str, Any] = {}
     for name, value in values.items():
         part, _, field = name.partition(".")
-        parts.setdefault(part, SimpleNamespace()).__setattr__(field, value)
-    return SimpleNamespace(use_v2_model_runner=changes.get("v2", False), **parts)
+        parts.setdefault(part, _instance(part)).__setattr__(field, value)
+    whole = _instance("vllm_config")
+    whole.__dict__.update(use_v2_model_runner=changes.get("v2", False), **parts)
+    return whole
+
+
+def _instance(part: str) -> Any:
+    """Return an empty object whose class has the name of vLLM's."""
+    return type("".join(map(str.capitalize, part.split("_"))), (SimpleNamespace,), {})()

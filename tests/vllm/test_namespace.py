@@ -55,7 +55,6 @@ OFFLOADING_CHANGES: dict[str, dict[str, Any]] = {
     "decode context parallel": {"parallel": parallel(dcp_size=2)},
 }
 ENGINE_CHANGES: dict[str, dict[str, Any]] = {
-    "revision": {"model_config.revision": "v2"},
     "commit": {"model_config.hf_config": HFConfig(commit="decaf")},
     "width": {"model_config.hf_config": HFConfig(hidden_size=128)},
     "rope type": {"model_config.hf_config": HFConfig(rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0})},
@@ -230,19 +229,13 @@ def test_the_chosen_attention_backend_counts_not_the_requested_one() -> None:
     assert digest(engine_config=staged) == others[-1], "a stage knows its own layers only"
 
 
-@pytest.mark.parametrize("name", ["VLLM_FLASH_ATTN_VERSION", "VLLM_USE_TRITON_FLASH_ATTN"])
-def test_where_the_choice_is_unknown_all_that_it_follows_from_counts(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_where_the_choice_is_unknown_all_that_it_follows_from_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Different layouts are never merged: engines whose choice may differ have separate caches."""
-    monkeypatch.delenv(name, raising=False)
     plain = digest(engine_config=engine())
     known = digest(engine_config=engine(**layers(FlashBackend)))
-    monkeypatch.setenv(name, "2")
-    assert digest(engine_config=engine()) != plain
-    assert digest(engine_config=engine(**layers(FlashBackend))) == known
-    monkeypatch.delenv(name)
+    assert digest(engine_config=engine(**{"attention_config.backend_per_kind": {"full": "FLASH"}})) != plain
     monkeypatch.setattr("kvstore.vllm.namespace._version_of", lambda package: "0")
     assert digest(engine_config=engine()) != plain
+    assert digest(engine_config=engine(**layers(FlashBackend))) == known
     monkeypatch.setattr("kvstore.vllm.namespace._device_kinds", lambda: ["H200"])
     assert digest(engine_config=engine()) != plain

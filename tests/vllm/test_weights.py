@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,6 +193,26 @@ def test_a_model_of_a_hub_counts_by_its_commit() -> None:
     assert digest("org/model", **pinned) == digest("org/model", **pinned)
     pinned["model_config.revision"] = "main"
     assert digest("org/model", **pinned) != digest("org/model", **pinned)
+
+
+def test_a_model_of_modelscope_counts_by_its_files(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That hub's cache has no commits, so the files count where vLLM has downloaded them."""
+
+    def snapshot_download(model_id: str, revision: str | None, *, local_files_only: bool) -> str:
+        assert local_files_only
+        if model_id != "org/model":
+            raise ValueError("Cannot find the requested files in the cached path")
+        return str(model)
+
+    name = "modelscope.hub.snapshot_download"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(snapshot_download=snapshot_download))
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    no_commit = {"model_config.hf_config": HFConfig(commit=None)}
+    first = digest("org/model", **no_commit)
+    assert digest("org/model", **no_commit) == first
+    save(model / "model.safetensors", {"a": bytes(MIB)})
+    assert digest("org/model", **no_commit) != first
+    assert digest("org/absent", **no_commit) != digest("org/absent", **no_commit)
 
 
 UNKNOWN: dict[str, dict[str, Any]] = {
