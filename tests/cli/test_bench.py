@@ -101,7 +101,7 @@ def test_a_time_in_which_nothing_ends_is_told(tmp_path: Path) -> None:
     assert report["rows"] or "kvstore-file: no job ended" in " ".join(report["notes"])
 
 
-@pytest.mark.vllm
+@pytest.mark.engine
 def test_vllm_fs_and_fio_beside_a_file_tier(tmp_path: Path) -> None:
     """One JSON object has kvstore's file tier, vLLM's fs tier and fio, and no vLLM log output."""
     baseline = "vllm-fs,fio" if shutil.which("fio") else "vllm-fs,raw"
