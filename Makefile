@@ -34,7 +34,7 @@ demo: setup
 
 test: setup
 	status=0; \
-	$(TESTED) --dist loadgroup -m "$(QUICK)" $(PYTEST_EXTRA) || status=$$?; \
+	KVSTORE_TEST_SIZE=quick $(TESTED) --dist loadgroup -m "$(QUICK)" $(PYTEST_EXTRA) || status=$$?; \
 	echo "Not run: tests marked engine, matrix, torture or program (make test-all), or walk (make test-versions)"; \
 	exit $$status
 

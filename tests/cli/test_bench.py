@@ -192,7 +192,7 @@ def test_a_tier_that_fails_is_reported(tmp_path: Path) -> None:
     """If a server fails, the report has status 1, the cause, and the measurements so far."""
     with running(plain("redis", tmp_path)) as (server,):
         url = f"{server.url}?ttl=60&timeout=10&connect_timeout=10&store_timeout=20&load_timeout=20"
-        command = [sys.executable, "-m", "kvstore", "bench", "run", "-t", url, "--reuse", "-b", "64KiB", "-d", "4s",
+        command = [sys.executable, "-m", "kvstore", "bench", "run", "-t", url, "--reuse", "-b", "64KiB", "-d", "2s",
                    "--working-set", "8MiB", "--json"]  # fmt: skip
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:

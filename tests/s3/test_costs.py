@@ -97,6 +97,7 @@ def test_rules_follow_the_configuration() -> None:
         assert rules[-1]["Filter"] == {"Prefix": "kv/"}
 
 
+@pytest.mark.matrix
 async def test_services_take_the_rules(moto_server: S3Server, weed_server: S3Server) -> None:
     """A service accepts the rules beside existing ones and returns them; adding them twice changes nothing."""
     config = config_for(moto_server, ttl="3d")
