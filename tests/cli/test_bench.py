@@ -40,6 +40,7 @@ def tier(backend: str, path: Path | None = None, **options: Any) -> str:
     return json.dumps({"type": backend, "capacity": "64MiB", **where, **reserve, **options})
 
 
+@pytest.mark.program
 def test_without_a_command_it_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """``kvstore-bench`` alone runs a mixed test in a temporary directory: a verified table of 80 columns, no files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -79,6 +80,7 @@ def test_run_reports_json(tmp_path: Path, backend: str, io: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.program
 def test_baselines_stand_beside(tmp_path: Path) -> None:
     """With fio the report has the share of the drive's speed; without fio the run is refused before it starts."""
     done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--baseline", "fio,raw", "--json", "--quick",
@@ -142,6 +144,7 @@ def test_tiers_side_by_side(tmp_path: Path) -> None:
     assert set(jobs.values()) == {60}  # Sum of both runs.
 
 
+@pytest.mark.program
 def test_open_loop_spin_and_cold(tmp_path: Path) -> None:
     """Rate, busy thread and cold reads are applied, and each row reports them."""
     done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--rate", "50", "--spin", "--cold", "--mix",
@@ -188,6 +191,7 @@ def test_the_working_set_fits_the_tier(tmp_path: Path) -> None:
     assert all(row["hit_rate"] == 1 for row in report["rows"] if row["op"] == "lookup")
 
 
+@pytest.mark.program
 def test_a_tier_that_fails_is_reported(tmp_path: Path) -> None:
     """If a server fails, the report has status 1, the cause, and the measurements so far."""
     with running(plain("redis", tmp_path)) as (server,):
@@ -397,6 +401,7 @@ def test_interrupted_it_reports_what_it_has(tmp_path: Path, warmup: str) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.program
 def test_progress_is_for_terminals_only(tmp_path: Path) -> None:
     """On a terminal stderr shows rate, p99 and hits during the run; stdout has the same table as otherwise."""
     mine, theirs = pty.openpty()
