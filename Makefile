@@ -12,7 +12,8 @@
 VENV ?= .venv
 export VENV
 PY := $(VENV)/bin/python
-# Tests run two at a time, heavy ones (engines, torture) by files, which share engines. Failed tests run once more, alone.
+# Tests run two at a time, heavy ones (engines, torture) by files, which share engines; quick ones three at a time, as they
+# wait for a third of their time. Failed tests run once more, alone.
 TESTED := $(PY) -m tests.second_chance -q -n 2
 QUICK := not walk and (smoke or not (engine or matrix or torture or program))
 PYTEST_EXTRA ?=
@@ -34,7 +35,7 @@ demo: setup
 
 test: setup
 	status=0; \
-	KVSTORE_TEST_SIZE=quick $(TESTED) --dist loadgroup -m "$(QUICK)" $(PYTEST_EXTRA) || status=$$?; \
+	KVSTORE_TEST_SIZE=quick $(TESTED) -n 3 --dist loadgroup -m "$(QUICK)" $(PYTEST_EXTRA) || status=$$?; \
 	echo "Not run: tests marked engine, matrix, torture or program (make test-all), or walk (make test-versions)"; \
 	exit $$status
 
