@@ -1,5 +1,6 @@
 # make demo   a real vLLM is killed, starts again, and finds its KV cache on disk (three minutes, once set up)
-# make test   all tests but those of test-versions
+# make test   every property of kvstore, each backend on one server, one restart of a real engine (about five minutes)
+# make test-all   all tests but those of test-versions (about a quarter of an hour)
 # make test-versions  random walks of real engines of vLLM 0.31 to 0.33, each of 2,000 requests (WALK_REQUESTS)
 # make test-gpu PYTHON=python3   tests that need a CUDA GPU (minutes), with a Python that has torch for CUDA and the extra "test"
 # make test-docs  as root: the pages for users are followed in an empty Debian, to a restarted engine (tests/docs/empty_root.py)
@@ -11,14 +12,16 @@
 VENV ?= .venv
 export VENV
 PY := $(VENV)/bin/python
-# Tests run two at a time, heavy ones (engines, torture) by files, which share engines. Failed tests run once more, alone.
+# Tests run two at a time, heavy ones (engines, torture) by files, which share engines; quick ones three at a time, as they
+# wait for a third of their time. Failed tests run once more, alone.
 TESTED := $(PY) -m tests.second_chance -q -n 2
+QUICK := not walk and (smoke or not (engine or matrix or torture or program))
 PYTEST_EXTRA ?=
 WALK_REQUESTS ?= 2000
 VERSIONS ?= 0.31.0 0.32.0 0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-versions test-gpu test-docs campaign outside lint docs
+.PHONY: help setup demo test test-all test-versions test-gpu test-docs campaign outside lint docs
 .SILENT:
 
 help:
@@ -31,6 +34,12 @@ demo: setup
 	$(PY) examples/vllm_restart.py --json out.json
 
 test: setup
+	status=0; \
+	KVSTORE_TEST_SIZE=quick $(TESTED) -n 3 --dist loadgroup -m "$(QUICK)" $(PYTEST_EXTRA) || status=$$?; \
+	echo "Not run: tests marked engine, matrix, torture or program (make test-all), or walk (make test-versions)"; \
+	exit $$status
+
+test-all: setup
 	$(TESTED) --dist loadgroup -m "not walk" $(PYTEST_EXTRA)
 
 # Where a version can't be had, its test skips itself, and says so.

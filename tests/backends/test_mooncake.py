@@ -28,7 +28,7 @@ from tests.stopping import stop
 store = pytest.importorskip("mooncake.store")
 from kvstore.backends.mooncake import MooncakeBackend, MooncakeConfig  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.program, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

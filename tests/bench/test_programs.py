@@ -20,6 +20,8 @@ from examples.serving import kill_session, session_pids
 from kvstore.testing import eventually
 from tests.project.tree import ROOT
 
+pytestmark = pytest.mark.program
+
 WAIT_S = 120
 SERVER = """
 import subprocess, sys, time
@@ -142,7 +144,7 @@ def work() -> Iterator[Path]:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=pytest.mark.vllm if name in ENGINES else ()) for name in PROGRAMS]
+    "program", [pytest.param(name, marks=pytest.mark.engine if name in ENGINES else ()) for name in PROGRAMS]
 )
 def test_a_program_ends(program: str, tmp_path: Path, work: Path, shared: Path) -> None:
     """A program ends with status 0, prints its results, and leaves no process and no file, even one of a killed run."""

@@ -439,7 +439,7 @@ def _run_tests(tree: Path, tests: Sequence[str], plugin: object) -> NoReturn:
             del sys.modules[name]
         plugins = ["-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
         plugins += ["-p", "_hypothesis_pytestplugin"]
-        marks = ["-m", "not vllm and not torture and not root and not walk", "-o", "timeout=60"]
+        marks = ["-m", "not engine and not torture and not root and not walk", "-o", "timeout=60"]
         if isinstance(plugin, Chosen):
             marks.append("-x")
         base = f"--basetemp={tree.parent / 'pytest'}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
-from tests.sizes import FULL_VARIABLE
+from tests.sizes import SIZE_VARIABLE
 
 NOT_RUN: Final = 77
 """Exit status of a program that can't run here; as in Automake."""
@@ -71,7 +71,7 @@ def figure_of_tests(seeds: Iterable[int], *arguments: str) -> str:
     """Run tests of the suite in full size with each seed; return how many passed."""
     total, turns, skips = 0, 0, 0
     for seed in seeds:
-        env = os.environ | {FULL_VARIABLE: "1", SEED_VARIABLE: str(seed)}
+        env = os.environ | {SIZE_VARIABLE: "full", SEED_VARIABLE: str(seed)}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
         output, status = _printed(command, env)
         counts = {what: int(count) for count, what in _COUNT.findall(output.strip().splitlines()[-1])}

@@ -58,7 +58,7 @@ GOALS: Final[dict[str, str]] = {
     "R26": "tests/s3/test_secrets.py tests/test_secret.py tests/redis/test_config.py tests/peer/test_config.py",
     "R27": "tests/disk/test_recovery.py tests/disk/test_open.py -k 'modes or umask or everybody'",
     "R28": "tests/project/test_code_rules.py",
-    "R29": "tests/tiering/test_model.py tests/tiering/test_walk.py tests/tiers/test_event_model.py -m 'not walk'",
+    "R29": "tests/tiering/test_model.py tests/tiering/test_walk.py tests/tiers/test_event_model.py",
 }
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.in_process import run_here
 
 # It starts no engine, but importing vLLM takes as long as half of the other tool tests that would run beside it.
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.engine
 
 _FILE = '{"type": "file", "path": "/mnt/kv", "capacity": "500GiB"}'
 _OTHER_FILE = '{"type": "file", "path": "/mnt/other", "capacity": "500GiB"}'

@@ -200,16 +200,19 @@ def test_a_single_server(server: Server, rng: random.Random, tmp_path: Path) -> 
     assert tier.cli("HLEN", tier.name(_LONG, b"a hash", 0)) == "1"
 
 
+@pytest.mark.matrix
 def test_valkey(valkey: Server, rng: random.Random, tmp_path: Path) -> None:
     """All commands work on Valkey."""
     _whole_story(Tier(valkey, rng), tmp_path)
 
 
+@pytest.mark.matrix
 def test_a_unix_socket_and_another_database(server: Server, rng: random.Random, tmp_path: Path) -> None:
     """All commands through a Unix socket, in a database other than the first."""
     _whole_story(Tier(server, rng, url=f"unix://{server.unix_path}?db=3"), tmp_path)
 
 
+@pytest.mark.matrix
 def test_a_cluster(cluster: Sequence[Server], rng: random.Random, tmp_path: Path) -> None:
     """All commands on a cluster: every master is queried, and the parts of a block lie on several masters."""
     tier = Tier(cluster[0], rng)
@@ -217,6 +220,7 @@ def test_a_cluster(cluster: Sequence[Server], rng: random.Random, tmp_path: Path
     assert all(int(cli(server, "DBSIZE").split()[-1]) for server in cluster)
 
 
+@pytest.mark.matrix
 def test_sentinels(tmp_path: Path, rng: random.Random) -> None:
     """All commands on the master that Sentinels name."""
     master = plain("redis", tmp_path / "master")
@@ -226,6 +230,7 @@ def test_sentinels(tmp_path: Path, rng: random.Random) -> None:
         _whole_story(Tier(master, rng, **more), tmp_path)
 
 
+@pytest.mark.matrix
 def test_tls_and_the_rights_of_the_docs(tmp_path: Path, rng: random.Random) -> None:
     """With the rights listed in docs/admin.md and those of an engine, all commands work and none is denied."""
     page = (Path(__file__).parents[2] / "docs" / "admin.md").read_text()

@@ -40,6 +40,7 @@ def tier(backend: str, path: Path | None = None, **options: Any) -> str:
     return json.dumps({"type": backend, "capacity": "64MiB", **where, **reserve, **options})
 
 
+@pytest.mark.program
 def test_without_a_command_it_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """``kvstore-bench`` alone runs a mixed test in a temporary directory: a verified table of 80 columns, no files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -79,6 +80,7 @@ def test_run_reports_json(tmp_path: Path, backend: str, io: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.program
 def test_baselines_stand_beside(tmp_path: Path) -> None:
     """With fio the report has the share of the drive's speed; without fio the run is refused before it starts."""
     done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--baseline", "fio,raw", "--json", "--quick",
@@ -101,7 +103,7 @@ def test_a_time_in_which_nothing_ends_is_told(tmp_path: Path) -> None:
     assert report["rows"] or "kvstore-file: no job ended" in " ".join(report["notes"])
 
 
-@pytest.mark.vllm
+@pytest.mark.engine
 def test_vllm_fs_and_fio_beside_a_file_tier(tmp_path: Path) -> None:
     """One JSON object has kvstore's file tier, vLLM's fs tier and fio, and no vLLM log output."""
     baseline = "vllm-fs,fio" if shutil.which("fio") else "vllm-fs,raw"
@@ -142,6 +144,7 @@ def test_tiers_side_by_side(tmp_path: Path) -> None:
     assert set(jobs.values()) == {60}  # Sum of both runs.
 
 
+@pytest.mark.program
 def test_open_loop_spin_and_cold(tmp_path: Path) -> None:
     """Rate, busy thread and cold reads are applied, and each row reports them."""
     done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--rate", "50", "--spin", "--cold", "--mix",
@@ -188,11 +191,12 @@ def test_the_working_set_fits_the_tier(tmp_path: Path) -> None:
     assert all(row["hit_rate"] == 1 for row in report["rows"] if row["op"] == "lookup")
 
 
+@pytest.mark.program
 def test_a_tier_that_fails_is_reported(tmp_path: Path) -> None:
     """If a server fails, the report has status 1, the cause, and the measurements so far."""
     with running(plain("redis", tmp_path)) as (server,):
         url = f"{server.url}?ttl=60&timeout=10&connect_timeout=10&store_timeout=20&load_timeout=20"
-        command = [sys.executable, "-m", "kvstore", "bench", "run", "-t", url, "--reuse", "-b", "64KiB", "-d", "4s",
+        command = [sys.executable, "-m", "kvstore", "bench", "run", "-t", url, "--reuse", "-b", "64KiB", "-d", "2s",
                    "--working-set", "8MiB", "--json"]  # fmt: skip
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
@@ -397,6 +401,7 @@ def test_interrupted_it_reports_what_it_has(tmp_path: Path, warmup: str) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.program
 def test_progress_is_for_terminals_only(tmp_path: Path) -> None:
     """On a terminal stderr shows rate, p99 and hits during the run; stdout has the same table as otherwise."""
     mine, theirs = pty.openpty()

@@ -14,6 +14,7 @@ from tests.cli.in_process import run_here
 from tests.project.tree import ROOT
 
 
+@pytest.mark.program
 def test_the_package_passes_its_own_tests(tmp_path: Path) -> None:
     """The suites of backends and tiers pass in a new package, which is registered under its name."""
     done = run_here("new-backend", "my_medium2", "--out", str(tmp_path))

@@ -218,6 +218,7 @@ def test_real_bytes_go_through_real_tiers_and_come_back_right(tmp_path: Path, ba
     assert row["tiers"][1]["hit_blocks"] > 0
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("load", [0.2, 0.9, 1.3])
 @pytest.mark.parametrize("link", [Link(10e9, 0.001), Link(1e9, 0.02), Link(0.3e9, 0.02)])
 def test_the_gate_is_about_as_good_as_the_better_of_loading_and_computing(link: Link, load: float) -> None:
@@ -349,6 +350,7 @@ def test_the_table_fits_eighty_columns() -> None:
     assert done.stdout.splitlines()[1].split()[:3] == ["policy", "capacity", "hits"]
 
 
+@pytest.mark.program
 def test_four_thousand_requests_are_replayed_whole() -> None:
     """A dry replay handles a trace of the size of a public one."""
     done = run_here("bench", "replay", "--dry", "--json")

@@ -138,6 +138,7 @@ def test_differences_leave_out_what_always_differs() -> None:
     assert differences(a, b) == {"tiers[0].io": ["thread", None]}
 
 
+@pytest.mark.program
 def test_plot_writes_pictures_and_a_page(tmp_path: Path) -> None:
     """Every plot exists as PNG and SVG, and the page has all of them without external resources."""
     path = report_file(tmp_path / "a.json", *measured_rows())
@@ -210,6 +211,7 @@ def test_a_directory_without_files_has_no_direct_io(tmp_path: Path) -> None:
     assert not probe_direct(tmp_path / "missing")
 
 
+@pytest.mark.program
 def test_pictures_are_the_same_each_time() -> None:
     """The same rows give the same bytes."""
     for picture in pictures_of(measured_rows()):
@@ -310,6 +312,7 @@ def test_sizes_have_no_exponents() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.program
 def test_labels_of_pictures_do_not_overlap() -> None:
     """Numbers at bars and labels of axes stay legible with many systems, and with capacities close together."""
     systems = ("none", "none-again", "vllm-cpu", "vllm-fs", "kvstore-file", "kvstore-redis", "other")

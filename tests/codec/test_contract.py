@@ -6,6 +6,7 @@ import struct
 from collections.abc import Sequence
 from typing import ClassVar
 
+import pytest
 import zstandard
 
 from kvstore.codec.base import Codec
@@ -24,6 +25,7 @@ class TestBytePlane2(CodecTests):
         return BytePlane(BytePlaneOptions(), self.context)
 
 
+@pytest.mark.matrix
 class TestBytePlane4(TestBytePlane2):
     element_bytes = 4
 
@@ -69,11 +71,13 @@ class TestZstd(CodecTests):
         return [*(struct.pack("<2I", 1, len(frame)) + frame for frame in frames), *tables]
 
 
+@pytest.mark.matrix
 class TestZstdFast(TestZstd):
     level = -5
     mutations = 200_000
 
 
+@pytest.mark.matrix
 class TestZstdSlow(TestZstd):
     level = 19
     element_bytes = 1

@@ -46,7 +46,14 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[s3_servers.S3Server
         yield server
 
 
-@pytest.fixture(params=["file", "file-process", "memory", "redis", "s3"])
+@pytest.fixture(
+    params=[
+        "file",
+        "memory",
+        "redis",
+        *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("file-process", "s3")),
+    ]
+)
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """The configuration of a tier whose blocks survive a close."""
     name, _, host = request.param.partition("-")

@@ -103,18 +103,21 @@ class TestFileProcesses(ProcessRig, TierLifecycleTests, TierEpochTests, TierFaul
     options: ClassVar[dict[str, Any]] = {"backend": "file"}
 
 
+@pytest.mark.matrix
 class TestFileThreadsProcess(OneProcess):
     """A directory, by threads."""
 
     options: ClassVar[dict[str, Any]] = {"backend": "file", "engine": "threads"}
 
 
+@pytest.mark.matrix
 class TestNvmeProcess(OneProcess):
     """A directory used by a single engine."""
 
     options: ClassVar[dict[str, Any]] = {"backend": "nvme"}
 
 
+@pytest.mark.matrix
 class TestNvmeProcessRestart(ProcessRig):
     """The process of a closed tier leaves its directory to the next one."""
 
@@ -122,6 +125,7 @@ class TestNvmeProcessRestart(ProcessRig):
     test_blocks_outlive_a_restart = TierLifecycleTests.test_blocks_outlive_a_restart
 
 
+@pytest.mark.matrix
 class TestMemoryProcess(OneProcess):
     """Memory of the process, lost with the process."""
 

@@ -48,22 +48,27 @@ class TestUring(DiskHarness, BackendTests):
     settings: ClassVar[dict[str, Any]] = {"engine": "io_uring"}
 
 
+@pytest.mark.matrix
 class TestThreads(DiskHarness, BackendTests):
     settings: ClassVar[dict[str, Any]] = {"engine": "threads"}
 
 
+@pytest.mark.matrix
 class TestBuffered(DiskHarness, BackendValueTests):
     settings: ClassVar[dict[str, Any]] = {"direct": "off"}
 
 
+@pytest.mark.matrix
 class TestDurable(DiskHarness, BackendValueTests):
     settings: ClassVar[dict[str, Any]] = {"durability": "data"}
 
 
+@pytest.mark.matrix
 class TestExclusive(DiskHarness, BackendTests):
     settings: ClassVar[dict[str, Any]] = {"exclusive": True}
 
 
+@pytest.mark.matrix
 class TestDrives(DiskHarness, BackendTests):
     drives = 3
 

@@ -39,7 +39,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "short": {"short": True},
 }
 
-SAMPLES = sized(8, full=40)
+SAMPLES = sized(8, full=40, quick=3)
 """Number of calls made to fail in a lifecycle, by kind of fault."""
 
 

@@ -22,7 +22,7 @@ TOOLS = {"ext4": "mkfs.ext4", "xfs": "mkfs.xfs", "btrfs": "mkfs.btrfs", "fuse": 
 SIZE_BYTES = 384 << 20
 """The smallest xfs has 300 MiB."""
 
-STEPS = sized(150, full=5000)
+STEPS = sized(150, full=5000, quick=50)
 
 
 @pytest.fixture(params=list(TOOLS))

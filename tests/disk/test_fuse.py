@@ -14,6 +14,7 @@ from tests.disk.rig import opened, room_for
 
 pytestmark = [
     pytest.mark.root,
+    pytest.mark.matrix,
     pytest.mark.skipif(shutil.which("bindfs") is None or not Path("/dev/fuse").exists(), reason="needs bindfs"),
 ]
 

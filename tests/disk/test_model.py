@@ -10,7 +10,7 @@ from kvstore.testing.seeds import fresh_seed
 from tests.disk.model import World
 from tests.sizes import sized
 
-STEPS = sized(300, full=5000)
+STEPS = sized(300, full=5000, quick=100)
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -33,6 +33,7 @@ class TestDiskTier(DiskTierHarness, TierTests):
     """By io_uring, on a thread of this process."""
 
 
+@pytest.mark.matrix
 class TestDiskTierThreads(DiskTierHarness, TierValueTests):
     """By threads."""
 

@@ -24,7 +24,10 @@ BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 WIDTHS = (1280, 400)
 WAIT_S = 120
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Debian's chromium-headless-shell")
+pytestmark = [
+    pytest.mark.program,
+    pytest.mark.skipif(BROWSER is None, reason="needs Debian's chromium-headless-shell"),
+]
 
 MEASURE = """<!doctype html><meta charset="utf-8"><body><script>
 // A table is clipped where it is wider than a box around it that does not scroll.

@@ -69,6 +69,7 @@ class TestPeer(PeerHarness, BackendTests):
 
 # Python's wrap_socket leaves its socket to the garbage collector if the connection is reset while it runs.
 @pytest.mark.filterwarnings("ignore:unclosed <ssl.SSLSocket:ResourceWarning")
+@pytest.mark.matrix
 class TestTLS(PeerHarness, BackendValueTests, BackendConcurrencyTests):
     """TLS with certificates on both sides."""
 

@@ -1,7 +1,7 @@
 """Many requests under each fault of a peer or directory: right bytes or a miss, in time, and no slot lost.
 
-``KVSTORE_TEST_FULL=1 pytest -n 0 -s tests/peer/test_fault_requests.py`` makes a thousand of each and prints the longest
-wait.
+``KVSTORE_TEST_SIZE=full pytest -n 0 -s tests/peer/test_fault_requests.py`` makes a thousand of each and prints the
+longest wait.
 """
 
 from __future__ import annotations

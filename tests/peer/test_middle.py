@@ -25,7 +25,7 @@ from tests.sizes import sized
 SLOT_BYTES: Final = 4096
 NAMESPACE: Final = Namespace({"suite": "peer"})
 KEYS: Final = [b"key-%d" % number for number in range(4)]
-ATTEMPTS: Final = sized(200, full=5000)
+ATTEMPTS: Final = sized(200, full=5000, quick=100)
 """Attempts to load; each makes two connections or more."""
 AT_ONCE: Final = 16
 COMMON: Final = {"secret": "a secret of sixteen", "connect_timeout": 0.5, "timeout": 0.5}

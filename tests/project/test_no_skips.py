@@ -12,6 +12,8 @@ import pytest
 
 from tests.project.tree import ROOT
 
+pytestmark = pytest.mark.program
+
 IN_TEST = "import pytest\ndef test_it():\n    pytest.skip('no such device')\n"
 BY_MARK = "import pytest\n@pytest.mark.skipif(True, reason='no such device')\ndef test_it():\n    pass\n"
 BY_MODULE = "import pytest\npytest.importorskip('no_such_module', reason='no such device')\ndef test_it():\n    pass\n"

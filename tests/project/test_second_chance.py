@@ -12,6 +12,8 @@ import pytest
 
 from tests.project.tree import ROOT
 
+pytestmark = pytest.mark.program
+
 FAILS_ONCE = """
 import pathlib, pytest
 pytestmark = pytest.mark.torture  # Heavy tests are distributed by files.

@@ -20,7 +20,7 @@ from tests.redis.clients import NAMESPACE, opened
 from tests.redis.servers import Server
 from tests.sizes import sized
 
-CANCELLED = sized(10_000, full=100_000)
+CANCELLED = sized(10_000, full=100_000, quick=3_000)
 """Number of calls cancelled while running."""
 
 PAYLOAD_BYTES = 2048

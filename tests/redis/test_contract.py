@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
+import pytest
+
 from kvstore.backends.base import Backend
 from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.testing import BackendTests, HoldingsTests, TierTests
@@ -40,12 +42,14 @@ class TestRedis(RedisHarness, BackendTests):
     """Redis over TCP."""
 
 
+@pytest.mark.matrix
 class TestRedisRESP2(RedisHarness, BackendValueTests):
     """Blocks without a time to live."""
 
     more: ClassVar[dict[str, Any]] = {"ttl": 0}
 
 
+@pytest.mark.matrix
 class TestUnixSocket(RedisHarness, BackendValueTests):
     """Redis over a unix socket."""
 
@@ -65,6 +69,7 @@ class TestParts(RedisHarness, BackendValueTests):
     kind = InParts
 
 
+@pytest.mark.matrix
 class TestPartsInCluster(RedisHarness, BackendTests):
     """Parts on different nodes."""
 
@@ -72,18 +77,21 @@ class TestPartsInCluster(RedisHarness, BackendTests):
     on = "cluster"
 
 
+@pytest.mark.matrix
 class TestValkey(RedisHarness, BackendValueTests, BackendConcurrencyTests):
     """Valkey 9."""
 
     on = "valkey_server"
 
 
+@pytest.mark.matrix
 class TestTLS(RedisHarness, BackendValueTests, BackendConcurrencyTests):
     """TLS, with a user of least rights."""
 
     on = "tls_server"
 
 
+@pytest.mark.matrix
 class TestCluster(RedisHarness, BackendValueTests, BackendConcurrencyTests):
     """Three masters; the backend detects the cluster."""
 
@@ -130,12 +138,14 @@ class TestRedisTier(RedisTierHarness, TierTests):
     """A tier over Redis."""
 
 
+@pytest.mark.matrix
 class TestValkeyTier(RedisTierHarness, TierValueTests):
     """A tier over Valkey."""
 
     on = "valkey_server"
 
 
+@pytest.mark.matrix
 class TestTLSTier(RedisTierHarness, TierValueTests):
     """A tier over TLS, whose user has the rights of an engine and may not list."""
 
@@ -144,6 +154,7 @@ class TestTLSTier(RedisTierHarness, TierValueTests):
     on = "tls_server"
 
 
+@pytest.mark.matrix
 class TestClusterTier(RedisTierHarness, TierValueTests):
     """A tier over a cluster."""
 

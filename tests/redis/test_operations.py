@@ -89,13 +89,16 @@ async def calm(server: Server, **more: Any) -> None:
     await backend.close()
 
 
-@pytest.mark.parametrize("kind", ["redis", "valkey", "unix socket"])
+@pytest.mark.parametrize(
+    "kind", ["redis", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("valkey", "unix socket"))]
+)
 async def test_plain_server(request: pytest.FixtureRequest, kind: str) -> None:
     """Redis of Debian, Valkey 9, and a unix socket: exact results, no lost block."""
     server: Server = request.getfixturevalue("valkey_server" if kind == "valkey" else "redis_server")
     await calm(server, **({"url": f"unix://{server.unix_path}"} if kind == "unix socket" else {}))
 
 
+@pytest.mark.matrix
 async def test_tls_with_acl(tls_server: Server) -> None:
     """TLS and a user of least rights: exact results, no lost block, no forbidden command."""
     admin = replace(tls_server, username="admin", process=None)
@@ -105,6 +108,7 @@ async def test_tls_with_acl(tls_server: Server) -> None:
     assert "username" not in denied, denied
 
 
+@pytest.mark.matrix
 async def test_cluster_whose_master_dies(tmp_path: Path) -> None:
     """Three masters, one killed under load and restarted: no wrong byte, no hang, and full recovery."""
     servers = cluster_nodes(tmp_path)
@@ -127,6 +131,7 @@ async def test_cluster_whose_master_dies(tmp_path: Path) -> None:
         print(mix, f"back after {took_s:.1f} s")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["redis", "valkey"])
 async def test_sentinel_fail_over(tmp_path: Path, kind: str) -> None:
     """The master is killed under load, Sentinel promotes its replica, and we follow: no wrong byte, no hang."""

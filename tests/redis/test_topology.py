@@ -60,6 +60,7 @@ def test_maps_of_a_cluster() -> None:
             read_shards(lie, asked)
 
 
+@pytest.mark.matrix
 async def test_slots_on_the_move(tmp_path: Path) -> None:
     """While slots move between nodes under load, ASK and MOVED are followed: exact results, no lost block."""
     servers = cluster_nodes(tmp_path, kind="valkey")

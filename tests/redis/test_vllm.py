@@ -9,7 +9,7 @@ from tests.redis.servers import Server
 from tests.vllm.engines import Engine, Start
 from tests.vllm.shared_medium import check_restart_and_sharing
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 def test_restart_and_sharing(start: Start, plain: Engine, redis_server: Server) -> None:

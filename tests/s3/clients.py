@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
+
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.s3 import S3Backend, S3Config
 from kvstore.backends.s3.client import ObjectClient, make_client
@@ -17,6 +19,9 @@ from tests.s3.servers import S3Server
 _numbers = itertools.count()
 
 CLIENTS: Final = ("direct", "aioboto3")
+EACH_CLIENT: Final = (CLIENTS[0], pytest.param(CLIENTS[1], marks=pytest.mark.matrix))
+"""Parameters of a test that runs with each client."""
+
 PATIENT: Final[dict[str, Any]] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 30}
 """Checks that do not concern deadlines must pass on any slow machine."""
 

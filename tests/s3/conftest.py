@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -10,13 +9,6 @@ import pytest
 from tests.s3.clients import close_all
 from tests.s3.fault_server import FaultServer, fault_server
 from tests.s3.servers import S3Server, moto, over_tls, running, weed
-
-
-@pytest.fixture(scope="session", autouse=True)
-def only_new_objects_are_collected() -> None:
-    """Keep the collections after each test from the objects of the whole suite, which take half a second each."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,8 +30,6 @@ async def nothing_stays_open() -> AsyncIterator[None]:
     """Close the backends and clients of each test."""
     yield
     await close_all()
-    # Collect here, so that leftovers of this test do not fail the next one.
-    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from kvstore.backends.s3.names import KeeperNames, ObjectNames, read_name
 from kvstore.backends.s3.notes import Uses, all_uses, name_digest, read_uses
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
-from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened, opened_client
+from tests.s3.clients import EACH_CLIENT, NAMESPACE, config_for, fresh_prefix, opened, opened_client
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.keepers import SLOW, heard_by, is_elected, keeper_of
 from tests.s3.packed import blocks_of, reads_of, writes_of
@@ -205,7 +205,7 @@ async def test_a_report_of_uses_that_goes_after_its_listing_is_skipped(faults: F
     assert await all_uses(client, config.prefix) == {name_digest("0"): 1000, name_digest("1"): 1000}
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_one_holds_the_lease(faults: FaultServer, weed_server: S3Server, client: str) -> None:
     """Of concurrent candidates one gets the lease, keeps it while it renews it, and loses it otherwise."""
     # moto's server is excluded: there, two concurrent writes may both meet their condition.
@@ -242,7 +242,7 @@ async def test_an_unheard_renewal_is_found_again(faults: FaultServer) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_the_coldest_leave_and_all_hear_of_it(
     weed_server: S3Server, rng: random.Random, client: str, packed: bool
 ) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
+import pytest
+
 from kvstore.backends.base import Backend
 from kvstore.backends.s3 import S3Backend
 from kvstore.testing import BackendTests, HoldingsTests, TierTests
@@ -41,6 +43,7 @@ class S3Harness(OnServer, BackendHarness):
         return S3Backend(backend.config)
 
 
+@pytest.mark.matrix
 class TestMoto(S3Harness, BackendValueTests):
     on = "moto_server"
 
@@ -49,10 +52,12 @@ class TestWeed(S3Harness, BackendTests):
     pass
 
 
+@pytest.mark.matrix
 class TestWeedAioboto3(TestWeed):
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
 
 
+@pytest.mark.matrix
 class TestWeedTLS(S3Harness, BackendValueTests, BackendConcurrencyTests):
     """SeaweedFS over https, with checksums on writes."""
 
@@ -64,6 +69,7 @@ class TestWeedTLSAioboto3(TestWeedTLS):
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3", "checksums": "when_supported"}
 
 
+@pytest.mark.matrix
 class TestMotoPacked(S3Harness, BackendValueTests):
     on = "moto_server"
     more = PACKED
@@ -88,12 +94,14 @@ class TestRefused(S3Harness, BackendFailureTests):
         await asyncio.to_thread(self.server.plan, None)
 
 
+@pytest.mark.matrix
 class TestForbidden(TestRefused):
     """A service that forbids one object, as if another account owned it."""
 
     fault: ClassVar[Fault] = Fault.FORBIDDEN
 
 
+@pytest.mark.matrix
 class TestUnconditional(S3Harness, BackendTests):
     """A service configured as having no conditional writes."""
 
@@ -113,6 +121,7 @@ class TestOutage(S3Harness, BackendFailureTests):
     mend_medium = TestRefused.mend_medium
 
 
+@pytest.mark.matrix
 class TestOutageAioboto3(TestOutage):
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
 
@@ -132,14 +141,17 @@ class TestWeedTier(S3TierHarness, TierTests):
     pass
 
 
+@pytest.mark.matrix
 class TestWeedTierAioboto3(S3TierHarness, TierValueTests):
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
 
 
+@pytest.mark.matrix
 class TestMotoTier(S3TierHarness, TierValueTests):
     on = "moto_server"
 
 
+@pytest.mark.matrix
 class TestWeedTierTLS(S3TierHarness, TierValueTests):
     on = "weed_tls"
 

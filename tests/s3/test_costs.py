@@ -21,7 +21,7 @@ from kvstore.errors import ConfigError
 from kvstore.tiers.base import TierStats
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
-from tests.s3.clients import CLIENTS, config_for, opened, options_for
+from tests.s3.clients import EACH_CLIENT, config_for, opened, options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.packed import blocks_of, reads_of, writes_of
 from tests.s3.servers import S3Server
@@ -45,7 +45,7 @@ def test_costs_are_those_of_the_price_list() -> None:
     assert "stored_month" not in traffic.costs_usd(prices)
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_every_request_is_counted(faults: FaultServer, rng: random.Random, client: str) -> None:
     """The table counts as many requests as the service received, including failures and retries."""
     faults.clear()
@@ -97,6 +97,7 @@ def test_rules_follow_the_configuration() -> None:
         assert rules[-1]["Filter"] == {"Prefix": "kv/"}
 
 
+@pytest.mark.matrix
 async def test_services_take_the_rules(moto_server: S3Server, weed_server: S3Server) -> None:
     """A service accepts the rules beside existing ones and returns them; adding them twice changes nothing."""
     config = config_for(moto_server, ttl="3d")

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.testing.tier_rig import TierRig
 from kvstore.types import BlockKey, Outcome
-from tests.s3.clients import CLIENTS, NAMESPACE, options_for
+from tests.s3.clients import EACH_CLIENT, NAMESPACE, options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.sizes import sized
 
@@ -117,7 +117,7 @@ def counters(rig: TierRig, *more: str) -> Counter[str]:
     return found
 
 
-@pytest.fixture(params=CLIENTS)
+@pytest.fixture(params=EACH_CLIENT)
 def client(request: pytest.FixtureRequest) -> Iterator[str]:
     """Return the name of each client."""
     yield request.param

@@ -37,7 +37,7 @@ from kvstore.types import BlockInfo, NamespaceInfo, Outcome, RemovalCause
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
 from tests.project.tree import ROOT
-from tests.s3.clients import CLIENTS, options_for
+from tests.s3.clients import EACH_CLIENT, options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.servers import READ_ONLY, S3Server
 
@@ -665,7 +665,7 @@ def test_more_blocks_than_a_page(faults: FaultServer, rng: random.Random) -> Non
     assert sum(name.startswith("_keeper/removed/") for name in left) == 3
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", EACH_CLIENT)
 def test_a_tier_may_have_the_whole_bucket(faults: FaultServer, rng: random.Random, client: str) -> None:
     """Without a prefix, our names are also distinguished from foreign ones."""
     tier, packed = (Tier(faults, rng, prefix="", client=client, **more) for more in ({}, _PACKED))

@@ -26,12 +26,12 @@ from kvstore.testing.records import RecordMaker
 from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import LookupResult, Outcome
-from tests.s3.clients import CLIENTS, NAMESPACE, opened, opened_client, options_for
+from tests.s3.clients import EACH_CLIENT, NAMESPACE, opened, opened_client, options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.servers import READ_ONLY, S3Server
 
 
-@pytest.fixture(params=CLIENTS)
+@pytest.fixture(params=EACH_CLIENT)
 def client(request: pytest.FixtureRequest) -> str:
     """Return the name of each client."""
     name: str = request.param
@@ -487,7 +487,7 @@ async def test_a_quarantine_waits_for_a_put_of_the_same_block(faults: FaultServe
     assert await backend.exists([key]) == [False]
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_nothing_is_sent_after_close(faults: FaultServer, client: str) -> None:
     """A closed backend sends no probe, and its client no request; its statistics stay."""
     backend = await opened(faults, client=client)

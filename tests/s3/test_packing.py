@@ -17,7 +17,7 @@ from kvstore.backends.s3.packs import PackFormat, Unreadable
 from kvstore.namespace import Namespace
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
-from tests.s3.clients import CLIENTS, NAMESPACE, fresh_prefix, opened, options_for
+from tests.s3.clients import EACH_CLIENT, NAMESPACE, fresh_prefix, opened, options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.packed import PACKED, blocks_of, reads_of, writes_of
 from tests.s3.servers import S3Server
@@ -28,7 +28,7 @@ def bytes_of(read: RecordRead) -> bytes:
     return b"".join(read.buffers)[: read.filled_bytes]
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_a_pack_costs_one_put_and_one_get(faults: FaultServer, rng: random.Random, client: str) -> None:
     """64 blocks of a job take two PUTs; another engine reads them with two GETs, plus two for the heads."""
     more = {**PACKED, "client": client, "prefix": fresh_prefix(), "pack_blocks": 32}
@@ -52,7 +52,7 @@ async def test_a_pack_costs_one_put_and_one_get(faults: FaultServer, rng: random
     assert backend.stats().counters["packs_written"] == 2
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_another_part_of_a_pack_is_no_damage(faults: FaultServer, rng: random.Random, client: str) -> None:
     """A service that answers with another range than requested fails the read; no block seems damaged."""
     backend = await opened(faults, **{**PACKED, "prefix": fresh_prefix(), "tries": 1, "client": client})
@@ -65,7 +65,7 @@ async def test_another_part_of_a_pack_is_no_damage(faults: FaultServer, rng: ran
     assert set(await backend.get_into(reads_of(blocks))) == {Outcome.OK}
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_an_error_in_the_body_of_a_success_is_no_store(
     faults: FaultServer, rng: random.Random, client: str
 ) -> None:

@@ -70,6 +70,7 @@ def test_null_server_throws_away(faults: FaultServer) -> None:
     assert faults.counts()["objects"] == 0
 
 
+@pytest.mark.matrix
 def test_weed_checks_what_moto_believes(moto_server: S3Server, weed_server: S3Server, weed_tls: S3Server) -> None:
     """SeaweedFS refuses wrong secrets, wrong checksums and forbidden writes; hence it is used beside moto."""
     put: dict[str, Any] = {"Bucket": weed_server.bucket, "Key": "servers/a", "Body": b"x"}

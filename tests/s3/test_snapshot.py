@@ -14,7 +14,7 @@ from kvstore.backends.s3.presence import BloomFilter, PresenceSnapshot
 from kvstore.namespace import Namespace
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened, opened_client
+from tests.s3.clients import EACH_CLIENT, NAMESPACE, config_for, fresh_prefix, opened, opened_client
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.keepers import keeper_of
 from tests.s3.packed import blocks_of, reads_of, writes_of
@@ -86,7 +86,7 @@ GOLDEN_START = "896b76626c6f6d0a01000700000000000020000000000000"
 GOLDEN_BITS = [214, 1604, 2994, 3615, 5005, 6395, 7785]
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_a_cold_engine_asks_for_little(faults: FaultServer, rng: random.Random, client: str) -> None:
     """With a snapshot, a thousand absent blocks cost some HEADs; present ones are found."""
     more = {**OPTIONS, "prefix": fresh_prefix(), "client": client}

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.tiering.gate import GateCounts
 from kvstore.types import LookupResult, RequestContext, TransferJob
+from tests.sizes import sized
 from tests.tiering.engine import Engine, key_of
 from tests.tiering.fake_tier import FakeTier, payload
 
@@ -505,7 +506,7 @@ def test_other_groups_of_layers_load_as_far_as_the_weighed_one() -> None:
     assert engine.look(list(reversed(window)), ctx) == ["miss"] * 10 + ["hit_pending"] * 30
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(sized(20, full=20, quick=5)))
 def test_random_times(seed: int) -> None:
     """Changing speeds, stalls, resets and clocks that jump back cause no exception, leak or long wait."""
     rng = random.Random(seed)

@@ -10,6 +10,7 @@ import pytest
 from kvstore.primary.tier import SlotState
 from kvstore.tiering.hedges import HedgeCounts
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext, TransferJob
+from tests.sizes import sized
 from tests.tiering.engine import Engine, key_of, keys_of
 from tests.tiering.fake_tier import ROW_BYTES, FakeTier, payload
 
@@ -515,7 +516,7 @@ class Stalling:
                 index += 1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(sized(3, full=3, quick=1)))
 def test_stalls_of_one_block_in_a_hundred(seed: int) -> None:
     """Hedging cuts the 99th percentile to a fifth or less, for at most 5 % more reads."""
     p99, reads = [], []
@@ -545,7 +546,7 @@ def test_stalls_of_one_block_in_a_hundred(seed: int) -> None:
     assert reads[0] == 4000 < reads[1] <= 1.05 * reads[0]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(sized(20, full=20, quick=5)))
 def test_random_order(seed: int) -> None:
     """In any order of ends, failures, stalls and resets: right bytes, no late write, and no state left."""
     rng = random.Random(seed)

@@ -36,13 +36,3 @@ def test_manager_agrees_with_the_model_on_random_walks() -> None:
     start = fresh_seed()
     for seed in range(start, start + sized(10, full=100)):
         walk(seed)
-
-
-@pytest.mark.torture
-@pytest.mark.walk
-@pytest.mark.timeout(3600)
-def test_manager_agrees_with_the_model_on_a_million_steps() -> None:
-    """A million steps of random walks, every invariant checked after each, and no state left after any walk."""
-    start = fresh_seed()
-    for seed in range(start, start + 2000):
-        walk(seed)

@@ -334,7 +334,7 @@ def ask(engine: Engine, adapter: list[Any] | None = None, salt: str | None = Non
     return answer["tokens"], answer["cached"]
 
 
-@pytest.mark.vllm
+@pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_requests_with_other_weights_share_nothing(start: Start, tmp_path: Path, model: Path) -> None:
     """Base model, adapters and cache salts have separate blocks in each tier, also after a restart."""

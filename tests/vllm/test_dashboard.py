@@ -88,6 +88,7 @@ def scrapes(start: Start, tmp_path_factory: pytest.TempPathFactory) -> list[str]
     return [page() for _ in range(3)]
 
 
+@pytest.mark.engine
 def test_what_top_reads_is_there(scrapes: list[str]) -> None:
     """An engine has every metric that kvstore top shows."""
     names = {line.split("{")[0].removeprefix("vllm:kvstore_") for line in scrapes[0].splitlines()}
@@ -130,6 +131,7 @@ def prometheus(scrapes: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
         server.wait()
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("title", "query"), QUERIES)
 def test_a_query_has_an_answer(prometheus: tuple[str, float], title: str, query: str) -> None:
     """No panel is empty for a working engine."""

@@ -11,7 +11,7 @@ import pytest
 from tests.vllm.engines import ROOT
 from tests.vllm.versions import INSTALLED, VERSIONS, environment, is_there
 
-pytestmark = [pytest.mark.vllm, pytest.mark.walk]
+pytestmark = [pytest.mark.engine, pytest.mark.walk]
 
 TIMEOUT_S = 1200
 FILES = {"test_lineage.py": 9, "test_sessions.py": 4, "test_multi_connector.py": 5}

@@ -16,7 +16,7 @@ from kvstore.errors import ConfigError
 from kvstore.testing.waiting import eventually
 from tests.vllm.engines import BLOCK_TOKENS, Engine, EngineError, Start, full_blocks, prompt
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 PROMPT_TOKENS = [650, 640, 333, 65, 1000]
 """Lengths: with a partial last block, exactly full blocks, odd, two blocks and one token, many blocks."""
@@ -72,6 +72,7 @@ def restarted(start: Start, directory: Path, expected: list[list[int]]) -> Engin
     return start(offloading=offloading(file_tier(directory)))
 
 
+@pytest.mark.smoke
 def test_a_restarted_engine_answers_from_disk(restarted: Engine, expected: list[list[int]]) -> None:
     """After a SIGKILL the same prompts give the same tokens, and all full blocks come from disk."""
     answers = restarted.ask(*PROMPTS)

@@ -16,7 +16,7 @@ from tests.vllm.harness import Driver, key_of
 
 TEXT = prompt(1, 640)
 
-real_engines = [pytest.mark.vllm, pytest.mark.timeout(600)]
+real_engines = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 def two_tiers(directory: Path, **options: Any) -> list[dict[str, Any]]:

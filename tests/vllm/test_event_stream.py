@@ -17,7 +17,7 @@ from kvstore.testing import eventually
 from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, prompt
 from tests.vllm.event_stream import Stream
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 CAPACITY = "6MiB"
 """About 170 blocks of the tiny model."""

@@ -8,7 +8,7 @@ import pytest
 
 from tests.vllm.engines import Engine, Start, full_blocks, prompt
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 PROMPTS = [prompt(7000 + number, tokens) for number, tokens in enumerate((650, 640, 500, 333))]
 

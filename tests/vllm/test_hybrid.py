@@ -11,7 +11,7 @@ import pytest
 from tests.vllm.engines import Engine, Start, full_blocks, managed, prompt
 from tests.vllm.models import make_tiny_hybrid
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 ROW_BYTES = 16384
 """A block of a group of the model: 1 layer, key and value of 2 heads of 32 float32, 32 tokens."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, managed, prompt
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 def test_the_other_connector_serves_blocks_that_kvstore_has_lost(start: Start, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from kvstore.testing import eventually
 from kvstore.tiering.policy import OWN_PARAMETERS, PARAMETERS
 from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, managed, prompt
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 ROW_BYTES = 32768
 """A block of the tiny model: 2 layers, key and value of 2 heads of 32 float32, 32 tokens."""

@@ -18,7 +18,7 @@ from tests.redis import servers as redis
 from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, prompt
 from tests.vllm.peers import offloading
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LENGTHS = (650, 640, 333, 65)
 

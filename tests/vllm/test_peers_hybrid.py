@@ -13,7 +13,7 @@ from tests.vllm.engines import Engine, Start, full_blocks, prompt
 from tests.vllm.models import make_tiny_hybrid
 from tests.vllm.peers import offloading
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = prompt(1, 700)
 LLM: dict[str, Any] = {"max_model_len": 1024, "max_num_batched_tokens": 128}

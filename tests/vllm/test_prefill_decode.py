@@ -13,7 +13,7 @@ import pytest
 
 from tests.vllm.engines import ROOT
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
 def test_the_decode_engine_loads_while_the_other_computes(tmp_path: Path) -> None:

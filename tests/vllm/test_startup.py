@@ -366,7 +366,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.vllm
+@pytest.mark.engine
 def test_a_real_server_ends_with_one_line(tmp_path: Path) -> None:
     """The server loads nothing: the last line is kvstore's, and there is no traceback."""
     transfer = _transfer(_extra(tmp_path, {}, {"capasity": "1GiB"}))
@@ -390,7 +390,7 @@ def test_a_tier_that_cannot_be_opened_is_one_line(
     assert caplog.messages == ["kvstore: [redis] no answer"]
 
 
-@pytest.mark.vllm
+@pytest.mark.engine
 def test_log_lines_look_like_vllms() -> None:
     """Lines have time, level and logger, including INFO, once, and the program's own logging is kept."""
     code = """

@@ -64,7 +64,7 @@ def salted(engine: Engine, salt: str | None, *prompts: list[int], **policy: Any)
     return answers
 
 
-@pytest.mark.vllm
+@pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_a_neighbour_with_ten_times_the_traffic(start: Start, tmp_path: Path) -> None:
     """A victim with a guaranteed share keeps its hits; after a restart its blocks are found on the disk."""
@@ -99,7 +99,7 @@ def test_a_neighbour_with_ten_times_the_traffic(start: Start, tmp_path: Path) ->
     engine.close()
 
 
-@pytest.mark.vllm
+@pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_tenants_by_parameter_share_nothing(start: Start, tmp_path: Path) -> None:
     """Equal prompts of two tenants have separate blocks, each found by its own tenant; events have vLLM's keys."""

@@ -15,7 +15,7 @@ from kvstore.testing.seeds import fresh_seed
 from tests.vllm.engines import ROOT
 from tests.vllm.versions import VERSIONS, environment, is_there
 
-pytestmark = [pytest.mark.vllm, pytest.mark.walk]
+pytestmark = [pytest.mark.engine, pytest.mark.walk]
 
 REQUESTS_VARIABLE = "KVSTORE_WALK_REQUESTS"
 TIMEOUT_S = 3000
