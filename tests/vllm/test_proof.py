@@ -51,7 +51,7 @@ def root_of(version: str) -> Path:
     return Path(vllm.__file__).parents[1] if version == INSTALLED else overlay(version)
 
 
-@pytest.mark.vllm
+@pytest.mark.engine
 @pytest.mark.parametrize(("make", "manager"), [(make_tiny_mla, "kvstore"), (make_tiny_prefix_lm, "vllm")])
 def test_engine_without_reusable_blocks_stores_and_loads_nothing(
     make: Callable[[Path], Path], manager: str, tmp_path: Path
@@ -80,7 +80,7 @@ def test_engine_without_reusable_blocks_stores_and_loads_nothing(
             engine.kill()
 
 
-@pytest.mark.vllm
+@pytest.mark.engine
 def test_engine_whose_operator_turned_prefix_caching_off_loads(start: Start, tmp_path: Path) -> None:
     """Without a cache on the device, all full blocks come from kvstore."""
     engine = start(offloading=managed(tmp_path), llm={"enable_prefix_caching": False})
@@ -249,7 +249,7 @@ def test_front_end_marks_media_of_clients() -> None:
     assert len(found[True, True][1]) == len("client-") + 64
 
 
-@pytest.mark.vllm
+@pytest.mark.engine
 @pytest.mark.parametrize("manager", ["kvstore", "vllm"])
 def test_embeddings_beside_tokens_are_neither_stored_nor_loaded(manager: str, model: Path, tmp_path: Path) -> None:
     """A prompt with an embedding and one with token 0 in its place get their own answers, also after a restart."""

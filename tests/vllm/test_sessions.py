@@ -11,7 +11,7 @@ import pytest
 from tests.vllm.engines import BLOCK_TOKENS, Engine, managed, prompt
 from tests.vllm.models import make_tiny_hybrid
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 LLM: dict[str, Any] = {"num_gpu_blocks_override": 72, "max_model_len": 1024, "max_num_batched_tokens": 128}
 """Prompts are split, and the device's blocks are reused often."""
