@@ -132,11 +132,7 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             if value is not None and not isinstance(value, kind):
                 msgspec.structs.force_setattr(self, name, _parsed(kind, value))
         if self.required:
-            for name, secret in self.secrets.items():
-                try:
-                    secret.reveal()
-                except AbsentError as error:
-                    raise AbsentError(f"{name!r}: {error}") from None
+            self.check_secrets()
         for name in ("load_timeout", "store_timeout", "lookup_timeout", "breaker_cooldown", "breaker_cooldown_max"):
             check_field(0 < getattr(self, name) <= 86400, name, getattr(self, name), "above 0 and at most one day")
         for name in ("bytes_per_second_min", "inflight_bytes", "store_backlog_bytes"):
@@ -151,6 +147,14 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         check_field(len(self.namespace) <= 1024, "namespace", self.namespace, "at most 1024 characters")
         label_ok = _LABEL.fullmatch(self.label) is not None
         check_field(label_ok, "label", self.label, "at most 64 letters, digits, '_', '.', ':' or '-'")
+
+    def check_secrets(self) -> None:
+        """Raise :class:`~kvstore.errors.AbsentError` for a secret whose file could not be read yet."""
+        for name, secret in self.secrets.items():
+            try:
+                secret.reveal()
+            except AbsentError as error:
+                raise AbsentError(f"{name!r}: {error}") from None
 
     @property
     def secrets(self) -> dict[str, SecretStr]:

@@ -71,7 +71,7 @@ ALERTS = (
         f"unless max {_BY} ({series('tier_dead')}) == 1",
         5,
         "critical",
-        "The tier {{ $labels.tier }} answers nothing: its I/O process is down, or its epoch can't begin.",
+        "The tier {{ $labels.tier }} answers nothing: its medium or I/O process is away, or its epoch can't begin.",
         (("vllm:kvstore_ready{tier='disk'}", 0),),
     ),
     Alert(

@@ -126,7 +126,6 @@ class PeerBackend(Backend):
             BackendUnavailableError: The listening address is not available.
         """
         config = self.config
-        config.secret_bytes()  # Raises while its file is absent.
         self._tls = _loading_tls(config)
         if self._tls is not None:
             await self._tls.current()
@@ -258,6 +257,7 @@ class PeerBackend(Backend):
                 "served_connections": float(server.connection_count if server else 0),
                 "served_loads": float(server.rows_lent if server else 0),
             },
+            ready=not peers or not all(peer.down for peer in peers),
         )
 
     async def _find(

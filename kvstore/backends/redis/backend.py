@@ -179,7 +179,8 @@ class RedisBackend(Backend):
             "requests_waiting": sum(node.waiting_count for node in nodes),
         }
         counters = {**self._counters, "credentials_refused": self._topology.refusals}
-        return BackendStats(counters=counters, gauges={name: float(n) for name, n in gauges.items()})
+        ready = not nodes or not all(node.down for node in nodes)
+        return BackendStats(counters=counters, ready=ready, gauges={name: float(n) for name, n in gauges.items()})
 
     async def _check_memory_settings(self) -> None:
         """Warn if the server will refuse stores when full, or never evict blocks."""
