@@ -34,6 +34,34 @@ _FILE_BYTES_MAX: Final = 16 << 20
 """Longest file; a longer one is the wrong file. The authorities of a whole system take a quarter of a megabyte."""
 
 
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading; FIFOs and devices, which could block forever, are refused.
+
+    Raises:
+        OSError: The file can't be opened, or is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return open(descriptor, "rb")
+
+
+def shown_path(text: str) -> str:
+    """Return the text in an error for a secret's path, which may be the secret itself by mistake.
+
+    A path is shown if it exists, or if its directory exists (other than ``/`` and the current one). Otherwise only the
+    existing directories and the length are shown, because half of all keys in base64 contain a ``/``.
+    """
+    parent = text.rpartition("/")[0]
+    if _is_there(text, os.path.lexists) or (parent.strip("/.") and _is_there(parent, os.path.isdir)):
+        return repr(text)
+    while parent.strip("/.") and not _is_there(parent, os.path.isdir):
+        parent = parent.rpartition("/")[0]
+    below = f" below {parent!r}" if parent.strip("/.") else ""
+    return f"(a path of {len(text)} characters{below}; hidden, because it does not exist and may be the value itself)"
+
+
 class FollowedFiles(Generic[_T]):
     """A value made from the content of files, and made again after a file has changed, in place or by a rename.
 
@@ -46,6 +74,7 @@ class FollowedFiles(Generic[_T]):
         make: Makes the value from their contents. ``ConfigError``: they can't be used; its text shows no secret.
         what: Kind of the files, for errors: ``"Secret file"``.
         file_bytes_max: Longest file.
+        show: Returns the text for a path in errors; by default one that may hide it.
     """
 
     def __init__(
@@ -54,6 +83,7 @@ class FollowedFiles(Generic[_T]):
         make: Callable[[list[bytes]], _T],
         what: str,
         file_bytes_max: int = _FILE_BYTES_MAX,
+        show: Callable[[str], str] = shown_path,
     ) -> None:
         self.refusals = 0  # Number of refusals of a value that the files still had.
         self.previous: _T | None = None  # The value before the last change; None if there was none.
@@ -62,6 +92,7 @@ class FollowedFiles(Generic[_T]):
         self._make = make
         self._what = what
         self._file_bytes_max = file_bytes_max
+        self._show = show
         self._value: _T | None = None
         self._error: ConfigError | None = None
         self._signature: list[tuple[int, ...]] | None = None
@@ -83,7 +114,7 @@ class FollowedFiles(Generic[_T]):
         return self._value
 
     def __repr__(self) -> str:
-        return f"FollowedFiles({', '.join(map(shown_path, self.paths))})"
+        return f"FollowedFiles({', '.join(map(self._show, self.paths))})"
 
     async def renew(self) -> None:
         """Read the files again if one has changed."""
@@ -154,7 +185,7 @@ class FollowedFiles(Generic[_T]):
                 "It is not given as a file: correct it and restart the engine, or give a file, which is read again "
                 "without a restart."
             )
-        names = " and ".join(map(shown_path, self.paths))
+        names = " and ".join(map(self._show, self.paths))
         return f"{names} still has the refused content. Write the current one; it is read again without a restart."
 
     def _read(self, reading: Future[None]) -> None:
@@ -180,41 +211,13 @@ class FollowedFiles(Generic[_T]):
             raise self._unreadable(path, error) from None
         if len(content) > self._file_bytes_max:
             limit = f"a regular file of at most {self._file_bytes_max} bytes"
-            raise ConfigError(f"{self._what} {shown_path(path)} is not {limit}.")
+            raise ConfigError(f"{self._what} {self._show(path)} is not {limit}.")
         return content
 
     def _unreadable(self, path: str, error: OSError | ValueError) -> ConfigError:
         reason = error.strerror if isinstance(error, OSError) else "bad path"
         kind = AbsentError if isinstance(error, OSError) else ConfigError
-        return kind(f"{self._what} {shown_path(path)} can't be read: {reason}. Give a path the engine can read.")
-
-
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading; FIFOs and devices, which could block forever, are refused.
-
-    Raises:
-        OSError: The file can't be opened, or is not a regular file.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file")
-    return open(descriptor, "rb")
-
-
-def shown_path(text: str) -> str:
-    """Return the text in an error for a secret's path, which may be the secret itself by mistake.
-
-    A path is shown if it exists, or if its directory exists (other than ``/`` and the current one). Otherwise only the
-    existing directories and the length are shown, because half of all keys in base64 contain a ``/``.
-    """
-    parent = text.rpartition("/")[0]
-    if _is_there(text, os.path.lexists) or (parent.strip("/.") and _is_there(parent, os.path.isdir)):
-        return repr(text)
-    while parent.strip("/.") and not _is_there(parent, os.path.isdir):
-        parent = parent.rpartition("/")[0]
-    below = f" below {parent!r}" if parent.strip("/.") else ""
-    return f"(a path of {len(text)} characters{below}; hidden, because it does not exist and may be the value itself)"
+        return kind(f"{self._what} {self._show(path)} can't be read: {reason}. Give a path the engine can read.")
 
 
 def _is_there(text: str, test: Callable[[str], bool]) -> bool:

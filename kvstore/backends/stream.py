@@ -423,7 +423,7 @@ def _followed(make: Callable[[], ssl.SSLContext], *given: Path | None) -> TLS:
             text = f"TLS files {named} can't be used: {error}. Give readable PEM files that match."
             raise ConfigError(text) from error
 
-    return FollowedFiles(paths, made, "TLS file")
+    return FollowedFiles(paths, made, "TLS file", show=repr)
 
 
 def _context(purpose: ssl.Purpose, ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext:
