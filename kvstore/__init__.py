@@ -18,6 +18,7 @@ from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordR
 from kvstore.backends.simple import SimpleBackend
 from kvstore.config import TierConfig
 from kvstore.errors import (
+    AbsentError,
     BackendClosedError,
     BackendError,
     BackendUnavailableError,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from kvstore.tiers import AsyncTier, JobSample, SecondaryTierManager, TierStats, open_tier
 
 __all__ = [
+    "AbsentError",
     "AsyncTier",
     "Backend",
     "BackendClosedError",

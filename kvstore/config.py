@@ -12,13 +12,13 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 
-from kvstore.errors import ConfigError
+from kvstore.errors import AbsentError, ConfigError
 from kvstore.quantity import ByteSize as ByteSize
 from kvstore.quantity import Capacity as Capacity
 from kvstore.quantity import Seconds as Seconds
@@ -130,7 +130,9 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         for name, kind in _parsed_fields(type(self)).items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                msgspec.structs.force_setattr(self, name, kind(value))
+                msgspec.structs.force_setattr(self, name, _parsed(kind, value))
+        if self.required:
+            self.check_secrets()
         for name in ("load_timeout", "store_timeout", "lookup_timeout", "breaker_cooldown", "breaker_cooldown_max"):
             check_field(0 < getattr(self, name) <= 86400, name, getattr(self, name), "above 0 and at most one day")
         for name in ("bytes_per_second_min", "inflight_bytes", "store_backlog_bytes"):
@@ -145,6 +147,19 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         check_field(len(self.namespace) <= 1024, "namespace", self.namespace, "at most 1024 characters")
         label_ok = _LABEL.fullmatch(self.label) is not None
         check_field(label_ok, "label", self.label, "at most 64 letters, digits, '_', '.', ':' or '-'")
+
+    def check_secrets(self) -> None:
+        """Raise :class:`~kvstore.errors.AbsentError` for a secret whose file could not be read yet."""
+        for name, secret in self.secrets.items():
+            try:
+                secret.reveal()
+            except AbsentError as error:
+                raise AbsentError(f"{name!r}: {error}") from None
+
+    @property
+    def secrets(self) -> dict[str, SecretStr]:
+        """The secrets by the name of their option, including those of nested options."""
+        return dict(_secrets_of(self))
 
 
 def decode_config(cls: type[_T], value: Mapping[str, Any], *, where: str) -> _T:
@@ -215,10 +230,25 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 def _decode_hook(kind: type[Any], value: Any) -> Any:
     if issubclass(kind, ByteSize | Seconds | Capacity | SecretStr):
-        return kind(value)
+        return _parsed(kind, value)
     if issubclass(kind, Path) and isinstance(value, str | os.PathLike):
         return Path(value)
     raise ConfigError(f"{shown(value)} can't become {kind.__name__}.")
+
+
+def _parsed(kind: type[Any], value: Any) -> Any:
+    # A file may be absent where a tier is not required, which is checked when all fields are known.
+    return SecretStr(value, may_be_absent=True) if kind is SecretStr else kind(value)
+
+
+def _secrets_of(config: msgspec.Struct) -> Iterator[tuple[str, SecretStr]]:
+    for name in config.__struct_fields__:
+        value = getattr(config, name)
+        if isinstance(value, SecretStr):
+            yield name, value
+        elif isinstance(value, msgspec.Struct):
+            for inner, secret in _secrets_of(value):
+                yield f"{name}.{inner}", secret
 
 
 def _encode_hook(value: Any) -> Any:

@@ -7,6 +7,7 @@ value and the remedy. A miss is a value, never an error (see :class:`kvstore.typ
 from __future__ import annotations
 
 __all__ = [
+    "AbsentError",
     "BackendClosedError",
     "BackendError",
     "BackendUnavailableError",
@@ -25,6 +26,13 @@ class KVStoreError(Exception):
 
 class ConfigError(KVStoreError, ValueError):
     """A configuration value can't be used; raised at start, before any change."""
+
+
+class AbsentError(ConfigError):
+    """This machine lacks something that the configuration names (a file, a directory, a drive), perhaps only now.
+
+    A tier with ``"required": false`` starts without it, and tries again.
+    """
 
 
 class HostClosedError(KVStoreError):

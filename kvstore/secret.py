@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
+import time
 from collections.abc import Callable, Mapping
-from typing import BinaryIO, Final
+from contextlib import suppress
+from typing import Final
 
-from kvstore.errors import ConfigError
+from kvstore.errors import AbsentError, ConfigError
+from kvstore.files import FollowedFiles, shown_path
 
 _ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _VARIABLE: Final = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", re.ASCII)
@@ -31,26 +32,92 @@ class SecretStr:
     """A secret: never shown by ``repr``, ``str``, formatting, encoding or an error; only :meth:`reveal` returns it.
 
     Given literally, or better as ``{"env": "NAME"}`` or ``{"file": "/path"}``, which are read when the configuration is
-    decoded (without trailing line ends of a file).
+    decoded (without trailing line ends of a file). A file is read again by :meth:`renew` and :meth:`refused`.
+
+    ``may_be_absent``: whether a missing or empty file is an error only for :meth:`reveal`.
 
     Raises:
         ConfigError: Empty, of the wrong type, or the variable or file can't be read.
     """
 
-    __slots__ = ("_value",)
+    __slots__ = ("_check", "_source")
 
-    def __init__(self, value: str | Mapping[str, str] | SecretStr) -> None:
-        self._value = _parse_secret(value)
+    _source: FollowedFiles[str]
+
+    def __init__(self, value: str | Mapping[str, str] | SecretStr, *, may_be_absent: bool = False) -> None:
+        self._check: Callable[[str], None] | None = None
+        if isinstance(value, SecretStr):
+            self._source, self._check = value._source, value._check
+            return
+        self._source = _source_of(value, self._checked)
+        self._source.look()
+        try:
+            self.reveal()
+        except AbsentError:
+            if not may_be_absent:
+                raise
 
     def reveal(self) -> str:
-        """Return the secret itself. Use it immediately; never store it in an attribute, log line or error."""
-        return self._value
+        """Return the secret itself. Use it immediately; never store it in an attribute, log line or error.
+
+        Raises:
+            AbsentError: Its file could not be read yet.
+        """
+        return self._source.value
+
+    def require(self, check: Callable[[str], None]) -> None:
+        """Set the check of the secret, which raises ConfigError without the secret; a later one of a file must pass it.
+
+        Raises:
+            ConfigError: The present secret does not pass.
+        """
+        self._check = check
+        with suppress(AbsentError):
+            check(self.reveal())
+
+    async def renew(self) -> None:
+        """Read the file again if it has changed; for use before a login. Waits for a fraction of a second at most."""
+        await self._source.renew()
+
+    def renew_now(self) -> None:
+        """Do the same in the calling thread, for as long as it takes."""
+        self._source.look()
+
+    async def refused(self, used: str, complaint: str) -> bool:
+        """Read the file again after a refusal of ``used``; return whether there is another secret to try.
+
+        Otherwise the refusal is counted in ``refusals``, and logged at most once a minute, with ``complaint`` (the
+        beginning of a sentence) and a remedy.
+        """
+        return await self._source.refused(used, complaint)
+
+    @property
+    def refusals(self) -> int:
+        """Number of refusals after which the file had no other secret."""
+        return self._source.refusals
+
+    @property
+    def path(self) -> str | None:
+        """Path of the file; None for another source."""
+        return next(iter(self._source.paths), None)
+
+    def earlier(self, within_s: float) -> str | None:
+        """Return the secret before the last change of the file; None without a change in the last ``within_s``."""
+        return self._source.previous if time.monotonic() - self._source.changed_at <= within_s else None
+
+    def _checked(self, secret: str) -> str:
+        if self._check is not None:
+            self._check(secret)
+        return secret
+
+    def __deepcopy__(self, memo: object) -> SecretStr:
+        return self
 
     def __eq__(self, other: object) -> bool:
-        return self._value == other._value if isinstance(other, SecretStr) else NotImplemented
+        return self.reveal() == other.reveal() if isinstance(other, SecretStr) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._value)
+        return hash(self.reveal())
 
     def __repr__(self) -> str:
         return "SecretStr('***')"
@@ -88,21 +155,6 @@ def shown(value: object, name: str = "") -> str:
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"
 
 
-def shown_path(text: str) -> str:
-    """Return the text in an error for a secret's path, which may be the secret itself by mistake.
-
-    A path is shown if it exists, or if its directory exists (other than ``/`` and the current one). Otherwise only the
-    existing directories and the length are shown, because half of all keys in base64 contain a ``/``.
-    """
-    parent = text.rpartition("/")[0]
-    if _is_there(text, os.path.lexists) or (parent.strip("/.") and _is_there(parent, os.path.isdir)):
-        return repr(text)
-    while parent.strip("/.") and not _is_there(parent, os.path.isdir):
-        parent = parent.rpartition("/")[0]
-    below = f" below {parent!r}" if parent.strip("/.") else ""
-    return f"(a path of {len(text)} characters{below}; hidden, because it does not exist and may be the value itself)"
-
-
 def shown_variable(name: str) -> str:
     """Return the text in an error for a secret's environment variable, which may be the secret itself by mistake."""
     if name in os.environ or _VARIABLE.fullmatch(name):
@@ -110,43 +162,37 @@ def shown_variable(name: str) -> str:
     return f"({len(name)} characters; hidden, because it may be the secret)"
 
 
-def _is_there(text: str, test: Callable[[str], bool]) -> bool:
-    try:
-        return test(text)
-    except (OSError, ValueError):  # Longer than any path, or with a zero byte.
-        return False
-
-
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading; FIFOs and devices, which could block forever, are refused.
-
-    Raises:
-        OSError: The file can't be opened, or is not a regular file.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file")
-    return open(descriptor, "rb")
-
-
-def _parse_secret(value: object) -> str:
-    """Return the secret. Errors never show the value, which may be the secret in the wrong place."""
-    if isinstance(value, SecretStr):
-        return value.reveal()
-    secret: str | None = None
+def _source_of(value: object, check: Callable[[str], str]) -> FollowedFiles[str]:
+    """Return the source of a secret. Errors never show the value, which may be the secret in the wrong place."""
     if isinstance(value, str):
-        secret = value
-    elif isinstance(value, Mapping) and len(value) == 1:
+        return _fixed(value)
+    if isinstance(value, Mapping) and len(value) == 1:
         kind, source = next(iter(value.items()))
         if kind == "env" and isinstance(source, str):
-            secret = _secret_from_env(source)
-        elif kind == "file" and isinstance(source, str):
-            secret = _secret_from_file(source)
-    if secret is None:
-        raise ConfigError("The secret (not shown) is malformed. Expected text, {'env': 'NAME'} or {'file': '/path'}.")
+            return _fixed(_secret_from_env(source))
+        if kind == "file" and isinstance(source, str):
+            what = f"Secret file {shown_path(source)}"
+            return FollowedFiles(
+                [source], lambda contents: check(_decoded(contents[0], what)), "Secret file", _FILE_BYTES_MAX
+            )
+    raise ConfigError("The secret (not shown) is malformed. Expected text, {'env': 'NAME'} or {'file': '/path'}.")
+
+
+def _fixed(secret: str) -> FollowedFiles[str]:
     if not secret:
         raise ConfigError("The secret is empty. Give it, or leave the key out.")
+    return FollowedFiles((), lambda _: secret, "The secret")
+
+
+def _decoded(content: bytes, what: str) -> str:
+    try:
+        secret = content.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        # Not chained: that exception contains the file's content.
+        raise ConfigError(f"{what} is not UTF-8 text. Write the secret as text.") from None
+    if not secret:
+        # Perhaps it is just being written.
+        raise AbsentError(f"{what} is empty. Write the secret into it.")
     return secret
 
 
@@ -157,24 +203,3 @@ def _secret_from_env(name: str) -> str:
     if secret is None:
         raise ConfigError(f"Environment variable {shown_variable(name)} is not set. Set it for the engine's process.")
     return secret
-
-
-def _secret_from_file(path: str) -> str:
-    try:
-        with open_regular(path) as file:
-            data = file.read(_FILE_BYTES_MAX + 1)
-        if len(data) > _FILE_BYTES_MAX:
-            raise ConfigError(
-                f"Secret file {shown_path(path)} is not a regular file of at most {_FILE_BYTES_MAX} bytes."
-            )
-        return data.decode().rstrip("\r\n")
-    except UnicodeDecodeError:
-        # Not chained: that exception contains the file's content.
-        raise ConfigError(f"Secret file {shown_path(path)} is not UTF-8 text. Write the secret as text.") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = error.strerror if isinstance(error, OSError) else "bad path"
-        raise ConfigError(
-            f"Secret file {shown_path(path)} can't be read: {reason}. Give a path the engine can read."
-        ) from None

@@ -34,6 +34,7 @@ class Alert:
 
 _BY = "by (instance, tier)"
 _CORRUPT, _NO_SPACE, _ABANDONED = "='corrupt'", "='no_space'", "='abandoned'"
+_REFUSED = "='credentials_refused'"
 _FAILED = "=~'timeout|io_error|refused'"
 _ALL = "='+Inf'"
 _BLOCKS_LEAST, _JOBS_LEAST = 100, 20
@@ -70,7 +71,7 @@ ALERTS = (
         f"unless max {_BY} ({series('tier_dead')}) == 1",
         5,
         "critical",
-        "The tier {{ $labels.tier }} answers nothing: its I/O process is down, or its epoch can't begin.",
+        "The tier {{ $labels.tier }} answers nothing: its medium or I/O process is away, or its epoch can't begin.",
         (("vllm:kvstore_ready{tier='disk'}", 0),),
     ),
     Alert(
@@ -121,6 +122,14 @@ ALERTS = (
         "warning",
         "The medium of the tier {{ $labels.tier }} is full and nothing may be evicted for new blocks.",
         (("vllm:kvstore_store_blocks_total{tier='disk',outcome='no_space'}", 5),),
+    ),
+    Alert(
+        "CredentialsRefused",
+        f"sum {_BY} (increase({series('backend_events', event=_REFUSED)}[15m])) > 0",
+        5,
+        "critical",
+        "The server of the tier {{ $labels.tier }} refuses its credentials, and their files have not changed.",
+        (("vllm:kvstore_backend_events_total{tier='disk',event='credentials_refused'}", 1),),
     ),
     Alert(
         "SlowLoads",

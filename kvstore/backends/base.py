@@ -105,6 +105,8 @@ class BackendStats:
         capacity_bytes: Limit for ``used_bytes``; 0 for none.
         counters: Monotonic counts by name, such as ``evicted_blocks`` or ``direct_io_fallbacks``.
         gauges: Other numbers by name.
+        ready: False while it can serve nothing, although calls return (no peer answers, its directory was deleted).
+        is_lost: Whether the opened medium is gone for good. The tier then closes and opens the backend again.
     """
 
     blocks: int = 0
@@ -112,6 +114,8 @@ class BackendStats:
     capacity_bytes: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
+    ready: bool = True
+    is_lost: bool = False
 
 
 class Backend(ABC):

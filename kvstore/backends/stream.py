@@ -17,14 +17,15 @@ import socket
 import ssl
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kvstore.codec.rows import address_of
 from kvstore.config import TierConfig
 from kvstore.errors import ConfigError
+from kvstore.files import FollowedFiles
 
 BUFFERS_MAX: Final = 64
 """Buffers of one call; far below the kernel's limit of 1,024."""
@@ -118,6 +119,9 @@ class HeldCalls:
             raise OSError(code, os.strerror(code))
         return moved
 
+
+TLS: TypeAlias = "FollowedFiles[ssl.SSLContext]"
+"""TLS settings of one side, made again after one of their files has changed."""
 
 _LINGER_OFF: Final = struct.pack("ii", 1, 0)
 _DECRYPTED_MAX: Final = 1 << 17
@@ -243,29 +247,72 @@ def check_tls_files(config: TierConfig, *, is_encrypted: bool, remedy: str) -> N
         raise ConfigError("'tls_key' would be ignored without 'tls_cert'. Give 'tls_cert' too, or leave out 'tls_key'.")
 
 
-def client_context(
-    *, ca: Path | None = None, cert: Path | None = None, key: Path | None = None, check_hostname: bool = True
-) -> ssl.SSLContext:
+def client_tls(
+    *,
+    ca: Path | None = None,
+    with_system_ca: bool = False,
+    cert: Path | None = None,
+    key: Path | None = None,
+    check_hostname: bool = True,
+) -> TLS:
     """Return TLS settings of a client: at least TLS 1.2, certificates verified.
 
     Args:
         ca: PEM file of the authorities to trust; without it, those of the system.
+        with_system_ca: Whether to trust those of the system too.
         check_hostname: Whether the server's certificate must be for the requested host.
     """
-    context = _context(ssl.Purpose.SERVER_AUTH, ca, cert, key)
-    context.check_hostname = check_hostname
-    return context
+
+    def make() -> ssl.SSLContext:
+        context = _context(ssl.Purpose.SERVER_AUTH, ca, cert, key)
+        context.check_hostname = check_hostname
+        if ca and with_system_ca:
+            context.load_default_certs()
+        return context
+
+    return _followed(make, ca, cert, key)
 
 
-def server_context(*, cert: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
+def server_tls(*, cert: Path, key: Path, client_ca: Path | None = None) -> TLS:
     """Return TLS settings of a server: at least TLS 1.2.
 
     ``client_ca``: PEM file of authorities; clients then need a certificate from one of them.
     """
-    context = _context(ssl.Purpose.CLIENT_AUTH, client_ca, cert, key)
-    if client_ca is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
+
+    def make() -> ssl.SSLContext:
+        context = _context(ssl.Purpose.CLIENT_AUTH, client_ca, cert, key)
+        if client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    return _followed(make, client_ca, cert, key)
+
+
+def check_tls(tls: TLS | None) -> None:
+    """Read the files of TLS settings. ``ConfigError``: they can't be used."""
+    if tls is not None:
+        tls.look()
+        _ = tls.value
+
+
+@contextlib.asynccontextmanager
+async def current_tls(tls: TLS | None, endpoint: Endpoint) -> AsyncIterator[ssl.SSLContext | None]:
+    """Yield the settings for a connection to an endpoint; after a failure of TLS, the files are read again.
+
+    With TLS 1.3, a server refuses a client's certificate after the handshake, so the context includes the first answer.
+    """
+    if tls is None:
+        yield None
+        return
+    context = await tls.current()
+    try:
+        yield context
+    except Exception as error:
+        failure = next((one for one in (error, error.__cause__) if isinstance(one, ssl.SSLError)), None)
+        if failure is not None:
+            reason = getattr(failure, "verify_message", "") or failure.reason or "refused"
+            await tls.refused(context, f"TLS with {endpoint} fails: {reason}")
+        raise
 
 
 def listening_socket(endpoint: Endpoint) -> socket.socket:
@@ -365,15 +412,25 @@ def _prepare(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
+def _followed(make: Callable[[], ssl.SSLContext], *given: Path | None) -> TLS:
+    paths = [path for path in given if path]
+
+    def made(_: object) -> ssl.SSLContext:
+        try:
+            return make()
+        except (OSError, ssl.SSLError) as error:
+            named = ", ".join(map(str, paths))
+            text = f"TLS files {named} can't be used: {error}. Give readable PEM files that match."
+            raise ConfigError(text) from error
+
+    return FollowedFiles(paths, made, "TLS file", show=repr)
+
+
 def _context(purpose: ssl.Purpose, ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(purpose, cafile=str(ca) if ca else None)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        if cert:
-            context.load_cert_chain(str(cert), str(key) if key else None)
-    except (OSError, ssl.SSLError) as error:
-        named = ", ".join(str(path) for path in (ca, cert, key) if path)
-        raise ConfigError(f"TLS files {named} can't be used: {error}. Give readable PEM files that match.") from error
+    context = ssl.create_default_context(purpose, cafile=str(ca) if ca else None)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if cert:
+        context.load_cert_chain(str(cert), str(key) if key else None)
     return context
 
 

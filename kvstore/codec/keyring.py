@@ -36,7 +36,8 @@ import msgspec
 from kvstore.bounded import BoundedDict
 from kvstore.config import Seconds, check_field
 from kvstore.errors import ConfigError
-from kvstore.secret import open_regular, shown_path, shown_variable
+from kvstore.files import open_regular, shown_path
+from kvstore.secret import shown_variable
 
 logger = logging.getLogger("kvstore.codec")
 

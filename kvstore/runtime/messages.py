@@ -212,6 +212,7 @@ class StatsReport(_Message, frozen=True):
     counters: dict[str, int]
     gauges: dict[str, float]
     codec: dict[str, float] = {}
+    ready: bool = True  # Whether the backend is open and can serve something.
 
 
 class Forgotten(_Message, frozen=True):

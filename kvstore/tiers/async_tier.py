@@ -293,7 +293,7 @@ class AsyncTier(SecondaryTierManager):
         return TierStats(
             name=self.name,
             epoch=self._epoch.present,
-            ready=self._is_up and health.loads_pass,
+            ready=self._is_up and health.loads_pass and report.ready,
             recovering=not presence.complete,
             blocks=report.blocks,
             used_bytes=report.used_bytes,

@@ -38,8 +38,8 @@ class TierStats:
     Attributes:
         name: Name of the tier.
         epoch: Name of the present epoch; empty: the base epoch; None while it changes.
-        ready: Whether lookups are answered from the medium: the I/O side is up, the epoch has begun, and the breaker of
-            loads is closed. A tier is ready during recovery.
+        ready: Whether lookups are answered from the medium: the I/O side is up, the epoch has begun, the medium is open
+            and can serve something, and the breaker of loads is closed. A tier is ready during recovery.
         recovering: Whether the scan of blocks from earlier runs is still running.
         blocks: Known number of blocks.
         used_bytes: Their bytes on the medium.

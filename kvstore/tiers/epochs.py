@@ -14,9 +14,9 @@ from typing import Final
 
 from kvstore.config import EpochConfig
 from kvstore.errors import ConfigError
+from kvstore.files import open_regular
 from kvstore.primary.lending import Lender
 from kvstore.runtime.messages import BeginEpoch, EpochBegun
-from kvstore.secret import open_regular
 
 logger = logging.getLogger("kvstore.tiers")
 

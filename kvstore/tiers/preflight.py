@@ -11,7 +11,7 @@ from typing import Final
 from kvstore.codec.base import CodecContext
 from kvstore.codec.chain import AUTO, build_chain, parse_chain
 from kvstore.config import ByteSize, Capacity, TierConfig
-from kvstore.errors import BackendError, ConfigError
+from kvstore.errors import AbsentError, BackendError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS, CODECS
 
@@ -35,13 +35,14 @@ def check_before_opening(backend: str, config: TierConfig) -> None:
         if isinstance(capacity, Capacity) and capacity.percent is None and capacity.resolve(0) < _CAPACITY_LEAST:
             found, advice = f"'capacity' is {capacity}, less than a block", "Give it a unit, such as '500GiB'."
             raise ConfigError(f"{backend} tier: {found}. {advice}")
-        for found, advice in path_faults(path):
+        for found, advice in [*(_absences(path) if config.required else ()), *_exposures(path)]:
             raise ConfigError(f"{backend} tier: {found}. {advice}")
     try:
         BACKENDS.find(backend)(config).check()
-    except (BackendError, OSError) as error:
-        if config.required or isinstance(error, OSError):
-            raise ConfigError(f"{backend} tier: {error}. Check its paths and files.") from error
+    except (AbsentError, BackendError, OSError) as error:
+        if config.required:
+            text = f"{error}" if isinstance(error, AbsentError) else f"{error}. Check its paths and files."
+            raise ConfigError(f"{backend} tier: {text}") from error
 
 
 def doubts_before_opening(backend: str, config: TierConfig) -> Iterator[str]:
@@ -51,6 +52,8 @@ def doubts_before_opening(backend: str, config: TierConfig) -> Iterator[str]:
     if isinstance(size, int) and size < _CAPACITY_LITTLE:
         yield f"'capacity' is {ByteSize(size).text}, room for few blocks. Give some GiB, such as '500GiB'."
     for path in paths_of(backend, config):
+        for found, advice in _absences(path):
+            yield f"{found}, so an engine starts without the tier ('required' is false). {advice}"
         if not path.is_absolute():
             yield (
                 f"the path {str(path)!r} is relative to the directory in which the engine starts, here {os.getcwd()}. "
@@ -97,12 +100,20 @@ def claim_paths(used: dict[Path, str], place: str, paths: list[Path]) -> None:
 
 def path_faults(path: Path, *, is_tier: bool = True) -> Iterator[tuple[str, str]]:
     """Yield the faults of a directory (for a tier), each with advice; changes nothing."""
+    yield from [*_absences(path), *(_exposures(path) if is_tier else ())]
+
+
+def _absences(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield what this machine lacks for a directory, perhaps only now."""
     there = nearest_existing(path)
     if path != there and path.parent != there:
         yield f"{path.parent} does not exist", "Make it: only the last component of a tier's path is made by itself."
     elif not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         yield f"{there} is not a writable directory", "Give one that is this user's."
-    elif is_tier and path == there and path.stat().st_mode & stat.S_IWOTH:
+
+
+def _exposures(path: Path) -> Iterator[tuple[str, str]]:
+    if os.path.isdir(path) and path.stat().st_mode & stat.S_IWOTH:
         yield (
             f"every user of the machine may write to {path}",
             f"Use a directory below it, such as {path / 'kv'}; kvstore makes it for this user alone.",

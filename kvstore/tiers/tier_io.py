@@ -22,7 +22,7 @@ from kvstore.backends.holdings import Holdings, open_holdings
 from kvstore.bounded import BoundedDict
 from kvstore.codec.base import KeyNames
 from kvstore.config import TierConfig
-from kvstore.errors import BackendError, ConfigError
+from kvstore.errors import AbsentError, BackendError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import (
@@ -61,6 +61,9 @@ from kvstore.types import BlockKey, Found, NamespaceInfo, Outcome, RemovalCause
 logger = logging.getLogger("kvstore.tiers")
 
 _STATS_INTERVAL_S = 1.0
+
+_OPEN_TIMEOUT_S = 60.0
+"""Time limit for one attempt to open a medium later, as for the first attempt."""
 
 _RECOVERED_MAX = 4096
 """Recovered keys per message."""
@@ -177,8 +180,8 @@ class TierIO:
     async def open(self) -> None:
         """Open the backend; recovery continues in the background.
 
-        An unreachable medium is an error only if the tier is ``required``; otherwise the tier starts down and is
-        probed until the medium answers.
+        An unreachable or absent medium is an error only if the tier is ``required``; otherwise the tier starts without
+        it and tries again at growing intervals.
 
         Raises:
             ConfigError: The configuration can't be used.
@@ -190,10 +193,12 @@ class TierIO:
             self._post(EpochBegun(0, name))
         try:
             await self._open_backend()
-        except BackendError as error:
+        except (AbsentError, BackendError) as error:
             if self._config.required:
                 raise
             logger.warning("The %s tier starts without its medium and will try again: %s", self._backend.name, error)
+            self._spawn(self._open_until_ok(), self._questions)
+            self._post_stats()
         self._spawn(self._report_stats_for_ever())
 
     def deliver(self, messages: Sequence[ToIO]) -> None:
@@ -290,6 +295,8 @@ class TierIO:
                 self._primary.release()
 
     async def _open_backend(self) -> None:
+        await asyncio.gather(*[secret.renew() for secret in self._config.secrets.values()])
+        self._config.check_secrets()
         geometry = RecordGeometry(self._backend.alignment, self._spec.slot_bytes)
         try:
             await self._backend.open(self._parts.namespace, geometry)
@@ -299,6 +306,26 @@ class TierIO:
         self._opened = True
         if self._wanted_epoch is None:
             self._spawn(self._report_presence(), self._questions)
+
+    async def _open_until_ok(self) -> None:
+        """Open the backend, at growing intervals until it is open; a new epoch does it instead."""
+        pause_s = float(self._config.breaker_cooldown)
+        while not self._opened and self._wanted_epoch is None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(float(self._config.breaker_cooldown_max), 2 * pause_s)
+            with suppress(*_FAILURES):
+                async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                    await self._open_backend()
+                logger.warning("The %s tier has opened its medium", self._backend.name)
+
+    async def _reopen(self) -> None:
+        """Leave a medium that is gone for good, with all of its blocks."""
+        self._opened = False
+        with suppress(*_FAILURES):
+            async for keys in self._backend.scan_keys():
+                self._on_removal(keys, RemovalCause.LOST)
+        await to_the_end(asyncio.ensure_future(self._backend.close()))
+        await self._open_until_ok()
 
     async def _change_epoch(self) -> None:
         """Leave the present epoch and enter the one requested last."""
@@ -522,10 +549,8 @@ class TierIO:
                 async with asyncio.timeout(probe.timeout_s):
                     if self._opened:
                         await self._backend.probe()
-                    else:
-                        await self._open_backend()
-                    self._post(ProbeDone(tries))
-                    return
+                        self._post(ProbeDone(tries))
+                        return
             pause_s = min(probe.pause_s_max, 2 * pause_s)
 
     async def _run_drain(self, message: Drain) -> None:
@@ -537,6 +562,8 @@ class TierIO:
     async def _report_stats_for_ever(self) -> None:
         while True:
             await asyncio.sleep(_STATS_INTERVAL_S)
+            if self._opened and self._backend.stats().is_lost:
+                self._spawn(self._reopen(), self._questions)
             self._post_stats()
 
     def _post_stats(self) -> None:
@@ -545,7 +572,8 @@ class TierIO:
         used_bytes, capacity_bytes = int(stats.used_bytes), int(stats.capacity_bytes)
         codec = self._parts.mover.codecs.stats()
         gauges = {**stats.gauges, "unreadable_blocks": float(len(self._parts.refused))}
-        report = StatsReport(stats.blocks, used_bytes, capacity_bytes, stats.counters, gauges, codec)
+        ready = self._opened and stats.ready
+        report = StatsReport(stats.blocks, used_bytes, capacity_bytes, stats.counters, gauges, codec, ready)
         # Unchanged statistics are not sent: the owner of an idle tier may not receive for hours, and reports would
         # accumulate.
         if report != self._last_stats:

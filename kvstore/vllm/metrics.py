@@ -55,7 +55,7 @@ _STATES = {
     "capacity_bytes": ("Limit for the used bytes; 0 if there is none.", ()),
     "jobs_in_flight": ("Jobs submitted and not reported.", ()),
     "bytes_in_flight": ("Payload bytes of the jobs submitted and not reported.", ()),
-    "ready": ("1 while lookups are answered from the medium: I/O side up, epoch begun, breaker of loads closed.", ()),
+    "ready": ("1 while lookups are answered from the medium: medium open, epoch begun, breaker of loads closed.", ()),
     "recovering": ("1 while the scan of existing blocks runs.", ()),
 }
 """Gauges that are attributes of ``TierStats``."""

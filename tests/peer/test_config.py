@@ -99,7 +99,7 @@ def test_what_is_taken(options: dict[str, Any]) -> None:
 def test_a_secret_is_never_shown() -> None:
     """Neither the configuration nor an error about it shows the secret."""
     config = PeerConfig(peers=("a:1",), secret=SECRET)
-    assert SECRET not in repr(config) and config.secret_bytes == SECRET.encode()
+    assert SECRET not in repr(config) and config.secret_bytes() == SECRET.encode()
     with pytest.raises(ConfigError) as error:
         PeerConfig(peers=("a:1",), secret="hunter2")
     assert "hunter2" not in str(error.value)

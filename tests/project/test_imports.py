@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.project.tree import ROOT
 
 FOR_BACKENDS = {
-    *("backends", "backends.base", "backends.simple", "config", "errors", "namespace", "quantity"),
+    *("backends", "backends.base", "backends.simple", "config", "errors", "files", "namespace", "quantity"),
     *("runtime", "runtime.limits", "secret", "types"),
 }
 """Modules of kvstore that ``import kvstore`` may load: the interface of backends."""

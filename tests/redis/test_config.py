@@ -184,7 +184,7 @@ async def test_untrusted_certificates(tls_server: Server, tmp_path: Path) -> Non
             await opened(tls_server, tls_ca=str(tmp_path / "ca.crt"))
         with pytest.raises(BackendError, match="not trusted"):
             await opened(tls_server, url=tls_server.url.replace("127.0.0.1", "127.0.0.2"))
-        with pytest.raises(ConfigError, match="TLS files"):
+        with pytest.raises(ConfigError, match="TLS file"):
             await opened(tls_server, tls_ca=str(tmp_path / "none.crt"))
         with pytest.raises(BackendError):
             await opened(tls_server, url=tls_server.url.replace("rediss", "redis"), tls_ca=None, connect_timeout=1)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from botocore.credentials import RefreshableCredentials
 
-from kvstore.backends.s3.credentials import CurrentCredentials
+from kvstore.backends.s3.config import S3Config
+from kvstore.backends.s3.credentials import Credentials, CurrentCredentials, find_credentials, make_session
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.testing.waiting import eventually_async
 
@@ -39,10 +41,19 @@ class Role(RefreshableCredentials):  # type: ignore[misc] # botocore has no type
         return SimpleNamespace(access_key=f"key{self.renewals}", secret_key="secret", token="token")
 
 
+def of_provider(provider: Any) -> CurrentCredentials:
+    """Credentials of a provider, without files to follow."""
+
+    async def find() -> Any:
+        return provider
+
+    return CurrentCredentials(find)
+
+
 async def test_one_renewal_for_all_who_wait() -> None:
     """A request without time left stops waiting; the only renewal continues for later requests."""
     role = Role()
-    credentials = CurrentCredentials(role)
+    credentials = of_provider(role)
     for _ in range(3):
         with pytest.raises(S3Error, match="still being renewed") as caught:
             await credentials.get(0.01)
@@ -61,7 +72,7 @@ async def test_credentials_that_are_still_good_are_used_meanwhile(monkeypatch: p
     monkeypatch.setattr("kvstore.backends.s3.credentials._RENEWAL_PAUSE_S", 3600.0)
     role = Role()
     role.let_go.set()
-    credentials = CurrentCredentials(role)
+    credentials = of_provider(role)
     assert (await credentials.get(30)).access_key == "key1"
     role.left_s = 3600.0
     assert (await credentials.get(30)).access_key == "key1"
@@ -88,7 +99,7 @@ async def test_a_renewal_that_fails_is_tried_again() -> None:
     role = Role()
     role.let_go.set()
     role.failure = ZeroDivisionError("secret things")
-    credentials = CurrentCredentials(role)
+    credentials = of_provider(role)
     with pytest.raises(S3Error, match="ZeroDivisionError") as caught:
         await credentials.get(30)
     assert caught.value.cause is Cause.CREDENTIALS
@@ -107,7 +118,7 @@ async def test_fixed_credentials_are_asked_for_once() -> None:
             asked.append(1)
             return SimpleNamespace(access_key="key", secret_key="secret", token=None)
 
-    credentials = CurrentCredentials(Fixed())
+    credentials = of_provider(Fixed())
     assert {(await credentials.get(30)).access_key for _ in range(3)} == {"key"}
     assert len(asked) == 1
     await credentials.close()
@@ -116,10 +127,50 @@ async def test_fixed_credentials_are_asked_for_once() -> None:
 async def test_close_ends_a_renewal() -> None:
     """No renewal continues after close, and closing before the first use is allowed."""
     role = Role()
-    credentials = CurrentCredentials(role)
+    credentials = of_provider(role)
     await credentials.close()
     with pytest.raises(S3Error):
         await credentials.get(0.01)
     assert role.running == 1
     await credentials.close()
     assert role.running == 0
+
+
+@pytest.mark.parametrize("source", ["options", "profile"])
+async def test_tokens_in_files_are_renewed_for_days(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Temporary keys whose files are renewed are used from then on: by themselves, or at once after a refusal."""
+    monkeypatch.setattr("kvstore.backends.s3.credentials._RENEWAL_PAUSE_S", 0.0)
+    names = {"access_key_id": "id", "secret_access_key": "secret", "session_token": "token"}
+    paths = {option: tmp_path / name for option, name in names.items()}
+    options: dict[str, Any] = {option: {"file": str(path)} for option, path in paths.items()}
+    if source == "profile":
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+        options = {"profile": "work"}
+
+    def renew_files(number: int) -> Credentials:
+        for path in paths.values():
+            path.write_text(f"{path.name}-{number}")
+        lines = [f"aws_{option} = {path.name}-{number}" for option, path in paths.items()]
+        (tmp_path / "credentials").write_text("\n".join(["[work]", *lines]))
+        return Credentials(*[f"{name}-{number}" for name in ("id", "secret", "token")])
+
+    first = renew_files(0)
+    config = S3Config(bucket="bucket", **options)
+    credentials = await find_credentials(config, make_session(config)[0])
+    assert await credentials.get() == first
+    for quarter in range(1, 20, 2):
+        expected = renew_files(quarter)
+
+        async def is_used(expected: Credentials = expected) -> bool:
+            return await credentials.get() == expected
+
+        await eventually_async(is_used)
+        expected = renew_files(quarter + 1)
+        assert await credentials.refused(credentials.last, is_certain=True)
+        assert credentials.last == expected
+    assert credentials.refusals == 0
+    assert not await credentials.refused(credentials.last, is_certain=True)
+    assert credentials.refusals == 1
+    await credentials.close()

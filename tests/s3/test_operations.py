@@ -281,7 +281,7 @@ async def test_credentials_are_renewed(faults: FaultServer, tmp_path: Path, monk
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "config").write_text(f"[profile short]\ncredential_process = {program}\nregion = eu-west-3\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    options = {"access_key_id": "", "secret_access_key": None, "region": "", "profile": "short"}
+    options = {"access_key_id": None, "secret_access_key": None, "region": "", "profile": "short"}
     objects = await opened_client(faults, client="direct", **options)
     before = os.path.getsize(calls)
     for number in range(3):
@@ -301,7 +301,7 @@ async def test_credentials_that_are_expired_already(
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "config").write_text(f"[profile short]\ncredential_process = {program}\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    options = {"access_key_id": "", "secret_access_key": None, "profile": "short", "client": "direct"}
+    options = {"access_key_id": None, "secret_access_key": None, "profile": "short", "client": "direct"}
     error = await refusal(faults, **options)
     assert error.cause is Cause.CREDENTIALS
     assert "RuntimeError" in str(error)
@@ -309,7 +309,7 @@ async def test_credentials_that_are_expired_already(
 
 async def test_no_such_profile(faults: FaultServer, client: str) -> None:
     """A missing profile is an error of the configuration."""
-    options = {"access_key_id": "", "secret_access_key": None, "profile": "nobody"}
+    options = {"access_key_id": None, "secret_access_key": None, "profile": "nobody"}
     with pytest.raises(ConfigError, match="no profile 'nobody'"):
         await opened(faults, client=client, **options)
 
@@ -318,7 +318,7 @@ async def test_without_credentials(faults: FaultServer, client: str, monkeypatch
     """Missing credentials are reported; anonymous requests need none."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    nobody = {"access_key_id": "", "secret_access_key": None, "client": client}
+    nobody = {"access_key_id": None, "secret_access_key": None, "client": client}
     assert (await refusal(faults, **nobody)).cause is Cause.CREDENTIALS
     await opened(faults, **nobody, anonymous=True)
 

@@ -15,7 +15,7 @@ from kvstore.backends.s3 import wire as wire_module
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.http import Answer
 from kvstore.backends.s3.wire import Wire
-from kvstore.backends.stream import Endpoint, Stream, client_context
+from kvstore.backends.stream import TLS, Endpoint, Stream, client_tls
 from kvstore.testing.waiting import eventually_async
 from tests.redis.servers import make_certificates
 
@@ -30,7 +30,7 @@ async def served(
     serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
     *,
     theirs: ssl.SSLContext | None = None,
-    ours: ssl.SSLContext | None = None,
+    ours: TLS | None = None,
 ) -> AsyncIterator[Wire]:
     """Yield a client of a server; close all connections at the end, whatever the result."""
     tasks: list[asyncio.Task[None]] = []
@@ -86,7 +86,7 @@ async def test_an_answer_too_many_is_nobodys(tmp_path: Path, encrypted: bool) ->
         make_certificates(tmp_path)
         theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         theirs.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
-        ours = client_context(ca=tmp_path / "ca.crt")
+        ours = client_tls(ca=tmp_path / "ca.crt")
     asked = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -52,7 +52,11 @@ _BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "address without scheme": ({}, {"type": "redis", "url": "cache:6379"}, "Give 'redis://cache:6379'"),
     "name too long": ({}, {"path": "DIR/" + 300 * "x"}, "File name too long"),
-    "missing TLS file": ({}, {"type": "redis", "url": "rediss://h", "tls_ca": "/no/ca.pem"}, "can't be used"),
+    "missing TLS file": (
+        {},
+        {"type": "redis", "url": "rediss://h", "tls_ca": "/no/ca.pem"},
+        "TLS file '/no/ca.pem' can't be read",
+    ),
     "missing profile": ({}, {"type": "s3", "bucket": "bucket", "profile": "no-such"}, "no profile"),
     "missing keyring": ({}, {"codec": [{"aead": {"keys": {"file": "/no/keys"}}}]}, "can't be read"),
     "name of a product": ({}, {"type": "valkey"}, "For valkey give 'redis'"),

@@ -243,6 +243,8 @@ class DiskBackend(Backend):
                 "other_owners": float(len(session.followers.others)),
                 "io_uring": float(session.engine.name == "io_uring"),
             },
+            ready=not session.removed,
+            is_lost=session.removed,
         )
 
     def leave_to_parent(self) -> None:
@@ -291,7 +293,7 @@ class DiskBackend(Backend):
         blocks = self._opened()
         if blocks.session.removed:
             raise BackendUnavailableError(
-                f"{self.config.paths} were deleted while in use. Start the engine again.", backend=self.name
+                f"{self.config.paths} were deleted while in use. A tier makes them again.", backend=self.name
             )
         with self._calls:
             try:

@@ -20,7 +20,7 @@ from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.files import FileLock
 from kvstore.backends.disk.journal import JournalReader, append_rows, journals_in, load_owner
 from kvstore.diskio import OsDisk
-from kvstore.errors import BackendUnavailableError, ConfigError
+from kvstore.errors import AbsentError, BackendUnavailableError, ConfigError
 from kvstore.namespace import Namespace
 
 _log = logging.getLogger("kvstore.backends.disk")
@@ -450,7 +450,7 @@ def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namesp
         if root is not None:
             root.close()
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise ConfigError(
+            raise AbsentError(
                 f"'path' is {path!r}, which this user may not use ({error.strerror}). Change its owner or mode, "
                 "remount it, or name another directory."
             ) from error
@@ -560,7 +560,7 @@ def _open_directory(disk: OsDisk, path: str) -> int:
             disk.mkdir(path)
         return disk.open_root(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(
+        raise AbsentError(
             f"'path' is {path!r}, but there is no directory {os.path.dirname(path)!r}. Mount the disk or make that "
             "directory; only the last component is made by kvstore."
         ) from error

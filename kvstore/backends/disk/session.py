@@ -283,7 +283,7 @@ class Session:
     async def _notice_removal(self) -> None:
         status = await self.engine.call(partial(self.disk.fstat, self.owner.fds[0]))
         if not status.st_nlink and not self.removed:
-            _log.warning("%r was removed while in use; start the engine again", self.roots[0].path)
+            _log.warning("%r was removed while in use; its blocks are lost", self.roots[0].path)
             self.removed = True
             # The space of removed files is freed when no process has them open.
             self.segments.forget_owner(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -15,9 +14,9 @@ from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordR
 from kvstore.backends.peer.client import Peer, PeerError, PeerLog
 from kvstore.backends.peer.config import NOTHING_TO_SERVE, PeerConfig, endpoint_of
 from kvstore.backends.peer.directory import Directory
-from kvstore.backends.peer.server import PeerServer, serving_context
+from kvstore.backends.peer.server import PeerServer, serving_tls
 from kvstore.backends.peer.summary import ENGINES_MAX
-from kvstore.backends.stream import Endpoint, client_context
+from kvstore.backends.stream import TLS, Endpoint, check_tls, client_tls
 from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
 from kvstore.errors import BackendClosedError, ConfigError
@@ -95,7 +94,7 @@ class PeerBackend(Backend):
         self._source: Lender | None = None
         self._server: PeerServer | None = None
         self._namespace: Namespace | None = None
-        self._context: ssl.SSLContext | None = None
+        self._tls: TLS | None = None
         self._listed: dict[Endpoint, Peer] = {}
         self._named: BoundedDict[Endpoint, Peer] = BoundedDict(_NAMED_MAX)
         self._directory: Directory | None = None
@@ -114,8 +113,8 @@ class PeerBackend(Backend):
         self._source = lender
 
     def check(self) -> None:
-        _loading_context(self.config)
-        serving_context(self.config)
+        check_tls(_loading_tls(self.config))
+        check_tls(serving_tls(self.config))
         if self.config.directory is not None:
             Directory.check(self.config.directory)
 
@@ -127,7 +126,9 @@ class PeerBackend(Backend):
             BackendUnavailableError: The listening address is not available.
         """
         config = self.config
-        self._context = _loading_context(config)
+        self._tls = _loading_tls(config)
+        if self._tls is not None:
+            await self._tls.current()
         if config.listen:
             if self._source is None:
                 raise ConfigError(NOTHING_TO_SERVE)
@@ -243,8 +244,11 @@ class PeerBackend(Backend):
     def stats(self) -> BackendStats:
         peers = self._peers()
         server = self._server
+        refusals = sum(secret.refusals for secret in self.config.secrets.values())
+        refusals += self._tls.refusals if self._tls else 0
+        refusals += self._directory.tls_refusals if self._directory else 0
         return BackendStats(
-            counters=dict(self._counts),
+            counters={**self._counts, "credentials_refused": refusals},
             gauges={
                 "peers": float(len(peers)),
                 "peers_down": float(sum(peer.down for peer in peers)),
@@ -253,6 +257,7 @@ class PeerBackend(Backend):
                 "served_connections": float(server.connection_count if server else 0),
                 "served_loads": float(server.rows_lent if server else 0),
             },
+            ready=not peers or not all(peer.down for peer in peers),
         )
 
     async def _find(
@@ -347,7 +352,7 @@ class PeerBackend(Backend):
         return self._namespace
 
     def _peer(self, endpoint: Endpoint) -> Peer:
-        return Peer(endpoint, self.config, self._context, self._ready().digest, self._counts, self._log)
+        return Peer(endpoint, self.config, self._tls, self._ready().digest, self._counts, self._log)
 
     def _peers(self) -> list[Peer]:
         return [*self._listed.values(), *self._named.values(), *self._found.values()]
@@ -433,10 +438,10 @@ class PeerBackend(Backend):
         task.add_done_callback(self._leaving.discard)
 
 
-def _loading_context(config: PeerConfig) -> ssl.SSLContext | None:
+def _loading_tls(config: PeerConfig) -> TLS | None:
     """Return the TLS settings for connections to peers; None without TLS."""
     if not config.tls:
         return None
-    return client_context(
+    return client_tls(
         ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
     )

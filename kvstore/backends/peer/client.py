@@ -11,7 +11,7 @@ import ssl
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 from kvstore.backends.base import RecordRead
@@ -19,7 +19,7 @@ from kvstore.backends.peer import protocol
 from kvstore.backends.peer.channel import Channel
 from kvstore.backends.peer.config import PeerConfig
 from kvstore.backends.peer.protocol import Agreement, Hello, Note, Op, Part, PeerProtocolError
-from kvstore.backends.stream import Endpoint, open_stream
+from kvstore.backends.stream import TLS, Endpoint, current_tls, open_stream
 from kvstore.backends.vectored import cut
 from kvstore.errors import BackendUnavailableError
 from kvstore.runtime.breaker import Breaker
@@ -63,6 +63,10 @@ class PeerError(BackendUnavailableError):
         self.is_late = is_late
 
 
+class _OtherSecretError(PeerProtocolError):
+    """The peer did not prove that it has our secret."""
+
+
 class PeerLog:
     """Warnings about peers, at most ``_WARNINGS_MAX`` a minute; then one line has the number of the omitted ones."""
 
@@ -92,14 +96,14 @@ class Peer:
 
     Args:
         endpoint: Address on which the peer listens.
-        context: TLS settings, if any.
+        tls: TLS settings, if any.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
         config: PeerConfig,
-        context: ssl.SSLContext | None,
+        tls: TLS | None,
         namespace_digest: bytes,
         counts: Counter[str],
         log: PeerLog,
@@ -110,7 +114,7 @@ class Peer:
         self.is_foreign = False  # Whether the peer had blocks of another namespace at the last greeting.
         self.last_error = ""  # Text of the latest failure.
         self._config = config
-        self._context = context
+        self._tls = tls
         self._namespace_digest = namespace_digest
         self._counts = counts
         self._log = log
@@ -327,13 +331,7 @@ class Peer:
         if self._closed:
             raise ConnectionError("the backend is closed")
         try:
-            async with asyncio.timeout(self._config.connect_timeout):
-                pipe = Channel(await open_stream(self.endpoint, self._context))
-                try:
-                    await self._greet(pipe)
-                except BaseException:
-                    pipe.close()
-                    raise
+            pipe = await self._agreed()
         except (OSError, ValueError, OverflowError, PeerProtocolError) as error:
             self._counts["connections_failed"] += 1
             late = isinstance(error, TimeoutError)
@@ -346,19 +344,50 @@ class Peer:
         self._pipes.add(pipe)
         return pipe
 
-    async def _greet(self, pipe: Channel) -> None:
+    async def _agreed(self) -> Channel:
+        """Connect and greet, again with other secrets after a refusal.
+
+        First with the secret that the peer had before a change of its file, as ours may still be that one. Then with
+        the one that our file has by now.
+        """
+        secret = self._config.secret
+        if secret is None:
+            return await self._greeted()
+        await secret.renew()
+        used = secret.reveal()
+        for earlier in (False, True):
+            with suppress(_OtherSecretError):
+                return await self._greeted(earlier=earlier)
+        await secret.refused(used, f"Peer {self.endpoint} has another secret")
+        return await self._greeted()
+
+    async def _greeted(self, *, earlier: bool = False) -> Channel:
+        limit = asyncio.timeout(self._config.connect_timeout)
+        async with current_tls(self._tls, self.endpoint) as context, limit:
+            pipe = Channel(await open_stream(self.endpoint, context))
+            try:
+                await self._greet(pipe, earlier=earlier)
+            except BaseException:
+                pipe.close()
+                raise
+        return pipe
+
+    async def _greet(self, pipe: Channel, *, earlier: bool) -> None:
         dialled = protocol.address_of(*pipe.stream.remote_address)
-        hello = protocol.pack_hello(Hello(os.urandom(protocol.NONCE_BYTES), self._namespace_digest, dialled))
+        hello = protocol.pack_hello(Hello(os.urandom(protocol.NONCE_BYTES), self._namespace_digest, dialled, earlier))
         await pipe.send([hello])
         data = await pipe.receive_bytes(protocol.HEAD_BYTES)
         protocol.check_head(data)
         data += await pipe.receive_bytes(protocol.WELCOME_BYTES - protocol.HEAD_BYTES)
         welcome = protocol.read_welcome(data)
-        agreement = Agreement(self._config.secret_bytes, hello, data, pipe.stream.binding)
-        if not hmac.compare_digest(welcome.proof, agreement.server_proof):
-            raise PeerProtocolError(
+        secrets = [self._config.secret_bytes(earlier=each) for each in (False, True)]
+        agreements = [Agreement(secret, hello, data, pipe.stream.binding) for secret in secrets]
+        proven = [one for one in agreements if hmac.compare_digest(welcome.proof, one.server_proof)]
+        if not proven:
+            raise _OtherSecretError(
                 "it has another 'secret', or the connection leads to another engine. Give all engines the same secret"
             )
+        agreement = proven[0]
         if Note.MISDIRECTED in welcome.notes:
             raise PeerProtocolError(
                 "the connection leads to an engine that listens elsewhere. If addresses are translated on the way, set "

@@ -17,6 +17,10 @@ from kvstore.errors import ConfigError
 _SECRET_MIN: Final = 16
 """Least characters of a secret: after one connection, an attacker can test guesses offline."""
 
+_EARLIER_S: Final = 600.0
+"""Time for which the secret before a change of its file is accepted. Kubernetes updates the files of a fleet within two
+minutes, and an operator without it takes some more."""
+
 _PEERS_MAX: Final = 64
 """Most configured peers; each lookup queries all of them."""
 
@@ -125,8 +129,8 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         for name in ("connect_timeout", "timeout"):
             check_field(0 < getattr(self, name) <= 300, name, getattr(self, name), "above 0 and at most 5 minutes")
         check_field(self.codec == "raw", "codec", self.codec, "'raw': peers send rows as they are in memory")
-        if self.secret is not None and len(self.secret.reveal()) < _SECRET_MIN:
-            raise ConfigError(f"'secret' is too short to keep strangers out. Give at least {_SECRET_MIN} characters.")
+        if self.secret is not None:
+            self.secret.require(_check_length)
         if not (self.listen or self.peers or self.request_peers or self.directory):
             raise ConfigError(
                 "A peer tier without 'listen', 'peers', 'request_peers' and 'directory' does nothing. Give one."
@@ -144,10 +148,15 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         self._check_listening()
         self._check_directory()
 
-    @property
-    def secret_bytes(self) -> bytes:
-        """The secret as bytes; empty if there is none."""
-        return self.secret.reveal().encode() if self.secret is not None else b""
+    def secret_bytes(self, *, earlier: bool = False) -> bytes:
+        """Return the secret as bytes; empty if there is none.
+
+        ``earlier``: return the one before the last change of its file, if that was within ``_EARLIER_S``.
+        """
+        if self.secret is None:
+            return b""
+        found = self.secret.earlier(_EARLIER_S) if earlier else None
+        return (found or self.secret.reveal()).encode()
 
     def may_name(self, endpoint: Endpoint) -> bool:
         """Return whether a request may name a peer at an endpoint."""
@@ -205,6 +214,11 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             )
         if self.tls and not (self.tls_cert and self.tls_key):
             raise ConfigError("'listen' with 'tls' needs 'tls_cert' and 'tls_key'. Give both.")
+
+
+def _check_length(secret: str) -> None:
+    if len(secret) < _SECRET_MIN:
+        raise ConfigError(f"'secret' is too short to keep strangers out. Give at least {_SECRET_MIN} characters.")
 
 
 def endpoint_of(address: str) -> Endpoint:

@@ -131,6 +131,11 @@ class Directory:
         _Server(config, "")
 
     @property
+    def tls_refusals(self) -> int:
+        """Number of failures of TLS with the server whose files had not changed."""
+        return self._client.tls.refusals if self._client.tls else 0
+
+    @property
     def engines(self) -> int:
         """Number of other engines with valid leases in the last round."""
         return len(self._entries)
@@ -295,7 +300,7 @@ class _Server:
         fields = {name: getattr(config, name) for name in names}
         self._config = RedisConfig(**fields, connect_timeout=config.connect_timeout, timeout=config.connect_timeout)
         self._endpoint, self._database = control.endpoint_of(self._config)
-        self._context = checked_tls(self._config)
+        self.tls = checked_tls(self._config)
         self._prefix = f"{config.prefix}{namespace_hex}:".encode()
         self._engines = self._prefix + b"engines"
         self._session_s = 2 * float(config.interval) + float(config.connect_timeout)
@@ -307,7 +312,7 @@ class _Server:
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
         """Connect, for a limited time; failures within the context are ``BackendUnavailableError``."""
-        place = self._endpoint, self._config, self._context, self._session_s, self._database
+        place = self._endpoint, self._config, self.tls, self._session_s, self._database
         try:
             async with control.session(*place) as self._node:
                 yield

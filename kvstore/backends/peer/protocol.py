@@ -69,12 +69,14 @@ class Part(enum.IntEnum):
 
 
 class Note(enum.IntFlag):
-    """Notes of a server in its welcome."""
+    """Notes of a server in its welcome, and of a client in its hello."""
 
     FOREIGN = 1
     """The server's blocks are of another namespace than the hello names."""
     MISDIRECTED = 2
     """The address that the client dialled is not the server's; the server closes the connection."""
+    EARLIER = 4
+    """Of a client: the server should use the secret before the last change of its file, if it changed recently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Hello:
     nonce: bytes
     namespace_digest: bytes  # Namespace of its questions.
     dialled: Address  # Address to which the client has connected.
+    earlier: bool = False  # Whether the server should use an earlier secret, see ``Note.EARLIER``.
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,14 +206,14 @@ def check_head(data: bytes) -> None:
 
 
 def pack_hello(hello: Hello) -> bytes:
-    dialled = hello.dialled
-    return _HELLO.pack(MAGIC, VERSION, 0, 0, hello.nonce, hello.namespace_digest, dialled.packed, dialled.port)
+    notes, dialled = Note.EARLIER * hello.earlier, hello.dialled
+    return _HELLO.pack(MAGIC, VERSION, 0, notes, hello.nonce, hello.namespace_digest, dialled.packed, dialled.port)
 
 
 def read_hello(data: bytes) -> Hello:
-    """Read a hello whose head was checked."""
-    *_, nonce, namespace_digest, packed, port = _HELLO.unpack(data)
-    return Hello(nonce, namespace_digest, Address(packed, port))
+    """Read a hello whose head was checked; unknown notes are ignored."""
+    *_, notes, nonce, namespace_digest, packed, port = _HELLO.unpack(data)
+    return Hello(nonce, namespace_digest, Address(packed, port), bool(notes & Note.EARLIER))
 
 
 def pack_welcome(welcome: Welcome) -> bytes:

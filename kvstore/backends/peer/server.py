@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import socket
-import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -21,7 +20,7 @@ from kvstore.backends.peer import protocol
 from kvstore.backends.peer.channel import Channel
 from kvstore.backends.peer.config import PeerConfig, endpoint_of
 from kvstore.backends.peer.protocol import Address, Agreement, Note, Op, Part, PeerProtocolError, Welcome
-from kvstore.backends.stream import accepted_stream, listening_socket, server_context
+from kvstore.backends.stream import TLS, accepted_stream, listening_socket, server_tls
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
 from kvstore.config import TierConfig
 from kvstore.errors import BackendUnavailableError, KVStoreError, RecordError
@@ -183,7 +182,7 @@ class PeerServer:
         self._digest = namespace.digest
         self._records = RecordCodec(namespace, header_bytes=HEADER_BYTES)
         self._counts = counts
-        self._context = serving_context(config)
+        self._tls = serving_tls(config)
         # Each load lends one row at a time.
         self._rows = Limiter(max(1, int(source.slots * _LENT_SHARE)))
         self._greeting: dict[asyncio.Task[None], None] = {}
@@ -211,7 +210,9 @@ class PeerServer:
         return self._stored.keys()
 
     async def open(self) -> None:
-        """Listen. ``BackendUnavailableError``: the address is not available."""
+        """Listen. ``BackendUnavailableError``: the address is not available; ``ConfigError``: a certificate is."""
+        if self._tls is not None:
+            await self._tls.current()
         try:
             self._listener = listener = listening_socket(endpoint_of(self._config.listen))
         except OSError as error:
@@ -273,7 +274,8 @@ class PeerServer:
         try:
             async with asyncio.timeout(self._config.connect_timeout):
                 arrived_at = protocol.address_of(*sock.getsockname()[:2])
-                pipe = Channel(await accepted_stream(sock, self._context))
+                context = await self._tls.current() if self._tls is not None else None
+                pipe = Channel(await accepted_stream(sock, context))
                 is_ours = await self._greet(pipe, arrived_at)
             task = asyncio.current_task()
             if task is not None:
@@ -306,7 +308,10 @@ class PeerServer:
         is_misdirected = wanted.dialled != arrived_at and not self._may_be_known_as(wanted.dialled)
         notes = Note(Note.FOREIGN * (not is_ours) | Note.MISDIRECTED * is_misdirected)
         draft = protocol.pack_welcome(Welcome(nonce, notes))
-        agreement = Agreement(self._config.secret_bytes, hello, draft, pipe.stream.binding)
+        if self._config.secret is not None:
+            await self._config.secret.renew()
+        secret = self._config.secret_bytes(earlier=wanted.earlier)
+        agreement = Agreement(secret, hello, draft, pipe.stream.binding)
         await pipe.send([protocol.pack_welcome(Welcome(nonce, notes, agreement.server_proof))])
         if is_misdirected:
             self._counts["served_connections_refused"] += 1
@@ -439,8 +444,8 @@ class _LoadAnswer:
         return [[protocol.pack_part(Part.ABSENT, count)]] if count else []
 
 
-def serving_context(config: PeerConfig) -> ssl.SSLContext | None:
+def serving_tls(config: PeerConfig) -> TLS | None:
     """Return the TLS settings for connections from peers; None without TLS or, for a mere client, a certificate."""
     if not (config.tls and config.tls_cert and config.tls_key):
         return None
-    return server_context(cert=config.tls_cert, key=config.tls_key, client_ca=config.tls_ca)
+    return server_tls(cert=config.tls_cert, key=config.tls_key, client_ca=config.tls_ca)

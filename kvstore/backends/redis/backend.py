@@ -18,6 +18,7 @@ from kvstore.backends.redis.failures import RedisError, SkippedError
 from kvstore.backends.redis.parts import PART_BYTES, PartsRead, in_parts, part_count, part_key
 from kvstore.backends.redis.resp import Filled, Reply, Target, encode_arguments, encode_command
 from kvstore.backends.redis.topology import Topology, checked_tls
+from kvstore.backends.stream import check_tls
 from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
 from kvstore.errors import BackendClosedError
@@ -79,7 +80,7 @@ class RedisBackend(Backend):
         self._under_way = CallsUnderWay()
 
     def check(self) -> None:
-        checked_tls(self.config)
+        check_tls(checked_tls(self.config))
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Connect, log in, and check the server's memory settings once.
@@ -177,7 +178,9 @@ class RedisBackend(Backend):
             "connections": sum(node.connection_count for node in nodes),
             "requests_waiting": sum(node.waiting_count for node in nodes),
         }
-        return BackendStats(counters=dict(self._counters), gauges={name: float(n) for name, n in gauges.items()})
+        counters = {**self._counters, "credentials_refused": self._topology.refusals}
+        ready = not nodes or not all(node.down for node in nodes)
+        return BackendStats(counters=counters, ready=ready, gauges={name: float(n) for name, n in gauges.items()})
 
     async def _check_memory_settings(self) -> None:
         """Warn if the server will refuse stores when full, or never evict blocks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple
@@ -15,7 +14,7 @@ import msgspec
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.failures import AnswerLateError, NodeDownError, RedisError
 from kvstore.backends.redis.node import Node
-from kvstore.backends.stream import Endpoint
+from kvstore.backends.stream import TLS, Endpoint
 
 SLOTS: Final = 16384
 """Number of slots in a cluster."""
@@ -47,11 +46,11 @@ def sentinel_endpoints(config: RedisConfig) -> list[Endpoint]:
 
 @contextlib.asynccontextmanager
 async def session(
-    endpoint: Endpoint, config: RedisConfig, context: ssl.SSLContext | None, limit_s: float, database: int = 0
+    endpoint: Endpoint, config: RedisConfig, tls: TLS | None, limit_s: float, database: int = 0
 ) -> AsyncIterator[Node]:
     """Connect to a server for some commands, for at most ``limit_s``; failures are ``RedisError``."""
     one = msgspec.structs.replace(config, connections=1)
-    node = Node(endpoint, one, context, Counter(), database=database, is_replica=False, on_trouble=lambda: None)
+    node = Node(endpoint, one, tls, Counter(), database=database, is_replica=False, on_trouble=lambda: None)
     try:
         async with asyncio.timeout(limit_s):
             yield node
@@ -61,13 +60,13 @@ async def session(
         await node.close()
 
 
-async def sentinel_nodes(config: RedisConfig, context: ssl.SSLContext | None) -> tuple[Endpoint, tuple[Endpoint, ...]]:
+async def sentinel_nodes(config: RedisConfig, tls: TLS | None) -> tuple[Endpoint, tuple[Endpoint, ...]]:
     """Query the Sentinels for the master and its replicas. RedisError if none responds with a master."""
     login = msgspec.structs.replace(config, username=config.sentinel_username, password=config.sentinel_password)
     name, reason = config.sentinel_master.encode(), ""
     for endpoint in sentinel_endpoints(config):
         try:
-            async with session(endpoint, login, context, 2 * config.connect_timeout) as node:
+            async with session(endpoint, login, tls, 2 * config.connect_timeout) as node:
                 found = [each for each in _states(await node.ask(b"SENTINEL", b"MASTERS")) if each[b"name"] == name]
                 (master,) = [_endpoint_of_state(each) for each in found if _is_well(each, b"master")]
                 asks = config.read_from == "replica"
@@ -96,10 +95,10 @@ def _endpoint_of_state(state: dict[bytes, bytes]) -> Endpoint:
     return _endpoint([state[b"ip"], int(state[b"port"])])
 
 
-async def shards(endpoint: Endpoint, config: RedisConfig, context: ssl.SSLContext | None) -> list[Shard]:
+async def shards(endpoint: Endpoint, config: RedisConfig, tls: TLS | None) -> list[Shard]:
     """Query one node for the slot map of its cluster. RedisError without a valid response."""
     try:
-        async with session(endpoint, config, context, 2 * config.connect_timeout) as node:
+        async with session(endpoint, config, tls, 2 * config.connect_timeout) as node:
             answer = await node.ask(b"CLUSTER", b"SLOTS")
     except RedisError as error:
         reason = error.bare.removeprefix(f"{endpoint}: ")

@@ -21,7 +21,7 @@ from kvstore.backends.redis.failures import (
     ServerRefusedError,
 )
 from kvstore.backends.redis.resp import Reply
-from kvstore.backends.stream import Endpoint, open_stream
+from kvstore.backends.stream import TLS, Endpoint, current_tls, open_stream
 from kvstore.runtime.breaker import Breaker
 
 logger = logging.getLogger("kvstore.backends.redis")
@@ -52,6 +52,9 @@ _REFUSED_S_MAX: Final = 2.0
 """Consecutive errors after which a node of several is skipped, and the pause before one command tries it again. A
 server loads a gigabyte of data in a few seconds, and an operator restores rights within seconds."""
 
+_PASSWORD_REFUSED: Final = frozenset({"WRONGPASS", "NOAUTH"})
+"""Errors of a login with a wrong password. ERR of servers before Redis 6 may also mean too many clients."""
+
 _SENDS_MAX: Final = 8
 """Maximum sends of a request whose connections are closed by the cancellation of other requests."""
 
@@ -68,7 +71,7 @@ class Node:
         self,
         endpoint: Endpoint,
         config: RedisConfig,
-        context: ssl.SSLContext | None,
+        tls: TLS | None,
         counters: Counter[str],
         *,
         database: int,
@@ -79,7 +82,7 @@ class Node:
         self.is_replica = is_replica
         self.info: dict[bytes, str] = {}
         self._config = config
-        self._context = context
+        self._tls = tls
         self._counters = counters
         self._database = database
         self._on_trouble = on_trouble
@@ -262,8 +265,9 @@ class Node:
     async def _connected(self) -> Connection:
         """Connect and log in."""
         try:
-            async with asyncio.timeout(self._config.connect_timeout):
-                stream = await open_stream(self.endpoint, self._context)
+            limit = asyncio.timeout(self._config.connect_timeout)
+            async with current_tls(self._tls, self.endpoint) as context, limit:
+                stream = await open_stream(self.endpoint, context)
                 connection = Connection(stream, self._config, self._on_room, self._on_closed)
                 try:
                     await self._log_in(connection)
@@ -280,19 +284,7 @@ class Node:
 
     async def _log_in(self, connection: Connection) -> None:
         """Authenticate, by AUTH on servers without HELLO (before Redis 6), and choose the database."""
-        config = self._config
-        password = config.password.reveal().encode() if config.password else b""
-        auth = [b"AUTH", config.username.encode() or b"default", password] if password else []
-        hello: Reply = None
-        try:
-            # SETNAME is for the server's client list.
-            hello = await ask(connection.submit, b"HELLO", b"2", *auth, b"SETNAME", b"kvstore")
-        except ServerRefusedError as refused:
-            if not refused.is_unknown_command and refused.code not in ("NOPERM", "NOPROTO"):
-                raise
-            if password:
-                user = [config.username.encode()] if config.username else []
-                await ask(connection.submit, b"AUTH", *user, password)
+        hello = await self._authenticate(connection)
         if self._database:
             await ask(connection.submit, b"SELECT", b"%d" % self._database)
         if self.is_replica:
@@ -308,6 +300,34 @@ class Node:
             for name, value in zip(words[::2], words[1::2], strict=False)
             if isinstance(name, bytes) and isinstance(value, bytes)
         }
+
+    async def _authenticate(self, connection: Connection) -> Reply:
+        """Send the current password; after its refusal, the one that its file has by then. Return HELLO's answer."""
+        secret = self._config.password
+        if secret is None:
+            return await self._hello(connection, b"")
+        await secret.renew()
+        used = secret.reveal()
+        try:
+            return await self._hello(connection, used.encode())
+        except ServerRefusedError as refused:
+            complaint = f"Redis server {self.endpoint} refuses the password ({refused.code})"
+            if refused.code not in _PASSWORD_REFUSED or not await secret.refused(used, complaint):
+                raise
+        return await self._hello(connection, secret.reveal().encode())
+
+    async def _hello(self, connection: Connection, password: bytes) -> Reply:
+        username = self._config.username.encode()
+        auth = [b"AUTH", username or b"default", password] if password else []
+        try:
+            # SETNAME is for the server's client list.
+            return await ask(connection.submit, b"HELLO", b"2", *auth, b"SETNAME", b"kvstore")
+        except ServerRefusedError as refused:
+            if not refused.is_unknown_command and refused.code not in ("NOPERM", "NOPROTO"):
+                raise
+        if password:
+            await ask(connection.submit, b"AUTH", *([username] if username else []), password)
+        return None
 
     def _on_room(self) -> None:
         if self._queue:

@@ -6,7 +6,6 @@ import asyncio
 import binascii
 import logging
 import random
-import ssl
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -16,7 +15,7 @@ from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.control import SLOTS, Shard
 from kvstore.backends.redis.failures import NodeDownError, RedisError, ServerRefusedError
 from kvstore.backends.redis.node import Node
-from kvstore.backends.stream import Endpoint, client_context
+from kvstore.backends.stream import TLS, Endpoint, client_tls
 from kvstore.errors import ConfigError
 
 logger = logging.getLogger("kvstore.backends.redis")
@@ -42,7 +41,7 @@ class Topology:
     def __init__(self, config: RedisConfig, counters: Counter[str]) -> None:
         self.config = config
         self.has_many_nodes = False  # Whether it is a cluster; other nodes then stay in use while one is down.
-        self._context: ssl.SSLContext | None = None
+        self._tls: TLS | None = None
         self._counters = counters
         self._nodes: dict[tuple[Endpoint, bool], Node] = {}
         self._masters: list[Node | None] = [None] * SLOTS
@@ -63,7 +62,9 @@ class Topology:
         config = self.config
         self._closed = False
         self.has_many_nodes = config.mode == "cluster"
-        self._context = checked_tls(config)
+        self._tls = checked_tls(config)
+        if self._tls is not None:
+            await self._tls.current()
         self._configured, self._database = control.endpoint_of(config)
         try:
             await self._look()
@@ -94,6 +95,12 @@ class Topology:
     @property
     def nodes(self) -> Sequence[Node]:
         return list(self._nodes.values())
+
+    @property
+    def refusals(self) -> int:
+        """Number of refused credentials whose files had no others."""
+        secrets = sum(secret.refusals for secret in self.config.secrets.values())
+        return secrets + (self._tls.refusals if self._tls else 0)
 
     @property
     def has_working_nodes(self) -> bool:
@@ -156,7 +163,7 @@ class Topology:
     async def _look(self) -> None:
         """Find the nodes. For a cluster, query known nodes in turn until one responds."""
         if self.config.sentinels:
-            master, replicas = await control.sentinel_nodes(self.config, self._context)
+            master, replicas = await control.sentinel_nodes(self.config, self._tls)
             known = self._masters[0]
             if known is not None and known.endpoint != master:
                 logger.warning("Sentinel names a new master: %s", master)
@@ -170,7 +177,7 @@ class Topology:
         failure: RedisError = NodeDownError("no node of the cluster answers")
         for endpoint in dict.fromkeys([*up[:8], self._configured]):
             try:
-                self._adopt(await control.shards(endpoint, self.config, self._context))
+                self._adopt(await control.shards(endpoint, self.config, self._tls))
                 return
             except RedisError as error:
                 failure = error
@@ -207,7 +214,7 @@ class Topology:
             known = self._nodes[endpoint, is_replica] = Node(
                 endpoint,
                 self.config,
-                self._context,
+                self._tls,
                 self._counters,
                 database=self._database,
                 is_replica=is_replica,
@@ -226,7 +233,7 @@ class Topology:
                 task.add_done_callback(self._leaving.discard)
 
 
-def checked_tls(config: RedisConfig) -> ssl.SSLContext | None:
+def checked_tls(config: RedisConfig) -> TLS | None:
     """Refuse unencrypted connections to other machines, unless permitted; return the TLS settings, None without TLS.
 
     Sentinels are checked too, because they receive a password.
@@ -236,7 +243,7 @@ def checked_tls(config: RedisConfig) -> ssl.SSLContext | None:
         _check_secure(endpoint, config)
     if not config.tls:
         return None
-    return client_context(
+    return client_tls(
         ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
     )
 

@@ -15,17 +15,19 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
 from aiobotocore.config import AioConfig
+from aiobotocore.credentials import AioCredentials
 from aiobotocore.httpsession import AIOHTTPSession
 
 from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo, check_range
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.credentials import (
     UNSIGNED,
+    CurrentCredentials,
+    ReadOnlyCredentials,
     ResponseParserError,
     find_credentials,
     make_session,
@@ -34,7 +36,7 @@ from kvstore.backends.s3.credentials import (
 from kvstore.backends.s3.credentials import exceptions as boto
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_part, error_of_response
 from kvstore.backends.s3.http import TEXT_BYTES_MAX, parse_xml
-from kvstore.backends.stream import client_context
+from kvstore.backends.stream import TLS
 from kvstore.backends.vectored import scatter
 from kvstore.errors import BackendClosedError
 
@@ -71,9 +73,6 @@ class BotoClient(ObjectClient):
         self._stack = AsyncExitStack()
         self._calls: _Calls = {}
         self._payer = {"RequestPayer": "requester"} if config.requester_pays else {}
-        writing, reading = _encryption(config)
-        # Bound methods, because their repr does not show the key.
-        self._writing, self._reading = writing.copy, reading.copy
 
     def check(self) -> None:
         super().check()
@@ -92,7 +91,10 @@ class BotoClient(ObjectClient):
         if not config.anonymous:
             # botocore searches only when it signs the first request; the search here makes missing credentials fail
             # the start.
-            await (await find_credentials(session)).close()
+            self._credentials = await find_credentials(config, session)
+            session._session._credentials = _LiveCredentials(self._credentials)
+        if self._config.tls_ca is not None:
+            await self._tls.current()
         options = {
             "region_name": region,
             "endpoint_url": config.endpoint or None,
@@ -107,7 +109,7 @@ class BotoClient(ObjectClient):
                 request_checksum_calculation=config.checksums,
                 response_checksum_validation="when_required",
                 ignore_configured_endpoint_urls=True,
-                http_session_cls=functools.partial(_BoundedSession, config.tls_ca, self._calls),
+                http_session_cls=functools.partial(_BoundedSession, self._tls, self._calls),
             ),
         }
         # First on a thread: botocore reads and caches megabytes of JSON.
@@ -121,6 +123,9 @@ class BotoClient(ObjectClient):
         if self._calls:
             await asyncio.wait(self._calls)
         await self._stack.aclose()
+        credentials, self._credentials = self._credentials, None
+        if credentials is not None:
+            await credentials.close()
         # Closed transports release their sockets in later iterations of the loop; run some, as the loop may end here.
         for _ in range(3):
             await asyncio.sleep(0)
@@ -136,7 +141,7 @@ class BotoClient(ObjectClient):
             # of S3 Express accept no MD5; S3 itself rejects a body that is shorter than its Content-Length.
             digest = hashlib.md5(body, usedforsecurity=False).digest()
             arguments["ContentMD5"] = base64.b64encode(digest).decode()
-        answer = await self._call("put_object", timeout_s, Key=key, Body=body, **arguments, **self._writing())
+        answer = await self._call("put_object", timeout_s, Key=key, Body=body, **arguments, **_encryption(self._config))
         return str(answer.get("ETag", ""))
 
     async def _get_into(
@@ -144,11 +149,13 @@ class BotoClient(ObjectClient):
     ) -> ObjectInfo:
         wanted: dict[str, Any] = {} if offset is None else {"Range": f"bytes={offset}-{offset + capacity - 1}"}
         read = functools.partial(_read_into, buffers, capacity, offset)
-        answer = await self._call("get_object", timeout_s, read, Key=key, **wanted, **self._reading())
+        answer = await self._call("get_object", timeout_s, read, Key=key, **wanted, **_customer_key(self._config))
         return ObjectInfo(key, answer["ContentLength"], answer.get("ETag", ""))
 
     async def _head(self, key: str, timeout_s: float) -> ObjectInfo:
-        return _info_of(key, await self._call("head_object", timeout_s, Key=key, **self._reading()), "ContentLength")
+        return _info_of(
+            key, await self._call("head_object", timeout_s, Key=key, **_customer_key(self._config)), "ContentLength"
+        )
 
     async def _delete_many(self, keys: Sequence[str], timeout_s: float) -> None:
         names = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
@@ -183,7 +190,10 @@ class BotoClient(ObjectClient):
         except TimeoutError:
             raise S3Error(Cause.TIMEOUT, f"No answer within {timeout_s:.3g} s.") from None
         except _FAILURES as error:
-            raise _failure_of(error) from None
+            failure = _failure_of(error)
+            if failure.cause is Cause.TLS:
+                await self._tls.refused(self._tls.value, "TLS with the S3 service fails")
+            raise failure from None
         finally:
             del self._calls[task]
             for raw in answers:
@@ -191,21 +201,34 @@ class BotoClient(ObjectClient):
                 raw.close()
 
 
+class _LiveCredentials(AioCredentials):  # type: ignore[misc]
+    """Credentials for botocore's signatures, looked up for each request."""
+
+    def __init__(self, current: CurrentCredentials) -> None:
+        super().__init__("", "")
+        self._current = current
+
+    async def get_frozen_credentials(self) -> ReadOnlyCredentials:
+        found = await self._current.get()
+        return ReadOnlyCredentials(found.access_key, found.secret_key, found.token)
+
+
 class _BoundedSession(AIOHTTPSession):  # type: ignore[misc]
     """HTTP session for botocore that follows no redirects and bounds the size of responses."""
 
-    def __init__(self, tls_ca: Path | None, calls: _Calls, *args: Any, **options: Any) -> None:
+    def __init__(self, tls: TLS, calls: _Calls, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._tls_ca = tls_ca
+        self._tls = tls
         self._calls = calls
 
     def _get_ssl_context(self) -> ssl.SSLContext:
-        context = client_context(ca=self._tls_ca)
-        context.load_default_certs()
-        return context
+        return self._tls.value
 
     async def _get_session(self, proxy_url: str | None) -> Any:
+        context = await self._tls.current()
         session = await super()._get_session(proxy_url)
+        if not proxy_url:
+            session.connector._ssl = context  # For new connections.
         # aiohttp would repeat a GET on a broken connection; only ObjectClient retries.
         session._retry_connection = False
         return _Redirectless(session)
@@ -288,16 +311,20 @@ def _failure_of(error: BaseException) -> S3Error:
     return S3Error(cause, f"The request failed: {type(error).__name__}.")
 
 
-def _encryption(config: S3Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the extra arguments of writes and of reads."""
-    if config.sse_customer_key is not None:
-        # botocore encodes the key and adds its digest.
-        key = base64.b64decode(config.sse_customer_key.reveal())
-        both = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": key}
-        return both, both
-    writing: dict[str, Any] = {"ServerSideEncryption": config.sse} if config.sse else {}
+def _encryption(config: S3Config) -> dict[str, Any]:
+    """Return the extra arguments of writes."""
+    writing = _customer_key(config)
+    if config.sse:
+        writing["ServerSideEncryption"] = config.sse
     if config.sse_kms_key_id:
         writing["SSEKMSKeyId"] = config.sse_kms_key_id
     if config.sse_bucket_key:
         writing["BucketKeyEnabled"] = True
-    return writing, {}
+    return writing
+
+
+def _customer_key(config: S3Config) -> dict[str, Any]:
+    """Return the extra arguments of reads, which writes have too; botocore encodes the key and adds its digest."""
+    if config.sse_customer_key is None:
+        return {}
+    return {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": base64.b64decode(config.sse_customer_key.reveal())}

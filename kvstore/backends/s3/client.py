@@ -16,13 +16,17 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kvstore.backends.s3.config import Prices, S3Config
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_response, looks_like_error
-from kvstore.backends.stream import client_context
+from kvstore.backends.stream import check_tls, client_tls
 from kvstore.errors import ConfigError
 from kvstore.runtime.limits import Limiter, Precedence, RetryBudget
+
+if TYPE_CHECKING:
+    # For annotations only: it needs packages that may be missing.
+    from kvstore.backends.s3.credentials import Credentials, CurrentCredentials
 
 _T = TypeVar("_T")
 
@@ -114,6 +118,8 @@ class ObjectClient(ABC):
         self.retries_denied = 0  # Retries that the budget did not allow.
         self.given_up = 0  # Cancelled calls, such as by the deadline of their job.
         self._config = config
+        self._tls = client_tls(ca=config.tls_ca, with_system_ca=True)
+        self._credentials: CurrentCredentials | None = None  # None before ``open``, and for anonymous requests.
         lookup_s, load_s, store_s = config.lookup_timeout, config.load_timeout, config.store_timeout
         self._timeouts = {"head": lookup_s, "list": lookup_s, "get": load_s, "put": store_s, "delete": store_s}
         self._budget = RetryBudget(_RETRIES_MAX, _RETRY_SHARE)
@@ -129,6 +135,7 @@ class ObjectClient(ABC):
             "retries": self.retries,
             "retries_denied": self.retries_denied,
             "given_up": self.given_up,
+            "credentials_refused": self._tls.refusals + (self._credentials.refusals if self._credentials else 0),
             **{f"failed_{cause.value}": count for cause, count in self.failures.items()},
         }
 
@@ -140,7 +147,7 @@ class ObjectClient(ABC):
             S3Error: The credentials or configuration files cannot be used.
         """
         if self._config.tls_ca is not None:
-            client_context(ca=self._config.tls_ca)
+            check_tls(self._tls)
 
     @abstractmethod
     async def open(self) -> None:
@@ -263,6 +270,7 @@ class ObjectClient(ABC):
             S3Error: A problem with bucket, region, credentials, clock, rights or network.
         """
         self.traffic.requests["get"] += 1
+        used = self._used_credentials
         try:
             # GET instead of HEAD, whose response has no body with an error code.
             await self._get_into(key, [memoryview(bytearray(1))], 1, timeout_s, 0)
@@ -270,7 +278,19 @@ class ObjectClient(ABC):
             if error.is_of_object(404, 416):
                 return
             self.failures[error.cause] += 1
+            await self._has_others(error, used)  # For the next probe.
             raise
+
+    @property
+    def _used_credentials(self) -> Credentials | None:
+        return self._credentials.last if self._credentials else None
+
+    async def _has_others(self, error: S3Error, used: Credentials | None) -> bool:
+        """Return whether there are other credentials than those that the service may have refused."""
+        is_certain = error.cause is Cause.CREDENTIALS
+        # The response to a HEAD has no body with an error code.
+        may_be = is_certain or (error.status in (400, 403) and error.cause in (Cause.FORBIDDEN, Cause.REJECTED))
+        return self._credentials is not None and may_be and await self._credentials.refused(used, is_certain=is_certain)
 
     @abstractmethod
     async def _put(
@@ -315,6 +335,7 @@ class ObjectClient(ABC):
             while True:
                 tries += 1
                 await self._enter(precedence, deadline - time.monotonic())
+                used = self._used_credentials
                 try:
                     self.traffic.requests[what] += 1
                     result = await attempt(min(attempt_s, deadline - time.monotonic()))
@@ -326,7 +347,9 @@ class ObjectClient(ABC):
                         return values[error.status]
                     pause_s = self._pause_after(error, tries, deadline)
                     if pause_s is None:
-                        raise
+                        if not await self._has_others(error, used):
+                            raise
+                        pause_s = 0.0
                     last = f" The last failure: {error.cause.value}."
                 finally:
                     self.limiter.leave()

@@ -66,7 +66,7 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     addressing: Literal["auto", "path", "virtual"] = "auto"
     insecure: bool = False
     tls_ca: Path | None = None
-    access_key_id: str = ""
+    access_key_id: SecretStr | None = None
     secret_access_key: SecretStr | None = None
     session_token: SecretStr | None = None
     profile: str = ""
@@ -176,9 +176,9 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
         check_tls_files(self, is_encrypted=parts.scheme == "https", remedy="Give an 'endpoint' with 'https://'")
 
     def _check_credentials(self) -> None:
-        if bool(self.access_key_id) != (self.secret_access_key is not None):
+        if (self.access_key_id is None) != (self.secret_access_key is None):
             raise ConfigError("'access_key_id' and 'secret_access_key' belong together. Give both, or neither.")
-        if self.session_token is not None and not self.access_key_id:
+        if self.session_token is not None and self.access_key_id is None:
             raise ConfigError("'session_token' belongs to 'access_key_id'. Give both, or leave it out.")
         ways = [name for name in ("access_key_id", "profile", "anonymous") if getattr(self, name)]
         if len(ways) > 1:
@@ -191,11 +191,15 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
             return
         if self.sse:
             raise ConfigError("'sse' and 'sse_customer_key' exclude each other. Give one of them.")
-        try:
-            key = base64.b64decode(self.sse_customer_key.reveal(), validate=True)
-        except (binascii.Error, ValueError):
-            key = b""
-        if len(key) != 32:
-            raise ConfigError("'sse_customer_key' (not shown) is not 32 bytes in base64. Make one of random bytes.")
+        self.sse_customer_key.require(_check_customer_key)
         if urlsplit(self.endpoint).scheme == "http" and not Endpoint(urlsplit(self.endpoint).hostname or "").is_local:
             raise ConfigError("'sse_customer_key' would cross the network unencrypted. Give an 'endpoint' with https.")
+
+
+def _check_customer_key(text: str) -> None:
+    try:
+        key = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        key = b""
+    if len(key) != 32:
+        raise ConfigError("'sse_customer_key' (not shown) is not 32 bytes in base64. Make one of random bytes.")

@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import quote
@@ -20,12 +21,14 @@ from urllib.parse import quote
 import aioboto3
 from botocore import UNSIGNED as UNSIGNED
 from botocore import exceptions as exceptions
+from botocore.credentials import ReadOnlyCredentials as ReadOnlyCredentials
 from botocore.credentials import RefreshableCredentials
 from botocore.parsers import ResponseParserError as ResponseParserError
 
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.errors import ConfigError
+from kvstore.files import FollowedFiles
 
 _ALGORITHM: Final = "AWS4-HMAC-SHA256"
 _SAFE: Final = "-._~"
@@ -118,7 +121,8 @@ _RENEWAL_DUE_S: Final = 600.0
 """Time before expiry at which botocore requires new credentials; it suggests a renewal five minutes earlier."""
 
 _RENEWAL_PAUSE_S: Final = 10.0
-"""Minimum time between background renewals: thirty attempts in those five minutes."""
+"""Minimum time between background renewals, and between looks at files with keys: thirty attempts in those five
+minutes."""
 
 
 def make_session(config: S3Config) -> tuple[aioboto3.Session, str]:
@@ -128,12 +132,16 @@ def make_session(config: S3Config) -> tuple[aioboto3.Session, str]:
         ConfigError: The configured profile does not exist.
         S3Error: The credentials or configuration files cannot be used.
     """
-    secret, token = config.secret_access_key, config.session_token
+    given = config.access_key_id, config.secret_access_key, config.session_token
+    for each in given:
+        if each is not None:
+            each.renew_now()
+    access_key, secret, token = (None if each is None else each.reveal() for each in given)
     try:
         session = aioboto3.Session(
-            aws_access_key_id=config.access_key_id or None,
-            aws_secret_access_key=secret.reveal() if secret else None,
-            aws_session_token=token.reveal() if token else None,
+            aws_access_key_id=access_key,
+            aws_secret_access_key=secret,
+            aws_session_token=token,
             region_name=config.region or None,
             profile_name=config.profile or None,
         )
@@ -144,16 +152,21 @@ def make_session(config: S3Config) -> tuple[aioboto3.Session, str]:
         raise unavailable(error) from None
 
 
-async def find_credentials(session: aioboto3.Session) -> CurrentCredentials:
-    """Return the credentials of a session, ready for use; S3Error if there are none."""
-    try:
-        provider = await session.get_credentials()
-    # Providers have no common exception; see CurrentCredentials._renew.
-    except Exception as error:
-        raise unavailable(error) from None
-    if provider is None:
-        raise unavailable()
-    found = CurrentCredentials(provider)
+async def find_credentials(config: S3Config, session: aioboto3.Session) -> CurrentCredentials:
+    """Return the credentials of a session, ready for use; S3Error if there are none.
+
+    They are found again after a change of a file with keys: of the configuration, or of AWS's own tools.
+    """
+    sessions = [session]
+
+    async def find() -> Any:
+        if config.sse_customer_key is not None:
+            await config.sse_customer_key.renew()
+        # On a thread: botocore reads files, and some of its providers start processes.
+        found = sessions.pop() if sessions else (await asyncio.to_thread(make_session, config))[0]
+        return await found.get_credentials()
+
+    found = CurrentCredentials(find, await asyncio.to_thread(_files_with_keys, config, session))
     # Assumes roles now, with its own time limit instead of a request's.
     await found.get()
     return found
@@ -162,25 +175,36 @@ async def find_credentials(session: aioboto3.Session) -> CurrentCredentials:
 class CurrentCredentials:
     """The current credentials. Temporary ones are renewed before they expire, once for all waiting requests.
 
-    aiobotocore (``provider``) would renew them within the first request that needs them, and the deadline of that
-    request may be too short. Belongs to one event loop.
+    aiobotocore would renew them within the first request that needs them, and the deadline of that request may be too
+    short. Belongs to one event loop.
+
+    Args:
+        find: Returns a provider of aiobotocore, None without one. It is called again after a change of a file.
+        paths: Files that ``find`` reads.
     """
 
-    def __init__(self, provider: Any) -> None:
-        self._provider = provider
-        self._last: Credentials | None = None
+    def __init__(self, find: Callable[[], Awaitable[Any]], paths: Sequence[str] = ()) -> None:
+        self.last: Credentials | None = None  # The latest credentials.
+        self._find = find
+        self._files = FollowedFiles(paths, _digest, "File with S3 keys")
+        self._found_in = b""
+        self._provider: Any = None
         self._renewal: asyncio.Task[Credentials] | None = None
         self._not_before = 0.0
-        self._expire = isinstance(provider, RefreshableCredentials)
+        self._expire = False
+
+    @property
+    def refusals(self) -> int:
+        """Number of refusals after which the files had no other credentials."""
+        return self._files.refusals
 
     async def get(self, timeout_s: float = _RENEWAL_S_MAX) -> Credentials:
         """Return valid credentials; S3Error if there are none. After a timeout the renewal continues."""
-        last = self._last
-        if last is not None and not self._expire:
-            return last
-        if last is not None and not self._provider.refresh_needed(_RENEWAL_DUE_S):
+        last = self.last
+        if last is not None and not (self._expire and self._provider.refresh_needed(_RENEWAL_DUE_S)):
             # The last credentials are still valid: requests do not wait, and a failing provider is called rarely.
-            if self._provider.refresh_needed() and time.monotonic() >= self._not_before:
+            is_due = self._files.paths or (self._expire and self._provider.refresh_needed())
+            if is_due and time.monotonic() >= self._not_before:
                 self._begin()
             return last
         try:
@@ -188,6 +212,19 @@ class CurrentCredentials:
         except TimeoutError:
             text = f"Credentials are still being renewed after {timeout_s:.3g} s."
             raise S3Error(Cause.TIMEOUT, text) from None
+
+    async def refused(self, used: Credentials | None, *, is_certain: bool) -> bool:
+        """Read the files again after a refusal of ``used``; return whether there are other credentials to try.
+
+        ``is_certain``: whether the service named the credentials as the reason. If so, a refusal of those that the
+        files still have is counted and logged.
+        """
+        if self.last == used:
+            if is_certain:
+                await self._files.refused(self._found_in, "The S3 service refuses the credentials")
+            with contextlib.suppress(S3Error):
+                await asyncio.shield(self._begin())
+        return self.last != used
 
     async def close(self) -> None:
         """Cancel a running renewal."""
@@ -209,13 +246,34 @@ class CurrentCredentials:
     async def _renew(self) -> Credentials:
         try:
             async with asyncio.timeout(_RENEWAL_S_MAX):
+                content = await self._files.current()
+                if self._provider is None or content != self._found_in:
+                    provider = await self._find()
+                    if provider is None:
+                        raise unavailable()
+                    self._provider, self._found_in = provider, content
+                    self._expire = isinstance(provider, RefreshableCredentials)
                 frozen = await self._provider.get_frozen_credentials()
+        except S3Error:
+            raise
         # Providers have no common exception: STS raises ClientError, expired credentials RuntimeError, and credential
         # processes others. Callers expect S3Error.
         except Exception as error:
             raise unavailable(error) from None
-        self._last = Credentials(frozen.access_key, frozen.secret_key, frozen.token)
-        return self._last
+        self.last = Credentials(frozen.access_key, frozen.secret_key, frozen.token)
+        return self.last
+
+
+def _files_with_keys(config: S3Config, session: aioboto3.Session) -> list[str]:
+    paths = [secret.path for secret in config.secrets.values() if secret.path]
+    if config.access_key_id is None:
+        named = [session._session.get_config_variable(name) for name in ("credentials_file", "config_file")]
+        paths += [path for path in map(os.path.expanduser, filter(None, named)) if os.path.isfile(path)]
+    return paths
+
+
+def _digest(contents: list[bytes]) -> bytes:
+    return b"".join([hashlib.sha256(content).digest() for content in contents])
 
 
 def unavailable(error: Exception | None = None) -> S3Error:

@@ -18,11 +18,11 @@ from urllib.parse import quote, urlsplit
 
 from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo, check_range
 from kvstore.backends.s3.config import S3Config
-from kvstore.backends.s3.credentials import CurrentCredentials, Signer, find_credentials, make_session, quoted
+from kvstore.backends.s3.credentials import Signer, find_credentials, make_session, quoted
 from kvstore.backends.s3.failures import error_of_response, looks_like_error
 from kvstore.backends.s3.http import Answer, delete_request, read_deleted, read_list
 from kvstore.backends.s3.wire import Wire
-from kvstore.backends.stream import Endpoint, client_context
+from kvstore.backends.stream import Endpoint
 from kvstore.errors import BackendClosedError
 
 
@@ -32,13 +32,9 @@ class DirectClient(ObjectClient):
     def __init__(self, config: S3Config) -> None:
         super().__init__(config)
         self._wire: Wire | None = None
-        self._credentials: CurrentCredentials | None = None
         self._host = ""
         self._root = ""
         self._signer = Signer("")
-        writing, reading = _encryption_headers(config)
-        # Bound methods, because their repr does not show the key.
-        self._writing, self._reading = writing.copy, reading.copy
 
     def counters(self) -> dict[str, int]:
         opened, dirty = (self._wire.connections_opened, self._wire.connections_dirty) if self._wire else (0, 0)
@@ -54,7 +50,7 @@ class DirectClient(ObjectClient):
         session, region = await asyncio.to_thread(make_session, config)
         self._signer = Signer(region)
         if not config.anonymous:
-            self._credentials = await find_credentials(session)
+            self._credentials = await find_credentials(config, session)
         base = urlsplit(config.url(region))
         host = base.hostname or ""
         secure = base.scheme == "https"
@@ -63,11 +59,10 @@ class DirectClient(ObjectClient):
         self._root = f"/{config.bucket}/" if config.path_style else "/"
         shown = f"[{host}]" if ":" in host else host
         self._host = shown if base.port is None else f"{shown}:{base.port}"
-        context = client_context(ca=config.tls_ca) if secure else None
-        if context is not None and config.tls_ca:
-            context.load_default_certs()
+        if secure:
+            await self._tls.current()
         endpoint = Endpoint(host, base.port or (443 if secure else 80))
-        self._wire = Wire(endpoint, context, config.connect_timeout)
+        self._wire = Wire(endpoint, self._tls if secure else None, config.connect_timeout)
 
     async def close(self) -> None:
         wire, self._wire = self._wire, None
@@ -80,7 +75,7 @@ class DirectClient(ObjectClient):
     async def _put(
         self, key: str, buffers: Sequence[bytes | memoryview], timeout_s: float, condition: Mapping[str, str]
     ) -> str:
-        headers = {**self._writing(), **{name.lower(): value for name, value in condition.items()}}
+        headers = {**_encryption_headers(self._config), **{name.lower(): value for name, value in condition.items()}}
         if self._config.checksums == "when_supported":
             checksum = functools.reduce(lambda value, buffer: zlib.crc32(buffer, value), buffers, 0)
             headers["x-amz-checksum-crc32"] = base64.b64encode(checksum.to_bytes(4, "big")).decode()
@@ -93,7 +88,7 @@ class DirectClient(ObjectClient):
     async def _get_into(
         self, key: str, buffers: Sequence[memoryview], capacity: int, timeout_s: float, offset: int | None
     ) -> ObjectInfo:
-        headers = self._reading()
+        headers = _customer_key_headers(self._config)
         if offset is not None:
             headers["range"] = f"bytes={offset}-{offset + capacity - 1}"
         answer = await self._send("GET", key, headers, Answer(buffers), timeout_s)
@@ -102,7 +97,7 @@ class DirectClient(ObjectClient):
         return ObjectInfo(key, answer.filled_bytes, answer.headers.get("etag", ""))
 
     async def _head(self, key: str, timeout_s: float) -> ObjectInfo:
-        answer = await self._send("HEAD", key, self._reading(), Answer(bodiless=True), timeout_s)
+        answer = await self._send("HEAD", key, _customer_key_headers(self._config), Answer(bodiless=True), timeout_s)
         size = int(answer.headers.get("content-length", 0))
         return ObjectInfo(key, size, answer.headers.get("etag", ""), _modified_at(answer))
 
@@ -153,23 +148,27 @@ class DirectClient(ObjectClient):
         return answer
 
 
-def _encryption_headers(config: S3Config) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the extra headers of writes and of reads."""
-    if config.sse_customer_key is not None:
-        key = config.sse_customer_key.reveal()
-        digest = hashlib.md5(base64.b64decode(key), usedforsecurity=False).digest()
-        name = "x-amz-server-side-encryption-customer"
-        encoded = base64.b64encode(digest).decode()
-        headers = {f"{name}-algorithm": "AES256", f"{name}-key": key, f"{name}-key-md5": encoded}
-        return headers, headers
-    headers = {}
+def _encryption_headers(config: S3Config) -> dict[str, str]:
+    """Return the extra headers of writes."""
+    headers = _customer_key_headers(config)
     if config.sse:
         headers["x-amz-server-side-encryption"] = config.sse
     if config.sse_kms_key_id:
         headers["x-amz-server-side-encryption-aws-kms-key-id"] = config.sse_kms_key_id
     if config.sse_bucket_key:
         headers["x-amz-server-side-encryption-bucket-key-enabled"] = "true"
-    return headers, {}
+    return headers
+
+
+def _customer_key_headers(config: S3Config) -> dict[str, str]:
+    """Return the extra headers of reads, which writes have too."""
+    if config.sse_customer_key is None:
+        return {}
+    key = config.sse_customer_key.reveal()
+    digest = hashlib.md5(base64.b64decode(key), usedforsecurity=False).digest()
+    name = "x-amz-server-side-encryption-customer"
+    encoded = base64.b64encode(digest).decode()
+    return {f"{name}-algorithm": "AES256", f"{name}-key": key, f"{name}-key-md5": encoded}
 
 
 def _modified_at(answer: Answer) -> float:

@@ -12,18 +12,18 @@ from typing import Final
 from kvstore.backends.duplex import Duplex
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.http import Answer
-from kvstore.backends.stream import Endpoint, Stream, open_stream
+from kvstore.backends.stream import TLS, Endpoint, Stream, current_tls, open_stream
 
 _IDLE_S_MAX: Final = 15.0
 """Idle time after which a connection is not reused. Services close them after 5 to 60 s, which would fail a request."""
 
 
 class Wire:
-    """The connections to one endpoint, with TLS if given a context. The connect timeout includes the handshake."""
+    """The connections to one endpoint, with TLS if given settings. The connect timeout includes the handshake."""
 
-    def __init__(self, endpoint: Endpoint, context: ssl.SSLContext | None, connect_timeout_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, tls: TLS | None, connect_timeout_s: float) -> None:
         self._endpoint = endpoint
-        self._context = context
+        self._tls = tls
         self._connect_timeout_s = connect_timeout_s
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
@@ -79,8 +79,8 @@ class Wire:
         where = str(self._endpoint)
         timeout_s = min(timeout_s, self._connect_timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
-                stream = await open_stream(self._endpoint, self._context)
+            async with current_tls(self._tls, self._endpoint) as context, asyncio.timeout(timeout_s):
+                stream = await open_stream(self._endpoint, context)
         except TimeoutError:
             raise S3Error(Cause.TIMEOUT, f"No connection to {where} within {timeout_s:.3g} s.") from None
         except ssl.SSLError as error:

@@ -1,0 +1,80 @@
+"""Files that operators replace: the last good value stays, a hung filesystem delays little, a refusal reads again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore import files
+from kvstore.errors import AbsentError, ConfigError
+from kvstore.files import FollowedFiles
+from kvstore.testing.waiting import eventually_async
+
+
+def number_in(path: Path) -> FollowedFiles[int]:
+    """A number in a file."""
+
+    def make(contents: list[bytes]) -> int:
+        if not contents[0].isdigit():
+            raise ConfigError("not a number")
+        return int(contents[0])
+
+    return FollowedFiles([path], make, "Number file")
+
+
+async def test_a_bad_file_keeps_the_value(tmp_path: Path) -> None:
+    """A missing, unreadable or invalid file keeps the last value until a valid one is there."""
+    path = tmp_path / "number"
+    followed = number_in(path)
+    with pytest.raises(AbsentError, match="can't be read: No such file"):
+        await followed.current()
+    path.write_text("1")
+    assert await followed.current() == 1
+    for change in (lambda: path.write_text("x"), path.unlink, path.mkdir):
+        change()
+        assert await followed.current() == 1
+    path.rmdir()
+    path.write_text("2")
+    assert await followed.current() == 2
+    assert followed.previous == 1
+
+
+async def test_a_refusal_reads_a_file_that_looks_unchanged(tmp_path: Path) -> None:
+    """A file with the same length, time and inode is read again only after a refusal, which is counted if in vain."""
+    path = tmp_path / "number"
+    path.write_text("1")
+    followed = number_in(path)
+    assert await followed.current() == 1
+    before = path.stat()
+    path.write_text("2")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert await followed.current() == 1
+    assert await followed.refused(1, "The server refuses 1")
+    assert (followed.value, followed.refusals) == (2, 0)
+    assert not await followed.refused(2, "The server refuses 2")
+    assert followed.refusals == 1
+
+
+async def test_a_hung_filesystem_delays_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a file can't be read, the last value is used, and many attempts keep one thread."""
+    path = tmp_path / "number"
+    path.write_text("1")
+    followed = number_in(path)
+    assert await followed.current() == 1
+    goes_on, opened = threading.Event(), files.open_regular
+    monkeypatch.setattr(files, "open_regular", lambda path: goes_on.wait(60) and opened(path))
+    monkeypatch.setattr(files, "_LOOK_S", 0.01)
+    path.write_text("22")
+    try:
+        assert await asyncio.gather(*[followed.current() for _ in range(20)]) == [1] * 20
+        assert await followed.current() == 1
+        # The thread of an earlier reading may still be about to end.
+        await eventually_async(lambda: [each.name for each in threading.enumerate()].count("kvstore-files") == 1)
+    finally:
+        goes_on.set()
+    await followed.renew()
+    assert await followed.current() == 22
