@@ -255,7 +255,7 @@ WAYS = (in_place, by_rename, by_link)
     ("case", "write"),
     [
         *[pytest.param(case, way, id=f"{name}-{way.__name__}") for name, case in QUICK_CASES.items() for way in WAYS],
-        *[pytest.param(case, by_link, id=name) for name, case in SLOW_CASES.items()],
+        *[pytest.param(case, by_link, id=name, marks=pytest.mark.matrix) for name, case in SLOW_CASES.items()],
     ],
 )
 def test_a_tier_works_again_after_a_rotation(

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.walk]
 
 REQUESTS_VARIABLE = "KVSTORE_WALK_REQUESTS"
 TIMEOUT_S = 3000
-_MET = ("preemptions", "aborts", "resets", "running resets", "drained resets", "sleeps", "weights")
+_MET = ("preemptions", "aborts", "resets", "running resets", "drained resets", "sleeps", "weights", "turns")
 _MET_BY_EACH_LEG = {
     "kvstore": ("cached tokens", "evicted blocks"),
     "vllm": ("cached tokens", "bytes from tiers"),
