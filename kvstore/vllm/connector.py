@@ -88,9 +88,9 @@ class KVStoreConnector(OffloadingConnector):
         self.engine.scheduler, self.engine.worker = self.connector_scheduler, self.connector_worker
         self._doubt: Doubt | None = None  # Concerns all requests.
         self._logged: set[Doubt] = set()
+        self._accepts_all = True  # Whether the manager accepts stores without a check, as no request was unproven.
         if self.connector_scheduler is not None:
             self._doubt = doubt_of_engine(vllm_config, kv_cache_config)
-            _accept_proven_stores(self.connector_scheduler.manager)
         if self._doubt is not None:
             self._logged.add(self._doubt)
             logger.warning("kvstore stores and loads nothing for this engine: %s.", self._doubt.text)
@@ -134,6 +134,9 @@ class KVStoreConnector(OffloadingConnector):
                 UNPROVEN_REQUESTS,
             )
         self.engine.doubts[doubt.cause] += 1
+        if self._accepts_all:
+            self._accepts_all = False
+            _accept_proven_stores(self.connector_scheduler.manager)
         self._context(request).set_state(doubt)
 
     def _context(self, request: Any) -> Any:

@@ -268,11 +268,11 @@ def _plain(value: Any, excluded: Set[str] = frozenset(), depth: int = 0) -> Any:
         return [_plain(inner, excluded, depth + 1) for inner in value]
     if isinstance(value, type) or hasattr(value, "__code__"):
         return f"{value.__module__}.{value.__qualname__}"
-    fields = value if isinstance(value, Mapping) else _fields_of(value)
-    if fields is None:
-        return str(value)
     if depth > _DEPTH_MAX:
         return type(value).__qualname__
+    fields = value if isinstance(value, Mapping) else _fields_of(value, depth)
+    if fields is None:
+        return str(value)
     # Other objects than settings may refer to each other.
     deeper = depth + (1 if isinstance(value, Mapping) or dataclasses.is_dataclass(value) else 4)
     return {
@@ -282,26 +282,26 @@ def _plain(value: Any, excluded: Set[str] = frozenset(), depth: int = 0) -> Any:
     }
 
 
-def _fields_of(value: Any) -> Mapping[str, Any] | None:
+def _fields_of(value: Any, depth: int) -> Mapping[str, Any] | None:
     """Return the relevant attributes of an object, and its type; None if it has no attributes."""
     if hasattr(value, "to_dict"):
         return dict(value.to_dict())
+    irrelevant = {name for cls in type(value).__mro__ for name in FIELDS.get(cls.__name__, ())}
     if dataclasses.is_dataclass(value):
         fields = {
             field.name: inner
             for field in dataclasses.fields(value)
-            if not _is_default(field, inner := getattr(value, field.name, None))
+            # First, because the irrelevant settings of compilation refer to the layers of the model.
+            if field.name not in irrelevant and not _is_default(field, inner := getattr(value, field.name, None), depth)
         }
     elif hasattr(value, "__dict__"):
-        fields = vars(value)
+        fields = {name: inner for name, inner in vars(value).items() if name not in irrelevant}
     else:
         return None
-    irrelevant = {name for cls in type(value).__mro__ for name in FIELDS.get(cls.__name__, ())}
-    relevant = {name: inner for name, inner in fields.items() if name not in irrelevant}
-    return {**relevant, "type": type(value).__qualname__}
+    return {**fields, "type": type(value).__qualname__}
 
 
-def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+def _is_default(field: dataclasses.Field[Any], value: Any, depth: int) -> bool:
     default: Any = field.default
     if isinstance(default, FieldInfo):
         default = default.get_default(call_default_factory=True, validated_data={})
@@ -310,4 +310,6 @@ def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
     if type(value) is not type(default):
         return False
     # Settings are equal if their relevant fields are.
-    return _plain(value) == _plain(default) if dataclasses.is_dataclass(value) else bool(value == default)
+    if not dataclasses.is_dataclass(value):
+        return bool(value == default)
+    return bool(_plain(value, depth=depth + 1) == _plain(default, depth=depth + 1))
