@@ -22,6 +22,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
@@ -78,9 +79,10 @@ CLIENTS_NAME = "client-"
 def mark_media_of_clients() -> None:
     """Let vLLM's front end mark the identifiers of media that a client has named.
 
-    vLLM hashes such a name together with options of the media's processor. The result looks like a hash of the content.
+    vLLM hashes such a name together with options of the media's processor, and the processors of some models hash the
+    result again. It then looks like a hash of the content.
     """
-    named = ProcessorInputs.get_mm_hashes
+    named, hashed = ProcessorInputs.get_mm_hashes, MultiModalHasher.hash_kwargs
     if hasattr(named, "__wrapped__"):
         return
 
@@ -92,7 +94,13 @@ def mark_media_of_clients() -> None:
             found[modality] = [hash_ if name is None else CLIENTS_NAME + hash_ for hash_, name in pairs]
         return found
 
+    @wraps(hashed)
+    def marked_again(*args: Any, **parts: Any) -> str:
+        is_marked = any(isinstance(part, str) and part.startswith(CLIENTS_NAME) for part in parts.values())
+        return CLIENTS_NAME * (is_marked and "model_id" not in parts) + hashed(*args, **parts)
+
     ProcessorInputs.get_mm_hashes = marked
+    MultiModalHasher.hash_kwargs = staticmethod(marked_again)
 
 
 def replace_tables(scheduler: Any, scheduler_output: Any) -> None:

@@ -13,6 +13,7 @@ import vllm
 from vllm import PoolingParams, SamplingParams
 from vllm.config import PoolerConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.v1.request import Request
@@ -247,6 +248,17 @@ def test_front_end_marks_media_of_clients() -> None:
         assert second.startswith("client-") == named
     assert found[False, True][1] == "client-name"
     assert len(found[True, True][1]) == len("client-") + 64
+
+
+def test_names_of_clients_stay_marked_when_a_model_hashes_them_again() -> None:
+    """As processors of DeepSeek-VL2 and Qwen3-VL do; hashes of content, and a model called alike, are not marked."""
+    mark_media_of_clients()
+    content = MultiModalHasher.hash_kwargs("sha256", image=b"one")
+    again = [MultiModalHasher.hash_kwargs("sha256", mm_hash=name, cropping=True) for name in (content, "client-name")]
+    assert [name.startswith("client-") for name in again] == [False, True]
+    images: Any = {"image": Images()}
+    hashes = ProcessorInputs("", images).get_mm_hashes("client-model", "sha256")["image"]
+    assert not any(name.startswith("client-") for name in hashes)
 
 
 @pytest.mark.engine
