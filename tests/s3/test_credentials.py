@@ -39,7 +39,7 @@ class Role(RefreshableCredentials):  # type: ignore[misc] # botocore has no type
         return SimpleNamespace(access_key=f"key{self.renewals}", secret_key="secret", token="token")
 
 
-async def test_one_renewal_for_all_who_wait() -> None:
+async def test_one_renewal_serves_all_waiting_requests() -> None:
     """A request without time left stops waiting; the only renewal continues for later requests."""
     role = Role()
     credentials = CurrentCredentials(role)
