@@ -136,7 +136,7 @@ def test_text_forms_in_python() -> None:
         made.path = "/y"
 
 
-def test_what_was_encoded_decodes() -> None:
+def test_encoded_configuration_decodes() -> None:
     """The encoded form of a configuration (without secrets) is a configuration again."""
     config = decode(FULL | {"password": None})
     assert decode(json.loads(json.dumps(encode_config(config)))) == config

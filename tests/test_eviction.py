@@ -218,7 +218,7 @@ MODELS = [(LRU, PlainLRU), (S3FIFO, PlainS3FIFO), (ARC, PlainARC)]
 @pytest.mark.parametrize(("policy_type", "model_type"), MODELS, ids=lambda kind: kind.__name__)
 @given(hint=st.integers(0, 12), operations=st.lists(operation, max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_policy_does_what_its_plain_model_does(
+def test_policy_equals_its_plain_model(
     policy_type: type[EvictionPolicy],
     model_type: type[PlainLRU | PlainS3FIFO | PlainARC],
     hint: int,
@@ -281,7 +281,7 @@ def test_pinned_blocks_are_never_chosen_and_keep_their_places(
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @given(weights=st.lists(st.integers(1, 100), min_size=1, max_size=14), need=st.integers(0, 800))
 @settings(max_examples=100, deadline=None)
-def test_weights_say_how_many(name: str, weights: list[int], need: int) -> None:
+def test_weights_bound_the_number_of_victims(name: str, weights: list[int], need: int) -> None:
     """With weights, victims are chosen until their sum suffices, and not one more."""
     policy = make_policy(name)
     weight = dict(zip(KEYS, weights, strict=False))
@@ -348,7 +348,7 @@ def test_memory_is_bounded(name: str, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("name", ["s3fifo", "arc"])
-def test_a_scan_does_not_drive_out_what_is_used(name: str, rng: random.Random) -> None:
+def test_scan_does_not_evict_blocks_in_use(name: str, rng: random.Random) -> None:
     """Blocks in use survive a scan of blocks that are used once; LRU loses them."""
 
     def survivors(policy: EvictionPolicy) -> int:

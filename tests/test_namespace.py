@@ -152,7 +152,7 @@ def test_all_mutations_differ_from_each_other() -> None:
     assert len(digests) == len(MUTATIONS) + 1
 
 
-def test_the_digest_is_what_the_page_says() -> None:
+def test_digest_equals_its_documentation() -> None:
     """The digest is SHA-256 over canonical JSON, written out here by hand."""
     text = '{"fields":{"a":[1,1.0,true,null,"é\\"\\n"],"b":{"x":1e+16,"y":-0.5}},"format":1}'
     namespace = Namespace({"b": {"y": -0.5, "x": 1e16}, "a": [1, 1.0, True, None, 'é"\n']})
@@ -246,7 +246,7 @@ class Number(enum.IntEnum):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_has_no_lasting_text_is_refused(value: object) -> None:
+def test_values_without_stable_json_are_refused(value: object) -> None:
     """Only plain JSON values are fields; NaN, subclasses, tuples and bytes are not."""
     with pytest.raises(ConfigError, match=r"[Nn]amespace"):
         Namespace({"x": value})

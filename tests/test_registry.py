@@ -102,7 +102,7 @@ def test_an_unknown_name() -> None:
         ("leaves:Class", r"leaves raised SyntaxError"),
     ],
 )
-def test_what_can_not_be_a_backend(name: str, text: str, modules: Path) -> None:
+def test_invalid_backend_names_are_config_errors(name: str, text: str, modules: Path) -> None:
     """Any wrong name gives one ``ConfigError`` with the problem and a solution."""
     (modules / "needs_more.py").write_text("import no_such_package\n")
     (modules / "raises.py").write_text("1 / 0\n")

@@ -89,7 +89,7 @@ def test_a_mistake_is_named(options: dict[str, Any], wrong: str) -> None:
     assert "'s'" not in str(caught.value)
 
 
-def test_whoever_is_furthest_above_its_guarantee_gives() -> None:
+def test_tenant_furthest_above_its_guarantee_yields_first() -> None:
     """The tenant furthest above its guarantee gives a piece of eight blocks at a time, until all are about equal."""
     cache = Cache(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.1}, "c": {}})
     cache.fill(a=60, b=10, c=30)
@@ -135,7 +135,7 @@ def test_idle_tenants_give_before_active_ones() -> None:
     assert cache.collect(10, "b") == {"b": 10}, "a is active"
 
 
-def test_a_tenant_that_asks_is_active() -> None:
+def test_requesting_tenant_is_active() -> None:
     """Its own guarantee counts even if its last use was long ago."""
     cache = Cache(named={"a": {"guaranteed": 0.5}, "b": {}})
     cache.fill(a=40, b=60)

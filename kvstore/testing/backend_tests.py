@@ -215,7 +215,7 @@ class BackendValueTests(BackendHarness):
         await self.put_all(backend, {bad: maker.payload(100)})
 
     @in_loop
-    async def test_scan_yields_exactly_what_there_is(self) -> None:
+    async def test_scan_yields_every_block_once(self) -> None:
         """A scan yields every block once, with a size, and nothing else, also after a probe."""
         backend = await self.opened_backend()
         if not self.scans:

@@ -154,7 +154,7 @@ class HoldingsTests(BackendHarness):
         assert await self._found(backend, list(stored)) == []
 
     @in_loop
-    async def test_what_an_engine_uses_is_left_to_it(self) -> None:
+    async def test_held_namespace_is_left_alone(self) -> None:
         """If the medium shows holders, nothing is removed from a held namespace."""
         if not self.shares:
             return

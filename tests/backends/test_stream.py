@@ -53,7 +53,7 @@ def arrived(sock: socket.socket) -> bool:
     return bool(select.select([sock], [], [], 60)[0])
 
 
-def test_what_is_sent_arrives(pair: tuple[socket.socket, socket.socket], rng: random.Random) -> None:
+def test_frames_arrive_complete_and_in_order(pair: tuple[socket.socket, socket.socket], rng: random.Random) -> None:
     """However frames are cut, and however much the socket takes at once, their bytes arrive in order, each once."""
     ours, theirs = pair
     stream, other = Stream(ours), Stream(theirs)
@@ -197,7 +197,7 @@ def _others_run() -> bool:
     return count > 0
 
 
-def test_a_tls_stream_says_so() -> None:
+def test_tls_stream_is_identifiable() -> None:
     """A caller that polls the descriptor must know that OpenSSL may hold more bytes than the descriptor shows."""
     ours, other = socket.socketpair()
     with ours, other:

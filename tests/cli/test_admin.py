@@ -211,7 +211,7 @@ def test_inspect_names_the_model_of_an_engine(tmp_path: Path) -> None:
     assert "dtype" not in _kvstore("inspect", tier=fixture.text).stdout
 
 
-def test_inspect_tells_what_a_namespace_stands_for(files: Fixture) -> None:
+def test_inspect_prints_a_table_and_the_fields_of_a_namespace(files: Fixture) -> None:
     """The table fits 80 columns without colour; for a single namespace the output also has its fields."""
     done = _kvstore("inspect", tier=files.text)
     assert (done.returncode, done.stderr) == (0, "")
@@ -226,14 +226,14 @@ def test_inspect_tells_what_a_namespace_stands_for(files: Fixture) -> None:
     assert _QWEN.hex[:16] in unknown.stderr
 
 
-def test_a_document_that_lies_is_not_believed(files: Fixture) -> None:
+def test_namespace_document_with_a_wrong_digest_is_ignored(files: Fixture) -> None:
     """``namespace.json`` is used only if its digest matches the directory's name."""
     (files.root / _QWEN.hex / "namespace.json").write_text('{"fields": {"model": "other"}}')
     rows = report_of(_kvstore("inspect", "--json", tier=files.text))["rows"]
     assert {row["namespace"]: row["model"] for row in rows} == {_LLAMA.hex: "llama", _QWEN.hex: None}
 
 
-def test_what_others_put_there_is_not_followed(files: Fixture, tmp_path: Path) -> None:
+def test_foreign_links_files_and_pipes_are_left_alone(files: Fixture, tmp_path: Path) -> None:
     """Links, files and pipes in place of ours are neither read nor reported nor removed."""
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -278,7 +278,7 @@ def test_scrub_takes_damaged_blocks_out_of_the_way(files: Fixture, at: int, faul
     assert files.loaded(_QWEN) == files.keys
 
 
-def test_scrub_names_the_damaged_block_to_people(files: Fixture) -> None:
+def test_scrub_table_has_the_whole_key_of_a_damaged_block(files: Fixture) -> None:
     """The table has the whole key, so that users can search for it."""
     files.flip(files.keys[0], 9000)
     done = _kvstore("scrub", "--dry-run", tier=files.text)
@@ -287,7 +287,7 @@ def test_scrub_names_the_damaged_block_to_people(files: Fixture) -> None:
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--json"])
-def test_damage_is_no_success_where_nobody_reads(files: Fixture, option: str) -> None:
+def test_scrub_of_damage_fails_after_its_reader_closed_the_pipe(files: Fixture, option: str) -> None:
     """``kvstore scrub | head`` exits with a non-zero status if there is damage, even if the reader closes early."""
     files.flip(files.keys[2], 6000)
     command = f'set -o pipefail; {sys.executable} -m kvstore scrub --dry-run {option} --tier "$1" | true'
@@ -360,7 +360,7 @@ def test_looking_and_scrubbing_go_on_beside_a_running_engine(held: Fixture) -> N
         assert result.success
 
 
-def test_what_an_engine_evicts_during_a_scrub_is_gone_and_not_damaged(files: Fixture) -> None:
+def test_block_evicted_during_a_scrub_is_gone_not_damaged(files: Fixture) -> None:
     """A slot reused since it was listed is no longer a block, whatever its content."""
     with Medium(files.argument) as holdings, files.opened(_LLAMA) as (tier, _):
         (namespace,) = (each for each in holdings.namespaces() if each.hex == _LLAMA.hex)
@@ -378,7 +378,7 @@ def test_what_an_engine_evicts_during_a_scrub_is_gone_and_not_damaged(files: Fix
             )
 
 
-def test_gc_removes_what_is_unused_and_what_the_dead_left(files: Fixture) -> None:
+def test_gc_removes_stale_files_and_expired_namespaces(files: Fixture) -> None:
     """Stale files and expired, unused namespaces are removed; a dry run only lists them."""
     stale = [files.owner / "index.tmp", files.owner / "000099.seg"]
     foreign = [files.owner / "README", files.root / "notes.txt", files.root / ".kvstore" / "mine"]
@@ -404,7 +404,7 @@ def test_gc_removes_what_is_unused_and_what_the_dead_left(files: Fixture) -> Non
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_names_on_a_medium_never_reach_a_terminal_as_they_are(files: Fixture, as_json: bool) -> None:
+def test_names_on_a_medium_are_escaped_for_terminals(files: Fixture, as_json: bool) -> None:
     """Control and bidirectional characters in names are shown as escapes; JSON contains the original names."""
     name = "\x1b]0;owned\x07\x1b[31mRED\x9b\u202e\nremoved: all"
     namespace = Namespace({"model": name})
@@ -424,14 +424,14 @@ def test_stale_names_cannot_forge_lines(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "stale a\\nremoved: 0 of stale\n"
 
 
-def test_errors_never_reach_a_terminal_as_they_are(tmp_path: Path) -> None:
+def test_errors_are_escaped_for_terminals(tmp_path: Path) -> None:
     """Text from arguments or servers is escaped in errors, too."""
     done = run_here("inspect", "--tier", f"@{tmp_path}/\x1b[2J\x9b")
     assert (done.returncode, "1b[2J" in done.stderr) == (2, True)
     assert done.stderr.rstrip("\n").isprintable(), repr(done.stderr)
 
 
-def test_gc_leaves_alone_what_an_engine_holds(files: Fixture) -> None:
+def test_gc_keeps_a_namespace_in_use(files: Fixture) -> None:
     """A namespace in use stays, whatever its age, and is reported: its engine does the eviction."""
     with files.opened(_LLAMA), files.opened(_QWEN):
         report = report_of(_kvstore("gc", "--unused-for", "0.001s", "--json", tier=files.text))
@@ -466,7 +466,7 @@ def test_gc_expires_nothing_with_0(files: Fixture) -> None:
     assert files.loaded(_LLAMA) == files.keys
 
 
-def test_gc_keeps_also_the_blocks_of_what_is_kept(files: Fixture) -> None:
+def test_gc_expires_no_block_of_a_namespace_listed_with_keep(files: Fixture) -> None:
     """Blocks of a namespace listed with --keep never expire; old blocks of other namespaces do."""
     files.date(1e9)
     files.date(1e9, _QWEN)
@@ -476,7 +476,7 @@ def test_gc_keeps_also_the_blocks_of_what_is_kept(files: Fixture) -> None:
     assert (files.loaded(_LLAMA), files.loaded(_QWEN)) == (files.keys, [])
 
 
-def test_gc_leaves_what_nobody_knows_the_age_of(files: Fixture) -> None:
+def test_gc_keeps_namespaces_and_blocks_of_unknown_age(files: Fixture) -> None:
     """A time of zero means unknown: namespaces and blocks with it are kept, and no age is shown."""
     files.date(0)
     files.date(0, _QWEN)
@@ -646,7 +646,7 @@ def test_an_import_that_is_killed_leaves_no_half_block(files: Fixture, tmp_path:
 
 
 @pytest.mark.parametrize("data", [b"", b"no archive at all", b"\0" * 20480])
-def test_what_is_no_archive_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_import_refuses_a_file_that_is_not_an_archive(tmp_path: Path, data: bytes) -> None:
     """A file that is not an archive is refused, and no tier is created."""
     there = Fixture("file", tmp_path / "there")
     with pytest.raises(ArchiveError, match="not an archive"):
@@ -897,7 +897,7 @@ def test_names_of_sealed_records_are_not_touched_by_an_import_elsewhere() -> Non
 
 
 @pytest.mark.parametrize("header_bytes", [256, 4096])
-def test_an_import_gives_a_disk_what_direct_io_takes(header_bytes: int) -> None:
+def test_import_writes_whole_pages_for_direct_io(header_bytes: int) -> None:
     """Header and payload occupy whole pages, with unchanged bytes, wherever the record was read to."""
     payload = memoryview(np.random.default_rng(3).bytes(8192))
     record = bytearray(header_bytes + len(payload))

@@ -91,7 +91,7 @@ def test_tiers_of_one_backend_get_labels() -> None:
         ({"extra": {"cpu_bytes_to_use": 5}}, "option for it"),
     ],
 )
-def test_what_can_not_be_used_is_refused(options: dict[str, Any], says: str) -> None:
+def test_unusable_configurations_are_refused_before_printing(options: dict[str, Any], says: str) -> None:
     """Everything is checked before printing, not when the engine starts."""
     with pytest.raises(ConfigError, match=says):
         vllm_config(_tiers(_FILE), **options)
@@ -174,7 +174,7 @@ def test_rules_for_directories_are_not_for_the_path_of_a_third_party(tmp_path: P
 
 
 def test_no_remedy_changes_a_directory_of_the_machine() -> None:
-    """The remedy for a directory that everybody may write to is a directory below it, not another mode."""
+    """The remedy for a world-writable directory is a directory below it, not another mode."""
     done = run_here("config", "--tier", "file:///tmp?capacity=1GiB")
     assert done.returncode == 2
     assert "such as /tmp/kv" in done.stderr and "chmod" not in done.stderr

@@ -34,7 +34,7 @@ def _printed(*arguments: str) -> dict[str, Any]:
         ["--spec", "tiering"],
     ],
 )
-def test_vllm_and_its_plugin_take_what_is_printed(arguments: list[str]) -> None:
+def test_printed_configuration_is_valid_for_vllm_and_kvstore(arguments: list[str]) -> None:
     """Its string is valid for vLLM's configuration, and its tiers for kvstore's checks in the engine."""
     config_module = pytest.importorskip("vllm.config")
     from kvstore.vllm.options import TIER_TYPE, check_options, check_tiering, is_own_manager, with_short_types

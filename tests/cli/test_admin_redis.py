@@ -459,7 +459,7 @@ def test_gc_expires_blocks_by_their_time_to_live(tier: Tier) -> None:
 
 
 @pytest.mark.parametrize("kind", ["redis", "valkey"])
-def test_what_engines_of_a_shorter_time_to_live_just_stored_is_young(
+def test_blocks_just_stored_with_a_shorter_ttl_are_young(
     kind: str, request: pytest.FixtureRequest, rng: random.Random
 ) -> None:
     """A command with the default time to live treats none of their blocks, nor parts being written, as old."""
@@ -475,7 +475,7 @@ def test_what_engines_of_a_shorter_time_to_live_just_stored_is_young(
     assert removed == {"stale": 0, "namespaces": 0, "blocks": 0}
 
 
-def test_what_engines_of_a_shorter_time_to_live_just_used_is_young(valkey: Server, rng: random.Random) -> None:
+def test_blocks_just_used_with_a_shorter_ttl_are_young(valkey: Server, rng: random.Random) -> None:
     """If the server allows reads that do not count as use, age counts from the last use; unused blocks are removed."""
     engine = Tier(valkey, rng, ttl="1h")
     engine.written_ago_s = 2 * 86400
@@ -491,7 +491,7 @@ def test_what_engines_of_a_shorter_time_to_live_just_used_is_young(valkey: Serve
     assert engine.loaded(_SHORT) == set(engine.keys(_SHORT)[3:])
 
 
-def test_gc_goes_by_idle_time_where_blocks_never_expire(valkey: Server, rng: random.Random) -> None:
+def test_gc_uses_idle_time_as_age_without_a_ttl(valkey: Server, rng: random.Random) -> None:
     """Without a time to live the server's idle time is the age; inspecting a block does not reset it."""
     tier = Tier(valkey, rng, ttl=0)
     tier.fill()
@@ -509,7 +509,7 @@ def test_gc_goes_by_idle_time_where_blocks_never_expire(valkey: Server, rng: ran
     assert tier.loaded(_SHORT) == set(tier.keys(_SHORT)[5:])
 
 
-def test_a_server_that_counts_frequency_tells_when_blocks_were_written(tmp_path: Path, rng: random.Random) -> None:
+def test_headers_give_the_age_of_blocks_without_idle_times(tmp_path: Path, rng: random.Random) -> None:
     """Without idle times the record's header gives a block's age, and incomplete blocks are left alone."""
     with running(plain("redis", tmp_path, policy="allkeys-lfu")) as (server,):
         tier = Tier(server, rng, ttl=0)
@@ -521,9 +521,7 @@ def test_a_server_that_counts_frequency_tells_when_blocks_were_written(tmp_path:
         assert removed == {"stale": 0, "namespaces": 2, "blocks": sum(_BLOCKS.values()) - 1}
 
 
-def test_the_right_to_ask_for_idle_time_is_needed_only_without_a_time_to_live(
-    tmp_path: Path, rng: random.Random
-) -> None:
+def test_permission_for_idle_times_is_needed_only_without_a_ttl(tmp_path: Path, rng: random.Random) -> None:
     """With a time to live the right is not needed; without one, nothing of unknown age is removed."""
     acl = ADMIN_ACL.replace(" +object|idletime", "")
     with running(secured(tmp_path / "tls", f"{acl} +set +info")) as (server,):
@@ -538,7 +536,7 @@ def test_the_right_to_ask_for_idle_time_is_needed_only_without_a_time_to_live(
 
 
 def test_a_master_that_is_down_is_an_error(tmp_path: Path, rng: random.Random) -> None:
-    """The blocks there are unknown, so no command reports part of a cluster as if it were complete."""
+    """The blocks there are unknown, so no command reports a part of a cluster as complete."""
     servers = cluster_nodes(tmp_path)
     with running(*servers):
         join_cluster(servers)
@@ -611,7 +609,7 @@ def test_more_blocks_than_a_page(server: Server, rng: random.Random) -> None:
         assert holdings.namespaces() == []
 
 
-def test_a_server_does_not_know_who_uses_a_namespace(tier: Tier) -> None:
+def test_table_of_a_redis_tier_has_no_column_in_use(tier: Tier) -> None:
     """The table omits the "in use" column that a file tier has; one block is not written "1 blocks"."""
     done = run_here("inspect", "--tier", tier.text)
     assert done.returncode == 0 and "in use" not in done.stdout

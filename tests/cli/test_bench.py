@@ -95,7 +95,7 @@ def test_baselines_stand_beside(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_time_in_which_nothing_ends_is_told(tmp_path: Path) -> None:
+def test_report_names_a_tier_without_completed_operations(tmp_path: Path) -> None:
     """A tier without a row is named, not only omitted."""
     done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--baseline", "none", "--json", "--quick",
                     "-b", "128KiB", "--warmup", "100ms", "--duration", "1us")  # fmt: skip
@@ -215,7 +215,7 @@ def test_a_tier_that_fails_is_reported(tmp_path: Path) -> None:
     assert "Errors: " in err
 
 
-def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
+def test_bench_leaves_existing_files_alone(tmp_path: Path) -> None:
     """A non-empty directory is refused; with --reuse it is used, and everything except our blocks stays."""
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv" / "mine.txt").write_text("mine")
@@ -377,7 +377,7 @@ def test_bad_arguments_are_refused_in_words(arguments: list[str], said: str) -> 
 
 
 @pytest.mark.parametrize("warmup", ["0s", "60s"])
-def test_interrupted_it_reports_what_it_has(tmp_path: Path, warmup: str) -> None:
+def test_interrupted_bench_prints_a_partial_report(tmp_path: Path, warmup: str) -> None:
     """Ctrl-C ends a measurement with a partial report, exit status 130 and nothing left behind."""
     command = [sys.executable, "-m", "kvstore", "bench", "run", "--json", "-d", "60s", "-b", "64KiB", "--working-set",
                "4MiB", "--warmup", warmup]  # fmt: skip
@@ -426,7 +426,7 @@ def test_progress_is_for_terminals_only(tmp_path: Path) -> None:
     assert "kvstore-file" in out
 
 
-def test_python_without_the_extra_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_typer_error_names_the_package_to_install(tmp_path: Path) -> None:
     """Without typer the command's error names the package to install, and kvstore can still be imported."""
     code = (
         "import sys; sys.modules['typer'] = None\n"

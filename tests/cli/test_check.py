@@ -60,8 +60,8 @@ def test_all_faults_are_those_of_the_engines_start(tmp_path: Path) -> None:
         ("{kv_connector:OffloadingConnector}", "in single quotes"),
     ],
 )
-def test_what_is_no_configuration_of_kvstore_is_refused(text: str, said: str) -> None:
-    """One line says what to give instead."""
+def test_configurations_without_kvstore_are_refused(text: str, said: str) -> None:
+    """One line names the expected configuration."""
     done = run_here("check", text)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr and len(done.stderr.splitlines()) == 1

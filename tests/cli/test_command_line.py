@@ -31,7 +31,7 @@ def test_help_fits_a_terminal_and_is_whole(command: list[str]) -> None:
     assert not re.search(r"--[a-z-]+ <(int|float|str|path)", options)
 
 
-def test_a_version_is_told() -> None:
+def test_both_programs_print_their_version() -> None:
     """Both programs print their version and nothing else."""
     for command in ([], ["bench"]):
         done = run_here(*command, "--version")
@@ -53,7 +53,7 @@ def test_an_absurd_size_names_its_option_alone(option: str, other: str) -> None:
     assert option in done.stderr and other not in done.stderr
 
 
-def test_a_failure_is_said_once(tmp_path: Path) -> None:
+def test_failure_is_reported_once(tmp_path: Path) -> None:
     """A library warning is not repeated by the error that follows from it."""
     tier = json.dumps({"type": "redis", "url": f"unix://{tmp_path}/none"})
     done = run_here("inspect", "--tier", tier)
@@ -61,7 +61,7 @@ def test_a_failure_is_said_once(tmp_path: Path) -> None:
     assert done.stderr.count(str(tmp_path)) == 1
 
 
-def test_warnings_are_said_at_the_end_once_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_printed_once_each_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     """The progress line stays complete; warnings beyond a readable number are omitted."""
     logger = logging.getLogger("kvstore.of.a.test")
     with Warnings("program") as warnings:

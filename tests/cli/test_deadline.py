@@ -75,7 +75,7 @@ def test_no_import_waits_longer_for_its_archive(fifo: Path, tmp_path: Path) -> N
     assert not (tmp_path / "there").exists()
 
 
-def test_what_no_interrupt_reaches_is_ended_with_its_process() -> None:
+def test_uninterruptible_command_ends_with_its_process() -> None:
     """A command that catches interrupts, or is stuck in a system call, ends with the same error."""
     program = (
         "import signal, time, kvstore.cli.interruption as found\n"
@@ -146,7 +146,7 @@ def test_an_interrupt_cancels_between_two_callbacks() -> None:
         assert run_interruptibly(runner, asyncio.sleep(0, 5)) == 5
 
 
-def test_a_second_interrupt_reaches_what_catches_the_first() -> None:
+def test_second_interrupt_ends_a_coroutine_that_caught_the_first() -> None:
     """A coroutine that continues, or hangs in a system call, is interrupted there."""
 
     async def work() -> None:
@@ -172,7 +172,7 @@ def test_without_an_interrupt_cancelled_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "31d", "-1s", "soon"])
-def test_a_deadline_that_is_none_is_refused(text: str) -> None:
+def test_invalid_deadlines_are_refused(text: str) -> None:
     """A deadline must be a practicable duration."""
     with pytest.raises(ConfigError, match="--deadline"):
         Deadline(text)
@@ -194,7 +194,7 @@ class _Damaged(Holdings):
         return len(blocks)
 
 
-def test_a_scrub_whose_time_is_over_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scrub_reports_its_findings_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage found so far is reported, and no block is removed any more, because removal takes time, too."""
     late = Deadline("1us")
     seen = 0

@@ -190,7 +190,7 @@ def test_open_loop_counts_from_the_scheduled_time(rows: BlockRows) -> None:
     assert closed.run(workload(jobs=1, ops_max=10)).load.latencies.percentile(10) < 0.15
 
 
-def test_spinner_tells_what_is_left_of_python(rows: BlockRows) -> None:
+def test_phase_reports_the_rate_of_a_busy_thread_beside_it(rows: BlockRows) -> None:
     """With a busy thread beside it, the phase reports the share of its rate that the thread kept."""
     driver = Driver(system_of(rows), rows)
     phase = workload(duration_s=2.0, ops_max=0, spin=True)

@@ -85,7 +85,7 @@ def test_a_rate_without_a_unit_is_refused(tier: str) -> None:
     assert "'200MiB'" in done.stderr
 
 
-def test_a_narrow_terminal_leaves_columns_out_and_cuts_none(tier: str) -> None:
+def test_narrow_terminal_omits_whole_columns(tier: str) -> None:
     """A narrow terminal omits columns, but digest, blocks and size stay complete."""
     narrow = run_here("inspect", "--tier", tier, COLUMNS="40").stdout
     assert max(map(len, narrow.splitlines())) <= 40
@@ -93,7 +93,7 @@ def test_a_narrow_terminal_leaves_columns_out_and_cuts_none(tier: str) -> None:
     assert narrow.splitlines()[2].split()[:2] == [_MODEL.hex[:12], str(len(_KEYS))]
 
 
-def test_gc_shows_what_it_would_remove(tier: str) -> None:
+def test_gc_lists_candidates_with_model_and_digest(tier: str) -> None:
     """The list has the model, and in JSON the full digest."""
     time.sleep(0.01)
     dry = ("gc", "--tier", tier, "--unused-for", "0.001s", "--dry-run")
@@ -113,7 +113,7 @@ def test_keys_can_be_listed(tier: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["gc", "scrub"])
-def test_nothing_is_removed_where_nobody_can_be_asked(tier: str, command: str) -> None:
+def test_gc_without_a_terminal_requires_yes_or_dry_run(tier: str, command: str) -> None:
     """Without a terminal, ``--yes`` or ``--dry-run`` is required."""
     done = run_program(command, "--tier", tier, KVSTORE_YES="0")
     assert (done.returncode, done.stdout) == (2, "")
@@ -121,7 +121,7 @@ def test_nothing_is_removed_where_nobody_can_be_asked(tier: str, command: str) -
 
 
 @pytest.mark.parametrize(("answer", "removed"), [("n", 0), ("y", 1)])
-def test_a_person_is_asked_and_sees_how_far_it_is(tier: str, answer: str, removed: int) -> None:
+def test_gc_on_a_terminal_asks_before_removal_and_shows_progress(tier: str, answer: str, removed: int) -> None:
     """On a terminal the question follows the list, and ``n`` changes nothing."""
     time.sleep(0.01)
     mine, theirs = pty.openpty()
@@ -153,7 +153,7 @@ def test_causes_go_to_stderr(tier: str) -> None:
     assert "damaged" not in done.stdout
 
 
-def test_a_pace_sleeps_for_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pace_saves_no_unused_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unused allowance is not saved up, and the deadline is checked during the sleep."""
     now, checks = [100.0], []
 

@@ -39,7 +39,7 @@ def _trace(seed: int, requests: int = 600, **more: Any) -> Trace:
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("seed", range(3))
-def test_without_a_limit_all_policies_hit_what_the_simulation_hits(seed: int, policy: str) -> None:
+def test_unlimited_policies_have_the_hits_of_the_trace(seed: int, policy: str) -> None:
     """Without eviction the policy does not matter, and the hits equal those of the trace itself."""
     trace = _trace(seed)
     row = replay(trace, ReplayCase(policy))
@@ -49,7 +49,7 @@ def test_without_a_limit_all_policies_hit_what_the_simulation_hits(seed: int, po
 
 @pytest.mark.parametrize("blocks", [1, 10, 100, 500, 1000, 2000])
 @pytest.mark.parametrize("seed", range(3))
-def test_with_a_limit_lru_hits_what_the_simulation_hits(seed: int, blocks: int) -> None:
+def test_limited_lru_has_the_hits_of_the_simulation(seed: int, blocks: int) -> None:
     """The manager's LRU is exact, even for prompts larger than the tier; large tiers evict several blocks at once."""
     trace = _trace(seed)
     row = replay(trace, ReplayCase("lru", blocks * _BLOCK))
@@ -111,7 +111,7 @@ def _most_hits(prompts: tuple[tuple[int, ...], ...], cached: frozenset[int], slo
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_optimum_is_what_trying_everything_finds(seed: int) -> None:
+def test_optimum_equals_exhaustive_search(seed: int) -> None:
     """On small traces Belady's rule has as many hits as the best of all eviction sequences; no policy has more."""
     rng = random.Random(seed)
     chats = [[100 * chat] for chat in range(3)]
@@ -317,7 +317,7 @@ def test_a_real_replay_waits_for_the_arrival_of_requests() -> None:
         (ReplayCase(), ReplaySettings(tiers=[parse_tier(_DISK).with_options(capacity="80%")]), "share"),
     ],
 )
-def test_what_can_not_be_replayed_is_refused(case: ReplayCase, settings: ReplaySettings, says: str) -> None:
+def test_invalid_replay_arguments_are_refused(case: ReplayCase, settings: ReplaySettings, says: str) -> None:
     """An invalid policy, size or share is an error before the replay starts."""
     with pytest.raises(ConfigError, match=says):
         replay(_trace(0, requests=5), case, settings)
@@ -392,7 +392,7 @@ def test_a_directory_that_a_replay_made_is_gone_afterwards(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_replay_reports_what_it_has(
+def test_interrupted_replay_prints_its_finished_cases(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After Ctrl-C the finished cases are printed, the report is marked incomplete, and the status is 130."""

@@ -98,7 +98,7 @@ def test_baselines_are_not_judged() -> None:
     assert compared([ROW | {"system": "fio"}], [slower], ["gb_per_s"], 0.1)[0]["worse"] == []
 
 
-def test_it_says_what_differs(tmp_path: Path) -> None:
+def test_comparison_lists_differences(tmp_path: Path) -> None:
     """Different parameters, machines and rows of only one report are listed; --json has them too."""
     a = report_file(tmp_path / "a.json", ROW, ROW | {"op": "store"}, jobs=4, tiers=[{"backend": "file", "threads": 16}])
     b = report_file(tmp_path / "b.json", ROW, jobs=8, tiers=[{"backend": "file", "threads": 8}])
@@ -132,7 +132,7 @@ def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
     assert "schema 99" in run_here("bench", "compare", str(a), str(b)).stderr
 
 
-def test_differences_leave_out_what_always_differs() -> None:
+def test_dates_and_temporary_paths_are_no_differences() -> None:
     """Dates and paths of temporary directories are not differences."""
     a, b = {"date": 1, "tiers": [{"path": "/tmp/x", "io": "thread"}]}, {"date": 2, "tiers": [{"path": "/tmp/y"}]}
     assert differences(a, b) == {"tiers[0].io": ["thread", None]}
@@ -249,7 +249,7 @@ def test_latencies_have_units(seconds: float, text: str) -> None:
     assert latency_text(seconds) == text
 
 
-def test_backends_lists_what_there_is() -> None:
+def test_backends_lists_the_built_in_backends() -> None:
     """The built-in backends are listed, as a table and as JSON."""
     rows = report_of(run_here("bench", "backends", "--json"))["rows"]
     found = {row["backend"]: row for row in rows}
@@ -279,7 +279,7 @@ def test_doctor_finds_a_fit_machine(tmp_path: Path) -> None:
         (["--region", "1PiB"], "/dev/shm", "does not fit"),
     ],
 )
-def test_doctor_says_what_is_wrong(arguments: list[str], check: str, said: str) -> None:
+def test_doctor_reports_problems_with_advice(arguments: list[str], check: str, said: str) -> None:
     """Problems that would stop an engine fail here, with advice, and without the password."""
     done = run_here("bench", "doctor", *arguments, "--json")
     assert done.returncode == 1

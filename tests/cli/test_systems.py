@@ -41,7 +41,7 @@ def region() -> Iterator[Region]:
         yield region
 
 
-def test_what_is_removed_is_gone_before_it_is_closed(region: Region) -> None:
+def test_remove_returns_after_the_medium_removed_the_blocks(region: Region) -> None:
     """``remove`` returns when the medium has removed the blocks, however long that takes."""
     REMOVED.clear()
     config = {"backend": f"{__name__}:SlowlyForgetting", "capacity": "1MiB"}
@@ -66,7 +66,7 @@ def test_nothing_stays_on_a_server(tmp_path: Path) -> None:
             assert cli(server, "DBSIZE").strip() == "0"
 
 
-def test_the_bare_drive_returns_what_was_written(tmp_path: Path, region: Region) -> None:
+def test_baseline_on_the_bare_drive_verifies_its_reads(tmp_path: Path, region: Region) -> None:
     """The baseline's own reads and writes are verified like a tier's, and blocks without room are misses."""
     rows = Payload("random", BLOCK, 1).prepare(region)
     system = RawSystem(tmp_path, region.view(), BLOCK, 40)

@@ -63,7 +63,7 @@ def test_file_holds_any_form(tmp_path: Path) -> None:
         ("ftp://host/kv", "Unknown backend 'ftp'"),
     ],
 )
-def test_refusals_say_what_to_do(text: str, said: str) -> None:
+def test_refusals_give_a_remedy(text: str, said: str) -> None:
     """An unusable tier is refused with an explanation."""
     with pytest.raises(ConfigError) as caught:
         parse_tier(text)

@@ -153,7 +153,7 @@ def test_states(gauges: dict[str, float], state: str, breakers: str) -> None:
     assert (row["state"], row["breakers"]) == (state, breakers)
 
 
-def test_engines_of_one_server_are_told_apart() -> None:
+def test_two_engines_of_one_server_have_two_rows() -> None:
     """A server with two engines has two rows; an unreachable server is one line and does not affect the others."""
     with Pages(page(1)) as gone:
         pass
@@ -175,7 +175,7 @@ def test_engines_of_one_server_are_told_apart() -> None:
         (page(1), 503, "503"),
     ],
 )
-def test_what_is_no_engine_is_said(text: str, status: int, says: str) -> None:
+def test_pages_without_an_engine_are_an_error(text: str, status: int, says: str) -> None:
     """A page of something else than an engine is one line and status 1."""
     with Pages(text, status=status) as server:
         done = run_here("top", f"http://{server.address}/metrics", "--interval", "10ms")
@@ -187,7 +187,7 @@ def test_what_is_no_engine_is_said(text: str, status: int, says: str) -> None:
 @pytest.mark.parametrize(
     "arguments", [("ftp://x",), ("http://",), ("x:y",), ("--interval", "0s"), ("--interval", "2x")]
 )
-def test_what_cannot_be_is_refused(arguments: Sequence[str]) -> None:
+def test_invalid_arguments_are_refused_before_any_request(arguments: Sequence[str]) -> None:
     """Impossible arguments are refused with one line and status 2, before any request."""
     done = run_here("top", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
@@ -235,7 +235,7 @@ def test_a_terminal_of_80_columns(tmp_path: Path) -> None:
     assert "%" not in frames[0].split("state")[1].split("breakers")[0], "rates need two looks"
 
 
-def test_what_is_ill_is_red_and_engines_that_do_not_answer_come_first() -> None:
+def test_problems_are_red_and_unreachable_engines_come_first() -> None:
     """A dead tier, an open breaker and failures are highlighted; nothing else is coloured."""
     ill = re.sub(r'(kvstore_(?:tier_dead|load_breaker_state)\{[^}]*tier="far"[^}]*\}) \S+', r"\1 2.0", SCRAPES[1])
     for text, red in ((SCRAPES[1], []), (ill, ["dead", "loads open"])):

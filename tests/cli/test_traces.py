@@ -49,7 +49,7 @@ def test_requests_are_in_the_order_of_their_arrival() -> None:
         ("\x89kvstor\n", "Line 1"),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_traces_are_refused(tmp_path: Path, text: str, says: str) -> None:
     """The error names the line or the request, and the expected content."""
     path = tmp_path / "trace.jsonl"
     path.write_text(text)

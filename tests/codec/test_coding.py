@@ -41,7 +41,7 @@ PLANES_ZSTD = 1 | 3 << 8
 
 @pytest.mark.parametrize("reader", CONFIGS, ids=str)
 @pytest.mark.parametrize("writer", CONFIGS, ids=str)
-def test_every_configuration_reads_what_every_other_one_wrote(writer: Any, reader: Any) -> None:
+def test_each_configuration_reads_blocks_of_each_other(writer: Any, reader: Any) -> None:
     """Blocks are restored byte by byte, compressible or not, with codecs that the reader is not configured for.
 
     Blocks of a third-party codec have another namespace than those of tiers without it, and are refused there.
@@ -54,7 +54,7 @@ def test_every_configuration_reads_what_every_other_one_wrote(writer: Any, reade
         assert found == (blocks if known else ["namespace"] * len(blocks))
 
 
-def test_what_gets_no_shorter_is_stored_raw() -> None:
+def test_incompressible_blocks_are_stored_raw() -> None:
     """Noise is stored unchanged, in the same bytes as without codecs; numbers are stored shorter."""
     noise = random.Random(SEED).randbytes(SLOT)
     (record,) = Coding("byteplane+zstd:1").write([noise])
@@ -90,7 +90,7 @@ def test_the_rows_that_an_encoder_needs(
     assert (encoder.needs_rows(encode=True), encoder.needs_rows(encode=False)) == (encoded, plain)
 
 
-def test_what_is_a_little_shorter_is_stored_raw() -> None:
+def test_barely_compressible_blocks_are_stored_raw() -> None:
     """A block that shrinks by less than a thirty-second is not worth decoding."""
     mostly_noise = random.Random(SEED).randbytes(SLOT - SLOT // 40) + bytes(SLOT // 40)
     assert Coding("zstd").write([mostly_noise]) == Coding("raw").write([mostly_noise])
@@ -241,7 +241,7 @@ def test_options_are_refused(value: Any, words: str) -> None:
 INVERTED, MIRRORED, TOUCHY = (f"tests.codec.third_party:{name}" for name in ("Inverted", "Mirrored", "Touchy"))
 
 
-def test_codecs_that_records_can_not_tell_apart_are_refused() -> None:
+def test_two_codecs_with_one_id_are_refused() -> None:
     """Two codecs of one chain with the same id are an error at start that names both."""
     words = f"Codecs '{INVERTED}' and '{MIRRORED}' have the same wire id 200, .* Give one of them another id"
     with pytest.raises(ConfigError, match=words):
@@ -287,7 +287,7 @@ def test_a_codec_with_a_defect_costs_only_its_own_blocks(
 
 
 @pytest.mark.parametrize("defect", ["raises", "counts", "sizes"])
-def test_what_a_codec_with_a_defect_can_not_encode_is_stored_raw(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_a_codec_fails_to_encode_are_stored_raw(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks are stored unencoded, and restored."""
     blocks = [bytes([place]) * SLOT for place in (1, Touchy.HATED)]
     monkeypatch.setattr(Touchy, "defect", defect)
@@ -354,7 +354,7 @@ def test_length_of_elements(fields: dict[str, Any], size: int) -> None:
     assert [codec.wire_id for codec in codecs] == {1: [3], 2: [1, 3], 4: [2, 3]}[size]
 
 
-def test_planes_are_what_the_format_says() -> None:
+def test_planes_have_the_order_of_the_format() -> None:
     """The first bytes of all elements, then the second ones, …, then the remaining bytes."""
     (two, four) = (Coding(["byteplane"], namespace=Namespace({"dtype": kind})) for kind in ("bfloat16", "float32"))
     source, out = memoryview(bytes(range(11))), memoryview(bytearray(11))

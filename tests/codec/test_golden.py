@@ -84,7 +84,7 @@ def test_golden_records_are_read(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_is_written_today_has_the_same_header_and_content(case: Case) -> None:
+def test_new_records_equal_golden_ones_in_header_and_content(case: Case) -> None:
     """Today's record has the same chain and the same block; zstd may find a shorter frame some day."""
     (record,) = case.coding(case.codec).write([block()])
     header, golden = decode_header(record), decode_header(case.path.read_bytes())

@@ -142,7 +142,7 @@ def test_a_longer_payload_than_the_slot_is_another_geometry() -> None:
         assert not RecordFault(caught.value.cause).is_damage
 
 
-def test_identity_is_told_before_damage() -> None:
+def test_foreign_record_is_reported_before_its_damage() -> None:
     """A broken record of another namespace or key is reported as foreign."""
     record = Record.make(256, random_payload(random.Random(SEED), PAGE))
     record.slot[0] ^= 1
@@ -160,7 +160,7 @@ def test_which_faults_are_damage() -> None:
     assert damage == {RecordFault.KEY, *broken}
 
 
-def test_errors_tell_the_cause_and_no_content() -> None:
+def test_errors_have_the_cause_without_key_or_payload() -> None:
     """The text of a refusal is one clear sentence, without key or payload."""
     record = Record.make(256, b"secret payload", b"secret key")
     record.slot[0] ^= 1

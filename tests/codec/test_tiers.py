@@ -83,7 +83,7 @@ def rig(config: dict[str, Any], codec: Any, slot_bytes: int = SLOT) -> CodedRig:
     return CodedRig({**patient, **config, "codec": codec}, namespace=NAMESPACE, slot_bytes=slot_bytes, slots=BLOCKS)
 
 
-def test_one_configuration_reads_what_all_others_wrote(medium: dict[str, Any], keyring: dict[str, Any]) -> None:
+def test_one_configuration_reads_blocks_of_all_others(medium: dict[str, Any], keyring: dict[str, Any]) -> None:
     """Blocks written raw, compressed, sealed and both are all loaded by each of these configurations."""
     seal, mac = {"aead": keyring}, {"mac": keyring}
     writers: list[Any] = ["raw", CODED, [seal], [CODED, seal], [mac], ["zstd:3", mac], [CODED], "auto"]
@@ -151,7 +151,7 @@ def test_slots_of_all_lengths(medium: dict[str, Any], slot_bytes: int) -> None:
         load_all(tier, keys, f"slots of {slot_bytes} bytes, by a tier set to raw")
 
 
-def test_what_can_not_be_used_is_refused_at_start(tmp_path: Path) -> None:
+def test_unknown_codec_is_refused_at_start(tmp_path: Path) -> None:
     """An unknown codec prevents the start in each host, and leaves no files or processes."""
     for more in ({}, {"io": "process"}):
         config = {"backend": "file", "path": str(tmp_path / "medium"), "capacity": 64 << 20, **more}

@@ -194,7 +194,7 @@ class CutsKeys(Breakable):
         return await super().put([RecordWrite(write.key[:32], write.buffers) for write in writes])
 
 
-class TellsWrongLength(Breakable):
+class ReportsWrongLength(Breakable):
     """Reports that the buffers were filled to their end."""
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
@@ -266,7 +266,7 @@ class EvictsSilently(Breakable):
         self._removal_listener = listener
 
 
-class TellsWrongCause(Breakable):
+class ReportsWrongCause(Breakable):
     """Reports evictions as losses."""
 
     def _evict(self, shelf: Any, incoming_bytes: int) -> None:

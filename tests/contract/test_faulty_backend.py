@@ -169,7 +169,7 @@ async def test_whole_calls_fail(op: str) -> None:
 
 
 async def test_stalls_end_by_release_or_cancellation() -> None:
-    """A stalled call continues when released, and gives up its buffers when cancelled."""
+    """A stalled call continues when released, and releases its buffers when cancelled."""
     bench = await Bench().open()
     bench.plan.add(Fault("get", FaultKind.STALL, times=None))
     stalled = asyncio.ensure_future(bench.get())

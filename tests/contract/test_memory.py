@@ -47,7 +47,7 @@ class TestMemoryHoldings(HoldingsTests):
     eviction = "lru"
 
 
-async def test_a_neighbour_does_not_displace_what_is_guaranteed() -> None:
+async def test_neighbour_displaces_no_guaranteed_block() -> None:
     """Guaranteed blocks stay, even on a shelf that an earlier backend has filled."""
     tenants = Tenants(by="cache_salt", named={"quiet": Tenant(guaranteed=0.5)})
     namespace, rng = Namespace({"test": "tenants"}), random.Random(1)

@@ -28,7 +28,7 @@ from tests.disk.rig import GEOMETRY, NAMESPACE, clone, opened, room_for
 from tests.diskio.faulty_disk import FaultyDisk
 
 
-async def test_what_others_took_is_noted_once(tmp_path: Path) -> None:
+async def test_removed_segments_are_recorded_once_by_the_next_owner(tmp_path: Path) -> None:
     """Segments that were removed while the directory had no owner are recorded in the journal by the next owner."""
     async with opened(tmp_path / "a", room_for(64)) as rig:
         await rig.put_new(64)
@@ -72,7 +72,7 @@ async def test_a_segment_that_a_torn_journal_hid_is_noted(tmp_path: Path) -> Non
 
 
 async def test_a_journal_that_was_torn_since_a_listing_is_left_as_it_is(tmp_path: Path) -> None:
-    """Tools that remove a block then wipe its slot only: an engine, which may know of the block, finds no bytes."""
+    """Tools that remove a block then wipe its slot only: an engine with the block in its index finds no bytes."""
     values = await filled(tmp_path / "a", 5)
     holdings = DiskHoldings(DiskBackend, DiskConfig(path=str(tmp_path / "a"), capacity=Capacity("64MiB")))
     await holdings.open()

@@ -21,7 +21,7 @@ from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
-async def test_a_cancelled_store_waits_for_what_has_started(tmp_path: Path, engine: str) -> None:
+async def test_cancelled_store_waits_for_started_writes(tmp_path: Path, engine: str) -> None:
     """The call returns only when the disk has finished with the buffers, as their owner may reuse them."""
     disk = FaultyDisk()
     async with opened(tmp_path, room_for(64), disk=disk, engine=engine) as rig:

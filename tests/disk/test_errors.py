@@ -481,7 +481,7 @@ async def test_an_unreadable_directory_costs_itself_alone(tmp_path: Path, what: 
         await rig.put_new(4)
 
 
-async def test_a_segment_given_up_while_the_own_directory_is_unreadable_leaves_its_room(tmp_path: Path) -> None:
+async def test_segment_deleted_without_a_readable_directory_is_replaced(tmp_path: Path) -> None:
     """A new segment takes the place of a deleted one."""
     disk = UnreadableDirectory()
     async with opened(tmp_path, room_for(64), disk=disk, engine="threads") as rig:

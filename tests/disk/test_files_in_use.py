@@ -104,7 +104,7 @@ async def test_a_segment_that_is_read_stays_open(tmp_path: Path, engine: str) ->
 
 
 @ENGINES
-async def test_a_segment_that_is_given_up_while_another_engine_reads_it(tmp_path: Path, engine: str) -> None:
+async def test_segment_removed_during_a_read_is_a_miss(tmp_path: Path, engine: str) -> None:
     """The reader's file stays open until the read has ended, and the read is a miss."""
     disk = UseDisk()
     async with opened(tmp_path, room_for(16)) as one, opened(tmp_path, room_for(16), disk=disk, engine=engine) as two:
@@ -205,7 +205,7 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 
 
 @ENGINES
-async def test_what_the_kernel_writes_in_part_is_no_block(tmp_path: Path, engine: str) -> None:
+async def test_short_write_fails_only_its_own_record(tmp_path: Path, engine: str) -> None:
     """A short write, as at a limit or on a full disk, fails its own record and no other."""
     capacity = room_for(16 * 64)
     async with opened(tmp_path, capacity, engine=engine) as rig:

@@ -138,7 +138,7 @@ async def test_the_reserve_is_restored_from_ended_engines_first(tmp_path: Path) 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 async def test_the_largest_engine_restores_the_reserve(tmp_path: Path, is_stopped: bool) -> None:
-    """A smaller one gives up nothing unless the largest does not act in time, and then one segment in that time."""
+    """A smaller one removes nothing unless the largest does not act in time, and then one segment in that time."""
     disk = Disk()
     async with (
         opened(tmp_path, room_for(64), disk=disk, reserve="1MiB") as large,
@@ -162,7 +162,7 @@ async def test_the_largest_engine_restores_the_reserve(tmp_path: Path, is_stoppe
         disk.free = 1 << 40
 
 
-async def test_a_wish_that_is_not_repeated_is_not_fulfilled(tmp_path: Path) -> None:
+async def test_expired_request_gets_no_segment(tmp_path: Path) -> None:
     """An engine that stopped storing gets no segment of another's."""
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
         await fill(one, 16)
@@ -236,7 +236,7 @@ async def test_loads_of_other_engines_blocks_wait_for_no_count_of_uses(tmp_path:
             disk.thawed.set()
 
 
-async def test_a_segment_given_up_is_not_made_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_removed_segment_is_not_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The room is for the engine that requested it, which may take a second to notice."""
     monkeypatch.setattr(space_module, "_ASK_AGAIN_S", 60.0)
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
@@ -288,8 +288,8 @@ async def test_room_is_for_an_engine_with_two_segments_less(tmp_path: Path) -> N
         assert await one.session.space._grow(needed=True)
 
 
-async def test_a_wish_is_fulfilled_by_one_engine(tmp_path: Path) -> None:
-    """Of several engines with more, one gives up a segment."""
+async def test_one_engine_removes_a_segment_for_a_request(tmp_path: Path) -> None:
+    """Of several engines with more, one removes a segment."""
     async with two_engines_with_all_the_room(tmp_path) as (one, two, poor):
         poor.session.roots[0].want(poor.session.owner.name, wanted=True)
         for rig in (one, two, one, two):
@@ -298,7 +298,7 @@ async def test_a_wish_is_fulfilled_by_one_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("runs", [False, True])
-async def test_an_owner_whose_directory_was_removed_is_forgotten(tmp_path: Path, runs: bool) -> None:
+async def test_owner_without_its_directory_is_forgotten(tmp_path: Path, runs: bool) -> None:
     """Its blocks are misses, their departure is reported as a doubt, and its files are closed, also while it runs."""
     disk = FaultyDisk()
     doubts: list[int] = []

@@ -150,7 +150,7 @@ async def test_a_journal_of_a_later_format(tmp_path: Path) -> None:
     "geometry",
     [(0, 4, 1), (4096, 4, 1), (12288 + 512, 4, 1), (12288, 0, 1), (12288, 4, 0), (1 << 30, 1 << 11, 1)],
 )
-def test_a_geometry_out_of_range_is_none(geometry: tuple[int, int, int]) -> None:
+def test_geometry_out_of_range_is_refused(geometry: tuple[int, int, int]) -> None:
     """Sizes out of range are refused even if the checksum of the journal's header is right."""
     good = Geometry(12288, 4, 1)
     assert decode_journal_header(encode_journal_header(1, 5, good, bytes(32)), 1, 5, bytes(32)) == good

@@ -23,7 +23,7 @@ def filled(count: int) -> tuple[Index, list[int]]:
     return index, slots
 
 
-def test_a_slot_that_is_read_is_given_to_nobody() -> None:
+def test_slot_stays_in_use_until_its_last_read_ends() -> None:
     """The slot of a block removed during two reads becomes free when the last read has ended."""
     index, (slot,) = filled(1)
     index.pin((slot,))
@@ -63,7 +63,7 @@ def test_the_least_recently_used_leave_first() -> None:
     assert index.evict(1) == []
 
 
-def test_what_was_next_to_leave_and_was_used_since_is_not_next() -> None:
+def test_eviction_candidate_used_since_is_kept() -> None:
     """A candidate for eviction that was used since is kept, even if halving the ages restored its former age value."""
     index, slots = filled(64)
 
@@ -107,7 +107,7 @@ def two_segments(blocks: int) -> tuple[Index, list[int]]:
     return index, slots
 
 
-def test_a_segment_that_is_read_is_not_given_up() -> None:
+def test_segment_in_use_is_never_chosen_for_removal() -> None:
     """The least recently used segment is chosen, but never one with a slot in use by a read or a store."""
     for pinned, chosen in ([], 0), ([2], 1), ([2, 7], None):
         index, slots = two_segments(8)
@@ -151,7 +151,7 @@ def test_a_key_with_the_digest_of_another_is_absent() -> None:
     assert index.place(b"b", 7) == NOWHERE
 
 
-def test_a_segment_that_is_given_up_gives_out_no_slot() -> None:
+def test_segment_chosen_for_removal_allocates_no_slot() -> None:
     """Neither its free slots nor those of its departed blocks are written again, before and after its removal."""
     index, slots = two_segments(2)
     closed = slots[0] // 4

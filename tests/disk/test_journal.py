@@ -52,7 +52,7 @@ class UnsyncedDisk(OsDisk):
         super().fdatasync(fd)
 
 
-async def knows(rig: Rig, values: dict[BlockKey, bytes]) -> bool:
+async def finds_all(rig: Rig, values: dict[BlockKey, bytes]) -> bool:
     """Return whether an engine finds all of these blocks."""
     return all(await rig.backend.exists(list(values)))
 
@@ -155,7 +155,7 @@ async def test_a_switch_that_landed_in_spite_of_an_error_is_made(tmp_path: Path,
         for _ in range(2):
             values |= await one.put_new(2)
             await two.session.followers.refresh()
-            assert await knows(two, values)
+            assert await finds_all(two, values)
             clone(tmp_path / "a", tmp_path / f"b-{len(values)}")
             await one.session._write_snapshot()
         await two.has_all(values)
@@ -262,7 +262,9 @@ async def test_a_frame_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert applied == [0, 1, 2, 3, 4]
 
 
-async def test_removals_that_waited_are_told_in_bounded_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pending_removals_are_recorded_first_in_bounded_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Records of failed frames precede all others, in order, and no frame is longer than the limit."""
     monkeypatch.setattr(journal_module, "_FRAME_ROWS_MAX", 4)
     disk = NoFrames()
@@ -318,7 +320,7 @@ async def test_a_frame_that_could_not_be_taken_back_is_taken_back_later(tmp_path
         disk.fails = True
         assert await one.put(failed) == [Outcome.IO_ERROR] * 3
         await two.session.followers.refresh()
-        assert await knows(two, failed)
+        assert await finds_all(two, failed)
         disk.fails = disk.refuses = False
         await one.put_new(1)
         await two.session.followers.refresh()
@@ -373,7 +375,7 @@ async def test_records_that_are_not_synced_are_not_stored(tmp_path: Path) -> Non
         new = rig.new(3)
         disk.fails = True
         assert await rig.put(new) == [Outcome.IO_ERROR] * 3
-        assert not await knows(rig, new)
+        assert not await finds_all(rig, new)
         disk.fails = False
         assert await rig.put(new) == [Outcome.OK] * 3
 

@@ -119,7 +119,7 @@ class SlowNotes(OsDisk):
         return written
 
 
-async def test_notes_read_while_others_are_written_lose_none(tmp_path: Path) -> None:
+async def test_notes_written_during_a_read_are_kept(tmp_path: Path) -> None:
     """The end of the file stays known, so later notes neither overwrite earlier ones nor leave a gap."""
     async with opened(tmp_path, room_for(64), disk=(disk := SlowNotes())) as rig:
         keys = list(await rig.put_new(6))

@@ -29,7 +29,7 @@ async def refused(path: Path, match: str, capacity: int | str = "64MiB", **optio
             pass
 
 
-async def test_the_last_component_is_made_whatever_the_umask(tmp_path: Path) -> None:
+async def test_missing_directory_is_private_under_any_umask(tmp_path: Path) -> None:
     """A missing directory is created if its parent exists; only this user has access to it and its content."""
     for mask in (0, 0o022, 0o077):
         before = os.umask(mask)
@@ -91,7 +91,7 @@ async def test_capacities_that_can_not_be_used(tmp_path: Path) -> None:
         assert abs(rig.backend.stats().capacity_bytes - wanted) <= 1
 
 
-async def test_direct_on_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_direct_on_requires_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without direct I/O, ``on`` refuses to start and ``auto`` uses the page cache."""
 
     class NoDirect(FaultyDisk):
@@ -118,7 +118,7 @@ async def test_the_namespace_is_described(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", ["link", "fifo", "directory"])
-async def test_what_is_planted_in_the_place_of_a_description_does_not_matter(tmp_path: Path, plant: str) -> None:
+async def test_foreign_object_in_place_of_a_description_is_ignored(tmp_path: Path, plant: str) -> None:
     """The description is informational: another object in its place is neither followed nor waited for."""
     async with opened(tmp_path / "kv", "64MiB") as rig:
         values = await rig.put_new(2)
@@ -246,7 +246,7 @@ def test_options_that_can_not_be_used(given: dict[str, Any], match: str) -> None
         decode_config(DiskConfig, {"path": "/kv", "capacity": "1GiB", **given}, where="file tier")
 
 
-def test_the_registry_knows_both_names() -> None:
+def test_registry_has_both_names() -> None:
     """``file`` is shared by default, ``nvme`` is exclusive by default; both accept the users' spellings."""
     assert BACKENDS.find("file") is DiskBackend
     assert BACKENDS.find("nvme") is NvmeBackend

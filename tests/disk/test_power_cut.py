@@ -98,7 +98,7 @@ async def test_power_cuts(tmp_path: Path, durability: str) -> None:
         shutil.rmtree(copy)
 
 
-async def test_what_was_reported_survives_a_power_cut(tmp_path: Path) -> None:
+async def test_reported_blocks_survive_a_power_cut(tmp_path: Path) -> None:
     """With ``durability: data`` each block reported as stored is there, unless it was removed or evicted."""
     rng = random.Random(seed := fresh_seed())
     capacity = room_for(256)

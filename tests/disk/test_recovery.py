@@ -140,7 +140,7 @@ async def test_swapped_slots_are_misses(tmp_path: Path) -> None:
             assert back in (None, payload)
 
 
-async def test_a_damaged_snapshot_costs_nothing_that_journals_or_slots_tell(tmp_path: Path) -> None:
+async def test_damaged_snapshot_loses_no_block_of_journals_or_slots(tmp_path: Path) -> None:
     """Each byte of a snapshot counts: with a wrong one, the slots are scanned instead."""
     async with opened(tmp_path / "a", "64MiB") as rig:
         values = await rig.put_new(10)
@@ -206,9 +206,7 @@ async def test_a_removed_block_has_no_older_copy(tmp_path: Path) -> None:
         await rig.has_all(await rig.put_new(len(evicted)))
 
 
-async def test_no_segment_is_given_up_while_its_slots_are_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_segment_is_not_removed_before_its_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment that was not scanned yet is not considered empty, and each slot is used once afterwards."""
     async with opened(tmp_path / "a", room_for(64)) as rig:
         values: dict[BlockKey, bytes] = {}
@@ -300,7 +298,7 @@ async def test_a_planted_snapshot_is_not_read_into_memory(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o757])
-async def test_a_root_that_everybody_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+async def test_world_writable_root_is_refused(tmp_path: Path, mode: int) -> None:
     """Blocks contain users' prompts: a world-writable directory is refused."""
     root = tmp_path / "root"
     root.mkdir()
@@ -317,7 +315,7 @@ async def test_modes(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
-async def test_strangers_directories_are_left_alone(tmp_path: Path) -> None:
+async def test_directories_of_other_users_are_left_alone(tmp_path: Path) -> None:
     """Another user's directory that resembles a namespace or an owner neither counts nor causes a failure."""
     root = tmp_path / "root"
     owner = "cd" * 8

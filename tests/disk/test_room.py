@@ -52,7 +52,7 @@ async def test_the_reserve_stays_free(tmp_path: Path) -> None:
         assert segment_bytes(tmp_path) >= segment
 
 
-async def test_segments_are_given_up_for_the_reserve(tmp_path: Path) -> None:
+async def test_segments_are_removed_to_restore_the_reserve(tmp_path: Path) -> None:
     """An engine keeps its segments while others fill the disk up to the reserve, and removes some beyond it."""
     disk = FullDisk()
     async with opened(tmp_path, room_for(64), disk=disk, reserve="1MiB") as rig:
@@ -98,7 +98,7 @@ async def test_a_segment_that_could_not_be_made_takes_no_room(tmp_path: Path, er
         assert list(tmp_path.rglob("*.seg")) == []
 
 
-async def test_idle_namespaces_go_before_dead_owners_of_ours(tmp_path: Path) -> None:
+async def test_idle_namespaces_are_reclaimed_before_own_dead_owners(tmp_path: Path) -> None:
     """Idle namespaces go first even if used later: engines of today still look up the blocks of our own dead owners."""
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
         ours = await one.put_new(12) | await two.put_new(12)
@@ -140,7 +140,7 @@ async def test_the_ledger_is_free_while_an_ended_owner_is_loaded(
 
 
 async def test_segments_are_reclaimed_under_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine removes no segment of an ended owner while another one makes or gives up segments."""
+    """An engine removes no segment of an ended owner while another one creates or removes segments."""
     async with opened(tmp_path, room_for(64)) as ended:
         await ended.put_new(60)
     async with opened(tmp_path, room_for(64), seed=1, namespace=Namespace({"other": 1})) as rig:
@@ -181,7 +181,7 @@ async def test_an_ended_owner_without_segments_is_removed(tmp_path: Path) -> Non
         await eventually_async(lambda: not directory.exists(), what="its directory is removed")
 
 
-async def test_nothing_is_given_up_while_ended_owners_hold_room(tmp_path: Path) -> None:
+async def test_no_segment_is_removed_while_ended_owners_hold_room(tmp_path: Path) -> None:
     """An engine above its share keeps its blocks as long as the directory of an ended engine can be reclaimed."""
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
         async with opened(tmp_path, room_for(64)) as ended:
@@ -200,7 +200,7 @@ async def test_nothing_is_given_up_while_ended_owners_hold_room(tmp_path: Path) 
         assert one.session.counts["segments_given_up"] > 0
 
 
-async def test_a_wish_counts_once_and_only_of_a_running_engine(tmp_path: Path) -> None:
+async def test_request_for_room_counts_once_per_running_engine(tmp_path: Path) -> None:
     """An engine above its share removes one segment per request of a running engine, and none for an ended engine."""
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
         for _ in range(16):
@@ -258,7 +258,7 @@ def deleted_files(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [12, 16])
-async def test_what_the_journal_does_not_take_is_not_there(tmp_path: Path, count: int) -> None:
+async def test_journal_failure_fails_stores_and_loses_no_slot(tmp_path: Path, count: int) -> None:
     """Stores and evictions fail without losing a slot; when frames can be written again, both succeed."""
     disk = NoFrames()
     async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
@@ -313,18 +313,18 @@ async def test_a_segment_is_kept_while_a_block_there_is_removed(tmp_path: Path) 
         values = await rig.put_new(1)
         engine, write = rig.session.engine, rig.session.engine.write
 
-        async def give_up_first(transfers: Any, *args: Any) -> None:
+        async def remove_first(transfers: Any, *args: Any) -> None:
             engine.write = write  # type: ignore[method-assign]
             await rig.session.space._give_up([0])
             await write(transfers, *args)
 
-        engine.write = give_up_first  # type: ignore[method-assign]
+        engine.write = remove_first  # type: ignore[method-assign]
         assert await rig.backend.delete(list(values)) == [True]
         assert rig.session.counts["segments_given_up"] == 0
         await rig.has_all(await rig.put_new(16))
 
 
-async def test_a_segment_is_given_up_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_removal_of_a_segment_yields_to_other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many blocks a segment has, the loop runs other work after each few of them; all are gone at the end."""
     monkeypatch.setattr(space_module, "_TURN_ROWS", 2)
     async with opened(tmp_path, room_for(128)) as rig, opened(tmp_path, room_for(128)) as other:
@@ -340,7 +340,7 @@ async def test_a_segment_is_given_up_in_turns(tmp_path: Path, monkeypatch: pytes
         assert segment_bytes(tmp_path) == 0
 
 
-async def test_a_segment_is_given_up_although_the_journal_can_not_be_written(tmp_path: Path) -> None:
+async def test_segment_is_removed_before_the_journal_is_written(tmp_path: Path) -> None:
     """Its file is removed first: before that, a full disk has no room for a frame."""
     disk = NoFrames()
     async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
@@ -444,7 +444,7 @@ async def test_a_deleted_block_is_gone_although_its_eviction_is_not_journalled(t
         assert await heir.get(list(values)) == [None] * 16
 
 
-async def test_a_quarantined_slot_is_retired_although_its_block_was_about_to_leave(tmp_path: Path) -> None:
+async def test_quarantined_slot_is_retired_during_its_eviction(tmp_path: Path) -> None:
     """No block is stored in a quarantined slot, by this engine or the next, whenever its eviction is journalled."""
     disk = NoFrames()
     async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
@@ -521,7 +521,7 @@ async def test_no_slot_is_reused_before_its_removal_is_journalled(tmp_path: Path
 
 
 async def test_a_segment_on_a_read_only_disk_stays_until_it_can_go(tmp_path: Path) -> None:
-    """Where neither frame nor file can be changed, one segment at most is to be given up, and its blocks are found."""
+    """Where neither frame nor file can be changed, at most one segment is to be removed, and its blocks are found."""
     disk = FaultyDisk()
     async with opened(tmp_path, room_for(64), disk=disk, engine="threads") as rig:
         values: dict[BlockKey, bytes] = {}
@@ -569,8 +569,8 @@ async def test_shares_settle(tmp_path: Path) -> None:
         assert given_up == [rig.session.counts["segments_given_up"] for rig in rigs]
 
 
-async def test_one_engine_gives_up_what_is_missing(tmp_path: Path) -> None:
-    """If several engines see that the reserve is missed by less than a segment, they give up one segment in all."""
+async def test_several_engines_remove_one_missing_segment_in_all(tmp_path: Path) -> None:
+    """If several engines see that the reserve is missed by less than a segment, they remove one segment in all."""
 
     class Reserved(OsDisk):
         missing = False
@@ -600,8 +600,8 @@ async def test_one_engine_gives_up_what_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [0, SLOT, 50 * SLOT])
 @pytest.mark.parametrize("when", ["ended", "running"])
-async def test_a_segment_of_another_length_is_given_up(tmp_path: Path, length: int, when: str) -> None:
-    """A segment that was cut or extended costs its own blocks only: files and statistics agree, and it is made anew."""
+async def test_segment_of_another_length_is_removed(tmp_path: Path, length: int, when: str) -> None:
+    """A segment that was cut or extended costs its own blocks only: files and statistics agree, and it is remade."""
     async with contextlib.AsyncExitStack() as stack:
         rig = await stack.enter_async_context(opened(tmp_path, room_for(64)))
         values = await rig.put_new(56)

@@ -122,7 +122,7 @@ async def test_a_cancelled_look_at_a_journal_loses_nothing(tmp_path: Path, monke
         assert await two.backend.exists([*values, *gone]) == [True] * 4 + [False] * 4
 
 
-async def test_a_follower_that_starts_over_keeps_what_it_knew(tmp_path: Path) -> None:
+async def test_restarted_follower_keeps_its_known_blocks(tmp_path: Path) -> None:
     """Blocks known before are read at the places that the owner's files now state, and new ones are announced once."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(6)
@@ -239,7 +239,7 @@ async def test_a_closed_journal_is_not_continued_in_another_one(tmp_path: Path) 
 
 @pytest.mark.usefixtures("closes_at_once")
 @pytest.mark.parametrize("is_killed", [False, True])
-async def test_a_closed_journal_is_told_from_a_new_one_with_its_inode(
+async def test_reused_inode_of_a_journal_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
 ) -> None:
     """Filesystems give a new file the inode number of a removed one: number and length may be the same, too.
@@ -343,7 +343,7 @@ async def test_a_reader_looks_at_the_journals_of_all_owners(tmp_path: Path, monk
         assert [payload is None for payload in await reader.get(keys)] == [True, False] * 2
 
 
-async def test_a_block_whose_journal_can_not_be_read_is_not_delivered(
+async def test_block_without_a_readable_journal_is_not_delivered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the journal, a reuse of the slot during the read cannot be excluded."""
@@ -396,7 +396,7 @@ async def test_adoption_raced_by_four_engines(tmp_path: Path) -> None:
     del a, b
 
 
-async def test_a_killed_engine_is_taken_over_with_all_it_had_said(tmp_path: Path) -> None:
+async def test_killed_engine_is_taken_over_with_all_reported_blocks(tmp_path: Path) -> None:
     """Every block reported OK before a kill is there after it, even if no snapshot was ever written."""
     async with opened(tmp_path / "a", "64MiB") as rig:
         values = await rig.put_new(30)
@@ -447,7 +447,7 @@ async def test_a_segment_made_again_is_opened_again(tmp_path: Path, emptied: boo
         assert two.backend.stats().counters.get("stale_blocks", 0) <= 4
 
 
-async def test_exclusive_shares_with_nobody(tmp_path: Path) -> None:
+async def test_exclusive_engine_excludes_all_others(tmp_path: Path) -> None:
     """An exclusive engine is refused beside another one, and refuses others."""
     async with opened(tmp_path, "64MiB"):
         with pytest.raises(LockedError, match="exclusive"):
@@ -649,7 +649,7 @@ async def test_owners_of_other_roots_are_not_adopted(tmp_path: Path) -> None:
         assert segment_bytes(roots[0]) == before
 
 
-async def test_a_block_of_ours_is_not_replaced_by_another_engines(tmp_path: Path) -> None:
+async def test_own_block_is_not_replaced_by_another_engines(tmp_path: Path) -> None:
     """If two engines store a block at once, each goes on to read its own."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
         values = one.new(4)
@@ -661,7 +661,7 @@ async def test_a_block_of_ours_is_not_replaced_by_another_engines(tmp_path: Path
             await rig.has_all(values)
 
 
-async def test_a_segment_given_up_frees_its_space_and_leaves_no_record(tmp_path: Path) -> None:
+async def test_removed_segment_frees_its_space_and_its_records(tmp_path: Path) -> None:
     """Its space is free although another engine has the file open, followers forget its blocks, and so does an heir."""
     async with opened(tmp_path / "a", room_for(64)) as one, opened(tmp_path / "a", room_for(64)) as two:
         values = await one.put_new(8)

@@ -46,7 +46,7 @@ async def kept(rig: Rig, values: dict[BlockKey, bytes]) -> int:
 
 
 @pytest.mark.parametrize("tenants", [TENANTS, None])
-async def test_a_neighbour_does_not_displace_what_is_guaranteed(tmp_path: Path, tenants: Tenants | None) -> None:
+async def test_neighbour_displaces_no_guaranteed_block(tmp_path: Path, tenants: Tenants | None) -> None:
     """Guaranteed blocks stay, unlike without tenants; also after a restart and after a crash."""
     guaranteed = 24
     async with opened(tmp_path / "kv", room_for(BLOCKS), tenants=tenants) as rig:
@@ -93,7 +93,7 @@ def test_within_a_share_the_least_recently_used_leave_first() -> None:
     assert [slot for _, slot, *_ in index.evict(1)] == [20]
 
 
-def test_an_index_counts_what_it_holds() -> None:
+def test_index_counts_equal_its_blocks() -> None:
     """The counts are right after any calls, and in another index over the same columns."""
     rng = random.Random("shares of a disk")
     columns = Columns(32)
@@ -129,7 +129,7 @@ def test_an_index_counts_what_it_holds() -> None:
             assert +counted == there
 
 
-def test_an_io_process_knows_the_tenants(tmp_path: Path) -> None:
+def test_io_process_receives_the_tenants(tmp_path: Path) -> None:
     """The tenants are passed to the process that does the I/O."""
     slot_bytes, count = 8192, 32
     fd = os.memfd_create("kvstore-test")

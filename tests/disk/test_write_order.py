@@ -101,7 +101,7 @@ class OrderedDisk(OsDisk):
 
 
 @pytest.mark.parametrize("durability", ["none", "data"])
-async def test_slots_change_hands_after_the_journal_has_said_so(tmp_path: Path, durability: str) -> None:
+async def test_slots_are_reused_after_the_journal_records_the_removal(tmp_path: Path, durability: str) -> None:
     """In stores, evictions and removals, the journal records a removal before the slot is written."""
     disk = OrderedDisk(durable=durability == "data")
     async with opened(tmp_path, room_for(16), disk=disk, engine="threads", durability=durability) as rig:

@@ -118,9 +118,9 @@ class FaultyDisk(OsDisk):
         made = _to_be_made(op, faults)
         for i in made if op == "close" else ():
             self._untrack(subjects[i])
-        return self._all_told(op, subjects, faults, made, await function(made))
+        return self._all_reported(op, subjects, faults, made, await function(made))
 
-    def _all_told(
+    def _all_reported(
         self,
         op: str,
         subjects: Sequence[Any],
@@ -129,12 +129,12 @@ class FaultyDisk(OsDisk):
         results: Sequence[int],
     ) -> list[int]:
         """Return the results reported for a batch, given the results of the calls that were made."""
-        told = [-(fault.error or 0) if fault is not None else 0 for fault in faults]
+        reported = [-(fault.error or 0) if fault is not None else 0 for fault in faults]
         for i, result in zip(made, results, strict=True):
-            told[i] = self._told(op, subjects[i], result, faults[i])
-        return told
+            reported[i] = self._reported(op, subjects[i], result, faults[i])
+        return reported
 
-    def _told(self, op: str, subject: Any, result: int, fault: DiskFault | None) -> int:
+    def _reported(self, op: str, subject: Any, result: int, fault: DiskFault | None) -> int:
         """Return the result reported for a call in a batch."""
         if result < 0:
             return result

@@ -130,7 +130,7 @@ async def test_one_operation_longer_than_the_share_goes_alone(ring: LoopRing) ->
     assert await ring.run(nops(4), [size] * 4, precedence=Precedence.STORE) == [0] * 4
 
 
-async def test_what_a_slow_drive_has_in_flight_shrinks(ring: LoopRing, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_drive_shrinks_the_limit_in_flight(ring: LoopRing, monkeypatch: pytest.MonkeyPatch) -> None:
     """As operations slow down, the limit in flight shrinks to a minimum; a fast drive's limit grows again."""
     monkeypatch.setattr(loop_ring, "_FAST_S", -1.0)
     monkeypatch.setattr(loop_ring, "_SLOW_S", -1.0)
@@ -212,7 +212,7 @@ async def test_a_batch_of_nothing_ends(ring: LoopRing) -> None:
     assert await ring.run(nops(1), [0], precedence=Precedence.LOAD) == [0]
 
 
-async def test_what_is_in_flight_outlives_loop_and_caller(pipe: tuple[int, int]) -> None:
+async def test_operations_in_flight_outlive_loop_and_caller(pipe: tuple[int, int]) -> None:
     """A loop closed during kernel operations leaves their memory alive until the kernel has finished."""
     kept: list[weakref.ref[Any]] = []
     lost, seen = threading.Event(), threading.Event()
@@ -289,7 +289,7 @@ async def test_a_closed_ring_leaves_no_descriptor() -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-async def test_an_engine_whose_disk_is_frozen_says_so(tmp_path: Path) -> None:
+async def test_close_with_a_frozen_disk_reports_pending_operations(tmp_path: Path) -> None:
     """Closing times out and reports that operations are left; when the disk is back, the call ends."""
     path = tmp_path / "file"
     path.write_bytes(bytes(4096))
@@ -350,7 +350,7 @@ async def test_an_engine_makes_no_threads_for_its_transfers(tmp_path: Path) -> N
     os.close(fd)
 
 
-async def test_files_that_cannot_tell_that_they_would_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_without_nowait_run_in_kernel_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own threads run their operations, so that submitting them does not block."""
 
     class SlowDisk(OsDisk):

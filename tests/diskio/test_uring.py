@@ -92,7 +92,7 @@ def test_a_call_that_fails_leaves_nothing_in_the_ring(fd: int, ring: Ring, monke
     assert bytes(slot) == bytes([1]) * PAGE
 
 
-def test_probe_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that forbids io_uring is distinguished from one that supports it."""
     assert probe() == ""
 
@@ -189,7 +189,7 @@ async def test_short_results_of_a_ring_are_completed(fd: int, monkeypatch: pytes
     await engine.close()
 
 
-async def test_refused_io_uring_is_said_once(
+async def test_refused_io_uring_is_reported_once(
     fd: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If io_uring is forbidden, threads are used and one line gives the reason."""

@@ -29,7 +29,9 @@ class Recorder(empty_root.EmptyRoot):
 
 
 @pytest.mark.parametrize("page", empty_root.PAGES)
-def test_pages_have_what_is_followed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_install_kvstore_and_configure_one_tier(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each page installs kvstore and configures an engine of one tier."""
     engines: list[str] = []
     monkeypatch.setattr(empty_root, "check_restart", lambda root, script, env=None: engines.append(script))

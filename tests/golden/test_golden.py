@@ -68,7 +68,7 @@ def test_the_encoder_makes_the_golden_bytes(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=names)
 def test_golden_records_are_read(case: Case) -> None:
-    """The golden record verifies, and its header says what went in."""
+    """The golden record verifies, and its header describes its content."""
     data = bytearray(case.path().read_bytes())
     view = memoryview(data)
     codec = RecordCodec(Namespace(FIELDS), header_bytes=case.header_bytes)

@@ -198,7 +198,7 @@ def test_objects_survive_kill_9(tmp_path: Path) -> None:
 
 
 def test_damaged_objects_are_misses(tmp_path: Path) -> None:
-    """After damage to every record, LMCache finds nothing, and stores the objects anew."""
+    """After damage to every record, LMCache finds nothing, and stores the objects again."""
     directory = tmp_path / "kv"
     lmcache = manager(directory)
     put(lmcache, range(OBJECTS), 0)

@@ -274,7 +274,7 @@ def test_every_layout_with_one_buffer(tmp_path: Path, layout: str, open_backends
 
 
 def test_damaged_pages_are_misses(tmp_path: Path) -> None:
-    """After damage to every record, SGLang loads nothing, and stores and loads the pages anew."""
+    """After damage to every record, SGLang loads nothing, and stores and loads the pages again."""
     directory = tmp_path / "kv"
     sglang = controller(directory, host_pool())
     assert write(sglang, TOKENS, seed=1) == len(TOKENS)

@@ -66,7 +66,7 @@ SECRET = "a secret of sixteen"
         ),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], says: str) -> None:
+def test_unusable_options_are_refused_with_a_remedy(options: dict[str, Any], says: str) -> None:
     """An unusable option prevents the start with an error that gives a remedy."""
     with pytest.raises(ConfigError, match=says):
         decode_config(PeerConfig, options, where="peer tier")
@@ -91,7 +91,7 @@ def test_what_is_refused(options: dict[str, Any], says: str) -> None:
         {"directory": {"url": "redis://127.0.0.1", "networks": ["127.0.0.0/8"]}},
     ],
 )
-def test_what_is_taken(options: dict[str, Any]) -> None:
+def test_usable_options_are_accepted(options: dict[str, Any]) -> None:
     """On loopback no more options are needed; beyond it, a secret or certificates of the fleet."""
     decode_config(PeerConfig, options, where="peer tier")
 

@@ -528,7 +528,7 @@ async def test_a_block_of_an_engine_that_was_not_queried_is_not_absent(redis_onl
             await backend.close()
 
 
-def test_dead_peers_that_requests_name_do_not_hide_the_engines_of_the_directory(redis_only: Server) -> None:
+def test_dead_named_peers_do_not_hide_engines_of_the_directory(redis_only: Server) -> None:
     """An engine of the directory is queried by the first lookup, however many dead peers were named before."""
     named = {"request_peers": ["127.0.0.0/8:1024-65535"]}
     with listed(redis_only, KEYS), asking(redis_only, **named) as rig:
@@ -563,7 +563,7 @@ def test_with_tls_and_the_least_rights(tmp_path: Path) -> None:
         ({"url": "redis://a:1", "networks": ["10.0.0.0/8"], "host": "11.0.0.1"}, "would not connect to 11.0.0.1:5710"),
     ],
 )
-def test_what_is_refused(directory: dict[str, Any], says: str) -> None:
+def test_unusable_directories_are_refused_with_a_remedy(directory: dict[str, Any], says: str) -> None:
     """An unusable directory prevents the start with an error that gives a remedy and shows no password."""
     with pytest.raises(ConfigError, match=says) as error:
         decode_config(

@@ -43,7 +43,7 @@ def all_found(rig: TierRig, keys: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("answer", LIES.values(), ids=LIES.keys())
-def test_what_does_not_verify_is_not_loaded(fake: FakePeer, answer: Answer) -> None:
+def test_damaged_or_foreign_records_are_not_loaded(fake: FakePeer, answer: Answer) -> None:
     """A record that is damaged or not the requested one is CORRUPT, and its peer is not contacted for a while."""
     fake.answer = answer
     with rig_of(fake.address) as rig:
@@ -184,7 +184,7 @@ async def test_a_block_that_a_silent_peer_may_have_is_not_absent(fake: FakePeer)
 
 
 @pytest.mark.parametrize("answer", BREAKS.values(), ids=BREAKS.keys())
-def test_what_breaks_off_or_hangs_costs_its_blocks(fake: FakePeer, answer: Answer) -> None:
+def test_disconnected_or_hung_load_fails_by_its_deadline(fake: FakePeer, answer: Answer) -> None:
     """A load from a peer that disconnects or hangs fails by its deadline, and its slots are not written afterwards."""
     with rig_of(fake.address) as rig:
         keys = [b"key-%d" % number for number in range(6)]
@@ -209,7 +209,7 @@ def test_an_unknown_answer_to_a_lookup_is_a_failure(fake: FakePeer, byte: bytes)
         assert "other bytes than 0, 1, 2" in rig.tier.stats().last_error
 
 
-def test_a_peer_whose_loads_stall_is_left_alone(fake: FakePeer) -> None:
+def test_peer_with_stalled_loads_is_avoided(fake: FakePeer) -> None:
     """If lookups are answered and loads are not, two loads are lost, not one per request; later the peer is reused."""
     fake.answer = on_load(stall_in_the_middle)
 
@@ -252,7 +252,7 @@ async def connected(fake: FakePeer) -> AsyncIterator[PeerBackend]:
         await backend.close()
 
 
-async def test_what_nobody_asked_for_closes_an_idle_connection(fake: FakePeer) -> None:
+async def test_unsolicited_bytes_close_an_idle_connection(fake: FakePeer) -> None:
     """Bytes after the answer to a lookup are not the answer to the next one: the connection is not reused."""
 
     def more(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
@@ -406,7 +406,7 @@ async def test_an_error_without_a_text_is_named(fake: FakePeer, monkeypatch: pyt
     await backend.close()
 
 
-def test_another_secret_is_told(fake: FakePeer) -> None:
+def test_different_secret_is_reported_but_not_shown(fake: FakePeer) -> None:
     """The error reports that a peer has another secret, and does not show the secret."""
     fake.secret = b"one secret of fake peers"
     with rig_of(fake.address, secret="quite another secret") as rig:

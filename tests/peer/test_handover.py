@@ -201,7 +201,7 @@ def test_a_hand_over_without_a_name_is_waited_for_a_second(
     eventually(lambda: decode.look(ctx) == ["miss"] * 6, what="the misses")
 
 
-def test_what_is_not_computed_there_is_computed_here(
+def test_blocks_missing_after_the_prefill_are_misses(
     prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
 ) -> None:
     """If the prefill ends without some blocks, they are misses, and the blocks that arrived remain valid."""
@@ -214,7 +214,7 @@ def test_what_is_not_computed_there_is_computed_here(
     decode.prove(KEYS[:3], ctx)
 
 
-def test_an_engine_that_never_hears_of_the_request(
+def test_source_without_the_request_costs_a_second(
     prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
 ) -> None:
     """A source that never receives the request costs a second, and an unreachable one less."""

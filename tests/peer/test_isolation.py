@@ -144,7 +144,7 @@ def test_a_block_of_a_named_peer_is_loaded_again_after_a_lost_connection(fake: F
         assert broken
 
 
-def test_a_repeated_load_asks_a_named_peer_only_about_its_own_blocks() -> None:
+def test_repeated_load_requests_only_a_named_peers_own_blocks() -> None:
     """After loads from a named and a listed peer broke off, the named one still receives only its own keys."""
     seen: set[bytes] = set()
     broken: set[FakePeer] = set()
@@ -282,7 +282,7 @@ def test_a_forged_block_is_not_loaded_for_another_request(tmp_path: Path) -> Non
 
 
 def test_an_entry_in_the_directory_forges_no_block(tmp_path: Path) -> None:
-    """A stranger who writes to the directory's server, and passes on the greeting of a real engine, is not believed."""
+    """Entries of an intruder in the directory's server that relays the greeting of a real engine are rejected."""
     key = b"a system prompt"
     sample = Sample()
     sample.add([key])

@@ -115,10 +115,10 @@ class Middle:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("listen", ["0.0.0.0", "127.0.0.1"])
-async def test_no_byte_of_a_man_in_the_middle_is_loaded(rng: random.Random, listen: str) -> None:
+async def test_bytes_of_a_man_in_the_middle_are_never_loaded(rng: random.Random, listen: str) -> None:
     """Each block is right or failed, never absent or damaged, and an engine with a known address sends none to a relay.
 
-    An engine that listens on all addresses cannot tell a relay from translated addresses.
+    An engine that listens on all addresses cannot distinguish a relay from translated addresses.
     """
     primary = PrimaryTier(memoryview(bytearray(8 * SLOT_BYTES)), SLOT_BYTES)
     right = {key: rng.randbytes(SLOT_BYTES) for key in KEYS}

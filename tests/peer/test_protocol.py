@@ -154,7 +154,7 @@ def test_the_page_covers_the_frames() -> None:
 
 
 @pytest.mark.parametrize("data", [b"HTTP/1.1" + bytes(8), HELLO[:10] + b"\1\0" + bytes(4)])
-def test_what_is_no_greeting(data: bytes) -> None:
+def test_invalid_greetings_are_refused(data: bytes) -> None:
     """Another magic and an unknown flag are refused."""
     with pytest.raises(PeerProtocolError):
         protocol.check_head(data)
@@ -164,7 +164,7 @@ def test_what_is_no_greeting(data: bytes) -> None:
     ("op", "reserved", "count", "body_bytes"),
     [(0, 0, 1, 2), (4, 0, 1, 2), (1, 1, 1, 2), (1, 0, 0, 0), (1, 0, 4097, 9000), (2, 0, 2, 3), (2, 0, 2, 131)],
 )
-def test_what_is_no_question(op: int, reserved: int, count: int, body_bytes: int) -> None:
+def test_invalid_requests_are_refused(op: int, reserved: int, count: int, body_bytes: int) -> None:
     """An unknown kind, an invalid number of keys, or an impossible length is refused before the body is received."""
     data = protocol._QUESTION.pack(op, reserved, count, body_bytes)
     with pytest.raises(PeerProtocolError):
@@ -189,7 +189,7 @@ def test_bodies_that_are_not_their_keys() -> None:
 
 
 @pytest.mark.parametrize("data", [b"\2\0\0\0\1\0\0\0", b"\xff" * 8, b"\1\0\0\0\0\0\0\0"])
-def test_what_is_no_part(data: bytes) -> None:
+def test_invalid_parts_are_refused(data: bytes) -> None:
     """An unknown part, and one without a length or number, are refused."""
     with pytest.raises(PeerProtocolError):
         protocol.read_part(data)

@@ -69,10 +69,8 @@ def test_a_relay_to_another_address_is_refused(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize("target", ["serving", "open_serving"])
-def test_a_stranger_speaks_for_neither_engine_after_a_relayed_greeting(
-    target: str, request: pytest.FixtureRequest
-) -> None:
-    """A stranger that passes the greeting on gets no block with its own question, and its own answer is not loaded."""
+def test_relayed_greeting_impersonates_neither_engine(target: str, request: pytest.FixtureRequest) -> None:
+    """A relay of the greeting gets no block with a request of its own, and an answer of its own is not loaded."""
     real: Serving = request.getfixturevalue(target)
     with Impostor(real.port) as stranger, rig_of(request_peers=["127.0.0.0/8:1024-65535"]) as rig:
         ctx = RequestContext("r", source=Source(stranger.address))
@@ -164,7 +162,7 @@ def test_changed_questions_are_not_answered(open_serving: Serving) -> None:
         assert stat(rig, "connections_opened") > 0
 
 
-def test_changed_lookups_are_not_believed(open_serving: Serving) -> None:
+def test_modified_lookup_answers_are_rejected(open_serving: Serving) -> None:
     """An answer to a lookup that is changed on its way counts as no answer."""
     with Relay(open_serving.port) as relay, rig_of(peers=[relay.address]) as rig:
         relay.answer = lambda op, question, frames: [b"\1" + frames[0][1:]]

@@ -196,7 +196,7 @@ async def test_another_namespace_gets_nothing() -> None:
         assert await client.load(served.keys[0]) is None
 
 
-async def test_another_namespace_is_not_told_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hand_over_is_hidden_from_other_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a client of another namespace, no hand-over is waiting, because its blocks would never come."""
     async with serving() as served, client_of(served) as ours, client_of(served) as other:
         monkeypatch.setattr(served.lender, "is_waiting", lambda name: True)
@@ -219,7 +219,7 @@ async def test_a_client_that_dialled_another_address_is_refused() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2, 4])
-async def test_another_version_is_answered_with_ours(version: int) -> None:
+async def test_client_of_another_version_receives_the_servers_version(version: int) -> None:
     """A client of an earlier or later version receives our version before the connection ends."""
     async with serving() as served, client_of(served) as client:
         hello = bytearray(hello_of(NAMESPACE.digest, served.port))
@@ -241,7 +241,7 @@ async def test_another_version_is_answered_with_ours(version: int) -> None:
     ],
     ids=["half a question", "unknown", "no body", "huge", "broken keys", "two at once"],
 )
-async def test_what_is_no_question_ends_the_connection(data: bytes) -> None:
+async def test_random_bytes_do_not_disturb_other_clients(data: bytes) -> None:
     """For any bytes in place of a request, the server answers or closes the connection, and serves other clients."""
     async with serving(serve_connections=4) as served:
         async with client_of(served) as client:
@@ -287,7 +287,7 @@ async def test_a_question_without_its_keys_ends_in_time() -> None:
         assert await client.is_closed()
 
 
-async def test_strangers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unauthenticated_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more unauthenticated connections than allowed the oldest is closed, and one that greets is served."""
     monkeypatch.setattr("kvstore.backends.peer.server._GREETINGS_MAX", 2)
     async with serving(connect_timeout=20) as served, client_of(served) as silent, client_of(served) as member:

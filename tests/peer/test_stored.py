@@ -127,7 +127,7 @@ def test_a_disk_that_is_gone_leaves_memory(engine: Engine) -> None:
         pytest.param({"epoch": {"file": "/nowhere/epoch"}}, id="an-epoch"),
     ],
 )
-def test_a_disk_whose_records_would_not_load_is_not_offered(tmp_path: Path, disk: dict[str, Any]) -> None:
+def test_disk_with_unusable_records_is_not_offered(tmp_path: Path, disk: dict[str, Any]) -> None:
     """If the disk's records are encoded, in another process, or under other names, only memory is served."""
     engine = Engine(tmp_path, **disk)
     try:

@@ -87,7 +87,7 @@ def test_prefixes_that_no_engine_has_are_rarely_asked_for() -> None:
     assert wrong <= 30, wrong
 
 
-def test_the_second_engine_has_what_the_first_lacks() -> None:
+def test_second_choice_has_the_blocks_missing_from_the_first() -> None:
     """One engine has most blocks, a second nearly as many of the same, a third the rest: the third is second choice."""
     one, two = keys_of("one", 200), keys_of("two", 40)
     index = Index.of([[sampled(one)], [sampled(one[:150])], [sampled(two)], [sampled(keys_of("none", 10))]])
@@ -148,7 +148,7 @@ def test_a_sample_is_that_of_all_keys() -> None:
     assert sampled(keys[:SAMPLE_MAX]).threshold == 0xFFFFFFFF, "the sample has all of them"
 
 
-def test_what_is_no_summary() -> None:
+def test_invalid_summaries_are_refused() -> None:
     """A changed, cut or invented summary is refused, or has a valid checksum and a bounded size."""
     rng = random.Random(3)
     good = pack([sampled(keys_of("memory", 300)), sampled(keys_of("storage", 3))])

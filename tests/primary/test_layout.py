@@ -82,7 +82,7 @@ def test_runs_tile_both_pages(layer: LayerLayout, tp_size: int) -> None:
 @pytest.mark.parametrize(("order", "split"), list(itertools.product(ORDERS, SPLITS)))
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("tp_size", TP_SIZES)
-def test_runs_are_what_the_arrays_say(tp_size: int, heads: int, order: str, split: bool) -> None:
+def test_runs_equal_slices_of_the_page(tp_size: int, heads: int, order: str, split: bool) -> None:
     """A rank's runs copy exactly its page, cut out of a page of all heads by numpy's own indexing."""
     tokens, key, value = 3, 4, 4
     layer = attention_layer("l", kv_heads=heads, key_bytes=key, block_tokens=tokens, order=order, split=split)
@@ -166,7 +166,7 @@ def test_pipeline_stages_have_their_layers_where_the_whole_has_them() -> None:
 
 @settings(deadline=None)
 @given(prefix=st.integers(0, 60), tokens=st.integers(1, 8), window=st.integers(1, 40))
-def test_a_window_needs_the_blocks_that_the_next_token_sees(prefix: int, tokens: int, window: int) -> None:
+def test_window_needs_the_blocks_attended_by_the_next_token(prefix: int, tokens: int, window: int) -> None:
     """The blocks needed after a prefix are exactly those with a position that the next token attends to."""
     layer = attention_layer("l", kv_heads=1, key_bytes=1, block_tokens=tokens)
     seen = {at // tokens for at in range(prefix) if at > prefix - window}
@@ -174,7 +174,7 @@ def test_a_window_needs_the_blocks_that_the_next_token_sees(prefix: int, tokens:
     assert list(GroupLayout((layer,), tokens).needed(prefix)) == list(range(-(-prefix // tokens)))
 
 
-def test_fields_tell_layouts_apart() -> None:
+def test_layouts_of_different_bytes_have_different_fields() -> None:
     """Layouts of different bytes have different namespaces; a portable one has the same one for every size."""
     kinds = [
         attention_layer("l", kv_heads=2, key_bytes=4, block_tokens=2, order=order, split=split)

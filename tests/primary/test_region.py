@@ -87,7 +87,7 @@ def test_another_process_sees_the_same_bytes(by: str) -> None:
         del rows
 
 
-def test_a_file_of_somebody_else_can_be_attached(tmp_path: Path) -> None:
+def test_foreign_shared_file_can_be_attached(tmp_path: Path) -> None:
     """A named shared file, such as vLLM's, is mapped like a region, and still belongs to its owner."""
     file = tmp_path / "region.mmap"
     file.write_bytes(bytes(4 * PAGE_BYTES))
@@ -130,7 +130,7 @@ def test_memory_outlives_its_maker_while_attached() -> None:
     other.close()
 
 
-def test_nobody_can_cut_it_short() -> None:
+def test_length_of_a_region_is_sealed() -> None:
     """The length of a region is sealed, because truncation would kill all other users with a bus error."""
     with Region.create(2, PAGE_BYTES) as region:
         for size in (PAGE_BYTES, 3 * PAGE_BYTES):
@@ -219,7 +219,7 @@ def test_wrapped_memory_is_used_as_it_is() -> None:
     mapping.close()
 
 
-def test_memory_of_somebody_else_may_have_slots_of_any_length(tmp_path: Path) -> None:
+def test_foreign_memory_may_have_slots_of_any_length(tmp_path: Path) -> None:
     """Only memory created here has page-sized slots: a file may have slots of an odd length."""
     file = tmp_path / "odd"
     file.write_bytes(b"abc" * 5)

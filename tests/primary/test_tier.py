@@ -93,7 +93,7 @@ def test_a_large_tier_evicts_a_few_blocks_at_a_time(policy: str) -> None:
 
 
 @pytest.mark.parametrize("evictable", [0, 1, 2, 7, 8])
-def test_a_large_tier_evicts_what_is_needed_if_few_blocks_may_go(evictable: int) -> None:
+def test_large_tier_evicts_as_few_blocks_as_needed(evictable: int) -> None:
     """If a few more can't be evicted, the allocation evicts as many as needed, or none."""
     slots, piece = 1024, 8
     tier = PrimaryTier(memoryview(bytearray(slots)), 1)
@@ -124,7 +124,7 @@ def test_pinned_held_and_dirty_blocks_are_spared(tier: PrimaryTier) -> None:
     assert tier.allocate(keys_of(14)) is not None and tier.take_evicted() == keys_of(1)
 
 
-def test_what_is_let_go_is_first_in_line_unless_used() -> None:
+def test_unpinned_block_is_evicted_next_unless_used() -> None:
     """A block whose turn came while it was pinned is evicted next; a use in between gives it a new place."""
     tier = PrimaryTier(memoryview(bytearray(4 * SLOT_BYTES)), SLOT_BYTES)
     for number in (1, 2, 3, 4):
@@ -227,7 +227,7 @@ def test_spare_slots_evict(tier: PrimaryTier) -> None:
     assert tier.stats().free == 4
 
 
-def test_clear_tells_what_could_be_read(tier: PrimaryTier) -> None:
+def test_clear_returns_the_ready_blocks(tier: PrimaryTier) -> None:
     """Clearing drops all blocks in any state, and returns those that were ready."""
     _fill(tier, 1, 2)
     tier.allocate(keys_of(3))
@@ -266,8 +266,8 @@ def test_clear_ends_promises_of_blocks_that_do_not_come_again(tier: PrimaryTier)
     assert len(tier.take_evicted()) == 1
 
 
-def test_looking_ahead_makes_dirty_blocks_wanted(tier: PrimaryTier) -> None:
-    """Looking ahead marks the coldest dirty blocks as wanted; once copied, they are evicted first."""
+def test_look_ahead_requests_copies_of_the_coldest_dirty_blocks(tier: PrimaryTier) -> None:
+    """Looking ahead marks the coldest dirty blocks for copying; once copied, they are evicted first."""
     _fill(tier, 1, 2, 3, 4)
     tier.mark_dirty(keys_of(3, 4))
     tier.prepare_eviction(2)
@@ -372,7 +372,7 @@ def test_pinned_blocks_do_not_slow_eviction_down() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_whatever_happens_the_least_important_are_evicted(policy: str, seed: int) -> None:
+def test_random_walk_evicts_lowest_priority_first(policy: str, seed: int) -> None:
     """In a random walk no spared block is evicted, and no block while one of lower priority could be."""
     rng = random.Random(seed)
     tier = PrimaryTier(memoryview(bytearray(12 * SLOT_BYTES)), SLOT_BYTES, policy=policy)
@@ -417,7 +417,7 @@ def test_whatever_happens_the_least_important_are_evicted(policy: str, seed: int
     tier.close()
 
 
-def test_the_end_of_what_is_demoted_goes_first() -> None:
+def test_demoted_blocks_are_evicted_first_from_the_end() -> None:
     """Demoted blocks are evicted before all others: earlier demotions first, and within one the last block first."""
     tier = PrimaryTier(memoryview(bytearray(4 * SLOT_BYTES)), SLOT_BYTES)
     _fill(tier, 1, 2, 3, 4)

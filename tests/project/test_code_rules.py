@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,12 @@ BASE_PACKAGES = {"kvstore", "msgspec", "xxhash", "numpy"}
 ENGINE_PACKAGES = {"vllm", "torch"}
 """An import contract (pyproject.toml) restricts them to their modules."""
 
+BAD_WORDS = re.compile(
+    "_(anew|as_if|believe[ds]|everybody|gives?_up|given_up|giving_up|goes_by|hear[ds]?|knew|knows|learns|nobodys?|none"
+    "|sa(id|ys?)|somebody|strangers?|tells?|told|unheard|want(ed|s)?|what(ever)?|who(ever|m|se)?|wish(ed)?)(_|$)"
+)
+"""Words that no test has in its name: a name states a property in nouns and standard terms."""
+
 SUITE_PACKAGES = {"pytest", "hypothesis"}
 """Only the shipped test suites may need them."""
 
@@ -40,7 +47,7 @@ def test_nothing_runs_data_as_code() -> None:
     "code",
     ["import pickle", "from marshal import loads", "eval('1')", "os.system('ls')", "run('ls', shell=True)"],
 )
-def test_the_gate_sees_what_it_forbids(code: str) -> None:
+def test_check_for_dangerous_code_detects_it(code: str) -> None:
     """The check above detects forbidden code."""
     assert list(_dangers(ast.parse(code)))
 
@@ -76,17 +83,23 @@ def test_broad_handlers_give_a_reason() -> None:
     _expect_none(_unexplained_handlers)
 
 
-def test_every_test_says_what_holds() -> None:
+def test_every_test_has_a_docstring() -> None:
     """Every test, including methods of a class, has a docstring (ruff requires them only for functions here)."""
-    bare = [
-        f"{name_of(path)}:{node.lineno} {node.name}"
-        for path in [*(ROOT / "tests").rglob("test_*.py"), *(PACKAGE / "testing").rglob("*.py")]
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.name.startswith("test_")
-        and not ast.get_docstring(node)
-    ]
+    bare = [f"{name_of(path)}:{node.lineno} {node.name}" for path, node in _tests() if not ast.get_docstring(node)]
     assert not bare, "\n".join(bare)
+
+
+def test_names_of_tests_are_plain_english() -> None:
+    """No name of a test has a clause in place of a noun, or a personification (CONVENTIONS.md, Language)."""
+    found = [f"{name_of(path)}:{node.lineno} {node.name}" for path, node in _tests() if BAD_WORDS.search(node.name)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", ["test_what_is_sent", "test_engine_gives_up", "test_a_second_close_is_none"])
+def test_check_for_plain_english_detects_bad_names(name: str) -> None:
+    """The check above detects single words and pairs, also at the end of a name; a part of a word is no such word."""
+    assert BAD_WORDS.search(name)
+    assert not BAD_WORDS.search("test_whole_essays_are_retold")
 
 
 def test_test_modules_do_not_import_each_other() -> None:
@@ -116,6 +129,13 @@ def test_each_optional_package_has_one_door() -> None:
 def _expect_none(check: Callable[[Path], Iterable[tuple[int, str]]]) -> None:
     found = [f"{name_of(module)}:{line}: {what}" for module in modules() for line, what in check(module)]
     assert not found, "\n".join(found)
+
+
+def _tests() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path in [*(ROOT / "tests").rglob("*.py"), *(PACKAGE / "testing").rglob("*.py")]:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                yield path, node
 
 
 def _too_long(module: Path) -> Iterator[tuple[int, str]]:

@@ -62,7 +62,7 @@ assert not hasattr(kvstore, "no_such_name")
     assert _run(code) == ""
 
 
-def test_another_package_of_this_name_is_told(tmp_path: Path) -> None:
+def test_foreign_package_named_kvstore_is_reported(tmp_path: Path) -> None:
     """If the index's package named kvstore is installed beside ours, importing raises an error with a solution."""
     (tmp_path / "kvstore").symlink_to(ROOT / "kvstore")
     (tmp_path / "kvstore.py").touch()

@@ -34,7 +34,7 @@ _OF_VLLM = {"type", "backend", "module_path", "backpressure", "locality"}
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_existing_targets(page: Path) -> None:
     """Every relative link points to an existing file and heading."""
     broken = []
     for link in LINK.findall(FENCE.sub("", page.read_text())):
@@ -155,7 +155,7 @@ def test_readme_gives_the_two_commands() -> None:
     assert "--kv-transfer-config" in text
 
 
-def test_the_demo_says_how_long_it_takes() -> None:
+def test_duration_of_the_demo_is_stated_consistently() -> None:
     """The same duration is stated in all places, and is three minutes at most."""
     program = (ROOT / "examples/vllm_restart.py").read_text()
     (minutes,) = set(re.findall(r"takes (\S+(?: \S+)? minutes) on two idle\s", program, re.IGNORECASE))

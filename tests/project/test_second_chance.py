@@ -125,7 +125,7 @@ def test_last():
     ],
     ids=["teardown", "exit", "skip"],
 )
-def test_other_errors_than_luck_fail_the_run(tmp_path: Path, code: str) -> None:
+def test_repeatable_errors_fail_the_run(tmp_path: Path, code: str) -> None:
     """An earlier test's leftovers, an early end, or a test that skips itself the second time are no luck."""
     status, output = run(tmp_path, code, "-n", "0")
     assert status not in (0, 5), output

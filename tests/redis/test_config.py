@@ -130,7 +130,7 @@ async def test_no_password_goes_readable_to_another_machine(options: dict[str, A
     assert not received
 
 
-async def test_nobody_listens() -> None:
+async def test_absent_server_is_one_error_at_once() -> None:
     """An absent server gives one clear error at once."""
     (port,) = free_ports(1)
     # Long before the connect timeout.
@@ -143,7 +143,7 @@ async def test_nobody_listens() -> None:
             await RedisBackend(RedisConfig(url="unix:///nowhere/s.sock", connect_timeout=60)).open(NAMESPACE, GEOMETRY)
 
 
-async def test_who_listens_but_never_answers() -> None:
+async def test_silent_server_costs_the_connect_timeout() -> None:
     """A silent listener costs the connect timeout."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         config = RedisConfig(url=f"redis://127.0.0.1:{silent.getsockname()[1]}", connect_timeout=0.2)

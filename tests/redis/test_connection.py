@@ -157,8 +157,8 @@ async def test_an_unfinished_exchange_is_reset(is_busy: bool) -> None:
             assert ends.server.recv(1) == b""
 
 
-async def test_a_second_close_is_none() -> None:
-    """The owner of a connection learns of its end once, with the first reason."""
+async def test_second_close_has_no_effect() -> None:
+    """The owner of a connection is notified of its end once, with the first reason."""
     async with connected() as ends:
         first = ConnectionLostError("first")
         ends.connection.close(first)

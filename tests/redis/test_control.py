@@ -43,7 +43,7 @@ async def test_a_cancelled_question_closes_its_connection(tmp_path: Path) -> Non
         gc.collect()
 
 
-async def test_a_connection_that_closes_as_it_logs_in_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_lost_after_login_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection lost between login and first use is a failure, and does not count as connected."""
 
     class Closing(Connection):

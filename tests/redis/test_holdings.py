@@ -94,7 +94,7 @@ async def test_more_namespaces_than_there_can_be(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_later_part_in_place_of_the_first_is_listed_as_one_value() -> None:
-    """Only a first part tells the length and the parts of its block; any other value there is read as it is."""
+    """Only a first part contains the length and the parts of its block; any other value there is read unchanged."""
     first, later = [b"".join(part)[:288] for part in in_parts([memoryview(bytes(PART_BYTES + 1))])]
     values = [value_of(NAMESPACE, head, key=key) for head, key in ((first, b"1" * 16), (later, b"2" * 16))]
     values = [value._replace(name=value.name._replace(part=0)) for value in values]

@@ -217,7 +217,7 @@ async def test_errors_never_quote_the_server() -> None:
         error = error.__cause__
 
 
-async def test_a_redirect_leads_to_no_stranger() -> None:
+async def test_redirect_of_a_single_server_is_refused() -> None:
     """A server that is not a cluster cannot redirect us."""
     async with fake_server(answering(b"$-1\r\n")) as other:
         async with fake_server(answering(b"-MOVED 1 127.0.0.1:%d\r\n" % other.port)) as server:
@@ -229,7 +229,7 @@ async def test_a_redirect_leads_to_no_stranger() -> None:
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_these_servers_close_what_they_accepted_last(turns: int) -> None:
+async def test_servers_of_tests_close_their_last_connection(turns: int) -> None:
     """A connection made while a server or proxy of these tests ends is closed, whatever its state."""
     loop = asyncio.get_running_loop()
     with socket.socket() as direct, socket.socket() as by_proxy:

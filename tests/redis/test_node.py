@@ -66,7 +66,7 @@ async def silent(**more: Any) -> AsyncIterator[tuple[FakeServer, asyncio.Event, 
         (2, 100, 1, 2),
     ],
 )
-async def test_what_is_under_way_is_bounded(
+async def test_commands_and_bytes_in_flight_are_bounded(
     monkeypatch: pytest.MonkeyPatch, connections: int, depth: int, in_flight_bytes: int, under_way: int
 ) -> None:
     """Commands and bytes in flight stay within the limits; the rest waits and is answered too."""
@@ -116,7 +116,7 @@ async def test_after_a_late_answer_no_idle_connection_is_trusted() -> None:
         assert list(await backend.get_into([maker(SIZE).target(b"k" * 32).read])) == [Outcome.IO_ERROR]
 
 
-async def test_a_question_about_the_server_ends_whatever_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_operator_query_ends_at_its_deadline_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """A query of the operator's tools has a deadline of its own, even in the queue, and is not sent after it."""
     async with silent(timeout=0.2, connect_timeout=0.2) as (server, go_on, backend):
         (node,) = backend._topology.nodes
@@ -200,7 +200,7 @@ def cluster_script(slots: Callable[[], Slots], others: Callable[[list[bytes]], b
     return script
 
 
-async def test_a_slot_that_nobody_served_is_found() -> None:
+async def test_slot_without_a_node_is_found_when_served_again() -> None:
     """The state of a slot without a node is unknown; when a node takes the slot, we find it without a notification."""
     slots: Slots = [(0, 99)]
     async with fake_server(cluster_script(lambda: slots, lambda command: b":1\r\n")) as server:
@@ -592,7 +592,7 @@ async def test_pauses_between_attempts_double_up_to_the_longest(monkeypatch: pyt
     assert pauses_s[:9] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 3.0, 3.0]
 
 
-async def test_a_pause_that_is_over_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_expired_pause_delays_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a node is reachable again, requests do not wait for the end of an earlier pause."""
     monkeypatch.setattr("kvstore.backends.redis.node._PAUSE_S_MIN", 1000)
     monkeypatch.setattr("kvstore.backends.redis.node._PAUSE_S_MAX", 1000)
@@ -651,7 +651,7 @@ async def test_a_server_that_is_back_is_used_at_once(connections: int, end: str)
         assert node.connection_count <= connections
 
 
-async def test_an_outage_is_one_warning_and_a_refused_start_is_none(
+async def test_outage_is_one_warning_and_failed_open_only_an_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A failed open is reported by its exception alone; a server lost later is one warning, however often it fails."""

@@ -109,7 +109,7 @@ async def test_tls_with_acl(tls_server: Server) -> None:
 
 
 @pytest.mark.matrix
-async def test_cluster_whose_master_dies(tmp_path: Path) -> None:
+async def test_cluster_recovers_from_a_killed_master(tmp_path: Path) -> None:
     """Three masters, one killed under load and restarted: no wrong byte, no hang, and full recovery."""
     servers = cluster_nodes(tmp_path)
     with running(*servers):

@@ -222,7 +222,7 @@ def test_value_longer_than_target() -> None:
 
 @pytest.mark.parametrize("data", [b">1\r\n+x\r\n", b"|1\r\n+ttl\r\n:3\r\n:7\r\n", b":1\r\n", b"+OK\r\n", b"*0\r\n"])
 @pytest.mark.parametrize("expected", [0, 1])
-def test_what_nobody_asked_for_is_refused(data: bytes, expected: int) -> None:
+def test_unsolicited_replies_are_refused(data: bytes, expected: int) -> None:
     """Pushes, attributes and surplus answers end the connection at once: no server can keep us busy with them."""
     reader = ReplyReader()
     reader.expect([None] * expected)

@@ -120,7 +120,7 @@ def keys_by_node(backend: RedisBackend, count: int) -> tuple[list[BlockKey], lis
 @pytest.mark.parametrize(
     "error", [b"-LOADING the dataset\r\n", b"-NOPERM no\r\n", b"-MASTERDOWN x\r\n", b"-ERR no\r\n"]
 )
-async def test_a_node_that_refuses_costs_only_what_lies_there(error: bytes) -> None:
+async def test_failing_node_costs_only_its_own_blocks(error: bytes) -> None:
     """Blocks of the other node are found, read and stored; the failing node's are unknown; later it is used again."""
     async with nodes_of_a_cluster(2) as (well, ill):
         backend = await on(well)
@@ -189,7 +189,7 @@ async def test_a_trial_that_is_cancelled_does_not_shut_a_node_out() -> None:
         await eventually_async(is_taken_back, 60)
 
 
-async def test_all_nodes_in_trouble_is_an_error() -> None:
+async def test_failure_of_all_nodes_is_not_a_miss() -> None:
     """If all nodes fail, every key is unknown, which is not a miss."""
     async with nodes_of_a_cluster(2) as nodes:
         backend = await on(nodes[0])
@@ -235,7 +235,7 @@ async def test_a_slot_that_has_moved_is_asked_for_in_its_new_place() -> None:
         assert (old.count(b"EXISTS"), new.count(b"EXISTS")) == (1, 5)
 
 
-async def test_asking_goes_before_what_follows_an_ask() -> None:
+async def test_asking_precedes_each_command_after_an_ask() -> None:
     """A node that imports a slot answers for it only after ASKING, on the same connection, for every command."""
     async with nodes_of_a_cluster(2) as (old, new):
         backend = await on(old, connections=1)
@@ -548,7 +548,7 @@ async def test_a_replica_that_lags_takes_nothing_away() -> None:
         assert not master.values
 
 
-async def test_a_flood_that_nobody_asked_for_ends_the_connection() -> None:
+async def test_unsolicited_flood_ends_the_connection() -> None:
     """Endless pushes on an idle connection have no effect but to close it."""
 
     async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:

@@ -39,7 +39,7 @@ def test_a_trial_that_never_reports_is_followed_by_another() -> None:
     assert breaker.admit_trial(6)
 
 
-def test_pauses_double_up_to_their_limit_and_start_anew_after_a_success() -> None:
+def test_pauses_double_to_their_limit_and_reset_after_a_success() -> None:
     """Each failed trial doubles the pause; a success resets it."""
     breaker = Breaker(1, 1, 5)
     now, pauses = 0.0, []

@@ -43,7 +43,7 @@ def connection(spec: ProcessSpec) -> Iterator[ChildConnection]:
         connection.end()
 
 
-def test_a_child_that_nobody_wants_any_more_is_not_waited_for(spec: ProcessSpec) -> None:
+def test_close_during_the_start_ends_the_child(spec: ProcessSpec) -> None:
     """A close during the start raises an error, and the child is gone."""
     stopping = threading.Event()
     stopping.set()

@@ -136,7 +136,7 @@ def test_a_side_that_can_not_be_closed_does_not_end_the_scheduler(caplog: pytest
     assert other.close(30)
 
 
-def test_close_gives_up_at_its_deadline() -> None:
+def test_close_returns_false_at_its_deadline() -> None:
     """If a side does not end in time, close returns False instead of waiting for ever."""
     sides: list[Echo] = []
     host = ThreadHost()

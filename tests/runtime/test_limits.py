@@ -121,7 +121,7 @@ def test_random_cancellations_lose_nothing(plan: list[tuple[int, Precedence, int
     asyncio.run(scenario())
 
 
-async def test_pool_refuses_what_it_can_never_give() -> None:
+async def test_lease_larger_than_the_pool_is_refused() -> None:
     """A lease of more buffers than the pool has is an error at once."""
     pool = BufferPool(256, 2)
     with pytest.raises(ConfigError, match="split the batch"):
@@ -139,7 +139,7 @@ async def test_pool_refuses_what_it_can_never_give() -> None:
         (lambda: Limiter(0), "at least 1"),
     ],
 )
-def test_what_can_not_work_is_refused_clearly(make: object, message: str) -> None:
+def test_impossible_parameters_are_config_errors(make: object, message: str) -> None:
     """Read-only memory, uneven slots and a limit of zero are ConfigErrors that give the reason."""
     with pytest.raises(ConfigError, match=message):
         make()  # type: ignore[operator]
@@ -187,7 +187,7 @@ def test_a_budget_allows_a_share_of_tries() -> None:
     assert spent == 25
 
 
-async def test_whoever_closes_waits_for_the_last_call() -> None:
+async def test_ended_waits_for_the_last_call() -> None:
     """The wait ends when no call runs any more, including failed calls."""
     calls = CallsUnderWay()
     await calls.ended()

@@ -284,7 +284,7 @@ class _Pidfd:
         os.close(self._fd)
 
 
-def test_jobs_of_a_dead_child_wait_for_what_the_kernel_still_does(region: Region) -> None:
+def test_jobs_of_a_dead_child_wait_for_the_kernel(region: Region) -> None:
     """Jobs are reported when the last operation has ended, however long a drive takes, and not after a timeout."""
     tier = open_process_tier(region)
     channel = channel_of(tier)
@@ -304,7 +304,7 @@ def test_jobs_of_a_dead_child_wait_for_what_the_kernel_still_does(region: Region
     assert [result.outcomes for result in results] == [(Outcome.IO_ERROR,)]
 
 
-def test_close_waits_for_what_a_dead_child_had_in_flight(
+def test_close_warns_of_pending_operations_of_a_dead_child(
     region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If the operations do not end in time, close warns that slots may still be written to."""
@@ -353,7 +353,7 @@ def test_a_lifetime_lasts_as_long_as_a_ring() -> None:
     assert lifetime.fd == -1
 
 
-def test_a_new_child_that_nobody_has_heard_of_closes_like_any_other(region: Region) -> None:
+def test_child_just_restarted_is_closed_not_killed(region: Region) -> None:
     """A tier closed just after a restart closes the new child instead of killing it."""
     tier = open_process_tier(region)
     channel = channel_of(tier)
@@ -459,7 +459,7 @@ def test_a_child_without_work_answers_and_stays(region: Region, monkeypatch: pyt
     assert not tier.get_finished()
 
 
-def test_a_child_heard_of_lately_is_not_pinged(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recently_active_child_is_not_pinged(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait sends a child nothing before it has been quiet for long."""
     monkeypatch.setattr("kvstore.runtime.process._QUIET_S", 3600.0)
     tier = open_process_tier(region)
@@ -471,7 +471,7 @@ def test_a_child_heard_of_lately_is_not_pinged(region: Region, monkeypatch: pyte
     assert connection._unpacker.frames == frames
 
 
-def test_a_scheduler_that_was_away_gives_nobody_up(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_scheduler_does_not_declare_a_child_stuck(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child with a partial message, left by a scheduler that was busy for long, does not count as stuck."""
     tier = open_process_tier(region)
     channel, child = channel_of(tier), child_of(tier)
@@ -490,7 +490,7 @@ def test_a_scheduler_that_was_away_gives_nobody_up(region: Region, monkeypatch: 
     assert child_of(tier) == child
 
 
-def test_a_restart_is_tried_again_whatever_it_failed_of(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_is_retried_after_any_failure(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     """A temporary lack of threads does not disable a tier for good."""
     tier = open_process_tier(region)
     child = child_of(tier)
@@ -530,7 +530,7 @@ def test_pauses_between_restarts_are_bounded(region: Region, monkeypatch: pytest
     until_replaced(tier, child)
 
 
-def test_a_tier_whose_child_can_not_start_closes(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tier_without_a_startable_child_closes(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its close also ends the thread that tries to start another child."""
     tier = open_process_tier(region)
     child, tries = child_of(tier), list[int]()
@@ -545,10 +545,8 @@ def test_a_tier_whose_child_can_not_start_closes(region: Region, monkeypatch: py
     assert channel_of(tier).close(60)
 
 
-def test_a_child_whose_start_fails_does_not_live_beside_the_next(
-    region: Region, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A medium never has two children: one that has begun and is given up ends before the next begins."""
+def test_failed_child_ends_before_the_next_starts(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A medium never has two children: a started and abandoned one ends before the next starts."""
     tier = open_process_tier(region)
     child, begun = child_of(tier), list[int]()
 

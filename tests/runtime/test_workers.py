@@ -88,7 +88,7 @@ async def test_loads_go_before_stores() -> None:
     assert order == ["load", "store 0", "store 1", "store 2"]
 
 
-async def test_a_cancelled_wait_drops_the_rest_and_waits_for_what_runs() -> None:
+async def test_cancelled_wait_drops_queued_calls_and_awaits_running_ones() -> None:
     """Calls that have not started are never made; each cancellation is raised when running calls have ended."""
     gate = threading.Event()
     started: list[int] = []
@@ -127,7 +127,7 @@ async def test_cancelling_a_batch_that_waits_behind_a_stuck_one_is_immediate() -
         assert not done
 
 
-async def test_what_a_call_raises_reaches_the_waiter() -> None:
+async def test_exception_of_a_call_reaches_the_waiter() -> None:
     """An exception ends the batch, not the thread."""
 
     def bad() -> None:
@@ -142,7 +142,7 @@ async def test_what_a_call_raises_reaches_the_waiter() -> None:
             await pool.call(lambda: {}["x"])
 
 
-async def test_close_drops_what_waits_and_leaves_what_is_stuck() -> None:
+async def test_close_drops_queued_calls_and_leaves_stuck_threads() -> None:
     """Closing ends within its time limit even if a thread never returns; waiting callers are released."""
     gate = threading.Event()
     pool = Workers(1, "kvstore-test")

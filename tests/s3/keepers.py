@@ -15,7 +15,7 @@ SLOW: dict[str, Any] = {"keeper_interval": 3600}
 """The test starts the rounds, not a timer."""
 
 
-def keeper_of(backend: S3Backend) -> Keeper:
+def housekeeper_of(backend: S3Backend) -> Keeper:
     """Return the housekeeper of a backend."""
     keeper = backend._keeper
     assert keeper is not None
@@ -24,10 +24,10 @@ def keeper_of(backend: S3Backend) -> Keeper:
 
 def is_elected(backend: S3Backend) -> bool:
     """Return whether a backend's housekeeper took or renewed the lease last."""
-    return bool(keeper_of(backend)._lease._etag)
+    return bool(housekeeper_of(backend)._lease._etag)
 
 
-def heard_by(backend: S3Backend) -> list[tuple[frozenset[bytes], RemovalCause]]:
+def removals_reported_by(backend: S3Backend) -> list[tuple[frozenset[bytes], RemovalCause]]:
     """Return a list to which a backend's removals are added."""
     found: list[tuple[frozenset[bytes], RemovalCause]] = []
     backend.set_removal_listener(lambda keys, cause: found.append((frozenset(keys), cause)))

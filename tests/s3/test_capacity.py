@@ -17,7 +17,7 @@ from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
 from tests.s3.clients import EACH_CLIENT, NAMESPACE, config_for, fresh_prefix, opened, opened_client
 from tests.s3.fault_server import Fault, FaultServer
-from tests.s3.keepers import SLOW, heard_by, is_elected, keeper_of
+from tests.s3.keepers import SLOW, housekeeper_of, is_elected, removals_reported_by
 from tests.s3.packed import blocks_of, reads_of, writes_of
 from tests.s3.servers import S3Server
 
@@ -85,7 +85,7 @@ def test_old_notes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(old_notes(now, *[(9e4 - i, "r", now - 9e4) for i in range(5)])) == 2
 
 
-def test_what_was_used_stays() -> None:
+def test_recently_used_objects_are_evicted_last() -> None:
     """A use counts as a write: recently used objects are evicted after unused ones."""
     objects = infos(20)
     used = {name_digest(info.key): 5000 for info in objects[:10]}
@@ -103,7 +103,7 @@ def test_a_plan_is_bounded_and_still_names_the_coldest() -> None:
     assert [victim.name for victim in plan.victims()] == [info.key for info in infos(7)]
 
 
-def test_what_engines_tell_each_other_is_no_victim() -> None:
+def test_housekeeping_objects_are_never_evicted() -> None:
     """Leases, notes and snapshots stay; blocks and packs are evicted."""
     packs, block = ObjectNames("kv/", NAMESPACE), ObjectNames("kv/", NAMESPACE).block(b"key")
     pack = packs.new_pack()
@@ -114,7 +114,7 @@ def test_what_engines_tell_each_other_is_no_victim() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "kv/"])
-def test_what_is_not_ours_is_no_victim(prefix: str) -> None:
+def test_foreign_objects_are_never_evicted(prefix: str) -> None:
     """Foreign objects in the bucket stay, however old and large, as do the blocks of a tier with a longer prefix."""
     nested = [
         ObjectNames(f"{prefix}abc/", NAMESPACE).block(b"key"),
@@ -131,7 +131,7 @@ def test_what_is_not_ours_is_no_victim(prefix: str) -> None:
     assert plan.used_bytes == 900
 
 
-def test_uses_come_back_as_they_were() -> None:
+def test_usage_reports_are_restored_unchanged() -> None:
     """Uses written by one engine are read by another; damage, foreign bytes and future times are ignored."""
     moment = 1000.0
     uses = Uses(lambda: moment)
@@ -150,7 +150,7 @@ def test_uses_come_back_as_they_were() -> None:
     assert len(read_uses(uses.encode(), 3000.0)) == 65536
 
 
-def test_what_is_too_old_expires() -> None:
+def test_objects_unused_for_the_ttl_expire() -> None:
     """Objects neither written nor used since the given time are removed as expired, however much room there is."""
     objects = infos(10)
     used = {name_digest(objects[2].key): 5000}
@@ -165,7 +165,7 @@ def test_what_is_too_old_expires() -> None:
     assert causes == ["expired"] * 2 + ["evicted"] * 2
 
 
-def test_what_nobody_knows_the_age_of_leaves_last() -> None:
+def test_objects_of_unknown_age_never_expire_and_are_evicted_last() -> None:
     """Objects of unknown age never expire; for room they are evicted only after all others."""
     keys = ObjectNames("kv/", NAMESPACE)
     unknown = [ObjectInfo(name, 100, "", 0.0) for name in sorted(keys.block(b"unknown%d" % n) for n in range(10))]
@@ -178,7 +178,7 @@ def test_what_nobody_knows_the_age_of_leaves_last() -> None:
     assert [victim.name for victim in plan.victims()] == [info.key for info in infos(5)]
 
 
-async def test_the_uses_told_last_are_heard(faults: FaultServer) -> None:
+async def test_latest_usage_reports_are_kept(faults: FaultServer) -> None:
     """Above the limit, the uses last written are kept, whatever their names; those of ended engines are not."""
     more = {**SLOW, "prefix": fresh_prefix()}
     client, config = await opened_client(faults, **more), config_for(faults, **more)
@@ -229,7 +229,7 @@ async def test_one_holds_the_lease(faults: FaultServer, weed_server: S3Server, c
         await connection.close()
 
 
-async def test_an_unheard_renewal_is_found_again(faults: FaultServer) -> None:
+async def test_renewal_with_a_lost_answer_keeps_the_lease(faults: FaultServer) -> None:
     """A renewal that succeeded, but whose answer was lost, does not cost the lease."""
     connection = await opened_client(faults, tries=1)
     lease = Lease(connection, "kv/lease", 10.0, 20.0)
@@ -243,15 +243,15 @@ async def test_an_unheard_renewal_is_found_again(faults: FaultServer) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("client", EACH_CLIENT)
-async def test_the_coldest_leave_and_all_hear_of_it(
+async def test_unused_objects_are_evicted_and_all_engines_notified(
     weed_server: S3Server, rng: random.Random, client: str, packed: bool
 ) -> None:
-    """Above its capacity, unused objects are evicted; those that another engine used stay; both engines learn of it."""
+    """Above its capacity, unused objects are evicted; those that another engine used stay; engines are notified."""
     more = {**SLOW, "prefix": fresh_prefix(), "client": client, "capacity": 50_000}
     if packed:
         more |= {"pack_below": 1 << 20, "pack_blocks": 5, "pack_refresh": 0}
     one, two = await opened(weed_server, **more), await opened(weed_server, **more)
-    heard = [heard_by(one), heard_by(two)]
+    heard = [removals_reported_by(one), removals_reported_by(two)]
     blocks = blocks_of(rng, 40, 4000)
     keys = list(blocks)
     for start in range(0, 40, 5):
@@ -260,8 +260,8 @@ async def test_the_coldest_leave_and_all_hear_of_it(
     written_at = time.time()
     await eventually_async(lambda: int(time.time()) > int(written_at))
     assert set(await two.get_into(reads_of(keys[:5]))) == {Outcome.OK}
-    await keeper_of(two).round()
-    await keeper_of(one).round()
+    await housekeeper_of(two).round()
+    await housekeeper_of(one).round()
     assert [is_elected(one), is_elected(two)] == [False, True]
     evicted = frozenset().union(*(gone for gone, _ in heard[1]))
     assert evicted
@@ -281,12 +281,12 @@ async def test_the_coldest_leave_and_all_hear_of_it(
     assert two.stats().used_bytes <= 50_000
     # Below its capacity no further object is evicted, and no eviction is reported twice.
     for engine in (two, one):
-        await keeper_of(engine).round()
+        await housekeeper_of(engine).round()
     assert heard[0] == heard[1]
     assert len(frozenset().union(*(gone for gone, _ in heard[1]))) == len(evicted)
 
 
-async def test_a_keeper_survives_failures(faults: FaultServer, rng: random.Random) -> None:
+async def test_housekeeper_survives_failures(faults: FaultServer, rng: random.Random) -> None:
     """Failed rounds are counted, and the next one evicts."""
     more = {"prefix": fresh_prefix(), "capacity": 5000, "tries": 1, "keeper_interval": 1}
     backend = await opened(faults, **more)
@@ -305,7 +305,7 @@ async def test_an_error_of_the_program_ends_one_round(
 ) -> None:
     """An unexpected error, such as one of a removal listener, is logged, and the rounds continue."""
     backend = await opened(faults, capacity=1 << 30, keeper_interval=1)
-    keeper = keeper_of(backend)
+    keeper = housekeeper_of(backend)
     hear, failed = keeper._take_in_removals, []
 
     async def broken() -> None:

@@ -78,7 +78,7 @@ class Script(ObjectClient):
         return ListPage([ObjectInfo(name, 1) for name in self.listed_names], more=False)
 
 
-async def test_what_may_pass_is_tried_again() -> None:
+async def test_temporary_failures_are_retried_and_counted() -> None:
     """A request that fails twice succeeds at the third attempt, and each failure is counted by its cause."""
     client = Script([Cause.RESET, Cause.SERVER_ERROR])
     assert await client.head("k", timeout_s=30) is None

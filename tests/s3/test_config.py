@@ -66,7 +66,7 @@ def test_refusals(options: dict[str, Any], text: str) -> None:
     assert "canary" not in str(caught.value)
 
 
-def test_what_is_accepted() -> None:
+def test_prefixes_and_aliases_are_accepted_and_secrets_hidden() -> None:
     """Prefixes get their slash, option names of other tools are accepted, and no text shows a secret."""
     assert decoded(prefix="team/kv").prefix == "team/kv/"
     assert decoded(prefix="").prefix == ""

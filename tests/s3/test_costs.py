@@ -115,7 +115,7 @@ async def test_services_take_the_rules(moto_server: S3Server, weed_server: S3Ser
             await asyncio.to_thread(client.delete_bucket_lifecycle, Bucket=server.bucket)
 
 
-def test_a_run_over_s3_tells_requests_bytes_and_dollars(faults: FaultServer) -> None:
+def test_run_over_s3_reports_requests_bytes_and_dollars(faults: FaultServer) -> None:
     """The table and the JSON have the number of requests that the service received, the bytes moved, and the price."""
     options = options_for(faults, prices={"put_1000": 10.0})
     tier = json.dumps({"type": "s3", **options})

@@ -50,7 +50,7 @@ def of_provider(provider: Any) -> CurrentCredentials:
     return CurrentCredentials(find)
 
 
-async def test_one_renewal_for_all_who_wait() -> None:
+async def test_one_renewal_serves_all_waiting_requests() -> None:
     """A request without time left stops waiting; the only renewal continues for later requests."""
     role = Role()
     credentials = of_provider(role)

@@ -68,7 +68,7 @@ def test_blocks_that_another_engine_has_just_packed_are_forgotten(engines: Engin
 
 
 def test_copies_of_two_engines_are_forgotten(engines: Engines) -> None:
-    """Engines that do not know of each other's packs store the same blocks twice, and both copies leave."""
+    """Engines without a listing of each other's packs store the same blocks twice, and both copies leave."""
     first, second = engines.start(), engines.start()
     assert second.lookup(_KEYS[0]) is LookupResult.MISS
     assert first.store([*_KEYS, *_OTHERS]).success

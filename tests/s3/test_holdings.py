@@ -231,7 +231,7 @@ def test_scrub_takes_damaged_blocks_out_of_the_way(tier: Tier) -> None:
 
 
 def test_gc_removes_namespaces_and_nothing_of_others(tier: Tier) -> None:
-    """A namespace unused for long is removed unless it is kept; engines learn of it; a dry run only reports it."""
+    """A namespace unused for long is removed unless it is kept; engines are notified; a dry run only reports it."""
     before = tier.names()
     assert report_of(tier.run("gc"))["rows"] == []
     time_apart = ["--unused-for", "1ms"]
@@ -274,7 +274,7 @@ def test_blocks_go_through_an_archive(tier: Tier, weed_server: S3Server, rng: ra
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_gc_expires_what_nobody_used(faults: FaultServer, rng: random.Random, packed: bool) -> None:
+def test_gc_expires_unused_blocks(faults: FaultServer, rng: random.Random, packed: bool) -> None:
     """Blocks older than --expire or the tier's ttl are removed, unless an engine reports a use."""
     tier = Tier(faults, rng, **(_PACKED if packed else {}))
     old = tier.fill(_LLAMA, 5)
@@ -320,7 +320,7 @@ def test_some_blocks_of_a_pack_are_removed_by_a_note(faults: FaultServer, rng: r
     assert tier.loaded(_LLAMA) == []
 
 
-def test_what_is_intact_when_it_is_read_again_stays(faults: FaultServer, rng: random.Random) -> None:
+def test_block_intact_on_a_second_read_is_kept(faults: FaultServer, rng: random.Random) -> None:
     """One bad answer deletes nothing: neither a block, alone or in a pack, nor a pack because of its head."""
     for more in ({}, _PACKED):
         tier = Tier(faults, rng, **more)
@@ -354,7 +354,7 @@ def test_an_object_replaced_since_it_was_found_stays(faults: FaultServer, rng: r
     assert len(tier.loaded(_LLAMA)) == len(keys) - 1
 
 
-def test_what_nobody_knows_the_age_of_stays(faults: FaultServer, rng: random.Random) -> None:
+def test_objects_of_unknown_age_never_expire(faults: FaultServer, rng: random.Random) -> None:
     """Without times from the service, no block, pack or namespace expires."""
     tier = Tier(faults, rng)
     keys = tier.fill(_LLAMA)
@@ -404,7 +404,7 @@ def tier_keys(blocks: Iterable[BlockInfo]) -> set[bytes]:
     return {block.key for block in blocks}
 
 
-def test_gc_sweeps_what_is_of_no_use(faults: FaultServer, rng: random.Random) -> None:
+def test_gc_removes_empty_packs_and_stale_notes(faults: FaultServer, rng: random.Random) -> None:
     """Empty packs, notes of deleted packs, and expired housekeeping objects are removed; nothing else is."""
     tier = Tier(faults, rng, **_PACKED)
     kept = tier.fill(_LLAMA, 10)
@@ -466,7 +466,7 @@ def test_a_pack_with_a_damaged_head_is_reported(faults: FaultServer, rng: random
     assert tier.loaded(_LLAMA) == keys[1]
 
 
-def test_what_can_not_be_read_is_named_and_passed_over(faults: FaultServer, rng: random.Random, tmp_path: Path) -> None:
+def test_unreadable_object_is_named_and_skipped(faults: FaultServer, rng: random.Random, tmp_path: Path) -> None:
     """One object that the service refuses does not affect the others: it is named, and the status is 1."""
     tier = Tier(faults, rng, tries=1)
     keys = tier.fill(_LLAMA)
@@ -493,7 +493,7 @@ def test_what_can_not_be_read_is_named_and_passed_over(faults: FaultServer, rng:
     assert there.loaded(_LLAMA) == [key for key in keys if key != refused]
 
 
-def test_what_is_not_taken_is_named(faults: FaultServer, rng: random.Random, tmp_path: Path) -> None:
+def test_import_names_each_refused_block(faults: FaultServer, rng: random.Random, tmp_path: Path) -> None:
     """A block that the service refuses does not affect an import's other blocks: it is counted and named, status 1."""
     tier, there = Tier(faults, rng), Tier(faults, rng, tries=1)
     keys = tier.fill(_LLAMA)
@@ -613,7 +613,7 @@ def test_a_service_that_fails_is_not_asked_for_every_block(faults: FaultServer, 
         faults.plan(None)
 
 
-def test_a_scrub_that_ends_early_tells_what_it_found(faults: FaultServer, rng: random.Random) -> None:
+def test_aborted_scrub_reports_its_findings(faults: FaultServer, rng: random.Random) -> None:
     """Damage found before the service failed is reported and deleted, and the status is that of damage."""
     tier = Tier(faults, rng, tries=1)
     tier.fill(_LLAMA, 40, 64)
@@ -632,7 +632,7 @@ def test_a_scrub_that_ends_early_tells_what_it_found(faults: FaultServer, rng: r
     assert tier.loaded(_QWEN) == others
 
 
-def test_damage_that_can_not_be_set_aside_is_told(faults: FaultServer, rng: random.Random) -> None:
+def test_damage_is_reported_if_deletion_fails(faults: FaultServer, rng: random.Random) -> None:
     """If the service does not delete, all findings are still reported."""
     tier = Tier(faults, rng, tries=1)
     damaged, *_ = tier.fill(_LLAMA, 5)
@@ -698,7 +698,7 @@ def test_a_block_that_was_replaced_since_it_was_read_stays(weed_server: S3Server
     assert tier.name_of(_LLAMA, other) not in tier.names()
 
 
-def test_who_may_only_read_looks_and_changes_nothing(weed_server: S3Server, rng: random.Random) -> None:
+def test_read_only_credentials_inspect_scrub_and_export(weed_server: S3Server, rng: random.Random) -> None:
     """Read-only credentials can inspect, scrub and export; commands that need more give a clear error."""
     tier = Tier(weed_server, rng)
     keys = tier.fill(_LLAMA)
@@ -725,7 +725,7 @@ def test_a_bucket_that_is_not_there_is_a_clear_error(weed_server: S3Server, rng:
     assert report_of(tier.run("inspect"))["rows"] == []
 
 
-def test_what_is_read_at_once_is_bounded(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_reads_are_bounded(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads at once are bounded in blocks and, except for one large block, in bytes; each is yielded once, in order."""
     sizes = [rng.choice([1, 1000, 1 << 20, 30 << 20, 100 << 20]) for _ in range(300)]
     read: list[list[int]] = []

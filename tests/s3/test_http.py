@@ -204,7 +204,7 @@ def test_trailers_are_no_headers() -> None:
     assert answer.headers["etag"] == "right"
 
 
-def test_an_interim_answer_has_no_say() -> None:
+def test_headers_of_an_interim_answer_are_ignored() -> None:
     """Headers of an interim answer do not apply to the final answer."""
     early = b"HTTP/1.1 103 Early Hints\r\netag: wrong\r\n\r\n"
     answer = feed(Answer(bodiless=True), early + head(200, Content_Length=5))

@@ -24,21 +24,21 @@ from kvstore.testing.waiting import eventually_async
 from kvstore.types import JobResult, LookupResult, Outcome, RemovalCause
 from tests.s3.clients import NAMESPACE, options_for
 from tests.s3.fault_server import Fault, FaultServer
-from tests.s3.keepers import SLOW, engines, heard_by, is_elected, keeper_of, names_under, put_empty
+from tests.s3.keepers import SLOW, engines, housekeeper_of, is_elected, names_under, put_empty, removals_reported_by
 from tests.s3.packed import PACKED, blocks_of, reads_of, writes_of
 
 _DAY_S = 86400.0
 
 
-async def test_who_lost_the_lease_publishes_no_snapshot(
+async def test_engine_without_its_lease_publishes_no_snapshot(
     faults: FaultServer, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine whose listing outlasts its lease does not overwrite the new holder's newer snapshot."""
     async with engines(faults, 4, snapshot=True) as (slow, quick, writer, reader):
         await writer.put(writes_of(blocks_of(rng, 5)))
-        await keeper_of(slow).round()
+        await housekeeper_of(slow).round()
         late = blocks_of(rng, 5)
-        lease, listed = keeper_of(quick)._lease, slow._ready().listed
+        lease, listed = housekeeper_of(quick)._lease, slow._ready().listed
 
         async def listed_slowly(prefix: str, **more: Any) -> AsyncIterator[ObjectInfo]:
             async for info in listed(prefix, **more):
@@ -48,12 +48,12 @@ async def test_who_lost_the_lease_publishes_no_snapshot(
                 assert not await lease.hold()
                 monkeypatch.setattr(lease, "_clock", lambda: time.monotonic() + 3 * slow.config.keeper_interval)
                 await writer.put(writes_of(late))
-                await keeper_of(quick).round()
+                await housekeeper_of(quick).round()
                 assert is_elected(quick)
 
         monkeypatch.setattr(slow._ready(), "listed", listed_slowly)
-        await keeper_of(slow).round()
-        assert keeper_of(quick).counters["snapshots_written"] == 1
+        await housekeeper_of(slow).round()
+        assert housekeeper_of(quick).counters["snapshots_written"] == 1
         snapshot = reader._snapshot
         await snapshot.refresh()
         assert await reader.exists([*late, b"absent"]) == [True] * 5 + [False]
@@ -72,27 +72,27 @@ async def test_an_engine_that_loses_the_lease_stops_deleting(
         async def hold() -> bool:
             return next(answers)
 
-        monkeypatch.setattr(keeper_of(engine)._lease, "hold", hold)
-        await keeper_of(engine).round()
+        monkeypatch.setattr(housekeeper_of(engine)._lease, "hold", hold)
+        await housekeeper_of(engine).round()
         assert engine.stats().counters["evicted_objects"] == 1
 
 
-async def test_who_closes_gives_the_lease_back(faults: FaultServer, rng: random.Random) -> None:
+async def test_close_releases_the_lease(faults: FaultServer, rng: random.Random) -> None:
     """The next engine takes over in its next round, without waiting for the lease to expire."""
     async with engines(faults, 3, capacity=1 << 30) as (first, second, third):
         for engine in (first, second):
-            await keeper_of(engine).round()
+            await housekeeper_of(engine).round()
         assert [is_elected(engine) for engine in (first, second)] == [True, False]
         await second.close()
-        await keeper_of(third).round()
+        await housekeeper_of(third).round()
         # An engine that did not hold the lease released nothing.
         assert [is_elected(engine) for engine in (first, third)] == [True, False]
         await first.close()
-        await keeper_of(third).round()
+        await housekeeper_of(third).round()
         assert [is_elected(engine) for engine in (first, third)] == [False, True]
     # All of them have closed; a later engine needs no round to observe the lease.
     async with engines(faults, 1, capacity=1 << 30, prefix=third.config.prefix) as (late,):
-        await keeper_of(late).round()
+        await housekeeper_of(late).round()
         assert is_elected(late)
 
 
@@ -109,10 +109,10 @@ async def test_a_close_that_is_cancelled_closes_the_client(faults: FaultServer) 
 
 
 @pytest.mark.parametrize("fault", [Fault.BLACK_HOLE, Fault.INTERNAL, Fault.FORBIDDEN])
-async def test_a_service_that_fails_keeps_nobody_from_closing(faults: FaultServer, fault: Fault) -> None:
+async def test_lease_holder_closes_in_time_with_a_failing_service(faults: FaultServer, fault: Fault) -> None:
     """The holder of the lease closes in time and without a failure; no task continues afterwards."""
     async with engines(faults, 1, capacity=1 << 30) as (engine,):
-        await keeper_of(engine).round()
+        await housekeeper_of(engine).round()
         faults.plan(fault)
         async with asyncio.timeout(engine.config.timeout):
             await engine.close()
@@ -164,7 +164,7 @@ async def test_a_sweep_reaches_every_page(faults: FaultServer) -> None:
         foreign = "_keeper/else/old"
         await put_empty(engine, [foreign])
         faults.age(engine.config.prefix + foreign, 1000 * _DAY_S)
-        await keeper_of(engine).round()
+        await housekeeper_of(engine).round()
         assert await names_under(engine, "_keeper/") == [foreign, "_keeper/lease", *young]
 
 
@@ -194,18 +194,18 @@ async def test_notes_of_packs_go_when_no_pack_is_as_old(faults: FaultServer, rng
         faults.age(other + young, -2 * _DAY_S)
         await engine.put(writes_of(blocks_of(rng, 2)))
         fresh = [name for name in await names_under(engine, "_packs/") if name[-1] == "p" and prefix + name != pack]
-        await keeper_of(engine).round()
+        await housekeeper_of(engine).round()
         left = [prefix + name for name in (*fresh, *foreign)] + [pack, note, other + young]
         assert await names_under(engine, "_packs/") == sorted(name.removeprefix(prefix) for name in left)
         assert await engine.exists([b"kept", b"gone"]) == [True, False]
         await client.delete_all([pack], timeout_s=30)
-        await keeper_of(engine).round()
+        await housekeeper_of(engine).round()
         left = [name for name in left if name not in (pack, note)]
         assert await names_under(engine, "_packs/") == sorted(name.removeprefix(prefix) for name in left)
         assert engine.stats().counters["keeper_failures"] == 0
 
 
-async def test_uses_that_could_not_be_told_are_told_again(faults: FaultServer, rng: random.Random) -> None:
+async def test_failed_usage_report_is_repeated(faults: FaultServer, rng: random.Random) -> None:
     """If the service fails to store an engine's uses, the next round writes them, even without new uses."""
     async with engines(faults, 1, capacity=1 << 30, tries=1) as (engine,):
         blocks = blocks_of(rng, 3)
@@ -213,9 +213,9 @@ async def test_uses_that_could_not_be_told_are_told_again(faults: FaultServer, r
         assert set(await engine.get_into(reads_of(blocks))) == {Outcome.OK}
         faults.plan(Fault.INTERNAL, methods=("PUT",))
         with pytest.raises(Exception, match="500"):
-            await keeper_of(engine).round()
+            await housekeeper_of(engine).round()
         faults.plan(None)
-        await keeper_of(engine).round()
+        await housekeeper_of(engine).round()
         (name,) = await names_under(engine, "_keeper/uses/")
         body = memoryview(bytearray(4096))
         found = await engine._ready().get_into(engine.config.prefix + name, [body], timeout_s=30)
@@ -232,11 +232,11 @@ def lookup(tier: AsyncTier, keys: Iterable[bytes]) -> list[LookupResult]:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-async def test_what_is_too_old_is_a_miss_for_all(faults: FaultServer, rng: random.Random, packed: bool) -> None:
+async def test_expired_blocks_are_misses_for_all_engines(faults: FaultServer, rng: random.Random, packed: bool) -> None:
     """Blocks unused for the time to live are removed; engines with a cached hit miss them after ``positive_ttl``."""
     more = {"ttl": 3600, **(PACKED if packed else {})}
     async with engines(faults, 2, **more) as (elected, user):
-        heard = heard_by(elected)
+        heard = removals_reported_by(elected)
         old, used, young = (blocks_of(rng, 3) for _ in range(3))
         for blocks in (old, used):
             await elected.put(writes_of(blocks))
@@ -248,14 +248,14 @@ async def test_what_is_too_old_is_a_miss_for_all(faults: FaultServer, rng: rando
             with contextlib.closing(other):
                 hits = [LookupResult.HIT] * 6
                 await eventually_async(lambda: lookup(other, [*old, *used]) == hits)
-                await keeper_of(elected).round()
+                await housekeeper_of(elected).round()
                 assert heard == []
                 # A use reported by another engine counts as a write.
                 assert set(await user.get_into(reads_of(used))) == {Outcome.OK}
-                await keeper_of(user).round()
+                await housekeeper_of(user).round()
                 faults.age(elected.config.prefix, 700.0)
                 await elected.put(writes_of(young))
-                await keeper_of(elected).round()
+                await housekeeper_of(elected).round()
                 assert heard == [(frozenset(old), RemovalCause.EXPIRED)]
                 if packed:
                     # It knows the blocks' places and sends no lookup; after a failed load it marks them as gone.
@@ -272,6 +272,6 @@ async def test_what_is_too_old_is_a_miss_for_all(faults: FaultServer, rng: rando
         assert counters["expired_objects"] == (1 if packed else 3)
         assert counters["evicted_objects"] == 0
         # The engine that used the others is notified in its next round.
-        removed = heard_by(user)
-        await keeper_of(user).round()
+        removed = removals_reported_by(user)
+        await housekeeper_of(user).round()
         assert removed == [(frozenset(old), RemovalCause.EXPIRED)]

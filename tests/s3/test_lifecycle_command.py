@@ -69,7 +69,7 @@ def test_other_tiers_are_refused() -> None:
         lifecycle_command("memory")
 
 
-def test_what_others_keep_under_a_prefix_does_not_expire(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_expire_no_foreign_objects_under_the_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a statement that the prefix is ours alone, rules cover our notes only, or are refused."""
     lifecycle_command("s3://kv-cache/kv")
     rules = json.loads(capsys.readouterr().out)["Rules"]

@@ -74,7 +74,7 @@ async def test_clock_skew(weed_server: S3Server, monkeypatch: pytest.MonkeyPatch
     assert "NTP" in str(error)
 
 
-async def test_certificate_of_a_stranger(weed_tls: S3Server, client: str) -> None:
+async def test_unknown_certificate_authority_stops_requests(weed_tls: S3Server, client: str) -> None:
     """Without the service's certificate authority, no request is sent."""
     assert (await refusal(weed_tls, client=client, tls_ca=None)).cause is Cause.TLS
 
@@ -441,7 +441,7 @@ def test_a_page_of_a_proxy_deletes_nothing(faults: FaultServer, client: str, rng
         rig.until(lambda: rig.load(keys).success, "blocks to be loaded")
 
 
-async def test_a_condition_that_nobody_set_is_no_success(faults: FaultServer, client: str, rng: random.Random) -> None:
+async def test_unexpected_412_stores_no_block(faults: FaultServer, client: str, rng: random.Random) -> None:
     """412 for a write without a condition is a failure: the block is not stored."""
     backend = await opened(faults, client=client, conditional_put="no")
     maker = RecordMaker(NAMESPACE, backend.geometry, rng)
@@ -450,7 +450,7 @@ async def test_a_condition_that_nobody_set_is_no_success(faults: FaultServer, cl
     assert outcome.is_failure
 
 
-async def test_an_answer_that_is_given_up_is_closed(faults: FaultServer, client: str) -> None:
+async def test_abandoned_answer_closes_its_connection(faults: FaultServer, client: str) -> None:
     """Neither a text nor an object that arrives too slowly leaves its connection to the garbage collector."""
     opened_one = await opened_client(faults, client=client)
     name = f"{opened_one._config.prefix}a"

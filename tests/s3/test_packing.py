@@ -115,7 +115,7 @@ async def test_two_engines_and_a_restart(weed_server: S3Server, rng: random.Rand
         await engine.close()
 
 
-async def test_removals_reach_everybody(weed_server: S3Server, rng: random.Random) -> None:
+async def test_removals_reach_all_engines(weed_server: S3Server, rng: random.Random) -> None:
     """A removed block is gone for current and later engines; a pack is removed with its last block."""
     more = {**PACKED, "prefix": fresh_prefix()}
     one, two = await opened(weed_server, **more), await opened(weed_server, **more)
@@ -236,7 +236,7 @@ async def test_a_clock_that_is_ahead_hides_nothing(faults: FaultServer, rng: ran
     assert await reader.exists([b"early", *blocks]) == [True] * 4
 
 
-async def test_a_pack_that_somebody_deleted_is_a_miss(weed_server: S3Server, rng: random.Random) -> None:
+async def test_deleted_pack_is_a_miss(weed_server: S3Server, rng: random.Random) -> None:
     """Blocks of a deleted pack are misses, are reported as lost, and can be stored again."""
     more = {**PACKED, "prefix": fresh_prefix()}
     backend = await opened(weed_server, **more)
@@ -254,7 +254,7 @@ async def test_a_pack_that_somebody_deleted_is_a_miss(weed_server: S3Server, rng
     assert set(await backend.put(writes_of(blocks))) == {Outcome.OK}
 
 
-async def test_what_is_no_pack_is_passed_over(faults: FaultServer, rng: random.Random) -> None:
+async def test_invalid_packs_are_skipped(faults: FaultServer, rng: random.Random) -> None:
     """Foreign, damaged and truncated objects among the packs affect only their own blocks, and are read once."""
     more = {**PACKED, "prefix": fresh_prefix()}
     writer, reader = await opened(faults, **more), await opened(faults, **more)
@@ -314,7 +314,7 @@ async def test_failures_are_no_absence(faults: FaultServer, rng: random.Random) 
     assert await writer.put(writes) == [Outcome.OK, Outcome.OK]
 
 
-def test_heads_of_packs_are_what_they_were() -> None:
+def test_format_of_pack_heads_and_notes_is_fixed() -> None:
     """The bytes of a head and a note are fixed: other versions and engines read them."""
     made = PackFormat(Namespace({"golden": True}))
     head, entries = made.pack_head([(b"\x01" * 3, 7), (b"\x02" * 4, 9)])

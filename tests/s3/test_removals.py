@@ -37,7 +37,7 @@ async def test_each_request_has_a_note_of_its_own(faults: FaultServer) -> None:
         assert [name for name in await names_under(engine, "") if not name.startswith("_keeper/")] == ["stays"]
 
 
-async def test_who_can_not_tell_others_knows_itself(faults: FaultServer) -> None:
+async def test_refused_removal_note_notifies_the_caller(faults: FaultServer) -> None:
     """If a note is refused, its objects are gone and the caller is notified; later objects are still there."""
     async with engines(faults, 1, tries=1) as (engine,):
         prefix = engine.config.prefix
@@ -54,7 +54,7 @@ async def test_who_can_not_tell_others_knows_itself(faults: FaultServer) -> None
         assert await names_under(engine, "") == ["late"]
 
 
-async def test_only_what_engines_name_is_outdated(faults: FaultServer) -> None:
+async def test_foreign_objects_in_engine_folders_are_kept(faults: FaultServer) -> None:
     """Foreign objects in the engines' folders stay, however old they are."""
     async with engines(faults, 1) as (engine,):
         ours = [f"removed/{'0' * 28}", f"uses/{'a' * 16}", f"presence/{'b' * 64}"]

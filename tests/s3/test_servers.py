@@ -39,7 +39,7 @@ def test_redirects_point_to_a_trap(faults: FaultServer) -> None:
     assert faults.counts()["trapped"] == 1
 
 
-def test_memory_speaks_s3(faults: FaultServer) -> None:
+def test_memory_server_behaves_like_s3(faults: FaultServer) -> None:
     """Ranges, conditions, pages and DeleteObjects of the memory server are those of S3, as boto3 sees them."""
     with contextlib.closing(admin_of(faults)) as client:
         names = [f"k/{number:04}" for number in range(1003)]
@@ -71,7 +71,9 @@ def test_null_server_throws_away(faults: FaultServer) -> None:
 
 
 @pytest.mark.matrix
-def test_weed_checks_what_moto_believes(moto_server: S3Server, weed_server: S3Server, weed_tls: S3Server) -> None:
+def test_seaweedfs_refuses_requests_that_moto_accepts(
+    moto_server: S3Server, weed_server: S3Server, weed_tls: S3Server
+) -> None:
     """SeaweedFS refuses wrong secrets, wrong checksums and forbidden writes; hence it is used beside moto."""
     put: dict[str, Any] = {"Bucket": weed_server.bucket, "Key": "servers/a", "Body": b"x"}
     for server in (moto_server, weed_server, weed_tls):

@@ -65,7 +65,7 @@ def test_signature_of_the_documentation() -> None:
     assert "SignedHeaders=host;x-amz-content-sha256;x-amz-date" in headers["authorization"]
 
 
-def test_key_is_made_anew() -> None:
+def test_signing_key_changes_with_day_and_secret() -> None:
     """Another day or another secret gives another signature; the same second gives the same one."""
 
     def signature(signer: Signer, secret: str, now: float) -> str:

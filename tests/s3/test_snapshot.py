@@ -16,14 +16,14 @@ from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
 from tests.s3.clients import EACH_CLIENT, NAMESPACE, config_for, fresh_prefix, opened, opened_client
 from tests.s3.fault_server import Fault, FaultServer
-from tests.s3.keepers import keeper_of
+from tests.s3.keepers import housekeeper_of
 from tests.s3.packed import blocks_of, reads_of, writes_of
 from tests.s3.servers import S3Server
 
 OPTIONS: dict[str, Any] = {"snapshot": True, "keeper_interval": 3600}
 
 
-def test_a_filter_never_denies_what_is_in_it(rng: random.Random) -> None:
+def test_filter_has_no_false_negatives(rng: random.Random) -> None:
     """All names in the filter are found, after a round trip too; of other names, less than 2 % are."""
     names = [rng.randbytes(32).hex() for _ in range(100_000)]
     made = BloomFilter.of_digests([name_digest(name) for name in names])
@@ -73,7 +73,7 @@ def test_damaged_snapshots_are_no_snapshots(rng: random.Random) -> None:
         assert BloomFilter.decode(bytes(damaged), NAMESPACE) is None, place
 
 
-def test_the_filter_is_what_it_was() -> None:
+def test_format_of_the_filter_is_fixed() -> None:
     """The bits that a name sets are fixed: engines of other versions read them."""
     made = BloomFilter.of_digests([name_digest("a")])
     data = made.encode(Namespace({"golden": True}))
@@ -87,14 +87,16 @@ GOLDEN_BITS = [214, 1604, 2994, 3615, 5005, 6395, 7785]
 
 
 @pytest.mark.parametrize("client", EACH_CLIENT)
-async def test_a_cold_engine_asks_for_little(faults: FaultServer, rng: random.Random, client: str) -> None:
+async def test_cold_engine_with_a_snapshot_sends_few_requests(
+    faults: FaultServer, rng: random.Random, client: str
+) -> None:
     """With a snapshot, a thousand absent blocks cost some HEADs; present ones are found."""
     more = {**OPTIONS, "prefix": fresh_prefix(), "client": client}
     writer = await opened(faults, **more)
     blocks = blocks_of(rng, 300, 600)
     absent = [rng.randbytes(32) for _ in range(1000)]
     assert set(await writer.put(writes_of(blocks))) == {Outcome.OK}
-    await keeper_of(writer).round()
+    await housekeeper_of(writer).round()
     cold = await opened(faults, **more)
     await eventually_async(lambda: cold.stats().counters["snapshots_read"] == 1)
     before = faults.counts().get("HEAD", 0)
@@ -108,31 +110,31 @@ async def test_a_cold_engine_asks_for_little(faults: FaultServer, rng: random.Ra
     own = blocks_of(rng, 20, 600)
     await cold.put(writes_of(own))
     assert await cold.exists(list(own)) == [True] * 20
-    await keeper_of(cold).round()
+    await housekeeper_of(cold).round()
     assert await cold.exists(list(own)) == [True] * 20
-    await keeper_of(writer).round()
-    await keeper_of(cold).round()
+    await housekeeper_of(writer).round()
+    await housekeeper_of(cold).round()
     assert await cold.exists([*own, *blocks]) == [True] * 320
     assert await writer.exists(list(own)) == [True] * 20
 
 
-async def test_a_snapshot_that_nobody_renews_is_not_believed(weed_server: S3Server, rng: random.Random) -> None:
+async def test_stale_snapshot_is_ignored(weed_server: S3Server, rng: random.Random) -> None:
     """After the end of the engine that writes snapshots, blocks are queried again after three rounds."""
     more = {**OPTIONS, "prefix": fresh_prefix()}
     writer, reader = await opened(weed_server, **more), await opened(weed_server, **more)
     await writer.put(writes_of(blocks_of(rng, 5)))
-    await keeper_of(writer).round()
-    await keeper_of(reader).round()
+    await housekeeper_of(writer).round()
+    await housekeeper_of(reader).round()
     late = blocks_of(rng, 5)
     await writer.put(writes_of(late))
     await writer.close()
     assert await reader.exists(list(late)) == [False] * 5
     for _ in range(3):
-        await keeper_of(reader).round()
+        await housekeeper_of(reader).round()
     assert await reader.exists(list(late)) == [True] * 5
 
 
-async def test_a_snapshot_that_goes_after_its_listing_is_none(faults: FaultServer) -> None:
+async def test_snapshot_removed_after_its_listing_rules_out_no_block(faults: FaultServer) -> None:
     """A snapshot that is removed just before it is read rules out no block; the next one does."""
     more = {**OPTIONS, "prefix": fresh_prefix()}
     client, config = await opened_client(faults, **more), config_for(faults, **more)
@@ -144,24 +146,24 @@ async def test_a_snapshot_that_goes_after_its_listing_is_none(faults: FaultServe
         assert snapshot.rules_out(f"{config.prefix}absent") is (fault is None)
 
 
-async def test_who_may_not_write_still_reads_snapshots(faults: FaultServer, rng: random.Random) -> None:
+async def test_engine_without_write_access_reads_snapshots(faults: FaultServer, rng: random.Random) -> None:
     """An engine whose housekeeping fails still reads new snapshots, and queries the service when there are none."""
     more = {**OPTIONS, "prefix": fresh_prefix(), "tries": 1}
     writer, reader = await opened(faults, **more), await opened(faults, **more)
     known, late, last = (blocks_of(rng, 5) for _ in range(3))
     await writer.put(writes_of(known))
-    await keeper_of(writer).round()
-    await keeper_of(reader).round()
+    await housekeeper_of(writer).round()
+    await housekeeper_of(reader).round()
     for blocks, renewed in ((late, True), (last, False)):
         await writer.put(writes_of(blocks))
         assert await reader.exists(list(blocks)) == [False] * 5
         if renewed:
-            await keeper_of(writer).round()
+            await housekeeper_of(writer).round()
         for _ in range(1 if renewed else 3):
             assert set(await reader.get_into(reads_of(known))) == {Outcome.OK}
             faults.plan(Fault.FORBIDDEN, methods=("PUT",))
             with pytest.raises(S3Error, match="403"):
-                await keeper_of(reader).round()
+                await housekeeper_of(reader).round()
             faults.plan(None)
         assert await reader.exists(list(blocks)) == [True] * 5
 
@@ -185,5 +187,5 @@ async def test_without_a_snapshot_blocks_are_asked_for(faults: FaultServer, rng:
     reader = await opened(faults, **more)
     faults.plan(Fault.INTERNAL, contains="presence")
     with pytest.raises(Exception, match="500"):
-        await keeper_of(reader).round()
+        await housekeeper_of(reader).round()
     assert await reader.exists([*blocks, b"absent"]) == [True] * 5 + [False]

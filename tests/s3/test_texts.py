@@ -56,14 +56,14 @@ def test_a_document_of_tiny_elements_is_refused() -> None:
 
 
 @pytest.mark.parametrize("body", [b"<html>maintenance</html>", b"<ListBucketResult/>", b"ok", b"\xff\xfe<"])
-def test_what_is_no_answer_to_a_delete_is_no_success(body: bytes) -> None:
+def test_invalid_delete_answers_are_failures(body: bytes) -> None:
     """Objects count as deleted only if the service says so."""
     with pytest.raises(S3Error) as caught:
         read_deleted(body)
     assert caught.value.cause is Cause.PROTOCOL
 
 
-def test_a_failed_delete_is_told_by_its_code() -> None:
+def test_failed_delete_has_the_error_of_its_object() -> None:
     """One object that may not be deleted fails the request with that object's error."""
     with pytest.raises(S3Error) as caught:
         read_deleted(b"<DeleteResult><Error><Key>k</Key><Code>AccessDenied</Code></Error></DeleteResult>")

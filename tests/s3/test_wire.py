@@ -79,7 +79,7 @@ async def test_a_connection_that_idled_too_long_is_not_used_again(
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-async def test_an_answer_too_many_is_nobodys(tmp_path: Path, encrypted: bool) -> None:
+async def test_surplus_answer_is_never_used(tmp_path: Path, encrypted: bool) -> None:
     """A surplus answer, received together with the previous one, is not used as the next one, with or without TLS."""
     theirs = ours = None
     if encrypted:

@@ -230,7 +230,7 @@ FORGERS: list[Callable[[Medium], Record]] = [
 
 @pytest.mark.parametrize("encoded", [False, True], ids=["plain", "encoded"])
 @pytest.mark.parametrize("codec", ["aead", "mac"])
-def test_no_forgery_is_believed(tmp_path: Path, codec: str, encoded: bool) -> None:
+def test_every_forgery_is_rejected(tmp_path: Path, codec: str, encoded: bool) -> None:
     """None of 5,000 forgeries of thirteen kinds is accepted, and those that only a seal can find are found by it."""
     medium = Medium(tmp_path / "keys", codec, encoded=encoded)
     for record in medium.records[0]:
@@ -255,7 +255,7 @@ def test_no_forgery_is_believed(tmp_path: Path, codec: str, encoded: bool) -> No
     assert set(causes["stripped"]) == {RecordFault.CODEC.value}
 
 
-def test_without_a_seal_they_are_believed(tmp_path: Path) -> None:
+def test_unsealed_reader_accepts_the_same_forgeries(tmp_path: Path) -> None:
     """A reader that accepts unsealed records accepts the same forgeries: only the seal stops the forger."""
     medium = Medium(tmp_path / "keys", "aead", encoded=False, accept_unsealed=True)
     forged = stripped(medium).seem_intact()

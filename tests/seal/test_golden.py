@@ -91,7 +91,7 @@ def test_golden_records_are_opened(case: Case, reader: str, keyring: Path) -> No
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_golden_records_lie_there_as_their_seals_say(case: Case) -> None:
+def test_golden_records_are_encrypted_or_authenticated(case: Case) -> None:
     """An encrypted record shows no part of its block, and an authenticated one contains the block."""
     payload = case.path.read_bytes()[HEADER_BYTES:]
     assert (payload == block()) == (case.seal == "mac")

@@ -87,7 +87,7 @@ def test_a_source_that_can_not_be_used_is_refused(given: dict[str, Any], says: s
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_command_that_hangs_is_ended_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_command_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script with a hanging child does not delay the start of an engine: the child is killed in time too."""
     monkeypatch.setattr("kvstore.codec.keyring._COMMAND_TIMEOUT_S", 0.5)
     with pytest.raises(ConfigError, match="ended with status -9"):
@@ -95,7 +95,7 @@ def test_a_command_that_hangs_is_ended_with_what_it_started(monkeypatch: pytest.
         Keyring(KeySource(command=("sh", "-c", "sleep 1000 & wait")))
 
 
-def test_a_command_is_bounded_by_its_own_end_and_not_by_what_it_leaves_behind(tmp_path: Path) -> None:
+def test_command_output_is_read_when_the_command_ends(tmp_path: Path) -> None:
     """The output is read when the command has ended, even if a daemon that it started keeps the output open."""
     pid_file = tmp_path / "pid"
     path = write(tmp_path / "keys", document(1))
@@ -242,7 +242,7 @@ def test_a_change_is_seen_after_the_period(tmp_path: Path) -> None:
     assert set(ring.keys.masters) == {2}
 
 
-def test_unknown_ids_ask_again_but_not_without_end(tmp_path: Path) -> None:
+def test_unknown_key_ids_cause_a_bounded_number_of_reads(tmp_path: Path) -> None:
     """A record of an unknown key starts a read; a thousand such records within a second start no further one."""
     clock = Clock()
     counted = tmp_path / "count"
@@ -293,7 +293,7 @@ def test_a_process_without_threads_to_spare_keeps_its_keys(tmp_path: Path, monke
     soon(lambda: ring.keys.current == 2, what="the new key")
 
 
-def test_a_missing_key_is_told_once_until_keys_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_key_is_one_warning_until_keys_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A missing key causes one warning per key id, however long it is missing, and another after any change of keys."""
     clock = Clock()
     path = write(tmp_path / "keys", document(1))

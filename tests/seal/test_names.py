@@ -23,17 +23,17 @@ def test_a_name_leads_back_to_its_key(key: bytes) -> None:
 
 
 @given(st.binary(max_size=80))
-def test_what_is_no_name_has_no_key(name: bytes) -> None:
+def test_foreign_names_have_no_key(name: bytes) -> None:
     """Foreign names on the medium are distinguished from ours."""
     assert NAMES.key_of(name) is None
 
 
-def test_the_name_of_an_empty_key_has_none() -> None:
+def test_name_of_an_empty_key_has_no_key() -> None:
     """No block has an empty key, so no name gives one."""
     assert NAMES.key_of(NAMES.name_of(b"")) is None
 
 
-def test_what_is_too_long_for_a_name_is_no_error() -> None:
+def test_overlong_key_gets_an_opaque_name() -> None:
     """Such a key gets a name that can be looked up and does not reveal the key; no block has it."""
     for size in (KEY_BYTES_MAX - 15, KEY_BYTES_MAX, 129, 1000):
         name = NAMES.name_of(b"k" * size)
@@ -56,7 +56,7 @@ def test_another_secret_gives_other_names() -> None:
             assert all(sum(a == b for a, b in zip(one, two, strict=True)) < 8 for two in names[i + 1 :])
 
 
-def test_names_stay_as_they_are() -> None:
+def test_names_are_the_same_in_every_release() -> None:
     """Names are the same in every release; otherwise all stored blocks would be lost."""
     assert (
         NAMES.name_of(bytes(range(36))).hex()

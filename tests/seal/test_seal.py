@@ -50,7 +50,7 @@ def refused(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_sealed_opens(tmp_path: Path, kind: Kind, size: int) -> None:
+def test_sealed_payloads_of_each_length_are_restored(tmp_path: Path, kind: Kind, size: int) -> None:
     """Each length is restored by either seal over the same keyring; aead hides the payload and mac does not."""
     path = write(tmp_path / "keys", document(1))
     plain = bytes(range(256)) * (size // 256 + 1)
@@ -144,7 +144,7 @@ def test_the_key_that_is_written_with_follows_the_keyring(tmp_path: Path) -> Non
     assert opened(seal, seal.wire_id, header(2), *new, 2) == b"new"
 
 
-def test_a_reader_learns_a_new_key_from_the_first_record(tmp_path: Path) -> None:
+def test_first_record_with_a_new_key_reloads_the_keyring(tmp_path: Path) -> None:
     """A record of a key added after the last read is a miss once, and can soon be opened, long before refresh."""
     path = write(tmp_path / "keys", document(1))
     reader = make_seal(path, refresh=3600)

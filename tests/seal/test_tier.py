@@ -91,7 +91,7 @@ def test_a_missing_key_is_a_miss_and_one_warning(tmp_path: Path, kind: str, capl
         assert outcomes(writer, keys) == {Outcome.OK}
 
 
-def test_a_tier_without_keys_misses_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tier_without_keys_misses_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Sealed blocks are misses for a tier without a seal, and the warning names their key."""
     keys = some_keys(4)
     config = sealed(write(tmp_path / "keys", document(41)))
@@ -175,7 +175,7 @@ def test_erasing_one_namespace_erases_no_other(tmp_path: Path) -> None:
         assert mine.store(more).success
 
 
-def test_the_medium_says_nothing(tmp_path: Path) -> None:
+def test_medium_contains_no_key_block_or_secret(tmp_path: Path) -> None:
     """With aead and keyed names the medium contains no key, no digest of one, no part of a block and no secret."""
     path = write(tmp_path / "keys", document(1, names=secret(9)))
     root = tmp_path / "tier"
@@ -223,7 +223,7 @@ def test_events_name_keys_not_names(tmp_path: Path) -> None:
         assert gone <= {*old, *new}
 
 
-def test_a_key_that_is_none_loses_no_job(tmp_path: Path) -> None:
+def test_overlong_key_loses_no_job(tmp_path: Path) -> None:
     """A key that is too long does not affect the messages that are sent with it."""
     keys = some_keys(2)
     with rig(sealed(write(tmp_path / "keys", document(1, names=secret(9))), keyed_names=True)) as tier:
@@ -248,7 +248,7 @@ def test_other_names_find_nothing(tmp_path: Path) -> None:
             assert outcomes(reader, keys) == {Outcome.MISS}
 
 
-def test_a_change_to_seals_can_keep_what_is_there(tmp_path: Path) -> None:
+def test_unsealed_blocks_are_readable_if_configured(tmp_path: Path) -> None:
     """Unsealed blocks are misses by default, and are read if the configuration accepts them for a time."""
     path = write(tmp_path / "keys", document(1))
     shelf = next(_shelves)

@@ -147,7 +147,7 @@ def test_touch_reaches_all_tiers() -> None:
 
 
 def test_blocks_that_were_never_complete_are_reported() -> None:
-    """After a failed store or load, unless the block has a slot again: an engine may drop what it knows of it."""
+    """After a failed store or load, unless the block has a slot again: an engine may drop its record of the block."""
     engine = Engine()
     engine.store_and_forget(keys_of(1, 2))
     engine.evict_all()
@@ -197,7 +197,7 @@ def test_a_misspelt_restriction_reaches_no_tier() -> None:
     assert engine.manager.stats().policy_mistakes == 3
 
 
-def test_the_engine_restricts_loads_whatever_the_request_says() -> None:
+def test_engine_restriction_overrides_the_request() -> None:
     """If the engine excludes tiers for a request, they are not used, even if the request's policy names them."""
     engine = Engine(tiers=["near", "far"])
     for tier in engine.tiers:

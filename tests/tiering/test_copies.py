@@ -61,7 +61,7 @@ def test_a_reset_without_copies_changes_no_lane() -> None:
     assert engine.manager.copy_lane == 0 and engine.primary.stats().abandoned == 0
 
 
-def test_a_lane_whose_copies_are_not_reported_is_not_taken_anew() -> None:
+def test_lane_with_unreported_copies_is_not_reused() -> None:
     """If the engine reports that all copies have ended and the reports lag, later copies stay distinguishable."""
     reports = Reports(lanes=3)
     engine = Engine(reports=reports)
@@ -105,7 +105,7 @@ def test_slots_that_stay_away_are_warned_of(caplog: pytest.LogCaptureFixture) ->
     assert engine.manager.stats().primary.abandoned == 3
 
 
-def test_what_is_not_whole_is_not_loaded() -> None:
+def test_incomplete_block_is_not_loaded() -> None:
     """A load of a missing or incomplete block pins nothing and does not count as a copy."""
     reports = Reports()
     engine = Engine(reports=reports)

@@ -43,7 +43,7 @@ def test_the_earliest_beyond_a_number_are_due() -> None:
     assert deadlines.take_due(0.0, keep=7) == []
 
 
-def test_what_was_changed_or_removed_leaves_nothing() -> None:
+def test_changed_and_removed_deadlines_take_no_memory() -> None:
     """However often deadlines are moved forward or removed, only present keys take memory."""
     deadlines = Deadlines()
     for number in range(10_000):

@@ -71,7 +71,7 @@ def test_no_exception_gets_out(method: str) -> None:
 
 
 def test_a_tier_that_raises_again_and_again_gets_no_more_work() -> None:
-    """After three consecutive exceptions from one method a tier gets no more work until a reset, which counts anew."""
+    """After three consecutive exceptions from one method a tier gets no more work until a reset clears the count."""
     engine = Engine(tiers=["disk", "far"])
     engine.store_and_forget(A)
     engine.evict_all()
@@ -121,7 +121,7 @@ def test_results_that_make_no_sense(nonsense: Callable[[int], JobResult]) -> Non
     assert all(engine.primary.row(slot) == payload(key) for key, slot in _readable(engine))
 
 
-def test_a_load_that_nobody_reports_is_given_up() -> None:
+def test_unreported_load_is_abandoned_at_its_deadline() -> None:
     """After its deadline a load's blocks are a miss, and its slots stay out of use until the tier reports."""
     engine = Engine(load_s_max=60.0)
     engine.store_and_forget(A)
@@ -181,7 +181,7 @@ def test_blocks_that_wait_for_a_slow_tier_may_be_evicted() -> None:
     assert list(engine.tier.blocks) == keys_of(*range(4))
 
 
-def test_what_waits_for_room_is_stored_at_the_end() -> None:
+def test_close_stores_the_blocks_waiting_for_room() -> None:
     """Closing stores the blocks that still wait for room; a reset or the failure of their tier drops them."""
     engine = Engine(slots=16, store_share=0.25)
     engine.store(keys_of(*range(10)))
@@ -213,7 +213,7 @@ def test_room_that_jobs_from_before_a_reset_take_is_used_again_at_the_end() -> N
     assert set(engine.tier.blocks) >= set(keys_of(*range(10, 14), *range(20, 24)))
 
 
-def test_the_end_leaves_no_tier_without_lazy_blocks_because_another_stores_none() -> None:
+def test_close_stores_lazy_blocks_beside_a_hung_tier() -> None:
     """Closing stores all lazy blocks of one tier, roomful by roomful, although another tier never ends a store."""
     engine = Engine(slots=16, tiers=["stuck", "well"], store_share=2 / 16)
     stuck, well = engine.tiers
@@ -258,7 +258,7 @@ def test_a_tier_gets_no_more_blocks_than_it_accepts(
         assert max(sizes) == accepted
 
 
-def test_a_tier_that_hangs_leaves_the_others_time_to_store_what_waits() -> None:
+def test_close_stores_several_roomfuls_beside_a_hung_tier() -> None:
     """Closing stores more than one roomful of blocks to a tier while another one uses the whole time."""
     slot_bytes, memory = 4096, memoryview(bytearray(64 * 4096))
     open_one = partial(open_tier, primary=memory, slot_bytes=slot_bytes, namespace=Namespace({}))
@@ -346,7 +346,7 @@ def test_a_store_without_room_leaves_no_trace_of_the_blocks_evicted_for_it() -> 
     assert engine.tier.blocks.keys() == {*keys_of(1)}
 
 
-def test_a_request_whose_patience_is_over_waits_no_longer() -> None:
+def test_expired_wait_for_room_limits_no_other_request() -> None:
     """Once its wait has ended in a miss, a request that found no room limits other requests no longer."""
     engine = Engine(slots=8, promotion_share=0.5, wait_s_max=2.0)
     engine.tier.blocks.update({key: payload(key) for key in keys_of(*range(12))})
@@ -388,7 +388,7 @@ def test_deadlines_of_reported_loads_are_forgotten() -> None:
     assert jobs.take_overdue_loads(2e9) == []
 
 
-def test_a_load_that_could_not_be_submitted_is_given_up_once() -> None:
+def test_load_with_a_failed_submission_is_abandoned_once() -> None:
     """The tier may have accepted the job, so its slot stays abandoned; its deadline affects no other slot."""
     engine = Engine(load_s_max=60.0)
     engine.tier.blocks.update({key: payload(key) for key in keys_of(1)})
@@ -444,7 +444,7 @@ def test_prefetch_promotes_no_expired_block() -> None:
     assert engine.tier.submitted(True) == keys_of(3)
 
 
-def test_prefetch_asks_again_what_a_tier_did_not_know() -> None:
+def test_prefetch_repeats_unanswered_queries() -> None:
     """Blocks that need a query to the medium are promoted once the answer arrives, without a lookup."""
     engine = Engine(prefetch=True)
     engine.store_and_forget(A)
@@ -478,7 +478,7 @@ def test_prefetch_ends_with_its_request(end: str) -> None:
     assert not engine.manager.has_pending_work
 
 
-def test_prefetch_begins_anew_when_the_keys_of_a_request_change() -> None:
+def test_changed_keys_restart_the_prefetch() -> None:
     """Changed keys restart the prefetch, because the first blocks differ."""
     engine = Engine(prefetch=True)
     engine.store_and_forget(A)
@@ -505,7 +505,7 @@ def test_prefetch_takes_no_patience_and_no_more_than_its_room() -> None:
     assert engine.look(A[2:], second) == ["hit", "hit"]
 
 
-def test_what_was_given_out_before_a_reset_is_void() -> None:
+def test_copy_from_before_a_reset_makes_no_block_readable() -> None:
     """A copy confirmed after a reset makes no block readable that has not been stored again since."""
     engine = Engine(slots=16)
     ctx, reader = engine.request(), engine.request()
@@ -538,7 +538,7 @@ def test_a_promotion_of_before_a_reset_is_not_submitted_after_it() -> None:
     assert engine.load(others, engine.request()) == [payload(key) for key in others]
 
 
-def test_a_request_stores_anew_after_a_reset() -> None:
+def test_reset_clears_the_waits_for_room() -> None:
     """A reset clears the note that a tier had no room for a block: no block waits for room any more."""
     engine = Engine(slots=16, store_share=0.25)
     keys = keys_of(*range(6))
@@ -670,7 +670,7 @@ def test_a_store_that_raised_is_counted_until_it_is_reported() -> None:
     assert link.storing == link.loading == 0
 
 
-def test_a_finished_request_whose_load_raised_is_forgotten() -> None:
+def test_finished_request_with_a_raised_load_is_forgotten() -> None:
     """The tier may never report the load, so the request does not wait for the report."""
     engine = Engine(prefetch=True)
     engine.tier.blocks.update({key: payload(key) for key in A})
@@ -688,7 +688,7 @@ def test_a_finished_request_whose_load_raised_is_forgotten() -> None:
     assert "on_request_finished" in {name for name, _ in engine.tier.calls}
 
 
-def test_a_finished_request_whose_load_is_overdue_is_forgotten() -> None:
+def test_finished_request_with_an_overdue_load_is_forgotten() -> None:
     """The load is abandoned, and its report may never come."""
     engine = Engine(load_s_max=10.0)
     engine.tier.blocks.update({key: payload(key) for key in A})

@@ -107,7 +107,7 @@ def test_noisy_measurements_move_the_choice_little() -> None:
         assert (fast.choose([0] * 100), slow.choose([0] * 100)) == (100, 0)
 
 
-def test_computing_delays_all_who_wait() -> None:
+def test_computation_delays_all_waiting_requests() -> None:
     """A load of ten times the computing time is worth it for eleven requests, but not for nine."""
     world = World([0.0], [BLOCK * 1e-3 * 10])
     world.learn()
@@ -181,7 +181,7 @@ def test_one_outlier_changes_no_choice(place: int) -> None:
             assert 0.3 < world.gate.recompute_s(0, 1000) / world.recompute_s(0, 1000) < 3
 
 
-def test_measurements_that_are_none_are_ignored() -> None:
+def test_invalid_measurements_are_ignored() -> None:
     """Clocks that go backwards, zero blocks, zero time and infinities leave finite, plausible estimates."""
     world = World([0.01], [0.001])
     world.learn()
@@ -284,7 +284,7 @@ def test_a_tier_that_stays_slow_costs_little(fixed_s: float, block_s: float) -> 
     assert any(world.gate.explores(0, 64) for _ in range(16))
 
 
-def test_a_probe_that_waited_for_late_loads_tells_nothing() -> None:
+def test_probe_behind_late_loads_is_no_evidence() -> None:
     """A probe behind abandoned loads is slow; a normal next probe is not taken for a recovery."""
     world = World([0.0], [0.1])
     world.learn()

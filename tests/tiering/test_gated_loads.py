@@ -204,7 +204,7 @@ def test_a_request_that_computes_already_counts_itself() -> None:
     assert engine.counts.recomputed == 0
 
 
-def test_who_has_ended_does_not_wait() -> None:
+def test_ended_request_does_not_count_as_waiting() -> None:
     """An ended request does not count as waiting, even if a tier has not reported its load."""
     engine = Gated((1000.0, 0.0))
     keys = engine.blocks(10)
@@ -256,7 +256,7 @@ def test_a_stall_costs_a_request_little() -> None:
     assert engine.manager.stats().primary.abandoned == 0
 
 
-def test_what_has_arrived_is_used() -> None:
+def test_stalled_load_keeps_its_complete_part() -> None:
     """A long load is split. If it stalls half-way, the request gets the first half and computes the rest."""
     engine = Gated((0.002, 0.01))
     engine.learn()
@@ -408,8 +408,8 @@ def test_a_hand_over_costs_at_most_twice_the_time_of_computing() -> None:
     assert hits == 20 and waited < 1.7 * whole_s, "the other engine stopped"
 
 
-def test_the_other_engine_has_half_of_the_computing_time_to_hear_of_the_request() -> None:
-    """A busy engine hears late of its half of a long prompt; a short one is computed after the usual second."""
+def test_source_has_half_of_the_computing_time_to_start() -> None:
+    """A busy engine receives its half of a long prompt late; a short one is computed after the usual second."""
     engine = Gated((0.001, 0.0001))
     engine.learn_computing()
     for blocks, unheard_s in ((500, 4.0), (10, 1.0)):
@@ -420,14 +420,14 @@ def test_the_other_engine_has_half_of_the_computing_time_to_hear_of_the_request(
         assert ctx.unheard_s == pytest.approx(unheard_s, rel=0.2)
 
 
-def test_a_hand_over_waits_its_patience_while_the_computing_speed_is_unknown() -> None:
+def test_hand_over_waits_its_patience_at_unknown_computing_speed() -> None:
     """The first request of an engine has nothing to compare with."""
     engine = Gated((0.001, 0.0001))
     waited, hits = hand_over(engine, [math.inf])
     assert hits == 0 and waited == pytest.approx(60.0, rel=0.1)
 
 
-def test_a_hand_over_from_an_engine_that_stops_within_a_load_costs_at_most_twice_the_time_of_computing() -> None:
+def test_hand_over_stopped_within_a_load_costs_twice_the_computing_time() -> None:
     """A load without an end is abandoned when the wait ends."""
     engine = Gated((1000.0, 0.0))
     engine.learn_computing()
@@ -566,7 +566,7 @@ def test_a_burst_on_an_unmeasured_tier_is_loaded() -> None:
     assert engine.counts.abandoned == 0
 
 
-def test_a_slow_unmeasured_tier_delivers_what_it_can_in_its_time() -> None:
+def test_slow_unmeasured_tier_delivers_its_first_pieces() -> None:
     """A load that is not worth it is abandoned once its first pieces show that; these pieces are used."""
     engine = Gated((0.001, 0.03))
     engine.learn_computing()

@@ -82,7 +82,7 @@ def test_blocks_are_kept_for_as_many_fetches_as_requests() -> None:
     assert engine.primary.marks.held == set()
 
 
-def test_only_what_will_be_stored_is_promised() -> None:
+def test_only_admitted_blocks_are_promised() -> None:
     """The other engine must not wait for blocks that the policy does not store."""
     for store, expected in ((True, KEYS), (0.5, KEYS[:2]), (False, [])):
         engine = Engine()

@@ -205,7 +205,7 @@ def test_the_budget_is_never_exceeded() -> None:
     engine.check_rest()
 
 
-def test_what_the_budget_does_not_allow_waits_for_it() -> None:
+def test_hedge_beyond_the_budget_waits() -> None:
     """The oldest slow load is hedged as soon as other loads have earned its budget."""
     engine = Hedging().learned(20)
     slow = engine.begin(A)
@@ -238,7 +238,7 @@ def test_a_long_load_is_not_hedged_and_holds_up_no_other() -> None:
     engine.check_rest()
 
 
-def test_what_is_saved_up_is_bounded() -> None:
+def test_accumulated_budget_is_bounded() -> None:
     """After any number of loads, a stall gets a burst of one share of the slots, then one block in 20."""
     engine = Hedging(slots=256).learned(400)
     contexts = []
@@ -253,7 +253,7 @@ def test_what_is_saved_up_is_bounded() -> None:
     engine.check_rest()
 
 
-def test_slow_loads_that_nobody_waits_for() -> None:
+def test_unawaited_loads_are_not_hedged() -> None:
     """Loads of ended requests, and loads abandoned before the budget allowed a hedge, are not hedged."""
     engine = Hedging(load_s_max=5.0).learned(20)
     ended, slow = engine.begin(keys_of(5)), engine.begin(A)

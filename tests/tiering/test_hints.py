@@ -116,7 +116,7 @@ def test_parts_of_a_prompt_have_priorities_of_their_own() -> None:
     assert engine.resident() == keys_of(1, 5, 6, 7, 8, 9)
 
 
-def test_of_equals_what_is_used_last_goes_first() -> None:
+def test_equal_priorities_evict_the_latest_next_use_first() -> None:
     """The duration is the expected time until the next use: the block to be used last is evicted first."""
     engine = Engine(slots=3)
     for number, duration in ((1, 20), (2, 300), (3, 100)):
@@ -183,7 +183,7 @@ def test_forgotten_blocks_leave_every_tier() -> None:
     assert engine.load(keys_of(2), engine.request())
 
 
-def test_what_is_being_stored_when_it_is_forgotten_leaves_afterwards() -> None:
+def test_block_forgotten_during_its_store_is_removed() -> None:
     """A store that ends after the request leaves no block behind, neither in memory nor in the tier."""
     engine = Engine(slots=4)
     ctx = engine.request(keys_of(1, 2), forget=True)
@@ -273,7 +273,7 @@ def test_a_tier_that_does_not_answer_keeps_no_return() -> None:
 
 
 @pytest.mark.parametrize("end", ["reset", "forget", "load"])
-def test_what_may_not_be_loaded_does_not_come_back(end: str) -> None:
+def test_excluded_blocks_do_not_return(end: str) -> None:
     """Blocks do not return after a reset or their removal, nor for requests that may not load."""
     engine = Engine()
     _returning(engine, 1, 2, **({"load": False} if end == "load" else {}))
@@ -300,7 +300,7 @@ def test_a_reset_ends_returns_under_way() -> None:
     assert engine.resident() == [] and engine.primary.free_slots == 8
 
 
-def test_what_is_remembered_of_returns_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_returns_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Returns over the limit are dropped; finished returns make room."""
     monkeypatch.setattr("kvstore.tiering.prefetch._LATER_BLOCKS_MAX", 4)
     engine = Engine()
@@ -318,7 +318,7 @@ def test_what_is_remembered_of_returns_is_bounded(monkeypatch: pytest.MonkeyPatc
     assert engine.resident() == keys_of(5, 6)
 
 
-def test_a_return_without_blocks_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_return_without_blocks_keeps_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """No state is kept for it; the number of other returns is bounded, whatever their length."""
     monkeypatch.setattr("kvstore.tiering.prefetch._LATER_MAX", 2)
     engine = Engine()
@@ -372,7 +372,7 @@ def test_a_reset_ends_all_priorities() -> None:
     assert engine.manager.stats().primary.retained == 0
 
 
-def test_what_is_remembered_of_priorities_is_bounded() -> None:
+def test_state_of_priorities_is_bounded() -> None:
     """Evicted and removed blocks leave no more entries than there are slots."""
     engine = Engine(slots=4)
     for number in range(400):

@@ -151,7 +151,7 @@ def test_a_passing_block_that_was_a_hit_leaves_at_the_end_of_the_step() -> None:
     assert engine.primary.stats().free == 2 and not engine.primary.stats().ready
 
 
-def test_what_no_tier_may_have_leaves_the_primary_tier_too() -> None:
+def test_block_excluded_by_all_tiers_leaves_the_primary_tier() -> None:
     """With ``cpu`` false a block that is not admitted to any tier leaves the primary tier, too."""
     engine = Engine()
     engine.store_and_forget(A, cpu=False, min_uses=2)
@@ -183,7 +183,7 @@ def test_admission_by_uses() -> None:
     assert sorted(engine.tier.blocks) == A, "the second sighting of the rest, which was computed again"
 
 
-def test_a_request_with_a_number_of_uses_of_its_own_is_a_sighting_for_the_others() -> None:
+def test_request_with_its_own_min_uses_counts_as_a_sighting() -> None:
     """A request that overrides the configured ``min_uses`` counts as a sighting, even the engine's first one."""
     engine = Engine(policy={"min_uses": 2})
     _prompt(engine, A, min_uses=1, tiers=[])
@@ -234,7 +234,7 @@ def test_blocks_expire_everywhere() -> None:
     assert engine.manager.stats().expired == 4
 
 
-def test_the_longest_lifetime_wished_for_counts() -> None:
+def test_longest_requested_lifetime_wins() -> None:
     """Another request that uses a block may extend its lifetime or disable its expiry; none shortens it."""
     engine = Engine()
     engine.store_and_forget(A, ttl=10)
@@ -247,7 +247,7 @@ def test_the_longest_lifetime_wished_for_counts() -> None:
     assert engine.look(A, engine.request()) == ["hit", "miss", "miss", "miss"]
 
 
-def test_an_expired_block_is_stored_anew() -> None:
+def test_expired_block_is_stored_again() -> None:
     """An expired block is computed and stored again, even if a reader held the old one at the time."""
     engine = Engine()
     engine.store_and_forget(A, ttl=10)
@@ -408,7 +408,7 @@ def test_lazy_blocks_are_written_ahead_of_need(slots: int, ahead: int) -> None:
     assert len(engine.tier.blocks) == ahead
 
 
-def test_lazy_blocks_that_an_allocation_wants_are_written_as_room_comes() -> None:
+def test_lazy_blocks_without_room_are_offered_again() -> None:
     """A store that found no room is offered again in a later step, and all of its blocks fit by then."""
     engine = Engine(slots=8, policy={"lazy": True}, store_share=0.25)
     engine.store([*A, *B])
@@ -544,7 +544,7 @@ def test_leases_that_ended_make_room_for_new_pins() -> None:
     assert engine.manager.stats().refused_pins == 0
 
 
-def test_a_request_pins_and_releases_what_it_uses() -> None:
+def test_request_pins_and_releases_its_blocks() -> None:
     """A request with ``pin`` also pins blocks that are already stored; a request with ``release`` releases them."""
     engine = Engine(slots=8, pin_share=0.5)
     engine.store_and_forget(keys_of(1, 2))

@@ -92,7 +92,7 @@ NO_TIER = {"tiers": ()}
         ([], "JSON object", {"store": False, "load": False}),
     ],
 )
-def test_what_is_not_understood_is_one_warning_and_restricts(
+def test_invalid_policy_value_is_one_warning_and_restricts(
     params: object, hint: str, expected: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     """An invalid value causes one clear warning, does not fail the request, and stores in no excluded tier."""
@@ -112,7 +112,7 @@ def test_a_bad_value_spoils_no_other(order: int) -> None:
     assert policy == OffloadPolicy(store_fraction=0.5, lazy=True, load_tiers=("far",), tiers=())
 
 
-def test_requests_may_give_what_the_operator_allows(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_values_allowed_by_the_operator_apply(caplog: pytest.LogCaptureFixture) -> None:
     """A value that is not allowed is ignored and counted, with one warning; an unknown one still restricts."""
     parser = PolicyParser(TIERS, {"tiers": ["disk"]}, ["store", "ttl"])
     with caplog.at_level(logging.WARNING, "kvstore.tiering"):
@@ -148,7 +148,7 @@ def test_a_request_with_very_many_parameters_stores_and_loads_nothing() -> None:
     assert PolicyParser(TIERS, {}).parse(many) == OffloadPolicy(store=False, load=False)
 
 
-def test_only_what_exists_can_be_allowed() -> None:
+def test_misspelt_name_in_allow_is_an_error() -> None:
     """A misspelt name in ``allow`` is an error at startup."""
     with pytest.raises(ConfigError, match=r"allow contains the unknown parameter 'stroe'.*Did you mean 'store'"):
         PolicyParser(TIERS, {}, ["stroe"])
@@ -190,7 +190,7 @@ def test_fractions_are_of_the_prompt(fraction: float, tokens: int, expected: int
     assert OffloadPolicy(store_fraction=fraction).tokens_max(tokens) == expected
 
 
-def test_nothing_is_nothing_whatever_the_limit() -> None:
+def test_request_without_store_stores_no_tokens_under_any_limit() -> None:
     """A request that may not store stores no tokens, even if the default allows a number of tokens."""
     parser = PolicyParser(TIERS, {"store": {"tokens": 512}})
     policy = parser.parse({"store": False})

@@ -39,7 +39,7 @@ def stored(engine: Engine, name: str) -> int:
     return sum(key.startswith(tag_of(name, named=True)) for key in engine.tier.blocks)
 
 
-def test_a_neighbour_does_not_displace_what_is_guaranteed() -> None:
+def test_neighbour_displaces_no_guaranteed_block() -> None:
     """A neighbour displaces no guaranteed block, however much it stores, but it may use free slots."""
     engine = Engine(slots=10, tenants=configured(named={"quiet": {"guaranteed": 0.4}, "noisy": {}}))
     engine.store_and_forget(keys("noisy", *range(10)))
@@ -107,7 +107,7 @@ def test_an_idle_tenant_costs_the_others_nothing() -> None:
     assert not engine.primary.missing(keys("idle", 5, 6, 7, 8))
 
 
-def test_a_store_waits_rather_than_take_what_is_guaranteed() -> None:
+def test_store_waits_instead_of_taking_guaranteed_slots() -> None:
     """All of the tenant's own blocks are being read, and the rest is guaranteed to another."""
     engine = Engine(slots=4, tenants=configured(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}}))
     engine.store_and_forget(keys("a", 1, 2))
@@ -213,7 +213,7 @@ def test_prefetch_keeps_a_load_rate() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_what_finds_no_room_uses_up_no_load_rate(prefetch: bool) -> None:
+def test_block_without_room_uses_no_load_rate(prefetch: bool) -> None:
     """A block without room uses up no load rate, however often it is looked up."""
     engine = Engine(
         slots=4, tenants=configured(named={"slow": {"load_rate": 2 * ROW_BYTES}}), prefetch=prefetch, wait_s_max=60
@@ -372,7 +372,7 @@ def test_the_accounts_agree_with_the_slots(policy: str) -> None:
         assert primary.stats().ready == len(primary)
 
 
-def test_a_forgotten_tenant_is_gone_and_starts_anew() -> None:
+def test_forgotten_tenant_leaves_every_tier() -> None:
     """The tenant leaves every tier at the end of the request that asks for it; others keep their blocks."""
     engine = Engine(slots=16, tiers=("a", "b"), tenants=configured(named={"left": {}, "stays": {}}))
     for name in ("left", "stays"):
@@ -539,7 +539,7 @@ def test_blocks_that_wait_are_counted_once_by_the_rate() -> None:
     assert list(engine.tier.blocks) == keys("one", *range(12))
 
 
-def test_a_load_under_way_ends_for_nobody() -> None:
+def test_load_for_a_forgotten_tenant_is_dropped() -> None:
     """Blocks that arrive for a tenant being forgotten are dropped."""
     engine = Engine(slots=16, tenants=configured(named={"left": {}}))
     engine.store_and_forget(keys("left", 1, 2))

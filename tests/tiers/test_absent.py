@@ -109,7 +109,7 @@ def test_an_optional_tier_is_used_once_the_machine_has_it_all(absence: Absence, 
 
 
 @pytest.mark.parametrize("io", ["thread", "process"])
-def test_what_is_wrongly_written_is_an_error_in_any_case(io: str, tmp_path: Path) -> None:
+def test_misspelt_options_are_errors_of_optional_tiers_too(io: str, tmp_path: Path) -> None:
     """A wrong value ends the start of a tier that is not required, too."""
     (tmp_path / "ca.crt").write_text("no certificate")
     wrong: list[dict[str, Any]] = [

@@ -84,7 +84,7 @@ def test_an_unanswered_lookup_becomes_a_miss_at_its_deadline() -> None:
     assert bench.tier.lookup(b"a") is LookupResult.MISS
 
 
-def test_a_block_of_which_the_medium_could_not_say_is_asked_for_after_a_pause() -> None:
+def test_unknown_block_is_queried_again_after_a_pause() -> None:
     """Without the pause, one failing node would cause a query in every step; unknown is not absent."""
     bench = Bench(exclusive=False, negative_ttl="5s")
     bench.tier.lookup(b"a")
@@ -99,7 +99,7 @@ def test_a_block_of_which_the_medium_could_not_say_is_asked_for_after_a_pause() 
     assert bench.tier.lookup(b"a") is LookupResult.RETRY
 
 
-def test_a_request_with_a_source_does_not_wait_for_another_part_of_the_medium() -> None:
+def test_request_with_a_source_waits_for_no_other_part_of_the_medium() -> None:
     """If its source lacks the block and another part can't say, the lookup is a miss, repeated after a pause."""
     bench = Bench(exclusive=False, breaker_cooldown="1s")
     ctx = RequestContext("r", source=Source("one"))
@@ -370,7 +370,7 @@ def test_a_drain_ends_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.tier.drain(5.0)
 
 
-def told(bench: Bench) -> tuple[set[bytes], set[bytes]]:
+def reported_changes(bench: Bench) -> tuple[set[bytes], set[bytes]]:
     """Return the blocks that events report as stored and as removed from now on."""
     stored: set[bytes] = set()
     removed: set[bytes] = set()
@@ -380,7 +380,7 @@ def told(bench: Bench) -> tuple[set[bytes], set[bytes]]:
     return stored, removed
 
 
-def test_blocks_from_earlier_runs_are_reported_and_those_of_other_engines_are_not() -> None:
+def test_only_own_blocks_of_earlier_runs_are_reported() -> None:
     """An engine on a shared directory reports its own blocks; it reports neither arrival nor removal of others."""
     bench = Bench(recovered=False)
     bench.answer(
@@ -391,21 +391,21 @@ def test_blocks_from_earlier_runs_are_reported_and_those_of_other_engines_are_no
     )
     bench.answer()
     bench.answer()
-    assert told(bench) == ({b"a", b"b"}, set())
+    assert reported_changes(bench) == ({b"a", b"b"}, set())
     assert {bench.tier.lookup(key) for key in (b"a", b"b", b"x", b"y")} == {LookupResult.HIT}
     bench.answer(PresenceRemoved((b"a", b"x", b"y"), RemovalCause.EVICTED))
-    assert told(bench) == (set(), {b"a"})
+    assert reported_changes(bench) == (set(), {b"a"})
     bench.tier.restate_events()
-    assert told(bench) == ({b"b"}, set())
+    assert reported_changes(bench) == ({b"b"}, set())
 
 
-def test_blocks_of_a_medium_that_evicts_silently_are_looked_up_from_time_to_time() -> None:
+def test_reported_blocks_of_a_silent_medium_are_checked_regularly() -> None:
     """A few per step, and only those reported in events; absent blocks are reported as removed."""
     keys = [b"%d" % i for i in range(200)]
     bench = Bench(exclusive=False, verifies_events=True)
     bench.hold(*keys)
     bench.answer(PresenceAdded((b"other",), recovered=False, own=False))
-    assert told(bench) == (set(keys), set())
+    assert reported_changes(bench) == (set(keys), set())
     bench.tier.flush()
     assert not bench.channel.of(AskExistence), "not yet"
     bench.now += 301
@@ -417,7 +417,7 @@ def test_blocks_of_a_medium_that_evicts_silently_are_looked_up_from_time_to_time
     for question in questions:
         found = bytes(Found.ABSENT if key in (b"5", b"150") else Found.THERE for key in question.keys)
         bench.answer(ExistsDone(question.question_id, found, ""))
-    assert told(bench) == (set(), {b"5", b"150"})
+    assert reported_changes(bench) == (set(), {b"5", b"150"})
     silent = Bench(exclusive=False)
     silent.hold(*keys)
     silent.now += 301
@@ -441,7 +441,7 @@ def test_an_idle_engine_steps_until_recovered_blocks_are_reported() -> None:
     assert bench.tier.has_unreported
     bench.answer(PresenceAdded((b"a",), recovered=True), PresenceComplete(True, 1, 0.0))
     bench.answer()
-    assert told(bench) == ({b"a"}, set())
+    assert reported_changes(bench) == ({b"a"}, set())
     assert not bench.tier.has_unreported
     unanswered = Bench(recovered=False)
     unanswered.now += 61
@@ -454,28 +454,28 @@ def test_a_block_of_another_engine_that_this_one_stores_later_is_reported() -> N
     bench = Bench()
     bench.answer(PresenceAdded((b"a",), recovered=False, own=False))
     bench.answer(PresenceAdded((b"a",), recovered=False))
-    assert told(bench) == ({b"a"}, set())
+    assert reported_changes(bench) == ({b"a"}, set())
 
 
 def test_events_follow_the_death_of_the_io_process() -> None:
     """Its blocks become misses, so they are reported as removed, and as stored again once they are found."""
     bench = Bench()
     bench.hold(b"a", b"b")
-    assert told(bench) == ({b"a", b"b"}, set())
+    assert reported_changes(bench) == ({b"a", b"b"}, set())
     bench.answer(HostDown("killed"))
-    assert told(bench) == (set(), {b"a", b"b"})
+    assert reported_changes(bench) == (set(), {b"a", b"b"})
     bench.answer(HostUp(), PresenceAdded((b"a",), recovered=True), PresenceComplete(True, 1, 0.0))
-    assert told(bench) == ({b"a"}, set())
+    assert reported_changes(bench) == ({b"a"}, set())
 
 
-def test_blocks_of_a_shared_medium_that_are_forgotten_are_reported_as_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_blocks_of_a_shared_medium_are_reported_as_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forgotten blocks are reported as removed; otherwise a consumer would keep them forever."""
     monkeypatch.setattr(Presence.__init__, "__kwdefaults__", {**Presence.__init__.__kwdefaults__, "shared_max": 2})
     bench = Bench(exclusive=False)
     bench.hold(b"a", b"b", b"c")
-    assert told(bench) == ({b"b", b"c"}, set())
+    assert reported_changes(bench) == ({b"b", b"c"}, set())
     bench.hold(b"d")
-    assert told(bench) == ({b"d"}, {b"b"})
+    assert reported_changes(bench) == ({b"d"}, {b"b"})
 
 
 def test_blocks_that_are_absent_or_damaged_are_no_failure_of_the_medium() -> None:
@@ -491,7 +491,7 @@ def test_blocks_that_are_absent_or_damaged_are_no_failure_of_the_medium() -> Non
 @pytest.mark.parametrize(
     "bad", [TransferJob(1, [b"a"], [64]), TransferJob(1, [b"a"], [-1]), TransferJob(1, [b""], [0])]
 )
-def test_a_job_that_is_none_is_refused_at_once(bad: TransferJob) -> None:
+def test_invalid_job_is_refused_at_once(bad: TransferJob) -> None:
     """Slots outside the primary tier and invalid keys never reach the medium, and do not affect its health."""
     bench = Bench(breaker_failures=1)
     for submit in (bench.tier.submit_load, bench.tier.submit_store):
@@ -557,7 +557,7 @@ def test_two_running_jobs_with_one_id_are_both_reported() -> None:
     assert [result.outcomes for result in bench.finish_number(numbers[0], Outcome.OK)] == [(Outcome.OK,)]
 
 
-def test_close_reports_what_it_had_to_give_up() -> None:
+def test_close_reports_unanswered_jobs_as_failed() -> None:
     """A job without an answer at close is reported as failed, exactly once; later jobs fail immediately."""
     bench = Bench()
     bench.tier.submit_load(job(1, [b"a"]))

@@ -103,7 +103,7 @@ def cut(record: bytearray) -> None:
     ],
     ids=["shorter", "empty", "namespace", "key", "bit flip", "cut"],
 )
-async def test_what_is_not_the_block_is_a_miss(
+async def test_record_of_another_block_is_a_miss(
     namespace: Namespace,
     size: int,
     key: bytes,
@@ -128,13 +128,13 @@ async def test_the_right_record_is_loaded() -> None:
 
 @pytest.mark.parametrize("change", [leave, flip, cut])
 async def test_the_backend_is_notified_of_the_verdict(change: Callable[[bytearray], None]) -> None:
-    """A backend with several sources of a block, such as peers, needs to know which ones send damaged records."""
+    """A backend with several sources of a block, such as peers, is notified of those that send damaged records."""
     backend = Noting()
     await load_record(OURS, b"\x07" * SLOT, b"key", change, backend)
     assert (backend.verified, backend.damaged) == (([b"key"], []) if change is leave else ([], [b"key"]))
 
 
-async def test_a_store_counts_only_what_it_wrote() -> None:
+async def test_store_counts_only_written_blocks() -> None:
     """A block that the medium already has does not count as written."""
     backend = MemoryBackend(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
@@ -183,7 +183,7 @@ class Misfit(MemoryBackend):
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-async def test_a_record_of_another_length_is_set_aside_only_where_nobody_else_reads_it(
+async def test_record_of_another_length_is_set_aside_if_exclusive(
     exclusive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a shared medium it may be an intact record of an engine with longer blocks."""
@@ -229,7 +229,7 @@ async def test_a_medium_that_does_not_delete_keeps_its_record_and_the_store_ends
 
 
 @pytest.mark.parametrize("trouble", ["down", "gone", None])
-async def test_only_what_is_damaged_once_more_is_set_aside(
+async def test_record_damaged_on_a_second_read_is_set_aside(
     trouble: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A damaged record is not reported if it is gone or unreadable by now; one that is still damaged is."""
@@ -250,7 +250,7 @@ async def test_only_what_is_damaged_once_more_is_set_aside(
 
 
 @pytest.mark.parametrize(("seconds_left", "stored"), [(-0.001, False), (60.0, True)])
-async def test_what_was_hashed_after_the_deadline_is_never_put(seconds_left: float, stored: bool) -> None:
+async def test_record_hashed_after_the_deadline_is_never_put(seconds_left: float, stored: bool) -> None:
     """An abandoned store's slot may hold another block, whose checksum must not validate the record."""
     backend = MemoryBackend(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
@@ -282,7 +282,7 @@ class Hanging(SimpleBackend):
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-async def test_a_store_that_is_given_up_lets_go_of_all_memory(codec: str) -> None:
+async def test_cancelled_store_releases_all_memory(codec: str) -> None:
     """A store cancelled in the medium keeps no reference to slots or rows, even through its traceback."""
     backend = Hanging(TierConfig())
     backend.begun = asyncio.Event()

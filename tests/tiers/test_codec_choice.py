@@ -113,7 +113,7 @@ def test_bytes_decide(ratio: float, pays: bool) -> None:
     assert encoded == 100 if pays else encoded < 5
 
 
-def test_stores_tell_of_the_link_while_nothing_is_loaded() -> None:
+def test_stores_measure_the_link_without_loads() -> None:
     """A new engine that only stores decides soon, by the rate of its stores."""
     for link, pays in ((0.1 * GB, True), (20 * GB, False)):
         world = World(link, 0.7)
@@ -153,7 +153,7 @@ def test_it_follows_contents_that_change() -> None:
     assert world.work(choice, 100) < 10
 
 
-def test_samples_say_little_of_decoding() -> None:
+def test_decoding_rates_of_samples_do_not_hide_a_gain() -> None:
     """A sample is decoded alone, on one thread; this slower rate does not hide that encoding would pay."""
     world = World(5 * GB, 0.7, overlap=0.5)
     world.sampled = 0.5

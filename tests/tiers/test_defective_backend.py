@@ -95,7 +95,7 @@ def test_jobs_behind_a_defect_are_done(broken: set[str]) -> None:
         assert rig.load([b"a"]).success
 
 
-def test_what_can_not_be_removed_does_not_stop_the_tier(broken: set[str]) -> None:
+def test_failed_delete_is_a_warning(broken: set[str]) -> None:
     """A defect in ``delete`` is a warning."""
     with open_rig() as rig:
         assert rig.store([b"a"]).success

@@ -54,7 +54,7 @@ def begun(bench: Bench, name: str = "e1") -> EpochBegun:
     return EpochBegun(bench.channel.of(BeginEpoch)[-1].number, name)
 
 
-def test_what_the_io_half_says_of_an_earlier_epoch_is_ignored() -> None:
+def test_answers_of_an_earlier_epoch_are_ignored() -> None:
     """Presence and answers that arrive before the new epoch begins concern other blocks, and cause no hit."""
     bench = Bench()
     bench.hold(b"a")

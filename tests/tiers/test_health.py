@@ -25,7 +25,7 @@ def load(tier: TierHealth, outcomes: list[Outcome]) -> Probe | None:
     return tier.judge(JobKind.LOAD, outcomes, "late", 0.0)
 
 
-def test_answered_lookups_do_not_excuse_failed_loads() -> None:
+def test_answered_lookups_do_not_hide_failed_loads() -> None:
     """A medium that answers every lookup and fails every load is not used, for longer each time."""
     tier = health()
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_failed_lookups_in_a_row_open_it() -> None:
     assert [tier.note_failure(JobKind.LOAD, "late", 0.0) is None for _ in range(3)] == [True, True, False]
 
 
-def test_failed_stores_ask_for_no_probe() -> None:
+def test_failed_stores_cause_no_probe() -> None:
     """A probe only looks up blocks: it would not test stores, and would close the breaker of loads."""
     tier = health()
     for _ in range(4):

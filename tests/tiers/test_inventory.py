@@ -33,7 +33,7 @@ class Consumer:
 
 
 def test_a_million_random_changes_leave_no_phantom_and_no_missing_block() -> None:
-    """Stores, evictions, resets, restarts and statements anew, compared with a set; a block is stated once."""
+    """Stores, evictions, resets, restarts and repeated statements, compared with a set; a block is stated once."""
     seed = secrets.randbits(32)
     choose = random.Random(seed)
     held: set[bytes] = set()
@@ -80,8 +80,8 @@ def test_a_block_that_left_and_came_back_is_no_change() -> None:
     assert inventory.take() == []
 
 
-def test_what_left_before_consumers_dropped_all_blocks_is_not_reported() -> None:
-    """A statement anew has the blocks in the tier, as found ones, and no removal of before."""
+def test_restatement_reports_no_earlier_removals() -> None:
+    """A repeated statement lists the blocks in the tier as found, and no earlier removal."""
     inventory = Inventory()
     inventory.stored([b"a", b"b"])
     assert inventory.take() == [TierEvent((b"a", b"b"))]
@@ -113,7 +113,7 @@ def test_found_blocks_come_at_a_bounded_rate_and_in_order() -> None:
     assert sorted(k for r in again for e in r for k in e.keys) == sorted([*KEYS[1:-1], b"new"])
 
 
-def test_a_store_is_reported_at_once_and_in_its_order_although_a_scan_found_it_first() -> None:
+def test_store_found_by_a_scan_first_is_reported_in_its_order() -> None:
     """The scan at start may list blocks of a store that has just ended, in the order of the medium."""
     inventory = Inventory()
     inventory.found([*KEYS, b"second", b"first"])

@@ -20,7 +20,7 @@ def shared() -> Presence:
     return Presence(exclusive=False, positive_ttl_s=10, negative_ttl_s=5)
 
 
-def test_an_exclusive_tier_knows_absence_only_after_recovery() -> None:
+def test_exclusive_tier_reports_absence_only_after_recovery() -> None:
     """Before the scan has ended an unlisted key is unknown; afterwards it is absent."""
     presence = exclusive()
     assert presence.holds(b"k", 0) is None
@@ -116,7 +116,7 @@ def test_answers_of_a_shared_tier_expire() -> None:
     assert presence.holds(b"k", 16.1) is None
 
 
-def test_existence_is_asked_once_however_many_ask() -> None:
+def test_lookups_of_one_key_share_one_query() -> None:
     """Lookups of one key share one query, which carries all pending keys."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     for _ in range(3):
@@ -132,7 +132,7 @@ def test_existence_is_asked_once_however_many_ask() -> None:
     assert existence.answered(question_id, b"\0\1", 0.6) == ([], [], [])
 
 
-def test_nobody_waits_beyond_the_lookup_deadline() -> None:
+def test_unanswered_query_is_abandoned_at_the_lookup_deadline() -> None:
     """After its deadline a query without an answer is not waited for, and not repeated."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     assert existence.ask(b"a", 0)
@@ -152,7 +152,7 @@ def test_after_an_error_nothing_is_asked_for_a_while_and_nothing_is_known() -> N
     assert existence.ask(b"a", 2.6)
 
 
-def test_a_failed_load_is_a_miss_for_its_request_for_good_and_for_others_for_a_while() -> None:
+def test_failed_load_is_a_permanent_miss_for_its_own_request() -> None:
     """The request whose load failed never hits again; other requests may retry after the pause."""
     failed = FailedLoads(retry_after_s=5)
     one, two = RequestContext("1"), RequestContext("2")
@@ -165,7 +165,7 @@ def test_a_failed_load_is_a_miss_for_its_request_for_good_and_for_others_for_a_w
     assert not failed.blocks(b"k", RequestContext("1"), 1e6)
 
 
-def test_requests_that_nobody_ends_are_forgotten() -> None:
+def test_failed_loads_of_unfinished_requests_are_bounded() -> None:
     """A load that fails after its request has ended leaves no permanent entry."""
     failed = FailedLoads(retry_after_s=5)
     for i in range(5000):
@@ -269,7 +269,7 @@ def test_only_the_blocks_of_a_hand_over_are_waited_for_on_its_account() -> None:
     assert not existence.is_open(b"a", 60.0, waits)
 
 
-def test_a_block_looked_up_before_its_hand_over_was_known_is_looked_up_again() -> None:
+def test_block_queried_before_its_hand_over_is_queried_again() -> None:
     """Of two running queries only the later one finds the hand-over: the block is queried again."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
@@ -306,7 +306,7 @@ def test_a_block_to_come_is_looked_up_every_20_ms_at_most() -> None:
     assert existence.ask(b"a", 1.03, ONE) and existence.unasked
 
 
-def test_a_source_that_learns_of_its_hand_over_later_is_waited_for() -> None:
+def test_source_with_a_late_hand_over_is_waited_for() -> None:
     """A router may send a request to the decoding engine first, before the other engine has the hand-over."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
@@ -318,8 +318,8 @@ def test_a_source_that_learns_of_its_hand_over_later_is_waited_for() -> None:
     assert existence.is_open(b"a", 5.0, ctx)
 
 
-def test_a_source_may_be_given_more_time_to_learn_of_its_hand_over() -> None:
-    """A source without the block is asked again for as long as it may not know of the request."""
+def test_request_may_extend_the_wait_for_a_late_hand_over() -> None:
+    """A source without the block is queried again until the deadline for its notification of the request."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0, unheard_s=4.0)
     assert existence.ask(b"a", 0.1, ONE)
@@ -344,7 +344,7 @@ def test_the_sources_remembered_for_a_block_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("answer", [bytes((Found.UNKNOWN,)), b""], ids=["unknown", "no answer"])
-def test_a_block_whose_source_failed_is_not_waited_for(answer: bytes) -> None:
+def test_block_of_a_failed_source_is_not_waited_for(answer: bytes) -> None:
     """A block that a source announced is waited for until that source fails to answer."""
     existence = Existence(timeout_s=1, error_pause_s=1)
     ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)

@@ -148,7 +148,7 @@ def request(tier: TierRig, number: int) -> set[LookupResult]:
     return set(found.values())
 
 
-def test_what_was_refused_is_found_no_more_and_left_to_others(tmp_path: Path) -> None:
+def test_refused_record_is_a_miss_and_kept_on_a_shared_medium(tmp_path: Path) -> None:
     """On a shared medium each record is read once, and then missed; no record is deleted or sent again."""
     shelf = next(_shelves)
     theirs, ours = seal(tmp_path / "theirs", 1, 41), seal(tmp_path / "ours", 1)
@@ -182,7 +182,7 @@ class Noting(Counting):
         Noting.verified += keys
 
 
-def test_only_what_could_be_read_counts_as_used(tmp_path: Path) -> None:
+def test_refused_record_does_not_count_as_used(tmp_path: Path) -> None:
     """A refused record is not reported as used to a medium that extends lifetimes by use, so it can expire."""
     shelf = next(_shelves)
     old, new = seal(tmp_path / "old", 41), seal(tmp_path / "new", 42)
@@ -209,7 +209,7 @@ def test_a_refused_record_that_was_removed_can_be_stored_again(tmp_path: Path) -
         assert reader.load(KEYS).success
 
 
-def test_what_was_refused_again_after_a_pause_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_refused_again_after_a_pause_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a shared medium, too, a permanently unreadable record is replaced by a readable one."""
     monkeypatch.setattr("kvstore.tiers.presence._REFUSED_PAUSE_S", 0.05)
     monkeypatch.setattr("kvstore.tiers.presence._REFUSED_PAUSE_S_MAX", 0.1)
@@ -229,7 +229,7 @@ def test_what_was_refused_again_after_a_pause_is_replaced(tmp_path: Path, monkey
         assert Counting.asked["delete"] == len(KEYS)
 
 
-def test_where_nobody_else_reads_a_store_replaces_what_was_refused(tmp_path: Path) -> None:
+def test_store_replaces_a_refused_record_on_an_exclusive_medium(tmp_path: Path) -> None:
     """On an exclusive medium a recomputed block replaces the unreadable record."""
     shelf = next(_shelves)
     old, new = seal(tmp_path / "old", 41), seal(tmp_path / "new", 42)
@@ -247,7 +247,7 @@ def test_where_nobody_else_reads_a_store_replaces_what_was_refused(tmp_path: Pat
         assert reader.tier.stats().faults == {"codec": len(KEYS)}
 
 
-def test_what_can_not_be_stored_takes_nothing_away(tmp_path: Path) -> None:
+def test_failed_seal_replaces_no_record(tmp_path: Path) -> None:
     """While a key is missing, blocks that can't be sealed don't replace existing records."""
     shelf, path = next(_shelves), tmp_path / "keys"
     codec = [{"aead": {"keys": {"file": str(path), "refresh": 0.01}}}]
@@ -285,7 +285,7 @@ def test_a_medium_that_can_not_delete_yet_holds_up_nothing(tmp_path: Path) -> No
         assert reader.load(KEYS[2:]).success
 
 
-def test_a_load_speaks_of_the_record_that_it_read() -> None:
+def test_refusal_applies_only_to_the_record_read() -> None:
     """The refusal of a record that has been replaced does not affect its replacement."""
     now = [1000.0]
     refused = RefusedRecords(lambda: now[0])

@@ -32,7 +32,7 @@ class Slow(MemoryBackend):
 
 
 @pytest.mark.parametrize("under_way", [False, True], ids=["same-step", "next-step"])
-def test_what_was_removed_stays_away_though_a_store_was_under_way(under_way: bool) -> None:
+def test_removal_covers_stores_under_way(under_way: bool) -> None:
     """A removal covers every earlier store, and none of its blocks is found or held once both have ended."""
     Slow.gate.clear()
     Slow.entered.clear()

@@ -127,7 +127,7 @@ def test_answers_that_do_not_last_end_the_lookup(opened: Callable[..., ThreadedT
     assert tier.lookup([key(1)]) == [False]
 
 
-def test_a_lookup_of_which_the_medium_never_says_ends(
+def test_unanswered_lookup_ends_at_its_deadline(
     opened: Callable[..., ThreadedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If each query is answered at once, but not for every block, a lookup still ends at its deadline."""

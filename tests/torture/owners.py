@@ -97,13 +97,13 @@ async def read(disk: DiskBackend, numbers: list[int], found: Counter[str]) -> No
         found["wrong" if bytes(content[:size]) != _payloads[number] else "right"] += 1
 
 
-async def read_until_told(plan: dict[str, Any], seed: int, told: int, report: int) -> None:
+async def read_until_stopped(plan: dict[str, Any], seed: int, stop_read: int, report: int) -> None:
     """Read other engines' blocks until the pipe ends; then report the results."""
     rng = random.Random(seed)
     disk = backend(plan, rng)
     await disk.open(NAMESPACE, GEOMETRY)
     os.write(report, b"r")
-    os.set_blocking(told, False)
+    os.set_blocking(stop_read, False)
     found: Counter[str] = Counter()
     while True:
         known = [n for n, there in enumerate(await disk.exists([key_of(n) for n in range(UNIVERSE)])) if there]
@@ -111,7 +111,7 @@ async def read_until_told(plan: dict[str, Any], seed: int, told: int, report: in
             await read(disk, rng.sample(known, min(len(known), 8)), found)
         await asyncio.sleep(0)
         try:
-            if not os.read(told, 1):
+            if not os.read(stop_read, 1):
                 break
         except BlockingIOError:
             continue
@@ -121,34 +121,34 @@ async def read_until_told(plan: dict[str, Any], seed: int, told: int, report: in
 
 def kills(plan: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Kill a writer again and again while another engine reads."""
-    told, tell = os.pipe()
-    heard, say = os.pipe()
+    stop_read, stop_write = os.pipe()
+    report_read, report_write = os.pipe()
     reader = os.fork()
     if not reader:
-        os.close(tell)
-        os.close(heard)
-        os._exit(_exit_status(read_until_told(plan, rng.randrange(1 << 30), told, say)))
-    os.close(told)
-    os.close(say)
-    assert os.read(heard, 1) == b"r"
+        os.close(stop_write)
+        os.close(report_read)
+        os._exit(_exit_status(read_until_stopped(plan, rng.randrange(1 << 30), stop_read, report_write)))
+    os.close(stop_read)
+    os.close(report_write)
+    assert os.read(report_read, 1) == b"r"
     words = 0
     for _ in range(plan["kills"]):
-        hears, says = os.pipe()
-        victim = fork(write_for_ever(plan, rng.randrange(1 << 30), says))
-        os.close(says)
+        words_read, words_write = os.pipe()
+        victim = fork(write_for_ever(plan, rng.randrange(1 << 30), words_write))
+        os.close(words_write)
         # The writer is killed while it starts, or in the middle of its work.
         wanted = rng.randrange(-2, 12)
-        while wanted > 0 and (said := len(os.read(hears, wanted))):
+        while wanted > 0 and (said := len(os.read(words_read, wanted))):
             words, wanted = words + said, wanted - said
         time.sleep(rng.uniform(0.0, 0.003 if wanted == 0 else 0.03))
         os.kill(victim, signal.SIGKILL)
         os.waitpid(victim, 0)
-        os.set_blocking(hears, False)
-        words += len(drain_pipe(hears))
-        os.close(hears)
-    os.close(tell)
+        os.set_blocking(words_read, False)
+        words += len(drain_pipe(words_read))
+        os.close(words_read)
+    os.close(stop_write)
     found = b""
-    while chunk := os.read(heard, 65536):
+    while chunk := os.read(report_read, 65536):
         found += chunk
     _, status = os.waitpid(reader, 0)
     return {**json.loads(found or b"{}"), "words": words, "status": status}
@@ -191,7 +191,7 @@ def races(plan: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     report: Counter[str] = Counter()
     stored: set[int] = set()
     for _ in range(plan["races"]):
-        (go, start), (heard, say), (end, finish) = os.pipe(), os.pipe(), os.pipe()
+        (go, start), (report_read, report_write), (end, finish) = os.pipe(), os.pipe(), os.pipe()
         pids = []
         for _ in range(ENGINES):
             numbers = rng.sample(range(UNIVERSE), BATCH)
@@ -200,12 +200,12 @@ def races(plan: dict[str, Any], rng: random.Random) -> dict[str, Any]:
             if not pid:
                 os.close(start)
                 os.close(finish)
-                os._exit(_exit_status(take_part(plan, rng.randrange(1 << 30), numbers, go, say, end)))
+                os._exit(_exit_status(take_part(plan, rng.randrange(1 << 30), numbers, go, report_write, end)))
             pids.append(pid)
         os.close(start)
-        os.close(say)
+        os.close(report_write)
         lines = []
-        with os.fdopen(heard) as words:
+        with os.fdopen(report_read) as words:
             for _ in range(ENGINES):
                 lines.append(words.readline().split())
         names = {line[0] for line in lines if line}

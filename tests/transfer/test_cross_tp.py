@@ -166,14 +166,14 @@ def load_all_and_compare(path: Path, heads: int, tp_size: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [8, 4, 2])
-def test_every_size_loads_what_every_size_stored(tmp_path: Path, heads: int) -> None:
+def test_each_size_loads_blocks_of_each_size(tmp_path: Path, heads: int) -> None:
     """Stored by ranks of sizes 1, 2, 4 and 8, loaded after a restart of region and tier by each of these sizes."""
     store_all(tmp_path, heads)
     for tp_size in TP_SIZES:
         load_all_and_compare(tmp_path, heads, tp_size)
 
 
-def test_another_process_loads_what_a_dead_one_stored(tmp_path: Path) -> None:
+def test_blocks_of_a_dead_process_are_loaded(tmp_path: Path) -> None:
     """The storing process has ended without a shutdown, and this one loads the blocks left on the disk."""
     code = (
         "import sys, pathlib; from tests.transfer.test_cross_tp import store_all; "
@@ -191,7 +191,7 @@ def test_another_process_loads_what_a_dead_one_stored(tmp_path: Path) -> None:
     load_all_and_compare(tmp_path, 2, 4)
 
 
-def test_slots_are_equal_whoever_filled_them() -> None:
+def test_slots_are_equal_for_every_size() -> None:
     """The same tensors leave the same bytes in the slots under every size."""
     heads = 4
     layout = layout_of(heads)

@@ -88,7 +88,7 @@ def test_slots_that_share_pages_are_pinned_together() -> None:
 
 
 @pytest.mark.parametrize("fail_at", [1, 3])
-def test_a_refusal_undoes_what_was_done(fail_at: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_piece_unpins_all_others(fail_at: int, caplog: pytest.LogCaptureFixture) -> None:
     """If a piece is refused nothing stays pinned, and one warning gives the code and advice."""
     with Region.create(4, PAGE_BYTES) as region:
         runtime = FakeRuntime(fail_at=fail_at)

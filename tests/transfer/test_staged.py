@@ -109,7 +109,7 @@ def test_copies_wait_for_the_engines_stream(region: Region) -> None:
     ids=["apart", "block", "slot"],
 )
 @pytest.mark.parametrize("first", [STORE, LOAD])
-def test_directions_wait_where_they_meet(
+def test_directions_wait_only_for_shared_blocks_or_slots(
     region: Region, first: JobKind, blocks: list[int], slots: list[int], waits: bool
 ) -> None:
     """A batch waits for an unfinished one of the other direction only if they share a block or a slot."""
@@ -144,7 +144,7 @@ def test_nothing_is_reported_before_its_event(region: Region) -> None:
         transfer.submit([], STORE)
 
 
-def test_an_error_of_the_device_fails_what_is_under_way(region: Region) -> None:
+def test_device_error_fails_running_batches(region: Region) -> None:
     """After a device error no running batch counts as copied."""
     streams = FakeCuda()
     transfer = plain(region, streams)

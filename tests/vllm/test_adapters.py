@@ -200,7 +200,7 @@ def test_known_adapters_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert digest(known, first) is None
 
 
-def test_a_request_whose_adapter_cannot_be_read_stores_nothing(tmp_path: Path) -> None:
+def test_request_with_an_unreadable_adapter_stores_nothing(tmp_path: Path) -> None:
     """Its blocks have no name, and vLLM does not offer them again."""
     config = engine()
     config.lora_config = SimpleNamespace()

@@ -17,7 +17,7 @@ from kvstore.types import Locality, Medium
 from kvstore.vllm import compat
 
 
-def test_only_newer_versions_are_told_of_blocks_that_were_never_complete() -> None:
+def test_incomplete_blocks_are_reported_since_vllm_0_33() -> None:
     """Before 0.33 there is no such event, and nothing is reported."""
     event = compat.unfilled_event([b"k"])
     if "metadata_only" in {field.name for field in fields(OffloadingEvent)}:

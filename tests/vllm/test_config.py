@@ -103,7 +103,7 @@ def registered() -> Any:
 
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("name", ["KVStoreConnector", "OffloadingConnector"])
-def test_both_names_of_the_connector_are_ours(name: str) -> None:
+def test_both_names_of_the_connector_select_kvstores(name: str) -> None:
     """Configurations of earlier releases name vLLM's connector, and get ours."""
     assert KVConnectorFactory.get_connector_class_by_name(name) is KVStoreConnector
 
@@ -143,7 +143,7 @@ def test_a_front_end_declares_metrics_without_opening_anything(spec_class: Any) 
     assert any(name.startswith("vllm:kvstore_") for name in definitions)
 
 
-def test_our_spec_reads_what_vllms_reads(tmp_path: Path) -> None:
+def test_spec_passes_other_options_to_vllm(tmp_path: Path) -> None:
     """Our spec passes every other option to vLLM's."""
     config = offloading_config([{"type": "memory"}])
     config.extra_config["eviction_policy"] = "arc"  # type: ignore[index]
@@ -183,7 +183,9 @@ FS = {"type": "fs", "root_dir": "/x"}
         "by name",
     ],
 )
-def test_whose_manager(more: dict[str, Any], tiers: list[dict[str, Any]], ours: bool) -> None:
+def test_manager_is_kvstores_unless_vllms_is_required(
+    more: dict[str, Any], tiers: list[dict[str, Any]], ours: bool
+) -> None:
     """The manager is kvstore's unless vLLM's is requested, or an option requires vLLM's."""
     config = check_tiering(with_short_types({"cpu_bytes_to_use": 1, "secondary_tiers": tiers, **more}))
     assert (config is not None) is ours

@@ -24,7 +24,7 @@ class Connector(KVStoreConnector):
         return "meta"
 
 
-def test_consumers_that_drop_all_blocks_are_told_again() -> None:
+def test_each_all_blocks_cleared_event_is_noticed_once() -> None:
     """Each ``AllBlocksCleared`` that vLLM publishes is noticed once, and no event is lost."""
     connector, queued = Connector(), [[], None, [AllBlocksCleared()], [BlockRemoved([1], "GPU"), AllBlocksCleared()]]
     expected = [each and list(each) for each in queued]

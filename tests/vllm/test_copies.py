@@ -111,7 +111,7 @@ def test_a_load_that_is_made_after_a_reset(opened: Open) -> None:
     assert stats(driver).abandoned == 0
 
 
-def test_copies_that_end_as_they_should(opened: Open) -> None:
+def test_copies_without_a_reset_end_normally(opened: Open) -> None:
     """Without a reset copies end as usual, and the next reset has no copies to wait for."""
     driver = opened()
     context = driver.request()
@@ -140,7 +140,7 @@ def test_resets_one_after_the_other(opened: Open) -> None:
         assert stats(driver).abandoned <= len(jobs) and (stats(driver).abandoned == 0) == (left == 0)
 
 
-def test_vllm_says_when_copies_have_ended(opened: Open) -> None:
+def test_reset_notice_of_vllm_frees_the_slots(opened: Open) -> None:
     """``on_reset_flushed`` (0.33) frees the slots, even if no copy was counted."""
     driver = opened()
     driver.begin_store(LATE, driver.request())
@@ -205,7 +205,7 @@ def test_a_worker_that_stores_nothing() -> None:
     assert not WorkerReports(memoryview(bytearray(256)), 2).ended(0, 0, 0), "too short for two"
 
 
-def test_a_worker_that_is_made_anew() -> None:
+def test_second_worker_of_a_rank_continues_its_counters() -> None:
     """A second worker of a rank continues the counters of the first, and its stores still count."""
     with mmap.mmap(-1, mmap.PAGESIZE) as counters:
         reports = WorkerReports(memoryview(counters), 1)

@@ -89,7 +89,7 @@ def scrapes(start: Start, tmp_path_factory: pytest.TempPathFactory) -> list[str]
 
 
 @pytest.mark.engine
-def test_what_top_reads_is_there(scrapes: list[str]) -> None:
+def test_metrics_of_top_exist(scrapes: list[str]) -> None:
     """An engine has every metric that kvstore top shows."""
     names = {line.split("{")[0].removeprefix("vllm:kvstore_") for line in scrapes[0].splitlines()}
     assert not METRICS - names

@@ -122,7 +122,7 @@ def agree(
     return held
 
 
-def test_routers_know_what_is_in_the_tiers(start: Start, tmp_path: Path, streams: list[Stream], keyring: Path) -> None:
+def test_routers_match_the_tiers(start: Start, tmp_path: Path, streams: list[Stream], keyring: Path) -> None:
     """Routers match the tiers through fill, eviction, resets, expiry, SIGKILL and restart."""
     codec = [{"aead": {"keys": {"file": str(keyring)}}}]
     tier = tier_of(tmp_path / "kv", codec=codec)

@@ -80,10 +80,10 @@ def test_events_of_each_version(driver: tuple[str, Driver]) -> None:
 
     primary = [event for event in driven.events if event.locality is None]
     below = [event for event in driven.events if event.locality is not None]
-    told = [(shown(event), sorted(event.keys)) for event in primary]
+    reported = [(shown(event), sorted(event.keys)) for event in primary]
     stored = (Medium.CPU, None, False, True)
     removed = (Medium.CPU, None, True, False)
-    assert sorted(told, key=str) == sorted(
+    assert sorted(reported, key=str) == sorted(
         [(stored, sorted(waves[0])), (stored, sorted(waves[1])), (removed, sorted(waves[0]))], key=str
     )
     assert {shown(event) for event in below} == {(Medium.CPU, Locality.REMOTE, False, True)}
@@ -97,7 +97,7 @@ def on_disk(directory: Path) -> set[bytes]:
         return {block.key for namespace in medium.namespaces() for block in medium.blocks(namespace)}
 
 
-def test_a_router_knows_what_is_on_the_disk(tmp_path: Path) -> None:
+def test_router_matches_the_disk(tmp_path: Path) -> None:
     """A router matches the disk through fill, eviction, restart and reset; the second engine reports all old blocks."""
     tier = {"type": "file", "path": str(tmp_path), "capacity": "1MiB"}
     owner = "STORAGE"
@@ -202,19 +202,23 @@ def test_a_tier_removes_only_its_own_statement() -> None:
     nature = (Medium.STORAGE, Locality.LOCAL)
     statements = Statements([nature, nature])
 
-    def told(tier: str, *, removed: bool) -> list[bool]:
+    def reported(tier: str, *, removed: bool) -> list[bool]:
         event = compat.make_event([b"k"], Medium.STORAGE, removed=removed, locality=Locality.LOCAL)
         return [event.removed for event in statements.merge([(tier, event)])]
 
-    assert [told("file", removed=False), told("fs", removed=False), told("fs", removed=False)] == [[False], [], []]
-    assert [told("fs", removed=True), told("fs", removed=True)] == [[], []]
-    assert told("file", removed=True) == [True]
-    told("file", removed=False)
-    told("fs", removed=False)
+    assert [reported("file", removed=False), reported("fs", removed=False), reported("fs", removed=False)] == [
+        [False],
+        [],
+        [],
+    ]
+    assert [reported("fs", removed=True), reported("fs", removed=True)] == [[], []]
+    assert reported("file", removed=True) == [True]
+    reported("file", removed=False)
+    reported("fs", removed=False)
     statements.clear()
-    assert told("file", removed=False) == [False]
-    assert told("fs", removed=True) == [], "stated before the clear"
-    assert told("file", removed=True) == [True]
+    assert reported("file", removed=False) == [False]
+    assert reported("fs", removed=True) == [], "stated before the clear"
+    assert reported("file", removed=True) == [True]
 
 
 def test_the_only_tier_of_its_medium_may_repeat_itself() -> None:

@@ -185,7 +185,7 @@ def test_a_drain_that_hangs_stops_the_tier(drive: Drivers, monkeypatch: pytest.M
     assert len(tier.blocks) == len(KEYS) + 2 and foreign.stats().ready
 
 
-def test_a_slow_tier_stores_what_waits_when_the_engine_ends(drive: Drivers) -> None:
+def test_close_drains_a_slow_tier(drive: Drivers) -> None:
     """A tier whose drain takes longer than one round of the close gets all blocks, and is shut down."""
     driver = drive(DICT)
     (tier,) = MADE
@@ -246,7 +246,7 @@ def test_slots_of_unreported_jobs_are_freed_after_a_drain(
     tier.holds = False
 
 
-def test_a_hit_is_told_by_the_source_that_the_tier_gives(drive: Drivers) -> None:
+def test_hit_is_counted_under_the_source_of_its_tier(drive: Drivers) -> None:
     """Another's tier names the source of its blocks; without a name, there is no source."""
     driver = drive({**DICT, "reset": "keep"})
     (tier,) = MADE
@@ -260,8 +260,8 @@ def test_a_hit_is_told_by_the_source_that_the_tier_gives(drive: Drivers) -> None
         driver.manager.on_request_finished(context)
 
 
-def test_a_request_of_kvstores_own_ends_unheard(drive: Drivers) -> None:
-    """A tier learns of the end of a request only if it has learned of its start."""
+def test_end_of_an_unannounced_request_is_not_reported(drive: Drivers) -> None:
+    """A tier is notified of the end of a request only after a notification of its start."""
     (foreign,) = drive(DICT).manager._foreign
     (tier,) = MADE
     foreign.on_request_finished(RequestContext("a prefetch"))
@@ -337,7 +337,7 @@ def test_lent_blocks_stay_until_the_tier_reports(drive: Drivers) -> None:
     driver.settle()
 
 
-def test_a_tier_may_want_every_block_of_a_request(drive: Drivers) -> None:
+def test_request_level_policy_stores_every_block_again(drive: Drivers) -> None:
     """With the policy ``request_level`` blocks already in the primary tier are stored in that tier again."""
     driver = drive({**DICT, "whole": True}, {"type": "memory"})
     (tier,) = MADE

@@ -66,7 +66,7 @@ def check(engine: Engine, expected: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("no_rank_files")
-def test_two_ranks_find_what_one_has_stored(start: Start, tmp_path: Path, expected: list[int]) -> None:
+def test_two_ranks_load_blocks_of_one(start: Start, tmp_path: Path, expected: list[int]) -> None:
     """A prompt's blocks are loaded with the right tokens by an engine of one rank, and then by one of two.
 
     By default rows have the canonical layout, so tensor parallel size 2 reads the rows of size 1.

@@ -105,7 +105,7 @@ def connect(specs: list[Any], *, tp_size: int = 1, extra: dict[str, Any] | None 
     ],
     ids=["full attention", "with windows", "two ranks", "heads not as expected", "latent", "with a state space"],
 )
-def test_the_layout_is_canonical_where_vllm_says_it_can_be(specs: list[Any], tp_size: int, canonical: bool) -> None:
+def test_layout_is_canonical_where_vllm_supports_it(specs: list[Any], tp_size: int, canonical: bool) -> None:
     """The layout follows vLLM's own rules; a model with one unmappable layer keeps the direct layout."""
     config = connect(specs, tp_size=tp_size)
     assert config.canonical_layout is canonical
@@ -185,14 +185,14 @@ def test_a_note_is_taken_once(engine_id: str, canonical: bool) -> None:
 
 
 def test_a_note_that_can_not_be_left_ends_the_start() -> None:
-    """Without a region the scheduler can't learn that rows are not canonical; canonical rows are its default."""
+    """Without a region the scheduler receives no note that rows are not canonical; canonical rows are its default."""
     leave_note("kvstore-test-there-is-none", WorkerNote(True), expects_canonical=True)
     leave_note("kvstore-test-there-is-none", WorkerNote(False), expects_canonical=False)
     with pytest.raises(ConfigError, match="'canonical_layout': false"):
         leave_note("kvstore-test-there-is-none", WorkerNote(False), expects_canonical=True)
 
 
-def test_a_scheduler_that_knows_nothing_of_canonical_rows_does_not_name_them(tmp_path: Path) -> None:
+def test_canonical_rows_of_workers_alone_fail_the_start(tmp_path: Path) -> None:
     """If only the workers have chosen canonical rows, the start fails: blocks would get a wrong name."""
     tiers = [{"type": "file", "path": str(tmp_path), "capacity": "1GiB"}]
     spec = make_spec(offloading_config(tiers))
@@ -283,9 +283,7 @@ def test_replicated_rows_that_can_not_be_mapped_become_direct_ones(
 
 
 @pytest.mark.parametrize("unnamed", [True, False])
-def test_a_worker_of_vllms_ends_in_peace_without_the_regions_name(
-    unnamed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_worker_ends_after_the_name_of_its_region_was_removed(unnamed: bool, caplog: pytest.LogCaptureFixture) -> None:
     """On an accelerator, too, the scheduler removes the name; if it never started, the worker does at its end."""
     spec = make_spec(offloading_config([{"type": "memory"}]))
     region = open_region(spec, rank=0)
@@ -306,7 +304,7 @@ def test_a_worker_of_vllms_ends_in_peace_without_the_regions_name(
     assert "unlink" not in caplog.text
 
 
-def test_workers_tell_which_attention_backend_they_chose(tmp_path: Path) -> None:
+def test_workers_report_their_attention_backends(tmp_path: Path) -> None:
     """The scheduler names blocks by the attention backends of the workers' layers, whatever the chosen layout."""
     tiers = [{"type": "file", "path": str(tmp_path), "capacity": "1GiB"}]
     keys = [key_of(i) for i in range(4)]

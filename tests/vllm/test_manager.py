@@ -127,7 +127,7 @@ def test_reset_waits_for_io_and_loses_no_job(opened: Open, spec_class: Any, tmp_
 
 
 @both_managers
-def test_events_tell_of_stores_and_removals(opened: Open, spec_class: Any, tmp_path: Path) -> None:
+def test_events_report_stores_and_removals(opened: Open, spec_class: Any, tmp_path: Path) -> None:
     """Every block that entered the tier is reported as stored, and after its eviction as removed."""
     driver = opened([file_tier(tmp_path, capacity="192KiB")], spec_class=spec_class, events=True)
 
@@ -168,7 +168,7 @@ def test_a_job_is_one_event(opened: Open, spec_class: Any, tmp_path: Path) -> No
 
 
 @both_managers
-def test_no_events_unless_wanted(opened: Open, spec_class: Any, tmp_path: Path) -> None:
+def test_no_events_unless_enabled(opened: Open, spec_class: Any, tmp_path: Path) -> None:
     """Without KV cache events no events accumulate, and an idle engine does not step for them."""
     driver = opened([file_tier(tmp_path)], spec_class=spec_class)
     driver.store([key_of(i) for i in range(5)])
@@ -178,7 +178,7 @@ def test_no_events_unless_wanted(opened: Open, spec_class: Any, tmp_path: Path) 
 
 @pytest.mark.skipif(cache_hit_source(OurMedium.CPU, Locality.LOCAL) is None, reason="vLLM asks since 0.32")
 @both_managers
-def test_hits_are_told_by_the_tier_they_came_from(opened: Open, spec_class: Any, tmp_path: Path) -> None:
+def test_hits_are_counted_by_tier(opened: Open, spec_class: Any, tmp_path: Path) -> None:
     """A block promoted from disk for a request counts as a disk hit, and as a host hit later."""
     driver = opened([file_tier(tmp_path)], spec_class=spec_class)
     keys = [key_of(i) for i in range(4)]

@@ -141,7 +141,7 @@ def test_the_managers_metrics_are_declared_and_filled() -> None:
     assert not counters & set(metrics.report(MANAGER, internal_errors=1, callback_errors={"file": 1}).data["data"])
 
 
-def test_the_spec_declares_what_its_manager_fills() -> None:
+def test_spec_declares_the_metrics_of_its_manager() -> None:
     """With our spec the front end has the manager's metrics, even without secondary tiers."""
     extra = {"cpu_bytes_to_use": 1, "secondary_tiers": []}
     wanted = {*manager_metric_definitions(), *metric_definitions()}
@@ -150,7 +150,7 @@ def test_the_spec_declares_what_its_manager_fills() -> None:
     assert not wanted & set(theirs)
 
 
-def test_counters_are_told_once() -> None:
+def test_counters_report_their_increase() -> None:
     """A report contains the increase since the last one."""
     metrics = TierMetrics("file")
     first = series(metrics.report(FULL, SAMPLES, 0))
@@ -165,7 +165,7 @@ def test_counters_are_told_once() -> None:
                                     "vllm:kvstore_bytes_in_flight"}]  # fmt: skip
 
 
-def test_counts_that_begin_anew_go_on() -> None:
+def test_counts_continue_in_a_new_epoch() -> None:
     """A backend opened again for a new epoch counts from zero: its new counts are added."""
     metrics = TierMetrics("file")
     told = []
@@ -263,7 +263,7 @@ def test_vllms_own_metrics_are_those_of_vllms_manager() -> None:
     assert ours["vllm:kv_offload_tiering_read_time", "1:mine"] > 0
 
 
-def test_what_a_version_does_not_declare_is_not_reported() -> None:
+def test_undeclared_metrics_are_not_reported() -> None:
     """A front end of vLLM fails on an undeclared metric."""
     metrics = StandardMetrics(["file"], 4096, ["vllm:kv_offload_tiering_read_bytes"])
     reported = series(metrics.report(MANAGER, Tally([TierTally()])))

@@ -143,7 +143,7 @@ def test_declared_numerics_outlive_an_upgrade(monkeypatch: pytest.MonkeyPatch) -
     assert len({of("0.33.0", "a"), *others}) == 1 + len(others)
 
 
-def test_what_says_nothing_of_the_bytes_does_not_count() -> None:
+def test_settings_that_change_no_bytes_do_not_count() -> None:
     """Two starts of an engine share a namespace, wherever the model is stored and whatever else is configured."""
     same = offloading_config(
         [{"type": "x"}], events=True, parallel=parallel(data_parallel_index=3, data_parallel_size=4)

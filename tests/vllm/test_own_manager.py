@@ -133,7 +133,7 @@ def test_returning_sessions_get_their_own_blocks_from_disk(start: Start, plain: 
     engine.close()
 
 
-def test_lazy_stores_write_nothing_before_they_must(restarted: Engine) -> None:
+def test_lazy_blocks_stay_in_memory_while_there_is_room(restarted: Engine) -> None:
     """A lazy request's blocks stay in the primary tier while there is room; another's are written immediately."""
 
     def stored(seed: int, policy: dict[str, Any]) -> int:

@@ -36,7 +36,7 @@ class EngineCore:
         self.pauses = steps.Pauses()
 
 
-def test_only_an_engine_that_does_nothing_else_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_an_idle_engine_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pause is at most a share of the wait so far and bounded; work, a copy or a new request prevents it."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(steps.time, "monotonic", lambda: clock.now)

@@ -59,7 +59,7 @@ def expected(plain: Engine) -> Callable[[int], list[list[int]]]:
     return lambda seed: tokens_of(plain.ask(*prompts(seed)))
 
 
-def test_a_second_engine_loads_what_the_first_computed(start: Start, first: Engine, port: int, expected: Any) -> None:
+def test_second_engine_loads_blocks_of_the_first(start: Start, first: Engine, port: int, expected: Any) -> None:
     """Blocks are loaded from an idle engine's memory, by a static list; outputs equal those without offloading."""
     computed = first.ask(*prompts(1))
     assert cached_of(computed) == [0] * len(LENGTHS)

@@ -65,7 +65,7 @@ def computed_by(engine: Engine) -> list[int]:
 
 
 def test_blocks_of_windows_are_pulled(start: Start, prefill: Engine, port: int) -> None:
-    """The decode engine loads all full blocks of all groups, and answers as if it had computed them."""
+    """The decode engine loads all full blocks of all groups, and its answers equal computed ones."""
     decode = start(offloading=offloading(request_peers=["127.0.0.0/8:1024-65535"]), llm=LLM)
     assert decode.call("groups") == 3
     pulled = pull(prefill, decode, port)

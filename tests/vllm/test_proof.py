@@ -82,7 +82,7 @@ def test_engine_without_reusable_blocks_stores_and_loads_nothing(
 
 
 @pytest.mark.engine
-def test_engine_whose_operator_turned_prefix_caching_off_loads(start: Start, tmp_path: Path) -> None:
+def test_engine_without_prefix_caching_loads(start: Start, tmp_path: Path) -> None:
     """Without a cache on the device, all full blocks come from kvstore."""
     engine = start(offloading=managed(tmp_path), llm={"enable_prefix_caching": False})
     for _ in range(2):

@@ -511,7 +511,7 @@ def test_the_census_notices_an_invented_field() -> None:
     assert unlisted(classes) == ["CacheConfig.invented", "NewConfig.threshold"]
 
 
-def test_the_lists_contain_no_field_twice_and_none_that_is_gone() -> None:
+def test_lists_contain_only_existing_fields_once() -> None:
     """A list that names fields of no supported version is not maintained."""
     known: dict[str, set[str]] = {}
     for version in filter(is_there, VERSIONS):

@@ -97,7 +97,7 @@ def test_heads_are_repeated_where_there_are_more_ranks() -> None:
     assert layers_of(_MLA, ranks=16) == layers_of(_MLA)
 
 
-def test_the_command_says_what_fits(tmp_path: Path) -> None:
+def test_size_reports_bytes_capacity_and_times(tmp_path: Path) -> None:
     """The report has bytes per token, tokens in a capacity, and times of tiers."""
     (tmp_path / "config.json").write_text(json.dumps(_GQA))
     more = ("--capacity", "1TiB", "--rates", "disk=3GiB,redis=1GiB", "--prompt", "10000")
@@ -131,7 +131,7 @@ def test_a_capacity_for_a_hit_rate(tmp_path: Path) -> None:
         ({"layer_types": ["mamba"]}, "state"),
     ],
 )
-def test_what_is_not_known_is_said(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_unknown_property_is_an_error(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     """An unknown property is one line and status 2; no value is guessed."""
     (tmp_path / "config.json").write_text(json.dumps({**_GQA, **change}))
     done = run_here("size", "--model", str(tmp_path))

@@ -186,7 +186,7 @@ def test_a_mistake_beside_the_tiers_is_found(tmp_path: Path, change: dict[str, A
             assert found is not None and any(re.search(said, str(fault)) for fault in found[0]), found
 
 
-def test_what_is_right_but_doubtful_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_doubtful_configurations_are_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A key that a newer vLLM may read, and a second tier without a label, are warnings and do not stop an engine."""
     tiers = [_FILE | {"path": str(tmp_path / name)} for name in "ab"]
     check_offloading({**_OURS, "lazy_offload": True, "secondary_tiers": tiers})
@@ -237,7 +237,7 @@ def test_vllms_argument_gives_the_size_of_the_primary_tier(tmp_path: Path) -> No
     assert transfer_faults(_transfer(extra)) != ([], [])
 
 
-def test_what_is_right_or_not_ours_passes(tmp_path: Path) -> None:
+def test_valid_and_foreign_configurations_pass(tmp_path: Path) -> None:
     """A valid configuration, one of vLLM's own tiers, and one of another spec pass."""
     check_offloading(_extra(tmp_path, {}, {}))
     check_offloading({"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": "/x"}]})

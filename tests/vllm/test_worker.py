@@ -74,7 +74,7 @@ def specs(blocks: list[int], rows: list[int], sizes: list[int], firsts: list[int
 
 
 @pytest.mark.parametrize("per_row", [1, 2, 3])
-def test_blocks_come_back_as_they_went(workers: list[HostOffloadingWorker], per_row: int) -> None:
+def test_stored_blocks_are_loaded_unchanged(workers: list[HostOffloadingWorker], per_row: int) -> None:
     """Blocks stored to rows and loaded into other blocks are equal, even with several blocks per row."""
     kv = caches()
     region = Regions(-(-2 * PADDED * per_row // 4096) * 4096, 2 * PADDED * per_row).map(0)

@@ -88,7 +88,7 @@ def test_pinning_leaves_other_gpus_alone() -> None:
         del transfer
 
 
-def test_a_store_sees_what_the_engine_computed_before_it() -> None:
+def test_store_copies_results_of_earlier_work_on_the_stream() -> None:
     """Work launched on the current stream before submit is in the slot, without an explicit wait."""
     layer = attention_layer("l", kv_heads=8, key_bytes=256, block_tokens=16)
     plan = KVLayout((GroupLayout((layer,), 16),)).plan(1, 0)
