@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain, islice
+from operator import index
 from pathlib import Path
 from typing import Any, Final
 
@@ -151,10 +152,11 @@ def _files(directory: Path, depth: int = 0) -> Iterator[tuple[str, Path]]:
     for path in directory.iterdir():
         if path.name.startswith(".") or (depth == 0 and path.name in _IRRELEVANT):
             continue
-        if path.name.endswith(_WEIGHTS + _DESCRIPTIONS):
+        if path.is_dir():
+            if depth < _DEPTH_MAX:
+                yield from ((f"{path.name}/{name}", below) for name, below in _files(path, depth + 1))
+        elif path.name.endswith(_WEIGHTS + _DESCRIPTIONS):
             yield path.name, path
-        elif depth < _DEPTH_MAX and path.is_dir():
-            yield from ((f"{path.name}/{name}", below) for name, below in _files(path, depth + 1))
 
 
 def _sampled(path: Path, threads: ThreadPoolExecutor) -> bytes:
@@ -208,7 +210,7 @@ def _tensors(fd: int, size_bytes: int) -> tuple[int, list[tuple[int, int]]]:
     try:
         header: Any = json.loads(os.pread(fd, data - 8, 8))
         offsets = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
-        tensors = sorted((data + start, data + end) for start, end in offsets)
+        tensors = sorted((data + index(start), data + index(end)) for start, end in offsets)
         edges = [data, *(end for _, end in tensors)]
         is_whole = edges[-1] == size_bytes and [start for start, _ in tensors] == edges[:-1]
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError):

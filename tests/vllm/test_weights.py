@@ -108,6 +108,7 @@ MALFORMED: dict[str, Callable[[Path, bytes], object]] = {
     "deep JSON": lambda path, data: path.write_bytes((90_000).to_bytes(8, "little") + b"[" * 90_000 + data),
     "a tensor without offsets": lambda path, data: save(path, {"a": data}, b={}),
     "offsets that are no numbers": lambda path, data: save(path, {"a": data}, b={"data_offsets": ["0", None]}),
+    "offsets that are no integers": lambda path, data: append(path, data, b={"data_offsets": [0.0, float(len(data))]}),
     "three offsets": lambda path, data: save(path, {"a": data}, b={"data_offsets": [0, 1, 2]}),
     "a gap": lambda path, data: append(path, data, b={"data_offsets": [0, 9]}, c={"data_offsets": [11, len(data)]}),
     "an overlap": lambda path, data: save(path, {"a": data}, b={"data_offsets": [0, len(data)]}),
@@ -146,7 +147,7 @@ def model(tmp_path: Path) -> Path:
     [
         "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "modeling_own.py",
         "model.safetensors.index.json", "hf_quant_config.json", "something_new.json", "other.safetensors",
-        "speech-lora/adapter_config.json", "speech-lora/adapter_model.safetensors",
+        "speech-lora/adapter_config.json", "speech-lora/adapter_model.safetensors", "folder.bin/adapter_config.json",
     ],
 )  # fmt: skip
 def test_files_that_describe_the_model_or_its_input_count_by_content(model: Path, name: str) -> None:
@@ -156,7 +157,9 @@ def test_files_that_describe_the_model_or_its_input_count_by_content(model: Path
     (model / name).write_text('{"size": 224}')
     second = digest(model)
     (model / name).write_text('{"size": 448}')
-    assert len({first, second, digest(model)}) == 3
+    third = digest(model)
+    assert len({first, second, third}) == 3
+    assert digest(model) == third
 
 
 @pytest.mark.parametrize(
