@@ -94,7 +94,9 @@ def test_engine_without_prefix_caching_loads(start: Start, tmp_path: Path) -> No
 def test_prefix_caching_that_vllm_does_not_use_is_doubted(model: Path, tmp_path: Path) -> None:
     """Neither an operator's word nor a later change hides that vLLM would turn prefix caching off."""
     assert doubt_of_engine(config(model), None) is None
-    assert doubt_of_engine(config(model, enable_prefix_caching=False), None) is None
+    off = config(model, enable_prefix_caching=False)
+    assert doubt_of_engine(off, None) is None
+    assert not off.cache_config.enable_prefix_caching, "the configuration on trial is the engine's"
     latent = make_tiny_mla(tmp_path / "latent")
     pooling: dict[str, Any] = {"runner": "pooling", "convert": "embed"}
     mean = pooling | {"pooler_config": PoolerConfig(seq_pooling_type="MEAN")}
@@ -155,7 +157,8 @@ def test_requests_with_ambiguous_keys_are_doubted() -> None:
         assert doubt_of_request(request(**proven)) is None
     for identifier in (content, content * 2, f"adapter:{content}"):
         assert doubt_of_request(request(mm_features=[medium(identifier)])) is None
-    for identifier in ("holiday.png", content[1:], content.upper(), f"client-{content}", f"adapter:client-{content}"):
+    named = ("holiday.png", content[1:], f"{content}.png", content.upper())
+    for identifier in (*named, f"client-{content}", f"adapter:client-{content}"):
         doubt = doubt_of_request(request(mm_features=[medium(content), medium(identifier)]))
         assert doubt is not None and doubt.cause == "media", identifier
     doubt = doubt_of_request(request(prompt_is_token_ids=[True, False] * 50))

@@ -162,6 +162,16 @@ def test_files_that_describe_the_model_or_its_input_count_by_content(model: Path
     assert digest(model) == third
 
 
+def test_a_long_description_counts_to_its_end(model: Path) -> None:
+    """The list of a large model's weight files has some MiB, and is read whole."""
+    text = "[" + " " * (MIB + MIB // 2)
+    found = set()
+    for end in ("1]", "2]"):
+        (model / "model.safetensors.index.json").write_text(text + end)
+        found.add(digest(model))
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize(
     "name",
     [
