@@ -150,7 +150,8 @@ class KVStoreConnector(OffloadingConnector):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the device's blocks of a request, also of one that another connector loads."""
-        note_allocated(self.connector_scheduler, blocks)
+        if num_external_tokens == 0:  # Others are noted by vLLM.
+            note_allocated(self.connector_scheduler, blocks)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

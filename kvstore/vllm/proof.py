@@ -131,12 +131,17 @@ def doubt_of_request(request: Any) -> Doubt | None:
             return Doubt(
                 "media", "an image, video or audio has a name of its client, which may name another one as well"
             )
-    parts: tuple[tuple[Any, frozenset[str]], ...] = (
-        (request, frozenset(vars(request)) - _names(*_REQUEST.values())),
-        (request.sampling_params, _unknown_of_sampling()),
-        (request.pooling_params, _unknown_of_pooling()),
+    parts = (
+        (request, vars(request), _REQUEST),
+        (request.sampling_params, SamplingParams.__struct_fields__, _SAMPLING),
+        (request.pooling_params, PoolingParams.__struct_fields__, _POOLING),
     )
-    unknown = sorted(name for part, names in parts for name in names if _is_set(getattr(part, name, None)))
+    unknown = sorted(
+        name
+        for part, names, known in parts
+        for name in set(names).difference(_names(*known.values()))
+        if _is_set(getattr(part, name, None))
+    )
     if unknown:
         return Doubt("unknown", f"kvstore does not know {', '.join(unknown)}, which this version of vLLM has added")
     return None
@@ -149,16 +154,6 @@ def _is_set(value: Any) -> bool:
 @cache
 def _names(*texts: str) -> frozenset[str]:
     return frozenset(name for text in texts for name in text.split())
-
-
-@cache
-def _unknown_of_sampling() -> frozenset[str]:
-    return frozenset(SamplingParams.__struct_fields__) - _names(*_SAMPLING.values())
-
-
-@cache
-def _unknown_of_pooling() -> frozenset[str]:
-    return frozenset(PoolingParams.__struct_fields__) - _names(*_POOLING.values())
 
 
 def _off(text: str) -> Doubt:

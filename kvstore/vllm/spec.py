@@ -93,11 +93,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         # vLLM's front end, which logs the metrics, calls only this method.
         leave_zeros_out()
         extra = with_short_types(extra_config)
-        ours = (metric_definitions(), manager_metric_definitions(), request_metric_definitions())
-        definitions = super().build_metric_definitions(extra)
-        for each in ours if is_own_manager(extra) else ():
-            definitions |= each
-        return definitions
+        ours = {**metric_definitions(), **manager_metric_definitions(), **request_metric_definitions()}
+        return {**super().build_metric_definitions(extra), **(ours if is_own_manager(extra) else {})}
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from examples.tiny_llama import LlamaShape, make_tiny_llama
 
@@ -24,23 +25,20 @@ def make_tiny_hybrid(directory: Path) -> Path:
 
 def make_tiny_mamba(directory: Path) -> Path:
     """Write a tiny random model of three layers, the first and the last with a Mamba state."""
-    import torch  # here, because a launcher that only starts engines does not otherwise need torch
+    # Here, because a launcher that only starts engines does not otherwise need torch.
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     shape = LlamaShape()
-    make_tiny_llama(directory, shape)  # keeps only the tokenizer
-    torch.manual_seed(shape.seed)
-    config = GraniteMoeHybridConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
+    return _write_random(
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        directory,
         num_hidden_layers=3,
         layer_types=["mamba", "attention", "mamba"],
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.positions,
         position_embedding_type="rope",
         attention_multiplier=(shape.hidden // shape.heads) ** -0.5,
-        initializer_range=0.1,
         mamba_n_heads=4,
         mamba_d_head=shape.hidden * 2 // 4,
         mamba_expand=2,
@@ -51,14 +49,7 @@ def make_tiny_mamba(directory: Path) -> Path:
         num_local_experts=0,
         num_experts_per_tok=0,
         shared_intermediate_size=256,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-        tie_word_embeddings=False,
-        dtype="float32",
     )
-    GraniteMoeHybridForCausalLM(config).to(torch.float32).save_pretrained(directory)
-    return directory
 
 
 def make_adapter(path: Path, model: Path, seed: int) -> Path:
@@ -84,15 +75,12 @@ def make_adapter(path: Path, model: Path, seed: int) -> Path:
 
 def make_tiny_mla(directory: Path) -> Path:
     """Write a tiny random model with latent attention, for which vLLM on most CPUs turns prefix caching off."""
-    import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    shape = LlamaShape()
-    make_tiny_llama(directory, shape)  # keeps only the tokenizer
-    torch.manual_seed(shape.seed)
-    config = DeepseekV2Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
+    return _write_random(
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config,
+        directory,
         intermediate_size=256,
         moe_intermediate_size=64,
         num_hidden_layers=2,
@@ -107,41 +95,43 @@ def make_tiny_mla(directory: Path) -> Path:
         qk_rope_head_dim=64,
         qk_nope_head_dim=128,
         v_head_dim=128,
-        max_position_embeddings=shape.positions,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-        dtype="float32",
     )
-    DeepseekV2ForCausalLM(config).to(torch.float32).save_pretrained(directory)
-    return directory
 
 
 def make_tiny_prefix_lm(directory: Path) -> Path:
     """Write a tiny random model whose prompts attend to later tokens, too."""
-    import torch
     from transformers import HrmTextConfig, HrmTextForCausalLM
 
-    shape = LlamaShape()
-    make_tiny_llama(directory, shape)  # keeps only the tokenizer
-    torch.manual_seed(shape.seed)
-    config = HrmTextConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
+    return _write_random(
+        HrmTextForCausalLM,
+        HrmTextConfig,
+        directory,
         intermediate_size=256,
         num_attention_heads=4,
         H_cycles=2,
         L_cycles=2,
         num_layers_per_stack=2,
+    )
+
+
+def _write_random(model: Any, config: Any, directory: Path, **fields: Any) -> Path:
+    """Write a random model with the tokenizer and the sizes of the tiny Llama, and with fields of its own."""
+    import torch
+
+    shape = LlamaShape()
+    make_tiny_llama(directory, shape)  # keeps only the tokenizer
+    torch.manual_seed(shape.seed)
+    made = config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
         max_position_embeddings=shape.positions,
         initializer_range=0.1,
-        tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,
+        tie_word_embeddings=False,
         dtype="float32",
+        **fields,
     )
-    HrmTextForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    model(made).to(torch.float32).save_pretrained(directory)
     return directory

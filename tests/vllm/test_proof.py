@@ -180,12 +180,8 @@ def test_unknown_setting_of_a_request_is_doubted(monkeypatch: pytest.MonkeyPatch
         known = {reason: names.replace("top_k", "").replace("task", "") for reason, names in vars(proof)[table].items()}
         with monkeypatch.context() as patch:
             patch.setattr(proof, table, known)
-            proof._unknown_of_sampling.cache_clear()
-            proof._unknown_of_pooling.cache_clear()
             doubt = doubt_of_request(some)
             assert doubt is not None and doubt.cause == "unknown"
-        proof._unknown_of_sampling.cache_clear()
-        proof._unknown_of_pooling.cache_clear()
 
 
 def _attributes(tree: ast.ClassDef) -> Iterator[str]:

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.v1.request import Request
 
 from kvstore.tenants import Tags, Tenants
 from kvstore.vllm.connector import EngineContext, KVStoreConnector
@@ -24,18 +26,22 @@ class Connector(KVStoreConnector):
         self.engine = EngineContext(SimpleNamespace())
         self.tags = RequestTags(tenants, self.engine)
         self.found: list[bytes] = []
-        self.connector_scheduler = SimpleNamespace(on_new_request=self._find)
+        self._doubt = None
+        self.connector_scheduler = SimpleNamespace(
+            on_new_request=self._find, config=SimpleNamespace(tokens_per_hash=BLOCK_TOKENS)
+        )
 
     def _find(self, request: Any) -> None:
-        if request.fails:
+        if request.request_id == "fails":
             raise RuntimeError("not added")
-        self.found.append(self.tags.of(request.params)[0])
+        self.found.append(self.tags.of(request.kv_transfer_params)[0])
 
 
 def request(salt: str | None = None, adapter: str | None = None, params: Any = None, *, fails: bool = False) -> Any:
-    """Return the parts of vLLM's ``Request`` that kvstore reads."""
-    lora = None if adapter is None else SimpleNamespace(lora_name=adapter)
-    return SimpleNamespace(cache_salt=salt, lora_request=lora, params=params, fails=fails)
+    """Return vLLM's ``Request``."""
+    lora: Any = None if adapter is None else SimpleNamespace(lora_name=adapter)
+    sampling = SamplingParams(extra_args={"kv_transfer_params": params})
+    return Request("fails" if fails else "works", [1, 2], sampling, None, lora_request=lora, cache_salt=salt)
 
 
 @pytest.mark.parametrize("by", ["cache_salt", "adapter", "parameter"])
