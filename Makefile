@@ -1,12 +1,12 @@
 # make demo   a real vLLM is killed, starts again, and finds its KV cache on disk (three minutes, once set up)
 # make test   every property of kvstore, each backend on one server, one restart of a real engine (about five minutes)
-# make test-all   all tests but those of test-versions (about a quarter of an hour)
+# make test-all   all tests but those of lint and test-versions (about a quarter of an hour)
 # make test-versions  random walks of real engines of vLLM 0.31 to 0.33, each of 2,000 requests (WALK_REQUESTS)
 # make test-gpu PYTHON=python3   tests that need a CUDA GPU (minutes), with a Python that has torch for CUDA and the extra "test"
 # make test-docs  as root: the pages for users are followed in an empty Debian, to a restarted engine (tests/docs/empty_root.py)
 # make campaign  the reliability goals of docs/reliability.md, one line each (CAMPAIGN_MINUTES, CAMPAIGN_GOALS, CAMPAIGN_SEED), and test-versions
 # make outside  vLLM's own tests of offloading, SGLang's and LMCache's own classes and programs, against kvstore (tests/outside)
-# make lint   ruff, mypy, import contracts, schemas of deploy/
+# make lint   ruff, mypy, import contracts, schemas of deploy/, the rules of tests/project for code and pages
 # make docs   the documentation, into site/
 # make setup  the virtual environment that all of these need; each of them makes it first, and it is not made twice
 VENV ?= .venv
@@ -15,7 +15,7 @@ PY := $(VENV)/bin/python
 # Tests run two at a time, heavy ones (engines, torture) by files, which share engines; quick ones three at a time, as they
 # wait for a third of their time. Failed tests run once more, alone.
 TESTED := $(PY) -m tests.second_chance -q -n 2
-QUICK := not walk and (smoke or not (engine or matrix or torture or program))
+QUICK := not walk and not repository and (smoke or not (engine or matrix or torture or program))
 PYTEST_EXTRA ?=
 WALK_REQUESTS ?= 2000
 VERSIONS ?= 0.31.0 0.32.0 0.33.0
@@ -36,11 +36,11 @@ demo: setup
 test: setup
 	status=0; \
 	KVSTORE_TEST_SIZE=quick $(TESTED) -n 3 --dist loadgroup -m "$(QUICK)" $(PYTEST_EXTRA) || status=$$?; \
-	echo "Not run: tests marked engine, matrix, torture or program (make test-all), or walk (make test-versions)"; \
+	echo "Not run: tests marked engine, matrix, torture or program (make test-all), repository (make lint) or walk (make test-versions)"; \
 	exit $$status
 
 test-all: setup
-	$(TESTED) --dist loadgroup -m "not walk" $(PYTEST_EXTRA)
+	$(TESTED) --dist loadgroup -m "not walk and not repository" $(PYTEST_EXTRA)
 
 # Where a version can't be had, its test skips itself, and says so.
 test-versions: setup
@@ -72,6 +72,7 @@ lint: setup
 	$(VENV)/bin/hadolint deploy/Dockerfile
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
 	$(VENV)/bin/kubernetes-validate --strict deploy/kubernetes/vllm.yaml
+	$(PY) -m pytest -q -n 2 -m repository tests/project
 
 docs: setup
 	$(PY) -m mkdocs build --strict --quiet

@@ -242,6 +242,7 @@ def test_tls_and_the_rights_of_the_docs(tmp_path: Path, rng: random.Random) -> N
         assert _denied(tier) == set()
 
 
+@pytest.mark.matrix
 def test_the_rights_of_the_docs_suffice_to_look_after_a_tier(tmp_path: Path, rng: random.Random) -> None:
     """The listed rights suffice for maintenance without an engine's rights; the engine stores with its own."""
     with running(secured(tmp_path / "tls", ADMIN_ACL)) as (server,):
@@ -269,6 +270,7 @@ def _denied(tier: Tier) -> set[str]:
     return {value for name, value in itertools.pairwise(lines) if name == "object"} - {"client|no-touch"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lacking", ["+scan", "+pttl", "+strlen", "+getrange"])
 def test_the_right_that_lacks_is_named(tmp_path: Path, rng: random.Random, lacking: str) -> None:
     """If a right is missing, the error names the refused command, and nothing is changed."""
@@ -458,6 +460,7 @@ def test_gc_expires_blocks_by_their_time_to_live(tier: Tier) -> None:
     assert tier.loaded(_SHORT) == set(tier.keys(_SHORT)[7:])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["redis", "valkey"])
 def test_blocks_just_stored_with_a_shorter_ttl_are_young(
     kind: str, request: pytest.FixtureRequest, rng: random.Random
@@ -475,6 +478,7 @@ def test_blocks_just_stored_with_a_shorter_ttl_are_young(
     assert removed == {"stale": 0, "namespaces": 0, "blocks": 0}
 
 
+@pytest.mark.matrix
 def test_blocks_just_used_with_a_shorter_ttl_are_young(valkey: Server, rng: random.Random) -> None:
     """If the server allows reads that do not count as use, age counts from the last use; unused blocks are removed."""
     engine = Tier(valkey, rng, ttl="1h")
@@ -491,6 +495,7 @@ def test_blocks_just_used_with_a_shorter_ttl_are_young(valkey: Server, rng: rand
     assert engine.loaded(_SHORT) == set(engine.keys(_SHORT)[3:])
 
 
+@pytest.mark.matrix
 def test_gc_uses_idle_time_as_age_without_a_ttl(valkey: Server, rng: random.Random) -> None:
     """Without a time to live the server's idle time is the age; inspecting a block does not reset it."""
     tier = Tier(valkey, rng, ttl=0)
@@ -509,6 +514,7 @@ def test_gc_uses_idle_time_as_age_without_a_ttl(valkey: Server, rng: random.Rand
     assert tier.loaded(_SHORT) == set(tier.keys(_SHORT)[5:])
 
 
+@pytest.mark.matrix
 def test_headers_give_the_age_of_blocks_without_idle_times(tmp_path: Path, rng: random.Random) -> None:
     """Without idle times the record's header gives a block's age, and incomplete blocks are left alone."""
     with running(plain("redis", tmp_path, policy="allkeys-lfu")) as (server,):
@@ -521,6 +527,7 @@ def test_headers_give_the_age_of_blocks_without_idle_times(tmp_path: Path, rng: 
         assert removed == {"stale": 0, "namespaces": 2, "blocks": sum(_BLOCKS.values()) - 1}
 
 
+@pytest.mark.matrix
 def test_permission_for_idle_times_is_needed_only_without_a_ttl(tmp_path: Path, rng: random.Random) -> None:
     """With a time to live the right is not needed; without one, nothing of unknown age is removed."""
     acl = ADMIN_ACL.replace(" +object|idletime", "")
@@ -535,6 +542,7 @@ def test_permission_for_idle_times_is_needed_only_without_a_ttl(tmp_path: Path, 
         assert tier.loaded(_SHORT) == set(tier.stored[_SHORT])
 
 
+@pytest.mark.matrix
 def test_a_master_that_is_down_is_an_error(tmp_path: Path, rng: random.Random) -> None:
     """The blocks there are unknown, so no command reports a part of a cluster as complete."""
     servers = cluster_nodes(tmp_path)
@@ -593,6 +601,7 @@ def test_names_that_a_scan_gives_twice_count_once(tier: Tier, monkeypatch: pytes
     assert report_of(tier.run("scrub"))["blocks"] == sum(_BLOCKS.values())
 
 
+@pytest.mark.torture
 def test_more_blocks_than_a_page(server: Server, rng: random.Random) -> None:
     """A server lists a few hundred names at a time; all are found and removed, once each."""
     tier = Tier(server, rng)

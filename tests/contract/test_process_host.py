@@ -97,6 +97,7 @@ class TestFileProcess(OneProcess):
     options: ClassVar[dict[str, Any]] = {"backend": "file"}
 
 
+@pytest.mark.matrix
 class TestFileProcesses(ProcessRig, TierLifecycleTests, TierEpochTests, TierFaultTests):
     """A directory, by io_uring: the rest of the suite, with a process for each tier."""
 

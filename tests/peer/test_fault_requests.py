@@ -38,7 +38,7 @@ from tests.peer.wire import Wire
 from tests.redis.servers import plain, running
 from tests.sizes import sized
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.torture]
 
 REQUESTS = sized(10, full=1000)
 
@@ -237,6 +237,7 @@ def test_requests_beside_a_peer_that_fails(fault: str, tmp_path: Path) -> None:
             faulty.start()
 
 
+@pytest.mark.smoke
 def test_requests_while_peers_fail_in_all_ways(tmp_path: Path) -> None:
     """A peer whose answers change at random, beside two that are killed, stopped and started again."""
     for name in ("one", "two"):

@@ -64,6 +64,7 @@ def test_the_page_covers_a_summary() -> None:
         assert end == length
 
 
+@pytest.mark.torture
 def test_engines_with_the_same_prefix_are_found() -> None:
     """Of a thousand full engines, the two that hold a prefix are found by it, and by most of its long parts."""
     rng = np.random.default_rng(1)
@@ -79,6 +80,7 @@ def test_engines_with_the_same_prefix_are_found() -> None:
     assert found >= 120, f"{found} of {len(parts)}"
 
 
+@pytest.mark.torture
 def test_prefixes_that_no_engine_has_are_rarely_asked_for() -> None:
     """Of 1,000 prefixes of 250 blocks, at most 30 match one of a thousand engines of 100,000 blocks by chance."""
     rng = np.random.default_rng(2)

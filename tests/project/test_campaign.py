@@ -12,6 +12,8 @@ from tests.campaign import mutants, suite
 from tests.campaign.targets import TARGETS
 from tests.project.tree import ROOT
 
+pytestmark = pytest.mark.repository
+
 
 def test_every_goal_has_a_program_and_a_row() -> None:
     """Each of R1 to R33 has one program and one row."""

@@ -16,6 +16,8 @@ import pytest
 
 from tests.project.tree import PACKAGE, ROOT, modules, name_of, parsed
 
+pytestmark = pytest.mark.repository
+
 FUNCTION_LINES_MAX = 70
 
 PUBLIC_PACKAGES = ("kvstore", "kvstore.errors", "kvstore.primary", "kvstore.testing", "kvstore.tiering")

@@ -15,6 +15,8 @@ from kvstore.config import decode_config
 from kvstore.registry import BACKENDS
 from tests.project.tree import ROOT, name_of
 
+pytestmark = pytest.mark.repository
+
 DEPLOY = ROOT / "deploy"
 YAML = sorted(DEPLOY.rglob("*.yaml"))
 

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.project.tree import ROOT
+
+pytestmark = pytest.mark.repository
 
 FOR_BACKENDS = {
     *("backends", "backends.base", "backends.simple", "config", "errors", "files", "namespace", "quantity"),

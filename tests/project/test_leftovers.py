@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.project.tree import ROOT
+
+pytestmark = pytest.mark.repository
 
 LEAKS = """
 import socket

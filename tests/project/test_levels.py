@@ -1,4 +1,4 @@
-"""Every test belongs to ``make test``, ``make test-all`` or ``make test-versions``, and CI runs all of them."""
+"""Every test belongs to a level (``make test``, ``test-all``, ``test-versions``, ``lint``), and CI runs all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 
 from tests.project.tree import ROOT
 
-LEVELS = ("test", "test-all", "test-versions")
+pytestmark = pytest.mark.repository
+
+LEVELS = ("test", "test-all", "test-versions", "lint")
 
 
 @functools.cache
@@ -32,7 +34,7 @@ def commands(level: str) -> str:
 
 def runs(level: str, marked: Set[str]) -> bool:
     """Return whether a level runs a test with these marks."""
-    found = re.search(r' -m (?:"([^"]+)"|(\w+)) ', commands(level))
+    found = re.search(r'^.* -q .* -m (?:"([^"]+)"|(\w+)) ', commands(level), re.MULTILINE)
     assert found is not None, level
     # In this form a selection by marks is also an expression of Python.
     return bool(eval(found[1] or found[2], {mark: mark in marked for mark in marks()}))
@@ -59,9 +61,8 @@ def test_files_of_walks_are_given_to_pytest() -> None:
 @pytest.mark.parametrize("mark", sorted(marks()))
 def test_ci_runs_every_mark(mark: str) -> None:
     """A level that ``.ci/run`` calls runs the tests with the mark."""
-    called = set(
-        re.findall(r"^part .* make --no-print-directory (\S+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    )
+    lines = (ROOT / ".ci" / "run").read_text().replace("\\\n", " ").splitlines()
+    called = {word for line in lines if re.match('part ".*" make ', line) for word in line.split('"')[2].split()}
     assert any(runs(level, {mark}) for level in called & set(LEVELS))
 
 

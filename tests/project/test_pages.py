@@ -26,6 +26,8 @@ from kvstore.registry import BACKENDS
 from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions, request_metric_definitions
 from tests.project.tree import ROOT, CodeBlock, code_blocks, members_of_classes, name_of, pages, texts_of_the_code
 
+pytestmark = pytest.mark.repository
+
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"```.*?```", re.DOTALL)
 REPOSITORY_PATH = re.compile(r"(?<![\w/.-])(?:examples|bench|scripts|docs|tests|requirements|\.ci)/[\w./-]*\w")

@@ -14,6 +14,8 @@ import pytest
 
 from tests.project.tree import ROOT
 
+pytestmark = pytest.mark.repository
+
 PROFILE = ROOT / "deploy/kubernetes/seccomp-io-uring.json"
 needs_seccomp = pytest.mark.skipif(ctypes.util.find_library("seccomp") is None, reason="needs libseccomp")
 OPERATORS = {"SCMP_CMP_LT": 2, "SCMP_CMP_EQ": 4, "SCMP_CMP_GT": 6, "SCMP_CMP_MASKED_EQ": 7}

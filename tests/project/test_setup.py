@@ -11,6 +11,8 @@ import pytest
 
 from tests.project.tree import ROOT
 
+pytestmark = pytest.mark.repository
+
 STUB = """#!/bin/sh
 case "$1" in
     -c) exit 0 ;;

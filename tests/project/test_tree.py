@@ -6,9 +6,13 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import kvstore
 from tests.project.scripts import load_script
 from tests.project.tree import PACKAGE, ROOT, name_of, tracked_texts
+
+pytestmark = pytest.mark.repository
 
 # Assembled here, so that this file does not contain the texts that it searches for.
 LOCAL = re.compile(

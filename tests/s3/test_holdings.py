@@ -184,7 +184,7 @@ def _foreign(namespace: Namespace) -> dict[str, bytes]:
     }
 
 
-@pytest.fixture(params=["moto", "weed packed"])
+@pytest.fixture(params=["moto", pytest.param("weed packed", marks=pytest.mark.matrix)])
 def tier(request: pytest.FixtureRequest, rng: random.Random) -> Tier:
     """A tier with two namespaces, beside foreign objects: on two servers, as single objects and in packs."""
     kind, *more = request.param.split()
@@ -529,6 +529,7 @@ def test_an_import_takes_no_part_in_elections(
     assert tier.loaded(_LLAMA) == keys
 
 
+@pytest.mark.program
 def test_ctrl_c_ends_a_scrub_soon(faults: FaultServer, rng: random.Random) -> None:
     """While the service does not answer, an interrupt ends the command with status 130, long before any deadline."""
     tier = Tier(faults, rng)
@@ -644,6 +645,7 @@ def test_damage_is_reported_if_deletion_fails(faults: FaultServer, rng: random.R
     assert "403" in report["error"]
 
 
+@pytest.mark.torture
 def test_more_blocks_than_a_page(faults: FaultServer, rng: random.Random) -> None:
     """Lists continue page after page, past foreign objects between ours, for blocks and for packs."""
     more = 1100
