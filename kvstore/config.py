@@ -65,7 +65,8 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         epoch: Source of the epoch's name. None: the engine starts in the base epoch, and each reset begins a new epoch
             of this engine alone.
         codec: Codecs and seal of payloads, such as ``"byteplane+zstd:1"``; see docs/codecs.md.
-        io: Host of the I/O side: a thread of this process, or a separate process.
+        io: Host of the I/O side: a thread of this process, or a separate process. ``"auto"``: a process in an engine,
+            except for what it sends to peers, and a thread elsewhere.
         load_timeout: Time limit of a load job, plus the time for its bytes at ``bytes_per_second_min``.
         store_timeout: The same for a store job.
         lookup_timeout: Time limit of a lookup, after which it is a miss.
@@ -100,7 +101,7 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     epoch: EpochConfig | None = None
     # Raw: the fastest on local media, and readable by every release.
     codec: str | list[str | dict[str, dict[str, Any]]] = "raw"
-    io: Literal["thread", "process"] = "thread"
+    io: Literal["auto", "thread", "process"] = "auto"
     # Recomputing a long prompt takes seconds; a load of more than five saves nothing.
     load_timeout: Seconds = Seconds(5)
     # No request waits for a store, but it pins slots; half a minute outlasts a stall of an SSD.

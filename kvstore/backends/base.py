@@ -193,8 +193,13 @@ class Backend(ABC):
         """
         return [self.exclusive] * len(keys)
 
-    def set_lender(self, lender: Lender) -> None:  # noqa: B027 - few serve others.
-        """Set the source of blocks to serve to other engines, before ``open``. The default serves none."""
+    def set_lender(self, lender: Lender) -> bool:
+        """Set the source of blocks to serve to other engines, before ``open``.
+
+        Returns:
+            Whether this backend serves any, and must therefore run in the engine's process. The default serves none.
+        """
+        return False
 
     def check(self) -> None:  # noqa: B027 - many have nothing to check.
         """Refuse a configuration that ``open`` would refuse on this machine; called before an engine loads weights.

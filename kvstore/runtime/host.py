@@ -83,6 +83,10 @@ class ThreadChannel:
             return None
 
     @property
+    def pid(self) -> None:
+        return None
+
+    @property
     def has_answers(self) -> bool:
         return bool(self._outbox)
 

@@ -272,6 +272,10 @@ class Channel(Protocol):
         """Return the next answer, or None if none has arrived."""
 
     @property
+    def pid(self) -> int | None:
+        """Process id of the I/O half; None if it is a thread, or between two processes."""
+
+    @property
     def has_answers(self) -> bool:
         """Whether an answer has arrived; may be called on any thread."""
 

@@ -150,7 +150,6 @@ class ProcessChannel:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, if there is one."""
         return self._connection.pid if self._connection else None
 
     def open(self, timeout_s: float) -> None:

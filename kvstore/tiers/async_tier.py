@@ -283,6 +283,11 @@ class AsyncTier(SecondaryTierManager):
         return self._jobs.has_finished or bool(self._inventory) or self._awaits_recovered
 
     @property
+    def io_pid(self) -> int | None:
+        """Process id of the I/O half; None if it is a thread of this process, or between two processes."""
+        return self._channel.pid
+
+    @property
     def has_answers(self) -> bool:
         """Whether the I/O half has sent something that ``get_finished`` will receive; may be called on any thread."""
         return not self._channel.closed and self._channel.has_answers

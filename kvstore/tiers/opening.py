@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -51,6 +51,7 @@ def open_tier(
     events: bool = True,
     access_events: bool = False,
     tenants: Tenants | None = None,
+    io: Literal["thread", "process"] = "thread",
 ) -> AsyncTier:
     """Open a secondary tier.
 
@@ -63,10 +64,11 @@ def open_tier(
         namespace: All properties that change the bytes of a block, except options of the tier, which are added.
         name: Name in statistics; by default the option ``label``, or the backend's name without one.
         wrap_backend: Wraps the backend, for example in ``kvstore.testing.FaultyBackend``; thread host only.
-        lender: Source of rows that a backend may serve to other engines.
+        lender: Source of rows that a backend may serve to other engines; None if no tier of this engine serves any.
         events: Whether ``take_events`` reports the blocks; this needs memory for their keys.
         access_events: Whether it also reports which blocks were loaded, one event per job.
         tenants: The tenants that share the medium; keys begin with their tags.
+        io: Host of the I/O side with ``"io": "auto"``. What is sent to peers is read on a thread of this process.
 
     Raises:
         ConfigError: The configuration can't be used; the medium is unchanged.
@@ -76,14 +78,15 @@ def open_tier(
     backend = _made(kind, options, tenants)
     decoded = backend.config
     namespace = _with_options(namespace, decoded)
-    if lender is not None:
-        _lend(backend, decoded, lender)
+    host = io if decoded.io == "auto" else decoded.io
+    if lender is not None and _lend(backend, decoded, lender) and decoded.io == "auto":
+        host = "thread"
     backend = wrap_backend(backend) if wrap_backend is not None else backend
     name = name or decoded.label or backend.name
     # The I/O side has its own views and releases them at the end.
     with _memory_of(primary) as memory:
         channel: Channel | None = None
-        if decoded.io == "process" and wrap_backend is None:
+        if host == "process" and wrap_backend is None:
             payload = {"backend": kind, "options": options, "tenants": tenants, "slot_bytes": slot_bytes}
             payload["namespace"] = namespace.document()
             channel = _process_channel(name, payload, memory)
@@ -176,13 +179,16 @@ def _memory_of(primary: WriteableBuffer) -> memoryview:
         ) from None
 
 
-def _lend(backend: Backend, config: TierConfig, lender: Lender) -> None:
-    """Give a backend the lender; local storage with raw records on the shared loop also becomes a source to serve."""
-    backend.set_lender(lender)
-    is_ours = backend.medium is Medium.STORAGE and backend.locality is Locality.LOCAL and config.io == "thread"
+def _lend(backend: Backend, config: TierConfig, lender: Lender) -> bool:
+    """Return whether a backend serves peers from this process: one that listens, or local storage with raw records."""
+    if backend.set_lender(lender):
+        return True
+    is_ours = backend.medium is Medium.STORAGE and backend.locality is Locality.LOCAL and config.io != "process"
     # Encoded and sealed records need a decoder or a key, which a peer may not have.
     if is_ours and config.codec == "raw" and backend.alignment == HEADER_BYTES:
         lender.backends.append(backend)
+        return True
+    return False
 
 
 def _process_channel(name: str, payload: dict[str, Any], primary: memoryview) -> ProcessChannel | None:

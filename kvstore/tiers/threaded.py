@@ -49,7 +49,7 @@ class ThreadedTier:
     nothing writes to its slots any more. In a forked process the tier is closed.
 
     Args:
-        config: As for :func:`kvstore.open_tier`; ``"io"`` must be ``"thread"``.
+        config: As for :func:`kvstore.open_tier`; ``"io"`` can't be ``"process"``.
         primary: As for :func:`kvstore.open_tier`.
         slot_bytes: As for :func:`kvstore.open_tier`.
         namespace: As for :func:`kvstore.open_tier`.
@@ -211,8 +211,8 @@ class ThreadedTier:
 
 
 def _refuse_process(config: Mapping[str, Any]) -> None:
-    if config.get("io", "thread") != "thread":
+    if config.get("io") == "process":
         raise ConfigError(
-            f'"io" is {config["io"]!r}. Expected "thread": the memory belongs to another framework, and an I/O process '
+            '"io" is "process". Expected "thread": the memory belongs to another framework, and an I/O process '
             "can't map it. Leave the option out."
         )

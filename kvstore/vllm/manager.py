@@ -472,7 +472,7 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
                 continue
             checked = of_replica(check_options(options, tier_type=TIER_TYPE), spec)
             # One lender per tier, because each tier has its own epochs. They share the list of local backends to serve.
-            lender = Lender(primary, stored)
+            lender = Lender(primary, stored) if serves_peers(spec.secondary_tier_configs) else None
             opened = open_tier(
                 checked,
                 primary=rows,
@@ -481,6 +481,7 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
                 lender=lender,
                 events=config.events,
                 tenants=config.tenants,
+                io="process",
             )
             tiers.append(opened)
         manager = TieringManager(primary, tiers, config, reports=reports)

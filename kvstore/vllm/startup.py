@@ -248,7 +248,7 @@ def errors_logged() -> Iterator[None]:
 
 
 def described(tier: AsyncTier, options: Mapping[str, Any]) -> str:
-    """Return a tier's name, directories, capacity, blocks found and I/O method, for the log.
+    """Return a tier's name, directories, capacity, blocks found, I/O method and process, for the log.
 
     ``options``: its options, as from :func:`kvstore.vllm.options.check_options`.
     """
@@ -263,6 +263,8 @@ def described(tier: AsyncTier, options: Mapping[str, Any]) -> str:
     parts.append(f"{blocks} blocks found" + ("" if not stats.recovering else " so far"))
     if "io_uring" in stats.backend_gauges:
         parts.append("I/O by io_uring" if stats.backend_gauges["io_uring"] else "I/O by threads")
+    if tier.io_pid is not None:
+        parts.append(f"process {tier.io_pid}")
     return f"{tier.name} ({', '.join(parts)})"
 
 

@@ -122,6 +122,7 @@ class KVStoreTier(SecondaryTierManager):
                 slot_bytes=slot_bytes,
                 namespace=namespace,
                 events=self._emits_events,
+                io="process",
             )
         except BaseException:
             self._rows.release()

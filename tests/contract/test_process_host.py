@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvstore.runtime.process import ProcessChannel
 from kvstore.testing import TierRig
 from kvstore.testing.tier_tests import TierEpochTests, TierFaultTests, TierHarness, TierLifecycleTests, TierValueTests
 from kvstore.types import BlockKey
@@ -38,7 +37,7 @@ class ProcessRig(TierHarness):
     def rig(self, *args: Any, **kwargs: Any) -> TierRig:
         """Open a tier, and check that it has a process."""
         rig = super().rig(*args, **kwargs)
-        assert isinstance(rig.tier._channel, ProcessChannel)
+        assert rig.tier.io_pid is not None
         return rig
 
 
@@ -68,7 +67,7 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     suite: OneProcess = request.cls()
     suite.tmp_path = tmp_path_factory.mktemp("kept")
     rig = KeptRig(suite.make_config(), namespace=suite.namespace, slot_bytes=suite.slot_bytes, slots=suite.slots)
-    assert isinstance(rig.tier._channel, ProcessChannel)
+    assert rig.tier.io_pid is not None
     yield rig
     rig.close()
 

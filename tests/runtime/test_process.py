@@ -164,7 +164,7 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
         "memory = memoryview(mmap.mmap(fd, 65536))\n"
         "config = {'backend': 'memory', 'capacity': '1MiB', 'io': 'process'}\n"
         "tier = open_tier(config, primary=memory, slot_bytes=8192, namespace=Namespace({}))\n"
-        "sys.stdout.write(f'{tier._channel.pid}\\n'); sys.stdout.flush()\n"
+        "sys.stdout.write(f'{tier.io_pid}\\n'); sys.stdout.flush()\n"
         "time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
@@ -193,7 +193,7 @@ def test_private_memory_falls_back_to_a_thread(caplog: pytest.LogCaptureFixture)
     memory = memoryview(bytearray(4 * SLOT))
     with caplog.at_level(logging.WARNING, "kvstore"):
         tier = open_tier(CONFIG, primary=memory, slot_bytes=SLOT, namespace=Namespace({}))
-    assert not isinstance(tier._channel, ProcessChannel)
+    assert tier.io_pid is None
     assert [record.message for record in caplog.records if "shared memory" in record.message]
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
     tier.close()

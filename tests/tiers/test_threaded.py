@@ -210,5 +210,5 @@ def test_removed_blocks_are_misses(opened: Callable[..., ThreadedTier]) -> None:
 
 def test_an_io_process_is_refused(opened: Callable[..., ThreadedTier]) -> None:
     """Another framework's memory can't be mapped by an I/O process."""
-    with pytest.raises(ConfigError, match=r"\"io\" is 'process'. Expected \"thread\".* Leave the option out"):
+    with pytest.raises(ConfigError, match=r"\"io\" is \"process\". Expected \"thread\".* Leave the option out"):
         opened({"backend": "memory", "capacity": "4MiB"}, io="process")

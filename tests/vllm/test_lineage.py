@@ -210,12 +210,16 @@ def test_tiers_of_one_medium_do_not_erase_each_others_blocks(tmp_path: Path, loc
             scheduler.read()
             return bool(driver.manager.manager.tier_stats()[0].removals)
 
+        def all_held() -> bool:
+            scheduler.read()
+            return len(scheduler.held["STORAGE", locality]) == hashes * len(everything)
+
         eventually(evicts, what="evictions from the small tier")
-        scheduler.read()
+        # The small tier may evict a block before the large one has it.
+        eventually(all_held, what="all blocks in the large tier")
         assert len(payloads) == len(everything), "no payload is lost while a tier has the block"
-        assert len(scheduler.held["STORAGE", locality]) == hashes * len(everything)
         assert len(scheduler.held["CPU", None]) == hashes * rows
-        assert bool(scheduler.removed) is (locality == "REMOTE"), "the other tier states the block, too"
+        assert scheduler.removed or locality == "LOCAL", "the small tier alone states blocks of its medium"
         driver.forget_primary()
         driver.manager.manager.tiers[0].remove([key_of(number) for number in everything])
         driver.manager.manager.tiers[1].remove([key_of(number) for number in everything])

@@ -109,8 +109,9 @@ class PeerBackend(Backend):
         self._under_way = CallsUnderWay()
         self._leaving: set[asyncio.Task[None]] = set()
 
-    def set_lender(self, lender: Lender) -> None:
+    def set_lender(self, lender: Lender) -> bool:
         self._source = lender
+        return bool(self.config.listen)
 
     def check(self) -> None:
         check_tls(_loading_tls(self.config))

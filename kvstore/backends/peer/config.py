@@ -210,7 +210,7 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         if self.io == "process":
             raise ConfigError(
                 "'listen' needs the primary tier's index, which the I/O process does not have. Leave out 'io' here; to "
-                "load in a process of its own, give a second tier of this type with 'peers' and 'io': 'process'."
+                "load in a process of its own, give a second tier of this type with 'peers'."
             )
         if self.tls and not (self.tls_cert and self.tls_key):
             raise ConfigError("'listen' with 'tls' needs 'tls_cert' and 'tls_key'. Give both.")

@@ -94,7 +94,7 @@ class TierSystem(System):
     ) -> None:  # fmt: skip
         self.name = name
         self.direct = direct
-        self.host = str(config.get("io", "thread"))
+        self.host = "process" if config.get("io") == "process" else "thread"
         if self.host == "thread":
             self.switch_s = SWITCH_S
         self.tier = open_tier(config, primary=primary, slot_bytes=slot_bytes, namespace=namespace, events=False)
