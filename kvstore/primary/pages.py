@@ -39,6 +39,8 @@ _TRIES: Final = 3
 """Attempts to collapse a page that another CPU uses at the moment (EAGAIN)."""
 
 _PROGRESS_S: Final = 5.0
+_SECONDS_PER_GIB: Final = 0.1
+"""CPU time (Linux 6.18, a virtual machine); 0.33 in small pages. Several threads share it."""
 
 logger = logging.getLogger("kvstore.primary.pages")
 
@@ -95,6 +97,15 @@ def populate(fd: int, size_bytes: int, *, huge_pages: bool = True) -> int:
             reason,
         )
     return huge_bytes
+
+
+def described_allocation(size_bytes: int) -> str:
+    """Return how long the allocation of a primary tier takes, as a sentence."""
+    seconds = size_bytes / (1 << 30) * _SECONDS_PER_GIB
+    return (
+        f"Allocating a primary tier of {size_text(size_bytes)} takes about {seconds:.1f} s of CPU time at the start, "
+        f"in huge pages ({_SECONDS_PER_GIB} s a GiB, by up to {_THREADS_MAX} threads)."
+    )
 
 
 @dataclass(frozen=True, slots=True)
