@@ -39,8 +39,8 @@ _TRIES: Final = 3
 """Attempts to collapse a page that another CPU uses at the moment (EAGAIN)."""
 
 _PROGRESS_S: Final = 5.0
-_SECONDS_PER_GIB: Final = 0.1
-"""CPU time (Linux 6.18, a virtual machine); 0.33 in small pages. Several threads share it."""
+_SECONDS_PER_GIB: Final = 0.12
+"""CPU time, measured (Linux 6.18): see docs/disk.md. Several threads share it."""
 
 logger = logging.getLogger("kvstore.primary.pages")
 
