@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 from pathlib import Path
 from typing import Any, Final
@@ -11,8 +12,11 @@ from typing import Any, Final
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering import spec as tiering_spec
 
+from kvstore.errors import KVStoreError
 from kvstore.primary.memory import size_text
 from kvstore.primary.shared import SHM, SUFFIX, allocate, open_shared
+
+logger = logging.getLogger("kvstore.vllm.region")
 
 _LOCKED: Final = SUFFIX.removesuffix(".mmap")
 """Follows the engine's id, to which vLLM appends the rest."""
@@ -45,7 +49,9 @@ class LockedRegion(SharedOffloadRegion):
             super().__init__(engine_id=engine_id + _LOCKED, **shape, **options)
             fcntl.flock(self.fd, fcntl.LOCK_SH)  # Until the region is closed.
             self._creator = file.is_maker
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KVStoreError):
+                logger.error("kvstore: %s", error)  # vLLM shows it only at the end of a worker's traceback.
             if file.is_maker:
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()

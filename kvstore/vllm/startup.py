@@ -85,7 +85,8 @@ def check_start() -> None:
     try:
         _report(*transfer_faults(transfer, others, here=here) or ())
         # In later processes, the region may exist already.
-        if is_first and here and (text := shortage(region_bytes(transfer, others), SHM)):
+        size_bytes = region_bytes(transfer, others) if is_first and here else 0
+        if size_bytes and (text := shortage(size_bytes, SHM)):
             raise ConfigError(f"'cpu_bytes_to_use': {text}")
     except ConfigError as error:
         _refuse(

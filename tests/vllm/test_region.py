@@ -56,7 +56,7 @@ def servers(model: Path, tmp_path: Path) -> Iterator[list[Server]]:
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_starts_that_are_killed_leave_nothing(model: Path, tmp_path: Path, servers: list[Server]) -> None:
-    """Workers killed during the allocation leave its memory to the next start, which removes their files."""
+    """After five workers were killed during the allocation, the next start has removed their files."""
     paths = []
     for number in range(5):
         server = Server(f"killed{number}", model, tmp_path, offloading=_offloading(tmp_path / "kv", 1 << 30))
@@ -69,7 +69,6 @@ def test_starts_that_are_killed_leave_nothing(model: Path, tmp_path: Path, serve
                     os.kill(pid, signal.SIGKILL)
         paths.append(path)
         eventually(lambda server=server: not server.pids, 120, "the end of its other processes")
-        assert [each.name for each in paths if each.exists()] == [path.name]
     last = Server("last", model, tmp_path, offloading=_offloading(tmp_path / "kv"))
     servers.append(last)
     last.wait_ready()
