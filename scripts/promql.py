@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingHistogramMetadata
 
-from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions, request_metric_definitions
+from kvstore.vllm.metrics import engine_metric_definitions, manager_metric_definitions, metric_definitions
 
-DECLARED = {**metric_definitions(), **manager_metric_definitions(), **request_metric_definitions()}
+DECLARED = {**metric_definitions(), **manager_metric_definitions(), **engine_metric_definitions()}
 
 _PREFIX = "vllm:kvstore_"
 _OF_PROMETHEUS = {"instance", "le"}

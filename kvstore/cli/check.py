@@ -12,6 +12,9 @@ from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option,
 from kvstore.cli.report import Report
 from kvstore.cli.terminal import print_json_text, print_line
 from kvstore.errors import ConfigError
+from kvstore.primary.memory import shortage
+from kvstore.primary.pages import described_allocation
+from kvstore.primary.shared import SHM
 
 _Config = Annotated[
     str, Argument(metavar="JSON|@FILE", help="The value of vLLM's --kv-transfer-config; @- reads it from stdin.")
@@ -33,15 +36,20 @@ def check_command(config: _Config, kv_offloading_size: _SizeGib = None, json: Js
     # vLLM would otherwise log its version and platform.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        transfer_faults = pkgutil.resolve_name("kvstore.vllm.startup:transfer_faults")
+        startup = pkgutil.resolve_name("kvstore.vllm.startup")
     except ImportError as error:
         raise ConfigError(f"vLLM can't be imported ({error}). Run this command in the engine's environment.") from error
-    found = transfer_faults(transfer, SimpleNamespace(kv_offloading_size=kv_offloading_size))
+    arguments = SimpleNamespace(kv_offloading_size=kv_offloading_size)
+    found = startup.transfer_faults(transfer, arguments)
     if found is None:
         raise ConfigError(
             "This configuration does not use kvstore. Expected a KVStoreConnector with "
             '"spec_name": "KVStoreOffloadingSpec" in \'kv_connector_extra_config\'.'
         )
+    size_bytes = 0 if found[0] else startup.region_bytes(transfer, arguments)
+    # Only a warning: the engine may run on another machine, where its start refuses a primary tier that does not fit.
+    if text := shortage(size_bytes, SHM):
+        found[1].append(startup.Fault("", f"'cpu_bytes_to_use': {text}"))
     by_status = list(zip(("fail", "warn"), found, strict=True))
     if json:
         rows = [{"status": status, **asdict(each)} for status, some in by_status for each in some]
@@ -51,6 +59,6 @@ def check_command(config: _Config, kv_offloading_size: _SizeGib = None, json: Js
             for each in some:
                 print_line(f"{status}  {each}")
         if not any(found):
-            print_line("ok")
+            print_line(f"ok  {described_allocation(size_bytes)}")
     if found[0]:
         raise Exit(ExitCode.USAGE)

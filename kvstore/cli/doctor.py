@@ -25,7 +25,7 @@ from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.cli.command_line import Exit, ExitCode, JsonFlag, Option, Tiers, size_option
 from kvstore.cli.interruption import run_interruptibly
 from kvstore.cli.report import Report, device_of, probe_direct
-from kvstore.cli.terminal import Column, print_json_text, print_table, size_text
+from kvstore.cli.terminal import Column, print_json_text, print_table, rounded_size, size_text
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.codec.base import CodecContext
 from kvstore.codec.chain import build_chain, encode_all
@@ -34,6 +34,10 @@ from kvstore.config import Capacity
 from kvstore.diskio.ring import probe as probe_uring
 from kvstore.errors import KVStoreError
 from kvstore.namespace import Namespace
+from kvstore.primary import Region
+from kvstore.primary.memory import rooms, shortage
+from kvstore.primary.pages import HUGE_BYTES, described_allocation
+from kvstore.primary.shared import SHM
 from kvstore.registry import BACKENDS, CODECS
 from kvstore.tiers.preflight import nearest_existing, path_faults
 
@@ -48,7 +52,6 @@ _CHECKSUM_GB_S_LEAST: Final = 2.0
 """Below this rate, about that of a good NVMe drive, the checksum limits reads."""
 
 _REACH_S: Final = 10.0
-_SHM: Final = Path("/dev/shm")
 _VOLATILE: Final = frozenset({"tmpfs", "ramfs"})
 _LAYERED: Final = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs"})
 _NETWORK: Final = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "fuse.sshfs", "lustre", "fuse.glusterfs"})
@@ -226,24 +229,28 @@ def _check_vllm() -> Iterator[_Finding]:
 
 
 def _check_region(region_bytes: int | None) -> Iterator[_Finding]:
-    """Compare the size of the primary tier with the free memory and /dev/shm, where vLLM's primary tier is."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if not _SHM.is_dir():
-        yield _Finding("fail", "/dev/shm", "is not there", "vLLM's shared region needs it. Mount a tmpfs there.")
+    """Compare the size of the primary tier with what is left of memory and /dev/shm; try a huge page."""
+    if not SHM.is_dir():
+        yield _Finding("fail", str(SHM), "is not there", "vLLM's shared region needs it. Mount a tmpfs there.")
         return
-    free = shutil.disk_usage(_SHM).free
-    text = f"{free / _GIB:.1f} GiB free, {available / _GIB:.1f} GiB of memory free"
-    if region_bytes is not None and region_bytes > free:
-        advice = f"A region of {size_text(region_bytes)} does not fit. Docker: --shm-size, or --ipc=host."
-        yield _Finding("fail", "/dev/shm", text, advice)
-    elif region_bytes is not None and region_bytes > available:
-        advice = f"A region of {size_text(region_bytes)} would push out all else. Make it smaller."
-        yield _Finding("warn", "/dev/shm", text, advice)
-    elif free < _GIB:
+    left = min(rooms(SHM), key=lambda room: room.left_bytes)
+    if region_bytes is not None and (text := shortage(region_bytes, SHM)):
+        found, _, advice = text.rpartition(". ")
+        yield _Finding("fail", str(SHM), found, advice)
+    elif left.left_bytes < _GIB:
         advice = "Little for a primary tier (cpu_bytes_to_use). Docker: --shm-size, or --ipc=host."
-        yield _Finding("warn", "/dev/shm", text, advice)
+        yield _Finding("warn", str(SHM), left.text, advice)
     else:
-        yield _Finding("ok", "/dev/shm", text)
+        needs = "" if region_bytes is None else f". {described_allocation(region_bytes)}"
+        yield _Finding("ok", str(SHM), f"{rounded_size(left.left_bytes)} free for a primary tier{needs}")
+    if left.left_bytes < HUGE_BYTES:
+        return
+    with Region.create(1, HUGE_BYTES, populate=True) as region:
+        if region.huge_bytes:
+            yield _Finding("ok", "huge pages", "the kernel makes them")
+        else:
+            advice = "Linux 6.1 makes huge pages of shared memory on request; loads and stores then take less CPU time."
+            yield _Finding("warn", "huge pages", "the kernel made none", advice)
 
 
 def _alignment(path: Path) -> _Finding:

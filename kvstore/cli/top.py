@@ -193,6 +193,7 @@ _ENGINE_COLUMNS: Final = (
     Column("found", "found"),
     Column("slots", "slots", rank=1),
     Column("full", "in use"),
+    Column("huge", "huge pages", rank=4),
     Column("evicted", "evicted/s"),
 )
 _TRAFFIC_COLUMNS: Final = (
@@ -221,7 +222,7 @@ _ROOM_COLUMNS: Final = (
 )
 
 METRICS: Final = {
-    "requests", "primary_slots", "primary_evicted_blocks_total", "manager_lookups_total",
+    "requests", "primary_slots", "primary_bytes", "primary_evicted_blocks_total", "manager_lookups_total",
     "ready", "recovering", "tier_dead", "load_breaker_state", "store_breaker_state",
     "lookups_total", "loaded_bytes_total", "stored_bytes_total", "load_seconds_bucket", "store_seconds_bucket",
     "jobs_in_flight", "bytes_in_flight", "waiting_blocks", "blocks", "used_bytes", "capacity_bytes",
@@ -299,6 +300,7 @@ def engine_row(engine: Engine) -> dict[str, Any]:
         "found": _percent(_sum(hits, pending), answered),
         "slots": _count(sum(slots) or None),
         "full": _percent(sum(slots[1:]), sum(slots)),
+        "huge": _percent(now.total("primary_bytes", pages="huge"), now.total("primary_bytes")),
         "evicted": _count(_rate(now, before, "primary_evicted_blocks_total")),
     }
 

@@ -8,20 +8,20 @@ by an inherited descriptor.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import mmap
 import os
 import threading
 import weakref
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError
+from kvstore.primary.memory import require_room
+from kvstore.primary.pages import populate as populate_file
 
 PAGE_BYTES = mmap.PAGESIZE
 """Alignment of rows, as required by direct I/O and by registration of pages."""
@@ -29,11 +29,6 @@ PAGE_BYTES = mmap.PAGESIZE
 Rows: TypeAlias = npt.NDArray[np.uint8]
 """Slots as an array of shape ``(slots, slot bytes)``."""
 
-_POPULATE_BYTES = 4 << 20
-"""Memory allocated per call. Older kernels undo a call that a signal interrupts, so long calls would never end under a
-profiler's timer. Short calls (about 1 ms) have no measurable cost."""
-
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 logger = logging.getLogger("kvstore.primary.region")
@@ -49,12 +44,14 @@ class Region:
         slots: Number of rows.
         slot_bytes: Length of a row in bytes; row ``i`` begins at byte ``i * slot_bytes``.
         size_bytes: Total length.
+        huge_bytes: Bytes that were allocated in huge pages, as far as known.
     """
 
     def __init__(self, buffer: mmap.mmap | memoryview, slots: int, slot_bytes: int, fd: int = -1) -> None:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.size_bytes = slots * slot_bytes
+        self.huge_bytes = 0
         self._owned = buffer if isinstance(buffer, mmap.mmap) else None
         with memoryview(buffer) as whole:
             self._flat = whole.cast("B")[: self.size_bytes] if whole.nbytes else memoryview(bytearray())
@@ -64,42 +61,34 @@ class Region:
         self._closed = False
 
     @classmethod
-    def create(cls, slots: int, slot_bytes: int, *, name: str = "kvstore", populate: bool = False) -> Region:
+    def create(
+        cls, slots: int, slot_bytes: int, *, name: str = "kvstore", populate: bool = False, huge_pages: bool = True
+    ) -> Region:
         """Make a region of zeros that has no name in the file system.
 
         Args:
             slots: Number of rows, at least 1.
             slot_bytes: Length of a row, a multiple of ``PAGE_BYTES`` (see :func:`rounded_up`).
             name: Label in /proc/PID/maps; neither a key nor a path.
-            populate: Allocate the memory now. A shortage then fails at start, and no later
-                access waits for a page. Takes about a second per 4 GiB. Otherwise each page is allocated at its first
-                write.
+            populate: Allocate the memory now, with a log line every few seconds. A shortage then fails at start, and no
+                later access waits for a page. Otherwise each page is allocated at its first write.
+            huge_pages: Whether to allocate huge pages, where the kernel makes them; only with ``populate``.
 
         Raises:
             ConfigError: A size is invalid, or too little memory is available.
         """
         _check_shape(slots, slot_bytes, aligned=True)
         size = slots * slot_bytes
-        available = _memory_available_bytes()
-        if available is not None and size > available:
-            raise ConfigError(
-                f"A primary tier of {size} bytes ({slots} slots of {slot_bytes}): only {available} bytes of memory are "
-                "available. Make it smaller."
-            )
+        require_room(size)
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
             # Sealed against truncation by another process, because an access beyond the end would kill this one.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            mapping = _mapped(fd, size)
-            if populate:
-                try:
-                    _populate(mapping, fd)
-                except BaseException:
-                    # The error's traceback would keep the mapping and its memory.
-                    mapping.close()
-                    raise
-            return cls(mapping, slots, slot_bytes, fd)
+            huge_bytes = populate_file(fd, size, huge_pages=huge_pages) if populate else 0
+            region = cls(_mapped(fd, size), slots, slot_bytes, fd)
+            region.huge_bytes = huge_bytes
+            return region
         except BaseException:
             os.close(fd)
             raise
@@ -263,28 +252,3 @@ def _mapped(fd: int, size: int) -> mmap.mmap:
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_DONTDUMP)
     return mapping
-
-
-def _populate(mapping: mmap.mmap, fd: int) -> None:
-    size = len(mapping)
-    try:
-        for at in range(0, size, _POPULATE_BYTES):
-            os.posix_fallocate(fd, at, min(_POPULATE_BYTES, size - at))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-            raise
-        raise ConfigError(f"A primary tier of {size} bytes: {error.strerror}. Make it smaller.") from error
-
-
-def _memory_available_bytes() -> int | None:
-    """Return the memory available without swapping, within the container's limit; None if unknown."""
-    found = None
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    for path in _CGROUP_LIMITS:
-        # "max" means no limit, and is not a number.
-        with contextlib.suppress(OSError, ValueError):
-            limit = int(Path(path).read_text())
-            found = limit if found is None else min(found, limit)
-    return found

@@ -29,9 +29,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload.base import Medium as VllmMedium
 from vllm.v1.kv_offload.base import OffloadingEvent, get_offload_block_hash
 from vllm.v1.kv_offload.config import OffloadingConfig
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from kvstore.types import Locality, Medium
+from kvstore.vllm.region import LockedRegion
 
 _EVENTS_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.events"
 
@@ -347,7 +347,7 @@ def cache_hit_source(medium: Medium, locality: Locality) -> Any:
     return sources.HOST if medium is Medium.CPU else sources.DISK
 
 
-def open_region(spec: Any, rank: int | None) -> SharedOffloadRegion:
+def open_region(spec: Any, rank: int | None) -> LockedRegion:
     """Map the region shared by the workers and the scheduler of one engine.
 
     Args:
@@ -355,7 +355,7 @@ def open_region(spec: Any, rank: int | None) -> SharedOffloadRegion:
         rank: Index of this worker's part of each row; None for the scheduler.
     """
     rows, row_bytes = region_shape(spec)
-    return SharedOffloadRegion(
+    return LockedRegion(
         engine_id=spec.config.engine_id,
         num_chunks=rows,
         rank=rank,
@@ -374,11 +374,6 @@ def tolerate_unnaming(worker: Any) -> None:
     if region is not None and region._creator:
         region._creator = False
         weakref.finalize(region, Path(region.mmap_path).unlink, missing_ok=True)
-
-
-def region_path(engine_id: str) -> str:
-    """Return the path of the region shared by the workers and the scheduler of one engine."""
-    return f"/dev/shm/vllm_offload_{engine_id}.mmap"
 
 
 def steps_under_way_max(engine_config: Any) -> int:

@@ -16,9 +16,12 @@ from vllm.v1.kv_offload.base import PrepareStoreOutput
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvstore.errors import ConfigError
+from kvstore.registry import BACKENDS
 from kvstore.vllm.compat import cut_hashes_with_tokens, flush_first, note_allocated, replace_tables
 from kvstore.vllm.metrics import UNPROVEN_REQUESTS
+from kvstore.vllm.options import TIER_TYPE, uses_huge_pages
 from kvstore.vllm.proof import CAUSES, Doubt, check_engine, doubt_of_engine, doubt_of_request
+from kvstore.vllm.region import use_locked_region
 
 logger = logging.getLogger("kvstore.vllm.connector")
 
@@ -83,6 +86,7 @@ class KVStoreConnector(OffloadingConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self.engine = EngineContext(vllm_config, kv_cache_config)
         check_engine(vllm_config)
+        _lock_region(getattr(vllm_config, "kv_transfer_config", None))
         with self.engine.entered():
             super().__init__(vllm_config, role, kv_cache_config)
         self.engine.scheduler, self.engine.worker = self.connector_scheduler, self.connector_worker
@@ -173,6 +177,14 @@ class KVStoreConnector(OffloadingConnector):
         failures = self.engine.load_failures
         failed = set() if failures is None else failures.take_requests(results.finished_recving)
         return dataclasses.replace(results, failed_recving=results.failed_recving | failed) if failed else results
+
+
+def _lock_region(transfer: Any) -> None:
+    """Let vLLM's own spec with a kvstore tier allocate its region as kvstore's spec does."""
+    extra = getattr(transfer, "kv_connector_extra_config", None) or {}
+    types = {TIER_TYPE, *BACKENDS.names()}
+    if any(tier.get("type") in types for tier in extra.get("secondary_tiers", ())):
+        use_locked_region(transfer.engine_id, huge_pages=uses_huge_pages(extra))
 
 
 def _accept_proven_stores(manager: Any) -> None:

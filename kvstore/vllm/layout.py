@@ -21,8 +21,9 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.compat import canonical_config, has_states, region_path, window_groups
+from kvstore.vllm.compat import canonical_config, has_states, window_groups
 from kvstore.vllm.connector import EngineContext
+from kvstore.vllm.region import region_path
 
 logger = logging.getLogger("kvstore.vllm.layout")
 

@@ -48,9 +48,10 @@ from kvstore.vllm.copies import Slots, WorkerReports
 from kvstore.vllm.events import Lineage, Statements
 from kvstore.vllm.foreign import ForeignTier, ForeignTiers, VllmRequest, open_foreign_tier
 from kvstore.vllm.guard import ErrorLog, guarded
-from kvstore.vllm.metrics import HitSummary, ManagerMetrics, StandardMetrics, TierMetrics, report_requests
+from kvstore.vllm.metrics import HitSummary, ManagerMetrics, StandardMetrics, TierMetrics, report_engine
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
+from kvstore.vllm.region import described_pages, region_pages
 from kvstore.vllm.startup import described, described_slots, errors_logged, show_logs
 from kvstore.vllm.steps import IdleWaker, Pauses, StepTimes
 from kvstore.vllm.tags import Adapters, Check, RequestTags, of_replica, remote_fields, serves_peers
@@ -89,6 +90,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._metrics = [TierMetrics(tier.name) for tier in self._tiers]
         self._manager_metrics = ManagerMetrics()
         self._doubts = spec.engine.doubts
+        self._pages = region_pages(spec.config.engine_id)
         self._standard_metrics = StandardMetrics(
             [tier.name for tier in tiers],
             manager.primary.slot_bytes,
@@ -339,7 +341,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         callback_errors = {tier.name: tier.errors for tier in self._foreign}
         merged = self._manager_metrics.report(stats, self.errors.count, callback_errors)
         merged.aggregate(self._standard_metrics.report(stats, self.manager.tally))
-        merged.aggregate(report_requests(self._doubts))
+        merged.aggregate(report_engine(self._doubts, self._pages))
         tier_stats = {each.name: each for each in self.manager.tier_stats()}
         for tier, metrics in zip(self._tiers, self._metrics, strict=True):
             merged.aggregate(metrics.report(tier_stats[tier.name], tier.take_samples(), 0))
@@ -507,9 +509,10 @@ def _log_start(primary: PrimaryTier, tiers: Sequence[AsyncTier | ForeignTier], s
         for tier, options in zip(tiers, spec.secondary_tier_configs, strict=True)
     ]
     logger.info(
-        "kvstore manages %d slots of %s, and the tiers %s; namespace %s",
+        "kvstore manages %d slots of %s, %s, and the tiers %s; namespace %s",
         primary.slots,
         described_slots(spec, primary.slot_bytes),
+        described_pages(spec.config.engine_id),
         ", ".join(lines),
         namespace.hex,
     )

@@ -183,14 +183,15 @@ def manager_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     return _definitions(gauges, {**counters, "tenant_blocks": _TENANT_BLOCKS})
 
 
-def request_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Return the declaration of every metric that :func:`report_requests` fills."""
-    text = "Requests of which nothing is stored or loaded, because their blocks may be wrong."
-    return _definitions({}, {"unproven_requests": (text, ("cause",))})
+def engine_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Return the declaration of every metric that :func:`report_engine` fills."""
+    unproven = "Requests of which nothing is stored or loaded, because their blocks may be wrong."
+    pages = "Bytes of the primary tier by the kind of its pages: huge (2 MiB) or small."
+    return _definitions({"primary_bytes": (pages, ("pages",))}, {"unproven_requests": (unproven, ("cause",))})
 
 
-def report_requests(doubts: Counter[str]) -> OffloadingConnectorStats:
-    """Report the unproven requests since the last report, by cause, and forget them.
+def report_engine(doubts: Counter[str], pages: Mapping[str, int]) -> OffloadingConnectorStats:
+    """Report the unproven requests since the last report, by cause, and forget them; and bytes by the kind of pages.
 
     One engine has one counter, whichever tier or manager reports it first.
     """
@@ -198,6 +199,8 @@ def report_requests(doubts: Counter[str]) -> OffloadingConnectorStats:
     for cause, count in doubts.items():
         stats.increase_counter(UNPROVEN_REQUESTS, count, (cause,))
     doubts.clear()
+    for kind, size_bytes in pages.items():
+        stats.set_gauge(_PREFIX + "primary_bytes", size_bytes, (kind,))
     return stats
 
 

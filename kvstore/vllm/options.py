@@ -31,6 +31,7 @@ _OPTIONS: Final = frozenset(
         "eviction_policy",
         "canonical_layout",
         "cpu_bytes_to_use",
+        "huge_pages",
         "numerics",
         "weights",
         "secondary_tiers",
@@ -72,6 +73,11 @@ def is_own_manager(extra_config: Mapping[str, Any]) -> bool:
     needs_vllm = "cache_policy_module_path" in extra_config
     default = "kvstore" if "tiering" in extra_config or not needs_vllm else "vllm"
     return bool(extra_config.get("manager", default) != "vllm")
+
+
+def uses_huge_pages(extra_config: Mapping[str, Any]) -> bool:
+    """Return whether to allocate the primary tier in huge pages; true by default."""
+    return bool(extra_config.get("huge_pages", True))
 
 
 def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
@@ -161,7 +167,7 @@ def option_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted(_VLLM_COUNTS & extra_config.keys()):
         if not _is_number(value := extra_config[name], int) or int(value) < 1:
             yield f"{name!r} is {shown(value)}. Expected a whole number, 1 or more, without a unit."
-    for name in sorted(_VLLM_FLAGS & extra_config.keys()):
+    for name in sorted(({"huge_pages"} | _VLLM_FLAGS) & extra_config.keys()):
         if extra_config[name] not in (True, False):
             yield f"{name!r} is {shown(extra_config[name])}. Expected true or false, without quotes."
     for name in sorted(_VLLM_NUMBERS & extra_config.keys()):

@@ -38,7 +38,7 @@ from kvstore.vllm.layout import (
     without_synchronous_loads,
 )
 from kvstore.vllm.manager import open_manager
-from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions, request_metric_definitions
+from kvstore.vllm.metrics import engine_metric_definitions, manager_metric_definitions, metric_definitions
 from kvstore.vllm.options import (
     TIER_TYPE,
     check_options,
@@ -46,8 +46,10 @@ from kvstore.vllm.options import (
     is_own_manager,
     option_faults,
     unknown_options,
+    uses_huge_pages,
     with_short_types,
 )
+from kvstore.vllm.region import use_locked_region
 from kvstore.vllm.worker import HostOffloadingWorker
 
 
@@ -73,6 +75,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
             raise ConfigError(fault)
         self._tiering = check_tiering(extra)
         self.engine = current_engine()
+        use_locked_region(config.engine_id, huge_pages=uses_huge_pages(extra))
         whole = with_whole_rows(dataclasses.replace(config, extra_config=extra), self.engine)
         self._direct_config: OffloadingConfig = without_synchronous_loads(whole, self.engine)
         all_ours = all(tier["type"] == TIER_TYPE for tier in extra["secondary_tiers"])
@@ -93,7 +96,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         # vLLM's front end, which logs the metrics, calls only this method.
         leave_zeros_out()
         extra = with_short_types(extra_config)
-        ours = {**metric_definitions(), **manager_metric_definitions(), **request_metric_definitions()}
+        ours = {**metric_definitions(), **manager_metric_definitions(), **engine_metric_definitions()}
         return {**super().build_metric_definitions(extra), **(ours if is_own_manager(extra) else {})}
 
     @classmethod

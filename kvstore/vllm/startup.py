@@ -25,6 +25,8 @@ from vllm.platforms import current_platform
 from kvstore.backends.peer.config import NOTHING_TO_SERVE
 from kvstore.config import ByteSize, decode_config, did_you_mean
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.primary.memory import shortage
+from kvstore.primary.shared import SHM, remove_dead_files
 from kvstore.registry import BACKENDS
 from kvstore.secret import shown
 from kvstore.tiers import AsyncTier
@@ -77,8 +79,15 @@ def check_start() -> None:
     else:
         transfer, others = _of_command_line(sys.argv)
         here = not any(word in each for each in sys.argv for word in _ELSEWHERE)
+    is_first = multiprocessing.parent_process() is None
+    if is_first:
+        remove_dead_files()
     try:
         _report(*transfer_faults(transfer, others, here=here) or ())
+        # In later processes, the region may exist already.
+        size_bytes = region_bytes(transfer, others) if is_first and here else 0
+        if size_bytes and (text := shortage(size_bytes, SHM)):
+            raise ConfigError(f"'cpu_bytes_to_use': {text}")
     except ConfigError as error:
         _refuse(
             error,
@@ -108,10 +117,7 @@ def transfer_faults(
     with _collecting(faults, "kv_connector"):
         _check_connector(transfer, engine_args)
     of_vllm = [text for each in _transfers(transfer) if isinstance(each, Mapping) for text in _faults_of_transfer(each)]
-    # vLLM derives 'cpu_bytes_to_use' from this argument only later.
-    size_gib = getattr(engine_args, "kv_offloading_size", None)
-    given = {} if size_gib is None else {"cpu_bytes_to_use": size_gib * 2**30}
-    found = [faults_of({**given, **extra}, here=here) for extra in _offloadings(transfer)]
+    found = [faults_of(extra, here=here) for extra in _sized_offloadings(transfer, engine_args)]
     if not faults and all(each is None for each in found):
         return None
     faults[:0] = of_vllm
@@ -124,6 +130,26 @@ def transfer_faults(
         text = f"is {_VLLMS_CONNECTOR!r}, which stands for {OUR_CONNECTOR!r} in this release only. Give that name."
         warnings.append(Fault("kv_connector", text))
     return faults, warnings
+
+
+def region_bytes(transfer: Any, engine_args: Any = None) -> int:
+    """Return the size of the primary tiers of a ``--kv-transfer-config`` without faults; 0 if it does not use kvstore.
+
+    Arguments as for :func:`transfer_faults`.
+    """
+    named = {TIER_TYPE, *BACKENDS.names()}
+    return sum(
+        int(ByteSize(extra["cpu_bytes_to_use"]))
+        for extra in _sized_offloadings(transfer, engine_args)
+        if extra.get("spec_name") == _OUR_SPEC or any(t.get("type") in named for t in extra.get("secondary_tiers", ()))
+    )
+
+
+def _sized_offloadings(transfer: Any, engine_args: Any) -> list[dict[str, Any]]:
+    """Return all ``kv_connector_extra_config``, with the size that vLLM derives from another argument only later."""
+    size_gib = getattr(engine_args, "kv_offloading_size", None)
+    given = {} if size_gib is None else {"cpu_bytes_to_use": int(size_gib * 2**30)}
+    return [{**given, **extra} for extra in _offloadings(transfer)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,10 @@ from kvstore.vllm.compat import (
 from kvstore.vllm.connector import current_engine
 from kvstore.vllm.events import Lineage
 from kvstore.vllm.guard import ErrorLog, guarded
-from kvstore.vllm.metrics import TierMetrics, metric_definitions, report_requests, request_metric_definitions
+from kvstore.vllm.metrics import TierMetrics, engine_metric_definitions, metric_definitions, report_engine
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import check_options, tier_name
+from kvstore.vllm.region import described_pages, region_pages
 from kvstore.vllm.startup import described, described_slots, errors_logged, show_logs
 from kvstore.vllm.steps import IdleWaker
 from kvstore.vllm.tags import remote_fields
@@ -135,13 +136,15 @@ class KVStoreTier(SecondaryTierManager):
             self.cache_hit_source = source
         self.errors = ErrorLog(self._tier.name)
         self._doubts = engine.doubts
+        self._pages = region_pages(offloading_spec.config.engine_id)
         self._lineage = Lineage([self._tier] if self._emits_events else (), engine)
         self._metrics = TierMetrics(self._tier.name)
         self._waker = IdleWaker([self._tier])
         logger.info(
-            "kvstore tier %s opened, slots of %s, namespace %s",
+            "kvstore tier %s opened, slots of %s, %s, namespace %s",
             described(self._tier, config),
             described_slots(offloading_spec, slot_bytes),
+            described_pages(offloading_spec.config.engine_id),
             namespace.hex,
         )
 
@@ -150,7 +153,7 @@ class KVStoreTier(SecondaryTierManager):
         """Declare the metrics of ``get_stats``, without any connection."""
         # vLLM's front end, which logs the metrics, calls only this method.
         leave_zeros_out()
-        return {**metric_definitions(), **request_metric_definitions()}
+        return {**metric_definitions(), **engine_metric_definitions()}
 
     @property
     def label(self) -> str:
@@ -248,7 +251,7 @@ class KVStoreTier(SecondaryTierManager):
             return None
         self._reported_at, self._unreported_jobs = now, False
         report = self._metrics.report(self._tier.stats(), self._tier.take_samples(), self.errors.count)
-        return report.aggregate(report_requests(self._doubts))
+        return report.aggregate(report_engine(self._doubts, self._pages))
 
     @guarded(lambda: None)
     def shutdown(self) -> None:

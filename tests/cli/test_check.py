@@ -9,15 +9,23 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.primary.pages import described_allocation
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
 
 pytest.importorskip("vllm")
 
+_PRIMARY_BYTES = 64 << 20
+
 
 def _transfer(tmp_path: Path, **more: Any) -> dict[str, Any]:
     tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "1GiB"}
-    extra = {"spec_name": "KVStoreOffloadingSpec", "cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier], **more}
+    extra = {
+        "spec_name": "KVStoreOffloadingSpec",
+        "cpu_bytes_to_use": _PRIMARY_BYTES,
+        "secondary_tiers": [tier],
+        **more,
+    }
     return {"kv_connector": "KVStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
@@ -27,7 +35,8 @@ def test_a_right_configuration_is_ok(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     for given in (text, f"@{tmp_path}/config.json"):
         done = run_here("check", given)
-        assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "ok  " + described_allocation(_PRIMARY_BYTES) + "\n"
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
@@ -80,5 +89,14 @@ def test_the_size_of_the_primary_tier_may_be_vllms_argument(tmp_path: Path) -> N
     text = json.dumps(transfer)
     done = run_here("check", text)
     assert done.returncode == 2 and "--kv-offloading-size gives it" in done.stdout
-    assert run_here("check", text, "--kv-offloading-size", "0.5").stdout == "ok\n"
+    assert run_here("check", text, "--kv-offloading-size", "0.5").stdout.startswith(
+        "ok  Allocating a primary tier of 512.0 MiB"
+    )
     assert run_here("check", text, "--kv-offloading-size", "0").returncode == 2
+
+
+def test_a_primary_tier_without_room_is_a_warning(tmp_path: Path) -> None:
+    """What does not fit into this machine is reported with the remedy, and not a fault: another may run the engine."""
+    done = run_here("check", json.dumps(_transfer(tmp_path, cpu_bytes_to_use="1PiB")))
+    assert done.returncode == 0
+    assert done.stdout.startswith("warn  'cpu_bytes_to_use': A primary tier of 1048576.0 GiB does not fit: ")

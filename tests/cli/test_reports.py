@@ -264,7 +264,7 @@ def test_doctor_finds_a_fit_machine(tmp_path: Path) -> None:
     done = run_here("bench", "doctor", "-t", tier, "--json")
     rows = {row["check"]: row for row in report_of(done)["rows"]}
     subjects = {"file system", "direct I/O", "space", "io_uring", "nofile", "memlock", "checksum", "codec", "vLLM"}
-    assert subjects | {"/dev/shm"} <= set(rows)
+    assert subjects | {"/dev/shm", "huge pages"} <= set(rows)
     assert all(row["advice"] for row in rows.values() if row["status"] != "ok")
     assert rows["space"]["status"] == "ok"
     assert list(tmp_path.iterdir()) == []

@@ -53,6 +53,7 @@ def page(seconds: float, engine: str = "0", **gauges: float) -> str:
         'load_seconds_bucket{le="+Inf",tier="disk"}': 100 * seconds,
         'primary_slots{state="free"}': 25, 'primary_slots{state="ready"}': 70, 'primary_slots{state="writing"}': 5,
         'primary_slots{state="pinned"}': 40, 'primary_slots{state="abandoned"}': 0,
+        'primary_bytes{pages="huge"}': 3 << 30, 'primary_bytes{pages="small"}': 1 << 30,
         'manager_lookups_total{result="hit"}': 50 * seconds, 'manager_lookups_total{result="pending"}': 10 * seconds,
         'manager_lookups_total{result="retry"}': 90 * seconds, 'manager_lookups_total{result="miss"}': 40 * seconds,
     }  # fmt: skip
@@ -108,7 +109,7 @@ def test_rates_are_those_between_two_samples() -> None:
     }  # fmt: skip
     assert engine_row(engine) == {
         "engine": "here", "requests": None, "lookups": "100", "found": "60 %", "slots": "100", "full": "75 %",
-        "evicted": None,
+        "huge": "75 %", "evicted": None,
     }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from kvstore.testing.waiting import eventually
 from kvstore.vllm.compat import region_shape
 from kvstore.vllm.connector import EngineContext
 from kvstore.vllm.copies import CountingWorker, LoadFailures, counters_of
+from kvstore.vllm.region import use_locked_region
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.vllm.engine_config import engine
 
@@ -92,6 +93,7 @@ def pattern_of(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def make_spec(config: OffloadingConfig, spec_class: Any = KVStoreOffloadingSpec, known: Any = None) -> Any:
     """Return a spec as made by our connector, in an engine with another configuration if given."""
+    use_locked_region(config.engine_id, huge_pages=True)
     with EngineContext(known or engine()).entered():
         return spec_class(config)
 

@@ -15,8 +15,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.errors import ConfigError
 from kvstore.vllm import KVStoreConnector, KVStoreOffloadingSpec, KVStoreTier, plugin
-from kvstore.vllm.compat import region_path
 from kvstore.vllm.options import check_tiering, with_short_types
+from kvstore.vllm.region import region_path
 from kvstore.vllm.startup import transfer_faults
 from tests.vllm.harness import Driver, make_spec, offloading_config
 

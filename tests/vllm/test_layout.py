@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import gc
 import os
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.errors import ConfigError
 from kvstore.vllm import KVStoreOffloadingSpec
-from kvstore.vllm.compat import open_region, region_path, tolerate_unnaming
+from kvstore.vllm.compat import open_region, tolerate_unnaming
 from kvstore.vllm.connector import EngineContext
 from kvstore.vllm.layout import (
     WorkerNote,
@@ -42,6 +43,7 @@ from kvstore.vllm.layout import (
     with_whole_rows,
     without_synchronous_loads,
 )
+from kvstore.vllm.region import region_path
 from tests.vllm.harness import BLOCK_BYTES, Driver, key_of, make_spec, offloading_config, parallel
 
 TOKENS = 16
@@ -165,8 +167,10 @@ def engine_id() -> Iterator[str]:
     """An engine with a region of one page."""
     name = f"kvstore-test-note-{os.getpid()}"
     with open(region_path(name), "wb") as region:
+        fcntl.flock(region, fcntl.LOCK_SH)  # Otherwise the start of another engine removes it.
         region.write(bytes(4096))
-    yield name
+        region.flush()
+        yield name
     os.unlink(region_path(name))
 
 

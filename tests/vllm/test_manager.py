@@ -17,7 +17,8 @@ from kvstore.backends.disk.layout import decode_descriptor
 from kvstore.testing.waiting import eventually
 from kvstore.types import Locality
 from kvstore.types import Medium as OurMedium
-from kvstore.vllm.compat import cache_hit_source, region_path
+from kvstore.vllm.compat import cache_hit_source
+from kvstore.vllm.region import region_path
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.vllm.harness import Driver, key_of
 

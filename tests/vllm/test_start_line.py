@@ -17,7 +17,7 @@ from tests.vllm.harness import Driver, key_of
 def test_one_line_has_all_that_an_operator_compares(
     spec_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Path, capacity, blocks found, bytes and tokens per slot, and I/O method are in one line, under either manager."""
+    """Path, capacity, blocks found, slots, huge pages and I/O method are in one line, under either manager."""
     tier = {"type": "file", "path": str(tmp_path), "capacity": "64MiB"}
     if spec_class is TieringOffloadingSpec:
         tier |= {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "file"}
@@ -28,5 +28,12 @@ def test_one_line_has_all_that_an_operator_compares(
         Driver([tier], spec_class=spec_class).close()
     lines = [text for text in caplog.messages if "namespace" in text]
     assert len(lines) == 1
-    for part in (str(tmp_path), "capacity 64MiB", "12 blocks found", "8192 bytes and 16 tokens", "I/O by "):
+    for part in (
+        str(tmp_path),
+        "capacity 64MiB",
+        "12 blocks found",
+        "8192 bytes and 16 tokens",
+        "I/O by ",
+        "MiB in huge pages",
+    ):
         assert part in lines[0], lines[0]

@@ -307,6 +307,14 @@ def test_the_command_line_may_give_the_size_of_the_primary_tier(
             check_start()
 
 
+def test_a_primary_tier_without_room_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit into memory or /dev/shm ends the server before it loads weights, with the remedy."""
+    transfer = _transfer(_extra(tmp_path, {"cpu_bytes_to_use": "1PiB"}, {}))
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", "--kv-transfer-config", json.dumps(transfer)])
+    with pytest.raises(SystemExit, match=r"^kvstore: 'cpu_bytes_to_use': .* does not fit: .*[Mm]ake it smaller\.$"):
+        check_start()
+
+
 def test_a_program_gets_an_error_that_it_can_catch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is raised when ``EngineArgs`` are created, and when an engine starts in its caller's process."""
     monkeypatch.setattr(sys, "argv", ["program"])

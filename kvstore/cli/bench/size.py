@@ -13,6 +13,9 @@ from kvstore.cli.bench.traces import BLOCK_TOKENS, read_trace
 from kvstore.cli.command_line import JsonFlag, Option, parsed_json, size_option, text_of
 from kvstore.cli.terminal import Column, latency_text, print_json_text, print_line, print_table, rounded_size
 from kvstore.errors import ConfigError
+from kvstore.primary.memory import shortage
+from kvstore.primary.pages import described_allocation
+from kvstore.primary.shared import SHM
 
 _DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 _KV_DTYPE_BYTES: Final = {**_DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -204,6 +207,10 @@ _KvDtype = Annotated[str, Option("--kv-dtype", metavar="TYPE", help="As vLLM's -
 _Ranks = Annotated[int, Option("--tp", metavar="N", help="Tensor parallel size.", min=1)]
 _BlockTokens = Annotated[int, Option("--block-tokens", metavar="N", help="vLLM's --block-size.", min=1)]
 _Capacity = Annotated[str | None, Option("--capacity", metavar="SIZE", help="Capacity of a tier: tokens that fit.")]
+_RegionSize = Annotated[
+    str | None,
+    Option("--region", metavar="SIZE", help="A primary tier (cpu_bytes_to_use): whether it fits into this machine."),
+]
 _Prompt = Annotated[int, Option("--prompt", metavar="TOKENS", help="Length of a prompt, for the times.", min=1)]
 _Rates = Annotated[
     str | None,
@@ -222,6 +229,7 @@ def size_command(
     tp: _Ranks = 1,
     block_tokens: _BlockTokens = 16,
     capacity: _Capacity = None,
+    region: _RegionSize = None,
     prompt: _Prompt = 8000,
     rates: _Rates = None,
     prefill: _Prefill = 10_000.0,
@@ -251,6 +259,9 @@ def size_command(
         found["capacity_bytes"] = size_bytes
         found["capacity_blocks"] = size_bytes // pages.block_bytes
         found["capacity_tokens"] = size_bytes // pages.block_bytes // pages.groups * pages.block_tokens
+    if region is not None:
+        region_bytes = int(size_option(region, "--region"))
+        found["region"] = shortage(region_bytes, SHM) or described_allocation(region_bytes)
     tiers: list[dict[str, Any]] = [
         {"tier": name, "bytes_per_s": rate, "load_s": pages.token_bytes * prompt / rate, "prefill_s": prompt / prefill}
         for name, rate in _parsed(rates)
@@ -287,6 +298,8 @@ def _print(found: dict[str, Any], prompt: int, hit_rate: float) -> None:
             f"{rounded_size(found['capacity_bytes'])} hold {found['capacity_tokens']:,} tokens "
             f"({found['capacity_blocks']:,} blocks)"
         )
+    if "region" in found:
+        print_line(found["region"])
     if "hit_capacity_bytes" in found:
         size_bytes, reached = found["hit_capacity_bytes"], found["hit_rate"]
         if reached >= hit_rate:

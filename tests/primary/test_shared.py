@@ -1,0 +1,106 @@
+"""Files of primary tiers in /dev/shm: allocated once, and removed after the end of their engine, never before."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.primary.pages import HUGE_BYTES
+from kvstore.primary.shared import SUFFIX, allocate, open_shared, remove_dead_files
+
+_SIZE = 4 * HUGE_BYTES
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from kvstore.primary import pages, shared
+
+def populate(fd, size_bytes, **options):
+    pages.populate(fd, size_bytes // 2, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[3] == "during":
+    shared.populate = populate
+file = shared.open_shared(Path(sys.argv[1]), int(sys.argv[2]))
+print(shared.allocate(file.fd, huge_pages=True), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """The path of a file that no engine has made yet, in a directory of its own in /dev/shm."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-test-", dir="/dev/shm") as directory:
+        yield Path(directory) / f"region{SUFFIX}"
+
+
+def _engine(path: Path, when: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _KILLED, str(path), str(_SIZE), when]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _killed(engine: subprocess.Popen[str]) -> None:
+    engine.kill()
+    engine.communicate(timeout=60)
+
+
+def test_one_process_allocates_for_all(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process makes and allocates the file; another finds it, with the bytes in huge pages."""
+    engine = _engine(path, "after")
+    try:
+        assert engine.stdout is not None
+        huge_bytes = int(engine.stdout.readline())
+        monkeypatch.setattr("kvstore.primary.shared.populate", None)
+        file = open_shared(path, _SIZE)
+        assert not file.is_maker
+        assert allocate(file.fd, huge_pages=True) == huge_bytes
+        os.close(file.fd)
+        assert path.stat().st_blocks * 512 >= _SIZE
+    finally:
+        _killed(engine)
+
+
+def test_a_file_stays_as_long_as_a_process_has_it_open(path: Path) -> None:
+    """A file in use is never removed; after the kill of its last process, the next start removes it."""
+    engine = _engine(path, "after")
+    try:
+        assert engine.stdout is not None and engine.stdout.readline()
+        remove_dead_files(path.parent)
+        file = open_shared(path, _SIZE)
+    finally:
+        _killed(engine)
+    remove_dead_files(path.parent)
+    assert path.exists()
+    os.close(file.fd)
+    remove_dead_files(path.parent)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("same_name", [True, False])
+def test_a_start_that_was_killed_leaves_no_memory(path: Path, same_name: bool) -> None:
+    """An engine killed during the allocation leaves a file, which the next start removes, also one of another name."""
+    for _ in range(5):
+        engine = _engine(path, "during")
+        engine.communicate(timeout=60)
+        assert (engine.returncode, path.exists()) == (-signal.SIGKILL, True)
+    other = path if same_name else path.with_name(f"other{SUFFIX}")
+    file = open_shared(other, _SIZE)
+    assert file.is_maker and os.fstat(file.fd).st_blocks == 0
+    assert list(path.parent.iterdir()) == [other]
+    os.close(file.fd)
+
+
+def test_files_without_a_lock_of_ours_stay(path: Path) -> None:
+    """Files of other names, which engines without kvstore have, stay whether they are in use or not."""
+    other = path.with_name("vllm_offload_1.mmap")
+    other.write_bytes(bytes(mmap.PAGESIZE))
+    remove_dead_files(path.parent)
+    assert other.exists()

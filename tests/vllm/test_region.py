@@ -1,0 +1,75 @@
+"""The region of a real vLLM: in huge pages, and nothing in /dev/shm after a killed start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.serving import Server
+from kvstore.primary import Region
+from kvstore.testing.waiting import eventually
+from kvstore.vllm.region import region_path
+from tests.vllm.engines import Start, prompt
+
+_REGION_BYTES = 64 << 20
+
+
+def _offloading(directory: Path, size_bytes: int = _REGION_BYTES, **more: Any) -> dict[str, Any]:
+    tier = {"type": "file", "path": str(directory), "capacity": "1GiB"}
+    spec = {"spec_name": "KVStoreOffloadingSpec", "spec_module_path": "kvstore.vllm"}
+    return {**spec, "cpu_bytes_to_use": size_bytes, "secondary_tiers": [tier], **more}
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("options", [{}, {"manager": "vllm"}, {"huge_pages": False}])
+def test_the_region_of_an_engine_lies_in_huge_pages(start: Start, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Under both managers, the whole region is in huge pages, unless they are off; a gauge and the log say it."""
+    with Region.create(2, 1 << 20, populate=True) as region:
+        if not region.huge_bytes:
+            pytest.skip("this kernel makes no huge pages on request")
+    engine = start(offloading=_offloading(tmp_path, **options), in_process=False)
+    engine.ask(prompt(1, 200))
+    metrics = engine.call("metrics")
+    pages = {kind: metrics[f"vllm:kvstore_primary_bytes{{{kind}}}"] for kind in ("huge", "small")}
+    assert 0.9 * _REGION_BYTES < sum(pages.values()) <= _REGION_BYTES  # In whole rows.
+    assert pages["small" if options.get("huge_pages", True) else "huge"] == 0
+    assert "in huge pages" in engine.text()
+    engine.close()
+
+
+@pytest.fixture
+def servers(model: Path, tmp_path: Path) -> Iterator[list[Server]]:
+    """Servers that are starting, killed at the end."""
+    started: list[Server] = []
+    yield started
+    for server in started:
+        server.kill()
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_starts_that_are_killed_leave_nothing(model: Path, tmp_path: Path, servers: list[Server]) -> None:
+    """After five workers were killed during the allocation, the next start has removed their files."""
+    paths = []
+    for number in range(5):
+        server = Server(f"killed{number}", model, tmp_path, offloading=_offloading(tmp_path / "kv", 1 << 30))
+        servers.append(server)
+        path = Path(region_path(server.engine_id))
+        eventually(path.exists, 300, "the allocation")
+        for pid in server.pids:
+            with contextlib.suppress(OSError):
+                if any(os.path.samefile(fd, path) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists()):
+                    os.kill(pid, signal.SIGKILL)
+        paths.append(path)
+        eventually(lambda server=server: not server.pids, 120, "the end of its other processes")
+    last = Server("last", model, tmp_path, offloading=_offloading(tmp_path / "kv"))
+    servers.append(last)
+    last.wait_ready()
+    assert not any(path.exists() for path in (*paths, Path(region_path(last.engine_id))))
