@@ -1,9 +1,9 @@
 """Files in /dev/shm that hold the primary tier of an engine with several processes, and do not outlive it.
 
-Every process of an engine that has such a file open holds a shared lock (``flock``) on it. The file gets its name only
-when its maker holds the lock, and the kernel releases the lock of a killed process. So a file without a lock belongs to
-an engine that has ended, and the next start of any engine removes it. Their names end in ``.locked.mmap``; other files,
-which have no lock, are never removed.
+Every process of an engine that has such a file open holds a shared lock (``flock``) on it, which the kernel releases
+when the process is killed. So a file without a lock belongs to an engine that has ended, and the next start of any
+engine removes it. A process that opens the file at that moment notices that it has no name any more, and makes another.
+The names end in ``.locked.mmap``; other files, which have no lock, are never removed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -30,8 +31,9 @@ _TRAILER: Final = struct.Struct("<8sQ")
 """In the page behind the primary tier: a mark that all of it is allocated, and the bytes in huge pages."""
 
 _ALLOCATED: Final = b"kvstore1"
-_OPEN_TRIES: Final = 100
-"""Each failure means that another process made or removed the file meanwhile."""
+_OPEN_TRIES: Final = 1000
+_OPEN_PAUSE_S: Final = 0.005
+"""Each failure means that another process makes or removes the file."""
 
 logger = logging.getLogger("kvstore.primary.shared")
 
@@ -59,9 +61,11 @@ def open_shared(path: Path, size_bytes: int) -> SharedFile:
             flags = os.O_RDWR | os.O_CLOEXEC
             descriptor = _made(path, size_bytes + mmap.PAGESIZE) if is_maker else os.open(path, flags)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            if os.fstat(descriptor).st_nlink:
+            found = os.fstat(descriptor)
+            if found.st_nlink and found.st_size:
                 return SharedFile(descriptor, is_maker)
-            os.close(descriptor)  # Removed before it was locked.
+            os.close(descriptor)  # Removed, or without its length, before it was locked here.
+        time.sleep(_OPEN_PAUSE_S)
     raise KVStoreError(f"{path} is removed again and again. End the program that does it.")
 
 
@@ -106,21 +110,15 @@ def remove_dead_files(directory: Path = SHM) -> None:
 
 
 def _made(path: Path, size_bytes: int) -> int:
-    """Make a file that is locked before it gets its name."""
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Make a file; processes that open it wait until it has its length."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        descriptor = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            os.ftruncate(descriptor, size_bytes)
-            # With a directory's descriptor, Python follows the link to the file.
-            os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=directory)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
-    finally:
-        os.close(directory)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.ftruncate(descriptor, size_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _range_lock(kind: int) -> bytes:
