@@ -6,6 +6,7 @@ so that other versions work too.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -14,7 +15,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -158,6 +159,40 @@ def note_allocated(scheduler: Any, blocks: Any) -> None:
     scheduler._current_batch_allocated_block_ids.update(
         block.block_id for group in blocks.blocks for block in group if block.block_id
     )
+
+
+def forget_freed(scheduler: Any) -> None:
+    """Forget the device's blocks that requests may have freed: those of windows that have been offered for storing.
+
+    A reset lets vLLM offer all blocks again, also freed ones, which may hold another request's tokens.
+
+    ``scheduler``: an ``OffloadingConnectorScheduler`` before its reset.
+    """
+    for status in scheduler._req_status.values():
+        for index in scheduler._sliding_window_groups:
+            group = status.group_states[index]
+            offered = group.block_ids[: group.next_stored_chunk_idx * scheduler.config.blocks_per_chunk]
+            group.block_ids[: len(offered)] = [0] * len(offered)
+
+
+@contextlib.contextmanager
+def without_new_loads(scheduler: Any, scheduler_output: Any) -> Iterator[None]:
+    """Hide the loads that begin in a step from vLLM's flush of preempted requests.
+
+    A reset may preempt a request whose blocks are loaded again in the same step. Up to 0.32, this ends the engine.
+
+    Args:
+        scheduler: An ``OffloadingConnectorScheduler``.
+        scheduler_output: vLLM's ``SchedulerOutput`` of the step.
+    """
+    loads = scheduler._current_batch_load_jobs.keys()
+    preempted = [scheduler._req_status.get(name) for name in scheduler_output.preempted_req_ids or ()]
+    hidden = [(status, status.transfer_jobs & loads) for status in preempted if status is not None]
+    for status, jobs in hidden:
+        status.transfer_jobs -= jobs
+    yield
+    for status, jobs in hidden:
+        status.transfer_jobs |= jobs
 
 
 def flush_first(connector: Any) -> None:

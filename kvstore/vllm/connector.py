@@ -16,7 +16,14 @@ from vllm.v1.kv_offload.base import PrepareStoreOutput
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.compat import cut_hashes_with_tokens, flush_first, note_allocated, replace_tables
+from kvstore.vllm.compat import (
+    cut_hashes_with_tokens,
+    flush_first,
+    forget_freed,
+    note_allocated,
+    replace_tables,
+    without_new_loads,
+)
 from kvstore.vllm.metrics import UNPROVEN_REQUESTS
 from kvstore.vllm.proof import CAUSES, Doubt, check_engine, doubt_of_engine, doubt_of_request
 
@@ -157,10 +164,16 @@ class KVStoreConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Report the step."""
         replace_tables(self.connector_scheduler, scheduler_output)
-        meta = super().build_connector_meta(scheduler_output)
+        with without_new_loads(self.connector_scheduler, scheduler_output):
+            meta = super().build_connector_meta(scheduler_output)
         for call in self.engine.on_scheduled:
             call(scheduler_output)
         return meta
+
+    def reset_cache(self) -> bool | None:
+        """Empty the primary tier, after which nothing is stored from blocks that running requests have freed."""
+        forget_freed(self.connector_scheduler)
+        return super().reset_cache()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the device's blocks of loads that were not made."""

@@ -116,8 +116,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._without_keys: set[str] = set()
         self._window_groups = spec.window_groups
         self._hands_over = serves_peers(spec.secondary_tier_configs)
-        self._live: set[str] = set()
-        self._outlived_reset: set[str] = set()
         self._summary = HitSummary()
         self._reported_at = 0.0
         self._has_stepped = False
@@ -136,7 +134,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         """Register a request. Its keys become known at its first lookup."""
         ctx = self._context(req_context)
         self._without_keys.add(ctx.request_id)
-        self._live.add(ctx.request_id)
         self.manager.on_new_request(ctx)
         return self._foreign.begin(ctx)
 
@@ -189,18 +186,12 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: None)
     def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Find room for blocks. Returns None if there is no room now; vLLM then offers the blocks again.
-
-        After a reset, vLLM offers all blocks of a request again, including freed blocks of a sliding window, which may
-        hold another request's tokens. Blocks of such layers are not accepted.
-        """
+        """Find room for blocks. Returns None if there is no room now; vLLM then offers the blocks again."""
         ctx = self._context(req_context)
         if not ctx.complete_tag():
             return None
         if ctx.is_excluded:
             return PrepareStoreOutput([], Slots([], self.manager.copy_lane), [])
-        if ctx.request_id in self._outlived_reset:
-            keys = [key for key in keys if not self._is_windowed(key)]
         if ctx.request_id in self._without_keys:
             self._set_keys(ctx, req_context)
         ours = ctx.ours(list(keys))
@@ -246,7 +237,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Record the end of a request."""
         ctx = self._context(req_context)
-        for names in (self._without_keys, self._live, self._outlived_reset, self._loading):
+        for names in (self._without_keys, self._loading):
             names.discard(ctx.request_id)
         self._foreign.finish(ctx)
 
@@ -309,7 +300,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         Slots of unfinished I/O stay out of use until it ends. Slots of running or deferred worker copies stay out of
         use until the workers' counters or :meth:`on_reset_flushed` prove the end of the copies.
         """
-        self._outlived_reset |= self._live
         self._unconfirmed.clear()
         self._foreign.reset()
         if not self.manager.reset(_DRAIN_S) and self.manager.has_pending_work:
@@ -407,11 +397,10 @@ class KVStoreOffloadingManager(OffloadingManager):
             self._without_keys.discard(ctx.request_id)
             weighed = None
             if self._window_groups:
-                weighed = ctx.ours({key for key in ends if not self._is_windowed(key)})
+                weighed = ctx.ours(
+                    {key for key in ends if get_offload_group_idx(OffloadKey(key)) not in self._window_groups}
+                )
             self.manager.set_keys(ctx, tuple(ctx.ours(tuple(ends))), ends=tuple(ends.values()), weighed=weighed)
-
-    def _is_windowed(self, key: bytes) -> bool:
-        return get_offload_group_idx(OffloadKey(key)) in self._window_groups
 
     def _context(self, req_context: ReqContext, origin: ForeignTier | None = None) -> VllmRequest:
         """Return our context of a request, stored in vLLM's."""
