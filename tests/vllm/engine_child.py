@@ -143,9 +143,7 @@ class Engine:
         assert pool.get_num_free_blocks() == scheduler.kv_cache_config.num_blocks - 1, "a block of the device is left"
         return answers
 
-    def ask_with_resets(
-        self, prompts: list[list[int]], tokens: int, running: bool, connector: bool
-    ) -> list[list[int]]:
+    def ask_with_resets(self, prompts: list[list[int]], tokens: int, running: bool, connector: bool) -> list[list[int]]:
         """Answer prompts, with a reset once all have tokens and no copy runs. The second begins late in the first.
 
         Args:
