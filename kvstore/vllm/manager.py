@@ -48,6 +48,7 @@ from kvstore.vllm.copies import Slots, WorkerReports
 from kvstore.vllm.events import Lineage, Statements
 from kvstore.vllm.foreign import ForeignTier, ForeignTiers, VllmRequest, open_foreign_tier
 from kvstore.vllm.guard import ErrorLog, guarded
+from kvstore.vllm.layout import useful_bytes, warn_of_waste
 from kvstore.vllm.metrics import HitSummary, ManagerMetrics, StandardMetrics, TierMetrics, report_requests
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
@@ -87,7 +88,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._views = tuple(views)
         self._emits_events = emits_events(spec)
         self._metrics = [TierMetrics(tier.name) for tier in self._tiers]
-        self._manager_metrics = ManagerMetrics()
+        self._manager_metrics = ManagerMetrics(manager.primary.slot_bytes, useful_bytes(spec, spec.engine))
         self._doubts = spec.engine.doubts
         self._standard_metrics = StandardMetrics(
             [tier.name for tier in tiers],
@@ -489,7 +490,8 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
 
 
 def _log_start(primary: PrimaryTier, tiers: Sequence[AsyncTier | ForeignTier], spec: Any, namespace: Namespace) -> None:
-    """Log the primary tier and the tiers in one line."""
+    """Log the primary tier and the tiers in one line, and rows that are mostly empty."""
+    useful = useful_bytes(spec, spec.engine)
     lines = [
         tier.name if isinstance(tier, ForeignTier) else described(tier, check_options(options, tier_type=TIER_TYPE))
         for tier, options in zip(tiers, spec.secondary_tier_configs, strict=True)
@@ -497,8 +499,9 @@ def _log_start(primary: PrimaryTier, tiers: Sequence[AsyncTier | ForeignTier], s
     logger.info(
         "kvstore manages %d slots of %s, and the tiers %s; namespace %s",
         primary.slots,
-        described_slots(spec, primary.slot_bytes),
+        described_slots(spec, primary.slot_bytes, useful),
         ", ".join(lines),
         namespace.hex,
     )
+    warn_of_waste(useful, primary.slot_bytes)
     logger.debug("Namespace %s: %s", namespace.hex, namespace.document())
