@@ -110,3 +110,17 @@ def test_resets_while_requests_run_spoil_no_block(
         assert engine.ask(text)[0]["tokens"] == plain.ask(text)[0]["tokens"]
     plain.close()
     engine.close()
+
+
+@pytest.mark.parametrize(("interval", "cached"), [(0, 0), (64, 256)])
+def test_a_part_of_a_prompt_is_found_where_windows_are_retained(
+    start: Start, interval: int, cached: int, expected: list[int], tmp_path: Path
+) -> None:
+    """By default vLLM stores no window at the end of the part, so nothing is loaded, and the tokens are right."""
+    engine = start(offloading=managed(tmp_path), llm={**LLM, "prefix_cache_retention_interval": interval})
+    for params, found in (({"max_offload_tokens": 256}, 0), ({}, cached)):
+        (answer,) = engine.call("ask", [prompt(1, 700)], 6, None, params)
+        assert answer == {"tokens": expected, "cached": found}
+        engine.call("settle")
+        engine.call("reset")
+    engine.close()
