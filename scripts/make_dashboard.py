@@ -146,6 +146,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Blocks of a tier", (total("blocks", "tier"),)),
         Panel("Blocks that left a tier, by cause", (rate("removed_blocks", "tier", "cause"),), "ops"),
         Panel("Slots of the primary tier", (total("primary_slots", "state"), rate("primary_evicted_blocks"))),
+        Panel("Bytes of a row, by group of layers", (total("primary_row_bytes", "group"),), "bytes"),
     ),
     "Faults": (
         Panel(

@@ -6,6 +6,7 @@ so that other versions work too.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -14,7 +15,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -25,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload.base import Medium as VllmMedium
 from vllm.v1.kv_offload.base import OffloadingEvent, get_offload_block_hash
@@ -75,14 +77,25 @@ def scheduled_tokens(scheduler_output: Any) -> list[tuple[int, int]] | None:
 CLIENTS_NAME = "client-"
 """Begins the identifiers of media that a client has named."""
 
+_CLIENTS_HASHES = "kvstore_hashes_of_client"
+"""Parameter of a request whose client gave hashes of media. Their identifiers stay: encoder caches share them."""
+
+
+class _ContentHash(str):
+    """A hash that vLLM's front end has made from a medium itself."""
+
 
 def mark_media_of_clients() -> None:
-    """Let vLLM's front end mark the identifiers of media that a client has named.
+    """Let vLLM's front end mark media that a client has named, and requests with media that it has not hashed itself.
 
-    vLLM hashes such a name together with options of the media's processor, and the processors of some models hash the
-    result again. It then looks like a hash of the content.
+    vLLM hashes a client's name together with options of the media's processor, and the processors of some models hash
+    the result again. It then looks like a hash of the content. ``/inference/v1/generate`` takes hashes as they are.
     """
-    named, hashed = ProcessorInputs.get_mm_hashes, MultiModalHasher.hash_kwargs
+    named, hashed, processed = (
+        ProcessorInputs.get_mm_hashes,
+        MultiModalHasher.hash_kwargs,
+        InputProcessor.process_inputs,
+    )
     if hasattr(named, "__wrapped__"):
         return
 
@@ -97,10 +110,32 @@ def mark_media_of_clients() -> None:
     @wraps(hashed)
     def marked_again(*args: Any, **parts: Any) -> str:
         is_marked = any(isinstance(part, str) and part.startswith(CLIENTS_NAME) for part in parts.values())
-        return CLIENTS_NAME * (is_marked and "model_id" not in parts) + hashed(*args, **parts)
+        found = hashed(*args, **parts)
+        return CLIENTS_NAME + found if is_marked and "model_id" not in parts else _ContentHash(found)
+
+    @wraps(processed)
+    def marked_request(*args: Any, **options: Any) -> Any:
+        request = processed(*args, **options)
+        for feature in request.mm_features or ():
+            if isinstance(feature.mm_hash, _ContentHash):
+                # Messages to the engine have no subclasses.
+                feature.identifier, feature.mm_hash = str(feature.identifier), str(feature.mm_hash)
+            elif (sampling := request.sampling_params) is not None:
+                sampling.extra_args = {**(sampling.extra_args or {}), _CLIENTS_HASHES: True}
+            else:
+                pooling = request.pooling_params
+                pooling.extra_kwargs = {**(pooling.extra_kwargs or {}), _CLIENTS_HASHES: True}
+        return request
 
     ProcessorInputs.get_mm_hashes = marked
     MultiModalHasher.hash_kwargs = staticmethod(marked_again)
+    InputProcessor.process_inputs = marked_request
+
+
+def has_hashes_of_client(request: Any) -> bool:
+    """Return whether the front end has marked a request of vLLM because its client gave hashes of media."""
+    extra = request.sampling_params.extra_args if request.sampling_params else request.pooling_params.extra_kwargs
+    return _CLIENTS_HASHES in (extra or {})
 
 
 def replace_tables(scheduler: Any, scheduler_output: Any) -> None:
@@ -122,7 +157,7 @@ def replace_tables(scheduler: Any, scheduler_output: Any) -> None:
                 group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, len(keys))
 
 
-def cut_hashes_with_tokens(request: Any, tokens_per_hash: int, on_turn: Callable[[Any], object]) -> None:
+def cut_hashes_with_tokens(request: Any, tokens_per_hash: int) -> None:
     """Let a session lose the hashes of blocks whose last tokens its next turn replaces.
 
     Each turn of a session drops the last token that was sampled before. vLLM 0.31 keeps the hash of a block with it.
@@ -130,7 +165,6 @@ def cut_hashes_with_tokens(request: Any, tokens_per_hash: int, on_turn: Callable
     Args:
         request: vLLM's ``Request``, which is being added.
         tokens_per_hash: Tokens of a hash.
-        on_turn: Called with a session at each further turn.
     """
     hasher = request._block_hasher
     if hasher is None or not request.resumable:
@@ -140,7 +174,6 @@ def cut_hashes_with_tokens(request: Any, tokens_per_hash: int, on_turn: Callable
         # A turn has been appended to the prompt, and is not yet counted.
         if len(session.prompt_token_ids) != session.num_prompt_tokens:
             del session.block_hashes[session.num_computed_tokens // tokens_per_hash :]
-            on_turn(session)
         return hasher(session)
 
     request._block_hasher = hashes
@@ -160,23 +193,62 @@ def note_allocated(scheduler: Any, blocks: Any) -> None:
     )
 
 
-def flush_first(connector: Any) -> None:
-    """Let the ``MultiConnector`` that is creating a worker's connector flush its stores before the others begin.
+def forget_freed(scheduler: Any) -> None:
+    """Forget the device's blocks that requests may have freed: those of windows that have been offered for storing.
 
-    vLLM has no rule for the order, and another connector may begin to fill a block while it flushes.
+    A reset lets vLLM offer all blocks again, also freed ones, which may hold another request's tokens.
+
+    ``scheduler``: an ``OffloadingConnectorScheduler`` before its reset.
     """
-    multi = _caller_with("_connectors", "handle_preemptions")
-    if multi is None:
+    for status in scheduler._req_status.values():
+        for index in scheduler._sliding_window_groups:
+            group = status.group_states[index]
+            offered = group.block_ids[: group.next_stored_chunk_idx * scheduler.config.blocks_per_chunk]
+            group.block_ids[: len(offered)] = [0] * len(offered)
+
+
+@contextlib.contextmanager
+def without_new_loads(scheduler: Any, scheduler_output: Any) -> Iterator[None]:
+    """Hide the loads that begin in a step from vLLM's flush of preempted requests.
+
+    A reset may preempt a request whose blocks are loaded again in the same step. Up to 0.32, this ends the engine.
+
+    Args:
+        scheduler: An ``OffloadingConnectorScheduler``.
+        scheduler_output: vLLM's ``SchedulerOutput`` of the step.
+    """
+    loads = scheduler._current_batch_load_jobs.keys()
+    preempted = [scheduler._req_status.get(name) for name in scheduler_output.preempted_req_ids or ()]
+    hidden = [(status, status.transfer_jobs & loads) for status in preempted if status is not None]
+    for status, jobs in hidden:
+        status.transfer_jobs -= jobs
+    yield
+    for status, jobs in hidden:
+        status.transfer_jobs |= jobs
+
+
+def flush_first(connector: Any) -> None:
+    """Let the ``MultiConnector`` that is creating a worker's connector flush those of its type before others begin.
+
+    vLLM has no rule for the order, and another connector may begin to fill a block while this one flushes. One
+    ``MultiConnector`` may contain another.
+    """
+    outermost = next(reversed([*_callers_with("_connectors", "handle_preemptions")]), None)
+    if outermost is None:
         return
 
     def handle_preemptions(metadata: Any) -> None:
-        parts = sorted(
-            zip(multi._connectors, metadata.metadata, strict=True), key=lambda part: part[0] is not connector
-        )
-        for each, part in parts:
+        for each, part in sorted(parts(outermost, metadata), key=lambda part: not isinstance(part[0], type(connector))):
             each.handle_preemptions(part)
 
-    multi.handle_preemptions = handle_preemptions
+    def parts(each: Any, metadata: Any) -> Iterator[tuple[Any, Any]]:
+        if not hasattr(each, "_connectors"):
+            yield each, metadata
+            return
+        for inner, part in zip(each._connectors, metadata.metadata, strict=True):
+            yield from parts(inner, part)
+
+    outermost.handle_preemptions = handle_preemptions
 
 
 def unfilled_event(keys: Sequence[bytes]) -> OffloadingEvent | None:
@@ -235,13 +307,17 @@ def _caller_with(*names: str) -> Any:
 
     vLLM gives a connector neither its engine nor its worker process. Callers must handle their absence.
     """
+    return next(_callers_with(*names), None)
+
+
+def _callers_with(*names: str) -> Iterator[Any]:
+    """Yield the calling objects with these attributes, the nearest first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
         if all(hasattr(caller, name) for name in names):
-            return caller
+            yield caller
         frame = frame.f_back
-    return None
 
 
 def on_adapter_loaded(callback: Callable[[Any], Any]) -> None:

@@ -17,7 +17,14 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
-from kvstore.vllm.compat import cut_hashes_with_tokens, flush_first, note_allocated, replace_tables
+from kvstore.vllm.compat import (
+    cut_hashes_with_tokens,
+    flush_first,
+    forget_freed,
+    note_allocated,
+    replace_tables,
+    without_new_loads,
+)
 from kvstore.vllm.metrics import UNPROVEN_REQUESTS
 from kvstore.vllm.options import TIER_TYPE, uses_huge_pages
 from kvstore.vllm.proof import CAUSES, Doubt, check_engine, doubt_of_engine, doubt_of_request
@@ -118,7 +125,7 @@ class KVStoreConnector(OffloadingConnector):
 
     def on_new_request(self, request: Any) -> None:
         """Show the request itself, whose salt and adapter vLLM does not pass to a manager."""
-        cut_hashes_with_tokens(request, self.connector_scheduler.config.tokens_per_hash, self._judge)
+        cut_hashes_with_tokens(request, self.connector_scheduler.config.tokens_per_hash)
         self.engine.request = request
         try:
             super().on_new_request(request)
@@ -128,7 +135,8 @@ class KVStoreConnector(OffloadingConnector):
 
     def _judge(self, request: Any) -> None:
         """Mark a request, or a session at a new turn, if its blocks are not proven to be right."""
-        if (doubt := self._doubt or doubt_of_request(request)) is None:
+        context = self._context(request)
+        if context.get_state(Doubt) is not None or (doubt := self._doubt or doubt_of_request(request)) is None:
             return
         if doubt not in self._logged:
             self._logged.add(doubt)
@@ -141,13 +149,15 @@ class KVStoreConnector(OffloadingConnector):
         if self._accepts_all:
             self._accepts_all = False
             _accept_proven_stores(self.connector_scheduler.manager)
-        self._context(request).set_state(doubt)
+        context.set_state(doubt)
 
     def _context(self, request: Any) -> Any:
         return self.connector_scheduler._req_status[request.request_id].req_context
 
     def get_num_new_matched_tokens(self, request: Any, *args: Any, **options: Any) -> tuple[int | None, bool]:
         """Return the number of tokens to load; none for an unproven request."""
+        if request.resumable:
+            self._judge(request)
         if self._context(request).get_state(Doubt) is not None:
             return 0, False
         return super().get_num_new_matched_tokens(request, *args, **options)
@@ -159,12 +169,22 @@ class KVStoreConnector(OffloadingConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Report the step."""
+        """Judge sessions at their new turns, before their blocks are stored, and report the step."""
+        for new in scheduler_output.scheduled_new_reqs:
+            request = self.connector_scheduler._req_status[new.req_id].req
+            if request.resumable:
+                self._judge(request)
         replace_tables(self.connector_scheduler, scheduler_output)
-        meta = super().build_connector_meta(scheduler_output)
+        with without_new_loads(self.connector_scheduler, scheduler_output):
+            meta = super().build_connector_meta(scheduler_output)
         for call in self.engine.on_scheduled:
             call(scheduler_output)
         return meta
+
+    def reset_cache(self) -> bool | None:
+        """Empty the primary tier, after which nothing is stored from blocks that running requests have freed."""
+        forget_freed(self.connector_scheduler)
+        return super().reset_cache()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the device's blocks of loads that were not made."""

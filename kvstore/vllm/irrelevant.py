@@ -91,13 +91,14 @@ _FIELDS: Final[dict[str, dict[str, str]]] = {
         _CAPACITY: "mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type "
         "mm_shm_cache_max_object_size_mb mm_tensor_ipc skip_mm_profiling",
         _COMPUTING: "mm_encoder_tp_mode",
+        _COUNTED: "mm_encoder_fp8_scale_path",
         _OUTPUT: "mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path",
         _SAMPLING: "interleave_mm_strings",
     },
     "SpeculativeConfig": {
         _CAPACITY: "suffix_decoding_max_cached_requests",
         _COMPUTING: "enforce_eager use_local_argmax_reduction",
-        _COUNTED: "draft_load_config draft_parallel_config draft_tensor_parallel_size target_model_config "
+        _COUNTED: "draft_load_config draft_parallel_config draft_tensor_parallel_size model target_model_config "
         "target_parallel_config tensor_parallel_size",
         _PLACE: "revision",
         _SAMPLING: "disable_lookahead_block_hashes draft_sample_method dspark_draft_topk enable_adaptive_verification "

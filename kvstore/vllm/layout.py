@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -90,6 +90,41 @@ def without_synchronous_loads(config: OffloadingConfig, engine: EngineContext) -
         "state before a load of the same step has ended."
     )
     return dataclasses.replace(config, extra_config={**config.extra_config, "sync_load_budget_bytes": 0})
+
+
+def useful_bytes(spec: Any, engine: EngineContext) -> list[int]:
+    """Return how many bytes of a row a block of each group of layers fills; empty if the groups are unknown.
+
+    All rows are as long as the longest block. ``spec``: vLLM's ``CPUOffloadingSpec``.
+    """
+    if engine.kv_cache_config is None:
+        return []
+    copies = 1 if spec.replicated_layout else spec.config.parallel.world_size
+    return [
+        sum(_filled_bytes(group.kv_cache_spec, layer) for layer in group.layer_names) * spec.blocks_per_chunk * copies
+        for group in engine.kv_cache_config.kv_cache_groups
+    ]
+
+
+def _filled_bytes(kv_cache_spec: Any, layer: str) -> int:
+    spec = getattr(kv_cache_spec, "kv_cache_specs", {}).get(layer, kv_cache_spec)
+    if getattr(spec, "page_size_padded", None) is not None:
+        spec = dataclasses.replace(spec, page_size_padded=None)
+    return int(spec.page_size_bytes)
+
+
+def warn_of_waste(useful: Sequence[int], row_bytes: int) -> None:
+    """Log that blocks of a group of layers fill less than half of a row."""
+    wasted = [str(group) for group, filled in enumerate(useful) if 2 * filled < row_bytes]
+    if wasted:
+        logger.warning(
+            "Blocks of the groups of layers %s fill less than half of a row of %d bytes: %s. For windows, "
+            "--disable-hybrid-kv-cache-manager makes one group of all layers; for states, give a smaller --block-size. "
+            "Otherwise enlarge 'cpu_bytes_to_use' by as much, and compress the tiers with 'codec'.",
+            ", ".join(wasted),
+            row_bytes,
+            ", ".join(map(str, useful)),
+        )
 
 
 def is_certified(kv_caches: Any) -> bool:

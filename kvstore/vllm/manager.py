@@ -48,6 +48,7 @@ from kvstore.vllm.copies import Slots, WorkerReports
 from kvstore.vllm.events import Lineage, Statements
 from kvstore.vllm.foreign import ForeignTier, ForeignTiers, VllmRequest, open_foreign_tier
 from kvstore.vllm.guard import ErrorLog, guarded
+from kvstore.vllm.layout import useful_bytes, warn_of_waste
 from kvstore.vllm.metrics import HitSummary, ManagerMetrics, StandardMetrics, TierMetrics, report_engine
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
@@ -88,7 +89,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._views = tuple(views)
         self._emits_events = emits_events(spec)
         self._metrics = [TierMetrics(tier.name) for tier in self._tiers]
-        self._manager_metrics = ManagerMetrics()
+        self._manager_metrics = ManagerMetrics(manager.primary.slot_bytes, useful_bytes(spec, spec.engine))
         self._doubts = spec.engine.doubts
         self._pages = region_pages(spec.config.engine_id)
         self._standard_metrics = StandardMetrics(
@@ -118,8 +119,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._without_keys: set[str] = set()
         self._window_groups = spec.window_groups
         self._hands_over = serves_peers(spec.secondary_tier_configs)
-        self._live: set[str] = set()
-        self._outlived_reset: set[str] = set()
         self._summary = HitSummary()
         self._reported_at = 0.0
         self._has_stepped = False
@@ -138,7 +137,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         """Register a request. Its keys become known at its first lookup."""
         ctx = self._context(req_context)
         self._without_keys.add(ctx.request_id)
-        self._live.add(ctx.request_id)
         self.manager.on_new_request(ctx)
         return self._foreign.begin(ctx)
 
@@ -191,18 +189,12 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: None)
     def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Find room for blocks. Returns None if there is no room now; vLLM then offers the blocks again.
-
-        After a reset, vLLM offers all blocks of a request again, including freed blocks of a sliding window, which may
-        hold another request's tokens. Blocks of such layers are not accepted.
-        """
+        """Find room for blocks. Returns None if there is no room now; vLLM then offers the blocks again."""
         ctx = self._context(req_context)
         if not ctx.complete_tag():
             return None
         if ctx.is_excluded:
             return PrepareStoreOutput([], Slots([], self.manager.copy_lane), [])
-        if ctx.request_id in self._outlived_reset:
-            keys = [key for key in keys if not self._is_windowed(key)]
         if ctx.request_id in self._without_keys:
             self._set_keys(ctx, req_context)
         ours = ctx.ours(list(keys))
@@ -248,7 +240,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Record the end of a request."""
         ctx = self._context(req_context)
-        for names in (self._without_keys, self._live, self._outlived_reset, self._loading):
+        for names in (self._without_keys, self._loading):
             names.discard(ctx.request_id)
         self._foreign.finish(ctx)
 
@@ -311,7 +303,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         Slots of unfinished I/O stay out of use until it ends. Slots of running or deferred worker copies stay out of
         use until the workers' counters or :meth:`on_reset_flushed` prove the end of the copies.
         """
-        self._outlived_reset |= self._live
         self._unconfirmed.clear()
         self._foreign.reset()
         if not self.manager.reset(_DRAIN_S) and self.manager.has_pending_work:
@@ -409,11 +400,10 @@ class KVStoreOffloadingManager(OffloadingManager):
             self._without_keys.discard(ctx.request_id)
             weighed = None
             if self._window_groups:
-                weighed = ctx.ours({key for key in ends if not self._is_windowed(key)})
+                weighed = ctx.ours(
+                    {key for key in ends if get_offload_group_idx(OffloadKey(key)) not in self._window_groups}
+                )
             self.manager.set_keys(ctx, tuple(ctx.ours(tuple(ends))), ends=tuple(ends.values()), weighed=weighed)
-
-    def _is_windowed(self, key: bytes) -> bool:
-        return get_offload_group_idx(OffloadKey(key)) in self._window_groups
 
     def _context(self, req_context: ReqContext, origin: ForeignTier | None = None) -> VllmRequest:
         """Return our context of a request, stored in vLLM's."""
@@ -503,7 +493,8 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
 
 
 def _log_start(primary: PrimaryTier, tiers: Sequence[AsyncTier | ForeignTier], spec: Any, namespace: Namespace) -> None:
-    """Log the primary tier and the tiers in one line."""
+    """Log the primary tier and the tiers in one line, and rows that are mostly empty."""
+    useful = useful_bytes(spec, spec.engine)
     lines = [
         tier.name if isinstance(tier, ForeignTier) else described(tier, check_options(options, tier_type=TIER_TYPE))
         for tier, options in zip(tiers, spec.secondary_tier_configs, strict=True)
@@ -511,9 +502,10 @@ def _log_start(primary: PrimaryTier, tiers: Sequence[AsyncTier | ForeignTier], s
     logger.info(
         "kvstore manages %d slots of %s, %s, and the tiers %s; namespace %s",
         primary.slots,
-        described_slots(spec, primary.slot_bytes),
+        described_slots(spec, primary.slot_bytes, useful),
         described_pages(spec.config.engine_id),
         ", ".join(lines),
         namespace.hex,
     )
+    warn_of_waste(useful, primary.slot_bytes)
     logger.debug("Namespace %s: %s", namespace.hex, namespace.document())

@@ -163,6 +163,7 @@ _TENANT_BLOCKS: Final = (
     "Blocks of a tenant: stored, loaded, evicted from the primary tier; unsaved or declined for its rates.",
     ("tenant", "event"),
 )
+_ROW_BYTES: Final = ("Bytes of a row of the primary tier that a group of layers fills; all: its length.", ("group",))
 _TENANT_EVENTS: Final = ("stored", "loaded", "evicted", "unsaved", "declined")
 
 
@@ -180,7 +181,7 @@ def manager_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Return the declaration of every metric that :class:`ManagerMetrics` fills."""
     gauges = {name: row[:2] for name, row in _MANAGER_GAUGES.items()}
     counters = {name: row[:2] for name, row in _MANAGER_COUNTERS.items()}
-    return _definitions(gauges, {**counters, "tenant_blocks": _TENANT_BLOCKS})
+    return _definitions({**gauges, "primary_row_bytes": _ROW_BYTES}, {**counters, "tenant_blocks": _TENANT_BLOCKS})
 
 
 def engine_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -236,9 +237,15 @@ class _Increments:
 
 
 class ManagerMetrics:
-    """Converts the statistics of kvstore's manager into vLLM's."""
+    """Converts the statistics of kvstore's manager into vLLM's.
 
-    def __init__(self) -> None:
+    Args:
+        row_bytes: Length of a row of the primary tier.
+        useful: The bytes of a row that a block of each group of layers fills, if known.
+    """
+
+    def __init__(self, row_bytes: int, useful: Sequence[int]) -> None:
+        self._row_bytes = {"all": row_bytes} | {str(group): filled for group, filled in enumerate(useful)}
         self._counts = _Increments()
         self._tenants: dict[str, _Increments] = {}
 
@@ -253,6 +260,8 @@ class ManagerMetrics:
         for name, (_, _, source) in _MANAGER_GAUGES.items():
             for label, value in _values(stats, source).items():
                 out.set_gauge(_PREFIX + name, value, (label,) if label else ())
+        for group, length in self._row_bytes.items():
+            out.set_gauge(_PREFIX + "primary_row_bytes", length, (group,))
         for name, (_, _, source) in _MANAGER_COUNTERS.items():
             counts = _values(stats, source)
             if name == "tier_errors":

@@ -75,7 +75,7 @@ def engine_namespace(spec: Any, slot_bytes: int, engine: EngineContext) -> Names
         "engine": "vllm",
         **_numerics(config),
         "model": {
-            "name": config.model.name,
+            "name": _resolved(config.model.name),
             "dtype": config.model.dtype,
             "weights": _weights(engine_config.model_config, _load_format(engine_config), config),
         },
@@ -106,6 +106,12 @@ def engine_namespace(spec: Any, slot_bytes: int, engine: EngineContext) -> Names
 def _weights(model: Any, load_format: str, config: Any) -> dict[str, Any]:
     name = getattr(model, "model", config.model.name)
     return weights_identity(model, name, load_format, config.extra_config.get("weights"))
+
+
+def _resolved(name: str) -> str:
+    """Return the same name of a model for each spelling of its path."""
+    path = os.path.expanduser(name)
+    return os.path.realpath(path) if os.path.exists(path) else name
 
 
 def _load_format(engine_config: Any) -> str:
@@ -210,6 +216,8 @@ def _engine_fields(engine_config: Any, config: Any) -> dict[str, Any]:
     if _has_length_dependent_rope(_plain(getattr(model, "hf_config", None))):
         fields["max_model_len"] = getattr(model, "max_model_len", None)
     speculative = getattr(engine_config, "speculative_config", None)
+    if (drafting := getattr(speculative, "model", None)) is not None:
+        fields["draft_model"] = _resolved(drafting)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None and draft.model != getattr(model, "model", None):
         load_config = getattr(speculative, "draft_load_config", None)

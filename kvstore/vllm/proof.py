@@ -19,6 +19,7 @@ from vllm import PoolingParams, SamplingParams, envs
 from vllm.engine.arg_utils import EngineArgs
 
 from kvstore.errors import ConfigError
+from kvstore.vllm.compat import has_hashes_of_client
 
 _REQUEST: Final = {
     "part of the keys": "prompt_token_ids prompt_embeds lora_request cache_salt block_hashes _block_hasher "
@@ -126,11 +127,9 @@ def doubt_of_request(request: Any) -> Doubt | None:
     """
     if request.prompt_is_token_ids is not None:
         return Doubt("embeddings", "a row of prompt embeddings beside tokens has the key of token 0")
-    for feature in request.mm_features:
-        if not _CONTENT.fullmatch(feature.identifier):
-            return Doubt(
-                "media", "an image, video or audio has a name of its client, which may name another one as well"
-            )
+    media = [feature.identifier for feature in request.mm_features]
+    if not all(map(_CONTENT.fullmatch, media)) or (media and has_hashes_of_client(request)):
+        return Doubt("media", "an image, video or audio has a name of its client, which may name another one as well")
     parts = (
         (request, vars(request), _REQUEST),
         (request.sampling_params, SamplingParams.__struct_fields__, _SAMPLING),

@@ -294,10 +294,14 @@ def described(tier: AsyncTier, options: Mapping[str, Any]) -> str:
     return f"{tier.name} ({', '.join(parts)})"
 
 
-def described_slots(spec: Any, slot_bytes: int) -> str:
-    """Return the bytes and tokens of a slot, for the log; layers of several kinds may differ in tokens."""
+def described_slots(spec: Any, slot_bytes: int, useful: Sequence[int]) -> str:
+    """Return the bytes and tokens of a slot, for the log; layers of several kinds may differ in tokens.
+
+    ``useful``: the bytes that a block of each group of layers fills, if known.
+    """
     tokens = sorted({tokens * spec.blocks_per_chunk for tokens in spec.tokens_per_block})
-    return f"{slot_bytes} bytes and {' or '.join(map(str, tokens))} tokens"
+    filled = f" ({', '.join(map(str, useful))} of them filled by the groups of layers)" if useful else ""
+    return f"{slot_bytes} bytes and {' or '.join(map(str, tokens))} tokens{filled}"
 
 
 def show_logs() -> None:

@@ -38,6 +38,7 @@ from kvstore.vllm.compat import (
 from kvstore.vllm.connector import current_engine
 from kvstore.vllm.events import Lineage
 from kvstore.vllm.guard import ErrorLog, guarded
+from kvstore.vllm.layout import useful_bytes, warn_of_waste
 from kvstore.vllm.metrics import TierMetrics, engine_metric_definitions, metric_definitions, report_engine
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import check_options, tier_name
@@ -140,13 +141,15 @@ class KVStoreTier(SecondaryTierManager):
         self._lineage = Lineage([self._tier] if self._emits_events else (), engine)
         self._metrics = TierMetrics(self._tier.name)
         self._waker = IdleWaker([self._tier])
+        useful = useful_bytes(offloading_spec, engine)
         logger.info(
             "kvstore tier %s opened, slots of %s, %s, namespace %s",
             described(self._tier, config),
-            described_slots(offloading_spec, slot_bytes),
+            described_slots(offloading_spec, slot_bytes, useful),
             described_pages(offloading_spec.config.engine_id),
             namespace.hex,
         )
+        warn_of_waste(useful, slot_bytes)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -161,11 +162,14 @@ def _files(directory: Path, depth: int = 0) -> Iterator[tuple[str, Path]]:
 
 def _sampled(path: Path, threads: ThreadPoolExecutor) -> bytes:
     """Return the length of a file with the digests of its samples."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # Waits for no writer of a pipe.
     reads: list[Future[bytes]] = []
     try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is not a regular file. Remove it.")
+        size_bytes = status.st_size
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        size_bytes = os.fstat(fd).st_size
         places = iter(_places(path, fd, size_bytes))
         while batch := list(islice(places, _BATCH)):
             reads.append(threads.submit(_read, fd, batch))

@@ -143,6 +143,35 @@ class Engine:
         assert pool.get_num_free_blocks() == scheduler.kv_cache_config.num_blocks - 1, "a block of the device is left"
         return answers
 
+    def ask_with_resets(self, prompts: list[list[int]], tokens: int, running: bool, connector: bool) -> list[list[int]]:
+        """Answer prompts, with a reset once all have tokens and no copy runs. The second begins late in the first.
+
+        Args:
+            prompts: The device has room for all of them.
+            tokens: Length of each answer.
+            running: Whether the reset lets running requests begin anew.
+            connector: Whether the reset includes the connector.
+        """
+        from vllm import SamplingParams
+
+        engine, scheduler = self.llm.llm_engine, self._core().scheduler
+        jobs = scheduler.connector.connector_scheduler._jobs if scheduler.connector else {}
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        waiting = list(enumerate(prompts))
+        answers: dict[str, list[int]] = {}
+        is_reset = False
+        while waiting or engine.has_unfinished_requests():
+            if waiting and len(answers.get("0", ())) >= (0 if len(waiting) == len(prompts) else 2 * tokens // 3):
+                number, prompt = waiting.pop(0)
+                engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+            answers.update((output.request_id, list(output.outputs[0].token_ids)) for output in engine.step())
+            time.sleep(0.002)  # For the I/O, which needs the cores, too.
+            if not is_reset and len(answers) == len(prompts) == len(scheduler.running) and not jobs:
+                engine.reset_prefix_cache(running, connector)
+                is_reset = True
+        assert is_reset, "the answers are too short for a reset"
+        return [answers[str(number)] for number in range(len(prompts))]
+
     def ask_beside_late_loads(self, prompts: list[list[int]], late: list[int]) -> int:
         """Answer each prompt with one token, and a late load of another connector that takes over its blocks.
 

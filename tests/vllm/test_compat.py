@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
@@ -96,3 +99,58 @@ def test_hints_override_parameters() -> None:
         parser = PolicyParser((), {}, PARAMETERS)
         policy = parser.parse(compat.request_params(unknown))
         assert parser.mistakes == 1 and not policy.store and policy.retain == ()
+
+
+_TREES = st.recursive(st.booleans(), lambda inner: st.lists(inner, max_size=4), max_leaves=12)
+"""A ``MultiConnector`` as a list; a connector as whether it is kvstore's."""
+
+
+class Connector:
+    """A connector of a worker that is not kvstore's."""
+
+    def handle_preemptions(self, metadata: Any) -> None:
+        """Report that it begins."""
+        log, name = metadata
+        log.append((isinstance(self, Ours), name))
+
+
+class Ours(Connector):
+    """One of kvstore's."""
+
+    def __init__(self) -> None:
+        compat.flush_first(self)
+
+
+class Multi:
+    """A ``MultiConnector``."""
+
+    def __init__(self, tree: list[Any]) -> None:
+        self._connectors: list[Any] = []
+        for each in tree:
+            self._connectors.append(Multi(each) if isinstance(each, list) else Ours() if each else Connector())
+
+    def handle_preemptions(self, metadata: Any) -> None:
+        """Call the connectors in their order."""
+        for each, part in zip(self._connectors, metadata.metadata, strict=True):
+            each.handle_preemptions(part)
+
+
+@given(st.lists(_TREES, max_size=4))
+def test_all_connectors_of_kvstore_flush_before_any_other_begins(tree: list[Any]) -> None:
+    """However many there are, and however deep: each connector is called once, with its own metadata."""
+    log: list[tuple[bool, int]] = []
+    kinds: list[bool] = []
+
+    def metadata_of(inner: list[Any]) -> Any:
+        parts: list[Any] = []
+        for each in inner:
+            if isinstance(each, list):
+                parts.append(metadata_of(each))
+            else:
+                parts.append((log, len(kinds)))
+                kinds.append(each)
+        return SimpleNamespace(metadata=parts)
+
+    multi: Any = Multi(tree)
+    multi.handle_preemptions(metadata_of(tree))
+    assert log == sorted(zip(kinds, range(len(kinds)), strict=True), key=lambda part: not part[0])

@@ -56,24 +56,6 @@ def load_all(driver: Driver, keys: list[bytes]) -> None:
         assert driver.load(keys[at : at + 20]) == keys[at : at + 20]
 
 
-def test_a_request_that_outlives_a_reset_stores_no_windows(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sliding-window blocks offered after a reset may be freed already, and are refused; a new request's are not."""
-    monkeypatch.setattr("kvstore.vllm.spec.window_groups", lambda config: frozenset({1}))
-    driver = opened()
-    whole, window = key_of(1, group=0), key_of(1, group=1)
-    old, ended = driver.request(), driver.request()
-    driver.manager.on_request_finished(ended)
-    driver.manager.reset_cache()
-    for context, taken in ((old, [whole]), (driver.request(), [window])):
-        prepared = driver.manager.prepare_store([whole, window], context)
-        assert prepared is not None and list(prepared.keys_to_store) == taken
-        assert len(prepared.store_spec.block_ids) == len(taken)
-        driver.manager.complete_store(set(taken), context)
-    driver.manager.on_request_finished(old)
-    assert not driver.manager._outlived_reset
-    driver.settle()
-
-
 @pytest.mark.parametrize("finished", [False, True], ids=["request goes on", "request was aborted"])
 def test_a_store_that_is_made_after_a_reset(opened: Open, finished: bool) -> None:
     """A store executed long after a reset, as after a sleep, overwrites no block promoted since."""

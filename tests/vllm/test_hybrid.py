@@ -89,3 +89,38 @@ def test_rows_of_four_blocks_are_not_for_windows(start: Start, tmp_path: Path, e
     assert "Rows have one block instead of 4" in engine.text()
     check(engine, expected)
     engine.close()
+
+
+@pytest.mark.parametrize(("running", "connector"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("manager", ["kvstore", "vllm"])
+def test_resets_while_requests_run_spoil_no_block(
+    start: Start, manager: str, running: bool, connector: bool, tmp_path: Path
+) -> None:
+    """A reset ends no engine, and no block that a window has freed is stored: every prefix gets the right tokens."""
+    llm = {**LLM, "num_gpu_blocks_override": 72, "max_num_batched_tokens": 128}
+    plain, engine = (start(llm=llm, offloading=each) for each in (None, managed(tmp_path, manager=manager)))
+    prompts = [prompt(seed, tokens) for seed, tokens in ((1, 500), (2, 300), (3, 333))]
+    answers = [each.call("ask_with_resets", prompts, 150, running, connector) for each in (plain, engine)]
+    assert answers[0] == answers[1]
+    engine.call("settle")
+    texts = [text[:tokens] + prompt(9, 7) for text in prompts for tokens in range(256, len(text), 32)]
+    for text in texts:
+        plain.call("forget_device")
+        engine.call("forget_device")
+        assert engine.ask(text)[0]["tokens"] == plain.ask(text)[0]["tokens"]
+    plain.close()
+    engine.close()
+
+
+@pytest.mark.parametrize(("interval", "cached"), [(0, 0), (64, 256)])
+def test_a_part_of_a_prompt_is_found_where_windows_are_retained(
+    start: Start, interval: int, cached: int, expected: list[int], tmp_path: Path
+) -> None:
+    """By default vLLM stores no window at the end of the part, so nothing is loaded, and the tokens are right."""
+    engine = start(offloading=managed(tmp_path), llm={**LLM, "prefix_cache_retention_interval": interval})
+    for params, found in (({"max_offload_tokens": 256}, 0), ({}, cached)):
+        (answer,) = engine.call("ask", [prompt(1, 700)], 6, None, params)
+        assert answer == {"tokens": expected, "cached": found}
+        engine.call("settle")
+        engine.call("reset")
+    engine.close()

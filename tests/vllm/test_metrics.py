@@ -123,13 +123,14 @@ def test_everything_filled_is_declared_and_the_other_way_round() -> None:
 def test_the_managers_metrics_are_declared_and_filled() -> None:
     """Every metric of kvstore's manager is declared and reported, and counters are reported once."""
     internal = "vllm:kvstore_internal_errors"
-    metrics = ManagerMetrics()
+    metrics = ManagerMetrics(4096, [4096, 1024])
     first = metrics.report(MANAGER, internal_errors=1, callback_errors={"file": 1})
     declared = metric_definitions()
     check_declared(first, {**manager_metric_definitions(), internal: declared[internal]})
     values = series(first)
     assert values["vllm:kvstore_manager_lookups", "retry"] == 3
     assert values["vllm:kvstore_primary_slots", "pinned"] == 3
+    assert [values["vllm:kvstore_primary_row_bytes", group] for group in ("all", "0", "1")] == [4096, 4096, 1024]
     assert values["vllm:kvstore_dropped_blocks", "file"] == 7
     assert values["vllm:kvstore_lost_blocks",] == 7
     assert values["vllm:kvstore_gate_blocks", "recomputed"] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,14 @@ import vllm
 from vllm import PoolingParams, SamplingParams
 from vllm.config import PoolerConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs.engine import mm_input
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvstore.errors import ConfigError
 from kvstore.vllm import proof
@@ -258,6 +263,26 @@ def test_names_of_clients_stay_marked_when_a_model_hashes_them_again() -> None:
     images: Any = {"image": Images()}
     hashes = ProcessorInputs("", images).get_mm_hashes("client-model", "sha256")["image"]
     assert not any(name.startswith("client-") for name in hashes)
+
+
+def test_hashes_of_media_count_as_content_if_vllm_has_made_them(model: Path) -> None:
+    """A request with hashes of its client is doubted, as of ``/inference/v1/generate``, whatever they look like."""
+    mark_media_of_clients()
+    front_end: Any = InputProcessor(config(model))
+    front_end.mm_encoder_cache_size = 64
+    has_tasks = "supported_tasks" in inspect.signature(front_end.process_inputs).parameters
+    tasks = {"supported_tasks": ("generate",)} if has_tasks else {}
+    made = [MultiModalHasher.hash_kwargs("sha256", model_id="model", image=image) for image in (b"one", b"two")]
+    copied = [hash_.encode().decode() for hash_ in made]
+    for hashes, cause in ((made, None), ([made[0], "0" * 64], "media"), (copied, "media")):
+        media = {"image": hashes}
+        places = {"image": [PlaceholderRange(offset=32 * number, length=32) for number in range(2)]}
+        inputs: Any = mm_input(prompt(1, 100), {"image": [None, None]}, media, places)
+        sent = front_end.process_inputs("request", inputs, SamplingParams(max_tokens=1), **tasks)
+        sent = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(sent))
+        assert [feature.identifier for feature in sent.mm_features] == hashes
+        doubt = doubt_of_request(Request.from_engine_core_request(sent, None))
+        assert (doubt and doubt.cause) == cause
 
 
 @pytest.mark.engine

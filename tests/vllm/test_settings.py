@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from vllm.config import KVEventsConfig, KVTransferConfig, MultiModalConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, MultiModalConfig, SchedulerConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.envs import environment_variables
 
@@ -343,8 +343,47 @@ def test_an_invented_setting_counts(models: tuple[Path, Path]) -> None:
             NewConfig(2),
             NewConfig(dtype=torch.float32),
             NewConfig(kinds=frozenset("a")),
+            # Equal to the default, and of another type.
+            NewConfig(threshold=True),
+            NewConfig(threshold=1.0),  # type: ignore[arg-type]
         ]
         assert len({found(place, value) for value in values}) == len(values)
+
+
+def test_irrelevant_settings_stay_irrelevant_in_a_subclass(models: tuple[Path, Path]) -> None:
+    """A plugin or a new version may derive from a configuration of vLLM; then its own settings count."""
+
+    def found(**fields: Any) -> Namespace:
+        config = configuration(models[0])
+        cls = dataclasses.make_dataclass("Derived", [("own", int, 0)], bases=(SchedulerConfig,), kw_only=True)
+        object.__setattr__(config.scheduler_config, "__class__", cls)
+        for name, value in {"own": 0, **fields}.items():
+            object.__setattr__(config.scheduler_config, name, value)
+        return namespace_of(config)
+
+    assert found() == found(max_num_seqs=7) != found(own=1)
+
+
+def test_scales_of_a_media_encoder_count_by_content(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Scales calibrated again under the same name give other blocks; the same ones elsewhere do not."""
+
+    def found(name: str, scales: str) -> Namespace:
+        (tmp_path / name).write_text(scales)
+        fields = {"model_config.multimodal_config": MultiModalConfig()}
+        place = "model_config.multimodal_config.mm_encoder_fp8_scale_path"
+        return namespace(models[0], {**fields, place: str(tmp_path / name)})
+
+    assert found("one", "1.5") == found("two", "1.5") != found("one", "2.5")
+
+
+def test_each_spelling_of_a_draft_models_path_is_the_same(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of the model's own path."""
+    monkeypatch.chdir(models[1].parent)
+    spellings = [str(models[1]), f"{models[1]}/", "draft", "./draft"]
+    asked = [{"method": "draft_model", "model": each, "num_speculative_tokens": 2} for each in spellings]
+    assert len({namespace(models[0], speculative_config=each) for each in asked}) == 1
 
 
 COUNTING = {
@@ -381,7 +420,7 @@ COUNTING = {
         "MultiModalConfig": """
             allow_missing_mm_embeddings enable_mm_embeds language_model_only limit_per_prompt
             media_io_kwargs mm_device_do_normalize mm_encoder_attn_backend mm_encoder_attn_dtype
-            mm_encoder_fp8_scale_path mm_encoder_only mm_hasher_algorithm mm_processor_kwargs
+            mm_encoder_only mm_hasher_algorithm mm_processor_kwargs
             video_pruning_method video_pruning_rate
         """,
         "ParallelConfig": """
@@ -395,7 +434,7 @@ COUNTING = {
         "SpeculativeConfig": """
             attention_backend code_revision disable_eagle_block_drop disable_padded_drafter_batch
             draft_lm_head_quantization draft_model_config index_share_for_mtp_iteration kv_cache_dtype
-            method model moe_backend num_speculative_tokens num_speculative_tokens_per_batch_size
+            method moe_backend num_speculative_tokens num_speculative_tokens_per_batch_size
             parallel_drafting quantization use_heterogeneous_vocab
         """,
         "VllmConfig": """
@@ -517,6 +556,7 @@ def test_lists_contain_only_existing_fields_once() -> None:
     for version in filter(is_there, VERSIONS):
         for cls, fields in settings(folder_of(version) / "config").items():
             known.setdefault(cls, set()).update(fields)
+    assert not VARIABLES.keys() & set(COUNTING_VARIABLES.split())
     assert not {cls for cls in FIELDS if COUNTING.get(cls, set()) & FIELDS[cls].keys()}
     if all(map(is_there, VERSIONS)):
         assert {cls: fields.keys() - known[cls] for cls, fields in FIELDS.items() if fields.keys() - known[cls]} == {}

@@ -89,6 +89,11 @@ def test_blocks_are_as_many_as_vllm_counts(name: str) -> None:
     theirs = kv_cache_utils.get_kv_cache_config_from_groups(engine, groups, _MEMORY)
     assert _MEMORY // pages.block_bytes == pytest.approx(theirs.num_blocks, rel=0.01)
     assert (pages.groups, pages.block_tokens) == (len(groups), specs[0].block_size)
+    filled = [
+        sum(specs[int(layer.rpartition(".")[2])].page_size_bytes for layer in group.layer_names) for group in groups
+    ]
+    if name != "mamba hybrid":  # vLLM counts a state with its padding.
+        assert sorted(pages.useful_bytes) == sorted(filled)
 
 
 def test_heads_are_repeated_where_there_are_more_ranks() -> None:
@@ -147,3 +152,19 @@ def test_the_type_of_the_cache_suffices() -> None:
         layers_of(unknown)
     with pytest.raises(ConfigError, match="Run an engine once"):
         layers_of({**_MAMBA, "dtype": "float8_e4m3fn"}, kv_dtype="fp8")
+
+
+def test_groups_that_leave_half_of_a_block_empty_are_a_warning(tmp_path: Path) -> None:
+    """Groups of three layers in blocks of four are reported, and states in blocks of many more tokens are a warning."""
+    kinds = ["sliding_attention"] * 9 + ["full_attention"] * 4
+    (tmp_path / "config.json").write_text(json.dumps({**_ALTERNATING, "num_hidden_layers": 13, "layer_types": kinds}))
+    page = 2 * 8 * 64 * 2 * 16
+    report = report_of(run_here("size", "--model", str(tmp_path), "--json"))
+    assert sorted(report["useful_bytes"]) == [3 * page, 3 * page, 3 * page, 4 * page]
+    assert report["block_bytes"] == 4 * page
+    shown = run_here("size", "--model", str(tmp_path)).stdout
+    assert "groups of layers fill" in shown and "warning" not in shown
+    (tmp_path / "config.json").write_text(json.dumps({**_MAMBA, "num_hidden_layers": 40}))
+    assert "warning" not in run_here("size", "--model", str(tmp_path)).stdout
+    shown = run_here("size", "--model", str(tmp_path), "--block-tokens", "8192").stdout
+    assert "warning: some groups fill less than half" in shown

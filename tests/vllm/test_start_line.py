@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.vllm import KVStoreOffloadingSpec
-from tests.vllm.harness import Driver, key_of
+from kvstore.vllm.connector import EngineContext
+from kvstore.vllm.layout import useful_bytes, warn_of_waste
+from tests.vllm.engine_config import engine
+from tests.vllm.harness import Driver, key_of, parallel
 
 
 @pytest.mark.parametrize("spec_class", [KVStoreOffloadingSpec, TieringOffloadingSpec])
@@ -37,3 +44,20 @@ def test_one_line_has_all_that_an_operator_compares(
         "MiB in huge pages",
     ):
         assert part in lines[0], lines[0]
+
+
+def test_rows_that_are_mostly_empty_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The start line has the bytes that each group of layers fills; the warning has a remedy."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float16)
+    padded = dataclasses.replace(spec, page_size_padded=2 * spec.page_size_bytes)
+    groups = [KVCacheGroupSpec(["l0"], padded), KVCacheGroupSpec(["l1"], spec)]
+    known = EngineContext(engine(), SimpleNamespace(kv_cache_groups=groups))
+    offloading = SimpleNamespace(
+        replicated_layout=False, blocks_per_chunk=1, config=SimpleNamespace(parallel=parallel(world_size=2))
+    )
+    page = 2 * 16 * 64 * 2
+    assert useful_bytes(offloading, known) == [2 * page, 2 * page]
+    warn_of_waste([2 * page, 2 * page], 4 * page)
+    assert not caplog.messages
+    warn_of_waste([2 * page, 2 * page], 4 * page + 1)
+    assert "groups of layers 0, 1 fill less than half" in caplog.text and "--disable-hybrid" in caplog.text

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -256,6 +259,66 @@ def test_unreadable_weights_are_unidentified(model: Path, caplog: pytest.LogCapt
     (model / "model.safetensors").symlink_to(model / "absent")
     assert digest(model) != digest(model)
     assert "can't be read" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_files_that_can_not_be_read_again_are_unidentified(
+    model: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pipe or socket with the name of a description does not hang the start, and may have any content."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as server, contextlib.chdir(model):
+        if kind == "pipe":
+            os.mkfifo("events.json")
+        else:
+            server.bind("events.json")
+        assert digest(model) != digest(model)
+    assert "can't be read" in caplog.text and "events.json" in caplog.text
+
+
+def test_each_spelling_of_a_path_is_the_same_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place of the model counts, not how a command line names it."""
+    (model.parent / "link").symlink_to(model)
+    monkeypatch.chdir(model.parent)
+    monkeypatch.setenv("HOME", str(model.parent))
+    spellings = [model, f"{model}/", "model", "./model", "model/../model", "link", "~/model"]
+    assert len({digest(each) for each in spellings}) == 1
+    shutil.copytree(model, "copy")
+    assert digest("copy") != digest("model")
+
+
+def test_every_change_of_a_list_of_files_counts(tmp_path: Path) -> None:
+    """Contents of two files that change places, a new name, another end that no sample has, one more empty file."""
+    content = {"a.bin": b"a" * 9000, "b.bin": b"b" * 9000}
+    lists = [
+        content,
+        {"a.bin": content["b.bin"], "b.bin": content["a.bin"]},
+        {"a.bin": content["a.bin"], "c.bin": content["b.bin"]},
+        {**content, "a.bin": content["a.bin"] + b"a"},
+        {**content, "a.bin": content["a.bin"] + b"b" * 9000},
+        {"a.bin": content["a.bin"]},
+        {**content, "c.json": b""},
+        {**content, "c.py": b""},
+        {"folder/a.bin": content["a.bin"], "folder/b.bin": content["b.bin"]},
+    ]
+    found = set()
+    for files in lists:
+        shutil.rmtree(tmp_path)
+        for name, data in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+            (tmp_path / name).write_bytes(data)
+        found.add(digest(tmp_path))
+    assert len(found) == len(lists)
+
+
+def test_the_order_in_which_a_directory_lists_its_files_does_not_count(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy on another file system may have another one."""
+    found, listed = set(), Path.iterdir
+    for backward in (False, True):
+        monkeypatch.setattr(Path, "iterdir", lambda path, to=backward: iter(sorted(listed(path), reverse=to)))
+        found.add(digest(model))
+    assert len(found) == 1
 
 
 def test_a_declared_name_hides_no_change_of_files(model: Path) -> None:

@@ -94,7 +94,12 @@ class Pages:
 
     block_tokens: int
     block_bytes: int  # Bytes of a block of one group, over all ranks: the unit of vLLM's pool.
-    groups: int  # Groups of layers; each has a block for the same tokens.
+    useful_bytes: tuple[int, ...]  # Bytes of a block that each group of layers fills, with a block for the same tokens.
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of layers."""
+        return len(self.useful_bytes)
 
     @property
     def token_bytes(self) -> float:
@@ -121,8 +126,11 @@ def pages_of(layers: Sequence[Layers], block_tokens: int = 16) -> Pages:
     page_bytes = max(per_token * block_tokens, state_bytes)
     counts = [each.count for each in layers]
     size = max(counts) if max(counts) < min(counts) * _ALIKE else min(counts)
-    groups = sum(-(-count // size) for count in counts)
-    return Pages(block_tokens, page_bytes * size, groups)
+    useful = []
+    for each in layers:
+        groups, page = -(-each.count // size), each.state_bytes or each.token_bytes * block_tokens
+        useful += [len(range(group, each.count, groups)) * page for group in range(groups)]
+    return Pages(block_tokens, page_bytes * size, tuple(useful))
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
@@ -252,6 +260,7 @@ def size_command(
         "block_tokens": pages.block_tokens,
         "block_bytes": pages.block_bytes,
         "groups": pages.groups,
+        "useful_bytes": list(pages.useful_bytes),
         "prompt_bytes": round(pages.token_bytes * prompt),
     }
     if capacity is not None:
@@ -293,6 +302,14 @@ def _print(found: dict[str, Any], prompt: int, hit_rate: float) -> None:
         f"{rounded_size(found['block_bytes'])}{groups}; a prompt of {prompt:,} tokens has "
         f"{rounded_size(found['prompt_bytes'])}"
     )
+    if min(found["useful_bytes"]) < found["block_bytes"]:
+        filled = ", ".join(rounded_size(each) for each in found["useful_bytes"])
+        print_line(f"of each block, the groups of layers fill {filled}")
+    if 2 * min(found["useful_bytes"]) < found["block_bytes"]:
+        print_line(
+            "warning: some groups fill less than half of a block. For windows, --disable-hybrid-kv-cache-manager makes "
+            "one group of all layers; for states, give a smaller --block-size"
+        )
     if "capacity_tokens" in found:
         print_line(
             f"{rounded_size(found['capacity_bytes'])} hold {found['capacity_tokens']:,} tokens "
