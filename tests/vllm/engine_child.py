@@ -169,7 +169,7 @@ class Engine:
         """Answer prompts, each up to its first near tie, after which the batch may change the tokens."""
         from tests.vllm.walk.answers import certain_answers
 
-        return certain_answers(self.llm, prompts, tokens)
+        return certain_answers(self.llm, [{"prompt_token_ids": prompt} for prompt in prompts], tokens)
 
     def steps(self, prompt: list[int]) -> dict[str, Any]:
         """Answer a prompt with one token, and count the scheduler's steps."""
