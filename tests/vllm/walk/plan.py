@@ -109,7 +109,7 @@ def plan_prompts(seed: int) -> list[Prompt]:
     for _ in range(36):
         common = rng.choice(families)[: rng.randrange(33, PROMPT_TOKENS_MAX - 60)]
         tokens = common + [rng.randrange(2, 512) for _ in range(rng.choice((0, 1, rng.randrange(60))))]
-        prompts.append(Prompt(tokens, rng.choice(("", "", "one", "two")), rng.randrange(ADAPTERS + 1)))
+        prompts.append(Prompt(tokens, rng.choice(("", "", "", "", "one", "two")), rng.randrange(ADAPTERS + 1)))
     return prompts
 
 
