@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -124,27 +124,33 @@ class BlockOracle:
 
 def expected_blocks(model: str, leg: Leg, prompts: list[Prompt]) -> Expected:
     """Return the blocks of all prompts and their answers, in a leg's layout, from an engine that loads none."""
-    tokens = sum(len(prompt.tokens) + TOKENS_MAX for prompt in prompts)
     offloading = {
         **{name: leg.offloading[name] for name in ("canonical_layout", "blocks_per_chunk") if name in leg.offloading},
         "spec_name": "WatchedSpec",
         "spec_module_path": __name__,
-        "cpu_bytes_to_use": tokens * 4096,
+        "cpu_bytes_to_use": sum(len(prompt.tokens) + TOKENS_MAX for prompt in prompts) * 4096,
         "secondary_tiers": [],
     }
     # A state is stored only where a step ends.
     sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 1} if leg.model == "mamba" else {"max_num_seqs": 16}
     sizes |= lora_options(leg.llm)
-    inputs, adapters = [inputs_of(prompt) for prompt in prompts], [adapter_of(model, prompt) for prompt in prompts]
+    asked = [(prompt, TOKENS_MAX) for prompt in prompts]
+    if leg.model in ("window", "mamba"):
+        # Of windows and states only those at the end of a prompt are stored, and turns of sessions end anywhere.
+        asked += [
+            (replace(prompt, tokens=prompt.tokens[: end + 1]), 1)
+            for prompt in prompts
+            for end in range(64, len(prompt.tokens), 64)
+        ]
+    inputs, adapters = [inputs_of(prompt) for prompt, _ in asked], [adapter_of(model, prompt) for prompt, _ in asked]
     found: Expected = []
     with started(model, offloading, enable_prefix_caching=leg.model == "mamba", **sizes) as llm:
         weights = Weights(llm)
-        params = SamplingParams(
-            max_tokens=TOKENS_MAX,
-            temperature=0,
-            ignore_eos=True,
-            extra_args={"kv_transfer_params": {"kvstore": {"load": False}}},
-        )
+        only_computing = {"kv_transfer_params": {"kvstore": {"load": False}}}
+        params = [
+            SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, extra_args=only_computing)
+            for _, count in asked
+        ]
         for version in range(leg.weights):
             blocks: dict[bytes, Layers] = {}
             WatchedSpec.seen = _recording(blocks)
