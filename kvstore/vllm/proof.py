@@ -109,6 +109,8 @@ def doubt_of_engine(engine_config: Any, kv_cache_config: Any) -> Doubt | None:
     groups = getattr(kv_cache_config, "kv_cache_groups", ())
     if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups):
         return Doubt("attention", "the model's attention is not causal, so its blocks depend on later tokens")
+    if len(groups) > 1 and getattr(engine_config.speculative_config, "method", None) == "draft_model":
+        return Doubt("attention", "with a draft model beside windows or states, vLLM's answers depend on cached blocks")
     if engine_config.cache_config.enable_prefix_caching:
         return None
     if not _is_on_by_default(engine_config.model_config):

@@ -262,7 +262,7 @@ def main() -> None:
 
 def campaign(rig: Rig, rng: random.Random, seconds: float) -> str:
     """Run traffic under faults for a while, then without; return the figure."""
-    prompts = plan_prompts(rng.randrange(1 << 30)) + plan_prompts(rng.randrange(1 << 30))
+    prompts = [prompt.tokens for _ in range(2) for prompt in plan_prompts(rng.randrange(1 << 30))]
     answers = rig.right_answers(prompts)
     certain, all_tokens = sum(map(len, answers)), len(prompts) * ANSWER_TOKENS
     print(f"{certain} certain tokens of {all_tokens}", flush=True)

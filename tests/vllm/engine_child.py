@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 STEP_S = 0.04
@@ -41,6 +42,7 @@ class Engine:
                 kv_role="kv_both",
                 engine_id=options["engine_id"],
                 kv_connector_extra_config=options["offloading"],
+                **options["transfer"],
             )
         if options["events"]:
             wanted = options["events"] if isinstance(options["events"], dict) else {"publisher": "null"}
@@ -48,6 +50,10 @@ class Engine:
         common = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 8, "block_size": 32}
         common |= {"disable_log_stats": False, "kv_cache_memory_bytes": 128 * 2**20}
         extra = {**common, **extra, **options["llm"]}
+        if "mamba" in Path(options["model"], "config.json").read_text():
+            from tests.vllm.walk.engine import mend_vllm
+
+            mend_vllm(speculates=False)
         self.llm = LLM(options["model"], **extra)
 
     def ask(
@@ -194,11 +200,69 @@ class Engine:
             self.settle()
         return LateConnector.promised
 
+    def ask_losing_loads(self, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+        """Answer prompts at once, while each block promised for every other load is lost before the load."""
+        manager = self._core().scheduler.connector.connector_scheduler.manager.manager
+        prepare_load, loads = manager.prepare_load, 0
+
+        def lost(keys: Any, context: Any) -> Any:
+            nonlocal loads
+            loads += 1
+            return None if loads % 2 else prepare_load(keys, context)
+
+        manager.prepare_load = lost
+        try:
+            return [{**answer, "loads": loads} for answer in self.ask(prompts, tokens)]
+        finally:
+            manager.prepare_load = prepare_load
+
+    def embed(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        """Return the embeddings of prompts."""
+        outputs = self.llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
+        return [{"numbers": o.outputs.embedding, "cached": o.num_cached_tokens} for o in outputs]
+
+    def beams(self, prompts: list[list[int]], width: int, tokens: int) -> list[list[list[int]]]:
+        """Return the tokens of the best beams of each prompt, with the prompt's."""
+        from vllm.sampling_params import BeamSearchParams
+
+        params = BeamSearchParams(beam_width=width, max_tokens=tokens, ignore_eos=True)
+        outputs = self.llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [[list(sequence.tokens) for sequence in output.sequences] for output in outputs]
+
+    def preempt_and_abort(self, prompts: list[list[int]], times: int) -> None:
+        """Add prompts over and over, and abort each request that is preempted, until so many were."""
+        from vllm import SamplingParams
+
+        engine, scheduler, preempted = self.llm.llm_engine, self._core().scheduler, []
+        preempt = scheduler._preempt_request
+
+        def noted(request: Any, *args: Any, **more: Any) -> None:
+            preempt(request, *args, **more)
+            preempted.append(request.request_id)
+
+        scheduler._preempt_request = noted
+        sampling, count = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), 0
+        deadline, ended = time.monotonic() + 200, 0
+        while ended < times:
+            assert time.monotonic() < deadline, f"{ended} requests were preempted"
+            while engine.get_num_unfinished_requests() < 8:
+                count += 1
+                engine.add_request(f"many-{count}", {"prompt_token_ids": prompts[count % len(prompts)]}, sampling)
+            engine.step()
+            aborted, preempted[:] = list(preempted), []
+            engine.abort_request(aborted, internal=True)
+            ended += len(set(aborted))
+        scheduler._preempt_request = preempt
+        engine.abort_request(list(scheduler.requests), internal=True)
+        self.settle()
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == scheduler.kv_cache_config.num_blocks - 1, "a block of the device is left"
+
     def certain(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Answer prompts, each up to its first near tie, after which the batch may change the tokens."""
         from tests.vllm.walk.answers import certain_answers
 
-        return certain_answers(self.llm, prompts, tokens)
+        return certain_answers(self.llm, [{"prompt_token_ids": prompt} for prompt in prompts], tokens)
 
     def steps(self, prompt: list[int]) -> dict[str, Any]:
         """Answer a prompt with one token, and count the scheduler's steps."""

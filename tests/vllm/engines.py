@@ -41,6 +41,7 @@ class Engine:
             in separate processes (vLLM's default).
         events: Whether KV cache events are enabled; or ``--kv-events-config``.
         llm: Additional arguments of ``LLM``.
+        transfer: Additional arguments of ``KVTransferConfig``.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class Engine:
         in_process: bool = True,
         events: bool | dict[str, Any] = False,
         llm: dict[str, Any] | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> None:
         self.log = log
         self.engine_id = f"kvstore-test-{os.getpid()}-{uuid.uuid4().hex}"
         options = {"model": str(model), "offloading": offloading, "engine_id": self.engine_id, "events": events}
-        options |= {"llm": llm or {}, "environment": _environment(in_process, log.parent)}
+        options |= {"llm": llm or {}, "transfer": transfer or {}, "environment": _environment(in_process, log.parent)}
         ours, theirs = socket.socketpair()
         ours.settimeout(500)
         with theirs, log.open("ab") as output:

@@ -337,13 +337,13 @@ def ask(engine: Engine, adapter: list[Any] | None = None, salt: str | None = Non
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_requests_with_other_weights_share_nothing(start: Start, tmp_path: Path, model: Path) -> None:
-    """Base model, adapters and cache salts have separate blocks in each tier, also after a restart."""
+    """Base model, adapters and salts, even of one name, have separate blocks in each tier, also after a restart."""
     one, two = (make_adapter(tmp_path / name, model, seed) for seed, name in enumerate(("one", "two")))
-    kinds = [(None, None), (["one", 1, str(one)], None), (["two", 2, str(two)], None), (None, "salt")]
+    kinds = [(None, None), (["one", 1, str(one)], None), (["two", 2, str(two)], None), (None, "salt"), (None, "one")]
     plain = start(llm=LORA)
     expected = [ask(plain, *kind)[0] for kind in kinds]
     plain.close()
-    assert expected[0] == expected[3] and len({*map(tuple, expected)}) == 3
+    assert expected[0] == expected[3] == expected[4] and len({*map(tuple, expected)}) == 3
     shared = managed(tmp_path / "kv")
     engine = start(offloading=shared, llm=LORA)
     assert [ask(engine, *kind) for kind in kinds] == [(tokens, 0) for tokens in expected]

@@ -1,9 +1,10 @@
-"""Walk: random requests to real engines with slow and failing tiers, every answer compared.
+"""Walk: random requests to real engines with slow and failing tiers, every answer and every block compared.
 
     python -m tests.vllm.walk --seed 7 --requests 2000 --directory /tmp/walk
 
-Prints one JSON object per leg, and a last one with ``"done": true``. The exit status is 0 only if every answer was
-right, every engine survived, and none left state behind. A seed determines the plan, but not the end times of copies.
+Prints one JSON object per leg, and a last one with ``"done": true``. The exit status is 0 only if every answer and
+every block was right, every engine survived, and none left state behind. A seed determines the plan, but not the end
+times of copies.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -35,15 +37,24 @@ os.environ |= {
 import vllm
 
 from examples.tiny_llama import make_tiny_llama
-from tests.vllm.models import make_tiny_hybrid, make_tiny_mamba
+from tests.vllm.models import make_adapter, make_tiny_hybrid, make_tiny_mamba
 from tests.vllm.walk.answers import right_answers
-from tests.vllm.walk.engine import engine_ids, mend_vllm, register_models, started
+from tests.vllm.walk.blocks import BlockOracle, WatchedSpec, expected_blocks
+from tests.vllm.walk.engine import adapter_path, engine_ids, lora_options, mend_vllm, register_models, started
 from tests.vllm.walk.leftovers import leftovers
-from tests.vllm.walk.plan import WEIGHTS, Leg, plan_legs, plan_prompts
+from tests.vllm.walk.plan import ADAPTERS, WEIGHTS, Leg, Prompt, plan_legs, plan_prompts
 from tests.vllm.walk.slow_copies import SlowSpec
 from tests.vllm.walk.walk import Walk
 
-MAKERS = {"dense": make_tiny_llama, "window": make_tiny_hybrid, "mamba": make_tiny_mamba}
+
+def _make_with_adapters(directory: Path) -> Path:
+    make_tiny_llama(directory)
+    for number in range(1, ADAPTERS + 1):
+        make_adapter(adapter_path(str(directory), number), directory, number)
+    return directory
+
+
+MAKERS = {"dense": make_tiny_llama, "window": make_tiny_hybrid, "mamba": make_tiny_mamba, "lora": _make_with_adapters}
 
 
 def main() -> int:
@@ -63,44 +74,51 @@ def main() -> int:
     gc.freeze()  # Each engine collects garbage several times, and the imports contain none.
     bad = 0
     for report in walk(legs, plan_prompts(args.seed), args.directory):
-        bad += bool(report["wrong"] or report["error"] or report["left"])
+        bad += any(report[name] for name in ("wrong", "wrong blocks", "error", "left"))
         print(json.dumps({"vllm": vllm.__version__, "seed": args.seed, **report}), flush=True)
     last = {"done": True, "vllm": vllm.__version__, "seed": args.seed, "bad legs": bad, "cpu_s": round(_cpu_s(), 1)}
     print(json.dumps(last), flush=True)
     return 1 if bad else 0
 
 
-def walk(legs: list[Leg], prompts: list[list[int]], directory: Path) -> Iterator[dict[str, Any]]:
+def walk(legs: list[Leg], prompts: list[Prompt], directory: Path) -> Iterator[dict[str, Any]]:
     """Run all legs; yield a report of each."""
-    for name, group in groupby(legs, key=lambda leg: leg.model):
+    for name, same in groupby(legs, key=lambda leg: leg.model):
+        group, asked = list(same), prompts
         model = MAKERS[name](directory / name) if not (directory / name).exists() else directory / name
         before = _cpu_s()
-        answers = right_answers(str(model), prompts, WEIGHTS)
+        if name != "lora":
+            asked = [replace(prompt, adapter=0) for prompt in prompts]
+        answers = right_answers(str(model), asked, WEIGHTS, **lora_options(group[0].llm))
         print(json.dumps({"answers of": name, "cpu_s": round(_cpu_s() - before, 1)}), flush=True)
         for leg in group:
-            yield _leg(leg, str(model), prompts, answers, directory / "tiers")
+            yield _leg(leg, str(model), asked, answers, directory / "tiers")
 
 
-def _leg(leg: Leg, model: str, prompts: list[list[int]], answers: Any, directory: Path) -> dict[str, Any]:
+def _leg(leg: Leg, model: str, prompts: list[Prompt], answers: Any, directory: Path) -> dict[str, Any]:
     began, cpu_s = time.monotonic(), _cpu_s()
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     SlowSpec.seed = leg.seed
     SlowSpec.workers.clear()
+    oracle = BlockOracle()
     report: dict[str, Any] = {
         "leg": f"{leg.model}-{leg.manager}",
         "plan": {**leg.llm, **leg.offloading, "weights": leg.weights, "resets_weights_first": leg.resets_weights_first},
         "requests": leg.requests,
         "error": "",
         "wrong": [],
+        "wrong blocks": oracle.wrong,
         "left": {},
         "counts": {},
     }
     walker = None
     try:
+        oracle.expected = expected_blocks(model, leg, prompts)
+        WatchedSpec.version, WatchedSpec.seen = 0, oracle.judge
         with started(model, leg.extra(directory), **leg.llm) as llm:
             try:
-                walker = Walk(llm, leg, prompts, answers)
+                walker = Walk(llm, model, leg, prompts, answers)
                 walker.run()
                 report["left"] = leftovers(llm)
             finally:
@@ -109,7 +127,8 @@ def _leg(leg: Leg, model: str, prompts: list[list[int]], answers: Any, directory
     except Exception:
         report["error"] = traceback.format_exc()
     if walker is not None:
-        report["counts"], report["wrong"] = dict(walker.counts), walker.wrong
+        report["counts"], report["wrong"] = dict(walker.counts + oracle.counts), walker.wrong
+    report["largest difference of a block"] = oracle.largest
     if files := sorted(name for name in os.listdir("/dev/shm") if engine_ids() in name):
         report["left"] = {**report["left"], "/dev/shm": files}
     report["total_s"] = round(time.monotonic() - began, 1)

@@ -9,12 +9,16 @@ import random
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import LLM, ModelRegistry
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
+
+from tests.vllm.walk.plan import Prompt
 
 COMMON: dict[str, Any] = {
     "dtype": "float32",
@@ -50,6 +54,27 @@ def started(model: str, offloading: dict[str, Any] | None, **llm: Any) -> Iterat
         gc.collect()
         cleanup_dist_env_and_memory()
         gc.freeze()
+
+
+def inputs_of(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt in vLLM's form."""
+    return {"prompt_token_ids": prompt.tokens, **({"cache_salt": prompt.salt} if prompt.salt else {})}
+
+
+def adapter_path(model: str, number: int) -> Path:
+    """Return the directory of one of a model's adapters."""
+    return Path(f"{model}-adapter{number}")
+
+
+def adapter_of(model: str, prompt: Prompt) -> LoRARequest | None:
+    """Return a prompt's adapter in vLLM's form."""
+    number = prompt.adapter
+    return LoRARequest(f"adapter{number}", number, str(adapter_path(model, number))) if number else None
+
+
+def lora_options(llm: dict[str, Any]) -> dict[str, Any]:
+    """Return those of an engine's options that concern adapters."""
+    return {name: value for name, value in llm.items() if "lora" in name}
 
 
 def core_of(llm: Any) -> Any:

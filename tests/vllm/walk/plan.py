@@ -12,6 +12,7 @@ from kvstore.tiering.policy import OWN_PARAMETERS
 _LEGS = (
     *(("dense", "kvstore"), ("dense", "kvstore"), ("dense", "vllm"), ("dense", "vllm")),
     *(("window", "kvstore"), ("window", "vllm"), ("mamba", "kvstore"), ("mamba", "vllm")),
+    *(("lora", "kvstore"), ("lora", "vllm")),
 )
 """Model and manager of each; only legs of the dense model can have rows of several blocks, and one in two does."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -26,13 +27,25 @@ TOKENS_MAX = 20
 WEIGHTS = 3
 """Versions of the weights."""
 PROMPT_TOKENS_MAX = 600
-BLOCK_BYTES = {"dense": 32768, "window": 16384, "mamba": 65536}
+ADAPTERS = 2
+"""Adapters of the model ``"lora"``. In a batch with adapters, vLLM's CPU kernels apply the last slot to the base model,
+so one more stays empty."""
+BLOCK_BYTES = {"dense": 32768, "window": 16384, "mamba": 65536, "lora": 32768}
 """Approximate size of a block of the primary tier."""
-PRIMARY_BLOCKS = {"dense": (24, 40), "window": (48, 80), "mamba": (12, 20)}
+PRIMARY_BLOCKS = {"dense": (24, 40), "window": (48, 80), "mamba": (12, 20), "lora": (24, 40)}
 """Blocks of the primary tier."""
-FLOOR_BLOCKS = {"dense": 60, "window": 80, "mamba": 140}
+FLOOR_BLOCKS = {"dense": 60, "window": 80, "mamba": 140, "lora": 60}
 """Blocks of the device: too few for eight requests at once. The hybrid has enough for them, because otherwise 0.33
 takes more blocks in a step than there are and ends with its own ValueError, under vLLM's manager, too."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that has one right answer under each version of the weights."""
+
+    tokens: list[int]
+    salt: str  # The tenant's salt; empty for none.
+    adapter: int  # Number of an adapter, for the model ``"lora"`` only; 0 for the base model.
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,7 @@ class Leg:
     """One engine and its workload."""
 
     seed: int  # Seed of the leg.
-    model: str  # ``"dense"``, ``"window"`` or ``"mamba"``.
+    model: str  # ``"dense"``, ``"window"``, ``"mamba"``, or ``"lora"``: dense, with adapters.
     manager: str  # ``"kvstore"`` or ``"vllm"``.
     requests: int  # Number of requests.
     offloading: dict[str, Any]  # ``kv_connector_extra_config``, without ``path`` of the file tiers.
@@ -88,14 +101,15 @@ def plan_legs(seed: int, requests: int, version: tuple[int, int]) -> list[Leg]:
     return legs
 
 
-def plan_prompts(seed: int) -> list[list[int]]:
-    """Return the prompts of a walk: families with long common prefixes of many lengths."""
+def plan_prompts(seed: int) -> list[Prompt]:
+    """Return the prompts of a walk: families with long common prefixes of many lengths, salts and adapters."""
     rng = random.Random(seed)
     families = [[rng.randrange(2, 512) for _ in range(PROMPT_TOKENS_MAX)] for _ in range(6)]
     prompts = []
     for _ in range(36):
         common = rng.choice(families)[: rng.randrange(33, PROMPT_TOKENS_MAX - 60)]
-        prompts.append(common + [rng.randrange(2, 512) for _ in range(rng.choice((0, 1, rng.randrange(60))))])
+        tokens = common + [rng.randrange(2, 512) for _ in range(rng.choice((0, 1, rng.randrange(60))))]
+        prompts.append(Prompt(tokens, rng.choice(("", "", "", "", "one", "two")), rng.randrange(ADAPTERS + 1)))
     return prompts
 
 
@@ -166,6 +180,8 @@ def _leg(
         "max_num_batched_tokens": rng.choice((128, 256)),
         "scheduling_policy": drawn["scheduling"],
     }
+    if model == "lora":
+        llm |= {"enable_lora": True, "max_loras": ADAPTERS + 1, "max_lora_rank": 8}
     if model != "mamba" and drawn["speculates"]:
         llm["speculative_config"] = {
             "method": "ngram",

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from vllm.v1.kv_offload.base import OffloadingWorker
 
-from kvstore.vllm import KVStoreOffloadingSpec
+from tests.vllm.walk.blocks import WatchedSpec
 
 DELAY_S_MEAN = 0.03
 """Several steps of a tiny model: a copy seldom ends before its blocks are needed again."""
@@ -73,7 +73,7 @@ class SlowCopies(OffloadingWorker):
         return True
 
 
-class SlowSpec(KVStoreOffloadingSpec):
+class SlowSpec(WatchedSpec):
     """kvstore's spec with slow copies."""
 
     seed: ClassVar[int] = 0

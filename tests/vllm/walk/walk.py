@@ -6,6 +6,8 @@ import copy
 import random
 import time
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from vllm import SamplingParams
@@ -13,8 +15,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import RequestStatus
 
 from tests.vllm.walk.answers import Answers
-from tests.vllm.walk.engine import Weights, core_of, scribble
-from tests.vllm.walk.plan import TOKENS_MAX, Leg, plan_policy
+from tests.vllm.walk.blocks import WatchedSpec
+from tests.vllm.walk.engine import Weights, adapter_of, core_of, inputs_of, scribble
+from tests.vllm.walk.plan import TOKENS_MAX, Leg, Prompt, plan_policy
 
 STUCK_S = 60
 """Without any answer for this long, an engine with requests counts as hanging."""
@@ -30,16 +33,16 @@ class WalkError(Exception):
 class Walk:
     """Drives the engine through a leg."""
 
-    def __init__(self, llm: Any, leg: Leg, prompts: list[list[int]], answers: Answers) -> None:
+    def __init__(self, llm: Any, model: str, leg: Leg, prompts: list[Prompt], answers: Answers) -> None:
         self.counts: Counter[str] = Counter()  # Number of each kind of event, by name.
         self.wrong: list[str] = []  # Descriptions of wrong answers.
-        self._llm, self._leg, self._prompts, self._answers = llm, leg, prompts, answers
+        self._llm, self._model, self._leg, self._prompts, self._answers = llm, model, leg, prompts, answers
         self._core, self._engine = core_of(llm), llm.llm_engine
         self._rng = random.Random(leg.seed)
         self._weights, self._version = Weights(llm), 0
         self._live: dict[str, tuple[int, int, int]] = {}
-        self._turns: dict[str, list[tuple[list[int], bool, SamplingParams]]] = {}
-        """The rest of each live session: tokens, whether another turn may follow, and parameters."""
+        self._turns: dict[str, list[tuple[Prompt, bool, SamplingParams]]] = {}
+        """The rest of each live session: its prompt, whether another turn may follow, and parameters."""
         self._due: Counter[str] = Counter()  # Tokens of the answers to a session's turns so far.
         self._texts: dict[str, list[int]] = {}
         """The tokens of live requests so far, also of earlier turns."""
@@ -105,6 +108,7 @@ class Walk:
         if self._asked >= self._leg.requests:
             return
         rng, index = self._rng, self._rng.randrange(len(self._prompts))
+        prompt = self._prompts[index]
         tokens = rng.choice((1, rng.randrange(1, TOKENS_MAX + 1), TOKENS_MAX))
         policy = plan_policy(rng)
         params = SamplingParams(
@@ -117,31 +121,33 @@ class Walk:
         name = f"walk-{self._leg.seed}-{self._asked}"
         priority = rng.randrange(3) if self._leg.llm["scheduling_policy"] == "priority" else 0
         if rng.random() < SESSIONS:
-            self._turns[name] = _turns_of(self._prompts[index], params, rng)
+            self._turns[name] = _turns_of(prompt, params, rng)
             self._next_turn(name)
         else:
-            self._engine.add_request(name, {"prompt_token_ids": self._prompts[index]}, params, priority=priority)
+            adapter = adapter_of(self._model, prompt)
+            self._engine.add_request(name, inputs_of(prompt), params, lora_request=adapter, priority=priority)
         self._live[name] = (index, tokens, self._version)
         self._texts[name] = []
         self._asked += 1
 
     def _next_turn(self, name: str) -> None:
         """Add the next turn of a session, or its end once its last turn is answered."""
-        tokens, is_resumable, params = self._turns[name][0]
+        prompt, is_resumable, params = self._turns[name][0]
         if not is_resumable and len(self._texts[name]) < self._due[name]:
             return
         self._due[name] += params.max_tokens or 0
         self._turns[name].pop(0)
         request = self._engine.input_processor.process_inputs(
             name,
-            {"prompt_token_ids": tokens},
+            inputs_of(prompt),
             params,
+            lora_request=adapter_of(self._model, prompt),
             supported_tasks=self._engine.get_supported_tasks(),
             resumable=is_resumable,
         )
         request.external_req_id = name
         shown = copy.copy(request)
-        shown.prompt_token_ids = list(tokens)  # Both halves extend their list at each turn.
+        shown.prompt_token_ids = list(prompt.tokens)  # Both halves extend their list at each turn.
         self._engine.output_processor.add_request(shown, None, None, 0)
         self._engine.engine_core.add_request(request)
         self.counts["turns"] += 1
@@ -198,7 +204,7 @@ class Walk:
         right = self._answers[version][index][:tokens]
         if got[: len(right)] != right or len(got) != tokens:
             self.wrong.append(
-                f"{name}: prompt {index} ({len(self._prompts[index])} tokens), weights {version}, "
+                f"{name}: prompt {index} ({len(self._prompts[index].tokens)} tokens), weights {version}, "
                 f"cached {cached}: got {got}, right is {right}"
             )
 
@@ -276,6 +282,7 @@ class Walk:
         self._weights.change(self._version)
         if not self._leg.resets_weights_first:
             self._reset_for_certain()
+        WatchedSpec.version = self._version
         self.counts["weights"] += 1
 
     def _reset_for_certain(self) -> None:
@@ -306,15 +313,15 @@ class Walk:
         scheduler._preempt_request = counted
 
 
-def _turns_of(
-    prompt: list[int], params: SamplingParams, rng: random.Random
-) -> list[tuple[list[int], bool, SamplingParams]]:
+def _turns_of(prompt: Prompt, params: SamplingParams, rng: random.Random) -> list[tuple[Prompt, bool, SamplingParams]]:
     """Cut a prompt into the turns of a session.
 
     Turns before the last have one token of answer, which the next turn replaces. So the last answer is the prompt's.
     """
-    cuts = sorted(rng.sample(range(1, len(prompt)), rng.randrange(1, 4)))
+    tokens = prompt.tokens
+    cuts = sorted(rng.sample(range(1, len(tokens)), rng.randrange(1, 4)))
     short = params.clone()
     short.max_tokens = 1
-    turns = [(prompt[start:end], True, short) for start, end in zip([0, *cuts], cuts, strict=False)]
-    return [*turns, (prompt[cuts[-1] :], True, params), ([2], False, params)]
+    turns = [(replace(prompt, tokens=tokens[start:end]), True, short) for start, end in pairwise([0, *cuts])]
+    last, end = replace(prompt, tokens=tokens[cuts[-1] :]), replace(prompt, tokens=[2])
+    return [*turns, (last, True, params), (end, False, params)]
