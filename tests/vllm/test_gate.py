@@ -20,7 +20,10 @@ def offloading(**tiering: Any) -> dict[str, Any]:
         "spec_module_path": "kvstore.vllm",
         "cpu_bytes_to_use": 64 * 2**20,
         "tiering": tiering,
-        "secondary_tiers": [{"type": "tests.vllm.slow_medium:SlowMemory", "load_timeout": 600, "reset": "keep"}],
+        "secondary_tiers": [
+            # The test lets the loads end, so they are in its process.
+            {"type": "tests.vllm.slow_medium:SlowMemory", "load_timeout": 600, "reset": "keep", "io": "thread"}
+        ],
     }
 
 
