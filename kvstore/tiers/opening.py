@@ -78,15 +78,13 @@ def open_tier(
     backend = _made(kind, options, tenants)
     decoded = backend.config
     namespace = _with_options(namespace, decoded)
-    host = io if decoded.io == "auto" else decoded.io
-    if lender is not None and _lend(backend, decoded, lender) and decoded.io == "auto":
-        host = "thread"
+    serves = lender is not None and _lend(backend, decoded, lender)
     backend = wrap_backend(backend) if wrap_backend is not None else backend
     name = name or decoded.label or backend.name
     # The I/O side has its own views and releases them at the end.
     with _memory_of(primary) as memory:
         channel: Channel | None = None
-        if host == "process" and wrap_backend is None:
+        if _host(decoded, io, serves=serves) == "process" and wrap_backend is None:
             payload = {"backend": kind, "options": options, "tenants": tenants, "slot_bytes": slot_bytes}
             payload["namespace"] = namespace.document()
             channel = _process_channel(name, payload, memory)
@@ -177,6 +175,13 @@ def _memory_of(primary: WriteableBuffer) -> memoryview:
         raise ConfigError(
             f"'primary' is a {type(primary).__name__}. Expected writable memory, such as an mmap or a bytearray."
         ) from None
+
+
+def _host(config: TierConfig, io: Literal["thread", "process"], *, serves: bool) -> Literal["thread", "process"]:
+    """Return the host of the I/O side; ``io`` is what "auto" means, unless the tier serves peers."""
+    if config.io != "auto":
+        return config.io
+    return "thread" if serves else io
 
 
 def _lend(backend: Backend, config: TierConfig, lender: Lender) -> bool:
