@@ -4,14 +4,15 @@
 
 The driver of kvstore-bench stores and loads jobs of 64 blocks, one and eight jobs at a time, cold (everything uses
 direct I/O). Systems take turns over the same memory, run by run; a row is the median, and the first run does not count.
-CPU seconds include all participating processes and the caller.
+CPU seconds include all participating processes and the caller, which waits for results; ``caller``, ``loop``,
+``workers`` and ``kernel`` (threads of io_uring) are their parts.
 
-All use one memory, because a drive transfers physically adjacent pages in one piece, and their number depends on the
-allocation: the same loads of 2 MiB took 1.34 GB/s with requests of 1,488 KiB and 2.86 GB/s with 2,052 KiB.
+Each system has the memory that it has in an engine: kvstore huge pages, vLLM's ``fs`` pages of 4 KiB (a drive transfers
+physically adjacent pages in one piece). ``--memory huge`` and ``--memory small`` give both the same. Tiers of kvstore
+run in a process of their own, as in an engine, or with ``-thread`` in the caller's.
 
 fio uses the same filesystem, direct I/O, the same block size and queue depth 32. ``of_fio`` is the rate divided by
-fio's in the same run, or the median of such ratios. Memory is in pages of 4 KiB, as vLLM's is by default; with "always"
-in /sys/kernel/mm/transparent_hugepage/shmem_enabled it is in huge pages. fio computes no hashes.
+fio's in the same run, or the median of such ratios. fio computes no hashes.
 
 With ``engines`` above 1 each engine is a process with a primary tier of its own, and all share one directory. They
 start together. The rate is the bytes of all engines divided by the time from the first start to the last end; latencies
@@ -53,14 +54,14 @@ from bench.common import (
 )
 from kvstore.cli.bench.driver import Driver
 from kvstore.cli.bench.histogram import Latencies
-from kvstore.cli.bench.payload import Payload
+from kvstore.cli.bench.payload import BlockRows, Payload
 from kvstore.cli.bench.systems import Op, System, TierSystem, VllmFsSystem, fio_rows
 from kvstore.cli.bench.workload import Mix, Workload
 from kvstore.namespace import Namespace
 from kvstore.primary import Region
 
 KIB, MIB = 1024, 1024**2
-SYSTEMS = ["kvstore-file", "kvstore-file-process", "vllm-fs", "kvstore-nvme", "kvstore-nvme-process"]
+SYSTEMS = ["kvstore-file", "vllm-fs", "kvstore-file-thread", "kvstore-nvme", "kvstore-nvme-thread"]
 BLOCKS_PER_JOB = 64
 JOBS_AT_ONCE = 8
 ENGINES = 4
@@ -68,7 +69,7 @@ VISIBLE_S = 2.0
 """Wait until each engine finds the blocks of the others; on an idle machine some ten milliseconds suffice."""
 COLUMNS = [
     "system", "host", "op", "block_bytes", "jobs", "engines", "spin", "gb_per_s", "of_fio", "over_fs", "cpu_s_per_gb",
-    "latency_s_p50", "latency_s_p99", "spin_rate", "verified", "runs",
+    "caller", "loop", "workers", "kernel", "latency_s_p50", "latency_s_p99", "spin_rate", "verified", "runs",
 ]  # fmt: skip
 FIO_S = 0.5
 """Seconds of fio in each run, about the length of a system's run."""
@@ -99,14 +100,25 @@ def capacity_for(size: int, divisor: int, engines: int = 1) -> int:
     return (2 if engines == 1 else 3) * engines * max(run_bytes, JOBS_AT_ONCE * BLOCKS_PER_JOB * size) + 256 * MIB
 
 
-def primary_tier(size: int) -> Region:
+def primary_tier(size: int, *, huge_pages: bool = True) -> Region:
     """Return the memory of an engine, for as many blocks as are in use at once."""
-    return Region.create(JOBS_AT_ONCE * BLOCKS_PER_JOB, size, name="kvstore-bench", populate=True)
+    slots = JOBS_AT_ONCE * BLOCKS_PER_JOB
+    return Region.create(slots, size, name="kvstore-bench", populate=True, huge_pages=huge_pages)
+
+
+def host_of(system: str) -> str:
+    """Return where a system's I/O runs."""
+    return "thread" if system == "vllm-fs" or system.endswith("-thread") else "process"
+
+
+def in_huge_pages(system: str, memory: str) -> bool:
+    """Return whether a system's memory is in huge pages; ``memory`` as in ``--memory``."""
+    return system != "vllm-fs" if memory == "own" else memory == "huge"
 
 
 @contextlib.contextmanager
 def opened(name: str, directory: Path, region: Region, size: int, divisor: int, engines: int = 1) -> Iterator[System]:
-    """Open ``vllm-fs`` or a tier (``-process``: with I/O in a process) with a directory over a primary tier."""
+    """Open ``vllm-fs`` or a tier (``-thread``: with I/O on a thread) with a directory over a primary tier."""
     system: System
     if name == "vllm-fs":
         system = VllmFsSystem(directory, region.view(), size)
@@ -114,7 +126,7 @@ def opened(name: str, directory: Path, region: Region, size: int, divisor: int, 
         backend, _, io = name.removeprefix("kvstore-").partition("-")
         config: dict[str, Any] = {
             "backend": backend, "path": str(directory), "capacity": capacity_for(size, divisor, engines),
-            "reserve": 0, "io": io or "thread", "load_timeout": 60, "store_timeout": 60,
+            "reserve": 0, "io": io or "process", "load_timeout": 60, "store_timeout": 60,
             "store_backlog_bytes": "16GiB", "inflight_bytes": "2GiB",
         }  # fmt: skip
         system = TierSystem(config, region.view(), size, Namespace({"bench": "disk", "size": size}), name=name)
@@ -128,7 +140,11 @@ def measure(driver: Driver, workload: Workload, directory: Path) -> Row:
     driver.held.clear()
     if not workload.mix.store_share:
         driver.fill(workload)
-    row = driven_row("disk", driver, workload, run_phase(driver, workload)) | {"engines": 1}
+    result = run_phase(driver, workload)
+    row = driven_row("disk", driver, workload, result) | {"engines": 1}
+    if not workload.spin:
+        moved_gb = result.counts(row["op"]).blocks * workload.block_bytes / 1e9
+        row |= {part: seconds / moved_gb for part, seconds in result.cpu_s.items()}
     if workload.mix.store_share:
         forget(driver, directory)
     return row
@@ -165,10 +181,14 @@ def measure_one(options: argparse.Namespace, root: Path, size: int, divisor: int
     """Measure one engine of each system."""
     with contextlib.ExitStack() as stack:
         drivers: dict[str, Driver] = {}
-        region = stack.enter_context(primary_tier(size))
-        blocks = Payload("random", size, 1).prepare(region)
-        stack.callback(blocks.release)
+        memories: dict[bool, tuple[Region, BlockRows]] = {}
         for name in options.systems:
+            huge_pages = in_huge_pages(name, options.memory)
+            if huge_pages not in memories:
+                made = stack.enter_context(primary_tier(size, huge_pages=huge_pages))
+                memories[huge_pages] = made, Payload("random", size, 1).prepare(made)
+                stack.callback(memories[huge_pages][1].release)
+            region, blocks = memories[huge_pages]
             directory = root / name
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
             system = stack.enter_context(opened(name, directory, region, size, divisor))
@@ -194,8 +214,8 @@ def measure_one(options: argparse.Namespace, root: Path, size: int, divisor: int
 class Engine:
     """One of several engines: a process of this program, controlled by lines on its standard input."""
 
-    def __init__(self, system: str, directory: Path, size: int, divisor: int, number: int) -> None:
-        what = json.dumps([system, str(directory), size, divisor, number])
+    def __init__(self, system: str, memory: str, directory: Path, size: int, divisor: int, number: int) -> None:
+        what = json.dumps([system, memory, str(directory), size, divisor, number])
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--engine", what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             process_group=0,  # Ctrl-C ends the program, which then ends its engines.
@@ -219,14 +239,14 @@ class Engine:
         self._process.wait(60)
 
 
-def be_engine(name: str, directory: str, size: int, divisor: int, number: int) -> None:
+def be_engine(name: str, memory: str, directory: str, size: int, divisor: int, number: int) -> None:
     """Execute the commands on standard input: the main program of an :class:`Engine`.
 
     The blocks of an engine have its number as their seed. It loads the blocks of the next engine.
     """
     end_with_parent()
     with contextlib.ExitStack() as stack:
-        region = stack.enter_context(primary_tier(size))
+        region = stack.enter_context(primary_tier(size, huge_pages=in_huge_pages(name, memory)))
         system = stack.enter_context(opened(name, Path(directory), region, size, divisor, ENGINES))
         drivers = []
         for owner in (number, (number + 1) % ENGINES):
@@ -243,7 +263,7 @@ def be_engine(name: str, directory: str, size: int, divisor: int, number: int) -
             result = run_phase(driver, workload)
             print(
                 json.dumps({
-                    "started": started, "ended": started + result.seconds, "cpu": result.cpu_s,
+                    "started": started, "ended": started + result.seconds, "cpu": sum(result.cpu_s.values()),
                     "latencies": result.counts(op).latencies.as_text(),
                     "bytes": result.counts(op).blocks * size,
                 }),
@@ -265,7 +285,7 @@ def measure_engines(engines: list[Engine], name: str, op: Op, size: int, jobs: i
         latencies.merge(Latencies.from_text(each["latencies"]))
     seconds = max(each["ended"] for each in found) - min(each["started"] for each in found)
     return {
-        "bench": "disk", "system": name, "host": "thread", "op": op, "block_bytes": size, "spin": False,
+        "bench": "disk", "system": name, "host": host_of(name), "op": op, "block_bytes": size, "spin": False,
         "blocks_per_job": BLOCKS_PER_JOB, "jobs": jobs, "engines": len(engines), "gb_per_s": moved / 1e9 / seconds,
         "cpu_s_per_gb": sum(each["cpu"] for each in found) / (moved / 1e9), "verified": False,
         "latency_s_p50": latencies.percentile(50), "latency_s_p99": latencies.percentile(99),
@@ -280,12 +300,12 @@ def measure_several(options: argparse.Namespace, root: Path, size: int, divisor:
             with contextlib.ExitStack() as stack:
                 systems: dict[str, Callable[[], Row]] = {"fio": partial(fio, root, op, size, divisor)}
                 for name in options.systems:
-                    if name.endswith("-process"):
-                        continue
                     directory = root / f"{name}-engines"
                     directory.mkdir(mode=0o700)
                     stack.callback(shutil.rmtree, directory, ignore_errors=True)
-                    engines = [Engine(name, directory, size, divisor, number) for number in range(ENGINES)]
+                    engines = [
+                        Engine(name, options.memory, directory, size, divisor, number) for number in range(ENGINES)
+                    ]
                     for engine in engines:
                         stack.callback(engine.close)
                     for engine in engines:
@@ -302,6 +322,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", choices=list(RUN_MIB[1]), help="KiB per block")
     parser.add_argument("--no-spin", action="store_true", help="nothing beside a thread that spins in Python")
     parser.add_argument("--systems", nargs="*", default=SYSTEMS[:3], choices=SYSTEMS)
+    parser.add_argument("--memory", default="own", choices=["own", "huge", "small"], help="pages of the memory")
     parser.add_argument("--engines", nargs="*", type=int, default=[1, ENGINES], choices=[1, ENGINES])
     parser.add_argument("--engine", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -311,7 +332,7 @@ def main() -> None:
     needs(*(["vllm"] if "vllm-fs" in options.systems else []), programs=["fio"])
     divisor, runs = QUICK if options.quick else 1, runs_of(options, 5)
     with reporting(options, COLUMNS) as rows, scratch(options.directory) as root:
-        for kib in options.sizes or ([128] if options.quick else [128, 512, 2048, 8192]):
+        for kib in options.sizes or ([128] if options.quick else [128, 2048, 8192]):
             if 1 in options.engines:
                 rows += measure_one(options, root, kib * KIB, divisor, runs)
             if ENGINES in options.engines:

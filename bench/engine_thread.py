@@ -1,8 +1,9 @@
 """What a tier's I/O costs a thread that runs a model: many short operations, each of which releases the GIL.
 
 With one GPU `vllm serve` runs the model in the scheduler's process. Here steps of 500 numpy operations, a microsecond
-each, replace it, while a disk tier stores and loads. ``step_mean`` and ``step_p99`` are durations over those of steps
-alone; ``lost_s_per_gb`` is the time that the steps took longer, for 1e9 bytes.
+each, replace it, while a disk tier stores and loads, in the memory that it has in an engine. ``step_mean`` and
+``step_p99`` are durations over those of steps alone; ``lost_s_per_gb`` is the time that the steps took longer, for 1e9
+bytes.
 
     python bench/engine_thread.py [--quick] [--runs N] [--sizes 128 2048] [--systems …] [--json FILE] [--directory DIR]
 """
@@ -21,12 +22,12 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import numpy as np
 
 from bench.common import Row, arguments, percentile, reporting, runs_of, scratch
-from bench.disk import BLOCKS_PER_JOB, JOBS_AT_ONCE, KIB, OPS, opened, primary_tier
+from bench.disk import BLOCKS_PER_JOB, JOBS_AT_ONCE, KIB, OPS, in_huge_pages, opened, primary_tier
 from kvstore.cli.bench.systems import Op, System
 from kvstore.primary import Region
 from kvstore.types import Outcome
 
-SYSTEMS = ["kvstore-file", "kvstore-file-process", "vllm-fs"]
+SYSTEMS = ["kvstore-file", "kvstore-file-thread", "vllm-fs"]
 COLUMNS = ["system", "op", "block_bytes", "gb_per_s", "step_mean", "step_p99", "lost_s_per_gb", "runs"]
 OPERATIONS = 500
 RUN_BYTES = 512 << 20
@@ -101,10 +102,10 @@ def main() -> int:
     runs, run_bytes = runs_of(options, 5), RUN_BYTES // (8 if options.quick else 1)
     with reporting(options, COLUMNS) as rows, scratch(options.directory) as directory:
         for size in (kib * KIB for kib in options.sizes):
-            with primary_tier(size) as region:
-                for name in options.systems:
-                    home = directory / f"{name}-{size}"
-                    home.mkdir()
+            for name in options.systems:
+                home = directory / f"{name}-{size}"
+                home.mkdir()
+                with primary_tier(size, huge_pages=in_huge_pages(name, "own")) as region:
                     rows += measure(name, home, region, size, runs, run_bytes)
     return 0
 

@@ -66,7 +66,7 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             of this engine alone.
         codec: Codecs and seal of payloads, such as ``"byteplane+zstd:1"``; see docs/codecs.md.
         io: Host of the I/O side: a thread of this process, or a separate process. ``"auto"``: a process in an engine,
-            except for what it sends to peers, and a thread elsewhere.
+            except for what it keeps in memory or sends to peers, and a thread elsewhere.
         load_timeout: Time limit of a load job, plus the time for its bytes at ``bytes_per_second_min``.
         store_timeout: The same for a store job.
         lookup_timeout: Time limit of a lookup, after which it is a miss.

@@ -68,7 +68,7 @@ def open_tier(
         events: Whether ``take_events`` reports the blocks; this needs memory for their keys.
         access_events: Whether it also reports which blocks were loaded, one event per job.
         tenants: The tenants that share the medium; keys begin with their tags.
-        io: Host of the I/O side with ``"io": "auto"``. What is sent to peers is read on a thread of this process.
+        io: Host of the I/O side with ``"io": "auto"``; a thread has what is in memory or sent to peers.
 
     Raises:
         ConfigError: The configuration can't be used; the medium is unchanged.
@@ -84,7 +84,7 @@ def open_tier(
     # The I/O side has its own views and releases them at the end.
     with _memory_of(primary) as memory:
         channel: Channel | None = None
-        if _host(decoded, io, serves=serves) == "process" and wrap_backend is None:
+        if _host(backend, io, serves=serves) == "process" and wrap_backend is None:
             payload = {"backend": kind, "options": options, "tenants": tenants, "slot_bytes": slot_bytes}
             payload["namespace"] = namespace.document()
             channel = _process_channel(name, payload, memory)
@@ -177,11 +177,13 @@ def _memory_of(primary: WriteableBuffer) -> memoryview:
         ) from None
 
 
-def _host(config: TierConfig, io: Literal["thread", "process"], *, serves: bool) -> Literal["thread", "process"]:
-    """Return the host of the I/O side; ``io`` is what "auto" means, unless the tier serves peers."""
-    if config.io != "auto":
-        return config.io
-    return "thread" if serves else io
+def _host(backend: Backend, io: Literal["thread", "process"], *, serves: bool) -> Literal["thread", "process"]:
+    """Return the host of the I/O side; ``io`` is what "auto" means for most tiers."""
+    if backend.config.io != "auto":
+        return backend.config.io
+    # Blocks in memory would end with an I/O process.
+    is_memory = backend.medium is Medium.CPU and backend.locality is Locality.LOCAL
+    return "thread" if serves or is_memory else io
 
 
 def _lend(backend: Backend, config: TierConfig, lender: Lender) -> bool:

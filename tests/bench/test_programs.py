@@ -72,7 +72,7 @@ PROGRAMS = {
     "bench/codec.py": "--quick --runs 1 --dtypes bf16",
     "bench/cuda_copy.py": "--quick --runs 1 --no-spin",
     "bench/disk.py": "--quick --systems kvstore-file --engines 1 4 --runs 1",
-    "bench/engine_thread.py": "--quick --runs 1 --systems kvstore-file kvstore-file-process",
+    "bench/engine_thread.py": "--quick --runs 1 --systems kvstore-file kvstore-file-thread",
     "bench/events.py": "--quick --steps 2",
     "bench/fleet.py": "--quick",
     "bench/gate.py": "--quick --requests 2",

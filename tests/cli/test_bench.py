@@ -50,7 +50,7 @@ def test_without_a_command_it_measures(monkeypatch: pytest.MonkeyPatch, tmp_path
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert ESCAPE not in done.stdout
-    loads = [line for line in lines if re.match(r"kvstore-file +load", line)]
+    loads = [line for line in lines if re.match(r"kvstore-file +process +load", line)]
     assert len(loads) == 2 and all(line.endswith("yes") for line in loads)
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,7 @@
 """Drives a system through phases of jobs, in a closed or open loop, and counts the results.
 
-One thread submits jobs, performs their lookups, collects results and compares bytes, like a scheduler. It polls every
-0.2 ms, or every millisecond if it also computes; this is the resolution of latencies.
+One thread submits jobs, performs their lookups, collects results and compares bytes, like a scheduler. It waits for
+results, or polls every 0.2 ms where it can't wait, or every millisecond if it also computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 
 from kvstore.cli.bench.histogram import Latencies
 from kvstore.cli.bench.payload import BlockRows
-from kvstore.cli.bench.systems import Op, System, cpu_seconds
+from kvstore.cli.bench.systems import POLL_S, Op, System, cpu_seconds
 from kvstore.cli.bench.workload import Workload
 from kvstore.types import LookupResult, Outcome
 
@@ -27,8 +27,8 @@ _LOOPS: Final = 1000
 _ALONE_S: Final = 0.3
 """Time for measuring the rate alone; a longer time changes only its third digit."""
 
-PAUSE_S: Final = 0.0002
-"""Pause between two polls without results; a shorter one would take CPU time and the GIL from the system."""
+_WAIT_S: Final = 0.05
+"""Longest wait for results, after which the progress is shown."""
 
 _SPIN_S: Final = 0.001
 """Time of computing between two polls; a step of an engine takes longer."""
@@ -122,7 +122,9 @@ class PhaseResult:
 
     block_bytes: int  # Payload of a block.
     seconds: float = 0.0  # From its start to the end of its last job.
-    cpu_s: float = 0.0  # CPU time of this process and its children in that time, including the caller's work.
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    """CPU time of this process and its children in that time, by part: ``caller`` (this thread), ``loop``, ``workers``
+    (other threads) and ``kernel`` (those of io_uring)."""
     store: OpCounts = field(default_factory=OpCounts)  # Stores.
     load: OpCounts = field(default_factory=OpCounts)  # Loads.
     lookup: OpCounts = field(default_factory=OpCounts)
@@ -235,7 +237,7 @@ class _Phase:
         # Blocks that may be loaded only once are not used for the warm-up.
         self._count_from = started + (workload.warmup_s if self._timed and not self._once else 0.0)
         self._end = self._count_from + workload.duration_s if self._timed else float("inf")
-        counting, cpu, steps = False, 0.0, 0
+        counting, cpu, steps = False, dict[str, float](), 0
         due = started
         while True:
             now = clock()
@@ -252,12 +254,14 @@ class _Phase:
             if spinner and counting:
                 spinner.spin(_SPIN_S)
             elif not busy:
-                time.sleep(PAUSE_S)
+                # With a free lane, the next job is not due yet.
+                until = min(due, self._end) if self._lanes else self._end
+                self._system.wait(max(POLL_S, min(_WAIT_S, until - clock())))
         ended = clock()
         if workload.rate and self._timed:
             self._count_unbegun(due, min(ended, self._end))
         result.seconds = max(ended - self._count_from, 1e-9)
-        result.cpu_s = cpu_seconds() - cpu if counting else 0.0
+        result.cpu_s = {part: value - cpu[part] for part, value in cpu_seconds().items()} if counting else {}
         if spinner and counting:
             result.spin_rate = spinner.share_of(spinner.steps - steps, result.seconds)
         return result

@@ -267,7 +267,7 @@ def phase_row(op: Op, result: PhaseResult, workload: Workload, system: System) -
         "op": op,
         "gb_per_s": counts.blocks * workload.block_bytes / result.seconds / 1e9,
         "ops_per_s": counts.blocks / result.seconds,
-        "cpu_s_per_gb": result.cpu_s / (moved / 1e9) if moved else None,
+        "cpu_s_per_gb": sum(result.cpu_s.values()) / (moved / 1e9) if moved else None,
         "errors": dict(counts.errors),
         "last_error": system.last_error() if counts.errors else None,
     }

@@ -5,6 +5,7 @@ Used by ``kvstore-bench`` and by the programs in ``bench/``. The memory of the s
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -12,7 +13,7 @@ import shutil
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,10 @@ Op = Literal["store", "load"]
 
 PYTHON_SWITCH_S: Final = 0.005
 """The interpreter's switch interval by default; the loop of a tier shortens it."""
+
+
+POLL_S: Final = 0.0002
+"""Pause between two polls without results; a shorter one would take CPU time and the GIL from the system."""
 
 
 class Done(NamedTuple):
@@ -59,6 +64,10 @@ class System(ABC):
     @abstractmethod
     def finished(self) -> Sequence[Done]:
         """Return the jobs that ended since the last call."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for jobs or lookups to end, or until the caller should poll."""
+        time.sleep(min(timeout_s, POLL_S))
 
     def lookup(self, key: BlockKey, job_id: int) -> LookupResult:
         """Look up a block; after RETRY, repeat the call after :meth:`flush`."""
@@ -94,10 +103,12 @@ class TierSystem(System):
     ) -> None:  # fmt: skip
         self.name = name
         self.direct = direct
-        self.host = "process" if config.get("io") == "process" else "thread"
+        self.tier = open_tier(
+            config, primary=primary, slot_bytes=slot_bytes, namespace=namespace, events=False, io="process"
+        )
+        self.host = "thread" if self.tier.io_pid is None else "process"
         if self.host == "thread":
             self.switch_s = SWITCH_S
-        self.tier = open_tier(config, primary=primary, slot_bytes=slot_bytes, namespace=namespace, events=False)
 
     def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
         job = TransferJob(job_id, keys, slots)
@@ -108,6 +119,9 @@ class TierSystem(System):
         done = [Done(result.job_id, result.outcomes) for result in self.tier.get_finished()]
         self.tier.take_samples()
         return done
+
+    def wait(self, timeout_s: float) -> None:
+        self.tier.wait(timeout_s)
 
     def lookup(self, key: BlockKey, job_id: int) -> LookupResult:
         return self.tier.lookup(key)
@@ -132,27 +146,40 @@ class TierSystem(System):
         self.tier.close()
 
 
-def cpu_seconds() -> float:
-    """Return the CPU time of this process and its living children, including their kernel threads."""
-    total = time.process_time()
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            children = (task / "children").read_text().split()
-        except OSError:
-            continue
-        total += sum(cpu_seconds_of(int(pid)) for pid in children)
-    return total
+def cpu_seconds() -> dict[str, float]:
+    """Return the CPU time of this process and its children by part: ``caller``, ``loop``, ``workers``, ``kernel``.
+
+    Threads that have ended don't count. The first thread of a child is its loop; those of io_uring are the kernel's.
+    """
+    found = dict.fromkeys(("caller", "loop", "workers", "kernel"), 0.0)
+    for pid in (os.getpid(), *_children()):
+        for thread, name, seconds in _threads_of(pid):
+            if name.startswith("iou-"):
+                found["kernel"] += seconds
+            elif name == "kvstore-io" or (thread == pid != os.getpid()):
+                found["loop"] += seconds
+            else:
+                found["caller" if thread == pid else "workers"] += seconds
+    return found
 
 
 def cpu_seconds_of(pid: int) -> float:
     """Return the CPU time of all threads of a process."""
-    total = 0
+    return sum(seconds for _, _, seconds in _threads_of(pid))
+
+
+def _children() -> Iterator[int]:
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            yield from map(int, (task / "children").read_text().split())
+
+
+def _threads_of(pid: int) -> Iterator[tuple[int, str, float]]:
+    """Yield id, name and CPU time of each thread of a process."""
     for task in Path(f"/proc/{pid}/task").glob("*"):
-        try:
-            total += int((task / "schedstat").read_text().split()[0])
-        except OSError:
-            continue
-    return total / 1e9
+        with contextlib.suppress(OSError):
+            seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
+            yield int(task.name), (task / "comm").read_text().strip(), seconds
 
 
 _FIO_DEPTH: Final = 32
