@@ -148,6 +148,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             self._pauses.note_waiting(for_engine=False)
             return VllmLookupResult.RETRY
         if ctx.is_excluded:
+            self.manager.exclude(ctx, len(request_ends(req_context)))
             return VllmLookupResult.MISS
         if ctx.request_id in self._without_keys:
             self._set_keys(ctx, req_context)
@@ -155,6 +156,16 @@ class KVStoreOffloadingManager(OffloadingManager):
         if answer is VllmLookupResult.RETRY:
             self._pauses.note_waiting(for_engine=bool(ctx.patience_s))
         return answer
+
+    @guarded(lambda: None)
+    def exclude(self, req_context: ReqContext, blocks: int) -> None:
+        """Note that vLLM asks for none of the ``blocks`` blocks that an unproven request computes."""
+        self.manager.exclude(self._context(req_context), blocks)
+
+    @guarded(lambda: None)
+    def account(self, req_context: ReqContext) -> dict[str, Any] | None:
+        """Return where the blocks of a request came from, if it asked for that; see :meth:`TieringManager.account`."""
+        return self.manager.account(self._context(req_context))
 
     @guarded(lambda: cache_hit_source(Medium.CPU, Locality.LOCAL))
     def get_load_source(self, key: bytes, req_context: ReqContext) -> Any:
