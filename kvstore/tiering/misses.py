@@ -55,9 +55,9 @@ class Misses:
             return
         first = next(iter(state.asked))
         if state.ends:
-            start = max(state.served_to + 1, state.ends.get(first, 0))
-            blocks = [key for key in state.weighed or state.ends if state.ends[key] >= start]
-            self._count(state, len(blocks), min(blocks, key=state.ends.__getitem__, default=None))
+            start, weighed = max(state.served_to + 1, state.ends.get(first, 0)), state.weighed or state.ends
+            blocks = [key for key, end in state.ends.items() if end >= start and key in weighed]
+            self._count(state, len(blocks), blocks[0] if blocks else None)
         else:
             self._count(state, max(0, len(state.asked) - sum(state.served.values())), first)
 

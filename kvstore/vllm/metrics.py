@@ -470,3 +470,43 @@ class HitSummary:
                 stored * slot_bytes / 1e6,
             )
         self._since, self._counts = now, counts
+
+
+_UNREAD_S: Final = 3600.0
+_UNREAD_BYTES: Final = 1e9
+"""Bytes stored in an hour below which it matters little that nothing is loaded."""
+
+_REPEATED_LEAST: Final = 10
+"""Repeated prompts in an hour below which nothing can be expected to be loaded."""
+
+
+class UnreadWarning:
+    """Warns once if in an hour much was stored and nothing loaded, although prompts were computed again."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._counts = (0, 0, 0)
+        self._misses: Counter[str] = Counter()
+        self._is_logged = False
+
+    def note(self, now: float, stats: TieringStats, slot_bytes: int) -> None:
+        """Log the warning if it is due. ``now``: ``time.monotonic()``."""
+        if now - self._since < _UNREAD_S:
+            return
+        counts = sum(flow.loaded for flow in stats.tiers), sum(flow.stored for flow in stats.tiers), stats.repeated
+        misses = Counter(
+            {f"{tier} {cause.value}": count for tier, causes in stats.missed.items() for cause, count in causes.items()}
+        )
+        loaded, stored, repeated = (new - old for new, old in zip(counts, self._counts, strict=True))
+        is_unread = not loaded and stored * slot_bytes >= _UNREAD_BYTES and repeated >= _REPEATED_LEAST
+        if is_unread and not self._is_logged:
+            logger.warning(
+                "In %.0f minutes %.1f GB were stored to the tiers and nothing was loaded, although %d prompts were "
+                "computed again. Computed blocks by tier and cause: %s.",
+                (now - self._since) / 60,
+                stored * slot_bytes / 1e9,
+                repeated,
+                ", ".join(f"{name} {count}" for name, count in (misses - self._misses).most_common(5)),
+            )
+        self._is_logged = (self._is_logged or is_unread) and not loaded
+        self._since, self._counts, self._misses = now, counts, misses

@@ -10,9 +10,6 @@ import pytest
 
 from kvstore.types import BlockKey, RequestContext
 from tests.tiering.engine import Engine, keys_of
-from tests.tiering.test_gated_loads import Gated
-from tests.tiering.test_tenants import configured
-from tests.tiering.test_tenants import keys as keys_of_tenant
 
 
 def missed(engine: Engine) -> dict[tuple[str, str], int]:
@@ -90,7 +87,7 @@ def test_a_policy_that_does_not_load_is_a_cause(params: dict[str, Any], expected
     assert missed(engine) == expected
 
 
-def test_blocks_below_their_number_of_uses_are_no_strangers() -> None:
+def test_blocks_below_their_number_of_uses_have_that_cause() -> None:
     """With ``min_uses``, the repetitions before the first store have that cause; a new prompt is absent."""
     engine = Engine(policy={"min_uses": 3})
     for _ in range(4):
@@ -149,35 +146,6 @@ def test_a_primary_tier_without_room_is_a_cause() -> None:
     assert missed(engine) == {("disk", "no_room"): 1}
 
 
-def test_a_tenants_rate_is_a_cause() -> None:
-    """Blocks beyond the rate of loads are missed because of it."""
-    engine = Engine(slots=4, tenants=configured(named={"slow": {"load_rate": 1}}))
-    keys = keys_of_tenant("slow", 1, 2, 3)
-    engine.store_and_forget(keys)
-    engine.evict_all()
-    _, hits = ask(engine, keys)
-    assert missed(engine) == {("disk", "rate"): 3 - hits}
-
-
-def test_the_gate_is_a_cause() -> None:
-    """A request for which computing is faster counts the blocks that the tier held."""
-    engine = Gated((0.0, 0.08))
-    engine.learn()
-    before = missed(engine)
-    assert engine.serve(engine.blocks(40))[1] == 0
-    after = missed(engine)
-    assert after["tier0", "gate"] - before.get(("tier0", "gate"), 0) == 40
-
-
-def test_an_abandoned_load_is_a_cause() -> None:
-    """The blocks of a load that took longer than computing are late."""
-    engine = Gated((0.002, 0.002))
-    engine.learn()
-    engine.speeds[0].stalled_until = engine.clock.now + 60
-    assert engine.serve(engine.blocks(20))[1] == 0
-    assert missed(engine)["tier0", "late"] == 20
-
-
 def test_an_expired_block_concerns_all_tiers() -> None:
     """A block whose lifetime has ended is missed in every tier."""
     engine = Engine()
@@ -227,7 +195,7 @@ def test_a_prompt_that_is_computed_again_is_counted() -> None:
     assert engine.manager.stats().repeated == 1
 
 
-def test_a_request_that_asks_learns_where_its_blocks_came_from() -> None:
+def test_a_request_gets_an_account_of_its_blocks() -> None:
     """The account names blocks and time of each tier, and the cause for those computed; others get none."""
     engine = Engine(tiers=["disk", "far"])
     engine.store_and_forget(keys_of(2, 3), tiers=["far"])

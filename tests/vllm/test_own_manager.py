@@ -60,7 +60,7 @@ def test_a_reset_empties_the_primary_tier_only(restarted: Engine, expected: list
     assert restarted.call("metrics")["vllm:kvstore_loaded_bytes{file}"] > 0
 
 
-def test_an_answer_says_where_the_blocks_came_from(restarted: Engine) -> None:
+def test_an_answer_has_the_account_of_its_blocks(restarted: Engine) -> None:
     """A request with ``explain`` gets its blocks by tier and the cause for the others; one without it gets nothing."""
     restarted.call("settle")
     restarted.call("reset")
