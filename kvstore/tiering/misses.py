@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -43,11 +44,11 @@ class Misses:
 
     def note_served(self, state: RequestState, keys: Sequence[BlockKey]) -> None:
         """Note that a request loads blocks."""
-        for key in keys:
-            link = state.sources.get(key)
-            index = ALL_TIERS if link is None else link.index
-            state.served[index] = state.served.get(index, 0) + 1
-            state.served_to = max(state.served_to, state.ends.get(key, 0))
+        served, sources, ends = state.served, state.sources, state.ends
+        origins = [link.index for key in keys if (link := sources.get(key)) is not None] if sources else []
+        for index, count in (*Counter(origins).items(), (ALL_TIERS, len(keys) - len(origins))):
+            served[index] = served.get(index, 0) + count
+        state.served_to = max(state.served_to, *[ends.get(key, 0) for key in keys], 0)
 
     def settle(self, state: RequestState) -> None:
         """Count the misses of a request that computes from now on; only the first call has an effect."""

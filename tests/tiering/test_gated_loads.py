@@ -170,7 +170,7 @@ def test_a_load_saves_the_time_to_compute_all_its_blocks() -> None:
 
 
 def test_blocks_that_are_not_loaded_count_as_misses_of_the_gate() -> None:
-    """A request for which computing is faster counts the blocks of the tier, and so does one whose load is abandoned."""
+    """A request counts the tier's blocks if computing them is faster, or if their load is abandoned."""
     engine = Gated((0.0, 0.08))
     engine.learn()
     before = engine.manager.stats().missed["tier0"].get(MissCause.GATE, 0)
