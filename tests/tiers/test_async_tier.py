@@ -711,6 +711,11 @@ def test_a_miss_of_a_tier_that_cannot_answer_names_its_state() -> None:
     assert cause_of(bench, b"b") is MissCause.ABSENT
     bench.tier.begin_epoch()
     assert cause_of(bench, b"a") is MissCause.RESETTING
+    shared = Bench(exclusive=False, lookup_timeout="1s")
+    shared.answer(StatsReport(0, 0, 0, {}, {}, ready=False))
+    assert shared.tier.lookup(b"a") is LookupResult.RETRY
+    shared.now += 1.1
+    assert cause_of(shared, b"a") is MissCause.DOWN
 
 
 @pytest.mark.parametrize("recovered", [True, False])
