@@ -33,8 +33,9 @@ from kvstore.vllm.region import use_locked_region
 
 logger = logging.getLogger("kvstore.vllm.connector")
 
-_PARAMETERS: Final = "kvstore"
-"""Name of kvstore's parameters in the ``kv_transfer_params`` of a request and of its answer."""
+_ACCOUNT: Final = "kvstore_account"
+"""Name of an account in the ``kv_transfer_params`` of an answer. Not ``"kvstore"``, because routers pass an answer's
+parameters on with the next request, where that name has a policy."""
 
 _entered: ContextVar[EngineContext] = ContextVar("kvstore_engine")
 
@@ -192,7 +193,7 @@ class KVStoreConnector(OffloadingConnector):
         if account is None or not self._answers or request.request_id not in self.connector_scheduler._req_status:
             return is_delayed, params
         found = account(self._context(request))
-        return is_delayed, params if found is None else {**(params or {}), _PARAMETERS: found}
+        return is_delayed, params if found is None else {**(params or {}), _ACCOUNT: found}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the device's blocks of a request, also of one that another connector loads."""

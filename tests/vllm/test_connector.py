@@ -190,7 +190,7 @@ def test_an_account_is_added_to_the_answer(all_groups: bool) -> None:
     assert answer(plain) == (False, None)
     accounts: list[Any] = [{"computed": 0}, None]
     connector.connector_scheduler.manager.account = lambda context: accounts.pop(0)
-    assert answer(plain) == (False, {"kvstore": {"computed": 0}})
+    assert answer(plain) == (False, {"kvstore_account": {"computed": 0}})
     assert answer(plain) == (False, None)
     assert answer(request("untracked", 64)) == (False, None)
     connector._answers = False
