@@ -114,6 +114,49 @@ class RemovalCause(enum.StrEnum):
     """Expected on the medium but missing, usually because another process removed it."""
 
 
+class MissCause(enum.StrEnum):
+    """Reason why a tier did not deliver a block to a request.
+
+    The first ones are those of the tier itself, the others those of the manager of the tiers.
+    """
+
+    ABSENT = "absent"
+    """The tier does not hold the block, and is not known to have held it: it was never stored there in this namespace,
+    or left long ago."""
+    EVICTED = "evicted"
+    REMOVED = "removed"
+    EXPIRED = "expired"
+    CORRUPT = "corrupt"
+    LOST = "lost"
+    """The tier held the block; these are the values of :class:`RemovalCause`."""
+    FAILED = "failed"
+    """A lookup or a load of the block failed, for this request or a moment ago."""
+    TIMEOUT = "timeout"
+    """The tier did not answer the lookup in time."""
+    RECOVERING = "recovering"
+    """The same, during the scan of existing blocks."""
+    BREAKER = "breaker"
+    """The breaker of loads is open."""
+    DOWN = "down"
+    """The medium is not open, the I/O process has ended, or the tier is dead."""
+    RESETTING = "resetting"
+    """A new epoch is beginning."""
+    GATE = "gate"
+    """Computing was estimated to be faster than loading."""
+    LATE = "late"
+    """The load was abandoned, because it took longer than computing."""
+    NO_ROOM = "no_room"
+    """The primary tier had no room for the block."""
+    RATE = "rate"
+    """The rate of the request's tenant was used up."""
+    MIN_USES = "min_uses"
+    """The block has been computed before, fewer times than ``min_uses`` requires for a store."""
+    POLICY = "policy"
+    """The request's policy, or vLLM's ``kv_load_tiers``, does not load from the tier."""
+    UNPROVEN = "unproven"
+    """The blocks of the request are not proven to belong to their keys."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
     """One block found by a scan of a medium.

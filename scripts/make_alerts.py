@@ -40,6 +40,9 @@ _ALL = "='+Inf'"
 _BLOCKS_LEAST, _JOBS_LEAST = 100, 20
 """Traffic of five minutes below which a share or a percentile says nothing."""
 
+_STORED_LEAST, _REPEATED_LEAST = 10**9, 10
+"""Bytes and repeated prompts of an hour, as for the warning in the log (``kvstore.vllm.metrics.UnreadWarning``)."""
+
 ALERTS = (
     Alert(
         "LoadBreakerOpen",
@@ -142,6 +145,20 @@ ALERTS = (
             ("vllm:kvstore_load_seconds_bucket{tier='disk',le='1.0'}", 10),
             ("vllm:kvstore_load_seconds_bucket{tier='disk',le='2.5'}", 20),
             ("vllm:kvstore_load_seconds_bucket{tier='disk',le='+Inf'}", 20),
+        ),
+    ),
+    Alert(
+        "NeverRead",
+        f"sum by (instance) (increase({series('stored_bytes')}[1h])) > {_STORED_LEAST} "
+        f"and sum by (instance) (increase({series('loaded_bytes')}[1h])) == 0 "
+        f"and sum by (instance) (increase({series('repeated_requests')}[1h])) >= {_REPEATED_LEAST}",
+        5,
+        "warning",
+        "In an hour blocks were stored and none loaded, although prompts were computed again.",
+        (
+            ("vllm:kvstore_stored_bytes_total{tier='disk'}", 10**8),
+            ("vllm:kvstore_loaded_bytes_total{tier='disk'}", 0),
+            ("vllm:kvstore_repeated_requests_total", 1),
         ),
     ),
     Alert(

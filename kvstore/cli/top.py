@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,10 +37,15 @@ _PREFIX: Final = "vllm:kvstore_"
 _WINDOW_S: Final = 10.0
 """Period of the rates: engines report a few times per second, and a tier may load only every few seconds."""
 
+_MISSES_S: Final = 300.0
+"""Period of the causes of misses: long enough for someone who comes to see why requests are slow."""
+
 _BODY_MAX: Final = 64 << 20
 """Longest page of metrics; all of vLLM's metrics take less than 1 MiB, so a longer page is not from an engine."""
 
 _FETCHES_MAX: Final = 16
+
+_MISSES: Final = "missed_blocks_total"
 
 Labels = frozenset[tuple[str, str]]
 
@@ -69,12 +75,16 @@ class Engine:
 
     name: str  # Its address, with the engine's number if the server has several engines.
     samples: list[Sample] = field(default_factory=list)  # Samples of the last seconds, oldest first.
+    misses: deque[Sample] = field(default_factory=deque)  # Misses by cause in the last minutes, oldest first.
 
     def add(self, sample: Sample) -> None:
         """Add a sample and drop those before the window, except the last of them, with which the rates begin."""
         while len(self.samples) > 1 and self.samples[1].at <= sample.at - _WINDOW_S:
             del self.samples[0]
         self.samples.append(sample)
+        while len(self.misses) > 1 and self.misses[1].at <= sample.at - _MISSES_S:
+            self.misses.popleft()
+        self.misses.append(Sample(sample.at, {_MISSES: sample.values.get(_MISSES, {})}))
 
 
 class Watch:
@@ -221,12 +231,21 @@ _ROOM_COLUMNS: Final = (
     Column("failed", "failed/s", healthy=("0", _NONE)),
 )
 
+_MISS_COLUMNS: Final = (
+    Column("engine", "engine", left=True),
+    Column("tier", "tier", left=True, style="bold"),
+    Column("cause", "cause of misses", left=True),
+    Column("recent", "last 5 min"),
+    Column("total", "in all"),
+)
+
 METRICS: Final = {
     "requests", "primary_slots", "primary_bytes", "primary_evicted_blocks_total", "manager_lookups_total",
     "ready", "recovering", "tier_dead", "load_breaker_state", "store_breaker_state",
     "lookups_total", "loaded_bytes_total", "stored_bytes_total", "load_seconds_bucket", "store_seconds_bucket",
     "jobs_in_flight", "bytes_in_flight", "waiting_blocks", "blocks", "used_bytes", "capacity_bytes",
     "removed_blocks_total", "load_blocks_total", "store_blocks_total",
+    _MISSES,
 }  # fmt: skip
 """All metrics read here, for a check against the exported metrics."""
 
@@ -235,7 +254,7 @@ _DONE: Final = ("ok", "exists")
 
 
 def top(addresses: _Addresses = None, interval: _Interval = "2s") -> None:
-    """Show the tiers of running engines. States, hits, rates, latencies, queues, room; Ctrl-C ends it.
+    """Show the tiers of running engines. States, hits, rates, latencies, queues, room, misses; Ctrl-C ends it.
 
     Reads the engines' /metrics (default: 127.0.0.1:8000). Rates and latencies are those of the last ten seconds. If
     stdout is not a terminal, it scrapes twice and prints one table.
@@ -267,6 +286,7 @@ def frame_of(engines: Sequence[Engine], problems: Mapping[str, str], width: int)
         (_ENGINE_COLUMNS, [engine_row(engine) for engine in engines]),
         (_TRAFFIC_COLUMNS, rows := tier_rows(engines)),
         (_ROOM_COLUMNS, rows),
+        (_MISS_COLUMNS, miss_rows(engines)),
     )
     # Problems come first, because a short screen cuts off the end.
     parts: list[Frame] = [line_of(f"{address}: {problem}", "red") for address, problem in problems.items()]
@@ -312,6 +332,22 @@ def tier_rows(engines: Sequence[Engine]) -> list[dict[str, Any]]:
         now, before = _newest(engine), _oldest(engine)
         named = {"engine": engine.name} if len(engines) > 1 else {}
         rows += [named | _tier_row(now, before, tier) for tier in now.label_values("blocks", "tier")]
+    return rows
+
+
+def miss_rows(engines: Sequence[Engine]) -> list[dict[str, Any]]:
+    """Return a row for each tier and cause of misses so far, the most frequent of the last minutes first."""
+    rows: list[dict[str, Any]] = []
+    for engine in engines:
+        now, before = engine.misses[-1], engine.misses[0]
+        named = {"engine": engine.name} if len(engines) > 1 else {}
+        found = [
+            (_added(now, before, _MISSES, **dict(labels)) or 0, total, dict(labels))
+            for labels, total in now.values[_MISSES].items()
+            if total
+        ]
+        for recent, total, labels in sorted(found, key=lambda row: row[:2], reverse=True):
+            rows.append({**named, **labels, "recent": _count(recent), "total": _count(total)})
     return rows
 
 

@@ -118,6 +118,10 @@ class Cascades:
         for key, count in seen.items():
             self._sightings[key] = count
 
+    def sightings_of(self, key: BlockKey) -> int:
+        """Return the counted uses of a block."""
+        return self._sightings.get(key, 0)
+
     def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Store withheld and owed blocks that a request uses again, by its policy."""
         self._transient.difference_update(keys if state.policy.cpu else ())

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kvstore.tiering.tally import TierTally
 from kvstore.tiers.base import SecondaryTierManager, TierStats
-from kvstore.types import BlockKey, JobResult, LookupResult, RequestContext
+from kvstore.types import BlockKey, JobResult, LookupResult, MissCause, RequestContext
 
 logger = logging.getLogger("kvstore.tiering")
 
@@ -54,6 +54,7 @@ class TierLink(TierFlow):
         # Blocks that wait for room in its backlog or share of the primary tier, oldest first.
         self.queue: OrderedDict[BlockKey, None] = OrderedDict()
         self.tally = TierTally()  # Its counts for the engine's metrics.
+        self.miss_cause = MissCause.ABSENT  # Cause of the last MISS that lookup() returned.
         self._strikes: dict[str, int] = {}
 
     def flow(self) -> TierFlow:
@@ -75,11 +76,15 @@ class TierLink(TierFlow):
     def lookup(self, key: BlockKey, ctx: RequestContext) -> LookupResult:
         """Return the tier's answer; MISS if it is dead. Inlines :meth:`call`, because it runs for each block."""
         if self.dead:
+            self.miss_cause = MissCause.DOWN
             return LookupResult.MISS
         try:
             result = self.tier.lookup(key, ctx)
+            if result is LookupResult.MISS:
+                self.miss_cause = self.tier.miss_cause
         except Exception as error:  # As in call().
             self._note_exception("lookup", error)
+            self.miss_cause = MissCause.FAILED
             return LookupResult.MISS
         if self._strikes:
             self._strikes.pop("lookup", None)

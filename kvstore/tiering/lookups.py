@@ -10,7 +10,7 @@ from kvstore.tiering.gate import Gate
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import Found, RequestState
 from kvstore.tiering.tally import TIMED_EVERY
-from kvstore.types import BlockKey, LookupResult
+from kvstore.types import BlockKey, LookupResult, MissCause
 
 _HERE = -1
 """A block of the primary tier, in the gate's list of tiers."""
@@ -44,13 +44,15 @@ class Lookups:
     def find(self, key: BlockKey, state: RequestState) -> Found:
         """Return the tier to load a block from; if none, the tier to wait for. Both None: compute the block."""
         gate = self._gate
-        if gate is None:
+        # Requests that wait for another engine's prefill have a deadline of their own.
+        if gate is None or state.ctx.patience_s:
             return self._ask(key, state)
         decision = state.gated
         if decision.step != self._step and key in state.weighed and gate.is_ready and not self._is_declined(key, state):
             decision.step = self._step
             self._decide(gate, state.keys.index(key), state)
         if decision.limit is not None and self._is_declined(key, state):
+            state.missed.update((decision.declined,) if decision.declined is not None else ())
             return None, None
         found = decision.found.get(key) if decision.step == self._step else None
         return found or self._ask(key, state)
@@ -62,7 +64,7 @@ class Lookups:
             return
         tier, since, _ = decision.unknown
         decision.unknown = None
-        decision.limit = state.ends.get(key, 1) - 1
+        decision.limit, decision.declined = state.ends.get(key, 1) - 1, (tier, MissCause.TIMEOUT)
         self._gate.note_answer(tier, self._clock() - since)
 
     def note_served(self, state: RequestState, keys: Sequence[BlockKey] = ()) -> None:
@@ -87,6 +89,7 @@ class Lookups:
         for link in state.load_links:
             bit = link.bit
             if failed & bit:
+                state.missed[link.index] = MissCause.FAILED
                 continue
             tally = link.tally
             started = 0.0 if tally.queries % TIMED_EVERY else time.perf_counter()
@@ -103,6 +106,7 @@ class Lookups:
                     tally.wait_samples.append(self._clock() - state.retried.pop((key, bit)))
             if result is LookupResult.HIT:
                 return link, None
+            state.missed[link.index] = link.miss_cause
         return None, unknown
 
     @staticmethod
@@ -174,6 +178,8 @@ class Lookups:
         """Make a request compute blocks that tiers hold, and sometimes measure the first of these tiers."""
         decision = state.gated
         decision.limit = limit
+        first = next((found[0] or found[1] for key in keys if (found := decision.found.get(key))), None)
+        decision.declined = None if first is None else (first.index, MissCause.GATE)
         held = [(key, link) for key in keys if (link := decision.found.get(key, (None, None))[0]) is not None]
         gate.counts.recomputed += len(held)
         if held:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from kvstore.errors import ConfigError
 from kvstore.primary.tier import PrimaryTier, SlotState
@@ -20,16 +20,17 @@ from kvstore.tiering.jobs import JobTable
 from kvstore.tiering.leases import Expiry, Pins, Retention
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.lookups import Lookups
+from kvstore.tiering.misses import Misses, account_of
 from kvstore.tiering.policy import OffloadPolicy, PolicyParser
 from kvstore.tiering.prefetch import Prefetch
 from kvstore.tiering.promotions import Promotions
 from kvstore.tiering.recording import RequestFeed
-from kvstore.tiering.requests import Requests, RequestState
+from kvstore.tiering.requests import ALL_TIERS, Requests, RequestState
 from kvstore.tiering.stats import LookupCounts, TieringStats
 from kvstore.tiering.tally import TIMED_EVERY, Tally
 from kvstore.tiering.tenants import TenantTable
 from kvstore.tiers.base import SecondaryTierManager, TierStats
-from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext, TransferJob
+from kvstore.types import BlockKey, LookupResult, MissCause, RemovalCause, RequestContext, TransferJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class TieringManager:
         self._lookups = Lookups(core, self._requests.waiting, self._promotions.measure)
         self._expiry = Expiry(core)
         self._cascades = Cascades(core, self._expiry)
+        self._misses = Misses(self._links, self._cascades.sightings_of)
         core.on_left = self._cascades.left
         self._prefetch = Prefetch(
             core, self._promotions, self._lookups, self._expiry, self._requests, self._end_prefetch
@@ -170,14 +172,12 @@ class TieringManager:
         """Set a request's blocks, as for :meth:`on_new_request`, once they are known.
 
         Args:
-            weighed: Blocks subject to the gate: those of layers that need every block of the prefix; by default all.
-                The other blocks are loaded up to the same position.
+            weighed: Blocks of layers that need every block of the prefix; by default all. Only these are subject to the
+                gate and count as misses. The other blocks are loaded up to the same position.
         """
         state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
         self._requests.locate(state, tuple(keys), ends, prompt_tokens)
-        # The gate does not apply to requests that wait for another engine's prefill: they have a deadline of their own.
-        if self._gate is not None and not ctx.patience_s:
-            state.weighed = state.ends if weighed is None else weighed
+        state.weighed = state.ends if weighed is None else weighed
         if state.hands_over:
             self.primary.hand_overs.expect(
                 ctx.request_id, [key for key in keys if state.policy.store and state.may_store(key)]
@@ -199,6 +199,8 @@ class TieringManager:
         state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
         if not state.policy.load or (self._expiry.active and self._expiry.forbids(key)):
             self._counts.misses += 1
+            state.asked.setdefault(key, 0)
+            state.missed[ALL_TIERS] = MissCause.EXPIRED if state.policy.load else MissCause.POLICY
             return LookupResult.MISS
         primary, tally = self.primary, self.tally.primary
         started = 0.0 if tally.queries % TIMED_EVERY else time.perf_counter()
@@ -228,15 +230,19 @@ class TieringManager:
         promotions = self._promotions
         link, unknown = self._lookups.find(key, state)
         if link is not None:
-            result = promotions.start(link, key, state)
+            result, cause = promotions.start(link, key, state), MissCause.RATE
             if result is LookupResult.RETRY:
                 waits_for_write_back = self._cascades.making_room and not promotions.is_full(state)
                 result = promotions.wait(state) if waits_for_write_back else promotions.no_room(state)
+                cause = MissCause.NO_ROOM
+            if result is LookupResult.MISS:
+                state.missed[link.index] = cause
             return result
         if unknown is None:
             return LookupResult.MISS
         result = promotions.wait(state, key)
         if result is LookupResult.MISS:
+            state.missed[unknown.index] = MissCause.TIMEOUT
             self._lookups.stop_waiting(key, state)
         return result
 
@@ -245,6 +251,28 @@ class TieringManager:
         state = self._requests.by_id.get(ctx.request_id)
         link = None if state is None else state.sources.get(key)
         return None if link is None else link.tier
+
+    def account(self, ctx: RequestContext) -> dict[str, Any] | None:
+        """Return where a request's blocks came from, and why others are computed, until :meth:`on_request_finished`.
+
+        Returns:
+            A JSON object: ``computed``, the number of blocks that the request looked for and computes; and for each of
+            ``tiers`` the number of ``blocks`` that it delivered, the ``seconds`` from the begin of their first load to
+            the end of the last, and the cause for which it ``missed`` the computed blocks (a :class:`MissCause`).
+            ``missed`` beside ``tiers`` is a cause that concerns all. None for a request that did not ask for it
+            (``explain``).
+        """
+        state = self._requests.by_id.get(ctx.request_id)
+        return account_of(state, self._links) if state is not None and state.policy.explain else None
+
+    def exclude(self, ctx: RequestContext, blocks: int) -> None:
+        """Note that nothing is looked up for a request, because its blocks are not proven to belong to their keys.
+
+        Args:
+            ctx: The request.
+            blocks: Number of blocks that it computes.
+        """
+        self._misses.exclude(self._requests.by_id.get(ctx.request_id) or self._begin(ctx), blocks)
 
     def prepare_load(self, keys: Sequence[BlockKey], ctx: RequestContext) -> list[int] | None:
         """Pin blocks that were a HIT in this step, to copy them out of the primary tier.
@@ -263,6 +291,7 @@ class TieringManager:
         for key in keys:
             loading[key] = loading.get(key, 0) + 1
         self._lookups.note_served(state, keys)
+        self._misses.note_served(state, keys)
         self._promotions.release_claims(state)
         primary.touch(keys)
         self._use(keys, state)
@@ -304,6 +333,7 @@ class TieringManager:
         # A request that offers blocks is computing, and no longer needs its claims.
         self._requests.waiting.discard(ctx.request_id)
         self._lookups.note_served(state)
+        self._misses.settle(state)
         self._promotions.release_claims(state)
         if self._closed or not state.policy.store or not (state.policy.cpu or state.store_links):
             return _NOTHING
@@ -454,6 +484,7 @@ class TieringManager:
             if state is not None:
                 self._requests.waiting.discard(request_id)
                 self._lookups.note_served(state)
+                self._misses.settle(state)
                 self._promotions.release_claims(state)
         self._prefetch.run()
         if self._hedges is not None:
@@ -521,6 +552,8 @@ class TieringManager:
             primary=self.primary.stats(),
             tiers=tuple(link.flow() for link in self._links),
             lookups=self._counts,
+            missed=self._misses.blocks,
+            repeated=self._misses.repeated,
             requests=len(self._requests),
             jobs=len(self._jobs),
             promoting=self._promotions.blocks,

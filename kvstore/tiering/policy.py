@@ -20,7 +20,7 @@ PRIORITY_MAX: Final = 100
 HAND_OVER: Final = "remote_decoder"
 """Name in ``allow`` of hand-overs, which engines request beside the policy (:attr:`RequestContext.hand_over_s`)."""
 
-OWN_PARAMETERS: Final = ("store", "tiers", "cpu", "load", "min_uses")
+OWN_PARAMETERS: Final = ("store", "tiers", "cpu", "load", "min_uses", "explain")
 """Parameters whose effect is limited to the request itself. A ``ttl`` also ends the life of blocks that others stored,
 and unwritten ``lazy`` blocks can't be evicted while a tier hangs."""
 
@@ -71,6 +71,7 @@ class OffloadPolicy:
             disabled.
         forget_tenant: When the request ends, all blocks of its tenant are removed from every tier.
         tenant: The request's tenant, for tenant rules that read it from the policy; empty: none.
+        explain: Whether the engine's answer says where the blocks came from, and why others were computed.
     """
 
     store: bool = True
@@ -92,6 +93,7 @@ class OffloadPolicy:
     forget_tokens: int | None = None
     forget_tenant: bool = False
     tenant: str = ""
+    explain: bool = False
 
     @property
     def acts_at_end(self) -> bool:
@@ -322,6 +324,7 @@ _READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = 
     "prefetch": lambda value, names: {"prefetch_s": None if value is False else _duration(value)},
     "forget": _forget,
     "tenant": lambda value, names: {"tenant": _text(value)},
+    "explain": lambda value, names: {"explain": _flag(value)},
 }
 """Parameters of a policy; each reader returns the fields of :class:`OffloadPolicy` that a value sets."""
 

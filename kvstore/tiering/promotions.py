@@ -12,7 +12,7 @@ from kvstore.tiering.hedges import Hedges
 from kvstore.tiering.jobs import OpenJob
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import HandOverWait, RequestState
-from kvstore.types import BlockKey, JobResult, LookupResult, TransferJob
+from kvstore.types import BlockKey, JobResult, LookupResult, MissCause, TransferJob
 
 _HEARD_SHARE: Final = 0.5
 """Share of the computing time for which the other engine may not know of the request yet."""
@@ -234,6 +234,8 @@ class Promotions:
         self._primary.commit(good, pins=1 if alive else 0)
         if state is not None:
             state.promoting -= len(keys)
+            first, _ = state.load_times.get(link.index, (job.since, 0.0))
+            state.load_times[link.index] = min(first, job.since), link.loaded_at
             if alive:
                 state.claims.update(dict.fromkeys(good))
             self._note_failed(job, bad)
@@ -313,6 +315,7 @@ class Promotions:
             decision = job.state.gated
             limit = min(job.state.ends.get(key, 0) for key in job.transfer.keys) - 1
             decision.limit = limit if decision.limit is None else min(limit, decision.limit)
+            decision.declined = job.link.index, MissCause.LATE
 
     def release_claims(self, state: RequestState) -> None:
         """Unpin the blocks promoted for a request but not loaded. The request no longer waits for room."""

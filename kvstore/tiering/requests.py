@@ -6,15 +6,19 @@ import operator
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.policy import HAND_OVER, OffloadPolicy, PolicyParser
 from kvstore.tiering.recording import RequestFeed
-from kvstore.types import BlockKey, RequestContext
+from kvstore.types import BlockKey, MissCause, RequestContext
 
 Found: TypeAlias = "tuple[TierLink | None, TierLink | None]"
 """The tier to load a block from, or None; and in that case the tier whose answer is outstanding, or None."""
+
+
+ALL_TIERS: Final = -1
+"""Index for causes of misses that concern all tiers. Among the origins of loaded blocks, it is the primary tier's."""
 
 
 @dataclass(slots=True)
@@ -23,6 +27,7 @@ class Decision:
 
     step: int = -1  # Step of the last decision.
     limit: int | None = None  # End of the last block to load, in tokens; None for no limit.
+    declined: tuple[int, MissCause] | None = None  # Index of the tier for which there is a limit, and the cause.
     found: dict[BlockKey, Found] = field(default_factory=dict)  # Answers of the tiers in this step, by block.
     start: int = 0  # Tokens before the blocks to load.
     waiting: int = 1  # Number of requests waiting to be computed, including this one.
@@ -54,7 +59,7 @@ class RequestState:
     load_links: tuple[TierLink, ...]  # Tiers that it may load from, in order.
     hands_over: bool = False  # Whether its blocks are kept for another engine.
     keys: Sequence[BlockKey] = ()  # Its known blocks in prefix order.
-    weighed: Collection[BlockKey] = ()  # Blocks subject to the gate.
+    weighed: Collection[BlockKey] = ()  # Its blocks of layers that need every block of the prefix.
     ends: Mapping[BlockKey, int] = field(default_factory=dict)
     """End of each block in tokens from the start, where known."""
     has_groups: bool = False  # Whether its keys belong to several groups of layers, one group after the other.
@@ -73,6 +78,13 @@ class RequestState:
     """Blocks that it looked up, with the tiers (bits) whose answers were counted."""
     retried: dict[tuple[BlockKey, int], float] = field(default_factory=dict)
     """Blocks and tiers (bits) with RETRY as the only answer so far, with the time of the first answer."""
+    missed: dict[int, MissCause] = field(default_factory=dict)
+    """Tiers (by index, :data:`ALL_TIERS`) whose last answer was a miss, with its cause."""
+    served: dict[int, int] = field(default_factory=dict)  # Number of blocks that it loads, by tier of origin.
+    load_times: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Begin of the first and end of the last load from each tier."""
+    served_to: int = 0  # End of the last block that it loads, in tokens.
+    computed: int | None = None  # Number of blocks that it computes although it looked for them; None: not known yet.
     cut: dict[int, int] = field(default_factory=dict)
     """Tiers (bits) that lacked room for one of its blocks, with the end of the first such block (-1: unknown)."""
     over_rate: int = 0  # Tiers (bits) to which it may store nothing more, because of its tenant's rate.

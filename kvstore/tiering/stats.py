@@ -10,6 +10,7 @@ from kvstore.tiering.gate import GateCounts
 from kvstore.tiering.hedges import HedgeCounts
 from kvstore.tiering.link import TierFlow
 from kvstore.tiering.tenants import TenantStats
+from kvstore.types import MissCause
 
 
 @dataclass(slots=True)
@@ -37,6 +38,9 @@ class TieringStats:
         primary: Slots of the primary tier.
         tiers: Flow to and from each tier.
         lookups: Lookup answers.
+        missed: Blocks that requests looked for and computed nevertheless, by tier (``"all"`` for causes of all tiers),
+            then by cause; once per request, and once for each tier that missed them.
+        repeated: Requests whose first computed block an earlier request had computed.
         requests: Known requests.
         jobs: Jobs not yet reported by tiers.
         promoting: Slots held by promotions: being filled, or not yet loaded.
@@ -70,3 +74,5 @@ class TieringStats:
     hedges: HedgeCounts = field(default_factory=HedgeCounts)
     forgetting: int = 0
     tenants: Mapping[str, TenantStats] = field(default_factory=dict)
+    missed: Mapping[str, Mapping[MissCause, int]] = field(default_factory=dict)
+    repeated: int = 0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
 from kvstore.errors import HostClosedError
 from kvstore.primary.lending import Lender
@@ -51,6 +52,7 @@ from kvstore.types import (
     Locality,
     LookupResult,
     Medium,
+    MissCause,
     Outcome,
     RemovalCause,
     RequestContext,
@@ -92,6 +94,11 @@ _RECOVERY_AWAITED_S = 60.0
 sooner, and a medium that does not answer must not keep the engine busy forever."""
 
 _CLOSE_TIMEOUT_S = 5.0
+
+_GONE_MAX = 1 << 16
+"""Removed blocks whose cause is remembered (some 10 MB), for the causes of misses."""
+
+_CAUSES = {cause: MissCause(cause.value) for cause in RemovalCause}
 
 
 class AsyncTier(SecondaryTierManager):
@@ -151,6 +158,8 @@ class AsyncTier(SecondaryTierManager):
         self._lookups: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
         self._removals: Counter[str] = Counter()
+        self._gone: BoundedDict[BlockKey, MissCause] = BoundedDict(_GONE_MAX)
+        """Causes of removed blocks."""
         self._shed_blocks = 0
         self._last_error = ""
         self._report: StatsReport | None = None
@@ -367,8 +376,11 @@ class AsyncTier(SecondaryTierManager):
         self._jobs.give_up_all(Outcome.CANCELLED)
 
     def _lookup(self, key: BlockKey, ctx: RequestContext | None, now: float) -> LookupResult:
-        if not (self._is_up and self._health.loads_pass) or self._failed_loads.blocks(key, ctx, now):
-            return LookupResult.MISS
+        if not (self._is_up and self._health.loads_pass):
+            unable = MissCause.DOWN if self._down else MissCause.RESETTING
+            return self._miss(MissCause.BREAKER if self._is_up else unable)
+        if self._failed_loads.blocks(key, ctx, now):
+            return self._miss(MissCause.FAILED)
         source, since = (None, 0.0) if ctx is None else (ctx.source, ctx.since)
         held = self._presence.holds(key, now, since)
         answer = self._presence.take_answer(key, now, since)
@@ -378,9 +390,25 @@ class AsyncTier(SecondaryTierManager):
             return LookupResult.HIT
         is_known = held is False or self._existence.has_failed(key, now, source)
         if is_known and not self._existence.is_open(key, now, ctx):
-            return LookupResult.MISS
-        asks = is_key(key) and self._existence.ask(key, now, source)
-        return LookupResult.RETRY if asks else LookupResult.MISS
+            if held is not False:
+                return self._miss(MissCause.FAILED)
+            return self._miss(self._gone.get(key) or (MissCause.ABSENT if self._is_open else MissCause.DOWN))
+        if is_key(key) and self._existence.ask(key, now, source):
+            return LookupResult.RETRY
+        if not self._is_open:
+            return self._miss(MissCause.DOWN)
+        if self._existence.pauses(now):
+            return self._miss(MissCause.FAILED)
+        return self._miss(MissCause.TIMEOUT if self._presence.complete else MissCause.RECOVERING)
+
+    def _miss(self, cause: MissCause) -> LookupResult:
+        self.miss_cause = cause
+        return LookupResult.MISS
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the medium can serve something, as last reported."""
+        return self._report is None or self._report.ready
 
     @property
     def _awaits_recovered(self) -> bool:
@@ -525,6 +553,7 @@ class AsyncTier(SecondaryTierManager):
     def _blocks_gone(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         if keys:
             self._removals[cause.value] += len(keys)
+            self._gone.update(dict.fromkeys(keys[-_GONE_MAX:], _CAUSES[cause]))
             self._inventory.removed(keys, cause)
 
     def _forget_medium(self) -> None:

@@ -14,6 +14,7 @@ from kvstore.types import (
     Locality,
     LookupResult,
     Medium,
+    MissCause,
     RemovalCause,
     RequestContext,
     TierEvent,
@@ -101,6 +102,7 @@ class SecondaryTierManager(ABC):
         locality: Whether the medium is local or behind a network.
         takes_stores: Whether blocks are stored to it; False for a tier that other engines fill.
         store_blocks_max: Most blocks of unfinished stores (0 counts as 1); it fails to store further ones.
+        miss_cause: Cause of the last MISS that :meth:`lookup` returned.
     """
 
     name: str
@@ -108,6 +110,7 @@ class SecondaryTierManager(ABC):
     locality: Locality
     takes_stores: bool = True
     store_blocks_max: int = sys.maxsize
+    miss_cause: MissCause = MissCause.ABSENT
 
     @abstractmethod
     def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:

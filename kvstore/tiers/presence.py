@@ -280,6 +280,10 @@ class Existence:
             self._admits_source(source)
         return now < deadline
 
+    def pauses(self, now: float) -> bool:
+        """Return whether the medium is not queried, because its last answer was an error."""
+        return now < self._quiet_until
+
     def _admits_source(self, source: Source | None) -> bool:
         """Add a source to the next questions; False if they have too many."""
         if source is None:

@@ -227,13 +227,26 @@ def without_new_loads(scheduler: Any, scheduler_output: Any) -> Iterator[None]:
         status.transfer_jobs |= jobs
 
 
+_MULTI_CONNECTOR = "_connectors", "handle_preemptions"
+"""Attributes of vLLM's ``MultiConnector``."""
+
+
+def is_one_of_several() -> bool:
+    """Return whether a ``MultiConnector`` is creating the calling connector.
+
+    It ends the engine if two of its connectors add to the answer of a request: any two up to 0.31, two with the same
+    names later.
+    """
+    return _caller_with(*_MULTI_CONNECTOR) is not None
+
+
 def flush_first(connector: Any) -> None:
     """Let the ``MultiConnector`` that is creating a worker's connector flush those of its type before others begin.
 
     vLLM has no rule for the order, and another connector may begin to fill a block while this one flushes. One
     ``MultiConnector`` may contain another.
     """
-    outermost = next(reversed([*_callers_with("_connectors", "handle_preemptions")]), None)
+    outermost = next(reversed([*_callers_with(*_MULTI_CONNECTOR)]), None)
     if outermost is None:
         return
 

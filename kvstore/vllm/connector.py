@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -21,6 +21,7 @@ from kvstore.vllm.compat import (
     cut_hashes_with_tokens,
     flush_first,
     forget_freed,
+    is_one_of_several,
     note_allocated,
     replace_tables,
     without_new_loads,
@@ -31,6 +32,10 @@ from kvstore.vllm.proof import CAUSES, Doubt, check_engine, doubt_of_engine, dou
 from kvstore.vllm.region import use_locked_region
 
 logger = logging.getLogger("kvstore.vllm.connector")
+
+_ACCOUNT: Final = "kvstore_account"
+"""Name of an account in the ``kv_transfer_params`` of an answer. Not ``"kvstore"``, because routers pass an answer's
+parameters on with the next request, where that name has a policy."""
 
 _entered: ContextVar[EngineContext] = ContextVar("kvstore_engine")
 
@@ -99,6 +104,7 @@ class KVStoreConnector(OffloadingConnector):
         self.engine.scheduler, self.engine.worker = self.connector_scheduler, self.connector_worker
         self._doubt: Doubt | None = None  # Concerns all requests.
         self._logged: set[Doubt] = set()
+        self._answers = not is_one_of_several()  # Whether it may add to the answers of requests.
         self._accepts_all = True  # Whether the manager accepts stores without a check, as no request was unproven.
         if self.connector_scheduler is not None:
             self._doubt = doubt_of_engine(vllm_config, kv_cache_config)
@@ -154,13 +160,40 @@ class KVStoreConnector(OffloadingConnector):
     def _context(self, request: Any) -> Any:
         return self.connector_scheduler._req_status[request.request_id].req_context
 
-    def get_num_new_matched_tokens(self, request: Any, *args: Any, **options: Any) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int, *args: Any, **options: Any
+    ) -> tuple[int | None, bool]:
         """Return the number of tokens to load; none for an unproven request."""
         if request.resumable:
             self._judge(request)
-        if self._context(request).get_state(Doubt) is not None:
+        context = self._context(request)
+        if context.get_state(Doubt) is not None:
+            if (exclude := getattr(self.connector_scheduler.manager, "exclude", None)) is not None:
+                config = self.connector_scheduler.config
+                tokens = max(0, request.num_tokens - num_computed_tokens)
+                exclude(context, tokens // (config.tokens_per_hash * config.blocks_per_chunk))
             return 0, False
-        return super().get_num_new_matched_tokens(request, *args, **options)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens, *args, **options)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Answer a request that asked where its blocks came from."""
+        return self._answered(request, *super().request_finished(request, block_ids))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Answer a request that asked where its blocks came from."""
+        return self._answered(request, *super().request_finished_all_groups(request, block_ids))
+
+    def _answered(
+        self, request: Any, is_delayed: bool, params: dict[str, Any] | None
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Add the account of a request to the parameters of its answer, if it asked for that."""
+        account = getattr(self.connector_scheduler.manager, "account", None)
+        if account is None or not self._answers or request.request_id not in self.connector_scheduler._req_status:
+            return is_delayed, params
+        found = account(self._context(request))
+        return is_delayed, params if found is None else {**(params or {}), _ACCOUNT: found}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the device's blocks of a request, also of one that another connector loads."""

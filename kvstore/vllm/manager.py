@@ -49,7 +49,7 @@ from kvstore.vllm.events import Lineage, Statements
 from kvstore.vllm.foreign import ForeignTier, ForeignTiers, VllmRequest, open_foreign_tier
 from kvstore.vllm.guard import ErrorLog, guarded
 from kvstore.vllm.layout import useful_bytes, warn_of_waste
-from kvstore.vllm.metrics import HitSummary, ManagerMetrics, StandardMetrics, TierMetrics, report_engine
+from kvstore.vllm.metrics import HitSummary, ManagerMetrics, StandardMetrics, TierMetrics, UnreadWarning, report_engine
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
 from kvstore.vllm.region import described_pages, region_pages
@@ -120,6 +120,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._window_groups = spec.window_groups
         self._hands_over = serves_peers(spec.secondary_tier_configs)
         self._summary = HitSummary()
+        self._unread = UnreadWarning()
         self._reported_at = 0.0
         self._has_stepped = False
         self._busy = False
@@ -148,6 +149,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             self._pauses.note_waiting(for_engine=False)
             return VllmLookupResult.RETRY
         if ctx.is_excluded:
+            self.manager.exclude(ctx, len(request_ends(req_context)))
             return VllmLookupResult.MISS
         if ctx.request_id in self._without_keys:
             self._set_keys(ctx, req_context)
@@ -155,6 +157,16 @@ class KVStoreOffloadingManager(OffloadingManager):
         if answer is VllmLookupResult.RETRY:
             self._pauses.note_waiting(for_engine=bool(ctx.patience_s))
         return answer
+
+    @guarded(lambda: None)
+    def exclude(self, req_context: ReqContext, blocks: int) -> None:
+        """Note that vLLM asks for none of the ``blocks`` blocks that an unproven request computes."""
+        self.manager.exclude(self._context(req_context), blocks)
+
+    @guarded(lambda: None)
+    def account(self, req_context: ReqContext) -> dict[str, Any] | None:
+        """Return where the blocks of a request came from, if it asked for that; see :meth:`TieringManager.account`."""
+        return self.manager.account(self._context(req_context))
 
     @guarded(lambda: cache_hit_source(Medium.CPU, Locality.LOCAL))
     def get_load_source(self, key: bytes, req_context: ReqContext) -> Any:
@@ -329,6 +341,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._reported_at, self._busy = now, False
         stats = self.manager.stats()
         self._summary.note(now, stats, self.manager.tally, self.manager.primary.slot_bytes)
+        self._unread.note(now, stats, self.manager.primary.slot_bytes)
         callback_errors = {tier.name: tier.errors for tier in self._foreign}
         merged = self._manager_metrics.report(stats, self.errors.count, callback_errors)
         merged.aggregate(self._standard_metrics.report(stats, self.manager.tally))

@@ -30,9 +30,10 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvstore.codec.record import RecordFault
 from kvstore.tiering import TieringStats
+from kvstore.tiering.misses import ALL_TIERS_NAME
 from kvstore.tiering.tally import Tally, TierTally
 from kvstore.tiers import JobSample, TierStats
-from kvstore.types import Outcome, RemovalCause
+from kvstore.types import MissCause, Outcome, RemovalCause
 
 _PREFIX = "vllm:kvstore_"
 
@@ -148,6 +149,7 @@ _MANAGER_COUNTERS: _ManagerTable = {
         ("result",),
         {"hit": "lookups.hits", "pending": "lookups.pending", "retry": "lookups.retries", "miss": "lookups.misses"},
     ),
+    "repeated_requests": ("Requests that compute their first block again, as an earlier request did.", (), "repeated"),
     "primary_evicted_blocks": ("Blocks that the primary tier evicted.", (), "primary.evicted"),
     "throttled_lookups": ("Lookups that found no room for a promotion.", (), "throttled"),
     "refused_store_blocks": ("Blocks for which the primary tier had no room.", (), "refused_stores"),
@@ -163,8 +165,18 @@ _TENANT_BLOCKS: Final = (
     "Blocks of a tenant: stored, loaded, evicted from the primary tier; unsaved or declined for its rates.",
     ("tenant", "event"),
 )
+_MISSED_BLOCKS: Final = (
+    "Blocks that requests looked for and computed, by tier (all: every tier) and cause; once per request.",
+    ("tier", "cause"),
+)
+_MISS_CAUSES: Final = tuple(cause.value for cause in MissCause)
+_MISS_CAUSES_OF_ALL: Final = tuple(
+    cause.value for cause in (MissCause.ABSENT, MissCause.EXPIRED, MissCause.POLICY, MissCause.UNPROVEN)
+)
 _ROW_BYTES: Final = ("Bytes of a row of the primary tier that a group of layers fills; all: its length.", ("group",))
 _TENANT_EVENTS: Final = ("stored", "loaded", "evicted", "unsaved", "declined")
+_OF_PARTS: Final = {"tenant_blocks": _TENANT_BLOCKS, "missed_blocks": _MISSED_BLOCKS}
+"""Counters with two labels."""
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -181,7 +193,7 @@ def manager_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Return the declaration of every metric that :class:`ManagerMetrics` fills."""
     gauges = {name: row[:2] for name, row in _MANAGER_GAUGES.items()}
     counters = {name: row[:2] for name, row in _MANAGER_COUNTERS.items()}
-    return _definitions({**gauges, "primary_row_bytes": _ROW_BYTES}, {**counters, "tenant_blocks": _TENANT_BLOCKS})
+    return _definitions({**gauges, "primary_row_bytes": _ROW_BYTES}, {**counters, **_OF_PARTS})
 
 
 def engine_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -248,6 +260,7 @@ class ManagerMetrics:
         self._row_bytes = {"all": row_bytes} | {str(group): filled for group, filled in enumerate(useful)}
         self._counts = _Increments()
         self._tenants: dict[str, _Increments] = {}
+        self._misses: dict[str, _Increments] = {}
 
     def report(
         self, stats: TieringStats, internal_errors: int, callback_errors: Mapping[str, int]
@@ -268,6 +281,10 @@ class ManagerMetrics:
                 counts = {tier: count + callback_errors.get(tier, 0) for tier, count in counts.items()}
             self._counts.report(out, name, counts)
         self._counts.report(out, "internal_errors", {"manager": internal_errors})
+        for tier, missed in stats.missed.items():
+            causes = {cause.value: count for cause, count in missed.items()}
+            known = _MISS_CAUSES_OF_ALL if tier == ALL_TIERS_NAME else _MISS_CAUSES
+            self._misses.setdefault(tier, _Increments((tier,))).report(out, "missed_blocks", causes, known)
         for tenant, each in stats.tenants.items():
             events = {name: getattr(each, name) for name in _TENANT_EVENTS}
             self._tenants.setdefault(tenant, _Increments((tenant,))).report(out, "tenant_blocks", events)
@@ -453,3 +470,43 @@ class HitSummary:
                 stored * slot_bytes / 1e6,
             )
         self._since, self._counts = now, counts
+
+
+_UNREAD_S: Final = 3600.0
+_UNREAD_BYTES: Final = 1e9
+"""Bytes stored in an hour below which it matters little that nothing is loaded."""
+
+_REPEATED_LEAST: Final = 10
+"""Repeated prompts in an hour below which nothing can be expected to be loaded."""
+
+
+class UnreadWarning:
+    """Warns once if in an hour much was stored and nothing loaded, although prompts were computed again."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._counts = (0, 0, 0)
+        self._misses: Counter[str] = Counter()
+        self._is_logged = False
+
+    def note(self, now: float, stats: TieringStats, slot_bytes: int) -> None:
+        """Log the warning if it is due. ``now``: ``time.monotonic()``."""
+        if now - self._since < _UNREAD_S:
+            return
+        counts = sum(flow.loaded for flow in stats.tiers), sum(flow.stored for flow in stats.tiers), stats.repeated
+        misses = Counter(
+            {f"{tier} {cause.value}": count for tier, causes in stats.missed.items() for cause, count in causes.items()}
+        )
+        loaded, stored, repeated = (new - old for new, old in zip(counts, self._counts, strict=True))
+        is_unread = not loaded and stored * slot_bytes >= _UNREAD_BYTES and repeated >= _REPEATED_LEAST
+        if is_unread and not self._is_logged:
+            logger.warning(
+                "In %.0f minutes %.1f GB were stored to the tiers and nothing was loaded, although %d prompts were "
+                "computed again. Computed blocks by tier and cause: %s.",
+                (now - self._since) / 60,
+                stored * slot_bytes / 1e9,
+                repeated,
+                ", ".join(f"{name} {count}" for name, count in (misses - self._misses).most_common(5)),
+            )
+        self._is_logged = (self._is_logged or is_unread) and not loaded
+        self._since, self._counts, self._misses = now, counts, misses

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from rich.console import Console, Group
 
-from kvstore.cli.top import Engine, engine_row, frame_of, parse, tier_rows
+from kvstore.cli.top import Engine, engine_row, frame_of, miss_rows, parse, tier_rows
 from tests.cli.in_process import run_here
 from tests.project.scripts import load_script
 from tests.project.tree import ROOT
@@ -69,6 +69,27 @@ def engine_of(*pages: tuple[float, str]) -> Engine:
     for at, text in pages:
         engine.add(parse(text, at)["0"])
     return engine
+
+
+def test_causes_of_misses_are_those_of_the_last_minutes() -> None:
+    """Each tier and cause has its blocks of five minutes and since the start, the most frequent first."""
+    line = 'vllm:kvstore_missed_blocks_total{{tier="{}",cause="{}",engine="0",model_name="m"}} {}\n'
+
+    def causes(gate: int, absent: int) -> str:
+        counts = [("disk", "absent", absent), ("disk", "gate", gate), ("all", "unproven", 0)]
+        return "".join(line.format(*count) for count in counts)
+
+    engine = engine_of((100.0, causes(0, 900)), (300.0, causes(10, 900)), (500.0, causes(40, 905)))
+    assert miss_rows([engine]) == [
+        {"tier": "disk", "cause": "gate", "recent": "40", "total": "40"},
+        {"tier": "disk", "cause": "absent", "recent": "5", "total": "905"},
+    ]
+    engine.add(parse(causes(41, 905), 650.0)["0"])
+    assert [row["recent"] for row in miss_rows([engine])] == ["31", "5"]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(Group(*frame_of([engine], {}, 80)))
+    assert re.search(r"disk +gate +31 +41", console.file.getvalue())  # type: ignore[attr-defined]
+    assert miss_rows([engine_of((100.0, page(10)))]) == []
 
 
 class Pages:

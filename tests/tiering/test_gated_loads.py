@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.tiering.gate import GateCounts
-from kvstore.types import LookupResult, RequestContext, TransferJob
+from kvstore.types import LookupResult, MissCause, RequestContext, TransferJob
 from tests.sizes import sized
 from tests.tiering.engine import Engine, key_of
 from tests.tiering.fake_tier import FakeTier, payload
@@ -167,6 +167,20 @@ def test_a_load_saves_the_time_to_compute_all_its_blocks() -> None:
     seconds, hits = engine.serve(engine.blocks(40))
     assert hits == 40
     assert engine.counts.saved_s - before == pytest.approx(TOKEN_S * BLOCK * 40 - seconds, rel=0.05)
+
+
+def test_blocks_that_are_not_loaded_count_as_misses_of_the_gate() -> None:
+    """A request counts the tier's blocks if computing them is faster, or if their load is abandoned."""
+    engine = Gated((0.0, 0.08))
+    engine.learn()
+    before = engine.manager.stats().missed["tier0"].get(MissCause.GATE, 0)
+    assert engine.serve(engine.blocks(40))[1] == 0
+    assert engine.manager.stats().missed["tier0"][MissCause.GATE] - before == 40
+    stalled = Gated((0.002, 0.002))
+    stalled.learn()
+    stalled.speeds[0].stalled_until = stalled.clock.now + 60
+    assert stalled.serve(stalled.blocks(20))[1] == 0
+    assert stalled.manager.stats().missed["tier0"] == {MissCause.LATE: 20}
 
 
 @pytest.mark.parametrize("begins", ["scheduled", "stores", "ends"])

@@ -42,6 +42,7 @@ JSON = st.recursive(
         ({"min_uses": 3}, {"min_uses": 3}),
         ({"ttl": 90}, {"ttl_s": 90.0}),
         ({"ttl": "10m"}, {"ttl_s": 600.0}),
+        ({"explain": True}, {"explain": True}),
         ({"pin": True, "lazy": True}, {"pin": True, "lazy": True}),
     ],
 )
@@ -126,7 +127,7 @@ def test_only_values_allowed_by_the_operator_apply(caplog: pytest.LogCaptureFixt
 
 def test_by_default_a_request_sets_only_its_own_stores_and_loads() -> None:
     """Without ``allow``, no parameter pins, retains, demotes, expires or removes a block that others share."""
-    own = {"store": 0.5, "tiers": ["far"], "cpu": False, "load": ["disk"], "min_uses": 3}
+    own = {"store": 0.5, "tiers": ["far"], "cpu": False, "load": ["disk"], "min_uses": 3, "explain": True}
     others = {"pin": True, "retain": 9, "demote": True, "prefetch": "1s", "forget": True, "tenant": "a"}
     others |= {"lazy": True, "ttl": 1}
     parser = PolicyParser(TIERS, {}, TieringConfig().allow)

@@ -19,7 +19,7 @@ from kvstore.testing.faults import Fault, FaultKind, FaultPlan, FaultyBackend
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiering.config import engine_tiering
 from kvstore.tiers import open_tier
-from kvstore.types import BlockKey, LookupResult, RequestContext
+from kvstore.types import BlockKey, LookupResult, MissCause, RequestContext
 from tests.tiering.engine import Engine
 from tests.tiering.fake_tier import ROW_BYTES, FakeTier
 
@@ -195,6 +195,19 @@ def test_a_load_rate_is_kept_over_time() -> None:
     engine.manager.on_request_finished(slow)
     engine.manager.on_request_finished(fast)
     assert engine.look(keys("slow", 3), again) == ["hit_pending"]
+
+
+def test_blocks_beyond_a_load_rate_count_as_misses_of_it() -> None:
+    """The blocks that a tenant computes because its rate is used up are missed because of the rate."""
+    engine = Engine(slots=4, tenants=configured(named={"slow": {"load_rate": 2 * ROW_BYTES}}))
+    engine.store_and_forget(keys("slow", 1, 2, 3))
+    engine.evict_all()
+    ctx = engine.request(keys("slow", 1, 2, 3))
+    assert engine.look(keys("slow", 1, 2, 3), ctx) == ["hit_pending", "hit_pending", "miss"]
+    engine.settle_steps(2)
+    assert engine.manager.prepare_load(keys("slow", 1, 2), ctx) is not None
+    engine.manager.on_step_end([ctx.request_id])
+    assert engine.manager.stats().missed["disk"] == {MissCause.RATE: 1}
 
 
 def test_prefetch_keeps_a_load_rate() -> None:

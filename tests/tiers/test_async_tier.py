@@ -25,6 +25,7 @@ from kvstore.runtime.messages import (
     PresenceRemoved,
     Probe,
     ProbeDone,
+    StatsReport,
     SubmitJob,
     ToIO,
 )
@@ -32,6 +33,7 @@ from kvstore.tiers.presence import Presence
 from kvstore.types import (
     Found,
     LookupResult,
+    MissCause,
     Outcome,
     RemovalCause,
     RequestContext,
@@ -677,3 +679,64 @@ def test_a_step_takes_in_a_bounded_number_of_recovered_blocks() -> None:
     assert len(bench.channel.answers) == 96
     bench.tier.get_finished()
     assert len(bench.channel.answers) == 92
+
+
+def cause_of(bench: Bench, key: bytes, ctx: RequestContext | None = None) -> MissCause:
+    """Return the cause of a lookup's miss."""
+    assert bench.tier.lookup(key, ctx) is LookupResult.MISS
+    return bench.tier.miss_cause
+
+
+@pytest.mark.parametrize("cause", RemovalCause)
+def test_a_miss_names_the_cause_for_which_the_block_left(cause: RemovalCause) -> None:
+    """A block that left has the cause of its removal, and one that was never there is absent."""
+    bench = Bench()
+    bench.hold(b"a")
+    bench.answer(PresenceRemoved((b"a",), cause))
+    assert cause_of(bench, b"a") is MissCause(cause.value)
+    assert cause_of(bench, b"b") is MissCause.ABSENT
+
+
+def test_a_miss_of_a_tier_that_cannot_answer_names_its_state() -> None:
+    """An open breaker, an ended I/O process, a new epoch and a closed medium differ from absent blocks."""
+    bench = Bench(breaker_failures=1)
+    bench.hold(b"a")
+    bench.fail_loads(1)
+    assert cause_of(bench, b"a") is MissCause.BREAKER
+    bench.answer(HostDown("killed"))
+    assert cause_of(bench, b"a") is MissCause.DOWN
+    bench.answer(HostUp(), PresenceComplete(True, 0, 0.0), StatsReport(0, 0, 0, {}, {}, ready=False))
+    assert cause_of(bench, b"b") is MissCause.DOWN
+    bench.answer(StatsReport(0, 0, 0, {}, {}))
+    assert cause_of(bench, b"b") is MissCause.ABSENT
+    bench.tier.begin_epoch()
+    assert cause_of(bench, b"a") is MissCause.RESETTING
+    shared = Bench(exclusive=False, lookup_timeout="1s")
+    shared.answer(StatsReport(0, 0, 0, {}, {}, ready=False))
+    assert shared.tier.lookup(b"a") is LookupResult.RETRY
+    shared.now += 1.1
+    assert cause_of(shared, b"a") is MissCause.DOWN
+
+
+@pytest.mark.parametrize("recovered", [True, False])
+def test_a_miss_without_an_answer_in_time_names_the_recovery(recovered: bool) -> None:
+    """A lookup without an answer is late, during recovery because of it."""
+    bench = Bench(exclusive=False, recovered=recovered, lookup_timeout="1s")
+    assert bench.tier.lookup(b"a") is LookupResult.RETRY
+    bench.tier.flush()
+    bench.now += 1.1
+    assert cause_of(bench, b"a") is (MissCause.TIMEOUT if recovered else MissCause.RECOVERING)
+
+
+def test_a_miss_after_a_failure_is_a_failure() -> None:
+    """The request of a failed load, and all requests after a failed lookup, miss because of that failure."""
+    bench, ctx = Bench(), RequestContext("r")
+    bench.hold(b"a")
+    bench.tier.submit_load(job(1, [b"a"], ctx))
+    bench.finish(1, Outcome.IO_ERROR)
+    assert cause_of(bench, b"a", ctx) is MissCause.FAILED
+    shared = Bench(exclusive=False)
+    assert shared.tier.lookup(b"a") is LookupResult.RETRY
+    shared.tier.flush()
+    shared.answer(ExistsDone(shared.channel.of(AskExistence)[0].question_id, b"", "connection refused"))
+    assert cause_of(shared, b"a") is MissCause.FAILED

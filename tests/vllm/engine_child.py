@@ -76,7 +76,14 @@ class Engine:
         inputs = [{"prompt_token_ids": prompt, **salted} for prompt in prompts]
         lora = None if adapter is None else LoRARequest(*adapter)
         outputs = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
-        return [{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs]
+        return [
+            {
+                "tokens": list(o.outputs[0].token_ids),
+                "cached": o.num_cached_tokens,
+                "told": (o.kv_transfer_params or {}).get("kvstore_account"),
+            }
+            for o in outputs
+        ]
 
     def ask_mixed(self, prompt: list[int], is_token: list[bool]) -> dict[str, Any]:
         """Answer a prompt of tokens and, in their places where ``is_token`` is false, fixed random embeddings."""

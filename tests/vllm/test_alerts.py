@@ -95,6 +95,30 @@ def test_an_alert_fires_at_its_fault_and_clears_after_it(alert: Any, tmp_path: P
 
 
 @needs_promtool
+@pytest.mark.parametrize("metric", ["loaded_bytes", "repeated_requests"])
+def test_stores_for_other_prompts_or_with_loads_are_read(metric: str, tmp_path: Path) -> None:
+    """Stores cause no alert while anything is loaded, or while no prompt is computed again."""
+    (alert,) = (each for each in SCRIPT.ALERTS if each.name == "NeverRead")
+    series = {text.replace("'", '"'): f"0+{value}x120" for text, value in alert.faulty}
+    changed = next(text for text in series if metric in text)
+    series[changed] = "0+1x120" if metric == "loaded_bytes" else "0x120"
+    series['vllm:kvstore_ready{tier="disk"}'] = "1x120"
+    case = {
+        "rule_files": [str(SCRIPT.ALERTS_FILE)],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": text, "values": values} for text, values in series.items()],
+                "promql_expr_test": [{"expr": "count(ALERTS)", "eval_time": "90m", "exp_samples": []}],
+            }
+        ],
+    }
+    (tmp_path / "case.yaml").write_text(yaml.safe_dump(case))
+    promtool("test", "rules", tmp_path / "case.yaml")
+
+
+@needs_promtool
 @pytest.mark.parametrize("name", ["LoadsFail", "StoresShed", "SlowLoads"])
 def test_a_share_of_little_traffic_is_no_alert(name: str, tmp_path: Path) -> None:
     """The same fault at a hundredth of the traffic, some blocks an hour, fires nothing."""

@@ -40,12 +40,13 @@ class Connector(KVStoreConnector):
         self.engine = EngineContext(SimpleNamespace())
         self.calls: list[Any] = []
         self._bounding_group_ids = ()
-        self._doubt, self._logged, self._accepts_all = None, set(), True
+        self._doubt, self._logged, self._accepts_all, self._answers = None, set(), True, True
         self.connector_scheduler: Any = SimpleNamespace(
             build_connector_meta=self._build,
             on_new_request=self._add,
             get_num_new_matched_tokens=lambda request, computed, max_num_new_tokens: (64, True),
             manager=SimpleNamespace(prepare_store=lambda keys, context: PrepareStoreOutput(list(keys), None, [])),
+            request_finished=lambda request: (False, None),
             reset_cache=lambda: self.calls.append("reset"),
             config=SimpleNamespace(blocks_per_chunk=1, tokens_per_hash=HASH_TOKENS, kv_group_configs=()),
             _req_status={},
@@ -165,6 +166,35 @@ def test_an_unproven_request_is_offered_no_load_and_no_store() -> None:
     doubted.on_new_request(first)
     assert doubted.offers(first) == (False, False)
     assert (connector.engine.doubts["media"], doubted.engine.doubts["attention"]) == (1, 1)
+
+
+def test_an_unproven_request_reports_the_blocks_that_it_computes() -> None:
+    """The manager counts the blocks behind those of the device's cache; a manager that can't count is left alone."""
+    connector, named, counted = Connector(), request("1", 100, mm_features=media("name")), []
+    connector.on_new_request(named)
+    assert connector.get_num_new_matched_tokens(named, 0) == (0, False)
+    connector.connector_scheduler.manager.exclude = lambda context, blocks: counted.append(blocks)
+    assert connector.get_num_new_matched_tokens(named, 32) == (0, False)
+    assert counted == [(100 - 32) // HASH_TOKENS]
+
+
+@pytest.mark.parametrize("all_groups", [False, True])
+def test_an_account_is_added_to_the_answer(all_groups: bool) -> None:
+    """A request that asked gets its account; no other, none beside other connectors, and none from vLLM's manager."""
+    connector, plain = Connector(), request("1", 64)
+    connector.on_new_request(plain)
+
+    def answer(one: Request) -> Any:
+        return connector.request_finished_all_groups(one, ([],)) if all_groups else connector.request_finished(one, [])
+
+    assert answer(plain) == (False, None)
+    accounts: list[Any] = [{"computed": 0}, None]
+    connector.connector_scheduler.manager.account = lambda context: accounts.pop(0)
+    assert answer(plain) == (False, {"kvstore_account": {"computed": 0}})
+    assert answer(plain) == (False, None)
+    assert answer(request("untracked", 64)) == (False, None)
+    connector._answers = False
+    assert answer(plain) == (False, None)
 
 
 @pytest.mark.parametrize("is_scheduled", [False, True])

@@ -22,6 +22,7 @@ from kvstore.tiering.hedges import HedgeCounts
 from kvstore.tiering.tally import Tally, TierTally
 from kvstore.tiering.tenants import TenantStats
 from kvstore.tiers import JobSample, TierStats
+from kvstore.types import MissCause
 from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.compat import primary_info
 from kvstore.vllm.metrics import (
@@ -86,6 +87,8 @@ MANAGER = TieringStats(
     policy_mistakes=9,
     policy_refused=1,
     gate=GateCounts(loaded=1, recomputed=2, abandoned=3, explored=4, saved_s=0.5, lost_s=0.25),
+    missed={"all": {MissCause.POLICY: 5}, "file": {MissCause.EVICTED: 6}},
+    repeated=7,
     hedges=HedgeCounts(hedged=3, won=2, extra_bytes=4096),
     tenants={
         "acme": TenantStats(blocks=6, stored=5, loaded=4, evicted=3, unsaved=2, declined=1),
@@ -135,6 +138,9 @@ def test_the_managers_metrics_are_declared_and_filled() -> None:
     assert values["vllm:kvstore_lost_blocks",] == 7
     assert values["vllm:kvstore_gate_blocks", "recomputed"] == 2
     assert values["vllm:kvstore_gate_seconds", "lost"] == 0.25
+    assert values["vllm:kvstore_missed_blocks", "file", "evicted"] == 6
+    assert [values["vllm:kvstore_missed_blocks", "all", cause] for cause in ("policy", "unproven")] == [5, 0]
+    assert values["vllm:kvstore_repeated_requests",] == 7
     assert values["vllm:kvstore_hedged_blocks",] == 3
     assert values["vllm:kvstore_hedges_won_blocks",] == 2
     assert values["vllm:kvstore_hedge_bytes",] == 4096

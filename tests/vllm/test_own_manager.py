@@ -60,6 +60,22 @@ def test_a_reset_empties_the_primary_tier_only(restarted: Engine, expected: list
     assert restarted.call("metrics")["vllm:kvstore_loaded_bytes{file}"] > 0
 
 
+def test_an_answer_has_the_account_of_its_blocks(restarted: Engine) -> None:
+    """A request with ``explain`` gets its blocks by tier and the cause for the others; one without it gets nothing."""
+    restarted.call("settle")
+    restarted.call("reset")
+    longer = [*PROMPTS[0], *prompt(77, 200)]
+    held, blocks = full_blocks(PROMPT_TOKENS[0]) // BLOCK_TOKENS, full_blocks(len(longer)) // BLOCK_TOKENS
+    (answer,) = restarted.call("ask", [longer], 6, {"explain": True})
+    tier = answer["told"]["tiers"]["file"]
+    assert 0 < tier.pop("seconds") < 60
+    assert answer["told"] == {
+        "computed": blocks - held,
+        "tiers": {"file": {"blocks": held, "missed": "absent"}},
+    }
+    assert restarted.ask(PROMPTS[1])[0]["told"] is None
+
+
 @pytest.mark.parametrize(
     ("policy", "stored"),
     [

@@ -35,6 +35,37 @@ def test_traffic_is_summed_up_once_and_silence_is_not(
     assert "primary 0 of 12 blocks, file 12 of 12 blocks; 0.1 MB loaded, 0.1 MB stored" in line
 
 
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_stores_that_are_never_read_are_a_warning(
+    reads: bool, repeats: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Repeated prompts without a load are one warning with the causes; loads or new prompts alone are none."""
+    monkeypatch.setattr("kvstore.vllm.manager._REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(metrics, "_UNREAD_BYTES", 1.0)
+    tier = {"type": "memory", "capacity": "64MiB", "reset": "keep"}
+    driver = Driver([tier], spec_class=KVStoreOffloadingSpec)
+    driver.store([key_of(number) for number in range(6)])
+    driver.forget_primary()
+    if reads:
+        driver.load([key_of(0)])
+    for number in range(12):
+        context = driver.request(kv_transfer_params={"kvstore": {"load": False}})
+        driver.lookup([key_of(1 if repeats else number)], context)
+        driver.manager.prepare_store([], context)
+        driver.manager.on_request_finished(context)
+    with caplog.at_level(logging.WARNING, logger="kvstore.vllm.metrics"):
+        driver.manager.get_stats()
+        assert "nothing was loaded" not in caplog.text, "before an hour has passed"
+        monkeypatch.setattr(metrics, "_UNREAD_S", 0.0)
+        driver.manager.get_stats()
+        driver.manager.get_stats()
+    driver.close()
+    lines = [text for text in caplog.messages if "nothing was loaded" in text]
+    assert len(lines) == (repeats and not reads)
+    assert all("although 11 prompts were computed again" in line and "all policy 12." in line for line in lines)
+
+
 def test_vllms_line_of_metrics_has_no_zeros() -> None:
     """Where metrics are declared, zeros are left out of vLLM's log line, and stay in the exported metrics."""
     for _ in range(2):

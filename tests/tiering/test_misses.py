@@ -1,0 +1,237 @@
+"""Causes of misses: counted once per request by tier and cause, and told to a request that asks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvstore.types import BlockKey, RequestContext
+from tests.tiering.engine import Engine, keys_of
+
+
+def missed(engine: Engine) -> dict[tuple[str, str], int]:
+    """Return the counts of misses by tier and cause."""
+    counts = engine.manager.stats().missed
+    return {(tier, cause.value): count for tier, causes in counts.items() for cause, count in causes.items()}
+
+
+def ask(engine: Engine, keys: Sequence[BlockKey], **params: Any) -> tuple[RequestContext, int]:
+    """Start a request with these blocks, load its prefix as vLLM does, and begin to compute the rest."""
+    ctx = engine.request(keys, **params)
+    for _ in range(100):
+        answers = []
+        for key in keys:
+            answers += engine.look([key], ctx)
+            if answers[-1] == "miss":
+                break
+        hits = answers.index("miss") if "miss" in answers else len(keys)
+        if set(answers[:hits]) <= {"hit"}:
+            break
+        engine.step()
+    if hits:
+        engine.manager.prepare_load(keys[:hits], ctx)
+        engine.manager.complete_load(keys[:hits], ctx)
+    engine.manager.on_step_end([ctx.request_id])
+    return ctx, hits
+
+
+def test_all_blocks_behind_the_first_miss_count_once_with_its_cause() -> None:
+    """A request counts all blocks that it computes, once for each tier, however often it looks them up."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.store_and_forget(keys_of(1, 2), tiers=["far"])
+    engine.evict_all()
+    ctx, hits = ask(engine, keys_of(1, 2, 3, 4, 5))
+    assert hits == 2
+    engine.look(keys_of(3, 4), ctx)
+    engine.manager.on_step_end([ctx.request_id])
+    engine.manager.prepare_store(keys_of(3, 4, 5), ctx)
+    assert missed(engine) == {("disk", "absent"): 3, ("far", "absent"): 3}
+
+
+def test_a_request_that_finds_everything_counts_nothing() -> None:
+    """Misses of one tier do not count if another delivers all blocks."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.store_and_forget(keys_of(1, 2), tiers=["far"])
+    engine.evict_all()
+    assert ask(engine, keys_of(1, 2))[1] == 2
+    assert missed(engine) == {}
+
+
+def test_an_aborted_request_counts_nothing() -> None:
+    """A request that ends before it computes has computed nothing."""
+    engine = Engine()
+    ctx = engine.request(keys_of(1, 2))
+    engine.look(keys_of(1), ctx)
+    engine.manager.on_request_finished(ctx)
+    assert missed(engine) == {}
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"load": False}, {("all", "policy"): 2}),
+        ({"load": ["far"]}, {("disk", "policy"): 2, ("far", "absent"): 2}),
+        ({}, {("far", "absent"): 2, ("disk", "absent"): 2}),
+    ],
+)
+def test_a_policy_that_does_not_load_is_a_cause(params: dict[str, Any], expected: dict[Any, int]) -> None:
+    """``load: false`` concerns all tiers, and a list of tiers those that it leaves out."""
+    engine = Engine(tiers=["disk", "far"])
+    if params:
+        engine.store_and_forget(keys_of(1, 2), tiers=["disk"])
+        engine.evict_all()
+    ask(engine, keys_of(1, 2), **params)
+    assert missed(engine) == expected
+
+
+def test_blocks_below_their_number_of_uses_have_that_cause() -> None:
+    """With ``min_uses``, the repetitions before the first store have that cause; a new prompt is absent."""
+    engine = Engine(policy={"min_uses": 3})
+    for _ in range(4):
+        ctx, _ = ask(engine, keys_of(1, 2))
+        engine.store(keys_of(1, 2), ctx)
+        engine.manager.on_request_finished(ctx)
+        engine.settle()
+        engine.evict_all()
+    assert missed(engine) == {("disk", "absent"): 2, ("disk", "min_uses"): 4}
+
+
+def test_a_failed_load_is_the_cause_for_its_request() -> None:
+    """The blocks of a failed load, and those behind them, are missed because of the failure."""
+    engine = Engine()
+    engine.store_and_forget(keys_of(1, 2, 3))
+    engine.evict_all()
+    ctx = engine.request(keys_of(1, 2, 3))
+    assert engine.look(keys_of(1, 2, 3), ctx) == ["hit_pending"] * 3
+    engine.manager.on_step_end()
+    engine.tier.run(failing=keys_of(2))
+    engine.manager.on_step_end()
+    assert engine.look(keys_of(1, 2), ctx) == ["hit", "miss"]
+    engine.manager.prepare_load(keys_of(1), ctx)
+    engine.manager.prepare_store(keys_of(2, 3), ctx)
+    assert missed(engine) == {("disk", "failed"): 2}
+
+
+def test_a_tier_that_does_not_answer_in_time_is_a_cause() -> None:
+    """A wait that ends without an answer is late, and a tier that raises has failed until it is dead."""
+    engine = Engine(tiers=["mute", "broken"], wait_s_max=1.0)
+    engine.tiers[0].unknown.update(keys_of(1))
+    engine.tiers[1].raising.add("lookup")
+    ctx = engine.request(keys_of(1))
+    assert engine.look(keys_of(1), ctx) == ["retry"]
+    engine.clock.now += 1.5
+    assert engine.look(keys_of(1), ctx) == ["miss"]
+    engine.manager.prepare_store(keys_of(1), ctx)
+    assert missed(engine) == {("mute", "timeout"): 1, ("broken", "failed"): 1}
+    for number in (2, 3):
+        ask(engine, keys_of(number))
+    assert missed(engine)["broken", "down"] == 1
+
+
+def test_a_primary_tier_without_room_is_a_cause() -> None:
+    """A block that no slot is free for is missed after the wait, with the tier that holds it."""
+    engine = Engine(slots=2, wait_s_max=1.0)
+    engine.store_and_forget(keys_of(1))
+    engine.evict_all()
+    other = engine.request()
+    assert engine.manager.prepare_store(keys_of(8, 9), other) is not None
+    ctx = engine.request(keys_of(1))
+    assert engine.look(keys_of(1), ctx) == ["retry"]
+    engine.clock.now += 1.5
+    assert engine.look(keys_of(1), ctx) == ["miss"]
+    engine.manager.on_step_end([ctx.request_id])
+    assert missed(engine) == {("disk", "no_room"): 1}
+
+
+def test_an_expired_block_concerns_all_tiers() -> None:
+    """A block whose lifetime has ended is missed in every tier."""
+    engine = Engine()
+    engine.store_and_forget(keys_of(1), ttl=10)
+    engine.clock.now += 11
+    ask(engine, keys_of(1))
+    assert missed(engine) == {("all", "expired"): 1}
+
+
+def test_without_tiers_misses_are_counted() -> None:
+    """An engine with the primary tier alone counts its misses, too."""
+    engine = Engine(tiers=[])
+    ask(engine, keys_of(1, 2))
+    assert missed(engine) == {("all", "absent"): 2}
+
+
+def test_an_unproven_request_counts_its_blocks_once() -> None:
+    """Blocks that are not looked up, because their keys may be wrong, are missed in every tier."""
+    engine = Engine()
+    ctx = engine.request()
+    for _ in range(2):
+        engine.manager.exclude(ctx, 7)
+    assert missed(engine) == {("all", "unproven"): 7}
+
+
+def test_other_groups_of_layers_do_not_count() -> None:
+    """Blocks of layers with a window are loaded as far as the others, so these alone count."""
+    engine = Engine()
+    keys = keys_of(1, 2, 3, 11, 12, 13)
+    ctx = engine.request()
+    engine.manager.set_keys(ctx, keys, ends=[16, 32, 48] * 2, weighed=frozenset(keys[:3]))
+    assert engine.look([keys[0]], ctx) == ["miss"]
+    engine.manager.prepare_store(keys, ctx)
+    assert missed(engine) == {("disk", "absent"): 3}
+
+
+def test_a_prompt_that_is_computed_again_is_counted() -> None:
+    """A request counts as repeated if it computes the same first block as an earlier one; a served prefix does not."""
+    engine = Engine()
+    ask(engine, keys_of(1, 2))
+    ask(engine, keys_of(3))
+    assert engine.manager.stats().repeated == 0
+    ask(engine, keys_of(1, 2, 4))
+    assert engine.manager.stats().repeated == 1
+    engine.store_and_forget(keys_of(1, 2))
+    assert ask(engine, keys_of(1, 2, 5))[1] == 2
+    assert engine.manager.stats().repeated == 1
+
+
+def test_a_request_gets_an_account_of_its_blocks() -> None:
+    """The account names blocks and time of each tier, and the cause for those computed; others get none."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.store_and_forget(keys_of(2, 3), tiers=["far"])
+    engine.evict_all()
+    engine.store_and_forget(keys_of(1), tiers=[])
+    keys = keys_of(1, 2, 3, 4, 5)
+    ctx = engine.request(keys, explain=True)
+    assert engine.look(keys[:4], ctx) == ["hit", "hit_pending", "hit_pending", "miss"]
+    engine.manager.on_step_end()
+    engine.clock.now += 0.25
+    engine.tiers[1].run()
+    engine.manager.on_step_end()
+    engine.manager.prepare_load(keys[:3], ctx)
+    engine.manager.complete_load(keys[:3], ctx)
+    engine.manager.on_step_end([ctx.request_id])
+    assert engine.manager.account(ctx) == {
+        "computed": 2,
+        "tiers": {
+            "cpu": {"blocks": 1},
+            "disk": {"blocks": 0, "missed": "absent"},
+            "far": {"blocks": 2, "seconds": 0.25, "missed": "absent"},
+        },
+    }
+    assert engine.manager.account(engine.request(keys)) is None
+    other, _ = ask(engine, keys_of(9), explain=True, load=False)
+    told = {"computed": 1, "missed": "policy", "tiers": {"disk": {"blocks": 0}, "far": {"blocks": 0}}}
+    assert engine.manager.account(other) == told
+
+
+def test_each_request_has_a_line_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    """The line has the account, also of a request that did not ask for it."""
+    engine = Engine()
+    with caplog.at_level(logging.DEBUG, "kvstore.tiering"):
+        ctx, _ = ask(engine, keys_of(1, 2))
+        ask(engine, keys_of(3), load=False)
+    lines = [line for line in caplog.messages if line.startswith("Request")]
+    account = {"computed": 2, "tiers": {"disk": {"blocks": 0, "missed": "absent"}}}
+    assert lines[0] == f"Request {ctx.request_id}: {account}"
+    assert len(lines) == 2 and "'missed': 'policy'" in lines[1]
