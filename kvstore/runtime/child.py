@@ -1,13 +1,15 @@
 """The process of an I/O half: ``python -m kvstore.runtime.child SOCKET_FD REGION_FD BELL_FD LIFETIME_FD PARENT_PID``.
 
 Maps the parent's region and runs the I/O side on its own loop. It ends with its parent, which it detects by the end of
-the socket, or by a new parent id if a forked sibling holds the socket open.
+the socket, or by a new parent id if a forked sibling holds the socket open. If it is stopped at that time, the kernel
+continues it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import importlib
 import logging
 import mmap
@@ -41,6 +43,8 @@ _READ_BYTES = 1 << 18
 _ADOPTION_CHECK_S = 0.25
 _CLOSE_TIMEOUT_S = 3.0
 """Time limit for closing the medium; after that, the parent is gone or no longer waits."""
+
+_PR_SET_PDEATHSIG = 1
 
 _NICENESS = 5
 """Priority reduction. With too few processors, the scheduler's thread then keeps three quarters of a processor; with
@@ -162,6 +166,8 @@ def main(arguments: list[str]) -> None:
     hold(lifetime_fd)
     # The parent handles Ctrl-C: it closes its tiers, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Also sent when the thread that started this process ends, and then without effect.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     connection = socket.socket(fileno=socket_fd)
     loop = new_event_loop()

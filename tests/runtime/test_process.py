@@ -154,8 +154,9 @@ def test_a_drain_while_there_is_no_child_has_nothing_to_wait_for(region: Region)
     assert tier.drain(5)
 
 
-def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
-    """When the parent is killed, its I/O process soon ends."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_child_ends_with_its_parent(tmp_path: Path, stopped: bool) -> None:
+    """When the parent is killed, its I/O process soon ends, even if it was stopped."""
     script = tmp_path / "parent.py"
     script.write_text(
         "import mmap, os, sys, time\n"
@@ -169,6 +170,9 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
         child = int(parent.stdout.readline())
+        if stopped:
+            os.kill(child, signal.SIGSTOP)
+            until(lambda: Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         parent.kill()
     until(lambda: not runs(child), timeout_s=60)
 
