@@ -164,8 +164,10 @@ def main(arguments: list[str]) -> None:
     socket_fd, region_fd, bell_fd, lifetime_fd, parent = map(int, arguments)
     # Before the first ring is created, so before any I/O.
     hold(lifetime_fd)
-    # The parent handles Ctrl-C: it closes its tiers, which ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The parent handles Ctrl-C and the signals of a service manager, which may reach the whole group of processes: it
+    # finishes its stores and closes its tiers, which ends this process.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     # Also sent when the thread that started this process ends, and then without effect.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

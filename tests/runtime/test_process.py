@@ -192,6 +192,16 @@ def test_an_error_of_the_childs_start_is_raised_in_the_parent(region: Region, tm
         open_tier(config, primary=region.view, slot_bytes=SLOT, namespace=Namespace({}))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_to_all_processes_of_an_engine_leave_its_end_to_the_engine(region: Region, number: int) -> None:
+    """A service manager or a terminal signals the child, too, which serves until its parent closes the tier."""
+    tier = open_process_tier(region)
+    child = child_of(tier)
+    os.kill(child, number)
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    assert child_of(tier) == child
+
+
 def test_private_memory_falls_back_to_a_thread(caplog: pytest.LogCaptureFixture) -> None:
     """Private memory is served by the thread host, with one warning."""
     memory = memoryview(bytearray(4 * SLOT))
