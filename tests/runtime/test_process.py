@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+import kvstore
 from kvstore import AsyncTier, ConfigError, LookupResult, Namespace, Outcome, TransferJob, open_tier
 from kvstore.backends.base import RecordRead
 from kvstore.backends.memory import MemoryBackend
@@ -200,6 +201,41 @@ def test_signals_to_all_processes_of_an_engine_leave_its_end_to_the_engine(regio
     os.kill(child, number)
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
     assert child_of(tier) == child
+
+
+_MARKED = """
+import mmap, os, sys
+sys.path += {packages!r}
+from kvstore import Namespace, open_tier
+fd = os.memfd_create("r")
+os.ftruncate(fd, 8192)
+config = {{"backend": "kvstore.marked:Marked", "capacity": "1MiB", "io": "process"}}
+tier = open_tier(config, primary=mmap.mmap(fd, 8192), slot_bytes=8192, namespace=Namespace({{}}))
+print(tier.io_pid)
+tier.close()
+"""
+
+
+def test_the_child_runs_the_code_of_its_parent(tmp_path: Path) -> None:
+    """Of two copies of kvstore the child uses its parent's, even if that was found in the working directory."""
+    copy = tmp_path / "kvstore"
+    copy.mkdir()
+    for path in Path(kvstore.__file__).parent.iterdir():
+        (copy / path.name).symlink_to(path)
+    (copy / "marked.py").write_text("from kvstore.backends.memory import MemoryBackend as Marked\n")
+    program = _MARKED.format(packages=[path for path in sys.path if path.endswith("-packages")])
+    # -S: without the packages' .pth files, which may name a further copy.
+    ended = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 0
 
 
 def test_private_memory_falls_back_to_a_thread(caplog: pytest.LogCaptureFixture) -> None:
