@@ -510,7 +510,8 @@ def _environment() -> dict[str, str]:
     """Return the variables of a child that differ from those of this process."""
     # The child finds kvstore where this process found it, installed or not; "" is a working directory of that time.
     home = str(Path(errors.__file__).parents[1])
-    return {"PYTHONPATH": os.pathsep.join(path or home for path in sys.path)}
+    # numpy would start a thread for each processor, or end the process where a container allows no more threads.
+    return {"PYTHONPATH": os.pathsep.join(path or home for path in sys.path), "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _error_of(failure: Opened) -> Exception:

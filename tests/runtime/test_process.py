@@ -203,6 +203,11 @@ def test_signals_to_all_processes_of_an_engine_leave_its_end_to_the_engine(regio
     assert child_of(tier) == child
 
 
+def test_a_child_starts_no_threads_that_it_does_not_need(region: Region) -> None:
+    """A tier without blocking calls has one thread, however many processors numpy finds."""
+    assert len(os.listdir(f"/proc/{child_of(open_process_tier(region))}/task")) == 1
+
+
 _MARKED = """
 import mmap, os, sys
 sys.path += {packages!r}
