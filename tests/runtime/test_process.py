@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -241,6 +242,43 @@ def test_the_child_runs_the_code_of_its_parent(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 0
+
+
+@pytest.mark.parametrize("lacking", ["process", "thread", "descriptor"])
+def test_without_a_process_the_tier_runs_on_a_thread(
+    region: Region, lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a container allows no further process, thread or descriptor, an engine still starts, with one warning."""
+    # The first loop of a process opens descriptors for good.
+    open_tier(CONFIG | {"io": "thread"}, primary=region.view, slot_bytes=SLOT, namespace=Namespace({})).close()
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as short:
+        if lacking == "process":
+            short.setattr("sys.executable", "/nonexistent/python")
+        elif lacking == "thread":
+            short.setattr(threading.Thread, "start", _refused_keeper(threading.Thread.start))
+        else:
+            short.setattr(os, "memfd_create", _refused)
+        tier = open_tier(CONFIG, primary=region.view, slot_bytes=SLOT, namespace=Namespace({}))
+    region.tiers.append(tier)
+    assert tier.io_pid is None
+    assert len([record for record in caplog.records if "on a thread instead" in record.message]) == 1
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    tier.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def _refused(*_: Any) -> Any:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def _refused_keeper(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name == "kvstore-io-keeper":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    return refusing
 
 
 def test_private_memory_falls_back_to_a_thread(caplog: pytest.LogCaptureFixture) -> None:
