@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -96,6 +96,16 @@ def test_a_start_that_was_killed_leaves_no_memory(path: Path, same_name: bool) -
     assert file.is_maker and os.fstat(file.fd).st_blocks == 0
     assert list(path.parent.iterdir()) == [other]
     os.close(file.fd)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/shm", path)])
+def test_a_start_passes_over_names_of_other_programs(path: Path, make: Callable[[Path], None]) -> None:
+    """A pipe, a directory or a link with the name of a file with a lock neither stops a start nor goes away."""
+    other = path.with_name(f"other{SUFFIX}")
+    make(other)
+    os.close(open_shared(path, _SIZE).fd)
+    assert os.path.lexists(other)
+    other.rmdir() if make is os.mkdir else other.unlink()
 
 
 def test_files_without_a_lock_of_ours_stay(path: Path) -> None:
