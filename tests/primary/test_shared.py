@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +85,61 @@ def test_a_file_stays_as_long_as_a_process_has_it_open(path: Path) -> None:
     os.close(file.fd)
     remove_dead_files(path.parent)
     assert not path.exists()
+
+
+def test_processes_that_allocate_at_once_wait_for_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second process waits while the first allocates, and then finds the memory allocated."""
+    files = [open_shared(path, _SIZE).fd for _ in range(2)]
+    second = threading.Thread(target=allocate, args=(files[1],), kwargs={"huge_pages": True})
+    calls = []
+
+    def populate(fd: int, size_bytes: int, **_: Any) -> int:
+        calls.append(fd)
+        if fd == files[0]:
+            second.start()
+            second.join(0.2)
+        return size_bytes
+
+    monkeypatch.setattr("kvstore.primary.shared.populate", populate)
+    assert allocate(files[0], huge_pages=True) == _SIZE
+    second.join(60)
+    assert calls == files[:1]
+    for fd in files:
+        os.close(fd)
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If its last engine ends while a process opens the file, that process gets one that others find, too."""
+    last = open_shared(path, _SIZE).fd
+    lock = fcntl.flock
+
+    def late(fd: int, operation: int) -> None:
+        if operation == fcntl.LOCK_SH:
+            monkeypatch.undo()
+            path.unlink()
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    file = open_shared(path, _SIZE)
+    assert file.is_maker and os.path.samestat(os.fstat(file.fd), path.stat())
+    os.close(file.fd)
+    os.close(last)
+
+
+def test_a_name_that_another_engine_has_taken_meanwhile_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead file that is replaced before it is locked is not removed in its successor's place."""
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    lock = fcntl.flock
+
+    def late(fd: int, operation: int) -> None:
+        monkeypatch.undo()
+        path.unlink()
+        path.write_bytes(bytes(mmap.PAGESIZE))
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    remove_dead_files(path.parent)
+    assert path.exists()
 
 
 @pytest.mark.parametrize("same_name", [True, False])
