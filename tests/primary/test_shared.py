@@ -30,9 +30,12 @@ def populate(fd, size_bytes, **options):
     pages.populate(fd, size_bytes // 2, **options)
     os.kill(os.getpid(), signal.SIGKILL)
 
-if sys.argv[3] == "during":
+if sys.argv[3] != "after":
     shared.populate = populate
 file = shared.open_shared(Path(sys.argv[1]), int(sys.argv[2]))
+if sys.argv[3] == "before":
+    print(flush=True)
+    sys.stdin.read()
 print(shared.allocate(file.fd, huge_pages=True), flush=True)
 sys.stdin.read()
 """
@@ -106,6 +109,18 @@ def test_processes_that_allocate_at_once_wait_for_one(path: Path, monkeypatch: p
     assert calls == files[:1]
     for fd in files:
         os.close(fd)
+
+
+def test_an_allocation_that_ended_early_is_completed_by_the_next_process(path: Path) -> None:
+    """A process that has the file of one that was killed in the middle of the allocation allocates the rest."""
+    engine = _engine(path, "before")
+    assert engine.stdout is not None and engine.stdout.readline()
+    file = open_shared(path, _SIZE)
+    engine.communicate("go", timeout=60)
+    assert (engine.returncode, file.is_maker) == (-signal.SIGKILL, False)
+    allocate(file.fd, huge_pages=True)
+    assert os.fstat(file.fd).st_blocks * 512 >= _SIZE
+    os.close(file.fd)
 
 
 def test_a_file_that_is_removed_before_it_is_locked_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,19 @@ def test_blocks_go_through_a_child_process_byte_for_byte(region: Region) -> None
     assert tier.drain(30)
 
 
+def test_slots_may_begin_in_the_middle_of_a_page(region: Region) -> None:
+    """The child finds the slots of a primary tier at any offset of its file."""
+    start = SLOT + 512
+    with region.view[start : start + 4 * SLOT] as memory:
+        tier = open_tier(CONFIG, primary=memory, slot_bytes=SLOT, namespace=Namespace({}))
+        memory[:SLOT] = os.urandom(SLOT)
+        assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+        assert run(tier, tier.submit_load, TransferJob(2, [b"a"], [3])).success
+        assert memory[3 * SLOT :] == memory[:SLOT]
+        tier.close()
+    assert bytes(region.view[:start]) == bytes(start)
+
+
 def test_the_answers_of_a_child_are_seen_without_taking_them(region: Region) -> None:
     """A waker finds out that a child has answered; after the answers were taken there is nothing."""
     tier = open_process_tier(region)
