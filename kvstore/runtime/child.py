@@ -89,7 +89,8 @@ class _Child:
                 if self._side is not None:
                     await self._side.close()
                 self._post(Closed())
-                await self._flush()
+                with contextlib.suppress(ConnectionError):  # The parent is gone.
+                    await self._flush()
         except (TimeoutError, OSError) as error:
             logger.warning("The I/O process ends without closing its medium: %r", error)
         writer.cancel()
@@ -141,7 +142,8 @@ class _Child:
                 await self._flush()
         except Exception as error:
             # A job without an answer would wait forever; ending this process makes the parent fail all jobs.
-            logger.error("The I/O process can't answer and ends: %r", error)
+            if not isinstance(error, ConnectionError):
+                logger.error("The I/O process can't answer and ends: %r", error)
             raise
 
     async def _flush(self) -> None:

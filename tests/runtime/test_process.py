@@ -169,27 +169,38 @@ def test_a_drain_while_there_is_no_child_has_nothing_to_wait_for(region: Region)
     assert tier.drain(5)
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_child_ends_with_its_parent(tmp_path: Path, stopped: bool) -> None:
-    """When the parent is killed, its I/O process soon ends, even if it was stopped."""
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "import mmap, os, sys, time\n"
-        "from kvstore import Namespace, open_tier\n"
-        "fd = os.memfd_create('r'); os.ftruncate(fd, 65536)\n"
-        "memory = memoryview(mmap.mmap(fd, 65536))\n"
-        "config = {'backend': 'memory', 'capacity': '1MiB', 'io': 'process'}\n"
-        "tier = open_tier(config, primary=memory, slot_bytes=8192, namespace=Namespace({}))\n"
-        "sys.stdout.write(f'{tier.io_pid}\\n'); sys.stdout.flush()\n"
-        "time.sleep(60)\n"
-    )
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
-        child = int(parent.stdout.readline())
-        if stopped:
-            os.kill(child, signal.SIGSTOP)
-            until(lambda: Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-        parent.kill()
-    until(lambda: not runs(child), timeout_s=60)
+_PARENT = """
+import mmap, os, sys, time
+from kvstore import Namespace, open_tier
+fd = os.memfd_create("r")
+os.ftruncate(fd, 65536)
+memory = memoryview(mmap.mmap(fd, 65536))
+config = {"backend": "memory", "capacity": "1MiB", "io": "process"}
+tier = open_tier(config, primary=memory, slot_bytes=8192, namespace=Namespace({}))
+forked = os.fork() if sys.argv[1] == "forked" else 0
+if forked or sys.argv[1] != "forked":
+    print(tier.io_pid, forked, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("case", ["killed", "stopped", "forked"])
+def test_a_child_ends_with_its_parent(case: str) -> None:
+    """When the parent is killed, its I/O process soon ends in silence, even if it was stopped, or the parent forked."""
+    command = [sys.executable, "-c", _PARENT, case]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None and parent.stderr is not None
+        child, forked = map(int, parent.stdout.readline().split())
+        try:
+            if case == "stopped":
+                os.kill(child, signal.SIGSTOP)
+                until(lambda: Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+            parent.kill()
+            until(lambda: not runs(child), timeout_s=60)
+        finally:
+            if forked:
+                os.kill(forked, signal.SIGKILL)
+        assert parent.stderr.read() == ""
 
 
 def runs(pid: int) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from examples.serving import Server
-from kvstore.errors import KVStoreError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.primary import Region
 from kvstore.testing.waiting import eventually
 from kvstore.vllm.compat import open_region
@@ -22,7 +22,7 @@ from kvstore.vllm.region import region_path, use_locked_region
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.vllm.engine_config import engine
 from tests.vllm.engines import Start, prompt
-from tests.vllm.harness import offloading_config
+from tests.vllm.harness import make_spec, offloading_config
 
 _REGION_BYTES = 64 << 20
 
@@ -70,6 +70,19 @@ def test_a_scheduler_makes_no_region_beside_that_of_its_workers(spec_class: Any,
             assert not Path(region_path(config.engine_id)).exists()
         finally:
             worker.cleanup()
+
+
+def test_a_region_that_can_not_be_allocated_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shortage of memory in the process that made the file removes it, and the log has the remedy."""
+    spec = make_spec(offloading_config([{"type": "file", "path": str(tmp_path), "capacity": "64MiB"}]))
+
+    def refused(*_: Any, **__: Any) -> int:
+        raise ConfigError("It does not fit.")
+
+    monkeypatch.setattr("kvstore.vllm.region.allocate", refused)
+    with pytest.raises(ConfigError, match="does not fit"):
+        open_region(spec, rank=0)
+    assert not Path(region_path(spec.config.engine_id)).exists()
 
 
 @pytest.fixture
