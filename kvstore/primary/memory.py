@@ -63,16 +63,20 @@ def rooms(shm: int | Path | None = None, proc: Path = _PROC) -> Iterator[Room]:
                 yield Room(left, f"only {size_text(left)} of {of} are free", remedy)
 
 
-def shortage(size_bytes: int, shm: int | Path | None = None, proc: Path = _PROC) -> str | None:
-    """Return why a primary tier of this size does not fit, with the remedy; None if it fits.
+def shortage(size_bytes: int, shm: int | Path | None = None, proc: Path = _PROC, *, tier_bytes: int = 0) -> str | None:
+    """Return why a primary tier does not fit, with the remedy; None if it fits.
 
-    Arguments as for :func:`rooms`.
+    Args:
+        size_bytes: Memory that it still needs.
+        shm: As for :func:`rooms`.
+        proc: As for :func:`rooms`.
+        tier_bytes: Its length, if a part of it is allocated.
     """
     least = min(rooms(shm, proc), key=lambda room: room.left_bytes, default=None)
     if least is None or size_bytes <= least.left_bytes:
         return None
-    remedy = f"{least.remedy} make it smaller".strip()
-    return f"A primary tier of {size_text(size_bytes)} does not fit: {least.text}. {remedy[0].upper()}{remedy[1:]}."
+    tier, remedy = size_text(tier_bytes or size_bytes), f"{least.remedy} make it smaller".strip()
+    return f"A primary tier of {tier} does not fit: {least.text}. {remedy[0].upper()}{remedy[1:]}."
 
 
 def require_room(size_bytes: int, shm: int | Path | None = None) -> None:

@@ -21,7 +21,7 @@ from threading import Event
 from typing import Final
 
 from kvstore.errors import ConfigError
-from kvstore.primary.memory import require_room, shortage, size_text
+from kvstore.primary.memory import shortage, size_text
 
 HUGE_BYTES: Final = 2 << 20
 """Length of a huge page on x86-64, and on ARM with small pages of 4 KiB."""
@@ -67,7 +67,9 @@ def populate(fd: int, size_bytes: int, *, huge_pages: bool = True) -> int:
     Raises:
         ConfigError: The memory of the machine, the container or the file system does not suffice.
     """
-    require_room(size_bytes - min(size_bytes, os.fstat(fd).st_blocks * 512), fd)
+    missing_bytes = size_bytes - min(size_bytes, os.fstat(fd).st_blocks * 512)
+    if text := shortage(missing_bytes, fd, tier_bytes=size_bytes):
+        raise ConfigError(text)
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(_aligned(fd, size_bytes)) if huge_pages and size_bytes >= HUGE_BYTES else None
         work = _Population(fd, size_bytes, address)
@@ -128,7 +130,8 @@ class _Population:
     def step(self, start: int) -> _Step:
         stop = min(start + _STEP_BYTES, self._size_bytes)
         # Beyond a container's limit, the kernel would kill the process instead of failing the call.
-        if text := shortage(min(stop - start, self._size_bytes - self._done_bytes), self._fd):
+        missing_bytes = min(stop - start, self._size_bytes - self._done_bytes)
+        if text := shortage(missing_bytes, self._fd, tier_bytes=self._size_bytes):
             raise ConfigError(text)
         huge_bytes = 0
         for at in range(start, stop, HUGE_BYTES):
@@ -143,7 +146,7 @@ class _Population:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                     raise
-                text = shortage(size, self._fd) or (
+                text = shortage(size, self._fd, tier_bytes=self._size_bytes) or (
                     f"A primary tier of {size_text(self._size_bytes)}: {error.strerror}. Make it smaller."
                 )
                 raise ConfigError(text) from error

@@ -13,6 +13,7 @@ import fcntl
 import logging
 import mmap
 import os
+import stat
 import struct
 import time
 from dataclasses import dataclass
@@ -98,11 +99,12 @@ def remove_dead_files(directory: Path = SHM) -> None:
     """Remove the files of engines that have ended, which hold memory."""
     for path in directory.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # Any user may make a pipe there, whose opening would wait.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 found = os.fstat(descriptor)
-                if os.path.samestat(found, os.stat(path)):
+                if stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.stat(path)):
                     path.unlink()
                     logger.info("Removed %s of an engine that has ended, %s", path, size_text(found.st_blocks * 512))
             finally:

@@ -1,13 +1,15 @@
 """The process of an I/O half: ``python -m kvstore.runtime.child SOCKET_FD REGION_FD BELL_FD LIFETIME_FD PARENT_PID``.
 
 Maps the parent's region and runs the I/O side on its own loop. It ends with its parent, which it detects by the end of
-the socket, or by a new parent id if a forked sibling holds the socket open.
+the socket, or by a new parent id if a forked sibling holds the socket open. If it is stopped at that time, the kernel
+continues it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import importlib
 import logging
 import mmap
@@ -41,6 +43,8 @@ _READ_BYTES = 1 << 18
 _ADOPTION_CHECK_S = 0.25
 _CLOSE_TIMEOUT_S = 3.0
 """Time limit for closing the medium; after that, the parent is gone or no longer waits."""
+
+_PR_SET_PDEATHSIG = 1
 
 _NICENESS = 5
 """Priority reduction. With too few processors, the scheduler's thread then keeps three quarters of a processor; with
@@ -85,7 +89,8 @@ class _Child:
                 if self._side is not None:
                     await self._side.close()
                 self._post(Closed())
-                await self._flush()
+                with contextlib.suppress(ConnectionError):  # The parent is gone.
+                    await self._flush()
         except (TimeoutError, OSError) as error:
             logger.warning("The I/O process ends without closing its medium: %r", error)
         writer.cancel()
@@ -137,7 +142,8 @@ class _Child:
                 await self._flush()
         except Exception as error:
             # A job without an answer would wait forever; ending this process makes the parent fail all jobs.
-            logger.error("The I/O process can't answer and ends: %r", error)
+            if not isinstance(error, ConnectionError):
+                logger.error("The I/O process can't answer and ends: %r", error)
             raise
 
     async def _flush(self) -> None:
@@ -160,8 +166,12 @@ def main(arguments: list[str]) -> None:
     socket_fd, region_fd, bell_fd, lifetime_fd, parent = map(int, arguments)
     # Before the first ring is created, so before any I/O.
     hold(lifetime_fd)
-    # The parent handles Ctrl-C: it closes its tiers, which ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The parent handles Ctrl-C and the signals of a service manager, which may reach the whole group of processes: it
+    # finishes its stores and closes its tiers, which ends this process.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # Also sent when the thread that started this process ends, and then without effect.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     connection = socket.socket(fileno=socket_fd)
     loop = new_event_loop()

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -363,8 +364,7 @@ class ChildConnection:
                 [sys.executable, "-P", "-m", "kvstore.runtime.child", *arguments],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                # The child finds kvstore where this process found it, installed or not.
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env=os.environ | _environment(),
             )
             on_failure.pop_all()
         theirs.close()
@@ -504,6 +504,14 @@ class ChildConnection:
 
     def _note_alive(self) -> None:
         self._answered_at, self._asked_s = time.monotonic(), None
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of a child that differ from those of this process."""
+    # The child finds kvstore where this process found it, installed or not; "" is a working directory of that time.
+    home = str(Path(errors.__file__).parents[1])
+    # numpy would start a thread for each processor, or end the process where a container allows no more threads.
+    return {"PYTHONPATH": os.pathsep.join(path or home for path in sys.path), "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _error_of(failure: Opened) -> Exception:

@@ -87,11 +87,11 @@ def open_tier(
         if _host(backend, io, serves=serves) == "process" and wrap_backend is None:
             payload = {"backend": kind, "options": options, "tenants": tenants, "slot_bytes": slot_bytes}
             payload["namespace"] = namespace.document()
-            channel = _process_channel(name, payload, memory)
+            channel = _opened_process(name, payload, memory)
         if channel is None:
             spec = TierIOSpec(backend, decoded, namespace, memory, slot_bytes, lineage=events, kind=kind)
             channel = attach_to_shared_host(lambda post: TierIO(spec, post))
-        _open(channel)
+            _open(channel)
         tier = AsyncTier(
             channel,
             decoded,
@@ -135,7 +135,7 @@ def make_io_side(
     post: Callable[[FromIO], None],
     room: Callable[[], Awaitable[None]],
 ) -> TierIO:
-    """Create the I/O half of a tier in a child process; the counterpart of ``_process_channel``."""
+    """Create the I/O half of a tier in a child process; the counterpart of ``_opened_process``."""
     backend = _made(payload["backend"], payload["options"], msgspec.convert(payload["tenants"], Tenants | None))
     namespace = Namespace(payload["namespace"]["fields"])
     slot_bytes, kind = payload["slot_bytes"], payload["backend"]
@@ -198,16 +198,18 @@ def _lend(backend: Backend, config: TierConfig, lender: Lender) -> bool:
     return False
 
 
-def _process_channel(name: str, payload: dict[str, Any], primary: memoryview) -> ProcessChannel | None:
-    """Return a channel to an I/O process; None, with a warning, if the memory cannot be shared with one."""
-    backing = find_backing(primary)
-    if backing is None:
-        logger.warning(
-            'Tier %s: "io": "process" needs a primary tier in shared memory that can be opened again; '
-            "this one is private. Its I/O runs on a thread instead.",
-            name,
-        )
-        return None
+def _opened_process(name: str, payload: dict[str, Any], primary: memoryview) -> ProcessChannel | None:
+    """Return the open channel to an I/O process; None, with a warning, if this process can have none."""
     # Through JSON and back, so that values that cannot be sent fail here at start instead of in the child.
     plain = msgspec.json.decode(msgspec.json.encode(payload))
-    return ProcessChannel(ProcessSpec(f"{__name__}:make_io_side", plain, backing, name))
+    try:
+        backing = find_backing(primary)
+        if backing is not None:
+            channel = ProcessChannel(ProcessSpec(f"{__name__}:make_io_side", plain, backing, name))
+            _open(channel)
+            return channel
+        reason = "it needs a primary tier in shared memory that can be opened again; this one is private"
+    except (OSError, RuntimeError) as error:  # The machine allows no further process, thread or descriptor.
+        reason = f"it can't be started: {error}"
+    logger.warning("Tier %s has no I/O process (%s). Its I/O runs on a thread instead.", name, reason)
+    return None

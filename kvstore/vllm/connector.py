@@ -98,7 +98,7 @@ class KVStoreConnector(OffloadingConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self.engine = EngineContext(vllm_config, kv_cache_config)
         check_engine(vllm_config)
-        _lock_region(getattr(vllm_config, "kv_transfer_config", None))
+        _lock_region(getattr(vllm_config, "kv_transfer_config", None), has_workers=kv_cache_config is not None)
         with self.engine.entered():
             super().__init__(vllm_config, role, kv_cache_config)
         self.engine.scheduler, self.engine.worker = self.connector_scheduler, self.connector_worker
@@ -232,12 +232,12 @@ class KVStoreConnector(OffloadingConnector):
         return dataclasses.replace(results, failed_recving=results.failed_recving | failed) if failed else results
 
 
-def _lock_region(transfer: Any) -> None:
+def _lock_region(transfer: Any, *, has_workers: bool) -> None:
     """Let vLLM's own spec with a kvstore tier allocate its region as kvstore's spec does."""
     extra = getattr(transfer, "kv_connector_extra_config", None) or {}
     types = {TIER_TYPE, *BACKENDS.names()}
     if any(tier.get("type") in types for tier in extra.get("secondary_tiers", ())):
-        use_locked_region(transfer.engine_id, huge_pages=uses_huge_pages(extra))
+        use_locked_region(transfer.engine_id, huge_pages=uses_huge_pages(extra), has_workers=has_workers)
 
 
 def _accept_proven_stores(manager: Any) -> None:

@@ -24,6 +24,9 @@ _LOCKED: Final = SUFFIX.removesuffix(".mmap")
 _huge_pages: dict[str, bool] = {}
 """Engines of this process whose regions are locked, by id, and whether they lie in huge pages."""
 
+_with_workers: set[str] = set()
+"""Engines whose scheduler is made after their workers have mapped the region."""
+
 _pages: dict[str, dict[str, int]] = {}
 """Bytes of an engine's region by the kind of their pages."""
 
@@ -44,6 +47,12 @@ class LockedRegion(SharedOffloadRegion):
         path, size_bytes = Path(region_path(engine_id)), num_chunks * kv_bytes_per_chunk
         file = open_shared(path, size_bytes)
         try:
+            if rank is None and file.is_maker and engine_id in _with_workers:
+                raise KVStoreError(
+                    f"{path} was removed during the start, so the engine's workers have other memory than its "
+                    "scheduler. Start the engine again. Remove no files of running programs from /dev/shm (systemd "
+                    "does at the end of a session, unless RemoveIPC=no), and give each engine another 'engine_id'."
+                )
             huge_bytes = allocate(file.fd, huge_pages=_huge_pages[engine_id])
             # vLLM finds the file, and what it allocates is there.
             super().__init__(engine_id=engine_id + _LOCKED, **shape, **options)
@@ -64,9 +73,14 @@ class LockedRegion(SharedOffloadRegion):
 tiering_spec.SharedOffloadRegion = LockedRegion
 
 
-def use_locked_region(engine_id: str, *, huge_pages: bool) -> None:
-    """Make the regions of an engine in this process a :class:`LockedRegion`."""
+def use_locked_region(engine_id: str, *, huge_pages: bool, has_workers: bool = False) -> None:
+    """Make the regions of an engine in this process a :class:`LockedRegion`.
+
+    ``has_workers``: whether its workers map the region before its scheduler does. Then the scheduler makes none.
+    """
     _huge_pages[engine_id] = huge_pages
+    if has_workers:
+        _with_workers.add(engine_id)
 
 
 def region_path(engine_id: str) -> str:

@@ -75,7 +75,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
             raise ConfigError(fault)
         self._tiering = check_tiering(extra)
         self.engine = current_engine()
-        use_locked_region(config.engine_id, huge_pages=uses_huge_pages(extra))
+        has_workers = self.engine.kv_cache_config is not None
+        use_locked_region(config.engine_id, huge_pages=uses_huge_pages(extra), has_workers=has_workers)
         whole = with_whole_rows(dataclasses.replace(config, extra_config=extra), self.engine)
         self._direct_config: OffloadingConfig = without_synchronous_loads(whole, self.engine)
         all_ours = all(tier["type"] == TIER_TYPE for tier in extra["secondary_tiers"])

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.primary import PAGE_BYTES, Region
-from kvstore.primary.memory import rooms, shortage
+from kvstore.primary.memory import Room, rooms, shortage
 from kvstore.primary.pages import HUGE_BYTES, populate
 
 _V1 = Path("/sys/fs/cgroup/memory")
@@ -89,13 +89,13 @@ def test_a_refusal_leaves_small_pages() -> None:
     assert ended.stderr.count("in small pages") == 1
 
 
-def test_a_shortage_during_the_allocation_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that another program takes during the allocation is noticed before the kernel kills the process."""
-    looks = iter([None, "A primary tier of 8.0 MiB does not fit."])
-    monkeypatch.setattr("kvstore.primary.memory.shortage", lambda *_: next(looks))
-    monkeypatch.setattr("kvstore.primary.pages.shortage", lambda *_: next(looks))
-    with pytest.raises(ConfigError, match="does not fit"):
-        Region.create(4, HUGE_BYTES, populate=True)
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_shortage_during_the_allocation_ends_it(monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
+    """Memory that another program takes is noticed in time, and the error has the size of the tier."""
+    left_bytes = iter([1 << 30] * looks + [1 << 20] * 9)
+    monkeypatch.setattr("kvstore.primary.memory.rooms", lambda *_: [Room(next(left_bytes), "little is left", "")])
+    with pytest.raises(ConfigError, match=r"tier of 80.0 MiB does not fit: little is left. Make it smaller"):
+        Region.create(40, HUGE_BYTES, populate=True)
 
 
 @pytest.mark.root

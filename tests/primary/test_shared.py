@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,9 +30,12 @@ def populate(fd, size_bytes, **options):
     pages.populate(fd, size_bytes // 2, **options)
     os.kill(os.getpid(), signal.SIGKILL)
 
-if sys.argv[3] == "during":
+if sys.argv[3] != "after":
     shared.populate = populate
 file = shared.open_shared(Path(sys.argv[1]), int(sys.argv[2]))
+if sys.argv[3] == "before":
+    print(flush=True)
+    sys.stdin.read()
 print(shared.allocate(file.fd, huge_pages=True), flush=True)
 sys.stdin.read()
 """
@@ -84,6 +90,73 @@ def test_a_file_stays_as_long_as_a_process_has_it_open(path: Path) -> None:
     assert not path.exists()
 
 
+def test_processes_that_allocate_at_once_wait_for_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second process waits while the first allocates, and then finds the memory allocated."""
+    files = [open_shared(path, _SIZE).fd for _ in range(2)]
+    second = threading.Thread(target=allocate, args=(files[1],), kwargs={"huge_pages": True})
+    calls = []
+
+    def populate(fd: int, size_bytes: int, **_: Any) -> int:
+        calls.append(fd)
+        if fd == files[0]:
+            second.start()
+            second.join(0.2)
+        return size_bytes
+
+    monkeypatch.setattr("kvstore.primary.shared.populate", populate)
+    assert allocate(files[0], huge_pages=True) == _SIZE
+    second.join(60)
+    assert calls == files[:1]
+    for fd in files:
+        os.close(fd)
+
+
+def test_an_allocation_that_ended_early_is_completed_by_the_next_process(path: Path) -> None:
+    """A process that has the file of one that was killed in the middle of the allocation allocates the rest."""
+    engine = _engine(path, "before")
+    assert engine.stdout is not None and engine.stdout.readline()
+    file = open_shared(path, _SIZE)
+    engine.communicate("go", timeout=60)
+    assert (engine.returncode, file.is_maker) == (-signal.SIGKILL, False)
+    allocate(file.fd, huge_pages=True)
+    assert os.fstat(file.fd).st_blocks * 512 >= _SIZE
+    os.close(file.fd)
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If its last engine ends while a process opens the file, that process gets one that others find, too."""
+    last = open_shared(path, _SIZE).fd
+    lock = fcntl.flock
+
+    def late(fd: int, operation: int) -> None:
+        if operation == fcntl.LOCK_SH:
+            monkeypatch.undo()
+            path.unlink()
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    file = open_shared(path, _SIZE)
+    assert file.is_maker and os.path.samestat(os.fstat(file.fd), path.stat())
+    os.close(file.fd)
+    os.close(last)
+
+
+def test_a_name_that_another_engine_has_taken_meanwhile_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead file that is replaced before it is locked is not removed in its successor's place."""
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    lock = fcntl.flock
+
+    def late(fd: int, operation: int) -> None:
+        monkeypatch.undo()
+        path.unlink()
+        path.write_bytes(bytes(mmap.PAGESIZE))
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    remove_dead_files(path.parent)
+    assert path.exists()
+
+
 @pytest.mark.parametrize("same_name", [True, False])
 def test_a_start_that_was_killed_leaves_no_memory(path: Path, same_name: bool) -> None:
     """An engine killed during the allocation leaves a file, which the next start removes, also one of another name."""
@@ -96,6 +169,16 @@ def test_a_start_that_was_killed_leaves_no_memory(path: Path, same_name: bool) -
     assert file.is_maker and os.fstat(file.fd).st_blocks == 0
     assert list(path.parent.iterdir()) == [other]
     os.close(file.fd)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/shm", path)])
+def test_a_start_passes_over_names_of_other_programs(path: Path, make: Callable[[Path], None]) -> None:
+    """A pipe, a directory or a link with the name of a file with a lock neither stops a start nor goes away."""
+    other = path.with_name(f"other{SUFFIX}")
+    make(other)
+    os.close(open_shared(path, _SIZE).fd)
+    assert os.path.lexists(other)
+    other.rmdir() if make is os.mkdir else other.unlink()
 
 
 def test_files_without_a_lock_of_ours_stay(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 
+import kvstore
 from kvstore import AsyncTier, ConfigError, LookupResult, Namespace, Outcome, TransferJob, open_tier
 from kvstore.backends.base import RecordRead
 from kvstore.backends.memory import MemoryBackend
@@ -118,6 +120,19 @@ def test_blocks_go_through_a_child_process_byte_for_byte(region: Region) -> None
     assert tier.drain(30)
 
 
+def test_slots_may_begin_in_the_middle_of_a_page(region: Region) -> None:
+    """The child finds the slots of a primary tier at any offset of its file."""
+    start = SLOT + 512
+    with region.view[start : start + 4 * SLOT] as memory:
+        tier = open_tier(CONFIG, primary=memory, slot_bytes=SLOT, namespace=Namespace({}))
+        memory[:SLOT] = os.urandom(SLOT)
+        assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+        assert run(tier, tier.submit_load, TransferJob(2, [b"a"], [3])).success
+        assert memory[3 * SLOT :] == memory[:SLOT]
+        tier.close()
+    assert bytes(region.view[:start]) == bytes(start)
+
+
 def test_the_answers_of_a_child_are_seen_without_taking_them(region: Region) -> None:
     """A waker finds out that a child has answered; after the answers were taken there is nothing."""
     tier = open_process_tier(region)
@@ -154,23 +169,38 @@ def test_a_drain_while_there_is_no_child_has_nothing_to_wait_for(region: Region)
     assert tier.drain(5)
 
 
-def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
-    """When the parent is killed, its I/O process soon ends."""
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "import mmap, os, sys, time\n"
-        "from kvstore import Namespace, open_tier\n"
-        "fd = os.memfd_create('r'); os.ftruncate(fd, 65536)\n"
-        "memory = memoryview(mmap.mmap(fd, 65536))\n"
-        "config = {'backend': 'memory', 'capacity': '1MiB', 'io': 'process'}\n"
-        "tier = open_tier(config, primary=memory, slot_bytes=8192, namespace=Namespace({}))\n"
-        "sys.stdout.write(f'{tier.io_pid}\\n'); sys.stdout.flush()\n"
-        "time.sleep(60)\n"
-    )
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
-        child = int(parent.stdout.readline())
-        parent.kill()
-    until(lambda: not runs(child), timeout_s=60)
+_PARENT = """
+import mmap, os, sys, time
+from kvstore import Namespace, open_tier
+fd = os.memfd_create("r")
+os.ftruncate(fd, 65536)
+memory = memoryview(mmap.mmap(fd, 65536))
+config = {"backend": "memory", "capacity": "1MiB", "io": "process"}
+tier = open_tier(config, primary=memory, slot_bytes=8192, namespace=Namespace({}))
+forked = os.fork() if sys.argv[1] == "forked" else 0
+if forked or sys.argv[1] != "forked":
+    print(tier.io_pid, forked, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("case", ["killed", "stopped", "forked"])
+def test_a_child_ends_with_its_parent(case: str) -> None:
+    """When the parent is killed, its I/O process soon ends in silence, even if it was stopped, or the parent forked."""
+    command = [sys.executable, "-c", _PARENT, case]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None and parent.stderr is not None
+        child, forked = map(int, parent.stdout.readline().split())
+        try:
+            if case == "stopped":
+                os.kill(child, signal.SIGSTOP)
+                until(lambda: Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+            parent.kill()
+            until(lambda: not runs(child), timeout_s=60)
+        finally:
+            if forked:
+                os.kill(forked, signal.SIGKILL)
+        assert parent.stderr.read() == ""
 
 
 def runs(pid: int) -> bool:
@@ -186,6 +216,93 @@ def test_an_error_of_the_childs_start_is_raised_in_the_parent(region: Region, tm
     config = {"backend": "file", "path": str(tmp_path / "no" / "such" / "dir"), "capacity": "1MiB", "io": "process"}
     with pytest.raises(ConfigError, match="such"):
         open_tier(config, primary=region.view, slot_bytes=SLOT, namespace=Namespace({}))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_to_all_processes_of_an_engine_leave_its_end_to_the_engine(region: Region, number: int) -> None:
+    """A service manager or a terminal signals the child, too, which serves until its parent closes the tier."""
+    tier = open_process_tier(region)
+    child = child_of(tier)
+    os.kill(child, number)
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    assert child_of(tier) == child
+
+
+def test_a_child_starts_no_threads_that_it_does_not_need(region: Region) -> None:
+    """A tier without blocking calls has one thread, however many processors numpy finds."""
+    assert len(os.listdir(f"/proc/{child_of(open_process_tier(region))}/task")) == 1
+
+
+_MARKED = """
+import mmap, os, sys
+sys.path += {packages!r}
+from kvstore import Namespace, open_tier
+fd = os.memfd_create("r")
+os.ftruncate(fd, 8192)
+config = {{"backend": "kvstore.marked:Marked", "capacity": "1MiB", "io": "process"}}
+tier = open_tier(config, primary=mmap.mmap(fd, 8192), slot_bytes=8192, namespace=Namespace({{}}))
+print(tier.io_pid)
+tier.close()
+"""
+
+
+def test_the_child_runs_the_code_of_its_parent(tmp_path: Path) -> None:
+    """Of two copies of kvstore the child uses its parent's, even if that was found in the working directory."""
+    copy = tmp_path / "kvstore"
+    copy.mkdir()
+    for path in Path(kvstore.__file__).parent.iterdir():
+        (copy / path.name).symlink_to(path)
+    (copy / "marked.py").write_text("from kvstore.backends.memory import MemoryBackend as Marked\n")
+    program = _MARKED.format(packages=[path for path in sys.path if path.endswith("-packages")])
+    # -S: without the packages' .pth files, which may name a further copy.
+    ended = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 0
+
+
+@pytest.mark.parametrize("lacking", ["process", "thread", "descriptor"])
+def test_without_a_process_the_tier_runs_on_a_thread(
+    region: Region, lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a container allows no further process, thread or descriptor, an engine still starts, with one warning."""
+    # The first loop of a process opens descriptors for good.
+    open_tier(CONFIG | {"io": "thread"}, primary=region.view, slot_bytes=SLOT, namespace=Namespace({})).close()
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as short:
+        if lacking == "process":
+            short.setattr("sys.executable", "/nonexistent/python")
+        elif lacking == "thread":
+            short.setattr(threading.Thread, "start", _refused_keeper(threading.Thread.start))
+        else:
+            short.setattr(os, "memfd_create", _refused)
+        tier = open_tier(CONFIG, primary=region.view, slot_bytes=SLOT, namespace=Namespace({}))
+    region.tiers.append(tier)
+    assert tier.io_pid is None
+    assert len([record for record in caplog.records if "on a thread instead" in record.message]) == 1
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    tier.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def _refused(*_: Any) -> Any:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def _refused_keeper(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name == "kvstore-io-keeper":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    return refusing
 
 
 def test_private_memory_falls_back_to_a_thread(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from examples.serving import Server
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.primary import Region
 from kvstore.testing.waiting import eventually
-from kvstore.vllm.region import region_path
+from kvstore.vllm.compat import open_region
+from kvstore.vllm.connector import EngineContext
+from kvstore.vllm.region import region_path, use_locked_region
+from kvstore.vllm.spec import KVStoreOffloadingSpec
+from tests.vllm.engine_config import engine
 from tests.vllm.engines import Start, prompt
+from tests.vllm.harness import make_spec, offloading_config
 
 _REGION_BYTES = 64 << 20
 
@@ -34,14 +41,48 @@ def test_the_region_of_an_engine_lies_in_huge_pages(start: Start, tmp_path: Path
     with Region.create(2, 1 << 20, populate=True) as region:
         if not region.huge_bytes:
             pytest.skip("this kernel makes no huge pages on request")
-    engine = start(offloading=_offloading(tmp_path, **options), in_process=False)
-    engine.ask(prompt(1, 200))
-    metrics = engine.call("metrics")
+    started = start(offloading=_offloading(tmp_path, **options), in_process=False)
+    started.ask(prompt(1, 200))
+    metrics = started.call("metrics")
     pages = {kind: metrics[f"vllm:kvstore_primary_bytes{{{kind}}}"] for kind in ("huge", "small")}
     assert 0.9 * _REGION_BYTES < sum(pages.values()) <= _REGION_BYTES  # In whole rows.
     assert pages["small" if options.get("huge_pages", True) else "huge"] == 0
-    assert "in huge pages" in engine.text()
-    engine.close()
+    assert "in huge pages" in started.text()
+    started.close()
+
+
+@pytest.mark.parametrize("spec_class", [KVStoreOffloadingSpec, TieringOffloadingSpec])
+def test_a_scheduler_makes_no_region_beside_that_of_its_workers(spec_class: Any, tmp_path: Path) -> None:
+    """If a program removes the region's file during the start, the start fails: tiers would store other memory."""
+    config = offloading_config([{"type": "file", "path": str(tmp_path), "capacity": "64MiB"}])
+    if spec_class is TieringOffloadingSpec:
+        tier = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "file"}
+        config.extra_config["secondary_tiers"][0] |= tier
+    use_locked_region(config.engine_id, huge_pages=True, has_workers=True)
+    with EngineContext(engine()).entered():
+        spec = spec_class(config)
+        worker = open_region(spec, rank=0)
+        Path(worker.mmap_path).unlink()
+        worker._creator = False
+        try:
+            with pytest.raises(KVStoreError, match="removed during the start"):
+                spec.get_manager()
+            assert not Path(region_path(config.engine_id)).exists()
+        finally:
+            worker.cleanup()
+
+
+def test_a_region_that_can_not_be_allocated_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shortage of memory in the process that made the file removes it, and the log has the remedy."""
+    spec = make_spec(offloading_config([{"type": "file", "path": str(tmp_path), "capacity": "64MiB"}]))
+
+    def refused(*_: Any, **__: Any) -> int:
+        raise ConfigError("It does not fit.")
+
+    monkeypatch.setattr("kvstore.vllm.region.allocate", refused)
+    with pytest.raises(ConfigError, match="does not fit"):
+        open_region(spec, rank=0)
+    assert not Path(region_path(spec.config.engine_id)).exists()
 
 
 @pytest.fixture
