@@ -276,6 +276,15 @@ def flush_first(connector: Any) -> None:
     outermost.handle_preemptions = handle_preemptions
 
 
+def own_engine_id(engine_id: str) -> str:
+    """Return an id of the engine for the connector under construction alone.
+
+    vLLM gives all connectors of a ``MultiConnector`` the engine's id, and names their shared regions by it.
+    """
+    places = [len(each._connectors) for each in _callers_with("_connectors", "handle_preemptions")]
+    return "-".join([engine_id, *map(str, reversed(places))])
+
+
 def unfilled_event(keys: Sequence[bytes]) -> OffloadingEvent | None:
     """Build the event of blocks of the primary tier that were never complete; None before 0.33.
 

@@ -23,6 +23,7 @@ from kvstore.vllm.compat import (
     forget_freed,
     forget_released,
     note_allocated,
+    own_engine_id,
     replace_tables,
     without_new_loads,
 )
@@ -94,7 +95,10 @@ class KVStoreConnector(OffloadingConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self.engine = EngineContext(vllm_config, kv_cache_config)
         check_engine(vllm_config)
-        _lock_region(getattr(vllm_config, "kv_transfer_config", None))
+        transfer = getattr(vllm_config, "kv_transfer_config", None)
+        if transfer is not None:
+            transfer.engine_id = own_engine_id(transfer.engine_id)
+        _lock_region(transfer)
         with self.engine.entered():
             super().__init__(vllm_config, role, kv_cache_config)
         self.engine.scheduler, self.engine.worker = self.connector_scheduler, self.connector_worker
