@@ -36,10 +36,7 @@ def stored(start: Callable[..., Engine], prompts: list[list[int]], **options: An
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_block_lost_between_promise_and_load(start: Start, plain: Engine, policy: str, tmp_path: Path) -> None:
-    """With "recompute" the answer is right; with "fail" it is that or none, and right when asked again.
-
-    From 0.33 on, a step loads blocks and computes others from them, which are wrong if the load fails.
-    """
+    """With "recompute" the answer is right; with "fail" it is that or none, and right when asked again."""
     begins = [prompt(number, 300 + 17 * number) for number in range(8)]
     prompts = [[*begin, *prompt(50 + number, 150)] for number, begin in enumerate(begins)]
     expected = answers_of(plain, prompts)
