@@ -193,6 +193,31 @@ def note_allocated(scheduler: Any, blocks: Any) -> None:
     )
 
 
+def forget_released(scheduler: Any, scheduler_output: Any) -> None:
+    """Forget the device's blocks that preempted and ended requests released earlier, before anything is stored.
+
+    A preempted request can still end, with a token of a step under way. And once a request has ended, vLLM stores the
+    end of its windows, some of which it may have released, for instance beyond ``max_offload_tokens``.
+
+    Args:
+        scheduler: An ``OffloadingConnectorScheduler``, which then handles ``scheduler_output``.
+        scheduler_output: vLLM's ``SchedulerOutput`` of the step.
+    """
+    for name in scheduler_output.preempted_req_ids or ():
+        for group in scheduler._req_status[name].group_states if name in scheduler._req_status else ():
+            group.block_ids.clear()
+    for name in scheduler_output.finished_req_ids or ():
+        status = scheduler._req_status.get(name)
+        for index in scheduler._sliding_window_groups if status is not None else ():
+            config, group = scheduler.config.kv_group_configs[index], status.group_states[index]
+            # Of states, vLLM does not look at earlier blocks again.
+            window = getattr(config.kv_cache_spec, "sliding_window", None) or status.req.num_computed_tokens
+            # The last step, which computed at least one token, began with the blocks of a window.
+            released = max(0, status.req.num_computed_tokens - window) // config.tokens_per_block
+            offered = group.block_ids[: min(released, group.next_stored_chunk_idx * scheduler.config.blocks_per_chunk)]
+            group.block_ids[: len(offered)] = [0] * len(offered)
+
+
 def forget_freed(scheduler: Any) -> None:
     """Forget the device's blocks that requests may have freed: those of windows that have been offered for storing.
 
@@ -262,6 +287,15 @@ def flush_first(connector: Any) -> None:
             yield from parts(inner, part)
 
     outermost.handle_preemptions = handle_preemptions
+
+
+def own_engine_id(engine_id: str) -> str:
+    """Return an id of the engine for the connector under construction alone.
+
+    vLLM gives all connectors of a ``MultiConnector`` the engine's id, and names their shared regions by it.
+    """
+    places = [len(each._connectors) for each in _callers_with("_connectors", "handle_preemptions")]
+    return "-".join([engine_id, *map(str, reversed(places))])
 
 
 def unfilled_event(keys: Sequence[bytes]) -> OffloadingEvent | None:

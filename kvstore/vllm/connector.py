@@ -21,14 +21,16 @@ from kvstore.vllm.compat import (
     cut_hashes_with_tokens,
     flush_first,
     forget_freed,
+    forget_released,
     is_one_of_several,
     note_allocated,
+    own_engine_id,
     replace_tables,
     without_new_loads,
 )
 from kvstore.vllm.metrics import UNPROVEN_REQUESTS
 from kvstore.vllm.options import TIER_TYPE, uses_huge_pages
-from kvstore.vllm.proof import CAUSES, Doubt, check_engine, doubt_of_engine, doubt_of_request
+from kvstore.vllm.proof import CAUSES, FAILED_LOAD, Doubt, check_engine, doubt_of_engine, doubt_of_request
 from kvstore.vllm.region import use_locked_region
 
 logger = logging.getLogger("kvstore.vllm.connector")
@@ -98,7 +100,10 @@ class KVStoreConnector(OffloadingConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self.engine = EngineContext(vllm_config, kv_cache_config)
         check_engine(vllm_config)
-        _lock_region(getattr(vllm_config, "kv_transfer_config", None), has_workers=kv_cache_config is not None)
+        transfer = getattr(vllm_config, "kv_transfer_config", None)
+        if transfer is not None:
+            transfer.engine_id = own_engine_id(transfer.engine_id)
+        _lock_region(transfer, has_workers=kv_cache_config is not None)
         with self.engine.entered():
             super().__init__(vllm_config, role, kv_cache_config)
         self.engine.scheduler, self.engine.worker = self.connector_scheduler, self.connector_worker
@@ -142,8 +147,10 @@ class KVStoreConnector(OffloadingConnector):
     def _judge(self, request: Any) -> None:
         """Mark a request, or a session at a new turn, if its blocks are not proven to be right."""
         context = self._context(request)
-        if context.get_state(Doubt) is not None or (doubt := self._doubt or doubt_of_request(request)) is None:
-            return
+        if context.get_state(Doubt) is None and (doubt := self._doubt or doubt_of_request(request)) is not None:
+            self._mark(context, doubt)
+
+    def _mark(self, context: Any, doubt: Doubt) -> None:
         if doubt not in self._logged:
             self._logged.add(doubt)
             logger.warning(
@@ -156,6 +163,15 @@ class KVStoreConnector(OffloadingConnector):
             self._accepts_all = False
             _accept_proven_stores(self.connector_scheduler.manager)
         context.set_state(doubt)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Doubt the requests that a step computed with blocks whose load failed, before their stores end."""
+        if failed := connector_output.invalid_block_ids:
+            for status in self.connector_scheduler._req_status.values():
+                is_affected = any(not failed.isdisjoint(group.block_ids) for group in status.group_states)
+                if is_affected and status.req_context.get_state(Doubt) is None:
+                    self._mark(status.req_context, FAILED_LOAD)
+        super().update_connector_output(connector_output)
 
     def _context(self, request: Any) -> Any:
         return self.connector_scheduler._req_status[request.request_id].req_context
@@ -207,6 +223,7 @@ class KVStoreConnector(OffloadingConnector):
             request = self.connector_scheduler._req_status[new.req_id].req
             if request.resumable:
                 self._judge(request)
+        forget_released(self.connector_scheduler, scheduler_output)
         replace_tables(self.connector_scheduler, scheduler_output)
         with without_new_loads(self.connector_scheduler, scheduler_output):
             meta = super().build_connector_meta(scheduler_output)
@@ -241,12 +258,15 @@ def _lock_region(transfer: Any, *, has_workers: bool) -> None:
 
 
 def _accept_proven_stores(manager: Any) -> None:
-    """Let a manager, of kvstore or of vLLM, accept no block of an unproven request."""
-    prepare_store = manager.prepare_store
+    """Let a manager, of kvstore or of vLLM, accept no block of an unproven request, and drop those being copied."""
+    prepare_store, complete_store = manager.prepare_store, manager.complete_store
 
     def prepare_proven(keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
         if req_context.get_state(Doubt) is not None:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         return prepare_store(keys, req_context)
 
-    manager.prepare_store = prepare_proven
+    def complete_proven(keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+        complete_store(keys, req_context, success and req_context.get_state(Doubt) is None)
+
+    manager.prepare_store, manager.complete_store = prepare_proven, complete_proven

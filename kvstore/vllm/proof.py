@@ -63,7 +63,7 @@ _CONTENT: Final = re.compile(r"(.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 """Identifier of a medium that vLLM has made from its content, behind the name of a LoRA adapter."""
 
 
-CAUSES: Final = ("prefix_caching", "attention", "media", "embeddings", "unknown")
+CAUSES: Final = ("prefix_caching", "attention", "media", "embeddings", "failed_load", "unknown")
 """The causes of doubts."""
 
 
@@ -78,6 +78,9 @@ class Doubt:
 
     cause: str
     text: str
+
+
+FAILED_LOAD: Final = Doubt("failed_load", "a load failed in the step that used its blocks, and others follow from them")
 
 
 def check_engine(engine_config: Any) -> None:

@@ -119,6 +119,7 @@ class Ours(Connector):
 
     def __init__(self) -> None:
         compat.flush_first(self)
+        self.engine_id = compat.own_engine_id("engine")
 
 
 class Multi:
@@ -154,3 +155,19 @@ def test_all_connectors_of_kvstore_flush_before_any_other_begins(tree: list[Any]
     multi: Any = Multi(tree)
     multi.handle_preemptions(metadata_of(tree))
     assert log == sorted(zip(kinds, range(len(kinds)), strict=True), key=lambda part: not part[0])
+
+
+@given(st.lists(_TREES, max_size=4))
+def test_each_connector_of_kvstore_has_its_own_region(tree: list[Any]) -> None:
+    """All have the engine's id in their names; the scheduler and its workers find the same ones."""
+
+    def ids(multi: Multi) -> list[str]:
+        found = []
+        for each in multi._connectors:
+            found += ids(each) if isinstance(each, Multi) else [each.engine_id] if isinstance(each, Ours) else []
+        return found
+
+    names = ids(Multi(tree))
+    assert len(set(names)) == len(names) and all(name.startswith("engine-") for name in names)
+    assert ids(Multi(tree)) == names
+    assert compat.own_engine_id("engine") == "engine"

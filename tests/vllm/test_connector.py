@@ -45,7 +45,11 @@ class Connector(KVStoreConnector):
             build_connector_meta=self._build,
             on_new_request=self._add,
             get_num_new_matched_tokens=lambda request, computed, max_num_new_tokens: (64, True),
-            manager=SimpleNamespace(prepare_store=lambda keys, context: PrepareStoreOutput(list(keys), None, [])),
+            manager=SimpleNamespace(
+                prepare_store=lambda keys, context: PrepareStoreOutput(list(keys), None, []),
+                complete_store=lambda keys, context, success: self.calls.append((context.req_id, success)),
+            ),
+            update_connector_output=self._end_copies,
             request_finished=lambda request: (False, None),
             reset_cache=lambda: self.calls.append("reset"),
             config=SimpleNamespace(blocks_per_chunk=1, tokens_per_hash=HASH_TOKENS, kv_group_configs=()),
@@ -53,7 +57,7 @@ class Connector(KVStoreConnector):
             _sliding_window_groups=(1,),
             _current_batch_load_jobs={},
         )
-        self.output: Any = SimpleNamespace(scheduled_new_reqs=[], preempted_req_ids=None)
+        self.output: Any = SimpleNamespace(scheduled_new_reqs=[], preempted_req_ids=None, finished_req_ids=None)
 
     def _add(self, request: Request) -> None:
         context = ReqContext(req_id=request.request_id)
@@ -65,6 +69,10 @@ class Connector(KVStoreConnector):
         is_loaded = self.get_num_new_matched_tokens(request, 0) == (64, True)
         context = self.connector_scheduler._req_status[request.request_id].req_context
         return is_loaded, bool(self.connector_scheduler.manager.prepare_store([b"key"], context).keys_to_store)
+
+    def _end_copies(self, connector_output: Any) -> None:
+        for status in self.connector_scheduler._req_status.values():
+            self.connector_scheduler.manager.complete_store([b"key"], status.req_context, True)
 
     def _build(self, scheduler_output: Any) -> str:
         statuses = self.connector_scheduler._req_status
@@ -133,13 +141,57 @@ def test_a_reset_forgets_blocks_that_windows_may_have_freed() -> None:
 def test_a_load_that_begins_in_a_step_is_not_flushed_in_it() -> None:
     """A reset preempts requests: the stores of one are flushed, the new load of another is kept."""
     connector = Connector()
-    statuses = {name: SimpleNamespace(transfer_jobs={job}) for name, job in (("stores", 1), ("loads", 2))}
+    statuses = {
+        name: SimpleNamespace(transfer_jobs={job}, group_states=()) for name, job in (("stores", 1), ("loads", 2))
+    }
     connector.connector_scheduler._req_status = statuses
     connector.connector_scheduler._current_batch_load_jobs = {2: "load"}
     connector.output.preempted_req_ids = ["stores", "loads", "gone"]
     assert connector.build_connector_meta(connector.output) == "meta"
     assert connector.calls == [{"stores": {1}, "loads": set()}]
     assert statuses["loads"].transfer_jobs == {2}
+
+
+def test_blocks_that_a_request_has_freed_before_its_end_are_forgotten() -> None:
+    """All of a preempted request, which may end all the same; of an ended one, those that its window has left."""
+    connector = Connector()
+    spec = SimpleNamespace(sliding_window=40)
+    config = SimpleNamespace(tokens_per_block=16, kv_cache_spec=spec, hashes_per_chunk=1)
+    connector.connector_scheduler.config.kv_group_configs = [config] * 2
+
+    def status(computed: int) -> Any:
+        groups = [RequestGroupState(block_ids=[1, 2, 3, 4, 5], next_stored_chunk_idx=offered) for offered in (5, 4)]
+        ended = SimpleNamespace(num_computed_tokens=computed)
+        return SimpleNamespace(req=ended, group_states=groups, transfer_jobs=set())
+
+    names = {"runs": 79, "preempted": 0, "ended": 79, "ended late": 300, "ended early": 30}
+    statuses = {name: status(computed) for name, computed in names.items()}
+    connector.connector_scheduler._req_status = statuses
+    connector.output.preempted_req_ids = {"preempted", "gone"}
+    connector.output.finished_req_ids = {"ended", "ended late", "ended early", "gone"}
+    connector.build_connector_meta(connector.output)
+    whole = [1, 2, 3, 4, 5]
+    assert {name: [group.block_ids for group in each.group_states] for name, each in statuses.items()} == {
+        "runs": [whole, whole],
+        "preempted": [[], []],
+        "ended": [whole, [0, 0, 3, 4, 5]],
+        "ended late": [whole, [0, 0, 0, 0, 5]],
+        "ended early": [whole, whole],
+    }
+
+
+def test_blocks_computed_from_a_failed_load_are_dropped() -> None:
+    """Also those being copied, of each request with a block of the load; nothing more is stored of it or loaded."""
+    connector, first, second = Connector(), request("1", 64), request("2", 64)
+    for each, block in ((first, 7), (second, 8)):
+        connector.on_new_request(each)
+        status = connector.connector_scheduler._req_status[each.request_id]
+        status.group_states = [RequestGroupState(block_ids=[block, 9 + block])]
+    for failed in (set[int](), {7, 99}, {7}):
+        connector.update_connector_output(SimpleNamespace(invalid_block_ids=failed))
+    assert connector.calls == [("1", True), ("2", True), *[("1", False), ("2", True)] * 2]
+    assert (connector.offers(first), connector.offers(second)) == ((False, False), (True, True))
+    assert connector.engine.doubts["failed_load"] == 1
 
 
 def request(name: str, tokens: int, **fields: Any) -> Request:

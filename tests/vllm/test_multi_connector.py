@@ -43,6 +43,29 @@ def test_the_other_connector_serves_blocks_that_kvstore_has_lost(start: Start, t
     assert len({tuple(answer["tokens"]) for answer in answers}) == 1
 
 
+def test_two_connectors_of_kvstore_share_no_memory(start: Start, plain: Engine, tmp_path: Path) -> None:
+    """Both have few rows, and other ones free: their blocks stay apart."""
+
+    def ours(name: str, rows: int, policy: str) -> dict[str, Any]:
+        extra = managed(tmp_path / name, cpu_bytes_to_use=rows * 32768, eviction_policy=policy, tiering={"gate": False})
+        return {"kv_connector": "KVStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+    prompts = [prompt(number, 300 + 17 * number) for number in range(8)]
+    expected = [answer["tokens"] for answer in plain.ask(*prompts)]
+    engine = start(
+        offloading={"connectors": [ours("first", 30, "lru"), ours("second", 22, "arc")]},
+        llm={"num_gpu_blocks_override": 60, "max_model_len": 1024},
+    )
+    for turn in range(6):
+        chosen = [(turn * 3 + number) % len(prompts) for number in range(4)]
+        answers = engine.ask(*(prompts[number] for number in chosen))
+        assert [answer["tokens"] for answer in answers] == [expected[number] for number in chosen]
+        engine.call("settle")
+        engine.call("forget_device")
+    assert any(answer["cached"] for answer in answers)
+    engine.close()
+
+
 LATE_LLM: dict[str, Any] = {"num_gpu_blocks_override": 42, "max_model_len": 1200, "max_num_batched_tokens": 1024}
 """The device has room for one of the prompts."""
 

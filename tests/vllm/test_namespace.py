@@ -129,6 +129,17 @@ def test_the_layout_of_convolution_states_counts(monkeypatch: pytest.MonkeyPatch
     assert len(found) == 2
 
 
+def test_the_instruction_set_of_a_cpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM packs the keys of attention for it, so a shared medium serves no other kind of machine."""
+    found = [digest()]
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    found.append(digest())
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: "unknown", raising=False)
+    found.append(digest())
+    monkeypatch.setattr("platform.machine", lambda: "another")
+    assert len({*found, digest()}) == 4
+
+
 def test_declared_numerics_outlive_an_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions of vLLM share blocks only under the same declared name, and every other field still counts."""
 

@@ -34,19 +34,16 @@ def stored(start: Callable[..., Engine], prompts: list[list[int]], **options: An
     return start(**options)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_block_lost_between_promise_and_load(
-    start: Start, plain: Engine, policy: str, is_async: bool, tmp_path: Path
-) -> None:
+def test_block_lost_between_promise_and_load(start: Start, plain: Engine, policy: str, tmp_path: Path) -> None:
     """With "recompute" the answer is right; with "fail" it is that or none, and right when asked again."""
-    prompts = [prompt(number, 300 + 17 * number) for number in range(8)]
+    begins = [prompt(number, 300 + 17 * number) for number in range(8)]
+    prompts = [[*begin, *prompt(50 + number, 150)] for number, begin in enumerate(begins)]
     expected = answers_of(plain, prompts)
     engine = stored(
         start,
-        prompts,
-        offloading=managed(tmp_path),
-        llm={"async_scheduling": is_async},
+        begins,
+        offloading=managed(tmp_path, sync_load_budget_bytes=1 << 30),
         transfer={"kv_load_failure_policy": policy},
     )
     answers = engine.call("ask_losing_loads", prompts, TOKENS)
