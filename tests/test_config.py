@@ -73,7 +73,7 @@ def test_defaults() -> None:
     assert encode_config(config) == {
         "namespace": "",
         "codec": "raw",
-        "io": "thread",
+        "io": "auto",
         "load_timeout": 5.0,
         "store_timeout": 30.0,
         "lookup_timeout": 1.0,

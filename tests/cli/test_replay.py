@@ -472,7 +472,7 @@ def test_a_user_with_ten_times_the_requests_spoils_no_hits_of_another(shared: bo
     """Beside ten users who set every field of the default ``allow``, on a shared prompt too, a user keeps its hits."""
     choose = random.Random(5)
     values = {"store": [False, 0.3, True], "tiers": [[], ["disk"]], "cpu": [False, True], "load": [False, ["disk"]]}
-    values |= {"min_uses": [1, 1000]}
+    values |= {"min_uses": [1, 1000], "explain": [False, True]}
     assert values.keys() == set(OWN_PARAMETERS)
     alone = Trace(_trace(7, 150))
     others = [

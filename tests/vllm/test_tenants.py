@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.request import Request
 
 from kvstore.tenants import Tags, Tenants
@@ -28,13 +29,14 @@ class Connector(KVStoreConnector):
         self.found: list[bytes] = []
         self._doubt = None
         self.connector_scheduler = SimpleNamespace(
-            on_new_request=self._find, config=SimpleNamespace(tokens_per_hash=BLOCK_TOKENS)
+            on_new_request=self._find, config=SimpleNamespace(tokens_per_hash=BLOCK_TOKENS), _req_status={}
         )
 
     def _find(self, request: Any) -> None:
         if request.request_id == "fails":
             raise RuntimeError("not added")
         self.found.append(self.tags.of(request.kv_transfer_params)[0])
+        self.connector_scheduler._req_status[request.request_id] = SimpleNamespace(req_context=ReqContext(req_id="r"))
 
 
 def request(salt: str | None = None, adapter: str | None = None, params: Any = None, *, fails: bool = False) -> Any:
