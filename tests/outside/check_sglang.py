@@ -479,7 +479,7 @@ def test_faults_of_the_configuration(tmp_path: Path) -> None:
         backend(no_tier, pool)
     with pytest.raises(ConfigError, match=r"no model name. Expected one, .* Start SGLang with"):
         backend(config(tmp_path, model_name=None), pool)
-    with pytest.raises(ConfigError, match=r'"io" is \'process\'. Expected "thread".* Leave the option out'):
+    with pytest.raises(ConfigError, match=r'"io" is "process". Expected "thread".* Leave the option out'):
         backend(config(tmp_path, extra_config=extra(tmp_path / "kv", io="process")), pool)
     with pytest.raises(ConfigError, match=r"type torch.uint8.* Expected .* Set the tier's option"):
         backend(config(tmp_path, extra_config=extra(tmp_path / "kv")), host_pool(dtype=torch.float8_e4m3fn))

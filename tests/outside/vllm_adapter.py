@@ -97,7 +97,7 @@ class Manager(KVStoreOffloadingManager):
             extra_config={},
             window_groups=frozenset(),
             engine=engine,
-            config=SimpleNamespace(parallel=None),
+            config=SimpleNamespace(parallel=None, engine_id="outside"),
             secondary_tier_configs=[{"type": tier.tier_type} for tier in theirs],
             kv_events_config=OffloadingKVEventsConfig(enable_events, False),
         )
