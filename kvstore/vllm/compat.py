@@ -214,8 +214,7 @@ def forget_released(scheduler: Any, scheduler_output: Any) -> None:
             window = getattr(config.kv_cache_spec, "sliding_window", None) or status.req.num_computed_tokens
             # The last step, which computed at least one token, began with the blocks of a window.
             released = max(0, status.req.num_computed_tokens - window) // config.tokens_per_block
-            offered = group.block_ids[: min(released, group.next_stored_chunk_idx * scheduler.config.blocks_per_chunk)]
-            group.block_ids[: len(offered)] = [0] * len(offered)
+            _forget_offered(scheduler, group, released)
 
 
 def forget_freed(scheduler: Any) -> None:
@@ -228,8 +227,13 @@ def forget_freed(scheduler: Any) -> None:
     for status in scheduler._req_status.values():
         for index in scheduler._sliding_window_groups:
             group = status.group_states[index]
-            offered = group.block_ids[: group.next_stored_chunk_idx * scheduler.config.blocks_per_chunk]
-            group.block_ids[: len(offered)] = [0] * len(offered)
+            _forget_offered(scheduler, group, len(group.block_ids))
+
+
+def _forget_offered(scheduler: Any, group: Any, count: int) -> None:
+    """Forget those of the first ``count`` blocks of a group of layers that have been offered for storing."""
+    offered = group.block_ids[: min(count, group.next_stored_chunk_idx * scheduler.config.blocks_per_chunk)]
+    group.block_ids[: len(offered)] = [0] * len(offered)
 
 
 @contextlib.contextmanager
@@ -294,7 +298,7 @@ def own_engine_id(engine_id: str) -> str:
 
     vLLM gives all connectors of a ``MultiConnector`` the engine's id, and names their shared regions by it.
     """
-    places = [len(each._connectors) for each in _callers_with("_connectors", "handle_preemptions")]
+    places = [len(each._connectors) for each in _callers_with(*_MULTI_CONNECTOR)]
     return "-".join([engine_id, *map(str, reversed(places))])
 
 

@@ -16,7 +16,6 @@ from vllm.v1.kv_offload.base import PrepareStoreOutput
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvstore.errors import ConfigError
-from kvstore.registry import BACKENDS
 from kvstore.vllm.compat import (
     cut_hashes_with_tokens,
     flush_first,
@@ -29,7 +28,7 @@ from kvstore.vllm.compat import (
     without_new_loads,
 )
 from kvstore.vllm.metrics import UNPROVEN_REQUESTS
-from kvstore.vllm.options import TIER_TYPE, uses_huge_pages
+from kvstore.vllm.options import tier_types, uses_huge_pages
 from kvstore.vllm.proof import CAUSES, FAILED_LOAD, Doubt, check_engine, doubt_of_engine, doubt_of_request
 from kvstore.vllm.region import use_locked_region
 
@@ -252,7 +251,7 @@ class KVStoreConnector(OffloadingConnector):
 def _lock_region(transfer: Any, *, has_workers: bool) -> None:
     """Let vLLM's own spec with a kvstore tier allocate its region as kvstore's spec does."""
     extra = getattr(transfer, "kv_connector_extra_config", None) or {}
-    types = {TIER_TYPE, *BACKENDS.names()}
+    types = tier_types()
     if any(tier.get("type") in types for tier in extra.get("secondary_tiers", ())):
         use_locked_region(transfer.engine_id, huge_pages=uses_huge_pages(extra), has_workers=has_workers)
 

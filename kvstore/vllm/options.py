@@ -75,6 +75,11 @@ def is_own_manager(extra_config: Mapping[str, Any]) -> bool:
     return bool(extra_config.get("manager", default) != "vllm")
 
 
+def tier_types() -> frozenset[str]:
+    """Return the values of a tier's ``type`` that name a tier of kvstore, other than ``"module:Class"``."""
+    return frozenset({TIER_TYPE, *BACKENDS.names()})
+
+
 def uses_huge_pages(extra_config: Mapping[str, Any]) -> bool:
     """Return whether to allocate the primary tier in huge pages; true by default."""
     return bool(extra_config.get("huge_pages", True))

@@ -14,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from kvstore.registry import BACKENDS
 from kvstore.vllm.compat import mark_media_of_clients
+from kvstore.vllm.options import tier_types
 from kvstore.vllm.startup import check_start, show_logs
 
 logger = logging.getLogger("kvstore.vllm.plugin")
@@ -41,7 +41,7 @@ def register() -> None:
         OffloadingSpecFactory.register_spec("KVStoreOffloadingSpec", _MODULE, "KVStoreOffloadingSpec")
     except ValueError:
         logger.debug("KVStoreOffloadingSpec is already registered with vLLM")
-    for tier_type in ["KVStoreTier", *BACKENDS.names()]:
+    for tier_type in sorted(tier_types()):
         try:
             SecondaryTierFactory.register_tier(tier_type, _MODULE, "KVStoreTier")
         except ValueError:

@@ -32,12 +32,12 @@ from kvstore.secret import shown
 from kvstore.tiers import AsyncTier
 from kvstore.tiers.preflight import check_before_opening, claim_paths, doubts_before_opening, paths_of
 from kvstore.vllm.options import (
-    TIER_TYPE,
     check_options,
     check_tiering,
     is_own_manager,
     option_faults,
     spelled_out,
+    tier_types,
     unknown_options,
     with_short_types,
 )
@@ -137,7 +137,7 @@ def region_bytes(transfer: Any, engine_args: Any = None) -> int:
 
     Arguments as for :func:`transfer_faults`.
     """
-    named = {TIER_TYPE, *BACKENDS.names()}
+    named = tier_types()
     return sum(
         int(ByteSize(extra["cpu_bytes_to_use"]))
         for extra in _sized_offloadings(transfer, engine_args)
@@ -182,7 +182,7 @@ def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Faul
         with _collecting(faults):
             with_short_types(extra)
         return (faults, []) if is_our_spec else None
-    named = {TIER_TYPE, *BACKENDS.names()}
+    named = tier_types()
     sound: dict[str, Mapping[str, Any]] = {}
     for index, tier in enumerate(tiers):
         place = f"secondary_tiers[{index}]"
