@@ -80,7 +80,7 @@ class Engine:
             {
                 "tokens": list(o.outputs[0].token_ids),
                 "cached": o.num_cached_tokens,
-                "told": (o.kv_transfer_params or {}).get("kvstore_account"),
+                **{name: value for name, value in (o.kv_transfer_params or {}).items() if name == "kvstore_account"},
             }
             for o in outputs
         ]

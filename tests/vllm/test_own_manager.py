@@ -67,13 +67,13 @@ def test_an_answer_has_the_account_of_its_blocks(restarted: Engine) -> None:
     longer = [*PROMPTS[0], *prompt(77, 200)]
     held, blocks = full_blocks(PROMPT_TOKENS[0]) // BLOCK_TOKENS, full_blocks(len(longer)) // BLOCK_TOKENS
     (answer,) = restarted.call("ask", [longer], 6, {"explain": True})
-    tier = answer["told"]["tiers"]["file"]
+    tier = answer["kvstore_account"]["tiers"]["file"]
     assert 0 < tier.pop("seconds") < 60
-    assert answer["told"] == {
+    assert answer["kvstore_account"] == {
         "computed": blocks - held,
         "tiers": {"file": {"blocks": held, "missed": "absent"}},
     }
-    assert restarted.ask(PROMPTS[1])[0]["told"] is None
+    assert "kvstore_account" not in restarted.ask(PROMPTS[1])[0]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +192,7 @@ def test_a_user_with_ten_times_the_requests_spoils_no_hits_of_another(start: Sta
     system = prompt(1, 320)
     mine = [system + prompt(number, 320) for number in (2, 3, 4)]
     own = [{"store": False}, {"store": 0.1}, {"tiers": []}, {"cpu": False}, {"load": False}, {"min_uses": 1000}]
+    own.append({"explain": True})
     others: list[dict[str, Any]] = [{"retain": 100}, {"pin": True}, {"demote": True}, {"forget": True, "ttl": "1ms"}]
     assert set(OWN_PARAMETERS) <= {name for policy in own for name in policy}
     first = engine.ask(*mine)
