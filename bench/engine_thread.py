@@ -2,8 +2,9 @@
 
 With one GPU `vllm serve` runs the model in the scheduler's process. Here steps of 500 numpy operations, a microsecond
 each, replace it, while a disk tier stores and loads, in the memory that it has in an engine. ``step_mean`` and
-``step_p99`` are durations over those of steps alone; ``lost_s_per_gb`` is the time that the steps took longer, for 1e9
-bytes.
+``step_p99`` are durations over those of steps alone, before and after each run; ``lost_s_per_gb`` is the time that the steps took
+longer, for 1e9 bytes. fio, a program without Python that neither checks nor copies bytes, is the machine's own share:
+interrupts, memory bandwidth, the host.
 
     python bench/engine_thread.py [--quick] [--runs N] [--sizes 128 2048] [--systems …] [--json FILE] [--directory DIR]
 """
@@ -11,9 +12,11 @@ bytes.
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 # The repository replaces this directory, whose modules have the names of packages.
@@ -27,10 +30,12 @@ from kvstore.cli.bench.systems import Op, System
 from kvstore.primary import Region
 from kvstore.types import Outcome
 
-SYSTEMS = ["kvstore-file", "kvstore-file-thread", "vllm-fs"]
+FIO = "fio"
+SYSTEMS = ["kvstore-file", "kvstore-file-thread", "vllm-fs", FIO]
 COLUMNS = ["system", "op", "block_bytes", "gb_per_s", "step_mean", "step_p99", "lost_s_per_gb", "runs"]
 OPERATIONS = 500
-RUN_BYTES = 512 << 20
+RUN_BYTES = 1 << 30
+ALONE_S = 0.3
 
 
 def steps_until(is_over: Callable[[], bool]) -> list[float]:
@@ -64,30 +69,57 @@ def steps_beside(system: System, op: Op, first: int, count: int, slots: int) -> 
     return steps_until(is_over)
 
 
+def fio_beside(directory: Path, op: Op, size: int, run_bytes: int) -> list[float]:
+    """Make steps until fio has stored or loaded ``run_bytes``, direct, at queue depth 32; return their durations."""
+    fio = subprocess.Popen(
+        [
+            "fio", "--name=floor", f"--filename={directory / 'fio.dat'}", f"--size={run_bytes}", f"--bs={size}",
+            f"--rw=rand{'write' if op == 'store' else 'read'}", "--direct=1", "--ioengine=io_uring", "--iodepth=32",
+            "--thread", "--overwrite=1",
+        ],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    durations = steps_until(lambda: fio.poll() is not None)
+    if fio.returncode:
+        raise RuntimeError(f"fio ended with {fio.returncode}")
+    return durations
+
+
+def alone() -> float:
+    """Return the mean duration of a step without other work."""
+    end = time.perf_counter() + ALONE_S
+    return statistics.mean(steps_until(lambda: time.perf_counter() > end))
+
+
 def measure(name: str, directory: Path, region: Region, size: int, runs: int, run_bytes: int) -> Iterator[Row]:
-    """Store and load in each run; yield a row for each."""
+    """Store and load in each run, between measurements without I/O; yield a row for each."""
     count = max(BLOCKS_PER_JOB, run_bytes // size)
-    with opened(name, directory, region, size, 1) as system:
-        sys.setswitchinterval(system.switch_s)
-        end = time.perf_counter() + 0.5
-        alone = statistics.mean(steps_until(lambda: time.perf_counter() > end))
-        found: dict[Op, list[list[float]]] = {op: [] for op in OPS}
+    gb = count * size / 1e9
+    found: dict[Op, list[tuple[float, list[float]]]] = {op: [] for op in OPS}
+    with nullcontext() if name == FIO else opened(name, directory, region, size, 1) as system:
+        if system is None:
+            (directory / "fio.dat").write_bytes(bytes(count * size))
+        else:
+            sys.setswitchinterval(system.switch_s)
         for run in range(runs):
             for op in OPS:
-                found[op].append(steps_beside(system, op, run * count, count, region.slots))
-    for op, durations in found.items():
-        seconds = statistics.median(sum(run) for run in durations)
-        mean = statistics.median(statistics.mean(run) for run in durations)
-        gb = count * size / 1e9
+                before = alone()
+                if system is None:
+                    durations = fio_beside(directory, op, size, count * size)
+                else:
+                    durations = steps_beside(system, op, run * count, count, region.slots)
+                found[op].append(((before + alone()) / 2, durations))
+    for op, of_op in found.items():
         yield {
             "bench": "engine_thread",
             "system": name,
             "op": op,
             "block_bytes": size,
-            "gb_per_s": gb / seconds,
-            "step_mean": mean / alone,
-            "step_p99": statistics.median(percentile(run, 0.99) for run in durations) / alone,
-            "lost_s_per_gb": seconds * (1 - alone / mean) / gb,
+            # A run of fio is mostly its start.
+            "gb_per_s": None if name == FIO else gb / statistics.median(sum(run) for _, run in of_op),
+            "step_mean": statistics.median(statistics.mean(run) / step for step, run in of_op),
+            "step_p99": statistics.median(percentile(run, 0.99) / step for step, run in of_op),
+            "lost_s_per_gb": statistics.median(sum(run) - step * len(run) for step, run in of_op) / gb,
             "runs": runs,
         }
 
