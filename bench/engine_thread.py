@@ -2,9 +2,9 @@
 
 With one GPU `vllm serve` runs the model in the scheduler's process. Here steps of 500 numpy operations, a microsecond
 each, replace it, while a disk tier stores and loads, in the memory that it has in an engine. ``step_mean`` and
-``step_p99`` are durations over those of steps alone, before and after each run; ``lost_s_per_gb`` is the time that the steps took
-longer, for 1e9 bytes. fio, a program without Python that neither checks nor copies bytes, is the machine's own share:
-interrupts, memory bandwidth, the host.
+``step_p99`` are durations over those of steps alone, before and after each run; ``lost_s_per_gb`` is the time that the
+steps took longer, for 1e9 bytes. fio, a program without Python that neither checks nor copies bytes, shows the share of
+the machine: interrupts, memory bandwidth, the host.
 
     python bench/engine_thread.py [--quick] [--runs N] [--sizes 128 2048] [--systems …] [--json FILE] [--directory DIR]
 """

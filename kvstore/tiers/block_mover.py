@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from kvstore.backends.base import Backend, RecordRead, RecordWrite, outcome_of
+from kvstore.codec.checksum import LONG_BYTES
 from kvstore.codec.coding import Encoder
 from kvstore.codec.record import RecordCodec, RecordFault, RecordHeader
 from kvstore.errors import KVStoreError, RecordError
@@ -32,7 +33,7 @@ while the next is read, and to keep loads from waiting long behind stores."""
 _PART_BYTES_MAX = 16 << 20
 
 _TURN_BYTES = 16 << 20
-"""Maximum bytes hashed per loop iteration: xxh3 then blocks the loop for one or two milliseconds."""
+"""Maximum bytes hashed on the loop per iteration: xxh3 then blocks it for one or two milliseconds."""
 
 _PARTS_PER_JOB = 8
 """Target number of parts of a job, within these bounds."""
@@ -50,9 +51,9 @@ _REPLACE_TIMEOUT_S = 0.5
 """Time limit for removing records before their replacements are put. A medium in recovery takes far longer, and
 remaining records do no harm."""
 
-_CODEC_THREADS = 2
-"""Threads for encoding and decoding. Raw blocks are hashed and verified on the loop: xxh3 runs at memory speed and
-keeps the GIL, so a thread would only add overhead."""
+_THREADS = 2
+"""Threads for encoding, for decoding, and for hashing more long blocks than the loop can. Otherwise raw blocks are
+hashed on the loop: xxh3 runs at memory speed, so a thread would only add overhead."""
 
 _BATCH_BYTES = 4 << 20
 """Approximate bytes of blocks encoded together: enough to make the wait for the GIL at the end negligible, and few
@@ -179,7 +180,7 @@ class BlockMover:
         self._hashed_bytes = 0
         self._turn_ended = asyncio.Event()
         self._rereading = asyncio.Lock()
-        self._workers = Workers(_CODEC_THREADS, "kvstore-codec")
+        self._workers = Workers(_THREADS, "kvstore-codec")
 
     def cut(self, running: RunningJob) -> list[JobPart]:
         """Cut a job into parts that may run concurrently."""
@@ -220,7 +221,7 @@ class BlockMover:
                     continue
                 part = JobPart(running, 0, 1)
                 part.rows = [buffers[1]]
-                await self._decode(part, self._verify(part, [read], outcomes))
+                await self._decode(part, self._settle_read(part, outcomes, self._check([read], outcomes)))
                 damaged += running.suspects
         return damaged
 
@@ -246,8 +247,8 @@ class BlockMover:
                 part.fail(error)
                 return
             part.note_failures(outcomes, self._backend.last_error)
-            await self._take_turn(len(reads))
-            stored = self._verify(part, reads, outcomes)
+            found = await self._hash(len(reads), partial(self._check, reads, outcomes), Precedence.LOAD)
+            stored = self._settle_read(part, outcomes, found)
             if stored:
                 await self._decode(part, stored)
             done = part.running.outcomes[part.start : part.start + len(reads)]
@@ -307,8 +308,7 @@ class BlockMover:
         """Make the headers and payloads of a part."""
         work = partial(self._encoder.encode, part.keys, part.headers, part.rows, part.targets, spares, encode=encode)
         if self._is_raw:
-            await self._take_turn(len(part.keys))
-            return work()[0]
+            return (await self._hash(len(part.keys), work, Precedence.STORE))[0]
         (payloads, error), seconds = await self._workers.call(partial(_timed, work))
         if error:
             part.running.note_error(error)
@@ -379,14 +379,20 @@ class BlockMover:
             for key, payload in zip(keys, payloads, strict=True)
         ]
 
-    async def _take_turn(self, blocks: int) -> None:
-        """Wait for a loop iteration with room for hashing this many blocks."""
+    async def _hash(self, blocks: int, work: Callable[[], _T], precedence: Precedence) -> _T:
+        """Hash blocks by ``work`` on the loop, in an iteration with room for them.
+
+        Without room, long blocks are hashed on a thread: their medium is faster than the loop.
+        """
+        if self._hashed_bytes >= _TURN_BYTES and self._slots.slot_bytes >= LONG_BYTES:
+            return await self._workers.call(work, precedence=precedence)
         while self._hashed_bytes >= _TURN_BYTES:
             await self._turn_ended.wait()
         if not self._hashed_bytes:
             self._turn_ended.clear()
             asyncio.get_running_loop().call_soon(self._end_turn)
         self._hashed_bytes += blocks * self._slots.slot_bytes
+        return work()
 
     def _end_turn(self) -> None:
         self._hashed_bytes = 0
@@ -436,34 +442,47 @@ class BlockMover:
         self._bytes.leave(part.lent_bytes)
         part.headers, part.rows, part.targets, part.lent_bytes = [], [], [], 0
 
-    def _verify(
-        self, part: JobPart, reads: Sequence[RecordRead], outcomes: Sequence[Outcome]
+    def _check(
+        self, reads: Sequence[RecordRead], outcomes: Sequence[Outcome]
+    ) -> list[RecordHeader | RecordError | None]:
+        """Verify records that were read; None for the others."""
+        found: list[RecordHeader | RecordError | None] = []
+        for read, outcome in zip(reads, outcomes, strict=True):
+            if outcome is not Outcome.OK:
+                found.append(None)
+                continue
+            header, payload = read.buffers
+            try:
+                found.append(
+                    self._records.check(read.key, header, payload, read.filled_bytes, self.codecs.decoder.refusal)
+                )
+            except RecordError as error:
+                found.append(error)
+        return found
+
+    def _settle_read(
+        self, part: JobPart, outcomes: Sequence[Outcome], found: Sequence[RecordHeader | RecordError | None]
     ) -> list[tuple[int, RecordHeader]]:
-        """Verify the records of a part and settle the raw ones.
+        """Settle the raw blocks of a part, and those that were not read or failed verification.
 
         Returns:
             The encoded or sealed ones, by position in the part: verified, but still to be decoded.
         """
         slot_bytes = self._slots.slot_bytes
         stored = []
-        for i, (read, outcome) in enumerate(zip(reads, outcomes, strict=True)):
-            if outcome is not Outcome.OK:
+        for i, (outcome, record) in enumerate(zip(outcomes, found, strict=True)):
+            if record is None:
                 # A backend's CORRUPT is a record that does not fit the buffers: on a shared medium, possibly another
                 # engine's.
                 part.settle_failed(i, outcome, RecordFault.LENGTH, quarantine=self._backend.exclusive)
-                continue
-            header, payload = read.buffers
-            try:
-                found = self._records.check(read.key, header, payload, read.filled_bytes, self.codecs.decoder.refusal)
-                if found.plain_bytes != slot_bytes:
-                    # The rest of the slot still holds another block: a shorter payload is not this block.
-                    short = f"The block has {found.plain_bytes} bytes, the slot {slot_bytes}. It counts as a miss."
-                    raise RecordError(short, RecordFault.GEOMETRY)
-            except RecordError as error:
-                part.settle_loaded(i, 0, error)
-                continue
-            if found.codec_chain:
-                stored.append((i, found))
+            elif isinstance(record, RecordError):
+                part.settle_loaded(i, 0, record)
+            elif record.plain_bytes != slot_bytes:
+                # The rest of the slot still holds another block: a shorter payload is not this block.
+                short = f"The block has {record.plain_bytes} bytes, the slot {slot_bytes}. It counts as a miss."
+                part.settle_loaded(i, 0, RecordError(short, RecordFault.GEOMETRY))
+            elif record.codec_chain:
+                stored.append((i, record))
             else:
                 part.settle_loaded(i, slot_bytes, None)
         return stored

@@ -71,8 +71,9 @@ DIRECTORIES = ("disk", "engine_thread", "hedge", "visibility")
 PROGRAMS = {
     "bench/codec.py": "--quick --runs 1 --dtypes bf16",
     "bench/cuda_copy.py": "--quick --runs 1 --no-spin",
+    "bench/data_plane.py": "--quick --runs 1 --sizes 2048",
     "bench/disk.py": "--quick --systems kvstore-file --engines 1 4 --runs 1",
-    "bench/engine_thread.py": "--quick --runs 1 --systems kvstore-file kvstore-file-thread",
+    "bench/engine_thread.py": "--quick --runs 1 --systems kvstore-file kvstore-file-thread fio",
     "bench/events.py": "--quick --steps 2",
     "bench/fleet.py": "--quick",
     "bench/gate.py": "--quick --requests 2",

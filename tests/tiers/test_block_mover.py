@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
+import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -407,5 +410,53 @@ async def test_a_turn_of_the_loop_verifies_a_bounded_number_of_bytes(monkeypatch
     await asyncio.gather(*(mover.move(mover.cut(RunningJob(job))[0]) for job in jobs))
     assert checked.total() == len(keys)
     assert max(checked.values()) == 2
+    mover.close()
+    await backend.close()
+
+
+class Damaging(MemoryBackend):
+    """Changes the last byte of some records when they are read."""
+
+    def __init__(self, damaged: Sequence[BlockKey]) -> None:
+        super().__init__(MemoryConfig())
+        self.damaged = damaged
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        outcomes = await super().get_into(reads)
+        for read in reads:
+            if read.key in self.damaged:
+                read.buffers[-1][-1] ^= 1
+        return outcomes
+
+
+async def test_long_blocks_beyond_a_turn_are_hashed_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A medium faster than the loop hashes costs the loop no more time; damage is found on threads as well."""
+    slot, blocks = 1 << 20, 8
+    monkeypatch.setattr("kvstore.tiers.block_mover._TURN_BYTES", slot)
+    check, threads = RecordCodec.check, set[int]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        threads.add(threading.get_ident())
+        return check(*args, **options)
+
+    monkeypatch.setattr(RecordCodec, "check", noted)
+    keys = [b"%d" % number for number in range(blocks)]
+    backend = Damaging(keys[1::2])
+    await backend.open(OURS, RecordGeometry(backend.alignment, slot))
+    memory = bytearray(random.Random(1).randbytes(blocks * slot))
+    stored = bytes(memory)
+    mover = BlockMover(backend, OURS, SlotBuffers(memoryview(memory), slot), blocks * slot, lambda keys: None)
+
+    async def moved(kind: JobKind) -> list[int]:
+        jobs = [RunningJob(SubmitJob(1, kind, (key,), (i,), math.inf)) for i, key in enumerate(keys)]
+        await asyncio.gather(*(mover.move(mover.cut(job)[0]) for job in jobs))
+        return [job.outcomes[0] for job in jobs]
+
+    assert await moved(JobKind.STORE) == [Outcome.OK] * blocks
+    memory[:] = bytes(blocks * slot)
+    assert await moved(JobKind.LOAD) == [Outcome.OK, Outcome.CORRUPT] * (blocks // 2)
+    for start in range(0, blocks * slot, 2 * slot):
+        assert memory[start : start + slot] == stored[start : start + slot]
+    assert len(threads) > 1
     mover.close()
     await backend.close()
