@@ -12,16 +12,19 @@
 VENV ?= .venv
 export VENV
 PY := $(VENV)/bin/python
-# Tests run two at a time, heavy ones (engines, torture) by files, which share engines; quick ones three at a time, as they
-# wait for a third of their time. Failed tests run once more, alone.
+# Each of the programs that tests start would compile the package.
+export PYTHONDONTWRITEBYTECODE :=
+# Tests run two at a time, heavy ones (engines, torture) by files, which share engines. Failed tests run once more, alone.
 TESTED := $(PY) -m tests.second_chance -q -n 2
 QUICK := not walk and not repository and (smoke or not (engine or matrix or torture or program))
+# Tests here import vLLM or torch, which takes ten seconds in each process.
+IMPORT_VLLM := tests/vllm tests/transfer
 PYTEST_EXTRA ?=
 WALK_REQUESTS ?= 2000
 VERSIONS ?= 0.31.0 0.32.0 0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-versions test-gpu test-docs campaign outside lint docs
+.PHONY: help setup demo test test-core test-vllm test-all test-versions test-gpu test-docs campaign outside lint docs
 .SILENT:
 
 help:
@@ -35,9 +38,16 @@ demo: setup
 
 test: setup
 	status=0; \
-	KVSTORE_TEST_SIZE=quick $(TESTED) -n 3 --dist loadgroup -m "$(QUICK)" $(PYTEST_EXTRA) || status=$$?; \
+	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=line test-core test-vllm || status=$$?; \
 	echo "Not run: tests marked engine, matrix, torture or program (make test-all), repository (make lint) or walk (make test-versions)"; \
 	exit $$status
+
+# Three at a time, as they wait for a third of their time.
+test-core:
+	KVSTORE_TEST_SIZE=quick $(TESTED) -n 3 --dist loadgroup -m "$(QUICK)" $(IMPORT_VLLM:%=--ignore=%) $(PYTEST_EXTRA)
+
+test-vllm:
+	KVSTORE_TEST_SIZE=quick $(TESTED) -n 0 -m "$(QUICK)" $(IMPORT_VLLM) $(PYTEST_EXTRA)
 
 test-all: setup
 	$(TESTED) --dist loadgroup -m "not walk and not repository" $(PYTEST_EXTRA)
