@@ -49,7 +49,7 @@ _TEXT_BYTES_MAX: Final = 1 << 20
 
 _PATH_MAX: Final = 4096
 
-_LISTING: Final = frozenset({"backends", "config", "inspect", "s3-lifecycle", "size", "top"})
+_LISTING: Final = frozenset({"backends", "config", "inspect", "s3-lifecycle", "size", "top", "why"})
 """Commands that only print: they succeed even if the reader of stdout exits early."""
 
 
