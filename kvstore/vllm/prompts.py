@@ -22,17 +22,23 @@ from kvstore.types import BlockKey
 _SETTINGS: Final = "engine_config.settings."
 """Start of the fields that have the names of vLLM's arguments."""
 
-_ARGUMENTS: Final = {
-    "model.name": "model",
-    "model.dtype": "dtype",
-    "engine_config.kv_dtype": "kv_cache_dtype",
-    "groups.0.tokens_per_block": "block_size",
-    "parallel.tp_size": "tensor_parallel_size",
-    "parallel.pp_size": "pipeline_parallel_size",
-    "parallel.pcp_size": "prefill_context_parallel_size",
-    "parallel.dcp_size": "decode_context_parallel_size",
+_NAMES: Final = {
+    "model.name": "--model",
+    "model.dtype": "--dtype",
+    "engine_config.kv_dtype": "--kv-cache-dtype",
+    "groups.0.tokens_per_block": "--block-size",
+    "parallel.tp_size": "--tensor-parallel-size",
+    "parallel.pp_size": "--pipeline-parallel-size",
+    "parallel.pcp_size": "--prefill-context-parallel-size",
+    "parallel.dcp_size": "--decode-context-parallel-size",
+    "engine_version": "vLLM",
+    "blocks_per_chunk": "blocks_per_chunk",
+    "numerics": "numerics",
+    "user_namespace": "namespace of the tier",
+    "keys": "tenants or adapters",
+    "epoch": "reset of the caches",
 }
-"""Other fields that an argument of vLLM determines."""
+"""Names that operators know, by the name of the field."""
 
 
 def tokens_of(text: str, tokenizer: str) -> list[int]:
@@ -92,10 +98,13 @@ def keys_of(tokens: Sequence[int], fields: Mapping[str, Any], cache_salt: str | 
     return keys
 
 
-def argument_of(field: str) -> str | None:
-    """Return the argument of ``vllm serve`` that determines a field of a namespace; None if there is none.
+def name_of(field: str) -> str | None:
+    """Return the setting that determines a field of a namespace, by the name in which it is given; None for others.
 
     ``field``: its name, with dots between the names of nested objects.
     """
-    name = _ARGUMENTS.get(field, field.rpartition(".")[2] if field.startswith(_SETTINGS) else "")
-    return f"--{name.replace('_', '-')}" if name in EngineArgs.__dataclass_fields__ else None
+    last = field.rpartition(".")[2]
+    if field.startswith("environment."):
+        return last
+    is_argument = field.startswith(_SETTINGS) and last in EngineArgs.__dataclass_fields__
+    return f"--{last.replace('_', '-')}" if is_argument else _NAMES.get(field)

@@ -254,6 +254,21 @@ def test_gc_removes_namespaces_and_nothing_of_others(tier: Tier) -> None:
     assert tier.names("_namespaces/") == [f"_namespaces/{_QWEN.hex}"]
 
 
+def test_the_fields_of_a_namespace_are_stored_with_its_first_block(faults: FaultServer, rng: random.Random) -> None:
+    """The admin tools show them. Blocks stay valid without them, and a failed write fails no store."""
+    tier = Tier(faults, rng)
+    keys = tier.fill(_LLAMA)
+    assert report_of(tier.run("inspect", "--namespace", _LLAMA.hex))["fields"] == {"model": "llama"}
+    for damaged in (b"{", b"[]", _QWEN.description()):
+        tier.write({f"_namespaces/{_LLAMA.hex}": damaged})
+        report = report_of(tier.run("inspect", "--namespace", _LLAMA.hex))
+        assert (report["fields"], report["rows"][0]["blocks"]) == (None, len(keys))
+    assert tier.loaded(_LLAMA) == keys
+    faults.plan(Fault.FORBIDDEN, methods=("PUT",), contains="_namespaces")
+    assert len(tier.fill(_QWEN)) == _BLOCKS
+    assert tier.names("_namespaces/") == [f"_namespaces/{_LLAMA.hex}"]
+
+
 def test_blocks_go_through_an_archive(tier: Tier, weed_server: S3Server, rng: random.Random, tmp_path: Path) -> None:
     """Blocks exported from a bucket, imported into a directory, and back into another bucket, are unchanged."""
     archives = [str(tmp_path / name) for name in ("bucket.tar", "files.tar")]

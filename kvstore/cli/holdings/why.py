@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json as json_module
-import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated, Any, Final
 
-from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option, parsed_json, text_of
+from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option, parsed_json, text_of, vllm_module
 from kvstore.cli.holdings.care import chosen
 from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.interruption import Deadline, DeadlineError, DeadlineOption
 from kvstore.cli.terminal import Column, print_json_text, print_table, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
+from kvstore.config import TierConfig
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS
 from kvstore.tiers.codecs import TierCodecs
+from kvstore.tiers.opening import namespace_of_tier
 from kvstore.types import BlockKey, NamespaceInfo
 
 _SCHEMA: Final = 1
@@ -30,6 +31,9 @@ _SHOWN_MAX: Final = 3
 """Most changed fields in a table; ``--json`` has all."""
 
 _VALUE_CHARS_MAX: Final = 40
+
+_OF_TIERS: Final = frozenset({"codecs", "epoch", "user_namespace"})
+"""Fields that differ between the tiers of one engine."""
 
 _COLUMNS: Final = (
     Column("tier", "tier", left=True, style="bold"),
@@ -71,10 +75,7 @@ def why_command(
     """
     text = text_of(prompt, "prompt")
     tiers = list(_tiers_of(engine))
-    try:
-        prompts = pkgutil.resolve_name("kvstore.vllm.prompts")
-    except ImportError as error:
-        raise ConfigError(f"vLLM can't be imported ({error}). Run this command in the engine's environment.") from error
+    prompts = vllm_module("prompts")
     with Deadline(deadline), ExitStack() as opened:
         media, failures = _opened(tiers, opened)
         known = _merged(each for _, there in media for each in there)
@@ -84,19 +85,30 @@ def why_command(
             tokens = prompts.tokens_of(text, tokenizer or _model_of(own))
         rows = []
         for medium, there in media:
-            for each in there:
-                described = known[each.hex]
-                keys = prompts.keys_of(tokens, described.fields or own.fields, cache_salt)
-                rows.append(_row(medium, described, keys, own))
+            described = [known[each.hex] for each in there]
+            ours = _own_in(described, own, medium.tier.config)
+            for each in described:
+                keys = prompts.keys_of(tokens, each.fields or own.fields, cache_salt)
+                rows.append(_row(medium, each, keys, ours))
     if json:
-        report = {"schema": _SCHEMA, "command": "why", "namespace": own.hex, "tokens": len(tokens)}
+        report = {"schema": _SCHEMA, "command": "why", "namespace": _base_of(own).hex, "tokens": len(tokens)}
         print_json_text(json_module.dumps(report | {"rows": rows, "failures": failures}, indent=1, ensure_ascii=False))
     else:
-        _print(rows, own, len(tokens), prompts.argument_of)
+        _print(rows, own, len(tokens), prompts.name_of)
     for name, failure in failures.items():
         say(f"{name}: {failure}")
     if failures:
         raise Exit(ExitCode.FAILED)
+
+
+def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the fields in which two namespaces differ, with both values; None for a missing one.
+
+    Their names have dots between those of nested objects.
+    """
+    ours, theirs = _flat(own), _flat(other)
+    names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name, ...) != theirs.get(name, ...))
+    return {name: [ours.get(name), theirs.get(name)] for name in names}
 
 
 def _tiers_of(text: str) -> Iterator[TierArgument]:
@@ -156,14 +168,40 @@ def _own_of(known: Mapping[str, NamespaceInfo], digits: str | None) -> Namespace
     """Return the engine's namespace: the one whose digest begins with ``digits``, or the one used last."""
     if not known:
         raise ConfigError("The tiers have no namespaces: no engine has stored anything there.")
-    found = chosen(list(known.values()), [digits] if digits else [])
-    own = max(found, key=lambda each: each.used_at)
+    bases = [NamespaceInfo(_base_of(each).hex, each.fields, used_at=each.used_at) for each in known.values()]
+    own = max(chosen([*known.values(), *bases], [digits] if digits else []), key=lambda each: each.used_at)
     if own.fields is None:
         raise ConfigError(
             f"The fields of namespace {own.hex[:16]} are not on any of the tiers. Engines of this version store them "
             "with their first block; an engine that starts now does so again."
         )
     return own
+
+
+def _base_of(namespace: NamespaceInfo) -> Namespace:
+    """Return a namespace without the fields of tiers, as the engine logs it."""
+    if namespace.fields is None:
+        return Namespace.of_digest(bytes.fromhex(namespace.hex))
+    return Namespace({name: value for name, value in namespace.fields.items() if name not in _OF_TIERS})
+
+
+def _own_in(there: Iterable[NamespaceInfo], own: NamespaceInfo, config: TierConfig) -> NamespaceInfo:
+    """Return the engine's namespace on a tier, in the epoch used last.
+
+    Args:
+        there: The namespaces on the tier.
+        own: The engine's namespace on any tier.
+        config: The tier's.
+    """
+    expected = namespace_of_tier(_base_of(own), config)
+    found = [
+        each
+        for each in there
+        if each.fields is not None
+        and Namespace({name: value for name, value in each.fields.items() if name != "epoch"}) == expected
+    ]
+    unused = NamespaceInfo(expected.hex, expected.document()["fields"])
+    return max(found, key=lambda each: each.used_at, default=unused)
 
 
 def _tokens_in(text: str) -> list[int] | None:
@@ -194,7 +232,7 @@ def _row(medium: Medium, namespace: NamespaceInfo, keys: Mapping[BlockKey, int],
         "blocks": len(there),
         "of": len(keys),
         "tokens": max(whole, default=0),
-        "changes": None if fields is None else _changes(_flat(own.fields), _flat(fields)),
+        "changes": None if fields is None else differences(own.fields or {}, fields),
     }
 
 
@@ -220,14 +258,8 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return {inner: each for key, item in value.items() for inner, each in _flat(item, f"{start}{key}").items()}
 
 
-def _changes(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the fields in which two namespaces differ, with both values; None for a missing one."""
-    names = [name for name in {**own, **other} if name not in own or name not in other or own[name] != other[name]]
-    return {name: [own.get(name), other.get(name)] for name in names}
-
-
 def _print(
-    rows: Sequence[dict[str, Any]], own: NamespaceInfo, tokens: int, argument_of: Callable[[str], str | None]
+    rows: Sequence[dict[str, Any]], own: NamespaceInfo, tokens: int, name_of: Callable[[str], str | None]
 ) -> None:
     shown = [
         {
@@ -235,19 +267,19 @@ def _print(
             "short": row["namespace"][:12],
             "share": f"{row['blocks']} of {row['of']}",
             "tokens": row["tokens"],
-            "difference": "the engine's" if row["is_own"] else _difference(row["changes"], argument_of),
+            "difference": "the engine's" if row["is_own"] else _difference(row["changes"], name_of),
         }
         for row in sorted(rows, key=lambda row: (not row["is_own"], -row["blocks"]))
     ]
-    print_table(shown, _COLUMNS, title=f"{tokens} tokens; namespace {own.hex[:12]}, model {own.model}")
+    print_table(shown, _COLUMNS, title=f"{tokens} tokens; namespace {_base_of(own).hex[:12]}, model {own.model}")
 
 
-def _difference(changes: Mapping[str, Sequence[Any]] | None, argument_of: Callable[[str], str | None]) -> str:
-    """Return the changed arguments, such as ``--dtype float16 (here bfloat16)``, or without any the changed fields."""
+def _difference(changes: Mapping[str, Sequence[Any]] | None, name_of: Callable[[str], str | None]) -> str:
+    """Return the settings that differ, such as ``--dtype float16 (here bfloat16)``, or without any the fields."""
     if changes is None:
         return "its fields are unknown"
-    arguments = {argument: values for name, values in changes.items() if (argument := argument_of(name)) is not None}
-    named = arguments or dict(changes)
+    settings = {setting: values for name, values in changes.items() if (setting := name_of(name)) is not None}
+    named = settings or dict(changes)
     texts = [f"{name} {_value(other)} (here {_value(own)})" for name, (own, other) in named.items()]
     more = [f"and {len(texts) - _SHOWN_MAX} more (--json)"] if len(texts) > _SHOWN_MAX else []
     return ", ".join(texts[:_SHOWN_MAX] + more)
