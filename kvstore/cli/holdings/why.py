@@ -85,7 +85,7 @@ def why_command(
             tokens = prompts.tokens_of(text, tokenizer or _model_of(own))
         rows = []
         for medium, there in media:
-            described = [known[each.hex] for each in there]
+            described = [known[each.hex] for each in there if each.hex in known]
             ours = _own_in(described, own, medium.tier.config)
             for each in described:
                 keys = prompts.keys_of(tokens, each.fields or own.fields, cache_salt)
@@ -156,9 +156,11 @@ def _opened(
 
 
 def _merged(namespaces: Iterable[NamespaceInfo]) -> dict[str, NamespaceInfo]:
-    """Return the namespaces of all media by digest, each with its fields if any medium has them."""
+    """Return vLLM's namespaces on all media by digest, each with its fields if any medium has them."""
     known: dict[str, NamespaceInfo] = {}
     for each in namespaces:
+        if each.fields is not None and each.fields.get("engine") != "vllm":
+            continue
         other = known.get(each.hex, each)
         known[each.hex] = replace(each, fields=each.fields or other.fields, used_at=max(each.used_at, other.used_at))
     return known
@@ -167,7 +169,7 @@ def _merged(namespaces: Iterable[NamespaceInfo]) -> dict[str, NamespaceInfo]:
 def _own_of(known: Mapping[str, NamespaceInfo], digits: str | None) -> NamespaceInfo:
     """Return the engine's namespace: the one whose digest begins with ``digits``, or the one used last."""
     if not known:
-        raise ConfigError("The tiers have no namespaces: no engine has stored anything there.")
+        raise ConfigError("The tiers have no namespaces of vLLM: no engine has stored anything there.")
     bases = [NamespaceInfo(_base_of(each).hex, each.fields, used_at=each.used_at) for each in known.values()]
     own = max(chosen([*known.values(), *bases], [digits] if digits else []), key=lambda each: each.used_at)
     if own.fields is None:
