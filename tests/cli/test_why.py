@@ -184,7 +184,7 @@ def test_a_prompt_is_text_with_a_tokenizer_on_this_machine(tmp_path: Path, fill:
     assert done.returncode == 2 and "--tokenizer" in done.stderr and "token ids" in done.stderr
 
 
-def test_what_cannot_be_looked_at(tmp_path: Path, fill: Fill, ours: Namespace) -> None:
+def test_unreadable_tiers_peers_and_unknown_fields(tmp_path: Path, fill: Fill, ours: Namespace) -> None:
     """A tier that cannot be read is named, and the others are shown; peers have no medium; nothing stored is said."""
     tier, missing = _tier(tmp_path / "kv"), _tier(tmp_path / "no", label="lost")
     peer = {"type": "peer", "peers": ["127.0.0.1:7777"]}
