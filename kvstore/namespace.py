@@ -71,6 +71,19 @@ class Namespace:
         """The digest as 64 lower-case hexadecimal digits, the form in paths and object names."""
         return self._digest.hex()
 
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> Namespace:
+        """Return the namespace that a :meth:`document` describes; ConfigError if it describes none."""
+        fields = document.get("fields")
+        if not isinstance(fields, dict) or (found := cls(fields)).hex != document.get("digest"):
+            raise ConfigError("The description of a namespace has no fields, or those of another namespace.")
+        return found
+
+    def description(self) -> bytes:
+        """Return :meth:`document` as JSON, for the medium; empty if the fields are unknown."""
+        document = self.document()
+        return json.dumps(document, ensure_ascii=False).encode() if document["fields"] else b""
+
     def document(self) -> dict[str, Any]:
         """Return a copy of the content of ``namespace.json``: the digest, the format and the fields."""
         hashed = json.loads(self._document)

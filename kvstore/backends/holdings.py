@@ -8,13 +8,14 @@ needs more (records of other engines, housekeeping objects) names a subclass in 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import mmap
 import pkgutil
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 from kvstore.backends.base import Backend, RecordGeometry, RecordRead
 from kvstore.backends.simple import SimpleBackend
@@ -27,6 +28,9 @@ from kvstore.types import BlockInfo, NamespaceInfo, Outcome, RemovalCause, is_ke
 
 STALE_MAX: Final = 100_000
 """Stale files or objects that one run removes, about 30 MB of memory; the next run continues."""
+
+DESCRIPTION_BYTES_MAX: Final = 1 << 20
+"""Longest description of a namespace that is read; those of large models have tens of kilobytes."""
 
 _PAGE: Final = 1024
 """Blocks in one page of a scan."""
@@ -232,6 +236,21 @@ class Holdings:
 def _is_sound(key: object, size_bytes: object) -> bool:
     """Return whether a block's key and length are possible; a third-party backend may yield any object."""
     return is_key(key) and isinstance(size_bytes, int) and size_bytes >= 0
+
+
+def fields_in(document: object, digits: str) -> dict[str, Any] | None:
+    """Return the fields in the description of a namespace; None if it is missing, damaged or of another one.
+
+    Args:
+        document: Decoded JSON, or JSON as bytes.
+        digits: First digits of the namespace's digest.
+    """
+    try:
+        stated = json.loads(document) if isinstance(document, bytes) else document
+        found = Namespace.of_document(stated if isinstance(stated, dict) else {})
+    except (ValueError, RecursionError, ConfigError):
+        return None
+    return found.document()["fields"] if found.hex.startswith(digits) else None
 
 
 def open_holdings(backend: str, config: TierConfig) -> Holdings:

@@ -8,10 +8,13 @@ cancelled call returns immediately: the thread continues in its own memory and n
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import mmap
 import queue
 import threading
+import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, TypeVar
@@ -36,6 +39,9 @@ _SETUP_S: Final = 20.0
 _CLOSE_S: Final = 5.0
 """Limits for joining and leaving the pool. Leaving takes 17 s without a master; its thread then continues by itself."""
 
+_EXIT_S: Final = 90.0
+"""Limit for calls that run at the exit of the process: while the master hangs, each takes up to twice 30 s."""
+
 _NO_SPACE, _NOT_READY, _NOT_FOUND, _EXISTS, _LEASE_ENDED, _RPC_TIMEOUT = -200, -703, -704, -705, -707, -901
 """Codes of ``mooncake-store/include/types.h``; ``_NOT_READY`` means that the record is being put."""
 
@@ -48,6 +54,8 @@ _OUTCOMES: Final = {
     _RPC_TIMEOUT: Outcome.TIMEOUT,
 }
 """All other codes are failures."""
+
+_LANES: Final[weakref.WeakSet[_Lane]] = weakref.WeakSet()
 
 _T = TypeVar("_T")
 _Calls = dict[asyncio.Future[None], set[BlockKey]]
@@ -329,8 +337,12 @@ class _Lane:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]] | None]
         self._calls = queue.SimpleQueue()
         self._current: asyncio.Future[Any] | None = None
-        # A daemon thread, so that a hanging call does not delay the exit of the process.
-        threading.Thread(target=self._work, name="kvstore-mooncake", daemon=True).start()
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+        # A daemon thread, because it also waits for calls of a backend that is never closed.
+        self._thread = threading.Thread(target=self._work, name="kvstore-mooncake", daemon=True)
+        self._thread.start()
+        _LANES.add(self)
 
     async def run(self, function: Callable[[], _T], ended: Callable[[Any], None] | None = None) -> _T:
         """Make a call and return its result. If cancelled, it returns immediately, and the call continues."""
@@ -342,6 +354,7 @@ class _Lane:
                 loop.call_soon_threadsafe(_set, future, result, error)
 
         self._current = future
+        self._is_idle.clear()
         self._calls.put((function, done))
         if ended is not None:
             future.add_done_callback(ended)
@@ -365,7 +378,22 @@ class _Lane:
                 result, error = function(), None
             except BaseException as failure:  # Raised where the call is awaited.
                 result, error = None, failure
+            self._is_idle.set()
             done(result, error)
+
+    def join(self, deadline: float) -> None:
+        """Wait for the end of the running call, at most until ``deadline``."""
+        # In a forked process, the thread is gone.
+        if self._thread.is_alive():
+            self._is_idle.wait(max(0.0, deadline - time.monotonic()))
+
+
+@atexit.register
+def _join_lanes() -> None:
+    """Wait for running calls: one that returned while Python ends would abort the process."""
+    deadline = time.monotonic() + _EXIT_S
+    for lane in list(_LANES):
+        lane.join(deadline)
 
 
 def _set(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -30,6 +30,10 @@ from kvstore.files import FollowedFiles
 BUFFERS_MAX: Final = 64
 """Buffers of one call; far below the kernel's limit of 1,024."""
 
+_PROBE_S: Final = 30
+"""Idle time after which a connection is probed, before firewalls and address translation forget it, and time without an
+acknowledgement after which it is closed. Then a forgotten connection does not wait for the next batch to be noticed."""
+
 HELD_BYTES_MAX: Final = 4 << 20
 """Most bytes of one call: the kernel copies them in half a millisecond, and a socket rarely accepts more."""
 
@@ -410,6 +414,9 @@ def _prepare(sock: socket.socket) -> None:
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S // 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PROBE_S * 1000)
 
 
 def _followed(make: Callable[[], ssl.SSLContext], *given: Path | None) -> TLS:

@@ -12,6 +12,7 @@ from kvstore.cli import backends, check, config, doctor, lifecycle, top
 from kvstore.cli.bench import compare, plot, record, replay, run, size, verify
 from kvstore.cli.command_line import Context, Exit, ExitCode, Typer, VersionFlag, forget_stdout, make_app
 from kvstore.cli.holdings import commands as medium
+from kvstore.cli.holdings import why
 from kvstore.cli.terminal import say
 from kvstore.errors import ConfigError, KVStoreError
 
@@ -33,6 +34,7 @@ _OF_KVSTORE: Final[dict[str, Callable[..., None]]] = {
     "size": size.size_command,
     "top": top.top,
     "inspect": medium.inspect_command,
+    "why": why.why_command,
     "scrub": medium.scrub_command,
     "gc": medium.gc_command,
     "export": medium.export_command,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import pkgutil
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Annotated
 
-from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option, parsed_json, text_of
+from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option, parsed_json, text_of, vllm_module
 from kvstore.cli.report import Report
 from kvstore.cli.terminal import print_json_text, print_line
 from kvstore.errors import ConfigError
@@ -33,12 +31,7 @@ def check_command(config: _Config, kv_offloading_size: _SizeGib = None, json: Js
     transfer = parsed_json(text_of(config, "configuration"), "The configuration")
     if not isinstance(transfer, dict) or "kv_connector" not in transfer:
         raise ConfigError("The configuration has no 'kv_connector'. Give the whole value of --kv-transfer-config.")
-    # vLLM would otherwise log its version and platform.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    try:
-        startup = pkgutil.resolve_name("kvstore.vllm.startup")
-    except ImportError as error:
-        raise ConfigError(f"vLLM can't be imported ({error}). Run this command in the engine's environment.") from error
+    startup = vllm_module("startup")
     arguments = SimpleNamespace(kv_offloading_size=kv_offloading_size)
     found = startup.transfer_faults(transfer, arguments)
     if found is None:

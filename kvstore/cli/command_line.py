@@ -9,6 +9,7 @@ import contextlib
 import enum
 import json
 import os
+import pkgutil
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +50,7 @@ _TEXT_BYTES_MAX: Final = 1 << 20
 
 _PATH_MAX: Final = 4096
 
-_LISTING: Final = frozenset({"backends", "config", "inspect", "s3-lifecycle", "size", "top"})
+_LISTING: Final = frozenset({"backends", "config", "inspect", "s3-lifecycle", "size", "top", "why"})
 """Commands that only print: they succeed even if the reader of stdout exits early."""
 
 
@@ -208,6 +209,16 @@ def parsed_json(text: str, subject: str, expected: str = "") -> Any:
     elif text.lstrip()[:1] in ("{", "[") and '"' not in text and any(map(str.isalpha, text)):
         why = "It has no double quotes: the shell removed them. Put the whole of it in single quotes."
     raise ConfigError(f"{subject} is not valid JSON. {why}{expected}")
+
+
+def vllm_module(name: str) -> Any:
+    """Import a module of ``kvstore.vllm``, which imports vLLM; a ConfigError says that vLLM is missing."""
+    # vLLM would otherwise log its version and platform.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        return pkgutil.resolve_name(f"kvstore.vllm.{name}")
+    except ImportError as error:
+        raise ConfigError(f"vLLM can't be imported ({error}). Run this command in the engine's environment.") from error
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ def open_tier(
     kind, options = _split(config)
     backend = _made(kind, options, tenants)
     decoded = backend.config
-    namespace = _with_options(namespace, decoded)
+    namespace = namespace_of_tier(namespace, decoded)
     serves = lender is not None and _lend(backend, decoded, lender)
     backend = wrap_backend(backend) if wrap_backend is not None else backend
     name = name or decoded.label or backend.name
@@ -151,8 +151,8 @@ def _made(kind: str, options: Mapping[str, Any], tenants: Tenants | None) -> Bac
     return backend
 
 
-def _with_options(namespace: Namespace, config: TierConfig) -> Namespace:
-    """Add the options of a tier that change the bytes of a block."""
+def namespace_of_tier(namespace: Namespace, config: TierConfig) -> Namespace:
+    """Return an engine's namespace with the options of a tier that change the bytes of a block."""
     if config.namespace:
         namespace = namespace.with_fields(user_namespace=config.namespace)
     return namespace_with_codecs(namespace, config.codec)

@@ -21,6 +21,12 @@ _CAPACITY_LEAST: Final = 4096
 _CAPACITY_LITTLE: Final = 64 << 20
 """A smaller capacity holds some dozens of blocks: a block of a large model takes megabytes."""
 
+_EMPTY_DIR: Final = "/kubernetes.io~empty-dir/"
+"""Part of the path of every emptyDir on its node."""
+
+_QUOTA_SHARE: Final = 0.75
+"""Share of the device below which a filesystem's size is that of a quota; its own structures take a few percent."""
+
 
 def check_before_opening(backend: str, config: TierConfig) -> None:
     """Check codecs, capacity, directories and the backend's own conditions; opens and changes nothing."""
@@ -58,6 +64,12 @@ def doubts_before_opening(backend: str, config: TierConfig) -> Iterator[str]:
             yield (
                 f"the path {str(path)!r} is relative to the directory in which the engine starts, here {os.getcwd()}. "
                 f"Give an absolute path, such as {str(path.absolute())!r}."
+            )
+        if isinstance(capacity, Capacity) and size is None and _is_unlimited_empty_dir(path):
+            yield (
+                f"'capacity' is {capacity}, and {str(path)!r} is on an emptyDir: that is a share of the node's "
+                "filesystem, and the kubelet evicts a pod above the volume's sizeLimit. Give bytes below that, such as "
+                "'500GiB'."
             )
         filesystem = os.statvfs(nearest_existing(path))
         total = filesystem.f_blocks * filesystem.f_frsize
@@ -118,6 +130,31 @@ def _exposures(path: Path) -> Iterator[tuple[str, str]]:
             f"every user of the machine may write to {path}",
             f"Use a directory below it, such as {path / 'kv'}; kvstore makes it for this user alone.",
         )
+
+
+def _is_unlimited_empty_dir(path: Path) -> bool:
+    """Return whether a path is on an emptyDir of Kubernetes whose size limit the filesystem does not show.
+
+    The filesystem shows the limit of one in memory, and of one with a project quota: it is smaller than its device.
+    """
+    real = nearest_existing(path).resolve()
+    device, root, kind, deepest = "", "", "", -1
+    # https://docs.kernel.org/filesystems/proc.html: id, parent, device, root, mount point, ..., "-", type, ...
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        point = Path(fields.split()[4])
+        # The last of several mounts on one point is on top.
+        if real.is_relative_to(point) and len(point.parts) >= deepest:
+            deepest = len(point.parts)
+            device, root, kind = fields.split()[2], fields.split()[3], rest.split()[0]
+    if _EMPTY_DIR not in root or kind == "tmpfs":
+        return False
+    try:
+        sectors = int(Path(f"/sys/dev/block/{device}/size").read_text())
+    except (OSError, ValueError):
+        return True  # Such as btrfs, whose device has no file here.
+    filesystem = os.statvfs(real)
+    return filesystem.f_blocks * filesystem.f_frsize > _QUOTA_SHARE * sectors * 512
 
 
 def nearest_existing(path: Path) -> Path:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -295,6 +296,37 @@ def test_a_removed_record_is_not_brought_back_by_a_late_put(master: tuple[str, s
 def threads() -> int:
     """Return the number of threads of backends."""
     return sum(thread.name == "kvstore-mooncake" for thread in threading.enumerate())
+
+
+_HANGING = """
+import asyncio, os, signal, sys
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.mooncake import MooncakeBackend, MooncakeConfig
+from kvstore.namespace import Namespace
+
+async def main():
+    backend = MooncakeBackend(MooncakeConfig(master=sys.argv[1], segment="16MiB"))
+    await backend.open(Namespace({}), RecordGeometry(256, 4096))
+    os.kill(int(sys.argv[2]), signal.SIGSTOP)
+    try:
+        await asyncio.wait_for(backend.exists([b"k" * 32]), 1)
+    except TimeoutError:
+        print("late")
+
+asyncio.run(main())
+"""
+
+
+def test_a_hanging_master_does_not_abort_the_process_at_its_end(master: tuple[str, subprocess.Popen[bytes]]) -> None:
+    """The end of a process waits for a call that no longer has a caller, and the exit status is 0."""
+    address, process = master
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", _HANGING, address, str(process.pid)], capture_output=True, text=True, check=False
+        )
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert (ended.returncode, ended.stdout) == (0, "late\n"), ended.stderr
 
 
 def test_a_cancelled_open_leaves_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:

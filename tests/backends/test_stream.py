@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import select
 import signal
@@ -16,7 +17,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvstore.backends.stream import BUFFERS_MAX, HELD_BYTES_MAX, HeldCalls, Stream
+from kvstore.backends.stream import (
+    BUFFERS_MAX,
+    HELD_BYTES_MAX,
+    Endpoint,
+    HeldCalls,
+    Stream,
+    accepted_stream,
+    listening_socket,
+    open_stream,
+)
 from kvstore.backends.vectored import drop_front
 
 SENDING_S = 0.3
@@ -195,6 +205,19 @@ def _others_run() -> bool:
         ours.close()
         theirs.close()
     return count > 0
+
+
+async def test_idle_connections_are_probed() -> None:
+    """Both ends find out within a minute that a firewall forgot their idle connection, not by the next batch."""
+    with listening_socket(Endpoint("127.0.0.1", 0)) as listener:
+        ours = await open_stream(Endpoint("127.0.0.1", listener.getsockname()[1]), None)
+        theirs = await accepted_stream(listener.accept()[0], None)
+        for stream in (ours, theirs):
+            with socket.socket(fileno=os.dup(stream.fileno())) as same:
+                assert same.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+                assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+            stream.close(abort=True)
 
 
 def test_tls_stream_is_identifiable() -> None:

@@ -12,6 +12,7 @@ from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.errors import ConfigError
 from tests.cli.cli import run_program
 from tests.cli.in_process import run_here
+from tests.disk.mounts import mounted
 
 _FILE = '{"type": "file", "path": "/mnt/kv", "capacity": "500GiB"}'
 _NVME = '{"type": "nvme", "paths": ["/mnt/a", "/mnt/b"], "capacity": "1TiB"}'
@@ -178,3 +179,20 @@ def test_no_remedy_changes_a_directory_of_the_machine() -> None:
     done = run_here("config", "--tier", "file:///tmp?capacity=1GiB")
     assert done.returncode == 2
     assert "such as /tmp/kv" in done.stderr and "chmod" not in done.stderr
+
+
+@pytest.mark.root
+def test_a_share_of_an_emptydir_is_one_of_the_node(tmp_path: Path) -> None:
+    """There is a warning, because the limit of the volume is not visible; bytes, and a volume in memory, have none."""
+    volume = tmp_path / "volumes" / "kubernetes.io~empty-dir" / "cache"
+    volume.mkdir(parents=True)
+    for capacity, options, warns in (
+        ("80%", ["--bind", str(volume)], True),
+        ("8GiB", ["--bind", str(volume)], False),
+        ("80%", ["-t", "tmpfs", "tmpfs"], False),
+    ):
+        with mounted(tmp_path / f"mnt-{capacity}-{options[0]}", *options) as point:
+            tier = {"type": "file", "path": str(point / "kv"), "capacity": capacity}
+            done = run_here("config", "--tier", json.dumps(tier))
+            assert done.returncode == 0, done.stderr
+            assert ("sizeLimit" in done.stderr) is warns

@@ -201,6 +201,22 @@ def test_a_single_server(server: Server, rng: random.Random, tmp_path: Path) -> 
 
 
 @pytest.mark.matrix
+def test_the_fields_of_a_namespace_are_stored_with_its_first_block(tier: Tier) -> None:
+    """They expire by themselves and go with their namespace; blocks stay valid without them."""
+    fields = {row["namespace"]: row["model"] for row in report_of(tier.run("inspect"))["rows"]}
+    assert fields == {_SHORT.hex: "llama", _LONG.hex: "qwen"}
+    names = {namespace: f"{tier.prefix}{namespace.hex[:32]}:namespace" for namespace in (_SHORT, _LONG)}
+    assert int(tier.cli("TTL", names[_SHORT])) > 30 * 86400
+    tier.cli("SET", names[_SHORT], "{")
+    fields = {row["namespace"]: row["model"] for row in report_of(tier.run("inspect"))["rows"]}
+    assert fields == {_SHORT.hex: None, _LONG.hex: "qwen"}
+    assert len(tier.loaded(_SHORT)) == _BLOCKS[_SHORT]
+    with Medium(parse_tier(tier.text)) as medium:
+        for namespace in medium.namespaces():
+            medium.remove(namespace, None)
+    assert tier.cli("KEYS", f"{tier.prefix}*") == ""
+
+
 def test_valkey(valkey: Server, rng: random.Random, tmp_path: Path) -> None:
     """All commands work on Valkey."""
     _whole_story(Tier(valkey, rng), tmp_path)

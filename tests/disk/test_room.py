@@ -33,9 +33,10 @@ class FullDisk(OsDisk):
     """A disk that reports a fixed number of free bytes."""
 
     free = 1 << 40
+    total = 1 << 40
 
     def statvfs(self, fd: int) -> Any:
-        return SimpleNamespace(f_bavail=self.free, f_frsize=1, f_blocks=1 << 40)
+        return SimpleNamespace(f_bavail=self.free, f_frsize=1, f_blocks=self.total)
 
 
 async def test_the_reserve_stays_free(tmp_path: Path) -> None:
@@ -50,6 +51,24 @@ async def test_the_reserve_stays_free(tmp_path: Path) -> None:
         while Outcome.OK not in await rig.put(rig.new(2)):
             await asyncio.sleep(0.01)
         assert segment_bytes(tmp_path) >= segment
+
+
+async def test_shares_follow_the_size_of_the_volume(tmp_path: Path) -> None:
+    """An engine uses its share of a volume that grew while it ran, and keeps the larger reserve free."""
+    disk = FullDisk()
+    disk.total = room_for(16)
+    async with opened(tmp_path, "100%", disk=disk, reserve="25%") as rig:
+        for _ in range(16):
+            await rig.put_new(4)
+        assert segment_bytes(tmp_path) <= room_for(16)
+        disk.total, disk.free = room_for(128), room_for(64)
+        while segment_bytes(tmp_path) < room_for(64):
+            await rig.put_new(4)
+        assert rig.backend.stats().capacity_bytes == room_for(128)
+        disk.free = room_for(32) - 1
+        made = segment_bytes(tmp_path)
+        await rig.session.space.give_up_excess()
+        assert segment_bytes(tmp_path) < made
 
 
 async def test_segments_are_removed_to_restore_the_reserve(tmp_path: Path) -> None:

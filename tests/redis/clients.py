@@ -17,7 +17,8 @@ from tests.redis.servers import Server
 _numbers = itertools.count()
 _opened: list[RedisBackend] = []
 
-NAMESPACE = Namespace({"suite": "redis"})
+NAMESPACE = Namespace({})
+"""Without fields, so the server gets only blocks."""
 
 PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 30}
 """Checks that do not concern deadlines must pass on any slow machine."""

@@ -12,9 +12,11 @@ import pytest
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.backends.redis import holdings as module
+from kvstore.backends.redis.connection import Answer
 from kvstore.backends.redis.failures import RedisError
 from kvstore.backends.redis.holdings import RedisHoldings, _Name, _Value
 from kvstore.backends.redis.parts import PART_BYTES, PART_HEADER_BYTES, in_parts
+from kvstore.backends.redis.resp import Target
 from kvstore.codec.record import MAGIC
 from kvstore.namespace import Namespace
 from kvstore.secret import SecretStr
@@ -40,6 +42,9 @@ class Shown:
     async def part_heads(self, names: Sequence[bytes]) -> list[bytes]:
         heads = {value.name.full: value.head[:PART_HEADER_BYTES] for value in self._values}
         return [heads.get(name, b"") for name in names]
+
+    async def read(self, wanted: Sequence[tuple[bytes, Target]]) -> list[Answer]:
+        return [None for _ in wanted]
 
     async def exist(self, names: Sequence[bytes]) -> list[bool]:
         return [any(value.name.full == name for value in self._values) for name in names]

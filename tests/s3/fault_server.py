@@ -53,6 +53,7 @@ class Fault(enum.StrEnum):
     FORBIDDEN = "forbidden"  # 403.
     NOT_FOUND = "not_found"  # 404.
     PRECONDITION = "precondition"  # 412.
+    NOT_MODIFIED = "not_modified"  # 304 without a body, as of old services for an object that exists.
     KEY_DISABLED = "key_disabled"  # 400, as for an object whose encryption key is disabled.
     BAD_RANGE = "bad_range"  # 416.
     OTHER_RANGE = "other_range"  # 206, with a range that starts one byte later.
@@ -333,6 +334,8 @@ class _Connection(asyncio.BufferedProtocol):
         if fault in _STATUS:
             status, code = _STATUS[fault]
             self._send(failure(status, code), method)
+        elif fault is Fault.NOT_MODIFIED:
+            self._send(Answer(304, b"", {}), method)
         elif fault is Fault.REDIRECT:
             self._send(failure(307, "TemporaryRedirect", Location=world.trap_url + target), method)
         elif fault is Fault.RESET_BEFORE:

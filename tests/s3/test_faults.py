@@ -55,6 +55,7 @@ CAUSES: Final = {
     Fault.FORBIDDEN: {"failed_forbidden"},
     Fault.NOT_FOUND: {"load.miss"},
     Fault.PRECONDITION: {"failed_rejected"},
+    Fault.NOT_MODIFIED: {"failed_redirect"},
     Fault.BAD_RANGE: {"failed_range", "fault_length"},
     Fault.OTHER_RANGE: {"failed_protocol"},
     Fault.XML_ERROR: {"failed_xml_error"},

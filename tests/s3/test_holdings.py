@@ -125,10 +125,11 @@ class Tier:
         return asyncio.run(run())
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names under the prefix, without the prefix."""
+        """Return the names under the prefix, without the prefix; descriptions of namespaces only in their folder."""
 
         async def listed(client: ObjectClient) -> list[str]:
-            return [info.key.removeprefix(self.prefix) async for info in client.listed(self.prefix + folder)]
+            found = [info.key.removeprefix(self.prefix) async for info in client.listed(self.prefix + folder)]
+            return [name for name in found if folder or not name.startswith("_namespaces/")]
 
         return self.ask(listed)
 
@@ -250,6 +251,22 @@ def test_gc_removes_namespaces_and_nothing_of_others(tier: Tier) -> None:
     told = [name.removeprefix(tier.prefix) for found in heard if found is not None for name in found[0]]
     assert sorted(told) == sorted(gone)
     assert {found[1] for found in heard if found is not None} == {RemovalCause.EXPIRED}
+    assert tier.names("_namespaces/") == [f"_namespaces/{_QWEN.hex}"]
+
+
+def test_the_fields_of_a_namespace_are_stored_with_its_first_block(faults: FaultServer, rng: random.Random) -> None:
+    """The admin tools show them. Blocks stay valid without them, and a failed write fails no store."""
+    tier = Tier(faults, rng)
+    keys = tier.fill(_LLAMA)
+    assert report_of(tier.run("inspect", "--namespace", _LLAMA.hex))["fields"] == {"model": "llama"}
+    for damaged in (b"{", b"[]", _QWEN.description()):
+        tier.write({f"_namespaces/{_LLAMA.hex}": damaged})
+        report = report_of(tier.run("inspect", "--namespace", _LLAMA.hex))
+        assert (report["fields"], report["rows"][0]["blocks"]) == (None, len(keys))
+    assert tier.loaded(_LLAMA) == keys
+    faults.plan(Fault.FORBIDDEN, methods=("PUT",), contains="_namespaces")
+    assert len(tier.fill(_QWEN)) == _BLOCKS
+    assert tier.names("_namespaces/") == [f"_namespaces/{_LLAMA.hex}"]
 
 
 def test_blocks_go_through_an_archive(tier: Tier, weed_server: S3Server, rng: random.Random, tmp_path: Path) -> None:
@@ -596,7 +613,7 @@ def test_a_service_that_fails_is_not_asked_for_every_block(faults: FaultServer, 
     """If no block can be read, the command ends with status 1, without requesting all blocks."""
     tier = Tier(faults, rng, tries=1)
     tier.fill(_LLAMA, 200, 64)
-    faults.plan(Fault.INTERNAL, methods=("GET",), contains=_LLAMA.hex)
+    faults.plan(Fault.INTERNAL, methods=("GET",), contains=f"/{_LLAMA.hex}/")
     before = faults.counts().get("fault_internal", 0)
     report = report_of(done := tier.run("scrub"))
     assert (done.returncode, report["blocks"], len(report["unread"])) == (1, 0, 15)

@@ -441,13 +441,16 @@ def test_a_page_of_a_proxy_deletes_nothing(faults: FaultServer, client: str, rng
         rig.until(lambda: rig.load(keys).success, "blocks to be loaded")
 
 
-async def test_unexpected_412_stores_no_block(faults: FaultServer, client: str, rng: random.Random) -> None:
-    """412 for a write without a condition is a failure: the block is not stored."""
-    backend = await opened(faults, client=client, conditional_put="no")
-    maker = RecordMaker(NAMESPACE, backend.geometry, rng)
-    faults.plan(Fault.PRECONDITION, methods=("PUT",))
-    (outcome,) = await backend.put([maker.write(maker.key(), b"x")])
-    assert outcome.is_failure
+@pytest.mark.parametrize("fault", [Fault.PRECONDITION, Fault.NOT_MODIFIED])
+async def test_refused_conditions(faults: FaultServer, client: str, rng: random.Random, fault: Fault) -> None:
+    """412, and 304 of old services, mean EXISTS for a conditional write; for any other the block is not stored."""
+    for conditional in ("yes", "no"):
+        backend = await opened(faults, client=client, conditional_put=conditional)
+        maker = RecordMaker(NAMESPACE, backend.geometry, rng)
+        faults.plan(fault, methods=("PUT",))
+        (outcome,) = await backend.put([maker.write(maker.key(), b"x")])
+        faults.plan(None)
+        assert outcome is Outcome.EXISTS if conditional == "yes" else outcome.is_failure
 
 
 async def test_abandoned_answer_closes_its_connection(faults: FaultServer, client: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.tier_argument import make_tier
 from kvstore.errors import ConfigError
 from kvstore.testing.waiting import eventually
+from tests.cli.in_process import run_here
 from tests.vllm.engines import BLOCK_TOKENS, Engine, EngineError, Start, full_blocks, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -79,6 +81,21 @@ def test_a_restarted_engine_answers_from_disk(restarted: Engine, expected: list[
     assert [answer["tokens"] for answer in answers] == expected
     assert [answer["cached"] for answer in answers] == [full_blocks(tokens) for tokens in PROMPT_TOKENS]
     assert restarted.call("tier_errors") == 0
+
+
+def test_the_blocks_of_a_prompt_are_found_without_an_engine(restarted: Engine, directory: Path) -> None:
+    """``kvstore why`` computes the keys of a real engine, and finds all blocks of its prompts in its namespace."""
+    tier = json.dumps(file_tier(directory))
+    for asked in PROMPTS:
+        report = json.loads(run_here("why", json.dumps(asked), "--engine", tier, "--json").stdout)
+        (row,) = report["rows"]
+        assert (row["is_own"], row["blocks"], row["of"]) == (
+            True,
+            len(asked) // BLOCK_TOKENS,
+            len(asked) // BLOCK_TOKENS,
+        )
+        assert row["tokens"] == full_blocks(len(asked))
+        assert report["namespace"] in restarted.text()
 
 
 def test_the_same_in_vllms_own_processes(start: Start, tmp_path: Path, expected: list[list[int]]) -> None:

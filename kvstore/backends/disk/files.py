@@ -18,7 +18,7 @@ from kvstore.backends.disk.layout import LOCK_NAME, segment_number
 from kvstore.diskio import OsDisk
 from kvstore.runtime.forks import leave_at_fork
 
-_JSON_BYTES_MAX: Final = 4096
+_JSON_BYTES_MAX: Final = 1 << 20
 
 _LOCK_TRIES_MAX: Final = 100
 """Attempts to lock a file that is removed between opening and locking."""

@@ -23,7 +23,7 @@ from kvstore.backends.disk.journal import OwnerState, append_rows, load_owner
 from kvstore.backends.disk.layout import PAGE, Kind
 from kvstore.backends.disk.notes import NOTES_TMP_NAME
 from kvstore.backends.disk.root import not_ours
-from kvstore.backends.holdings import Holdings, ReadResult, StaleItem
+from kvstore.backends.holdings import Holdings, ReadResult, StaleItem, fields_in
 from kvstore.codec.record import HEADER_BYTES, decode_header
 from kvstore.config import TierConfig
 from kvstore.diskio import OsDisk
@@ -170,10 +170,8 @@ class DiskHoldings(Holdings):
     def _describe(self, namespace: str) -> NamespaceInfo:
         fields, times, holders = None, [0.0], 0
         # namespace.json is for people; blocks are valid without it.
-        with contextlib.suppress(OSError, KeyError, TypeError, ConfigError):
-            with self._directory(self._fds[0], namespace) as fd:
-                stated = (files.read_json(self._disk, "namespace.json", fd) or {})["fields"]
-            fields = stated if Namespace(stated).hex == namespace else None
+        with contextlib.suppress(OSError), self._directory(self._fds[0], namespace) as fd:
+            fields = fields_in(files.read_json(self._disk, "namespace.json", fd), namespace)
         for name in self._owner_names(namespace):
             with not_ours(), self._directory(self._fds[0], namespace, name) as fd:
                 times += [file.st_mtime for file in files.entries_in(self._disk, fd).values()]

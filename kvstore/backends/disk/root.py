@@ -19,6 +19,7 @@ from kvstore.backends.disk import files, layout
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.files import FileLock
 from kvstore.backends.disk.journal import JournalReader, append_rows, journals_in, load_owner
+from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 from kvstore.errors import AbsentError, BackendUnavailableError, ConfigError
 from kvstore.namespace import Namespace
@@ -77,6 +78,8 @@ class Root:
     fd: int
     state_fd: int = -1  # Its directory ``.kvstore``.
     namespace_fd: int = -1  # The directory of the engine's namespace.
+    capacity: Capacity = field(default_factory=lambda: Capacity(0))  # Of this root.
+    reserve: Capacity = field(default_factory=lambda: Capacity(0))
     capacity_bytes: int = 0
     reserve_bytes: int = 0  # Bytes of the filesystem to keep free.
     direct: bool = True  # Whether segments are read and written with direct I/O.
@@ -210,10 +213,16 @@ class Root:
             if name.startswith(_WANT_PREFIX) and status.st_mtime > oldest
         }
 
+    def measure(self) -> int:
+        """Return the free bytes of the filesystem; shares of it follow its size, because a volume may grow."""
+        filesystem = self.disk.statvfs(self.fd)
+        total = filesystem.f_blocks * filesystem.f_frsize
+        self.capacity_bytes, self.reserve_bytes = self.capacity.resolve(total), self.reserve.resolve(total)
+        return filesystem.f_bavail * filesystem.f_frsize
+
     def _missing_bytes(self, more_bytes: int) -> int:
         """Return how far ``more_bytes`` would exceed the capacity or the free space."""
-        filesystem = self.disk.statvfs(self.fd)
-        free = filesystem.f_bavail * filesystem.f_frsize
+        free = self.measure()
         used = sum(owner.size_bytes for owner in self.owners())
         return more_bytes + max(used - self.capacity_bytes, self.reserve_bytes - free)
 
@@ -432,11 +441,10 @@ def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namesp
         _check_mode(disk.fstat(root.fd).st_mode, path)
         root.state_fd = _enter(disk, layout.STATE_DIR, root.fd, path)
         _check_layout(disk, root, position)
-        filesystem = disk.statvfs(root.fd)
-        total = filesystem.f_blocks * filesystem.f_frsize
-        shares = 1 if config.capacity.percent is not None else len(config.paths)
-        root.capacity_bytes = config.capacity.resolve(total) // shares
-        root.reserve_bytes = config.reserve.resolve(total)
+        size_bytes = config.capacity.size_bytes
+        root.capacity = config.capacity if size_bytes is None else Capacity(size_bytes // len(config.paths))
+        root.reserve = config.reserve
+        root.measure()
         root.direct = config.direct != "off" and _takes_direct(disk, root)
         if config.direct == "on" and not root.direct:
             raise ConfigError(

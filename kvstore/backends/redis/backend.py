@@ -15,7 +15,7 @@ from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.connection import Answer
 from kvstore.backends.redis.exchange import Command, Exchange
 from kvstore.backends.redis.failures import RedisError, SkippedError
-from kvstore.backends.redis.parts import PART_BYTES, PartsRead, in_parts, part_count, part_key
+from kvstore.backends.redis.parts import DESCRIPTION, PART_BYTES, PartsRead, in_parts, part_count, part_key
 from kvstore.backends.redis.resp import Filled, Reply, Target, encode_arguments, encode_command
 from kvstore.backends.redis.topology import Topology, checked_tls
 from kvstore.backends.stream import check_tls
@@ -50,6 +50,10 @@ _NAMESPACE_DIGITS: Final = 32
 """Digits of the namespace in a key: 128 bits distinguish namespaces, and the record's header has the full digest."""
 
 
+_DESCRIPTION_S: Final = 90 * 86400
+"""Least time to live of the fields of a namespace, which each start of an engine renews."""
+
+
 class RedisBackend(Backend):
     """Records on a Redis or Valkey server, a cluster, or a pair managed by Sentinel; one value per block or part.
 
@@ -75,6 +79,7 @@ class RedisBackend(Backend):
         # None before open() and after close().
         self._commands: _RecordCommands | None = None
         self._renewed: BoundedDict[BlockKey, float] = BoundedDict(_REMEMBERED_MAX)
+        self._description: Command | None = None  # Stores the fields of the namespace; None once sent.
         self._to_renew: list[BlockKey] = []
         self._renewing: asyncio.Task[None] | None = None
         self._under_way = CallsUnderWay()
@@ -91,6 +96,7 @@ class RedisBackend(Backend):
         """
         await self._topology.open()
         self._commands = _RecordCommands(self.config, namespace, geometry, self.part_bytes)
+        self._description = self._commands.describe(namespace)
         await self._check_memory_settings()
 
     async def close(self) -> None:
@@ -122,6 +128,10 @@ class RedisBackend(Backend):
         else:
             answers = await self._run([commands.put(write) for write in writes])
             outcomes = [self._put_outcome(answer) for answer in answers]
+        if self._description is not None and Outcome.OK in outcomes:
+            command, self._description = self._description, None
+            # Only the admin tools read it, so its loss is no failure of the batch.
+            await self._run([command])
         if self.config.ttl:
             now = time.monotonic()
             for write, outcome in zip(writes, outcomes, strict=True):
@@ -328,6 +338,12 @@ class _RecordCommands:
     def key_of(self, key: BlockKey) -> bytes:
         name = self._start + key.hex().encode()
         return part_key(name, 0) if self.in_parts else name
+
+    def describe(self, namespace: Namespace) -> Command | None:
+        """Return the command that stores the fields of the namespace; None if they are unknown."""
+        name, value = self._start + DESCRIPTION, namespace.description()
+        frame = encode_command(b"SET", name, value, b"EX", b"%d" % max(int(self._ttl), _DESCRIPTION_S))
+        return Command(name, [frame], str, len(value)) if value else None
 
     def exists(self, key: BlockKey) -> Command:
         name = self.key_of(key)

@@ -7,18 +7,20 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Final, NamedTuple, NoReturn
 
 import msgspec
 
 from kvstore.backends.base import Backend
-from kvstore.backends.holdings import Holdings, ReadResult, StaleItem
+from kvstore.backends.holdings import DESCRIPTION_BYTES_MAX, Holdings, ReadResult, StaleItem, fields_in
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.connection import Answer
 from kvstore.backends.redis.exchange import Command, Exchange
 from kvstore.backends.redis.failures import RedisError, ServerRefusedError, ValueTooLongError
 from kvstore.backends.redis.node import Node
 from kvstore.backends.redis.parts import (
+    DESCRIPTION,
     PART_BYTES,
     PART_HEADER_BYTES,
     PartHeader,
@@ -320,7 +322,7 @@ class RedisHoldings(Holdings):
                     if digest.endswith(_UNKNOWN) and _namespace_of(head).startswith(digits):
                         digest = _namespace_of(head)
                     found[digits] = NamespaceInfo(digest, used_at=max(known.used_at, _used_at(value)))
-        return list(found.values())
+        return await self._described(list(found.values()))
 
     async def scan(self, namespace: NamespaceInfo) -> AsyncGenerator[Sequence[BlockInfo], None]:
         """Parts written by a later release are skipped, because their format is unknown."""
@@ -370,6 +372,7 @@ class RedisHoldings(Holdings):
                 async for names in pages:
                     found = await self._values.unlink([name.full for name in names if name.is_block is are_blocks])
                     count += found * are_blocks
+        await self._values.unlink([self._description_key(namespace)])
         return count
 
     async def stale_items(self) -> list[StaleItem]:
@@ -398,6 +401,19 @@ class RedisHoldings(Holdings):
             ]
             count += await self._values.unlink(same)
         return count
+
+    async def _described(self, namespaces: Sequence[NamespaceInfo]) -> list[NamespaceInfo]:
+        """Return namespaces with their stored fields."""
+        found = []
+        for namespace in namespaces:
+            room = memoryview(bytearray(DESCRIPTION_BYTES_MAX))
+            (answer,) = await self._values.read([(self._description_key(namespace), Target([room]))])
+            text = bytes(room[:answer]) if isinstance(answer, Filled) else b""
+            found.append(replace(namespace, fields=fields_in(text, namespace.hex.removesuffix(_UNKNOWN))))
+        return found
+
+    def _description_key(self, namespace: NamespaceInfo) -> bytes:
+        return f"{self._prefix}{namespace.hex[: len(_UNKNOWN)]}:".encode() + DESCRIPTION
 
     async def _stray(self, values: Sequence[_Value]) -> list[tuple[_Value, str]]:
         """Return later parts whose first part is missing or of another write."""

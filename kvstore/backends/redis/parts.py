@@ -18,6 +18,9 @@ from kvstore.backends.vectored import cut
 from kvstore.codec.record import checksum_in
 from kvstore.types import Outcome
 
+DESCRIPTION: Final = b"namespace"
+"""In place of a block's key: the fields of the namespace, which are in one value."""
+
 PART_BYTES: Final = 4 << 20
 """Longest piece of a record in one value. A single-threaded server blocks other clients while it copies a value, and
 longer values exceed the processor's caches. Part of the format: all engines must use the same length."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import ClassVar, Final
 from weakref import WeakValueDictionary
 
@@ -19,7 +19,7 @@ from kvstore.backends.s3.packing import PackedBlocks
 from kvstore.backends.s3.presence import PresenceSnapshot
 from kvstore.backends.simple import SimpleBackend
 from kvstore.config import TierConfig
-from kvstore.errors import BackendClosedError
+from kvstore.errors import BackendClosedError, KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, Locality, Medium, Outcome, RemovalCause
 
@@ -51,6 +51,7 @@ class S3Backend(SimpleBackend):
         # Kept after close() for its statistics.
         self._client: ObjectClient | None = None
         self._names = ObjectNames(config.prefix, Namespace({}))
+        self._description = b""  # Of the namespace, until it is stored.
         self._packs: PackedBlocks | None = None
         self._keeper: Keeper | None = None
         self._snapshot: PresenceSnapshot | None = None
@@ -67,7 +68,7 @@ class S3Backend(SimpleBackend):
             ConfigError: The configuration can't be used.
             S3Error: The service refuses, or does not answer.
         """
-        self._names = ObjectNames(self.config.prefix, namespace)
+        self._names, self._description = ObjectNames(self.config.prefix, namespace), namespace.description()
         client = make_client(self.config)
         try:
             await client.open()
@@ -101,7 +102,13 @@ class S3Backend(SimpleBackend):
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         self.check_open()
-        return await (super().put(writes) if self._packs is None else self._packs.put(writes))
+        outcomes = await (super().put(writes) if self._packs is None else self._packs.put(writes))
+        if self._description and Outcome.OK in outcomes:
+            description, self._description = self._description, b""
+            # Only the admin tools read it, so its loss is no failure of the batch.
+            with suppress(KVStoreError):
+                await self._ready().put(self._names.fields, [description])
+        return outcomes
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         self.check_open()

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import ClassVar, Final, NamedTuple
+from contextlib import aclosing, suppress
+from typing import Any, ClassVar, Final, NamedTuple
 
 import msgspec
 
 from kvstore.backends.base import Backend
-from kvstore.backends.holdings import STALE_MAX, Holdings, ReadResult, StaleItem
+from kvstore.backends.holdings import DESCRIPTION_BYTES_MAX, STALE_MAX, Holdings, ReadResult, StaleItem, fields_in
 from kvstore.backends.s3.client import DELETES_MAX, ObjectInfo, make_client
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
@@ -74,7 +74,7 @@ class S3Holdings(Holdings):
         await self._client.close()
 
     async def namespaces(self) -> list[NamespaceInfo]:
-        """Takes one LIST per thousand objects."""
+        """Takes one LIST per thousand objects, and a GET per namespace."""
         used = await self._uses()
         newest: dict[str, float] = {}
         unknown: set[str] = set()
@@ -86,7 +86,10 @@ class S3Holdings(Holdings):
                         newest[name.namespace] = max(newest.get(name.namespace, 0.0), used_at)
                         if not used_at:
                             unknown.add(name.namespace)
-        return [NamespaceInfo(name, used_at=0.0 if name in unknown else at) for name, at in newest.items()]
+        return [
+            NamespaceInfo(name, await self._fields(name), used_at=0.0 if name in unknown else at)
+            for name, at in newest.items()
+        ]
 
     async def scan(self, namespace: NamespaceInfo) -> AsyncGenerator[Sequence[BlockInfo], None]:
         """Single blocks, then packs. A block in two packs is yielded twice.
@@ -151,7 +154,7 @@ class S3Holdings(Holdings):
                 await remove(self._client, self._prefix, names[:whole], RemovalCause.EXPIRED)
                 names = names[whole:]
         await remove(self._client, self._prefix, names, RemovalCause.EXPIRED)
-        names = [KeeperNames(self._prefix).snapshots + namespace.hex]
+        names = [KeeperNames(self._prefix).snapshots + namespace.hex, self._reader(namespace.hex).names.fields]
         async with aclosing(self._listed(f"_packs/{namespace.hex}/")) as rest:
             async for objects in rest:
                 names += [info.key for info, _ in objects]
@@ -201,6 +204,13 @@ class S3Holdings(Holdings):
             return True
         found = await self._client.head(place.name)
         return found is not None and found.etag.strip('"') == place.etag.strip('"')
+
+    async def _fields(self, namespace: str) -> dict[str, Any] | None:
+        """Return the stored fields of a namespace; None if they are not there or not readable."""
+        with suppress(S3Error):
+            stored = await self._client.get_start(self._reader(namespace).names.fields, DESCRIPTION_BYTES_MAX)
+            return fields_in(stored, namespace)
+        return None
 
     async def _uses(self) -> dict[int, int]:
         if self._used is None:

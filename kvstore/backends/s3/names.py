@@ -5,6 +5,7 @@ Under the prefix of a tier::
     <3 digits>/<namespace>/<key>                           a block; the digits are the first of the key's SHA-256
     _packs/<namespace>/<12 digits: ms><16 at random>p      a pack
     _packs/<namespace>/<12 digits: ms><16 at random>r      a note of blocks removed from packs
+    _namespaces/<namespace>                                the fields of the namespace
     _keeper/lease                                          the lease of the engine that does the housekeeping
     _keeper/removed/<12 digits: ms><16 at random>          a note of removed objects
     _keeper/uses/<16 at random>                            the objects that one engine used
@@ -70,6 +71,7 @@ class ObjectNames:
         self._prefix = prefix
         self._namespace = namespace.hex
         self.probe = f"{prefix}_probe/{namespace.hex}"  # An object that need not exist.
+        self.fields = f"{prefix}_namespaces/{namespace.hex}"
         self.packs = f"{prefix}_packs/{namespace.hex}/"  # Folder of packs and notes.
 
     def block(self, key: BlockKey) -> str:
