@@ -142,60 +142,6 @@ def make_tiny_fine_windows(directory: Path) -> Path:
     )
 
 
-IMAGE_TOKEN = 511
-"""The token in whose place a prompt of the model of images has one."""
-
-
-def make_tiny_images(directory: Path) -> Path:
-    """Write a tiny random model of prompts with images of 56 x 56 pixels."""
-    import torch
-    from transformers import (
-        AutoTokenizer,
-        CLIPImageProcessor,
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
-    )
-
-    shape, side, patch = LlamaShape(), 56, 14
-    make_tiny_llama(directory, shape)  # keeps only the tokenizer
-    text = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.positions,
-        initializer_range=0.1,
-    )
-    vision = CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=side,
-        patch_size=patch,
-        initializer_range=0.1,
-    )
-    torch.manual_seed(shape.seed)
-    made = LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE_TOKEN, dtype="float32")
-    LlavaForConditionalGeneration(made).to(torch.float32).save_pretrained(directory)
-    images = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
-    processor = LlavaProcessor(
-        images,
-        AutoTokenizer.from_pretrained(directory),
-        patch_size=patch,
-        vision_feature_select_strategy="default",
-        image_token=f"w{IMAGE_TOKEN}",
-        num_additional_image_tokens=1,
-    )
-    processor.save_pretrained(directory)
-    return directory
-
-
 def make_tiny_prefix_lm(directory: Path) -> Path:
     """Write a tiny random model whose prompts attend to later tokens, too."""
     from transformers import HrmTextConfig, HrmTextForCausalLM

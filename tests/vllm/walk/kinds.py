@@ -23,14 +23,12 @@ from tests.vllm.environment import ENGINE_IN_THIS_PROCESS
 os.environ |= ENGINE_IN_THIS_PROCESS
 os.environ |= {"OMP_NUM_THREADS": "1"}
 
-import numpy as np
 import torch
-from PIL import Image
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from examples.tiny_llama import LlamaShape, make_tiny_llama
-from tests.vllm.models import IMAGE_TOKEN, make_tiny_experts, make_tiny_fine_windows, make_tiny_images
+from tests.vllm.models import make_tiny_experts, make_tiny_fine_windows
 from tests.vllm.walk.blocks import BlockOracle, Seen, WatchedSpec, recording
 from tests.vllm.walk.engine import core_of, mend_vllm, register_models, started
 
@@ -40,23 +38,12 @@ _Input = dict[str, Any]
 
 def _tokens(number: int) -> _Input:
     rng = random.Random(number)
-    return {"prompt_token_ids": [rng.randrange(2, IMAGE_TOKEN) for _ in range(250 + 37 * number)]}
+    return {"prompt_token_ids": [rng.randrange(2, 512) for _ in range(250 + 37 * number)]}
 
 
 def _embeddings(number: int) -> _Input:
     rows, generator = 250 + 37 * number, torch.Generator().manual_seed(number)
     return {"prompt_embeds": torch.randn(rows, LlamaShape().hidden, generator=generator) / 2}
-
-
-def _images(number: int) -> _Input:
-    """Return the same tokens for two numbers, with other images."""
-    tokens = _tokens(number // 2)["prompt_token_ids"]
-    pixels = np.random.default_rng(number).integers(0, 256, (56, 56, 3), dtype=np.uint8)
-    image = Image.fromarray(pixels)
-    return {
-        "prompt_token_ids": [*tokens[:40], IMAGE_TOKEN, *tokens[40:]],
-        "multi_modal_data": {"image": image},
-    }
 
 
 @dataclass(frozen=True)
@@ -78,7 +65,6 @@ KINDS = {
     "structured output": Kind(sampling={"structured_outputs": StructuredOutputsParams(regex="(w[2-4][0-9]*)+")}),
     "prompt embeddings": Kind(input_of=_embeddings, llm={"enable_prompt_embeds": True}),
     "generated tokens": Kind(sampling={"max_tokens": 150}, offloading={"offload_prompt_only": False}, continues=True),
-    "images": Kind(make=make_tiny_images, input_of=_images),
     "fp8": Kind(llm={"kv_cache_dtype": "fp8"}, numbers=torch.float8_e4m3fn, runs=torch.cpu._is_avx512_supported()),
     "experts": Kind(make=make_tiny_experts),
     "small blocks of windows": Kind(make=make_tiny_fine_windows),
