@@ -96,7 +96,8 @@ class WatchedSpec(KVStoreOffloadingSpec):
 class BlockOracle:
     """Compares blocks with those of an engine that computed the same tokens without loading any."""
 
-    def __init__(self) -> None:
+    def __init__(self, tolerance: float = TOLERANCE) -> None:
+        self._tolerance = tolerance
         self.expected: Expected = []
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []  # Descriptions of blocks outside the tolerance.
@@ -112,7 +113,7 @@ class BlockOracle:
         self.counts[f"{seen.what} blocks"] += 1
         for number, (found, right) in enumerate(zip(seen.layers, expected, strict=True)):
             difference = float(np.abs(found - right).max() / np.abs(right).max())
-            if not difference <= TOLERANCE:
+            if not difference <= self._tolerance:
                 self.wrong.append(
                     f"{seen.request}: {seen.what} block {seen.key.hex()}, weights {seen.version}, layer {number} of "
                     f"{len(expected)}: off by {difference:.2g} of its largest number{self._like(seen, number)}"
