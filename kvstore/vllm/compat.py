@@ -293,6 +293,16 @@ def flush_first(connector: Any) -> None:
     outermost.handle_preemptions = handle_preemptions
 
 
+def may_load(transfer: Any) -> bool:
+    """Return whether loads are safe in an engine with the ``KVTransferConfig`` of the connector under construction.
+
+    If its role, or that of the ``MultiConnector`` around it, is ``kv_producer``, vLLM gives a device block to another
+    request while a step of the first one may still write to it.
+    """
+    outermost = next(reversed([*_callers_with(*_MULTI_CONNECTOR)]), None)
+    return bool((transfer if outermost is None else outermost._kv_transfer_config).is_kv_consumer)
+
+
 def own_engine_id(engine_id: str) -> str:
     """Return an id of the engine for the connector under construction alone.
 

@@ -22,6 +22,7 @@ from kvstore.vllm.compat import (
     forget_freed,
     forget_released,
     is_one_of_several,
+    may_load,
     note_allocated,
     own_engine_id,
     replace_tables,
@@ -109,12 +110,15 @@ class KVStoreConnector(OffloadingConnector):
         self._doubt: Doubt | None = None  # Concerns all requests.
         self._logged: set[Doubt] = set()
         self._answers = not is_one_of_several()  # Whether it may add to the answers of requests.
+        self._loads = True
         self._accepts_all = True  # Whether the manager accepts stores without a check, as no request was unproven.
         if self.connector_scheduler is not None:
-            self._doubt = doubt_of_engine(vllm_config, kv_cache_config)
+            self._doubt, self._loads = doubt_of_engine(vllm_config, kv_cache_config), may_load(transfer)
         if self._doubt is not None:
             self._logged.add(self._doubt)
             logger.warning("kvstore stores and loads nothing for this engine: %s.", self._doubt.text)
+        if not self._loads:
+            logger.warning("kvstore loads nothing, as 'kv_role' is 'kv_producer'; 'kv_both' stores and loads.")
         if self.connector_worker is not None:
             flush_first(self)
 
@@ -178,11 +182,11 @@ class KVStoreConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, *args: Any, **options: Any
     ) -> tuple[int | None, bool]:
-        """Return the number of tokens to load; none for an unproven request."""
+        """Return the number of tokens to load; none for an unproven request, or in an engine that only stores."""
         if request.resumable:
             self._judge(request)
         context = self._context(request)
-        if context.get_state(Doubt) is not None:
+        if context.get_state(Doubt) is not None or not self._loads:
             if (exclude := getattr(self.connector_scheduler.manager, "exclude", None)) is not None:
                 config = self.connector_scheduler.config
                 tokens = max(0, request.num_tokens - num_computed_tokens)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,9 @@ class Engine:
             _load_always(options["offloading"])
             extra["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="MultiConnector" if "connectors" in options["offloading"] else "KVStoreConnector",
-                kv_role="kv_both",
+                **{"kv_role": "kv_both", **options["transfer"]},
                 engine_id=options["engine_id"],
                 kv_connector_extra_config=options["offloading"],
-                **options["transfer"],
             )
         if options["events"]:
             wanted = options["events"] if isinstance(options["events"], dict) else {"publisher": "null"}
@@ -265,6 +265,51 @@ class Engine:
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == scheduler.kv_cache_config.num_blocks - 1, "a block of the device is left"
 
+    def ask_ending_preempted(self, ending: list[list[int]], others: list[list[int]]) -> list[list[int]]:
+        """Answer prompts with two tokens. Each of ``ending`` is preempted while its last token is under way.
+
+        Its blocks are stored only once it has ended. Then one of ``others`` has taken them over. Returns the texts.
+        """
+        from vllm import SamplingParams
+
+        engine, core = self.llm.llm_engine, self._core()
+        scheduler = core.scheduler
+        # As on a GPU, a step is scheduled while the one before it runs.
+        core.batch_queue_size, core.batch_queue, core.step_fn = 2, deque(maxlen=2), core.step_with_batch_queue
+        schedule, manager = scheduler.schedule, scheduler.connector.connector_scheduler.manager
+        prepare_store, texts, ended = manager.prepare_store, {}, 0
+
+        def schedule_after_preemption(*args: Any, **more: Any) -> Any:
+            nonlocal ended
+            for request in list(scheduler.running):
+                if (
+                    request.request_id.startswith("ending")
+                    and request.num_in_flight_tokens
+                    and request.num_output_tokens
+                ):
+                    scheduler.running.remove(request)
+                    scheduler._preempt_request(request, time.monotonic())
+                    ended += 1
+            return schedule(*args, **more)
+
+        def prepare_late(keys: Any, context: Any) -> Any:
+            runs = context.req_id.startswith("ending") and context.req_id in scheduler.requests
+            return None if runs else prepare_store(keys, context)
+
+        scheduler.schedule, manager.prepare_store = schedule_after_preemption, prepare_late
+        sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        for number, (first, second) in enumerate(zip(ending, others, strict=True)):
+            engine.add_request(f"ending-{number}", {"prompt_token_ids": first}, sampling)
+            answers = [*engine.step(), *engine.step()]
+            engine.add_request(f"other-{number}", {"prompt_token_ids": second}, sampling)
+            while engine.has_unfinished_requests():
+                answers += engine.step()
+            texts.update((each.request_id, each.prompt_token_ids + list(each.outputs[0].token_ids)) for each in answers)
+            self.settle()
+        scheduler.schedule, manager.prepare_store = schedule, prepare_store
+        assert ended == len(ending)
+        return list(texts.values())
+
     def certain(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Answer prompts, each up to its first near tie, after which the batch may change the tokens."""
         from tests.vllm.walk.answers import certain_answers
@@ -296,6 +341,30 @@ class Engine:
             assert time.monotonic() < deadline, "stores did not end"
             self.llm.llm_engine.step()
             time.sleep(0.005)  # For the I/O, which needs the cores, too.
+
+    def watch(self) -> None:
+        """Note the numbers of each block from now on; the engine's spec is ``WatchedSpec``."""
+        from tests.vllm.walk.blocks import WatchedSpec
+
+        self.seen: list[Any] = []
+        WatchedSpec.seen = self.seen.append
+
+    def judge(self, texts: list[list[int]]) -> dict[str, Any]:
+        """Compare the noted blocks with those that the engine now computes for texts; return counts, and wrong ones."""
+        from tests.vllm.walk.blocks import BlockOracle, WatchedSpec, recording
+
+        self.settle()
+        self.reset()
+        oracle = BlockOracle()
+        oracle.expected.append({})
+        WatchedSpec.seen = recording(oracle.expected[0])
+        for text in texts:
+            self.ask([text], 1, {"load": False})
+            self.settle()
+            self.forget_device()
+        for seen in self.seen:
+            oracle.judge(seen)
+        return {"wrong": oracle.wrong, **oracle.counts}
 
     def reset(self) -> None:
         """Empty vLLM's own caches, in device and host memory; the tiers follow their option ``reset``."""

@@ -179,6 +179,10 @@ def full_blocks(tokens: int) -> int:
     return tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+WATCHED = {"spec_name": "WatchedSpec", "spec_module_path": "tests.vllm.walk.blocks", "tiering": {"gate": False}}
+"""Keys of ``kv_connector_extra_config`` for the calls ``watch`` and ``judge``, which compare the numbers of blocks."""
+
+
 def managed(directory: Path, **more: Any) -> dict[str, Any]:
     """Return ``kv_connector_extra_config`` with kvstore's manager and a file tier that keeps its blocks at a reset."""
     tier = {"type": "file", "path": str(directory), "capacity": "1GiB", "load_timeout": 60, "reset": "keep"}

@@ -98,6 +98,50 @@ def make_tiny_mla(directory: Path) -> Path:
     )
 
 
+def make_tiny_experts(directory: Path) -> Path:
+    """Write a tiny random model whose layers have four experts."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shape = LlamaShape()
+    return _write_random(
+        MixtralForCausalLM,
+        MixtralConfig,
+        directory,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=None,
+    )
+
+
+def make_tiny_fine_windows(directory: Path) -> Path:
+    """Write a tiny random model whose layers with windows have blocks of fewer tokens than those without."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    return _write_random(
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        directory,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_global_key_value_heads=1,
+        head_dim=32,
+        global_head_dim=32,
+        sliding_window=WINDOW_TOKENS,
+        vocab_size_per_layer_input=512,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        attention_k_eq_v=True,
+        enable_moe_block=False,
+    )
+
+
 def make_tiny_prefix_lm(directory: Path) -> Path:
     """Write a tiny random model whose prompts attend to later tokens, too."""
     from transformers import HrmTextConfig, HrmTextForCausalLM

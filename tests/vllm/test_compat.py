@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
@@ -171,3 +172,35 @@ def test_each_connector_of_kvstore_has_its_own_region(tree: list[Any]) -> None:
     assert len(set(names)) == len(names) and all(name.startswith("engine-") for name in names)
     assert ids(Multi(tree)) == names
     assert compat.own_engine_id("engine") == "engine"
+
+
+class Around(Multi):
+    """A ``MultiConnector`` with a role, around others."""
+
+    def __init__(self, roles: list[str], found: list[bool]) -> None:
+        self._kv_transfer_config = KVTransferConfig(kv_connector="MultiConnector", kv_role=roles[0])
+        self._connectors = []
+        if len(roles) > 2:
+            Around(roles[1:], found)
+        else:
+            found.append(compat.may_load(KVTransferConfig(kv_connector="KVStoreConnector", kv_role=roles[1])))
+
+
+@pytest.mark.parametrize(
+    ("roles", "loads"),
+    [
+        (["kv_both"], True),
+        (["kv_producer"], False),
+        (["kv_both", "kv_producer"], True),
+        (["kv_producer", "kv_both"], False),
+        (["kv_producer", "kv_both", "kv_both"], False),
+    ],
+)
+def test_nothing_is_loaded_where_the_role_of_the_engine_is_that_of_a_producer(roles: list[str], loads: bool) -> None:
+    """Of connectors in each other, vLLM uses the role of the outermost one."""
+    found: list[bool] = []
+    if len(roles) > 1:
+        Around(roles, found)
+    else:
+        found.append(compat.may_load(KVTransferConfig(kv_connector="KVStoreConnector", kv_role=roles[0])))
+    assert found == [loads]

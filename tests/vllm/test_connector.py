@@ -40,7 +40,7 @@ class Connector(KVStoreConnector):
         self.engine = EngineContext(SimpleNamespace())
         self.calls: list[Any] = []
         self._bounding_group_ids = ()
-        self._doubt, self._logged, self._accepts_all, self._answers = None, set(), True, True
+        self._doubt, self._logged, self._accepts_all, self._answers, self._loads = None, set(), True, True, True
         self.connector_scheduler: Any = SimpleNamespace(
             build_connector_meta=self._build,
             on_new_request=self._add,

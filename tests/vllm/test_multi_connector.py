@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, managed, prompt
+from tests.vllm.engines import BLOCK_TOKENS, WATCHED, Engine, Start, full_blocks, managed, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -47,7 +47,7 @@ def test_two_connectors_of_kvstore_share_no_memory(start: Start, plain: Engine, 
     """Both have few rows, and other ones free: their blocks stay apart."""
 
     def ours(name: str, rows: int, policy: str) -> dict[str, Any]:
-        extra = managed(tmp_path / name, cpu_bytes_to_use=rows * 32768, eviction_policy=policy, tiering={"gate": False})
+        extra = managed(tmp_path / name, cpu_bytes_to_use=rows * 32768, eviction_policy=policy, **WATCHED)
         return {"kv_connector": "KVStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
     prompts = [prompt(number, 300 + 17 * number) for number in range(8)]
@@ -56,6 +56,7 @@ def test_two_connectors_of_kvstore_share_no_memory(start: Start, plain: Engine, 
         offloading={"connectors": [ours("first", 30, "lru"), ours("second", 22, "arc")]},
         llm={"num_gpu_blocks_override": 60, "max_model_len": 1024},
     )
+    engine.call("watch")
     for turn in range(6):
         chosen = [(turn * 3 + number) % len(prompts) for number in range(4)]
         answers = engine.ask(*(prompts[number] for number in chosen))
@@ -63,6 +64,8 @@ def test_two_connectors_of_kvstore_share_no_memory(start: Start, plain: Engine, 
         engine.call("settle")
         engine.call("forget_device")
     assert any(answer["cached"] for answer in answers)
+    judged = engine.call("judge", prompts)
+    assert judged["wrong"] == [] and judged["stored blocks"] and judged["loaded blocks"]
     engine.close()
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from examples.tiny_llama import LlamaShape, make_tiny_llama
-from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, managed, prompt
-from tests.vllm.models import WINDOW_TOKENS, make_tiny_mamba
+from tests.vllm.engines import BLOCK_TOKENS, WATCHED, Engine, Start, full_blocks, managed, prompt
+from tests.vllm.models import WINDOW_TOKENS, make_tiny_fine_windows, make_tiny_mamba
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -43,9 +43,10 @@ def test_block_lost_between_promise_and_load(start: Start, plain: Engine, policy
     engine = stored(
         start,
         begins,
-        offloading=managed(tmp_path, sync_load_budget_bytes=1 << 30),
+        offloading=managed(tmp_path, sync_load_budget_bytes=1 << 30, **WATCHED),
         transfer={"kv_load_failure_policy": policy},
     )
+    engine.call("watch")
     answers = engine.call("ask_losing_loads", prompts, TOKENS)
     assert answers[0]["loads"] >= len(prompts)
     got = [answer["tokens"] for answer in answers]
@@ -56,6 +57,8 @@ def test_block_lost_between_promise_and_load(start: Start, plain: Engine, policy
         engine.call("forget_device")
         assert answers_of(engine, prompts) == expected
         engine.call("settle")
+    judged = engine.call("judge", prompts)
+    assert judged["wrong"] == [] and judged["stored blocks"] and judged["loaded blocks"]
     engine.kill()
 
 
@@ -133,6 +136,40 @@ def test_preempted_and_aborted_requests_leave_no_wrong_block(start: Start, plain
     engine.kill()
     engine = start(offloading=managed(tmp_path), llm=llm)
     assert answers_of(engine, prompts) == expected
+    engine.kill()
+
+
+def test_ends_after_a_preemption_store_no_block_of_another(start: Start, tmp_path: Path) -> None:
+    """A producer ends requests preempted with their last token under way, and others take over their blocks."""
+    engine = start(
+        offloading=managed(tmp_path, offload_prompt_only=False, **WATCHED),
+        llm={"num_gpu_blocks_override": 25, "max_model_len": 768},
+        transfer={"kv_role": "kv_producer"},
+    )
+    engine.call("watch")
+    ending, others = ([prompt(seed + number, length) for number in range(4)] for seed, length in ((0, 127), (9, 715)))
+    texts = engine.call("ask_ending_preempted", ending, others)
+    judged = engine.call("judge", texts)
+    assert judged["wrong"] == [] and judged["stored blocks"] >= len(others) * (715 // BLOCK_TOKENS)
+    assert engine.ask(ending[0])[0]["cached"] == 0
+    engine.kill()
+
+
+def test_released_windows_are_not_stored_at_an_end(start: Start, tmp_path: Path) -> None:
+    """Answers go on beyond ``max_offload_tokens``, so that windows have left the last blocks to store."""
+    engine = Engine(
+        make_tiny_fine_windows(tmp_path / "model"),
+        tmp_path / "log",
+        offloading=managed(tmp_path / "kv", offload_prompt_only=False, **WATCHED),
+        llm={"num_gpu_blocks_override": 100, "max_model_len": 700, "max_num_batched_tokens": 256}
+        | {"prefix_cache_retention_interval": None},
+    )
+    engine.call("watch")
+    prompts = [prompt(number, 200) for number in range(3)]
+    answers = engine.call("ask", prompts, 400, None, {"max_offload_tokens": 480})
+    texts = [text + answer["tokens"] for text, answer in zip(prompts, answers, strict=True)]
+    judged = engine.call("judge", [text[: end + 1] for text in texts for end in range(192, 512, 32)])
+    assert judged["wrong"] == [] and judged["stored blocks"]
     engine.kill()
 
 

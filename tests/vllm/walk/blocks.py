@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from vllm import SamplingParams
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingWorker, get_offload_group_idx
 
@@ -42,14 +43,16 @@ class WatchedSpec(KVStoreOffloadingSpec):
 
     version: ClassVar[int] = 0
     """Version of the weights."""
+    numbers: ClassVar[torch.dtype] = torch.float32
+    """Type of the numbers of a block."""
     seen: ClassVar[Callable[[Seen], None] | None] = None
     """Called with each block."""
-    _worker: ClassVar[Any]
+    _workers: ClassVar[dict[str, Any]] = {}  # By the id of the engine.
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """Return the worker, and remember where it puts each layer of a block."""
         worker = super().get_worker(kv_caches)
-        WatchedSpec._worker = self._host_worker
+        WatchedSpec._workers[self.config.engine_id] = self._host_worker
         return worker
 
     def get_manager(self) -> OffloadingManager:
@@ -70,25 +73,31 @@ class WatchedSpec(KVStoreOffloadingSpec):
             for key in keys:
                 slot, version = prepared.pop((context.req_id, key))
                 if success:
-                    _show("stored", context, key, slot, version)
+                    self._show("stored", context, key, slot, version)
             complete_store(keys, context, success)
 
         def preparing_load(keys: Any, context: Any) -> Any:
             source = prepare_load(keys, context)
             if not getattr(source, "is_void", False):
                 for key, slot in zip(keys, source.block_ids, strict=True):
-                    _show("loaded", context, key, slot, WatchedSpec.version)
+                    self._show("loaded", context, key, slot, WatchedSpec.version)
             return source
 
         manager.prepare_store, manager.prepare_load = preparing_store, preparing_load  # type: ignore[method-assign]
         manager.complete_store = completing_store  # type: ignore[method-assign]
         return manager
 
+    def _show(self, what: str, context: Any, key: Any, slot: int, version: int) -> None:
+        if WatchedSpec.seen is not None:
+            layers = _layers_of(WatchedSpec._workers[self.config.engine_id], key, slot)
+            WatchedSpec.seen(Seen(what, context.req_id, bytes(key), version, layers))
+
 
 class BlockOracle:
     """Compares blocks with those of an engine that computed the same tokens without loading any."""
 
-    def __init__(self) -> None:
+    def __init__(self, tolerance: float = TOLERANCE) -> None:
+        self._tolerance = tolerance
         self.expected: Expected = []
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []  # Descriptions of blocks outside the tolerance.
@@ -104,7 +113,7 @@ class BlockOracle:
         self.counts[f"{seen.what} blocks"] += 1
         for number, (found, right) in enumerate(zip(seen.layers, expected, strict=True)):
             difference = float(np.abs(found - right).max() / np.abs(right).max())
-            if not difference <= TOLERANCE:
+            if not difference <= self._tolerance:
                 self.wrong.append(
                     f"{seen.request}: {seen.what} block {seen.key.hex()}, weights {seen.version}, layer {number} of "
                     f"{len(expected)}: off by {difference:.2g} of its largest number{self._like(seen, number)}"
@@ -153,7 +162,7 @@ def expected_blocks(model: str, leg: Leg, prompts: list[Prompt]) -> Expected:
         ]
         for version in range(leg.weights):
             blocks: dict[bytes, Layers] = {}
-            WatchedSpec.seen = _recording(blocks)
+            WatchedSpec.seen = recording(blocks)
             weights.change(version)
             llm.generate(inputs, params, use_tqdm=False, lora_request=adapters if any(adapters) else None)
             while core_of(llm).scheduler.has_requests():
@@ -163,7 +172,9 @@ def expected_blocks(model: str, leg: Leg, prompts: list[Prompt]) -> Expected:
     return found
 
 
-def _recording(blocks: dict[bytes, Layers]) -> Callable[[Seen], None]:
+def recording(blocks: dict[bytes, Layers]) -> Callable[[Seen], None]:
+    """Return a function that keeps the numbers of stored blocks in ``blocks``."""
+
     def record(seen: Seen) -> None:
         assert seen.what == "stored"
         blocks.setdefault(seen.key, seen.layers)
@@ -171,18 +182,12 @@ def _recording(blocks: dict[bytes, Layers]) -> Callable[[Seen], None]:
     return record
 
 
-def _show(what: str, context: Any, key: Any, slot: int, version: int) -> None:
-    if WatchedSpec.seen is not None:
-        WatchedSpec.seen(Seen(what, context.req_id, bytes(key), version, _layers_of(key, slot)))
-
-
-def _layers_of(key: Any, slot: int) -> Layers:
+def _layers_of(worker: Any, key: Any, slot: int) -> Layers:
     """Return a copy of the numbers of a slot."""
-    worker = WatchedSpec._worker
     plan, row = worker._transfer._plan, np.asarray(worker.region.create_kv_memoryview())[slot].view(np.uint8)
     found = []
     for layer in plan.groups[get_offload_group_idx(key)]:
         pages = row[layer.slot_offset : layer.slot_offset + layer.block_bytes * plan.blocks_per_slot]
         numbers = pages.reshape(plan.blocks_per_slot, -1)[:, : layer.local_bytes]  # without padding
-        found.append(np.ascontiguousarray(numbers).view(np.float32).copy())
+        found.append(torch.from_numpy(numbers.copy()).view(WatchedSpec.numbers).to(torch.float32).numpy())
     return found
