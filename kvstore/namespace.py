@@ -90,8 +90,10 @@ class Namespace:
         return {"digest": self.hex, "format": hashed["format"], "fields": hashed["fields"]}
 
     def with_fields(self, **more: Any) -> Namespace:
-        """Return a namespace with fields added or replaced."""
-        return Namespace({**json.loads(self._document)["fields"], **more})
+        """Return a namespace with fields added or replaced; with unknown fields if those of this one are unknown."""
+        if more and self._digest != hashlib.sha256(self._document).digest():
+            return self.of_digest(Namespace({"digest": self.hex, **more}).digest)
+        return Namespace({**json.loads(self._document)["fields"], **more}) if more else self
 
     def of_epoch(self, epoch: str) -> Namespace:
         """Return the namespace of an epoch; for the base epoch ``""``, this namespace."""

@@ -303,3 +303,12 @@ def test_with_fields() -> None:
     assert first.with_fields() == first
     assert first != "a"
     assert first.hex[:16] in repr(first)
+
+
+def test_fields_added_to_unknown_ones_make_another_namespace() -> None:
+    """Two namespaces with unknown fields stay different when the same field is added."""
+    first, second = Namespace.of_digest(bytes(32)), Namespace.of_digest(b"1" * 32)
+    added = {each.with_fields(codec="zstd") for each in (first, second)}
+    assert len({first, second, *added}) == 4
+    assert [each.description() for each in added] == [b"", b""]
+    assert first.with_fields() == first

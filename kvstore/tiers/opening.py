@@ -138,6 +138,8 @@ def make_io_side(
     """Create the I/O half of a tier in a child process; the counterpart of ``_opened_process``."""
     backend = _made(payload["backend"], payload["options"], msgspec.convert(payload["tenants"], Tenants | None))
     namespace = Namespace(payload["namespace"]["fields"])
+    if namespace.hex != payload["namespace"]["digest"]:
+        namespace = Namespace.of_digest(bytes.fromhex(payload["namespace"]["digest"]))
     slot_bytes, kind = payload["slot_bytes"], payload["backend"]
     spec = TierIOSpec(backend, backend.config, namespace, primary, slot_bytes, lineage=True, kind=kind)
     return TierIO(spec, post, room)

@@ -67,8 +67,9 @@ async def test_shares_follow_the_size_of_the_volume(tmp_path: Path) -> None:
         assert rig.backend.stats().capacity_bytes == room_for(128)
         disk.free = room_for(32) - 1
         made = segment_bytes(tmp_path)
-        await rig.session.space.give_up_excess()
-        assert segment_bytes(tmp_path) < made
+        while segment_bytes(tmp_path) >= made:
+            await rig.session.space.give_up_excess()
+            await asyncio.sleep(0.01)
 
 
 async def test_segments_are_removed_to_restore_the_reserve(tmp_path: Path) -> None:

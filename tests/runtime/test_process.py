@@ -848,3 +848,11 @@ def test_frames_are_cut_wherever_the_stream_breaks() -> None:
         assert messages == [Stop()] * 3
     with pytest.raises(ValueError, match="frame"):
         Unpacker(ParentMessage).feed(b"\xff\xff\xff\xff")
+
+
+def test_a_namespace_with_unknown_fields_reaches_the_child(region: Region, tmp_path: Path) -> None:
+    """A child stores under the digest of the namespace, whether its fields are known or not."""
+    namespace = Namespace.of_digest(b"n" * 32)
+    config = {"backend": "file", "path": str(tmp_path), "capacity": "1MiB", "reserve": 0, "io": "process"}
+    open_tier(config, primary=region.view, slot_bytes=SLOT, namespace=namespace).close()
+    assert namespace.hex in {path.name for path in tmp_path.iterdir()}

@@ -29,9 +29,12 @@ _REMOVED_AT_ONCE: Final = 4096
 
 
 def bench_namespace(payload: Payload) -> Namespace:
-    """Return the namespace of a measurement's blocks; different payloads have different namespaces."""
+    """Return the namespace of a measurement's blocks; different payloads have different namespaces.
+
+    Without its fields, so that a server keeps no description of it.
+    """
     fields = {"bench": "kvstore-bench", "payload": payload.identity, "block_bytes": payload.block_bytes}
-    return Namespace(fields)
+    return Namespace.of_digest(Namespace(fields).digest)
 
 
 @dataclass(slots=True)

@@ -69,9 +69,10 @@ def why_command(
     deadline: DeadlineOption = _DEADLINE,
     json: JsonFlag = False,
 ) -> None:  # fmt: skip
-    """Show which blocks of a prompt are on which tier, under the engine's namespace and under all others.
+    """Show on which tiers the blocks of a prompt are.
 
-    Changes nothing. Run it in the engine's environment, because it imports vLLM; it needs no device.
+    Under the engine's namespace and under all others. Changes nothing. Run it in the engine's environment, because it
+    imports vLLM; it needs no device.
     """
     text = text_of(prompt, "prompt")
     tiers = list(_tiers_of(engine))
