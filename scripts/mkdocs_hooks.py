@@ -20,8 +20,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def numbers() -> str:
     """Return the section of README.md with the measurements, with links as on a page."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Three numbers\n")[2].partition("\n## ")[0]
-    return "## Three numbers\n" + text.replace("](docs/", "](")
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Numbers\n")[2].partition("\n## ")[0]
+    return "## Numbers\n" + text.replace("](docs/", "](")
 
 
 def glossary() -> str:
