@@ -77,7 +77,9 @@ def test_blocks_of_windows_are_pulled(start: Start, prefill: Engine, port: int) 
 
 def test_another_block_size_is_computed_and_logged(start: Start, prefill: Engine, port: int) -> None:
     """Engines with different block sizes share no blocks: the prompt is computed, and a message gives the reason."""
-    decode = start(offloading=offloading(request_peers=["127.0.0.0/8:1024-65535"]), llm={**LLM, "block_size": 64})
+    patient = {"connect_timeout": 20, "timeout": 20}
+    tier = offloading(request_peers=["127.0.0.0/8:1024-65535"], **patient)
+    decode = start(offloading=tier, llm={**LLM, "block_size": 64})
     pulled = pull(prefill, decode, port)
     assert pulled["cached"] == 0
     assert f"Peer 127.0.0.1:{port} has blocks of another namespace" in decode.text()
