@@ -200,7 +200,7 @@ def run_table(data: bytes) -> None:
     content, slots = content[100 : 100 + 4 * ROW_BYTES], np.arange(4)
     if mode == b"\1":
         fields = np.frombuffer(content, ROW).tolist()
-        values = [(number, state, size, mark, key) for number, state, _, size, mark, key, _ in fields]
+        values = [(number, state, size, mark, key) for number, state, _, size, mark, _, key, _ in fields]
         content = encode_rows(values, slots, OWNER).tobytes()
     rows, intact = decode_rows(content, slots, TABLE)
     used = rows[intact & (rows["state"] == State.USED)]

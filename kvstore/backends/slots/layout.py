@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,12 +32,17 @@ SLOTS_MAX: Final = 1 << 24
 
 _SEGMENT_BYTES_MAX: Final = 1 << 40
 _TABLE_NAME: Final = re.compile(r"(\d{6})\.tab", re.ASCII)
+is_namespace: Final = re.compile(r"[0-9a-f]{64}", re.ASCII).fullmatch
 _MAGIC: Final = b"\x89kvtabl\n"
 _HEAD: Final = struct.Struct("<8sIIQQ32s")
 """Magic, format, number of slots, identity of the segment, slot length, namespace; xxh3-64 of all this follows."""
 _CHECKSUM: Final = struct.Struct("<Q")
 _MARK: Final = struct.Struct("<I")
 _MARK_AT: Final = HEADER_BYTES - 8  # Where the header of a record has its checksum.
+
+
+digest_of: Final[Callable[[BlockKey], int]] = xxhash.xxh3_64_intdigest
+"""The 64-bit digest of a key; a collision causes a miss, never a wrong block."""
 
 
 class State:
@@ -51,16 +56,16 @@ class State:
 
 ROW: Final = np.dtype(
     {
-        "names": ["generation", "state", "key_length", "size", "mark", "key", "checksum"],
-        "formats": ["<u4", "u1", "u1", "<u4", "<u4", f"V{KEY_BYTES_MAX}", "<u8"],
-        "offsets": [0, 4, 5, 8, 12, 16, 16 + KEY_BYTES_MAX],
-        "itemsize": 24 + KEY_BYTES_MAX,
+        "names": ["generation", "state", "key_length", "size", "mark", "digest", "key", "checksum"],
+        "formats": ["<u4", "u1", "u1", "<u4", "<u4", "<u8", f"V{KEY_BYTES_MAX}", "<u8"],
+        "offsets": [0, 4, 5, 8, 12, 16, 24, 24 + KEY_BYTES_MAX],
+        "itemsize": 32 + KEY_BYTES_MAX,
     }
 )
-"""A row: the generation grows with each change of the row, ``size`` is the length of the record, ``mark`` identifies
-the record in the slot (:func:`mark_of`)."""
+"""A row: the generation grows with each change, ``size`` is the length of the record, ``mark`` identifies the record in
+the slot (:func:`mark_of`). The digest of the key is stored because hashing millions of keys takes seconds."""
 ROW_BYTES: Final = ROW.itemsize
-_PACK: Final = struct.Struct(f"<IBBxxII{KEY_BYTES_MAX}s8x")
+_PACK: Final = struct.Struct(f"<IBBxxIIQ{KEY_BYTES_MAX}s8x")
 
 _WORDS: Final = ROW_BYTES // 8 - 1  # Words of a row before its checksum.
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -158,7 +163,9 @@ def decode_head(content: bytes | memoryview, namespace_digest: bytes) -> Head | 
 def encode_rows(values: Iterable[RowValues], slots: Sequence[int] | npt.NDArray[Any], segment: int) -> Rows:
     """Return the rows of slots, with their checksums."""
     pack = _PACK.pack
-    content = b"".join([pack(number, state, len(key), size, mark, key) for number, state, size, mark, key in values])
+    content = b"".join(
+        [pack(number, state, len(key), size, mark, digest_of(key), key) for number, state, size, mark, key in values]
+    )
     rows = np.frombuffer(bytearray(content), ROW)
     rows["checksum"] = _checksums(rows, slots, segment)
     return rows
