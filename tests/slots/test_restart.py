@@ -139,7 +139,10 @@ async def test_block_in_two_segments_is_found_once(tmp_path: Path) -> None:
         assert await second.put(values) == [Outcome.OK] * 3
     for _ in range(2):
         async with opened(tmp_path / "a", 64) as rig:
+            await rig.backend.probe()
+            gauges = rig.backend.stats().gauges
             assert rig.backend.stats().blocks == 3
+            assert gauges["free_slots"] + 3 == gauges["segment_bytes"] // SLOT
             await rig.has_all(values)
             assert sorted([info.key async for info in rig.backend.scan()]) == sorted(values)
 

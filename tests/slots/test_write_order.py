@@ -6,11 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from kvstore.backends.slots.layout import decode_rows
 from kvstore.diskio import OsDisk
 from kvstore.types import Outcome, RemovalCause
-from tests.slots.rig import NoRows, clone, opened
+from tests.slots.rig import NoRows, clone, head_of, opened, tables
 
 
 class Recorder(OsDisk):
@@ -105,6 +107,8 @@ async def test_block_whose_eviction_fails_stays(tmp_path: Path, after: bool) -> 
         new = await rig.put_new(1)
         assert [cause for _, cause in rig.removed] == [RemovalCause.EVICTED]
         await rig.has_all(new)
+        await rig.put_new(16)
+        assert {key for key, _ in rig.removed} == {*values, *new}, "a block can't be evicted any more"
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["not written", "written"])
@@ -127,3 +131,32 @@ async def test_removal_whose_row_fails_is_made_later(tmp_path: Path, after: bool
     async with opened(copy, 64) as rig:
         assert rig.backend.stats().blocks == 0
         assert rig.backend.stats().gauges["free_slots"] == free
+
+
+async def test_generation_grows_with_each_change_of_a_row(tmp_path: Path) -> None:
+    """A row has a generation that it never had, also after a write that failed, and in the next engine."""
+    disk = NoRows()
+    disk.after = True
+    generations: list[int] = []
+
+    def note() -> None:
+        table = tables(tmp_path)[0]
+        head = head_of(table)
+        rows, _ = decode_rows(table.read_bytes()[head.rows_at :], np.arange(head.slots), head)
+        generations.append(int(rows["generation"][0]))
+
+    async with opened(tmp_path / "a", 16, disk=disk, engine="threads") as rig:
+        first = list(await rig.put_new(1))
+        note()
+        await rig.backend.delete(first)
+        note()
+        disk.fails = True
+        assert await rig.put({rig.maker.key(): rig.maker.payload()}) == [Outcome.IO_ERROR]
+        note()
+        disk.fails = False
+        await rig.backend.probe()
+        note()
+    async with opened(tmp_path / "a", 16, engine="threads") as rig:
+        await rig.put_new(16)
+        note()
+    assert generations == sorted(set(generations)), generations
