@@ -153,9 +153,10 @@ class Blocks:
                 outcomes[i] = self._failed(error)
         finally:
             self._mover.release(ops)
-            failed = {op.place for op in ops if op.failure is not None}
-            index.rest(failed - done)
-            index.release([place for place in places if place not in done and place not in failed])
+            if len(done) < len(places):
+                failed = {op.place for op in ops if op.failure is not None}
+                index.rest(failed)
+                index.release([place for place in places if place not in done and place not in failed])
 
     async def _sync(self, ops: Sequence[SlotWrite]) -> None:
         """Flush written records to the device; those of a segment that can't be flushed count as not written."""
@@ -183,7 +184,8 @@ class Blocks:
             failed = await self._tables.write(changes)
         finally:
             # Their records are intact, so another engine that has read such a row may load the block.
-            self._tables.settle_later(failed)
+            if failed:
+                self._tables.settle_later(failed)
             for op, change in zip(good, changes, strict=True):
                 if (error := failed.get(op.place)) is not None:
                     outcomes[op.index] = self._failed(error)

@@ -42,7 +42,11 @@ class Index:
     @property
     def free_slots(self) -> int:
         """Number of slots that can be written immediately."""
-        return sum([len(segment.free) for segment in self.segments.values()])
+        # No comprehension: this runs for each store.
+        free = 0
+        for segment in self.segments.values():
+            free += len(segment.free)
+        return free
 
     @property
     def slots(self) -> int:
@@ -195,6 +199,7 @@ class Index:
             Places of blocks that are elsewhere, too. They hold no block, but their rows say so only once written.
         """
         segment.id = next(self._ids)
+        segment.first = segment.id << SLOT_BITS
         self.segments[segment.id] = self._known[segment.id] = segment
         self._ages.slots += segment.head.slots
         held = segment.held()

@@ -93,7 +93,8 @@ class TableWriter:
         slots = range(first, first + len(run))
         values = [segment.next_row(change.place & SLOT_MASK, *change[1:]) for change in run]
         content = encode_rows(values, slots, segment.head.segment).view(np.uint8).data
-        return Transfer(segment.table.fd, segment.head.row_at(first), [content], len(run) * ROW_BYTES)
+        offset = segment.rows_at + first * ROW_BYTES
+        return Transfer(segment.table.fd, offset, [content], len(run) * ROW_BYTES)
 
     async def _sync(self, places: Sequence[int]) -> dict[int, OSError]:
         failed: dict[int, OSError] = {}

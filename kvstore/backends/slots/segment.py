@@ -41,6 +41,8 @@ class Segment:
     ) -> None:
         """Take over the rows of its table. Those that are not intact are free."""
         self.id = 0
+        self.first = 0  # Place of its slot 0.
+        self.rows_at = head.rows_at
         self.root = root
         self.number = number
         self.head = head
@@ -61,11 +63,6 @@ class Segment:
         self.size_view, self.mark_view = rows["size"].copy().data, rows["mark"].copy().data
         self.generation_view = rows["generation"].copy().data
         self._key_view: memoryview = self._keys.reshape(-1).data
-
-    @property
-    def first(self) -> int:
-        """Place of its slot 0."""
-        return self.id << SLOT_BITS
 
     def key(self, slot: int) -> BlockKey:
         """Return the key of the block that a slot holds or held last."""
