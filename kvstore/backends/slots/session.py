@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -16,9 +16,8 @@ from kvstore.backends.slots.claims import Claims
 from kvstore.backends.slots.config import SlotsConfig
 from kvstore.backends.slots.index import Index
 from kvstore.backends.slots.layout import PAGE, SLOTS_MAX, slot_lengths
-from kvstore.backends.slots.root import Digests, Root, open_root
+from kvstore.backends.slots.root import Root, open_root
 from kvstore.backends.slots.rows import TableWriter
-from kvstore.backends.slots.segment import Segment
 from kvstore.backends.slots.space import Space
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.diskio import OsDisk, TransferEngine
@@ -148,13 +147,11 @@ class Session:
             self._on_removed,
         )  # fmt: skip
         for root in self.roots:
-            for taken in await self.engine.call(partial(self._take_all, root.take_segments())):
+            # One at a time, because the content of all tables together is as large as the index.
+            segments = root.take_segments()
+            while (taken := await self.engine.call(partial(next, segments, None))) is not None:
                 self.space.admit(*taken)
         self._upkeep = asyncio.get_running_loop().create_task(self._keep_up())
-
-    @staticmethod
-    def _take_all(segments: Iterator[tuple[Segment, Digests]]) -> list[tuple[Segment, Digests]]:
-        return list(segments)
 
     async def _keep_up(self) -> None:
         """Perform the duties of upkeep until cancelled; each fails alone, and the next round retries it."""
