@@ -50,6 +50,16 @@ from kvstore.backends.s3.http import Answer, read_deleted, read_list
 from kvstore.backends.s3.notes import read_note
 from kvstore.backends.s3.packs import PackFormat, Unreadable
 from kvstore.backends.s3.presence import BloomFilter
+from kvstore.backends.slots.layout import (
+    ROW,
+    ROW_BYTES,
+    Head,
+    State,
+    decode_head,
+    decode_rows,
+    encode_head,
+    encode_rows,
+)
 from kvstore.cli.holdings.archive import ArchiveError, read_archive
 from kvstore.codec.checksum import header_checksum, payload_checksum
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
@@ -177,6 +187,38 @@ def journal_seeds() -> list[bytes]:
     ]
     frames = encode_frame(records_of(rows[:4]), 1, OWNER, 1) + encode_frame(records_of(rows[4:]), 2, OWNER, 1)
     return [b"\0" + frames, b"\1" + records_of(rows), b"\0" + frames[: FRAME_BYTES + 50]]
+
+
+TABLE = Head(OWNER, 4, 8192, NAMESPACE.digest)
+
+
+def run_table(data: bytes) -> None:
+    """A head is None or describes at most 1 TiB; an intact row has values in range, and counts in its place only."""
+    mode, content = data[:1], data[1:].ljust(100 + 4 * ROW_BYTES, b"\0")
+    head = decode_head(content[:100], NAMESPACE.digest)
+    assert head is None or (head.slots * head.slot_bytes <= 1 << 40 and head.slot_bytes > PAGE)
+    content, slots = content[100 : 100 + 4 * ROW_BYTES], np.arange(4)
+    if mode == b"\1":
+        fields = np.frombuffer(content, ROW).tolist()
+        values = [(number, state, size, mark, key) for number, state, _, size, mark, _, key, _ in fields]
+        content = encode_rows(values, slots, OWNER).tobytes()
+    rows, intact = decode_rows(content, slots, TABLE)
+    used = rows[intact & (rows["state"] == State.USED)]
+    assert ((used["key_length"] > 0) & (used["key_length"] <= 64)).all()
+    assert ((used["size"] > 0) & (used["size"] <= 4096 + HEADER_BYTES)).all()
+    assert (rows["state"][intact] <= State.RETIRED).all()
+    for moved, segment in ((slots + 1, OWNER), (slots, OWNER + 1)):
+        _, elsewhere = decode_rows(content, moved, TABLE._replace(segment=segment))
+        assert not (elsewhere & intact).any(), "a row of another place was taken for good"
+
+
+def table_seeds() -> list[bytes]:
+    """Return a head and rows of all states."""
+    values = [
+        (1, State.USED, 5, 6, KEY), (2, State.FREE, 0, 0, b""), (3, State.RETIRED, 0, 0, b""), (4, 3, 5, 6, KEY)
+    ]  # fmt: skip
+    rows = encode_rows(values, range(4), OWNER).tobytes()
+    return [mode + encode_head(TABLE)[:100] + rows for mode in (b"\0", b"\1")]
 
 
 class _Directory:
@@ -495,6 +537,7 @@ TARGETS = {
     "coded": FuzzTarget(run_coded, coded_seeds, 3000),
     "descriptor": FuzzTarget(run_descriptor, descriptor_seeds, 700),
     "journal": FuzzTarget(run_journal, journal_seeds, 4096),
+    "table": FuzzTarget(run_table, table_seeds, 512),
     "directory": FuzzTarget(run_directory, directory_seeds, 8192),
     "pack": FuzzTarget(run_pack, pack_seeds, 2048),
     "archive": FuzzTarget(run_archive, archive_seeds, 16384),

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvstore.backends.disk.notes import encode_notes
+from kvstore.backends.slots.layout import FORMAT, Head, RowValues, State, encode_head, encode_rows
 from kvstore.codec.record import RecordCodec
 from kvstore.namespace import FORMAT_VERSION, Namespace
 
@@ -85,6 +88,26 @@ def notes_file() -> bytes:
     return encode_notes(NOTES[:2], NOTES_OWNER) + encode_notes(NOTES[2:], NOTES_OWNER)
 
 
+TABLE_HEAD = Head(0xFEDCBA9876543210, 3, 12288, Namespace(FIELDS).digest)
+TABLE_ROWS: list[RowValues] = [
+    (1, State.USED, 8448, 0x12345678, _bytes(36)),
+    (2**32 - 1, State.USED, 1, 0, _bytes(64)),
+    (7, State.RETIRED, 0, 0, b""),
+]
+
+
+def table_path() -> Path:
+    """Name the golden table of the disk tier's format."""
+    return HERE / f"table-v{FORMAT}.bin"
+
+
+def table_file() -> bytes:
+    """Make a table as today's code makes it: its head, the generation of its group, and a row of each state."""
+    rows = encode_rows(TABLE_ROWS, range(3), TABLE_HEAD.segment).tobytes()
+    generations = np.array([9], "<u4").tobytes()
+    return encode_head(TABLE_HEAD) + generations.ljust(TABLE_HEAD.rows_at - 4096, b"\0") + rows
+
+
 def namespace_path(version: int = FORMAT_VERSION) -> Path:
     """Name the golden ``namespace.json`` of a format version."""
     return HERE / f"namespace-v{version}.json"
@@ -94,6 +117,7 @@ if __name__ == "__main__":
     files = {case.path(): case.record() for case in CASES}
     files[namespace_path()] = json.dumps(Namespace(FIELDS).document(), indent=2, ensure_ascii=False).encode() + b"\n"
     files[notes_path()] = notes_file()
+    files[table_path()] = table_file()
     for path, data in files.items():
         if not path.exists():
             path.write_bytes(data)

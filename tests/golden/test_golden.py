@@ -9,9 +9,11 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore.backends.disk.notes import read_notes
+from kvstore.backends.slots.layout import PAGE, ROW_BYTES, decode_head, decode_rows
 from kvstore.codec import RecordCodec, decode_header
 from kvstore.namespace import FORMAT_VERSION, Namespace
 from tests.golden.cases import (
@@ -21,11 +23,15 @@ from tests.golden.cases import (
     HERE,
     NOTES,
     NOTES_OWNER,
+    TABLE_HEAD,
+    TABLE_ROWS,
     WRITER_ID,
     Case,
     namespace_path,
     notes_file,
     notes_path,
+    table_file,
+    table_path,
 )
 
 FORMAT_PAGE = Path(__file__).parents[2] / "docs" / "format.md"
@@ -36,6 +42,7 @@ SHA256 = {
     "record-v1-empty.bin": "0b46687054715a9acceae4df01e2c0b6c3bdb2e33a9b1a59d879e0e2df48ff49",
     "record-v1-disk.bin": "e3baa3a985d2a5a48b97be52375399eb178cbcf331f3fc3367eb26615da780b1",
     "record-v1-pieces.bin": "cb1b6ef4c263e573b60da5c4db8dbd9a5696d0abab3d90cb972c0a32dabec9fd",
+    "table-v3.bin": "48a9252135fec4472e83959ae5e93a21798c9aa4f8489f87900deb171aeabd9b",
     "namespace-v1.json": "a3bd4f2d04c6413dc341fe6ecd0bebc42a5904f7effc40fea79d24475d84e7a3",
 }
 """Digests of all golden files ever made, so that none is quietly replaced."""
@@ -127,3 +134,27 @@ def test_notes_are_made_and_read() -> None:
     for length in range(len(data)):
         intact = 0 if length < frames[0][0] else 1
         assert notes_in(data[:length], NOTES_OWNER) == frames[:intact]
+
+
+def test_tables_are_made_and_read() -> None:
+    """The golden table is made again, and each damaged byte costs its row, or with the head the table."""
+    data = table_path().read_bytes()
+    assert table_file() == data, ADVICE
+    assert decode_head(data, TABLE_HEAD.namespace_digest) == TABLE_HEAD
+    slots = np.arange(len(TABLE_ROWS))
+    at = TABLE_HEAD.rows_at
+    rows, intact = decode_rows(data[at:], slots, TABLE_HEAD)
+    assert intact.all()
+    found = zip(
+        *[rows[name].tolist() for name in ("generation", "state", "size", "mark", "key", "key_length")], strict=True
+    )
+    assert [(*values, key[:length]) for *values, key, length in found] == TABLE_ROWS
+    for place in range(len(TABLE_ROWS) * ROW_BYTES):
+        damaged = bytearray(data[at:])
+        damaged[place] ^= 1
+        _, intact = decode_rows(bytes(damaged), slots, TABLE_HEAD)
+        assert np.flatnonzero(~intact).tolist() == [place // ROW_BYTES]
+    for place in range(72):
+        damaged = bytearray(data[:PAGE])
+        damaged[place] ^= 1
+        assert decode_head(bytes(damaged), TABLE_HEAD.namespace_digest) is None

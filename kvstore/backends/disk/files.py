@@ -194,15 +194,18 @@ class FileLock:
         self._name = name
         leave_at_fork(self)
 
-    def try_acquire(self, *, exclusive: bool = True, create: bool = True) -> bool:
+    def try_acquire(self, *, exclusive: bool = True, create: bool = True, flags: int = os.O_RDONLY) -> bool:
         """Take the lock if it is free; return whether it is held now.
+
+        ``flags`` opens the file without ``create``; read-only, because opening for writing may block on a frozen
+        filesystem.
 
         Raises:
             OSError: The file can't be opened or locked; ``FileNotFoundError`` without ``create``.
         """
         operation = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
-        # Read-only without ``create``, because opening for writing may block on a frozen filesystem.
-        flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
+        if create:
+            flags = os.O_RDWR | os.O_CREAT
         for _ in range(_LOCK_TRIES_MAX):
             fd, _ = open_regular(self._disk, self._name, flags, self._dir_fd)
             try:

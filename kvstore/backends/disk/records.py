@@ -74,7 +74,7 @@ class RecordMover:
         head, *rest = record.buffers
         payload_bytes = sum([b.nbytes for b in rest])
         record_bytes = head.nbytes + payload_bytes
-        addresses = _direct_addresses(rest) if head.nbytes == header_bytes else None
+        addresses = direct_addresses(rest) if head.nbytes == header_bytes else None
         if addresses is not None:
             view[:header_bytes] = head
         else:
@@ -106,7 +106,7 @@ class RecordMover:
         if payload_bytes:
             head, *rest = read.buffers
             fits = head.nbytes == self._header_bytes and len(rest) == 1 and rest[0].nbytes >= payload_bytes
-            if fits and (direct := _direct_addresses(rest)) is not None:
+            if fits and (direct := direct_addresses(rest)) is not None:
                 targets = rest if rest[0].nbytes == payload_bytes else [rest[0][:payload_bytes]]
                 addresses = direct
             else:
@@ -157,7 +157,7 @@ def aligned_buffer(size_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, max(1, -(-size_bytes // PAGE)) * PAGE))
 
 
-def _direct_addresses(buffers: Sequence[memoryview]) -> list[int] | None:
+def direct_addresses(buffers: Sequence[memoryview]) -> list[int] | None:
     """Return the addresses of buffers, or None if one of them is unsuitable for direct I/O."""
     addresses = []
     for buffer in buffers:

@@ -1,0 +1,257 @@
+"""The disk backend: records in slots of segments, each described by a row of a table, and an index in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import ClassVar, Final
+
+from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.backends.disk.table import NOWHERE
+from kvstore.backends.slots.blocks import Blocks
+from kvstore.backends.slots.config import SlotsConfig
+from kvstore.backends.slots.root import check_root
+from kvstore.backends.slots.session import Session
+from kvstore.codec.record import HEADER_BYTES
+from kvstore.config import TierConfig
+from kvstore.diskio import OsDisk
+from kvstore.errors import BackendClosedError, BackendUnavailableError
+from kvstore.namespace import Namespace
+from kvstore.runtime.forks import OF_PARENT, leave_at_fork
+from kvstore.runtime.limits import CallsUnderWay
+from kvstore.types import BlockInfo, BlockKey, Outcome, RemovalCause
+
+_CLOSE_TIMEOUT_S: Final = 5.0
+"""Time limit for each step of closing, so that a frozen disk cannot block the shutdown of an engine."""
+
+_OPEN_TIMEOUT_S: Final = 45.0
+"""Time limit for opening. It is below the tier's own limit, so that an optional tier starts without its medium."""
+
+_SCAN_BATCH: Final = 1024
+
+_COUNTS: Final = ("evicted_blocks", "segments_made", "upkeep_errors")
+"""Counters reported from the start; all others appear with their first count."""
+
+
+class SlotsBackend(Backend):
+    """Blocks in preallocated segments of equal slots, in directories that engines share.
+
+    Further guarantees: each engine writes only to segments that it holds. No store, load or lookup takes a lock of
+    another process. A slot is not reused while this engine reads it. The segments of all engines together never exceed
+    ``capacity``.
+
+    In a forked process the backend is closed.
+
+    Tests replace ``disk`` to inject faults.
+    """
+
+    name: ClassVar[str] = "slots"
+    config_type: ClassVar[type[TierConfig]] = SlotsConfig
+    path_option: ClassVar[str] = "path"
+    # The header is copied into our header page; payloads of whole pages are transferred without a copy.
+    alignment: ClassVar[int] = HEADER_BYTES
+    exclusive: bool = True
+
+    def __init__(self, config: SlotsConfig, *, disk: OsDisk | None = None) -> None:
+        super().__init__(config)
+        self.config: SlotsConfig = config
+        self._disk = disk or OsDisk()
+        self._open: Session | None = None
+        self._opening: asyncio.Task[Session] | None = None
+        self._counts = Counter(dict.fromkeys(_COUNTS, 0))
+        self._calls = CallsUnderWay()
+        self._closing = asyncio.Lock()
+        self._of_parent: tuple[object, ...] = ()
+        leave_at_fork(self)
+
+    def check(self) -> None:
+        for position in range(len(self.config.paths)):
+            check_root(self._disk, position, self.config)
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """Take the segments that no engine holds, and read their tables.
+
+        Raises:
+            ConfigError: A path or the capacity can't be used, or a root has another format.
+            BackendUnavailableError: A disk fails.
+        """
+        if self._of_parent:
+            raise BackendClosedError(OF_PARENT, backend=self.name)
+        if self._open is not None:
+            raise BackendUnavailableError("open was called twice. Close the backend first.", backend=self.name)
+        # While an earlier attempt hangs in a system call, which cannot be cancelled, no new one starts.
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(self._open_session(namespace, geometry))
+            try:
+                await asyncio.wait({self._opening}, timeout=_OPEN_TIMEOUT_S)
+            except asyncio.CancelledError:
+                await asyncio.shield(self._end_opening())
+                raise
+        if not self._opening.done():
+            self._opening.cancel()
+            raise BackendUnavailableError(
+                f"{self.config.paths} do not answer. Check the disk, or the server that it is on.", backend=self.name
+            )
+        opening, self._opening = self._opening, None
+        self._open = opening.result()
+
+    async def close(self) -> None:
+        """Wait for running calls, close all files. Idempotent; also after a failed ``open``."""
+        async with self._closing:
+            session, self._open = self._open, None
+            if session is None:
+                await self._end_opening()
+                return
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                        await self._calls.ended()
+                await session.close(_CLOSE_TIMEOUT_S)
+            except asyncio.CancelledError:
+                session.close_late()
+                raise
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return for each key whether the index has it."""
+        with self._working():
+            index = self._opened().index
+            return [index.place(key) != NOWHERE for key in keys]
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Publish records, evicting others if necessary. Records without a slot are NO_SPACE."""
+        with self._working() as blocks:
+            return await blocks.put(writes)
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """Read records into their buffers, all in one batch."""
+        with self._working() as blocks:
+            return await blocks.get_into(reads)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Remove blocks, so that neither a restart nor another engine finds them again."""
+        with self._working() as blocks:
+            return await blocks.delete(keys)
+
+    async def quarantine(self, keys: Sequence[BlockKey]) -> None:
+        """Remove blocks that failed verification, and retire their slots: the medium may be bad there."""
+        with self._working() as blocks:
+            await blocks.quarantine(keys)
+
+    async def scan(self) -> AsyncIterator[BlockInfo]:
+        """Yield every block of the namespace, of each segment the coldest first."""
+        async for batch in self._scanned():
+            for info in batch:
+                yield info
+
+    async def scan_keys(self) -> AsyncIterator[Sequence[BlockKey]]:
+        """Yield the keys of :meth:`scan`, many at a time."""
+        async for batch in self._scanned():
+            yield [info.key for info in batch]
+
+    async def probe(self) -> None:
+        """Write the rows that could not be written so far, and see whether the disk answers.
+
+        Raises:
+            BackendError: The disk fails.
+        """
+        with self._working():
+            session = self._opened()
+            try:
+                await session.tables.settle()
+                await session.engine.call(lambda: [root.missing_bytes(0) for root in session.roots])
+            except OSError as error:
+                raise BackendUnavailableError(
+                    f"{session.roots[0].path!r} can't be used: {error}", backend=self.name
+                ) from error
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Record a use of blocks, for eviction."""
+        if self._open is not None:
+            index = self._open.index
+            index.touch([place for key in keys if (place := index.place(key)) != NOWHERE])
+
+    def stats(self) -> BackendStats:
+        """Return current figures. ``used_bytes`` counts slots in full."""
+        if self._open is None:
+            return BackendStats(counters=dict(self._counts))
+        session = self._open
+        segments = session.index.segments.values()
+        return BackendStats(
+            blocks=len(session.index),
+            used_bytes=session.index.used_bytes,
+            capacity_bytes=sum(root.capacity_bytes for root in session.roots),
+            counters=dict(self._counts),
+            gauges={
+                "free_slots": float(session.index.free_slots),
+                "segments": float(len(segments)),
+                "segment_bytes": float(sum(segment.head.segment_bytes for segment in segments)),
+                "unsettled_rows": float(len(session.tables.unsettled)),
+                "io_uring": float(session.engine.name == "io_uring"),
+            },
+            ready=not session.removed,
+            is_lost=session.removed,
+        )
+
+    def leave_to_parent(self) -> None:
+        """Close this copy in a forked process, which has neither its threads nor its loop; the parent's goes on."""
+        # Kept, because the end of a ring is the parent's, too.
+        self._of_parent = self._open, self._opening, self._of_parent
+        self._open = self._opening = None
+
+    async def _scanned(self) -> AsyncIterator[list[BlockInfo]]:
+        index = self._opened().index
+        for segment in list(index.segments.values()):
+            held = segment.held()
+            held = held[segment.age[held].argsort(kind="stable")]
+            for start in range(0, len(held), _SCAN_BATCH):
+                batch = []
+                for slot in held[start : start + _SCAN_BATCH].tolist():
+                    key = segment.key(slot)
+                    # The slot may have been given to another block since.
+                    if index.place(key) == segment.first + slot:
+                        batch.append(BlockInfo(key, segment.size_view[slot]))
+                yield batch
+                # Other coroutines run between two pages.
+                await asyncio.sleep(0)
+
+    async def _end_opening(self) -> None:
+        """Cancel a running ``open``, and close its files if the disk responds."""
+        opening = self._opening
+        if opening is None:
+            return
+        opening.cancel()
+        await asyncio.wait({opening}, timeout=_CLOSE_TIMEOUT_S)
+        if opening.done():
+            self._opening = None
+            if not opening.cancelled() and opening.exception() is None:
+                await opening.result().close(_CLOSE_TIMEOUT_S)
+
+    async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> Session:
+        session = Session(self._disk, self.config, self._counts, self._report_removed, self.tenants)
+        await session.open(namespace, geometry)
+        return session
+
+    def _report_removed(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
+        self._removal_listener(keys, cause)
+
+    def _opened(self) -> Session:
+        if self._open is None:
+            text = OF_PARENT if self._of_parent else "not open: use it after open() and before close()"
+            raise BackendClosedError(text, backend=self.name)
+        return self._open
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[Blocks]:
+        """Hold the session open for a call."""
+        session = self._opened()
+        if session.removed:
+            raise BackendUnavailableError(
+                f"{self.config.paths} were deleted while in use. A tier makes them again.", backend=self.name
+            )
+        with self._calls:
+            try:
+                yield session.blocks
+            finally:
+                self.last_error = session.blocks.last_error or self.last_error

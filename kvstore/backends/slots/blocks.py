@@ -1,0 +1,293 @@
+"""Store, load and removal of blocks, each with a fixed order of steps.
+
+- Store: write the slot, ``fdatasync`` it if stores are durable, write the row, report the block.
+- Eviction (:mod:`kvstore.backends.slots.space`): write the row; only then may the slot be written again.
+- Removal: hide the block, write the row, zero the slot's header page, report the removal.
+- Load: read the slot, which is not reused meanwhile; deliver the record if it has the row's mark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvstore.backends.base import RecordRead, RecordWrite, outcome_of
+from kvstore.backends.disk.records import aligned_buffer
+from kvstore.backends.disk.table import NOWHERE
+from kvstore.backends.slots.claims import Claims
+from kvstore.backends.slots.index import Index
+from kvstore.backends.slots.layout import PAGE, State, digest_of, mark_of
+from kvstore.backends.slots.records import RecordMover, SlotRead, SlotWrite
+from kvstore.backends.slots.rows import RowChange, TableWriter
+from kvstore.backends.slots.space import Space
+from kvstore.diskio import Transfer, TransferEngine, bare
+from kvstore.runtime.workers import to_the_end
+from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome, RemovalCause
+
+_log = logging.getLogger("kvstore.backends.disk")
+
+
+class Blocks:
+    """Puts, reads and removes blocks. Used from the loop thread.
+
+    Args:
+        record_bytes_max: Longest record.
+        durable: Whether a stored block survives a power cut.
+        on_removed: Called with blocks that are not in their slots.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        index: Index,
+        tables: TableWriter,
+        space: Space,
+        claims: Claims,
+        counts: Counter[str],
+        record_bytes_max: int,
+        durable: bool,
+        on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
+    ) -> None:
+        self.last_error = ""  # Text of the latest failure of a block.
+        self._engine = engine
+        self._index = index
+        self._tables = tables
+        self._space = space
+        self._claims = claims
+        self._counts = counts
+        self._record_bytes_max = record_bytes_max
+        self._durable = durable
+        self._on_removed = on_removed
+        self._mover = RecordMover()
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        outcomes: list[Outcome | None] = [None] * len(writes)
+        while None in outcomes:
+            mine, others = self._choose(writes, outcomes)
+            if mine:
+                with self._claims.held(mine):
+                    await self._put_claimed(writes, list(mine.values()), outcomes)
+            if others:
+                # Other puts of these keys are running. A key exists if its put succeeds; otherwise this call puts it.
+                await asyncio.wait(others)
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        index = self._index
+        outcomes = [Outcome.MISS] * len(reads)
+        wanted = [(i, place) for i, read in enumerate(reads) if (place := index.place(read.key)) != NOWHERE]
+        if wanted:
+            places = [place for _, place in wanted]
+            index.pin(places)
+            try:
+                await self._read(reads, wanted, outcomes)
+            except OSError as error:
+                for i, _ in wanted:
+                    outcomes[i] = self._failed(error)
+            finally:
+                index.unpin(places)
+        return outcomes
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        removed = await self._remove(keys, State.FREE)
+        # Of a key that is given twice, the first removes the block.
+        return [removed.pop(key, NOWHERE) != NOWHERE for key in keys]
+
+    async def quarantine(self, keys: Sequence[BlockKey]) -> None:
+        self._counts["quarantined_blocks"] += len(await self._remove(keys, State.RETIRED))
+
+    def _choose(
+        self, writes: Sequence[RecordWrite], outcomes: list[Outcome | None]
+    ) -> tuple[dict[BlockKey, tuple[int, int]], set[asyncio.Future[None]]]:
+        """Select the records to put; return position and digest by key, and the running operations to wait for."""
+        index = self._index
+        mine: dict[BlockKey, tuple[int, int]] = {}
+        others: set[asyncio.Future[None]] = set()
+        for i, write in enumerate(writes):
+            if outcomes[i] is not None:
+                continue
+            key = write.key
+            digest = digest_of(key)
+            if (place := index.place(key, digest)) != NOWHERE:
+                index.touch((place,))
+                outcomes[i] = Outcome.EXISTS
+            elif not 0 < len(key) <= KEY_BYTES_MAX or write.size_bytes > self._record_bytes_max:
+                self.last_error = f"key of {len(key)} bytes, record of {write.size_bytes}: too long for a slot"
+                outcomes[i] = Outcome.REFUSED
+            elif (other := self._claims.of(key)) is not None:
+                others.add(other)
+            else:
+                # Of several writes of one key in a call, the first is put now; the others follow in the next round.
+                mine.setdefault(key, (i, digest))
+        return mine, others
+
+    async def _put_claimed(
+        self, writes: Sequence[RecordWrite], mine: Sequence[tuple[int, int]], outcomes: list[Outcome | None]
+    ) -> None:
+        """Write claimed records; afterwards every slot is used, free or unsettled, even if this fails."""
+        index = self._index
+        places: list[int] = []
+        ops: list[SlotWrite] = []
+        done: set[int] = set()
+        try:
+            places = await self._space.take(len(mine))
+            if len(places) < len(mine):
+                self.last_error = "no slot is free: other engines use the capacity, or the disk is full"
+            for i, _ in mine[len(places) :]:
+                outcomes[i] = Outcome.NO_SPACE
+            for (i, digest), place in zip(mine, places, strict=False):
+                segment, slot = index.at(place)
+                offset = slot * segment.head.slot_bytes
+                ops.append(self._mover.write(i, writes[i], digest, place, segment.file.fd, offset))
+            await self._engine.write(ops)
+            if self._durable:
+                await self._sync(ops)
+            # Written records are published even if this call is cancelled.
+            publishing = self._publish(ops, outcomes, done)
+            await to_the_end(asyncio.get_running_loop().create_task(publishing))
+        except OSError as error:
+            for i, _ in mine:
+                outcomes[i] = self._failed(error)
+        finally:
+            self._mover.release(ops)
+            if len(done) < len(places):
+                failed = {op.place for op in ops if op.failure is not None}
+                index.rest(failed)
+                index.release([place for place in places if place not in done and place not in failed])
+
+    async def _sync(self, ops: Sequence[SlotWrite]) -> None:
+        """Flush written records to the device; those of a segment that can't be flushed count as not written."""
+        for fd in {op.fd for op in ops}:
+            try:
+                await self._engine.call(partial(self._engine.disk.fdatasync, fd))
+            except OSError as error:
+                for op in ops:
+                    if op.fd == fd:
+                        op.error = bare(error)
+
+    async def _publish(self, ops: Sequence[SlotWrite], outcomes: list[Outcome | None], done: set[int]) -> None:
+        """Write the rows of written records; add their places, which are no longer the caller's, to ``done``."""
+        good: list[SlotWrite] = []
+        changes: list[RowChange] = []
+        for op in ops:
+            if (failure := op.failure) is not None:
+                outcomes[op.index] = self._failed(failure)
+            else:
+                good.append(op)
+                changes.append(RowChange(op.place, State.USED, op.record_bytes, mark_of(op.page.view), op.key))
+                done.add(op.place)
+        failed = dict.fromkeys(done, OSError("the write was cancelled"))
+        try:
+            failed = await self._tables.write(changes)
+        finally:
+            # Their records are intact, so another engine that has read such a row may load the block.
+            if failed:
+                self._tables.settle_later(failed)
+            for op, change in zip(good, changes, strict=True):
+                if (error := failed.get(op.place)) is not None:
+                    outcomes[op.index] = self._failed(error)
+                else:
+                    self._index.add(op.place, op.record_bytes, change.mark, op.digest, op.key)
+                    outcomes[op.index] = Outcome.OK
+
+    async def _read(
+        self, reads: Sequence[RecordRead], wanted: Sequence[tuple[int, int]], outcomes: list[Outcome]
+    ) -> None:
+        index = self._index
+        ops: list[SlotRead] = []
+        try:
+            for i, place in wanted:
+                segment, slot = index.at(place)
+                size, mark = segment.size_view[slot], segment.mark_view[slot]
+                offset = slot * segment.head.slot_bytes
+                ops.append(self._mover.read(i, reads[i], place, size, mark, segment.file.fd, offset))
+            await self._engine.read(ops)
+            lost: list[SlotRead] = []
+            for op in ops:
+                outcomes[op.index] = self._read_outcome(op, lost)
+        finally:
+            self._mover.release(ops)
+        if lost:
+            await self._lose(lost)
+        index.touch([op.place for op in ops if outcomes[op.index] is Outcome.OK])
+
+    def _read_outcome(self, op: SlotRead, lost: list[SlotRead]) -> Outcome:
+        if op.error is not None:
+            return self._failed(op.error)
+        if not self._mover.is_asked_for(op):
+            lost.append(op)
+            return Outcome.MISS
+        if op.record_bytes > op.read.capacity_bytes:
+            return Outcome.CORRUPT
+        # The tier verifies every byte.
+        self._mover.deliver(op)
+        return Outcome.OK
+
+    async def _lose(self, lost: Sequence[SlotRead]) -> None:
+        """Remove blocks whose slots hold other records: a power cut lost them, or the segment was changed by hand."""
+        keys = [op.read.key for op in lost if self._index.place(op.read.key) == op.place]
+        removed = await self._remove(keys, State.FREE)
+        self._counts["stale_blocks"] += len(removed)
+        if removed:
+            self._on_removed(list(removed), RemovalCause.LOST)
+
+    async def _remove(self, keys: Sequence[BlockKey], state: int) -> dict[BlockKey, int]:
+        """Remove blocks; return the place of each that was there. Their slots get this state."""
+        index = self._index
+        # Earlier puts of these keys end first; their blocks are then removed.
+        await self._claims.ended(keys)
+        found = {key: place for key in keys if (place := index.place(key)) != NOWHERE}
+        places = list(found.values())
+        index.depart(places)
+        index.hide(places)
+        index.pin(places)
+        try:
+            # Puts of these keys wait, so that the tier is notified of the removal before the new block.
+            with self._claims.held(found):
+                # Even if this call is cancelled: a block whose row stays could be found again.
+                await to_the_end(asyncio.get_running_loop().create_task(self._free(places, state)))
+        finally:
+            index.unpin(places)
+        return found
+
+    async def _free(self, places: Sequence[int], state: int) -> None:
+        """Write the rows of hidden blocks; zero their header pages, unless the slots are retired."""
+        if not places:
+            return
+        failed = dict.fromkeys(places, OSError("the write was cancelled"))
+        try:
+            failed = await self._tables.write([RowChange(place, state) for place in places])
+        except OSError as error:
+            failed = dict.fromkeys(places, error)
+        finally:
+            self._tables.settle_later(failed, state)
+            self._index.leave([place for place in places if place not in failed], state)
+        if failed:
+            # After a restart, such a block may be found again if its page was not zeroed.
+            self._counts["wipe_errors"] += len(failed)
+            _log.warning(
+                "the removal of %d blocks is not on the disk yet: %s", len(failed), next(iter(failed.values()))
+            )
+        if state == State.FREE:
+            await self._wipe(places)
+
+    async def _wipe(self, places: Sequence[int]) -> None:
+        zeros = aligned_buffer(PAGE)
+        wipes: list[Transfer] = []
+        for place in places:
+            segment, slot = self._index.at(place)
+            wipes.append(Transfer(segment.file.fd, slot * segment.head.slot_bytes, [zeros], PAGE))
+        try:
+            await self._engine.write(wipes)
+        except OSError as error:
+            self.last_error = str(error)
+        self._counts["wipe_errors"] += sum(wipe.done_bytes != PAGE for wipe in wipes)
+
+    def _failed(self, error: OSError) -> Outcome:
+        """Count a failed block; return its outcome."""
+        self.last_error = str(error)
+        self._counts["io_errors"] += 1
+        return outcome_of(error)

@@ -1,0 +1,107 @@
+"""Writes rows of tables: neighbours in one write, and after a failure another row later. Used from the loop thread.
+
+After a failed write the row on the disk is unknown: other engines may have read the new one. A slot with such a row is
+neither free nor used (*unsettled*) until a later row was written, with a generation of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.backends.slots.index import Index
+from kvstore.backends.slots.layout import ROW_BYTES, State, encode_rows
+from kvstore.backends.slots.segment import SLOT_BITS, SLOT_MASK
+from kvstore.diskio import Transfer, TransferEngine, bare
+from kvstore.types import BlockKey
+
+_ROWS_MAX = 1 << 12
+"""Most unsettled rows of one attempt: half a megabyte."""
+
+
+class RowChange(NamedTuple):
+    """The next row of a slot."""
+
+    place: int
+    state: int
+    size_bytes: int = 0
+    mark: int = 0
+    key: BlockKey = b""
+
+
+class TableWriter:
+    """Writes rows; ``durable``: a row counts as written only when it survives a power cut."""
+
+    def __init__(self, engine: TransferEngine, index: Index, *, durable: bool) -> None:
+        self.unsettled: dict[int, int] = {}
+        """Places whose row on the disk is unknown, and the state to write."""
+        self._engine = engine
+        self._index = index
+        self._durable = durable
+
+    async def write(self, changes: Sequence[RowChange]) -> dict[int, OSError]:
+        """Write the next rows of slots; return the places whose rows may not be there, with the reason.
+
+        Of each slot, one row is written at a time.
+        """
+        transfers: list[Transfer] = []
+        runs: list[list[int]] = []
+        changes = sorted(changes)
+        start = 0
+        for end in range(1, len(changes) + 1):
+            if end == len(changes) or changes[end].place != changes[end - 1].place + 1:
+                run = changes[start:end]
+                transfers.append(self._transfer(run))
+                runs.append([change.place for change in run])
+                start = end
+        await self._engine.write(transfers)
+        failed: dict[int, OSError] = {}
+        for transfer, places in zip(transfers, runs, strict=True):
+            if transfer.done_bytes != transfer.size_bytes:
+                failed.update(dict.fromkeys(places, transfer.error or OSError("a row was written in part")))
+        if self._durable:
+            failed |= await self._sync([place for places in runs for place in places])
+        return failed
+
+    def settle_later(self, places: Collection[int], state: int = State.FREE) -> None:
+        """Write rows with this state later."""
+        self.unsettled.update(dict.fromkeys(places, state))
+
+    async def settle(self) -> None:
+        """Write unsettled rows.
+
+        Raises:
+            OSError: Some still can't be written.
+        """
+        places = [place for place in self.unsettled if place >> SLOT_BITS in self._index.segments][:_ROWS_MAX]
+        states = {place: self.unsettled.pop(place) for place in places}
+        failed: dict[int, OSError] = dict.fromkeys(places, OSError("the write was cancelled"))
+        try:
+            failed = await self.write([RowChange(place, state) for place, state in states.items()])
+        finally:
+            self.unsettled.update({place: states[place] for place in failed})
+        for place in [place for place in places if place not in failed]:
+            self._index.settle(place, states[place])
+        if failed:
+            raise next(iter(failed.values()))
+
+    def _transfer(self, run: Sequence[RowChange]) -> Transfer:
+        segment, first = self._index.at(run[0].place)
+        slots = range(first, first + len(run))
+        values = [segment.next_row(change.place & SLOT_MASK, *change[1:]) for change in run]
+        content = encode_rows(values, slots, segment.head.segment).view(np.uint8).data
+        offset = segment.rows_at + first * ROW_BYTES
+        return Transfer(segment.table.fd, offset, [content], len(run) * ROW_BYTES)
+
+    async def _sync(self, places: Sequence[int]) -> dict[int, OSError]:
+        failed: dict[int, OSError] = {}
+        for number in {place >> SLOT_BITS for place in places}:
+            try:
+                fd = self._index.segments[number].table.fd
+                await self._engine.call(partial(self._engine.disk.fdatasync, fd))
+            except OSError as error:
+                failed.update({place: bare(error) for place in places if place >> SLOT_BITS == number})
+        return failed

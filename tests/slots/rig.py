@@ -1,0 +1,118 @@
+"""Open backends of slots and tables, and clones of the state that a kill would leave."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.slots import SlotsBackend, SlotsConfig
+from kvstore.backends.slots.layout import Head, decode_head
+from kvstore.codec.record import HEADER_BYTES
+from kvstore.config import Capacity
+from kvstore.diskio import OsDisk
+from kvstore.namespace import Namespace
+from kvstore.tenants import Tenants
+from kvstore.testing.records import RecordMaker
+from kvstore.types import BlockKey, Outcome, RemovalCause
+
+NAMESPACE = Namespace({"test": "slots"})
+PAYLOAD = 8192
+SLOT = 4096 + PAYLOAD
+GEOMETRY = RecordGeometry(HEADER_BYTES, PAYLOAD)
+
+
+class Rig:
+    """An open backend with shortcuts."""
+
+    def __init__(self, backend: SlotsBackend, rng: random.Random) -> None:
+        self.backend = backend
+        self.maker = RecordMaker(NAMESPACE, GEOMETRY, rng)
+        self.removed: list[tuple[BlockKey, RemovalCause]] = []
+        backend.set_removal_listener(lambda keys, cause: self.removed.extend((key, cause) for key in keys))
+
+    async def put(self, values: dict[BlockKey, bytes]) -> list[Outcome]:
+        """Put payloads by key."""
+        return list(await self.backend.put([self.maker.write(key, payload) for key, payload in values.items()]))
+
+    async def put_new(self, count: int) -> dict[BlockKey, bytes]:
+        """Put new blocks and check for OK."""
+        values = {self.maker.key(): self.maker.payload() for _ in range(count)}
+        outcomes = await self.put(values)
+        assert outcomes == [Outcome.OK] * count, f"put of {count} new blocks: {outcomes}, {self.backend.last_error}"
+        return values
+
+    async def get(self, keys: Sequence[BlockKey]) -> list[bytes | None]:
+        """Get payloads, verified as a tier verifies them; None for every outcome but OK."""
+        targets = [self.maker.target(key) for key in keys]
+        outcomes = await self.backend.get_into([target.read for target in targets])
+        return [
+            self.maker.content(target) if outcome is Outcome.OK else None
+            for target, outcome in zip(targets, outcomes, strict=True)
+        ]
+
+    async def has_all(self, values: dict[BlockKey, bytes]) -> None:
+        """Check that all of these blocks are found and right."""
+        assert await self.get(list(values)) == list(values.values())
+
+
+class NoRows(OsDisk):
+    """A disk that refuses every write to a table while ``fails`` is set, before or after it is made."""
+
+    fails = False
+    after = False
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        is_table = os.readlink(f"/proc/self/fd/{fd}").endswith(".tab") and offset
+        if self.fails and is_table:
+            if self.after:
+                super().pwritev(fd, buffers, offset)
+            raise OSError(errno.EIO, "no row is written")
+        return super().pwritev(fd, buffers, offset)
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    path: Path | Sequence[Path],
+    slots: int,
+    *,
+    disk: OsDisk | None = None,
+    seed: int | None = None,
+    tenants: Tenants | None = None,
+    **options: Any,
+) -> AsyncIterator[Rig]:
+    """Open a backend with room for so many slots while the context lasts."""
+    paths = str(path) if isinstance(path, Path) else [str(each) for each in path]
+    config = SlotsConfig(path=paths, capacity=Capacity(slots * SLOT), **{"reserve": Capacity(0), **options})
+    backend = SlotsBackend(config, disk=disk)
+    backend.tenants = tenants
+    rig = Rig(backend, random.Random(seed))
+    await backend.open(NAMESPACE, GEOMETRY)
+    try:
+        yield rig
+    finally:
+        await backend.close()
+
+
+def tables(root: Path) -> list[Path]:
+    """Return the tables in a root, in order."""
+    return sorted(root.rglob("*.tab"))
+
+
+def head_of(table: Path) -> Head:
+    """Return the head of a table."""
+    head = decode_head(table.read_bytes(), NAMESPACE.digest)
+    assert head is not None
+    return head
+
+
+def clone(path: Path, to: Path) -> Path:
+    """Copy a directory in the state that a kill of its engine at this moment would leave."""
+    shutil.copytree(path, to)
+    return to

@@ -1,0 +1,68 @@
+"""The backend of slots and tables keeps the contract of backends."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import pytest
+
+from kvstore.backends.base import Backend
+from kvstore.backends.slots import SlotsBackend, SlotsConfig
+from kvstore.config import Capacity
+from kvstore.testing import BackendTests
+from kvstore.testing.backend_harness import BackendHarness
+from kvstore.testing.backend_tests import BackendValueTests
+from tests.diskio.faulty_disk import FaultyDisk
+
+
+class SlotsHarness(BackendHarness):
+    settings: ClassVar[dict[str, Any]] = {}
+    drives: ClassVar[int] = 1
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    def backend(self, capacity: int | str) -> SlotsBackend:
+        """Return a backend over fresh directories."""
+        paths = [tempfile.mkdtemp(dir=self.directory) for _ in range(self.drives)]
+        config = SlotsConfig(path=paths, capacity=Capacity(capacity), reserve=Capacity(0), **self.settings)
+        return SlotsBackend(config, disk=FaultyDisk())
+
+    async def make_backend(self) -> Backend:
+        """Return a backend over an empty directory."""
+        return self.backend("48MiB")
+
+    async def reopen(self, backend: Backend) -> Backend:
+        """Return a backend over the same directory."""
+        return SlotsBackend(cast(SlotsConfig, backend.config))
+
+    async def make_small_backend(self, capacity_bytes: int) -> Backend:
+        """Return a backend that evicts."""
+        return self.backend(capacity_bytes)
+
+
+class TestUring(SlotsHarness, BackendTests):
+    settings: ClassVar[dict[str, Any]] = {"engine": "io_uring"}
+
+
+@pytest.mark.matrix
+class TestThreads(SlotsHarness, BackendTests):
+    settings: ClassVar[dict[str, Any]] = {"engine": "threads"}
+
+
+@pytest.mark.matrix
+class TestBuffered(SlotsHarness, BackendValueTests):
+    settings: ClassVar[dict[str, Any]] = {"direct": "off"}
+
+
+@pytest.mark.matrix
+class TestDurable(SlotsHarness, BackendValueTests):
+    settings: ClassVar[dict[str, Any]] = {"durability": "data"}
+
+
+@pytest.mark.matrix
+class TestDrives(SlotsHarness, BackendTests):
+    drives = 3
