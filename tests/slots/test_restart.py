@@ -12,7 +12,7 @@ import pytest
 from kvstore.diskio import OsDisk
 from kvstore.errors import ConfigError
 from kvstore.tenants import Tenants, tag_of
-from kvstore.testing import eventually_async
+from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
 from tests.slots.rig import SLOT, clone, head_of, opened, tables
 
