@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvstore.diskio import OsDisk
 from kvstore.errors import ConfigError
+from kvstore.tenants import Tenants, tag_of
+from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
 from tests.slots.rig import SLOT, clone, head_of, opened, tables
+
+
+class ReadOnly(OsDisk):
+    """A disk that opens files of segments only for reading, as one that was remounted after errors."""
+
+    def open_file(self, name: str, flags: int, dir_fd: int) -> int:
+        if name[:6].isdigit() and flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, "read-only")
+        return super().open_file(name, flags, dir_fd)
 
 
 async def test_every_reported_block_is_there_after_a_kill(tmp_path: Path) -> None:
@@ -167,3 +181,45 @@ async def test_root_of_another_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="format 2"):
         async with opened(tmp_path / "a", 16):
             pass
+
+
+async def test_segments_of_an_engine_that_ended_are_taken_while_running(tmp_path: Path) -> None:
+    """An engine takes the segments of one that ended, and reports their blocks."""
+    async with opened(tmp_path / "a", 64) as rig:
+        arrived: list[bytes] = []
+        rig.backend.set_arrival_listener(arrived.extend)
+        async with opened(tmp_path / "a", 64) as other:
+            values = await other.put_new(3)
+        await eventually_async(lambda: set(arrived) == set(values))
+        await rig.has_all(values)
+
+
+async def test_read_only_files_are_loaded(tmp_path: Path) -> None:
+    """On a disk that refuses to open files for writing, blocks are loaded, and stores fail."""
+    async with opened(tmp_path / "a", 16) as rig:
+        values = await rig.put_new(16)
+    disk = ReadOnly()
+    async with opened(tmp_path / "a", 16, disk=disk, engine="threads") as rig:
+        await rig.has_all(values)
+        assert await rig.put({rig.maker.key(): rig.maker.payload()}) != [Outcome.OK]
+        await rig.has_all(values)
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_guaranteed_blocks_of_a_tenant_stay(tmp_path: Path, named: bool) -> None:
+    """Another tenant's blocks displace only blocks that are not guaranteed, also after a restart."""
+    tenants = msgspec.convert({"by": "cache_salt", "named": {"quiet": {"guaranteed": 0.5}}}, Tenants) if named else None
+    quiet: dict[bytes, bytes] = {}
+    for tenant, count in (("quiet", 24), ("noisy", 192), ("other", 192)):
+        async with opened(tmp_path / "a", 64, tenants=tenants) as rig:
+            for number in range(0, count, 8):
+                tag = tag_of(tenant, named=tenant == "quiet")
+                values = {tag + b"%028d" % n: rig.maker.payload() for n in range(number, number + 8)}
+                await rig.put(values)
+                if tenant == "quiet":
+                    quiet |= values
+            found = sum(await rig.backend.exists(list(quiet)))
+            assert found == (24 if named or tenant == "quiet" else 0)
+    async with opened(tmp_path / "a", 64, tenants=tenants) as rig:
+        if named:
+            await rig.has_all(quiet)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,17 @@ class Recorder(OsDisk):
 
     def _note(self, what: str, fd: int) -> None:
         self.calls.append(f"{what} {os.path.splitext(os.readlink(f'/proc/self/fd/{fd}'))[1]}")
+
+
+class BadTable(OsDisk):
+    """A disk that refuses writes to the rows of one table."""
+
+    name = ""
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        if offset and os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) == self.name:
+            raise OSError(errno.EIO, "a bad sector")
+        return super().pwritev(fd, buffers, offset)
 
 
 async def test_slot_is_durable_before_its_row(tmp_path: Path) -> None:
@@ -131,6 +143,17 @@ async def test_failed_removal_of_a_row_is_made_later(tmp_path: Path, after: bool
     async with opened(copy, 64) as rig:
         assert rig.backend.stats().blocks == 0
         assert rig.backend.stats().gauges["free_slots"] == free
+
+
+async def test_one_bad_row_does_not_stop_evictions(tmp_path: Path) -> None:
+    """If the row of a block can't be written, other blocks are evicted, and the block stays."""
+    disk = BadTable()
+    async with opened(tmp_path / "a", 16, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(16)
+        disk.name = tables(tmp_path)[0].name
+        outcomes = [outcome for _ in range(12) for outcome in await rig.put({rig.maker.key(): rig.maker.payload()})]
+        assert outcomes.count(Outcome.OK) >= 11
+        assert sum(await rig.backend.exists(list(values))) >= 1
 
 
 async def test_generation_grows_with_each_change_of_a_row(tmp_path: Path) -> None:

@@ -229,9 +229,13 @@ class SlotsBackend(Backend):
                 await opening.result().close(_CLOSE_TIMEOUT_S)
 
     async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> Session:
-        session = Session(self._disk, self.config, self._counts, self._report_removed, self.tenants)
+        listeners = self._report_added, self._report_removed
+        session = Session(self._disk, self.config, self._counts, *listeners, self.tenants)
         await session.open(namespace, geometry)
         return session
+
+    def _report_added(self, keys: Sequence[BlockKey]) -> None:
+        self._arrival_listener(keys)
 
     def _report_removed(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         self._removal_listener(keys, cause)

@@ -164,12 +164,12 @@ class Index:
         return departing
 
     def stay(self, places: Iterable[int]) -> None:
-        """Undo :meth:`depart` of blocks, whose rows could not be written."""
+        """Undo :meth:`depart` of blocks whose rows could not be written; other blocks are tried before them."""
         for place in places:
             segment, slot = self.at(place)
             if segment.id not in self.segments:
                 continue
-            segment.age_view[slot] = 0
+            segment.age_view[slot] = self._ages.now
             if self._shares is not None:
                 self._shares.enter(segment, slot, segment.key(slot))
 

@@ -17,7 +17,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
@@ -87,10 +87,14 @@ class Root:
         files.close_all(self.disk, self.fd, self.state_fd, self.namespace_fd)
         self.fd = self.state_fd = self.namespace_fd = -1
 
-    def take_segments(self) -> Iterator[tuple[Segment, Digests]]:
-        """Yield the segments of the namespace that no engine holds, with the digests of their slots."""
+    def take_segments(self, ours: Collection[int]) -> Iterator[tuple[Segment, Digests]]:
+        """Yield the segments of the namespace that no engine holds, with the digests of their slots.
+
+        ``ours``: Numbers of those that this engine holds.
+        """
         names = files.names_in(self.disk, self.namespace_fd)
-        for number in sorted(number for name in names if (number := table_number(name)) is not None):
+        numbers = {number for name in names if (number := table_number(name)) is not None}
+        for number in sorted(numbers.difference(ours)):
             try:
                 taken = self._take(number)
             except OSError as error:

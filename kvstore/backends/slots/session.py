@@ -53,6 +53,7 @@ class Session:
         disk: OsDisk,
         config: SlotsConfig,
         counts: Counter[str],
+        on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
         tenants: Tenants | None = None,
     ) -> None:
@@ -61,6 +62,7 @@ class Session:
         self.disk = disk
         self.config = config
         self._counts = counts
+        self._on_added = on_added
         self._on_removed = on_removed
         self._tenants = tenants
         self._files = contextlib.ExitStack()
@@ -146,18 +148,17 @@ class Session:
             self.engine, self.index, self.tables, self.space, claims, self._counts, record_bytes_max, durable,
             self._on_removed,
         )  # fmt: skip
-        for root in self.roots:
-            # One at a time, because the content of all tables together is as large as the index.
-            segments = root.take_segments()
-            while (taken := await self.engine.call(partial(next, segments, None))) is not None:
-                self.space.admit(*taken)
+        await self._take_segments(report=False)
         self._upkeep = asyncio.get_running_loop().create_task(self._keep_up())
 
     async def _keep_up(self) -> None:
         """Perform the duties of upkeep until cancelled; each fails alone, and the next round retries it."""
         duties: dict[str, Callable[[], Awaitable[None]]] = {
-            "directory": self._notice_removal, "rows": self.tables.settle, "files": self._match_files
-        }  # fmt: skip
+            "directory": self._notice_removal,
+            "rows": self.tables.settle,
+            "files": self._match_files,
+            "segments": self._take_segments,
+        }
         while True:
             for name, duty in duties.items():
                 try:
@@ -168,6 +169,18 @@ class Session:
                     self._counts[f"upkeep_{name}_errors"] += 1
                     self._counts["upkeep_errors"] += 1
             await asyncio.sleep(_UPKEEP_S)
+
+    async def _take_segments(self, *, report: bool = True) -> None:
+        """Take segments that no engine holds, and report their blocks: their engines may have ended since."""
+        for root in self.roots:
+            ours = {segment.number for segment in self.index.opened if segment.root == root.position}
+            # One at a time, because the content of all tables together is as large as the index.
+            segments = root.take_segments(ours)
+            while (taken := await self.engine.call(partial(next, segments, None))) is not None:
+                segment, _ = taken
+                self.space.admit(*taken)
+                if report and (keys := [segment.key(slot) for slot in segment.held().tolist()]):
+                    self._on_added(keys)
 
     async def _notice_removal(self) -> None:
         status = await self.engine.call(partial(self.disk.fstat, self.roots[0].namespace_fd))

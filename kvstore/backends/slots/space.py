@@ -145,7 +145,8 @@ class Space:
     async def _evict(self, count: int) -> bool:
         """Evict at most ``count`` blocks and free their slots; return whether any slot was freed.
 
-        A block whose row could not be written stays: its slot is not reused.
+        A block whose row could not be written stays, and its slot is not reused. If the row was written all the same, a
+        restart loses the block.
         """
         index = self._index
         keys: dict[int, BlockKey] = {}
