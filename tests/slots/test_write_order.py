@@ -106,7 +106,7 @@ async def test_failed_row_of_a_store_publishes_nothing(tmp_path: Path, after: bo
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["not written", "written"])
-async def test_block_whose_eviction_fails_stays(tmp_path: Path, after: bool) -> None:
+async def test_block_stays_when_its_eviction_fails(tmp_path: Path, after: bool) -> None:
     """While rows can't be written, nothing is evicted, and every block is still loaded."""
     disk = NoRows()
     async with opened(tmp_path / "a", 16, disk=disk, engine="threads") as rig:
@@ -124,7 +124,7 @@ async def test_block_whose_eviction_fails_stays(tmp_path: Path, after: bool) -> 
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["not written", "written"])
-async def test_removal_whose_row_fails_is_made_later(tmp_path: Path, after: bool) -> None:
+async def test_failed_removal_of_a_row_is_made_later(tmp_path: Path, after: bool) -> None:
     """The block is gone at once, its slot stays unused, and a kill after the next upkeep does not bring it back."""
     disk = NoRows()
     disk.after = after
