@@ -247,7 +247,7 @@ def test_memory_has_room_for_the_primary_tier() -> None:
         assert kubernetes < int(memory["sizeLimit"].removesuffix("Gi")) << 30
 
 
-def test_network_policies_allow_what_engines_use() -> None:
+def test_network_policies_cover_peers_valkey_and_downloads() -> None:
     """The peer port, Valkey and names are reachable; the cloud's metadata and private networks are not."""
     policies = {
         each["metadata"]["name"]: each["spec"]
