@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from kvstore.namespace import Namespace
 from kvstore.testing.tier_rig import TierRig
-from tests.backends.test_rotation import QUICK, QUICK_CASES, SLOW_CASES, by_link
+from tests.backends.rotations import QUICK, QUICK_CASES, SLOW_CASES, by_link
 from tests.campaign.program import failed, not_run, passed, rounds
 from tests.disk.mounts import ext4, filled
 from tests.peer import serving as peers
