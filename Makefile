@@ -81,7 +81,6 @@ lint: setup
 	$(VENV)/bin/lint-imports --no-logo --no-cache
 	$(VENV)/bin/hadolint deploy/Dockerfile
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
-	$(VENV)/bin/kubernetes-validate --strict deploy/kubernetes/vllm.yaml
 	$(PY) -m pytest -q -n 2 -m repository tests/project
 
 docs: setup

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Writes deploy/alerts.yaml, Prometheus' alerts on kvstore, from the list of metrics in kvstore.vllm.metrics.
+"""Writes Prometheus' alerts on kvstore from the list of metrics in kvstore.vllm.metrics.
+
+They are written to deploy/alerts.yaml, and as a PrometheusRule to deploy/kubernetes/alerts.yaml.
 
 .venv/bin/python scripts/make_alerts.py
 """
@@ -14,6 +16,7 @@ import yaml
 from promql import series
 
 ALERTS_FILE = Path(__file__).parents[1] / "deploy/alerts.yaml"
+_RESOURCE = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": {"name": "kvstore"}}
 _RUNBOOKS = "docs/troubleshooting.md"
 """The page with a heading for each alert. The project has no public address."""
 
@@ -213,11 +216,13 @@ def rules() -> dict[str, Any]:
     }
 
 
-def text() -> str:
-    """Return the text of the rules file."""
+def texts() -> dict[Path, str]:
+    """Return the text of each file."""
+    documents = {ALERTS_FILE: rules(), ALERTS_FILE.parent / "kubernetes/alerts.yaml": {**_RESOURCE, "spec": rules()}}
     head = "# Made by scripts/make_alerts.py from kvstore's list of metrics; do not edit.\n"
-    return head + yaml.safe_dump(rules(), sort_keys=False, width=1000)
+    return {path: head + yaml.safe_dump(each, sort_keys=False, width=1000) for path, each in documents.items()}
 
 
 if __name__ == "__main__":
-    ALERTS_FILE.write_text(text())
+    for path, text in texts().items():
+        path.write_text(text)

@@ -471,6 +471,11 @@ class TieringManager:
         waits = self._promotions.pending or bool(self._prefetch) or self._cascades.waits
         return bool(self._jobs) or waits or self._expiry.pending
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request has looked for blocks or stored some, and has not ended."""
+        return bool(self._requests.by_id)
+
     def on_step_end(self, scheduled: Collection[str] = ()) -> None:
         """Submit the I/O of this step to the tiers. Call this once per step, even if nothing was scheduled.
 

@@ -251,6 +251,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     @guarded(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Record the end of a request."""
+        self._busy = True
         ctx = self._context(req_context)
         for names in (self._without_keys, self._loading):
             names.discard(ctx.request_id)
@@ -335,10 +336,10 @@ class KVStoreOffloadingManager(OffloadingManager):
         now = time.monotonic()
         if self._steps is not None:
             self._steps.end(now)
-        ended = self._busy and not self.manager.has_pending_work
+        ended = self._busy and not self.manager.has_pending_work and not self.manager.has_requests
         if now - self._reported_at < _REPORT_INTERVAL_S and not ended:
             return None
-        self._reported_at, self._busy = now, False
+        self._reported_at, self._busy = now, self._busy and not ended
         stats = self.manager.stats()
         self._summary.note(now, stats, self.manager.tally, self.manager.primary.slot_bytes)
         self._unread.note(now, stats, self.manager.primary.slot_bytes)

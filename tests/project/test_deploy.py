@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
+from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
 
 from kvstore.config import decode_config
 from kvstore.registry import BACKENDS
@@ -19,6 +22,62 @@ pytestmark = pytest.mark.repository
 
 DEPLOY = ROOT / "deploy"
 YAML = sorted(DEPLOY.rglob("*.yaml"))
+KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+
+
+def _closed(**properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object with these properties only."""
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+# No package ships these schemas. They have the fields that the examples use, as in the repositories that they name.
+_TEXT, _COUNT, _MAP, _LIST, _FLAG = ({"type": kind} for kind in ("string", "integer", "object", "array", "boolean"))
+LLM_INFERENCE_SERVICE = _closed(
+    apiVersion={"const": "serving.kserve.io/v1alpha2"},
+    kind=_TEXT,
+    metadata=_MAP,
+    spec=_closed(
+        model=_closed(uri=_TEXT, name=_TEXT),
+        replicas=_COUNT,
+        labels=_MAP,
+        router=_closed(gateway=_MAP, route=_MAP, scheduler=_MAP),
+        template=_MAP,
+    ),
+)
+_LABELS_OF_LLM_D = ("llm-d.ai/inferenceServing", "llm-d.ai/model")
+LLM_D = _closed(
+    modelArtifacts=_closed(name=_TEXT, uri=_TEXT, size=_TEXT, labels=_closed(**dict.fromkeys(_LABELS_OF_LLM_D, _TEXT))),
+    routing=_closed(proxy=_closed(enabled=_FLAG)),
+    prefill=_closed(create=_FLAG),
+    decode=_closed(
+        replicas=_COUNT, terminationGracePeriodSeconds=_COUNT, extraConfig=_MAP, containers=_LIST, volumes=_LIST
+    ),
+)
+_MODEL = _closed(
+    name=_TEXT,
+    repository=_TEXT,
+    tag=_TEXT,
+    modelURL=_TEXT,
+    replicaCount=_COUNT,
+    requestGPU=_COUNT,
+    resources=_MAP,
+    pvcStorage=_closed(emptyDir=_MAP),
+    shmSize=_TEXT,
+    vllmConfig=_closed(tensorParallelSize=_COUNT, enablePrefixCaching=_FLAG, extraArgs=_LIST),
+    env=_LIST,
+    extraVolumeMounts=_LIST,
+    extraVolumes=_LIST,
+)
+PRODUCTION_STACK = _closed(
+    servingEngineSpec=_closed(
+        enableEngine=_FLAG,
+        labels=_MAP,
+        runtimeClassName=_TEXT,
+        securityContext=_MAP,
+        containerSecurityContext=_MAP,
+        modelSpec={"type": "array", "items": _MODEL},
+    )
+)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -39,15 +98,44 @@ def _transfers() -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def _kubernetes(kind: str) -> list[dict[str, Any]]:
-    documents = yaml.safe_load_all((DEPLOY / "kubernetes/vllm.yaml").read_text())
-    return [document for document in documents if document["kind"] == kind]
+def _documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
 
 
-def _pod(kind: str) -> dict[str, Any]:
-    (workload,) = _kubernetes(kind)
-    found: dict[str, Any] = workload["spec"]["template"]["spec"]
+def _document(name: str, kind: str) -> dict[str, Any]:
+    (found,) = (each for each in _documents(name) if each["kind"] == kind)
     return found
+
+
+def _pods() -> dict[str, dict[str, Any]]:
+    """Return the pods with engines, as far as the examples define them, by the name of their file."""
+    llm_d = _documents("helm/llm-d.yaml")[0]
+    decode, (container,) = llm_d["decode"], llm_d["decode"]["containers"]
+    engine = {name: value for name, value in container.items() if name not in _OF_CHART} | container["extraConfig"]
+    pod_of_llm_d = {"containers": [engine], "volumes": decode["volumes"], **decode["extraConfig"]}
+    stack = _documents("helm/production-stack.yaml")[0]["servingEngineSpec"]
+    (model,) = stack["modelSpec"]
+    engine = {
+        "name": "vllm",
+        "args": model["vllmConfig"]["extraArgs"],
+        "securityContext": stack["containerSecurityContext"],
+        "env": model["env"],
+        "resources": model["resources"],
+        "volumeMounts": [*model["extraVolumeMounts"], {"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": model["shmSize"]}}
+    pod_of_stack = {"securityContext": stack["securityContext"], "containers": [engine]}
+    return {
+        "kubernetes/vllm.yaml": _document("kubernetes/vllm.yaml", "StatefulSet")["spec"]["template"]["spec"],
+        "kubernetes/kserve.yaml": _documents("kubernetes/kserve.yaml")[0]["spec"]["template"],
+        "helm/llm-d.yaml": pod_of_llm_d,
+        "helm/production-stack.yaml": {**pod_of_stack, "volumes": [*model["extraVolumes"], shm]},
+    }
+
+
+_OF_CHART = {"modelCommand", "mountModelVolume", "extraConfig"}
+_VALKEY = _document("kubernetes/common.yaml", "Deployment")["spec"]["template"]["spec"]
+ALL_PODS = _pods() | {"kubernetes/common.yaml": _VALKEY}
 
 
 @pytest.mark.parametrize("path", YAML, ids=name_of)
@@ -68,24 +156,149 @@ def test_every_engine_is_configured_rightly(name: str, transfer: dict[str, Any])
     assert transfer["kv_connector"] == "KVStoreConnector"
     for tier in transfer["kv_connector_extra_config"]["secondary_tiers"]:
         options = {key: value for key, value in tier.items() if key != "type"}
-        if isinstance(options.get("password"), dict):
-            options["password"] = "a password"  # Its variable exists in the container.
+        for secret in {"password", "secret"} & options.keys():
+            options[secret] = "a password of sixteen"  # Its file exists in the container.
         decode_config(BACKENDS.find(tier["type"]).config_type, options, where=name)
 
 
 def test_there_is_a_configuration_in_each_example() -> None:
     """Each example has a configuration; otherwise the check above would check nothing."""
     names = {name for name, _ in _transfers()}
-    assert names == {"deploy/compose.yaml", "deploy/kubernetes/vllm.yaml", "deploy/helm/production-stack.yaml"}
+    assert names == {"deploy/compose.yaml", "deploy/kubernetes/common.yaml"}
+    for pod in _pods().values():
+        (engine,) = pod["containers"]
+        reference = {"configMapKeyRef": {"name": "vllm-kvstore", "key": "kv-transfer.json"}}
+        assert {"name": "KV_TRANSFER_CONFIG", "valueFrom": reference} == engine["env"][0]
+        assert "$(KV_TRANSFER_CONFIG)" in str([engine.get("args"), engine["env"][1:]])
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=name_of)
+def test_kubernetes_accepts_the_resources(path: Path) -> None:
+    """Every resource agrees with the schema of its kind, without unknown fields."""
+    for document in yaml.safe_load_all(path.read_text()):
+        if document["apiVersion"] == "monitoring.coreos.com/v1":
+            model = getattr(prometheus_operator, document["kind"]).model_validate(document)
+            # It drops unknown fields.
+            assert model.model_dump(mode="json", by_alias=True, exclude_unset=True) == document
+        elif document["kind"] == "LLMInferenceService":
+            jsonschema.validate(document, LLM_INFERENCE_SERVICE)
+        else:
+            kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("name", ALL_PODS)
+def test_kubernetes_accepts_the_pods(name: str) -> None:
+    """Each pod, as the controller or the chart makes it of the example, agrees with the schema."""
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": ALL_PODS[name]}
+    kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_charts_know_the_values() -> None:
+    """The values have the names and types of the charts' schemas."""
+    jsonschema.validate(_documents("helm/llm-d.yaml")[0], LLM_D)
+    jsonschema.validate(_documents("helm/production-stack.yaml")[0], PRODUCTION_STACK)
+
+
+@pytest.mark.parametrize("name", ALL_PODS)
+def test_pods_are_restricted(name: str) -> None:
+    """Each pod meets the standard "restricted", and no memory or disk is promised that its node lacks."""
+    pod = ALL_PODS[name]
+    outer = pod["securityContext"]
+    assert outer["runAsNonRoot"] and outer["runAsUser"] > 0 and outer["fsGroup"] == outer["runAsGroup"]
+    for container in pod["containers"]:
+        inner = container["securityContext"]
+        assert not inner["allowPrivilegeEscalation"] and inner["capabilities"] == {"drop": ["ALL"]}
+        assert (inner | outer)["seccompProfile"]["type"] in ("RuntimeDefault", "Localhost")
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert {"cpu", "memory", "ephemeral-storage"} <= set(container["resources"]["limits"])
+        # A file with a subPath keeps the content of the start.
+        assert not [mount for mount in container["volumeMounts"] if "subPath" in mount]
+        assert not [each for each in container.get("env", []) if "password" in str(each).lower()]
+
+
+def test_engines_find_all_their_files() -> None:
+    """The user, the drive and every secret of the configuration are where the pods and the image have them."""
+    (transfer,) = (each for name, each in _transfers() if "kubernetes" in name)
+    tiers = transfer["kv_connector_extra_config"]["secondary_tiers"]
+    assert [tier.get("required", True) for tier in tiers] == [True, False, False]
+    script = (DEPLOY / "kubernetes/secrets.sh").read_text()
+    files = set(re.findall(r'/run/secrets/kvstore/([\w.-]+)"', json.dumps(tiers)))
+    assert files == {"peer-secret", "keyring.json", "valkey-password", "ca.crt"}
+    assert all(f"vllm-kvstore/{name}" in script for name in files)
+    user = re.search(r"useradd --uid (\d+) .*--home-dir (\S+)", (DEPLOY / "Dockerfile").read_text())
+    assert user is not None
+    for pod in _pods().values():
+        mounts = {mount["mountPath"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert {str(Path(tiers[1]["path"]).parent), "/run/secrets/kvstore"} <= mounts
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes["secrets"]["secret"] == {"secretName": "vllm-kvstore", "defaultMode": 0o440}
+        assert pod["securityContext"]["runAsUser"] == int(user[1])
+    assert {"name": "HOME", "value": user[2]} in _pods()["kubernetes/vllm.yaml"]["containers"][0]["env"]
 
 
 def test_memory_has_room_for_the_primary_tier() -> None:
     """/dev/shm is larger than its primary tier."""
-    sizes = {"deploy/compose.yaml": 10 << 30, "deploy/kubernetes/vllm.yaml": 36 << 30}
-    sizes["deploy/helm/production-stack.yaml"] = 36 << 30
-    for name, transfer in _transfers():
-        assert transfer["kv_connector_extra_config"]["cpu_bytes_to_use"] < sizes[name]
-        assert re.search(rf"\b{sizes[name] >> 30}(Gi|gb)\b", (ROOT / name).read_text())
+    compose, kubernetes = (
+        each["kv_connector_extra_config"]["cpu_bytes_to_use"] for _, each in sorted(_transfers(), key=lambda e: e[0])
+    )
+    assert compose < 10 << 30 and "shm_size: 10gb" in (DEPLOY / "compose.yaml").read_text()
+    for pod in _pods().values():
+        (memory,) = (each["emptyDir"] for each in pod["volumes"] if each.get("emptyDir", {}).get("medium") == "Memory")
+        assert kubernetes < int(memory["sizeLimit"].removesuffix("Gi")) << 30
+
+
+def test_network_policies_cover_peers_valkey_and_downloads() -> None:
+    """The peer port, Valkey and names are reachable; the cloud's metadata and private networks are not."""
+    policies = {
+        each["metadata"]["name"]: each["spec"]
+        for each in _documents("kubernetes/common.yaml")
+        if each["kind"] == "NetworkPolicy"
+    }
+    assert all(each["policyTypes"] == ["Ingress", "Egress"] for each in policies.values())
+    (transfer,) = (each for name, each in _transfers() if "kubernetes" in name)
+    peer = int(transfer["kv_connector_extra_config"]["secondary_tiers"][0]["listen"].rpartition(":")[2])
+
+    def ports(rules: list[dict[str, Any]]) -> set[int]:
+        return {port["port"] for rule in rules for port in rule["ports"]}
+
+    assert ports(policies["vllm"]["ingress"]) == {8000, peer}
+    assert ports(policies["vllm"]["egress"]) == {53, 6379, peer, 443}
+    assert ports(policies["valkey"]["ingress"]) == {6379} and "egress" not in policies["valkey"]
+    (block,) = (to["ipBlock"] for rule in policies["vllm"]["egress"] for to in rule["to"] if "ipBlock" in to)
+    assert {"169.254.0.0/16", "10.0.0.0/8"} <= set(block["except"])
+
+
+def test_a_service_does_not_set_vllms_port() -> None:
+    """No service with an address is named "vllm": vLLM would read its variable VLLM_PORT."""
+    services = [
+        each for path in KUBERNETES for each in yaml.safe_load_all(path.read_text()) if each["kind"] == "Service"
+    ]
+    assert len(services) == 3
+    assert all(each["metadata"]["name"] != "vllm" for each in services)
+
+
+def test_resources_select_the_pods_of_each_example() -> None:
+    """The label in common.yaml and monitor.yaml is that of the pods; llm-d's chart needs one of its own."""
+    stateful = _document("kubernetes/vllm.yaml", "StatefulSet")["spec"]["template"]["metadata"]["labels"]
+    kserve = _documents("kubernetes/kserve.yaml")[0]["spec"]["labels"]
+    stack = _documents("helm/production-stack.yaml")[0]["servingEngineSpec"]["labels"]
+    assert stateful == kserve == stack == {"app": "vllm"}
+    monitor = _documents("kubernetes/monitor.yaml")[0]["spec"]
+    (service,) = (
+        each
+        for path in KUBERNETES
+        for each in yaml.safe_load_all(path.read_text())
+        if each["kind"] == "Service" and each["metadata"].get("labels") == monitor["selector"]["matchLabels"]
+    )
+    assert [each["port"] for each in monitor["endpoints"]] == [each["name"] for each in service["spec"]["ports"]]
+    llm_d = (DEPLOY / "helm/llm-d.yaml").read_text()
+    command = re.search(r"sed 's\|(.*?)\|(.*?)\|'", llm_d)
+    assert command is not None
+    assert yaml.safe_load(command[2]).items() <= _documents("helm/llm-d.yaml")[0]["modelArtifacts"]["labels"].items()
+    common = (DEPLOY / "kubernetes/common.yaml").read_text()
+    assert list(yaml.safe_load_all(common.replace(command[1], command[2])))[2]["spec"]["selector"] == yaml.safe_load(
+        command[2]
+    )
 
 
 def test_the_seccomp_profile_allows_io_uring_and_nothing_looser() -> None:
@@ -122,24 +335,9 @@ def test_engines_may_write_back_before_they_are_killed() -> None:
     """Compose and Kubernetes wait as long for the end of an engine."""
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["vllm"]
     assert compose["stop_grace_period"] == "60s"
-    assert _pod("StatefulSet")["terminationGracePeriodSeconds"] == 60
-
-
-def test_kubernetes_has_models_secrets_seals_and_policies() -> None:
-    """Models are on a volume; HF_TOKEN, keyring and password are secrets; tiers are sealed; each app has a policy."""
-    (engine,) = _pod("StatefulSet")["containers"]
-    env = {each["name"]: each for each in engine["env"]}
-    paths = [mount["mountPath"] for mount in engine["volumeMounts"]]
-    assert env["HF_HOME"]["value"] in paths and "secretKeyRef" in env["HF_TOKEN"]["valueFrom"]
-    (valkey,) = _pod("Deployment")["containers"]
-    assert env["VALKEY_PASSWORD"] in valkey["env"] and "requirepass" in valkey["args"][0]
-    (tiers,) = (each["kv_connector_extra_config"]["secondary_tiers"] for name, each in _transfers() if "kube" in name)
-    assert [tier.get("password") for tier in tiers] == [None, {"env": "VALKEY_PASSWORD"}]
-    for tier in tiers:
-        keyring = Path(tier["codec"][-1]["aead"]["keys"]["file"])
-        assert str(keyring.parent) in paths
-    selected = [policy["spec"]["podSelector"]["matchLabels"]["app"] for policy in _kubernetes("NetworkPolicy")]
-    assert sorted(selected) == ["valkey", "vllm"]
+    assert _pods()["kubernetes/vllm.yaml"]["terminationGracePeriodSeconds"] == 60
+    assert _pods()["kubernetes/kserve.yaml"]["terminationGracePeriodSeconds"] == 60
+    assert _documents("helm/llm-d.yaml")[0]["decode"]["terminationGracePeriodSeconds"] == 60
 
 
 def test_the_chart_mounts_memory() -> None:
@@ -156,6 +354,5 @@ def test_the_commands_in_the_image_have_a_tier() -> None:
     assert match is not None
     tier = json.loads(match[1])
     assert tier["path"].startswith(re.search(r"^VOLUME (\S+)", text, re.MULTILINE)[1])  # type: ignore[index]
-    for name, transfer in _transfers():
-        if "helm" not in name:
-            assert transfer["kv_connector_extra_config"]["secondary_tiers"][0]["path"] == tier["path"]
+    for _, transfer in _transfers():
+        assert tier["path"] in [each.get("path") for each in transfer["kv_connector_extra_config"]["secondary_tiers"]]

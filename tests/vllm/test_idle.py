@@ -81,3 +81,33 @@ def test_an_idle_engine_reports_the_blocks_stored_last(tmp_path: Path, monkeypat
                     (blocks,) = report.data["data"]["vllm:kvstore_blocks"].values()
     finally:
         driver.close()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "labels"),
+    [({"load": False}, ("all", "policy")), ({}, ("memory", "absent"))],
+    ids=["policy", "absent"],
+)
+def test_the_misses_of_the_last_request_are_reported_at_its_end(
+    parameters: dict[str, Any], labels: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Misses without any I/O are in the report of the step in which the engine's last request ends, not before."""
+    monkeypatch.setattr(manager, "_REPORT_INTERVAL_S", 600.0)
+    driver = Driver([{"type": "memory", "capacity": "64MiB"}], spec_class=KVStoreOffloadingSpec)
+    ours = driver.manager
+    try:
+        requests = [driver.request(kv_transfer_params={"kvstore": parameters}) for _ in range(2)]
+        reports = []
+        ours.get_stats()
+        for number, context in enumerate(requests):
+            driver.lookup([key_of(number)], context)
+            ours.prepare_store([], context)
+        driver.settle()
+        ours.get_stats()
+        for context in requests:
+            ours.on_request_finished(context)
+            reports.append(ours.get_stats())
+        assert reports[0] is None
+        assert reports[1].data["data"]["vllm:kvstore_missed_blocks"][labels] == 2
+    finally:
+        driver.close()
