@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvstore.backends.disk import files, layout
+from kvstore.backends.disk import directories, files, layout
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.files import FileLock
 from kvstore.backends.disk.journal import JournalReader, append_rows, journals_in, load_owner
@@ -437,22 +437,22 @@ def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namesp
     path = _path_of(config, position)
     root: Root | None = None
     try:
-        root = Root(disk, path, _open_directory(disk, path))
-        _check_mode(disk.fstat(root.fd).st_mode, path)
-        root.state_fd = _enter(disk, layout.STATE_DIR, root.fd, path)
+        root = Root(disk, path, directories.open_directory(disk, path))
+        directories.check_mode(disk.fstat(root.fd).st_mode, path)
+        root.state_fd = directories.enter(disk, layout.STATE_DIR, root.fd, path)
         _check_layout(disk, root, position)
         size_bytes = config.capacity.size_bytes
         root.capacity = config.capacity if size_bytes is None else Capacity(size_bytes // len(config.paths))
         root.reserve = config.reserve
         root.measure()
-        root.direct = config.direct != "off" and _takes_direct(disk, root)
+        root.direct = config.direct != "off" and directories.takes_direct(disk, _MEMBERS_NAME, root.state_fd, path)
         if config.direct == "on" and not root.direct:
             raise ConfigError(
                 f"'direct' is 'on', but the filesystem of {path!r} refuses direct I/O. Use 'auto', or a directory on "
                 "another filesystem."
             )
         root.namespace = namespace.hex
-        root.namespace_fd = _enter(disk, namespace.hex, root.fd, path)
+        root.namespace_fd = directories.enter(disk, namespace.hex, root.fd, path)
         _describe(disk, root, namespace.document())
     except BaseException as error:
         if root is not None:
@@ -477,7 +477,7 @@ def check_root(disk: OsDisk, position: int, config: DiskConfig) -> None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         root = Root(disk, path, disk.open_root(path))
         try:
-            root.state_fd = _own_directory(disk, layout.STATE_DIR, root.fd, path)
+            root.state_fd = directories.own_directory(disk, layout.STATE_DIR, root.fd, path)
             _check_layout(disk, root, position)
         finally:
             root.close()
@@ -555,62 +555,6 @@ def not_ours() -> Iterator[None]:
             raise
 
 
-def _open_directory(disk: OsDisk, path: str) -> int:
-    try:
-        return disk.open_root(path)
-    except FileNotFoundError:
-        pass
-    except NotADirectoryError as error:
-        raise ConfigError(f"'path' is {path!r}, which is not a directory. Name a directory.") from error
-    try:
-        # Another engine may make it at the same time.
-        with contextlib.suppress(FileExistsError):
-            disk.mkdir(path)
-        return disk.open_root(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise AbsentError(
-            f"'path' is {path!r}, but there is no directory {os.path.dirname(path)!r}. Mount the disk or make that "
-            "directory; only the last component is made by kvstore."
-        ) from error
-
-
-def _check_mode(mode: int, path: str) -> None:
-    """Refuse a root where any user could remove our directories; warn if its group could."""
-    if mode & stat.S_ISVTX:
-        return
-    if mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"'path' is {path!r}, which every user may write to (mode {mode & 0o7777:04o}). Blocks hold what users "
-            f"asked. Do 'chmod o-w' on it, or name a directory below it, such as {os.path.join(path, 'kvstore')!r}, "
-            "which is made with mode 0700."
-        )
-    if mode & stat.S_IWGRP:
-        _log.warning("%s may be written to by its group (mode %04o), which could remove blocks", path, mode & 0o7777)
-
-
-def _enter(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
-    """Open a directory of ours below the root, and create it if it is missing."""
-    try:
-        return _own_directory(disk, name, dir_fd, path)
-    except FileNotFoundError:
-        with contextlib.suppress(FileExistsError):
-            disk.mkdir(name, dir_fd)
-    return _own_directory(disk, name, dir_fd, path)
-
-
-def _own_directory(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
-    """Open a directory of ours below the root ``path``."""
-    try:
-        return files.open_own_directory(disk, name, dir_fd)
-    except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EPERM):
-            raise
-        raise ConfigError(
-            f"{os.path.join(path, name)!r} is not a directory of this user ({error.strerror}). Remove it, run as "
-            "its owner, or name another 'path'."
-        ) from error
-
-
 def _check_layout(disk: OsDisk, root: Root, position: int) -> None:
     if _OLD_LAYOUT_NAME in files.names_in(disk, root.state_fd):
         raise ConfigError(
@@ -650,15 +594,3 @@ def _describe(disk: OsDisk, root: Root, document: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         if files.read_json(disk, "namespace.json", root.namespace_fd) is None:
             files.write_json(disk, "namespace.json", root.namespace_fd, document)
-
-
-def _takes_direct(disk: OsDisk, root: Root) -> bool:
-    try:
-        fd = disk.open_file(_MEMBERS_NAME, os.O_RDWR | os.O_CREAT | os.O_DIRECT, root.state_fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        _log.warning("%s refuses direct I/O; reading and writing through the page cache", root.path)
-        return False
-    disk.close(fd)
-    return True

@@ -404,9 +404,8 @@ class RedisHoldings(Holdings):
 
     async def _described(self, namespaces: Sequence[NamespaceInfo]) -> list[NamespaceInfo]:
         """Return namespaces with their stored fields."""
-        found = []
+        found, room = [], memoryview(bytearray(DESCRIPTION_BYTES_MAX))
         for namespace in namespaces:
-            room = memoryview(bytearray(DESCRIPTION_BYTES_MAX))
             (answer,) = await self._values.read([(self._description_key(namespace), Target([room]))])
             text = bytes(room[:answer]) if isinstance(answer, Filled) else b""
             found.append(replace(namespace, fields=fields_in(text, namespace.hex.removesuffix(_UNKNOWN))))

@@ -15,7 +15,6 @@ import fcntl
 import logging
 import os
 import secrets
-import stat
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.backends.disk import files
+from kvstore.backends.disk import directories, files
 from kvstore.backends.disk.files import FileLock
 from kvstore.backends.slots.config import SlotsConfig
 from kvstore.backends.slots.layout import (
@@ -266,9 +265,9 @@ def open_root(disk: OsDisk, position: int, config: SlotsConfig, namespace: Names
     path = _path_of(config, position)
     root: Root | None = None
     try:
-        root = Root(disk, path, position, _open_directory(disk, path), namespace.digest)
-        _check_mode(disk.fstat(root.fd).st_mode, path)
-        root.state_fd = _enter(disk, _STATE_DIR, root.fd, path)
+        root = Root(disk, path, position, directories.open_directory(disk, path), namespace.digest)
+        directories.check_mode(disk.fstat(root.fd).st_mode, path)
+        root.state_fd = directories.enter(disk, _STATE_DIR, root.fd, path)
         if _check_layout(disk, root) is None:
             files.write_json(disk, _LAYOUT_NAME, root.state_fd, {"format": FORMAT})
         filesystem = disk.statvfs(root.fd)
@@ -276,13 +275,13 @@ def open_root(disk: OsDisk, position: int, config: SlotsConfig, namespace: Names
         shares = 1 if config.capacity.percent is not None else len(config.paths)
         root.capacity_bytes = config.capacity.resolve(total) // shares
         root.reserve_bytes = config.reserve.resolve(total)
-        root.direct = config.direct != "off" and _takes_direct(disk, root)
+        root.direct = config.direct != "off" and directories.takes_direct(disk, _LEDGER_NAME, root.state_fd, path)
         if config.direct == "on" and not root.direct:
             raise ConfigError(
                 f"'direct' is 'on', but the filesystem of {path!r} refuses direct I/O. Use 'auto', or a directory on "
                 "another filesystem."
             )
-        root.namespace_fd = _enter(disk, namespace.hex, root.fd, path)
+        root.namespace_fd = directories.enter(disk, namespace.hex, root.fd, path)
         # Blocks are readable without this file, so a full disk or a foreign object there must not prevent a start.
         with contextlib.suppress(OSError):
             if files.read_json(disk, "namespace.json", root.namespace_fd) is None:
@@ -310,7 +309,7 @@ def check_root(disk: OsDisk, position: int, config: SlotsConfig) -> None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         root = Root(disk, path, position, disk.open_root(path), b"")
         try:
-            root.state_fd = _own_directory(disk, _STATE_DIR, root.fd, path)
+            root.state_fd = directories.own_directory(disk, _STATE_DIR, root.fd, path)
             _check_layout(disk, root)
         finally:
             root.close()
@@ -318,62 +317,6 @@ def check_root(disk: OsDisk, position: int, config: SlotsConfig) -> None:
 
 def _path_of(config: SlotsConfig, position: int) -> str:
     return os.path.abspath(os.path.expanduser(config.paths[position]))
-
-
-def _open_directory(disk: OsDisk, path: str) -> int:
-    try:
-        return disk.open_root(path)
-    except FileNotFoundError:
-        pass
-    except NotADirectoryError as error:
-        raise ConfigError(f"'path' is {path!r}, which is not a directory. Name a directory.") from error
-    try:
-        # Another engine may make it at the same time.
-        with contextlib.suppress(FileExistsError):
-            disk.mkdir(path)
-        return disk.open_root(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise AbsentError(
-            f"'path' is {path!r}, but there is no directory {os.path.dirname(path)!r}. Mount the disk or make that "
-            "directory; only the last component is made by kvstore."
-        ) from error
-
-
-def _check_mode(mode: int, path: str) -> None:
-    """Refuse a root where any user could remove our directories; warn if its group could."""
-    if mode & stat.S_ISVTX:
-        return
-    if mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"'path' is {path!r}, which every user may write to (mode {mode & 0o7777:04o}). Blocks hold what users "
-            f"asked. Do 'chmod o-w' on it, or name a directory below it, such as {os.path.join(path, 'kvstore')!r}, "
-            "which is made with mode 0700."
-        )
-    if mode & stat.S_IWGRP:
-        _log.warning("%s may be written to by its group (mode %04o), which could remove blocks", path, mode & 0o7777)
-
-
-def _enter(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
-    """Open a directory of ours below the root, and create it if it is missing."""
-    try:
-        return _own_directory(disk, name, dir_fd, path)
-    except FileNotFoundError:
-        with contextlib.suppress(FileExistsError):
-            disk.mkdir(name, dir_fd)
-    return _own_directory(disk, name, dir_fd, path)
-
-
-def _own_directory(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
-    """Open a directory of ours below the root ``path``."""
-    try:
-        return files.open_own_directory(disk, name, dir_fd)
-    except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EPERM):
-            raise
-        raise ConfigError(
-            f"{os.path.join(path, name)!r} is not a directory of this user ({error.strerror}). Remove it, run as "
-            "its owner, or name another 'path'."
-        ) from error
 
 
 def _check_layout(disk: OsDisk, root: Root) -> dict[str, Any] | None:
@@ -385,15 +328,3 @@ def _check_layout(disk: OsDisk, root: Root) -> dict[str, Any] | None:
             "made it, or name another 'path'."
         )
     return found
-
-
-def _takes_direct(disk: OsDisk, root: Root) -> bool:
-    try:
-        fd = disk.open_file(_LEDGER_NAME, os.O_RDWR | os.O_CREAT | os.O_DIRECT, root.state_fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        _log.warning("%s refuses direct I/O; reading and writing through the page cache", root.path)
-        return False
-    disk.close(fd)
-    return True
