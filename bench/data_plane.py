@@ -2,16 +2,15 @@
 
     python bench/data_plane.py [--quick] [--runs N] [--sizes 128 2048 8192] [--json FILE]
 
-The backend keeps headers and transfers no payload, so loads find their slots as their stores left them. Everything else
-is as in an engine: jobs of 64 blocks, eight at a time, from the caller to a process of its own, in huge pages; each
-payload is hashed when stored and verified when loaded. ``loop`` and ``workers`` are CPU seconds of the process's
-threads per 1e9 bytes. Where ``loop`` and ``workers`` together exceed one core, only more cores show the rate.
+The backend keeps headers and transfers no payload; all slots hold the same bytes. Everything else is as in an
+engine: jobs of 64 blocks, eight at a time, from the caller to a process of its own, in huge pages; each payload is
+hashed when stored and verified when loaded. ``loop`` and ``workers`` are CPU seconds of the process's threads per 1e9
+bytes. Where ``loop`` and ``workers`` together exceed one core, only more cores show the rate.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -81,18 +80,19 @@ class HeadersBackend(Backend):
 
 def run(system: TierSystem, op: Op, first: int, jobs: int) -> None:
     """Move ``jobs`` jobs, numbered from ``first``, a fixed number at a time; each has its own slots while it runs."""
-    running: set[int] = set()
-    waiting = list(range(first, first + jobs))
-    while waiting or running:
-        while waiting and len(running) < JOBS_AT_ONCE:
-            job = waiting.pop(0)
-            running.add(job)
+    free, running = list(range(JOBS_AT_ONCE)), dict[int, int]()
+    waiting = iter(range(first, first + jobs))
+    while True:
+        while free and (job := next(waiting, None)) is not None:
+            running[job] = free.pop()
             blocks = range(job * BLOCKS_PER_JOB, (job + 1) * BLOCKS_PER_JOB)
-            slot = job % JOBS_AT_ONCE * BLOCKS_PER_JOB
+            slot = running[job] * BLOCKS_PER_JOB
             system.submit(op, job, [b"%032d" % block for block in blocks], range(slot, slot + BLOCKS_PER_JOB))
+        if not running:
+            return
         system.wait(1.0)
         for done in system.finished():
-            running.discard(done.job_id)
+            free.append(running.pop(done.job_id))
             if set(done.outcomes) != {Outcome.OK}:
                 raise RuntimeError(f"a job ended with {set(done.outcomes)} {system.last_error()}")
 
@@ -128,5 +128,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ["PYTHONPATH"] = sys.path[0]
     sys.exit(main())
