@@ -35,6 +35,8 @@ class Rig:
         self.backend = backend
         self.maker = RecordMaker(NAMESPACE, GEOMETRY, rng)
         self.removed: list[tuple[BlockKey, RemovalCause]] = []
+        self.arrived: list[BlockKey] = []
+        backend.set_arrival_listener(self.arrived.extend)
         backend.set_removal_listener(lambda keys, cause: self.removed.extend((key, cause) for key in keys))
 
     async def put(self, values: dict[BlockKey, bytes]) -> list[Outcome]:
@@ -56,6 +58,10 @@ class Rig:
             self.maker.content(target) if outcome is Outcome.OK else None
             for target, outcome in zip(targets, outcomes, strict=True)
         ]
+
+    async def outcomes_of(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        """Return the outcomes of loads."""
+        return list(await self.backend.get_into([self.maker.target(key).read for key in keys]))
 
     async def has_all(self, values: dict[BlockKey, bytes]) -> None:
         """Check that all of these blocks are found and right."""

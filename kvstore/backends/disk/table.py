@@ -96,6 +96,19 @@ class DigestTable:
         self._count += int(noted.sum())
         return noted
 
+    def find_all(self, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Return the places of many digests."""
+        rows = (((digests >> np.uint64(32)) * np.uint64(self.rows)) >> np.uint64(32)).astype(np.int64)
+        places = np.full(len(digests), NOWHERE, np.int64)
+        left = np.arange(len(digests))
+        while len(left):
+            found = self._places[rows[left]]
+            same = self._digests[rows[left]] == digests[left]
+            places[left[same]] = found[same]
+            left = left[~same & (found != NOWHERE)]
+            rows[left] = (rows[left] + 1) % self.rows
+        return places
+
     def remove_places(self, first: int, end: int, start: int, rows: int) -> int:
         """Remove the digests with places from ``first`` to before ``end`` in ``rows`` rows from ``start`` on.
 

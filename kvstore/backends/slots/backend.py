@@ -169,24 +169,34 @@ class SlotsBackend(Backend):
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Record a use of blocks, for eviction."""
         if self._open is not None:
-            index = self._open.index
-            index.touch([place for key in keys if (place := index.place(key)) != NOWHERE])
+            session = self._open
+            session.blocks.note_use([place for key in keys if (place := session.index.place(key)) != NOWHERE])
+
+    def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return for each block whether it is in one of our slots; other engines report their own blocks."""
+        if self._open is None or not len(self._open.followers):
+            return [True] * len(keys)
+        index = self._open.index
+        places = [index.place(key) for key in keys]
+        return [place != NOWHERE and index.at(place)[0].is_ours for place in places]
 
     def stats(self) -> BackendStats:
-        """Return current figures. ``used_bytes`` counts slots in full."""
+        """Return current figures. ``used_bytes`` counts our slots in full, ``foreign_blocks`` other engines' blocks."""
         if self._open is None:
             return BackendStats(counters=dict(self._counts))
         session = self._open
         segments = session.index.segments.values()
+        blocks, used_bytes = session.index.used()
         return BackendStats(
-            blocks=len(session.index),
-            used_bytes=session.index.used_bytes,
+            blocks=blocks,
+            used_bytes=used_bytes,
             capacity_bytes=sum(root.capacity_bytes for root in session.roots),
             counters=dict(self._counts),
             gauges={
                 "free_slots": float(session.index.free_slots),
                 "segments": float(len(segments)),
                 "segment_bytes": float(sum(segment.head.segment_bytes for segment in segments)),
+                "foreign_blocks": float(len(session.index) - blocks),
                 "unsettled_rows": float(len(session.tables.unsettled)),
                 "io_uring": float(session.engine.name == "io_uring"),
             },
@@ -202,7 +212,7 @@ class SlotsBackend(Backend):
 
     async def _scanned(self) -> AsyncIterator[list[BlockInfo]]:
         index = self._opened().index
-        for segment in list(index.segments.values()):
+        for segment in list(index.known.values()):
             held = segment.held()
             held = held[segment.age[held].argsort(kind="stable")]
             for start in range(0, len(held), _SCAN_BATCH):
@@ -254,7 +264,7 @@ class SlotsBackend(Backend):
             raise BackendUnavailableError(
                 f"{self.config.paths} were deleted while in use. A tier makes them again.", backend=self.name
             )
-        with self._calls:
+        with self._calls, session.index.running:
             try:
                 yield session.blocks
             finally:

@@ -3,7 +3,8 @@
 - Store: write the slot, ``fdatasync`` it if stores are durable, write the row, report the block.
 - Eviction (:mod:`kvstore.backends.slots.space`): write the row; only then may the slot be written again.
 - Removal: hide the block, write the row, zero the slot's header page, report the removal.
-- Load: read the slot, which is not reused meanwhile; deliver the record if it has the row's mark.
+- Load: read the slot, which is not reused meanwhile; deliver the record if it has the row's mark. Other engines may
+  reuse their slots, so their rows are read again after the slots; a row that has changed is a miss.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from kvstore.backends.base import RecordRead, RecordWrite, outcome_of
 from kvstore.backends.disk.records import aligned_buffer
 from kvstore.backends.disk.table import NOWHERE
 from kvstore.backends.slots.claims import Claims
+from kvstore.backends.slots.followers import Followers
 from kvstore.backends.slots.index import Index
-from kvstore.backends.slots.layout import PAGE, State, digest_of, mark_of
+from kvstore.backends.slots.layout import PAGE, ROW_BYTES, State, digest_of, encode_rows, mark_of
 from kvstore.backends.slots.records import RecordMover, SlotRead, SlotWrite
 from kvstore.backends.slots.rows import RowChange, TableWriter
 from kvstore.backends.slots.space import Space
@@ -45,6 +47,7 @@ class Blocks:
         index: Index,
         tables: TableWriter,
         space: Space,
+        followers: Followers,
         claims: Claims,
         counts: Counter[str],
         record_bytes_max: int,
@@ -56,6 +59,7 @@ class Blocks:
         self._index = index
         self._tables = tables
         self._space = space
+        self._followers = followers
         self._claims = claims
         self._counts = counts
         self._record_bytes_max = record_bytes_max
@@ -97,7 +101,13 @@ class Blocks:
         return [removed.pop(key, NOWHERE) != NOWHERE for key in keys]
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
-        self._counts["quarantined_blocks"] += len(await self._remove(keys, State.RETIRED))
+        places = (await self._remove(keys, State.RETIRED)).values()
+        self._counts["quarantined_blocks"] += sum([self._index.at(place)[0].is_ours for place in places])
+
+    def note_use(self, places: Sequence[int]) -> None:
+        """Record uses of blocks, for eviction by the engines that hold them."""
+        self._index.touch(places)
+        self._followers.note_use(places)
 
     def _choose(
         self, writes: Sequence[RecordWrite], outcomes: list[Outcome | None]
@@ -112,7 +122,7 @@ class Blocks:
             key = write.key
             digest = digest_of(key)
             if (place := index.place(key, digest)) != NOWHERE:
-                index.touch((place,))
+                self.note_use((place,))
                 outcomes[i] = Outcome.EXISTS
             elif not 0 < len(key) <= KEY_BYTES_MAX or write.size_bytes > self._record_bytes_max:
                 self.last_error = f"key of {len(key)} bytes, record of {write.size_bytes}: too long for a slot"
@@ -200,19 +210,40 @@ class Blocks:
         ops: list[SlotRead] = []
         try:
             for i, place in wanted:
-                segment, slot = index.at(place)
-                size, mark = segment.size_view[slot], segment.mark_view[slot]
-                offset = slot * segment.head.slot_bytes
-                ops.append(self._mover.read(i, reads[i], place, size, mark, segment.file.fd, offset))
+                ops.append(self._mover.read(i, reads[i], place, *index.at(place)))
+            theirs = [op for op in ops if not index.at(op.place)[0].is_ours]
             await self._engine.read(ops)
+            reused = await self._reused(theirs) if theirs else ()
             lost: list[SlotRead] = []
             for op in ops:
-                outcomes[op.index] = self._read_outcome(op, lost)
+                if op not in reused:
+                    outcomes[op.index] = self._read_outcome(op, lost)
         finally:
             self._mover.release(ops)
         if lost:
             await self._lose(lost)
-        index.touch([op.place for op in ops if outcomes[op.index] is Outcome.OK])
+        self.note_use([op.place for op in ops if outcomes[op.index] is Outcome.OK])
+
+    async def _reused(self, ops: Sequence[SlotRead]) -> set[SlotRead]:
+        """Return the reads during which another engine may have given the slot to another block.
+
+        It writes the row before that, so the row is read again. A row that can't be read fails the read.
+        """
+        at = [self._index.at(op.place) for op in ops]
+        looks = [
+            Transfer(segment.table.fd, segment.head.row_at(slot), [memoryview(bytearray(ROW_BYTES))], ROW_BYTES)
+            for segment, slot in at
+        ]
+        await self._engine.read(looks)
+        values = [(op.generation, State.USED, op.record_bytes, op.mark, op.read.key) for op in ops]
+        expected = encode_rows(values, [slot for _, slot in at], [segment.head.segment for segment, _ in at])
+        reused: set[SlotRead] = set()
+        for op, look, row in zip(ops, looks, expected.view(f"V{ROW_BYTES}"), strict=True):
+            op.error = op.error or look.error
+            if op.error is None and look.buffers[0] != row.tobytes():
+                reused.add(op)
+        self._followers.note_change([op.place for op in reused])
+        return reused
 
     def _read_outcome(self, op: SlotRead, lost: list[SlotRead]) -> Outcome:
         if op.error is not None:
@@ -235,18 +266,21 @@ class Blocks:
             self._on_removed(list(removed), RemovalCause.LOST)
 
     async def _remove(self, keys: Sequence[BlockKey], state: int) -> dict[BlockKey, int]:
-        """Remove blocks; return the place of each that was there. Their slots get this state."""
+        """Remove blocks; return the place of each that was there. Their slots get this state.
+
+        A block of another engine is only hidden from lookups here, so that it can be stored again.
+        """
         index = self._index
         # Earlier puts of these keys end first; their blocks are then removed.
         await self._claims.ended(keys)
         found = {key: place for key in keys if (place := index.place(key)) != NOWHERE}
-        places = list(found.values())
+        places = [place for place in found.values() if index.at(place)[0].is_ours]
         index.depart(places)
-        index.hide(places)
+        index.hide(found.values())
         index.pin(places)
         try:
             # Puts of these keys wait, so that the tier is notified of the removal before the new block.
-            with self._claims.held(found):
+            with self._claims.held(list(found)):
                 # Even if this call is cancelled: a block whose row stays could be found again.
                 await to_the_end(asyncio.get_running_loop().create_task(self._free(places, state)))
         finally:

@@ -7,17 +7,39 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.backends.disk.table import NOWHERE, DigestTable
 from kvstore.backends.slots.ages import Ages, Line, Shares
-from kvstore.backends.slots.layout import State, digest_of
+from kvstore.backends.slots.layout import Rows, State, digest_of
 from kvstore.backends.slots.segment import EMPTY, SLOT_BITS, SLOT_MASK, Segment
+from kvstore.runtime.limits import CallsUnderWay
 from kvstore.tenants import Tenants
 from kvstore.types import BlockKey
+
+
+class RowChanges(NamedTuple):
+    """Rows of slots that were read from the table of another engine."""
+
+    slots: npt.NDArray[np.int64]
+    rows: Rows
+    used: npt.NDArray[np.bool_]  # Which of them are intact, and hold a block.
+
+
+class News(NamedTuple):
+    """Keys of blocks that other engines have added and removed."""
+
+    added: list[BlockKey]
+    removed: list[BlockKey]
+
+    def net(self) -> News:
+        """Return this without the blocks that only moved."""
+        moved = set(self.added).intersection(self.removed)
+        return self if not moved else News(*([key for key in keys if key not in moved] for keys in self))
 
 
 class Index:
@@ -25,8 +47,9 @@ class Index:
 
     def __init__(self, expected: int, tenants: Tenants | None = None) -> None:
         self.segments: dict[int, Segment] = {}
-        self._known: dict[int, Segment] = {}
-        """Also segments that are gone: operations on their slots may still run."""
+        """Those that this engine holds."""
+        self.known: dict[int, Segment] = {}
+        """Also those of other engines, and those that are gone while operations on their slots may run."""
         self._table = DigestTable(expected)
         self._ids = itertools.count()
         self._readers: Counter[int] = Counter()
@@ -35,6 +58,13 @@ class Index:
         self._ages = Ages(self.segments)
         self._line = self._ages.line(lambda segment: segment.age)
         self._shares = None if tenants is None else Shares(tenants, self._ages)
+        self.running = CallsUnderWay()
+        """Operations that may use the files of segments, each within a ``with``."""
+
+    async def turn(self) -> None:
+        """Wait for all operations that are running; one call at a time."""
+        running, self.running = self.running, CallsUnderWay()
+        await running.ended()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -53,24 +83,19 @@ class Index:
         """Number of slots in all segments."""
         return self._ages.slots
 
-    @property
-    def used_bytes(self) -> int:
-        """Length of all slots that hold blocks."""
-        return sum([len(segment.held()) * segment.head.slot_bytes for segment in self.segments.values()])
-
-    @property
-    def opened(self) -> Collection[Segment]:
-        """All segments that were added, also those that are gone."""
-        return self._known.values()
+    def used(self) -> tuple[int, int]:
+        """Number of our slots that hold blocks, and their length."""
+        used = [(len(segment.held()), segment.head.slot_bytes) for segment in self.segments.values()]
+        return sum([blocks for blocks, _ in used]), sum([blocks * slot_bytes for blocks, slot_bytes in used])
 
     def at(self, place: int) -> tuple[Segment, int]:
         """Return segment and slot of a place."""
-        return self._known[place >> SLOT_BITS], place & SLOT_MASK
+        return self.known[place >> SLOT_BITS], place & SLOT_MASK
 
     def place(self, key: BlockKey, digest: int | None = None) -> int:
         """Return the place of a block, or ``NOWHERE``; ``digest`` is computed if it is not given."""
         place = self._table.find(digest_of(key) if digest is None else digest)
-        if place == NOWHERE or self.segments[place >> SLOT_BITS].holds(place & SLOT_MASK, key):
+        if place == NOWHERE or self.known[place >> SLOT_BITS].holds(place & SLOT_MASK, key):
             return place
         return NOWHERE
 
@@ -198,12 +223,77 @@ class Index:
         Returns:
             Places of blocks that are elsewhere, too. They hold no block, but their rows say so only once written.
         """
+        self._enter(segment)
+        held = segment.held()
+        self._table.add_all(digests[held], held + segment.first)
+        return self._own(segment, digests)
+
+    def follow(self, segment: Segment) -> None:
+        """Add a segment of another engine. Its blocks are added by :meth:`see`."""
+        self._enter(segment)
+
+    def see(self, segment: Segment, digests: npt.NDArray[np.uint64], start: int, end: int) -> list[BlockKey]:
+        """Add the blocks of some slots of another engine; return the keys of those that are nowhere else."""
+        held = start + np.flatnonzero(segment.state[start:end] == State.USED)
+        new = held[self._table.add_all(digests[held], held + segment.first)]
+        return [segment.key(slot) for slot in new.tolist()]
+
+    def update(self, segment: Segment, changes: RowChanges) -> News:
+        """Enter what another engine has changed."""
+        news = News([], [])
+        columns = (
+            changes.rows[name].tolist() for name in ("generation", "size", "mark", "digest", "key_length", "key")
+        )
+        for slot, used, generation, size, mark, digest, length, key in zip(
+            changes.slots.tolist(), changes.used.tolist(), *columns, strict=True
+        ):
+            was_used = segment.state_view[slot] == State.USED
+            if (was_used or used) and (was_used != used or segment.generation_view[slot] != generation):
+                place = segment.first + slot
+                if was_used:
+                    self._remove(segment.key(slot), place, news)
+                    segment.state_view[slot] = State.FREE
+                if used:
+                    segment.set(slot, size, mark, key[:length])
+                    if self._table.find(digest) == NOWHERE:
+                        self._table.set(digest, place)
+                        news.added.append(key[:length])
+            segment.generation_view[slot] = generation
+        return news.net()
+
+    def take_over(self, before: Segment, ours: Segment, digests: npt.NDArray[np.uint64]) -> tuple[list[int], News]:
+        """Replace a segment of another engine by the same one that we hold now.
+
+        Returns:
+            The places of :meth:`open_segment`, and what has changed since the last update.
+        """
+        news = News([], [])
+        ours.id, ours.first = before.id, before.first
+        self.known[ours.id] = ours
+        was_used, used = before.state == State.USED, ours.state == State.USED
+        same = used & (np.asarray(before.generation_view) == np.asarray(ours.generation_view))
+        for slot in np.flatnonzero(was_used & ~same).tolist():
+            self._remove(before.key(slot), ours.first + slot, news)
+        held = ours.held()
+        new = held[self._table.add_all(digests[held], held + ours.first)]
+        news.added.extend([ours.key(slot) for slot in new.tolist()])
+        return self._own(ours, digests), news.net()
+
+    def _remove(self, key: BlockKey, place: int, news: News) -> None:
+        if self._table.remove(digest_of(key), place):
+            news.removed.append(key)
+
+    def _enter(self, segment: Segment) -> None:
         segment.id = next(self._ids)
         segment.first = segment.id << SLOT_BITS
-        self.segments[segment.id] = self._known[segment.id] = segment
+        self.known[segment.id] = segment
+
+    def _own(self, segment: Segment, digests: npt.NDArray[np.uint64]) -> list[int]:
+        """Use the slots of a segment, whose blocks are in the table."""
+        self.segments[segment.id] = segment
         self._ages.slots += segment.head.slots
         held = segment.held()
-        doubled = held[~self._table.add_all(digests[held], held + segment.first)]
+        doubled = held[self._table.find_all(digests[held]) != held + segment.first]
         segment.state[doubled], segment.age[doubled] = State.FREE, EMPTY
         if self._shares is not None:
             self._shares.open_segment(segment)

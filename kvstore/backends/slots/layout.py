@@ -160,8 +160,10 @@ def decode_head(content: bytes | memoryview, namespace_digest: bytes) -> Head | 
     return Head(segment, slots, slot_bytes, digest)
 
 
-def encode_rows(values: Iterable[RowValues], slots: Sequence[int] | npt.NDArray[Any], segment: int) -> Rows:
-    """Return the rows of slots, with their checksums."""
+def encode_rows(
+    values: Iterable[RowValues], slots: Sequence[int] | npt.NDArray[Any], segment: int | Sequence[int]
+) -> Rows:
+    """Return the rows of slots, with their checksums. ``segment``: identity of the segment, or one for each row."""
     pack = _PACK.pack
     content = b"".join(
         [pack(number, state, len(key), size, mark, digest_of(key), key) for number, state, size, mark, key in values]
@@ -181,14 +183,16 @@ def decode_rows(content: bytes | memoryview, slots: npt.NDArray[Any], head: Head
     return rows, intact & (rows["checksum"] == _checksums(rows, slots, head.segment))
 
 
-def _checksums(rows: Rows, slots: Sequence[int] | npt.NDArray[Any], segment: int) -> npt.NDArray[np.uint64]:
+def _checksums(
+    rows: Rows, slots: Sequence[int] | npt.NDArray[Any], segment: int | Sequence[int]
+) -> npt.NDArray[np.uint64]:
     """Return the checksums of rows, all at once: a call of xxh3 for each of five million rows takes seconds.
 
     They cover the place of each row, so a row that was written to another place does not count.
     """
     words = rows.view("<u8").reshape(len(rows), _WORDS + 1)[:, :_WORDS]
     sums: npt.NDArray[np.uint64] = words @ _FACTORS
-    sums += np.asarray(slots, np.uint64) * _GOLDEN + np.uint64(segment)
+    sums += np.asarray(slots, np.uint64) * _GOLDEN + np.asarray(segment, np.uint64)
     for shift in (32, 29):
         sums ^= sums >> np.uint64(shift)
         sums *= _GOLDEN

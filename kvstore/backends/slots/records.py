@@ -9,6 +9,7 @@ from typing import Final
 from kvstore.backends.base import RecordRead, RecordWrite
 from kvstore.backends.disk.records import Page, aligned_buffer, direct_addresses
 from kvstore.backends.slots.layout import PAGE, mark_of
+from kvstore.backends.slots.segment import Segment
 from kvstore.backends.vectored import cut, scatter
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.codec.rows import address_of
@@ -47,6 +48,7 @@ class SlotRead(Transfer):
     place: int
     record_bytes: int
     mark: int
+    generation: int
     page: Page
     bounce: memoryview  # Destination of the payload if the request's buffer does not allow direct I/O; otherwise empty.
 
@@ -81,9 +83,8 @@ class RecordMover:
             index=index, key=record.key, digest=digest, place=place, record_bytes=record_bytes, page=page,
         )  # fmt: skip
 
-    def read(
-        self, index: int, read: RecordRead, place: int, record_bytes: int, mark: int, fd: int, offset: int
-    ) -> SlotRead:
+    def read(self, index: int, read: RecordRead, place: int, segment: Segment, slot: int) -> SlotRead:
+        record_bytes = segment.size_view[slot]
         page = self._page()
         payload_bytes = -(-max(0, record_bytes - HEADER_BYTES) // PAGE) * PAGE
         bounce = memoryview(b"")
@@ -99,8 +100,9 @@ class RecordMover:
                 bounce = aligned_buffer(payload_bytes)
                 targets, addresses = [bounce], [address_of(bounce)]
         return SlotRead(
-            fd, offset, [page.view, *targets], PAGE + payload_bytes, addresses=[page.address, *addresses], read=read,
-            index=index, place=place, record_bytes=record_bytes, mark=mark, page=page, bounce=bounce,
+            segment.file.fd, slot * segment.head.slot_bytes, [page.view, *targets], PAGE + payload_bytes,
+            addresses=[page.address, *addresses], read=read, index=index, place=place, record_bytes=record_bytes,
+            mark=segment.mark_view[slot], generation=segment.generation_view[slot], page=page, bounce=bounce,
         )  # fmt: skip
 
     @staticmethod

@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
@@ -31,6 +31,7 @@ from kvstore.backends.slots.layout import (
     FORMAT,
     PAGE,
     ROW,
+    ROW_BYTES,
     Head,
     decode_head,
     decode_rows,
@@ -39,7 +40,7 @@ from kvstore.backends.slots.layout import (
     stem_of,
     table_number,
 )
-from kvstore.backends.slots.segment import Segment
+from kvstore.backends.slots.segment import OpenFile, Segment, Table
 from kvstore.diskio import OsDisk
 from kvstore.errors import AbsentError, ConfigError
 from kvstore.namespace import Namespace
@@ -53,6 +54,9 @@ _LEDGER_NAME: Final = "ledger.lock"
 _LEDGER_WAIT_S: Final = 1.0
 _LEDGER_RETRY_S: Final = 0.01
 """Longest wait for the ledger, and the pause between two tries; making a segment takes up to half a second."""
+
+_USES: Final = ".use"
+"""Ending of a segment's file of uses: one byte per slot, set by readers and cleared by the engine that holds it."""
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -137,9 +141,8 @@ class Root:
             self.disk.rename(stem + ".tab.tmp", stem + ".tab", self.namespace_fd)
             undo.pop_all()
         self._set_direct(file.fd)
-        rows = np.zeros(slots, ROW)
-        segment = Segment(self.position, number, table, file, head, rows, np.zeros(slots, np.bool_))
-        return segment, rows["digest"]
+        content = Table(head, np.zeros(head.groups, np.uint32), np.zeros(slots, ROW), np.zeros(slots, np.bool_))
+        return Segment(self.position, number, table, file, content), content.rows["digest"]
 
     def remove_segment(self, segment: Segment) -> None:
         """Remove the files of a segment that is held, and free its space immediately.
@@ -150,6 +153,7 @@ class Root:
         """
         with self._ledger_held():
             self._unlink(stem_of(segment.number) + ".tab")
+            self._unlink(stem_of(segment.number) + _USES)
             files.remove_segment(self.disk, self.namespace_fd, stem_of(segment.number) + ".seg")
 
     def has_files_of(self, segment: Segment) -> bool:
@@ -165,6 +169,36 @@ class Root:
         filesystem = self.disk.statvfs(self.fd)
         free = filesystem.f_bavail * filesystem.f_frsize
         return more_bytes + max(self._used_bytes() - self.capacity_bytes, self.reserve_bytes - free)
+
+    def mark_uses(self, number: int, slots: Sequence[int]) -> None:
+        """Mark slots of a segment as read, for the engine that holds it.
+
+        The file is not mapped into memory: on a full disk, a page fault without room for the page would kill the
+        process.
+
+        Raises:
+            OSError: The disk fails.
+        """
+        flags = os.O_RDWR | os.O_CREAT
+        with files.opened(self.disk, stem_of(number) + _USES, flags, self.namespace_fd) as (fd, _):
+            for slot in slots:
+                self.disk.pwritev(fd, [b"\1"], slot)
+
+    def take_uses(self, segment: Segment) -> list[int]:
+        """Return the slots of a segment that other engines have read since the last call.
+
+        Raises:
+            OSError: The disk fails.
+        """
+        name = stem_of(segment.number) + _USES
+        with contextlib.suppress(FileNotFoundError):
+            if self.disk.stat(name, self.namespace_fd).st_size:
+                with files.opened(self.disk, name, os.O_RDWR, self.namespace_fd) as (fd, size):
+                    marks = files.read_at(self.disk, fd, 0, min(size, segment.head.slots))
+                    # Marks set between the read and this call are lost.
+                    self.disk.ftruncate(fd, 0)
+                    return list(np.flatnonzero(np.frombuffer(marks, np.uint8)).tolist())
+        return []
 
     def _used_bytes(self) -> int:
         used = 0
@@ -195,18 +229,46 @@ class Root:
                     if not lock.try_acquire(create=False):
                         return None
             file, table = locks
-            head = decode_head(files.read_at(self.disk, table.fd, 0, PAGE), self.digest)
-            if head is None:
-                self._refuse(stem, "the head of the table is damaged, or of another format")
-                return None
-            content = files.read_at(self.disk, table.fd, head.rows_at, head.slots * ROW.itemsize)
-            if len(content) != head.slots * ROW.itemsize or self.disk.fstat(file.fd).st_size != head.segment_bytes:
-                self._refuse(stem, "a file has another length")
+            content = self._read_table(stem, table.fd, file.fd)
+            if content is None:
                 return None
             undo.pop_all()
-        self._set_direct(file.fd)
-        rows, intact = decode_rows(content, np.arange(head.slots), head)
-        return Segment(self.position, number, table, file, head, rows, intact), rows["digest"]
+        return Segment(self.position, number, table, file, content), content.rows["digest"]
+
+    def open_segment(self, number: int) -> tuple[Segment, Digests] | None:
+        """Open a segment that this engine does not hold; None if it can't be used.
+
+        Raises:
+            OSError: It can't be opened or read.
+        """
+        stem = stem_of(number)
+        with contextlib.ExitStack() as undo:
+            opened = [
+                OpenFile(self.disk, files.open_regular(self.disk, stem + end, os.O_RDONLY, self.namespace_fd)[0])
+                for end in (".tab", ".seg")
+            ]
+            for each in opened:
+                undo.callback(each.release)
+            table, file = opened
+            content = self._read_table(stem, table.fd, file.fd)
+            if content is None:
+                return None
+            undo.pop_all()
+        return Segment(self.position, number, table, file, content, is_ours=False), content.rows["digest"]
+
+    def _read_table(self, stem: str, table_fd: int, file_fd: int) -> Table | None:
+        """Read the table of a segment, and set up the segment's file for transfers; None if it can't be used."""
+        head = decode_head(files.read_at(self.disk, table_fd, 0, PAGE), self.digest)
+        if head is None:
+            self._refuse(stem, "the head of the table is damaged, or of another format")
+            return None
+        generations = read_generations(self.disk, table_fd, head)
+        content = files.read_at(self.disk, table_fd, head.rows_at, head.slots * ROW_BYTES)
+        if len(content) != head.slots * ROW_BYTES or self.disk.fstat(file_fd).st_size != head.segment_bytes:
+            self._refuse(stem, "a file has another length")
+            return None
+        self._set_direct(file_fd)
+        return Table(head, generations, *decode_rows(content, np.arange(head.slots), head))
 
     def _refuse(self, stem: str, reason: str) -> None:
         if stem not in self._refused:
@@ -233,7 +295,7 @@ class Root:
         """Remove what an engine left that ended while it made or removed a segment; the caller holds the ledger."""
         names = set(files.names_in(self.disk, self.namespace_fd))
         for name in names:
-            if name.endswith(".tab.tmp"):
+            if name.endswith(".tab.tmp") or (name.endswith(_USES) and name[:-4] + ".tab" not in names):
                 self._unlink(name)
             elif name.endswith(".seg") and name[:-4] + ".tab" not in names:
                 files.remove_segment(self.disk, self.namespace_fd, name)
@@ -254,6 +316,18 @@ class Root:
             yield
         finally:
             lock.release()
+
+
+def read_generations(disk: OsDisk, table_fd: int, head: Head) -> npt.NDArray[np.uint32]:
+    """Return the generations of the groups of rows of a table.
+
+    Raises:
+        OSError: The table can't be read, or is too short.
+    """
+    content = files.read_at(disk, table_fd, PAGE, head.groups * 4)
+    if len(content) != head.groups * 4:
+        raise OSError(errno.EIO, "the table is too short")
+    return np.frombuffer(content, np.uint32)
 
 
 def open_root(disk: OsDisk, position: int, config: SlotsConfig, namespace: Namespace) -> Root:

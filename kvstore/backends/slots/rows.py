@@ -2,10 +2,14 @@
 
 After a failed write the row on the disk is unknown: other engines may have read the new one. A slot with such a row is
 neither free nor used (*unsettled*) until a later row was written, with a generation of its own.
+
+After its rows, the generation of a group is written, so that other engines read only groups that have changed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -13,13 +17,16 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.backends.slots.index import Index
-from kvstore.backends.slots.layout import ROW_BYTES, State, encode_rows
-from kvstore.backends.slots.segment import SLOT_BITS, SLOT_MASK
+from kvstore.backends.slots.layout import GROUP_ROWS, PAGE, ROW_BYTES, State, encode_rows
+from kvstore.backends.slots.segment import SLOT_BITS, SLOT_MASK, Segment
 from kvstore.diskio import Transfer, TransferEngine, bare
 from kvstore.types import BlockKey
 
 _ROWS_MAX = 1 << 12
 """Most unsettled rows of one attempt: half a megabyte."""
+
+_ANNOUNCE_S = 0.002
+"""Time in which the generations of several batches of rows become one write."""
 
 
 class RowChange(NamedTuple):
@@ -41,6 +48,9 @@ class TableWriter:
         self._engine = engine
         self._index = index
         self._durable = durable
+        self._changed: dict[int, set[int]] = {}
+        """Groups of rows by segment that have changed since their generation was written."""
+        self._announcing: asyncio.Task[None] | None = None
 
     async def write(self, changes: Sequence[RowChange]) -> dict[int, OSError]:
         """Write the next rows of slots; return the places whose rows may not be there, with the reason.
@@ -62,9 +72,19 @@ class TableWriter:
         for transfer, places in zip(transfers, runs, strict=True):
             if transfer.done_bytes != transfer.size_bytes:
                 failed.update(dict.fromkeys(places, transfer.error or OSError("a row was written in part")))
+        for places in runs:
+            self._changed.setdefault(places[0] >> SLOT_BITS, set()).update(
+                range((places[0] & SLOT_MASK) // GROUP_ROWS, (places[-1] & SLOT_MASK) // GROUP_ROWS + 1)
+            )
+        self._announce_soon()
         if self._durable:
             failed |= await self._sync([place for places in runs for place in places])
         return failed
+
+    def change_all(self, segment: Segment) -> None:
+        """Announce all rows of a segment: its last holder may have ended before it announced the last ones."""
+        self._changed[segment.id] = set(range(segment.head.groups))
+        self._announce_soon()
 
     def settle_later(self, places: Collection[int], state: int = State.FREE) -> None:
         """Write rows with this state later."""
@@ -87,6 +107,30 @@ class TableWriter:
             self._index.settle(place, states[place])
         if failed:
             raise next(iter(failed.values()))
+
+    async def end(self) -> None:
+        """Wait for the announcement of what was written."""
+        if self._announcing is not None:
+            await asyncio.wait({self._announcing})
+
+    def _announce_soon(self) -> None:
+        if self._announcing is None or self._announcing.done():
+            self._announcing = asyncio.get_running_loop().create_task(self._announce())
+
+    async def _announce(self) -> None:
+        """Write the generations of changed groups. They are hints, so a failure only delays what other engines see."""
+        while self._changed:
+            await asyncio.sleep(_ANNOUNCE_S)
+            changed, self._changed = self._changed, {}
+            transfers: list[Transfer] = []
+            for number, groups in changed.items():
+                if (segment := self._index.segments.get(number)) is not None:
+                    segment.generations[list(groups)] += 1
+                    first, end = min(groups), max(groups) + 1
+                    content = segment.generations[first:end].copy().view(np.uint8).data
+                    transfers.append(Transfer(segment.table.fd, PAGE + 4 * first, [content], content.nbytes))
+            with contextlib.suppress(OSError), self._index.running:
+                await self._engine.write(transfers)
 
     def _transfer(self, run: Sequence[RowChange]) -> Transfer:
         segment, first = self._index.at(run[0].place)

@@ -1,4 +1,4 @@
-"""A segment that this engine holds: its two locked files, and its rows as arrays.
+"""A segment: its two open files, and its rows as arrays.
 
 A segment belongs to the engine that has both files locked. The locks are on the descriptors that the writes use, and
 the kernel keeps a descriptor's file open until its last operation has ended. So a segment of a killed engine can be
@@ -7,13 +7,15 @@ taken only once no write of that engine is left in the kernel.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.backends.disk.files import FileLock
+from kvstore.backends.disk import files
 from kvstore.backends.slots.layout import Head, Rows, RowValues, State
+from kvstore.diskio import OsDisk
 from kvstore.types import BlockKey
 
 SLOT_BITS: Final = 24
@@ -27,6 +29,37 @@ _KEY_BYTES_MIN: Final = 36
 """Initial width of the key column: the length of vLLM's keys."""
 
 
+class HeldFile(Protocol):
+    """An open file of a segment; with a lock if this engine holds the segment."""
+
+    fd: int
+
+    def release(self) -> None:
+        """Close it and release its lock; idempotent."""
+
+
+@dataclass
+class OpenFile:
+    """An open file without a lock."""
+
+    disk: OsDisk
+    fd: int
+
+    def release(self) -> None:
+        """Close it; idempotent."""
+        files.close_all(self.disk, self.fd)
+        self.fd = -1
+
+
+class Table(NamedTuple):
+    """The content of a table. Rows that are not ``intact`` are free."""
+
+    head: Head
+    generations: npt.NDArray[np.uint32]  # Of the groups of rows; read before the rows.
+    rows: Rows
+    intact: npt.NDArray[np.bool_]
+
+
 class Segment:
     """Rows by slot, in 50 bytes per slot with vLLM's keys; used from the loop thread.
 
@@ -34,12 +67,14 @@ class Segment:
         id: Number in this process, the upper part of its places.
         root: Position of its root.
         number: Number in its files' names.
+        is_ours: Whether this engine holds it. If not, it has no free slots and none to evict.
+        generations: Those of its groups of rows, as last written or seen.
     """
 
     def __init__(
-        self, root: int, number: int, table: FileLock, file: FileLock, head: Head, rows: Rows, intact: npt.NDArray[Any]
+        self, root: int, number: int, table: HeldFile, file: HeldFile, content: Table, *, is_ours: bool = True
     ) -> None:
-        """Take over the rows of its table. Those that are not intact are free."""
+        head, self.generations, rows, intact = content
         self.id = 0
         self.first = 0  # Place of its slot 0.
         self.rows_at = head.rows_at
@@ -48,12 +83,13 @@ class Segment:
         self.head = head
         self.table = table
         self.file = file
+        self.is_ours = is_ours
         self.account: npt.NDArray[np.uint16] = np.zeros(0, np.uint16)  # Account of each slot, among tenants.
         self.state = np.where(intact, rows["state"], np.uint8(State.FREE))
-        self.free: list[int] = np.flatnonzero(self.state == State.FREE)[::-1].tolist()
+        self.free: list[int] = np.flatnonzero(self.state == State.FREE)[::-1].tolist() if is_ours else []
         """Slots that can be written; the next one last."""
         used = self.state == State.USED
-        self.age = np.where(used, np.uint8(0), np.uint8(EMPTY))
+        self.age = np.where(used & is_ours, np.uint8(0), np.uint8(EMPTY))
         lengths = np.where(used, rows["key_length"], np.uint8(0))
         self._width = max(_KEY_BYTES_MIN, int(lengths.max(initial=0)))
         keys = np.ascontiguousarray(rows["key"]).view(np.uint8).reshape(len(rows), -1)
@@ -94,7 +130,7 @@ class Segment:
         return np.flatnonzero(self.state == State.USED)
 
     def close(self) -> None:
-        """Close its files and release the locks; idempotent."""
+        """Close its files and release their locks; idempotent."""
         self.file.release()
         self.table.release()
 

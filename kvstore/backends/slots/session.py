@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.slots.blocks import Blocks
 from kvstore.backends.slots.claims import Claims
 from kvstore.backends.slots.config import SlotsConfig
-from kvstore.backends.slots.index import Index
+from kvstore.backends.slots.followers import Followers
+from kvstore.backends.slots.index import Index, News
 from kvstore.backends.slots.layout import PAGE, SLOTS_MAX, slot_lengths
 from kvstore.backends.slots.root import Root, open_root
 from kvstore.backends.slots.rows import TableWriter
+from kvstore.backends.slots.segment import Segment
 from kvstore.backends.slots.space import Space
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.diskio import OsDisk, TransferEngine
@@ -46,6 +48,7 @@ class Session:
     index: Index
     tables: TableWriter
     space: Space
+    followers: Followers
     blocks: Blocks
 
     def __init__(
@@ -66,7 +69,8 @@ class Session:
         self._on_removed = on_removed
         self._tenants = tenants
         self._files = contextlib.ExitStack()
-        self._upkeep: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._gone: list[Segment] = []
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Open the roots, and take the segments that no engine holds.
@@ -107,14 +111,15 @@ class Session:
 
     def close_late(self) -> None:
         """Close the files once the last thread has left the kernel, without waiting for that."""
-        if self._upkeep is not None:
-            self._upkeep.cancel()
+        for task in self._tasks:
+            task.cancel()
         self.engine.release(self._files.close)
 
     async def _end(self) -> None:
         await self.space.close()
         with contextlib.suppress(OSError):
             await self.tables.settle()
+        await self.tables.end()
 
     def _open_roots(self, namespace: Namespace) -> None:
         for position in range(len(self.config.paths)):
@@ -141,28 +146,36 @@ class Session:
         self.index = Index(slots_max, self._tenants)
         self._files.callback(self._close_segments)
         self.tables = TableWriter(self.engine, self.index, durable=durable)
+        self.followers = Followers(self.engine, self.roots, self.index, self._report, self._close_later)
+        self._files.callback(self.followers.close)
         self.space = Space(
-            self.engine, self.roots, self.index, self.tables, claims, self._counts, slot_bytes, slots, self._on_removed
-        )
-        self.blocks = Blocks(
-            self.engine, self.index, self.tables, self.space, claims, self._counts, record_bytes_max, durable,
+            self.engine, self.roots, self.index, self.tables, self.followers, claims, self._counts, slot_bytes, slots,
             self._on_removed,
         )  # fmt: skip
+        self.blocks = Blocks(
+            self.engine, self.index, self.tables, self.space, self.followers, claims, self._counts, record_bytes_max,
+            durable, self._on_removed,
+        )  # fmt: skip
         await self._take_segments(report=False)
-        self._upkeep = asyncio.get_running_loop().create_task(self._keep_up())
+        # A scan reports the other engines' blocks.
+        await self.followers.refresh(report=False)
+        self._start(self._keep_up())
+        self._start(self.followers.run())
 
     async def _keep_up(self) -> None:
         """Perform the duties of upkeep until cancelled; each fails alone, and the next round retries it."""
         duties: dict[str, Callable[[], Awaitable[None]]] = {
             "directory": self._notice_removal,
             "rows": self.tables.settle,
+            "uses": self._count_uses,
             "files": self._match_files,
             "segments": self._take_segments,
         }
         while True:
             for name, duty in duties.items():
                 try:
-                    await duty()
+                    with self.index.running:
+                        await duty()
                 except OSError as error:
                     level = logging.DEBUG if self._counts[f"upkeep_{name}_errors"] else logging.WARNING
                     _log.log(level, "upkeep (%s) failed: %s", name, error)
@@ -173,14 +186,19 @@ class Session:
     async def _take_segments(self, *, report: bool = True) -> None:
         """Take segments that no engine holds, and report their blocks: their engines may have ended since."""
         for root in self.roots:
-            ours = {segment.number for segment in self.index.opened if segment.root == root.position}
+            ours = {each.number for each in self.index.segments.values() if each.root == root.position}
             # One at a time, because the content of all tables together is as large as the index.
             segments = root.take_segments(ours)
             while (taken := await self.engine.call(partial(next, segments, None))) is not None:
-                segment, _ = taken
-                self.space.admit(*taken)
-                if report and (keys := [segment.key(slot) for slot in segment.held().tolist()]):
+                if (keys := self.space.admit(*taken)) and report:
                     self._on_added(keys)
+
+    async def _count_uses(self) -> None:
+        """Count the uses of our blocks by other engines."""
+        segments = list(self.index.segments.values())
+        marked = await self.engine.call(lambda: [self.roots[each.root].take_uses(each) for each in segments])
+        for segment, slots in zip(segments, marked, strict=True):
+            self.index.touch([segment.first + slot for slot in slots])
 
     async def _notice_removal(self) -> None:
         status = await self.engine.call(partial(self.disk.fstat, self.roots[0].namespace_fd))
@@ -195,15 +213,43 @@ class Session:
         for segment in [segment for segment, good in zip(segments, intact, strict=True) if not good]:
             if keys := self.index.close_segment(segment):
                 self._on_removed(keys, RemovalCause.LOST)
+            self._close_later(segment)
+
+    def _report(self, news: News) -> None:
+        if news.added:
+            self._on_added(news.added)
+        if news.removed:
+            self._on_removed(news.removed, RemovalCause.EVICTED)
+
+    def _close_later(self, segment: Segment) -> None:
+        """Close the files of a segment that is gone once no operation uses them any more."""
+        self._gone.append(segment)
+        if len(self._gone) == 1:
+            self._start(self._close_gone())
+
+    async def _close_gone(self) -> None:
+        while gone := list(self._gone):
+            await self.index.turn()
+            for segment in gone:
+                segment.close()
+                if self.index.known.get(segment.id) is segment:
+                    del self.index.known[segment.id]
+            del self._gone[: len(gone)]
 
     def _close_segments(self) -> None:
-        for segment in self.index.opened:
+        for segment in [*self.index.known.values(), *self._gone]:
             segment.close()
 
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _release(self, timeout_s: float) -> None:
-        if self._upkeep is not None:
-            self._upkeep.cancel()
-            await asyncio.wait({self._upkeep}, timeout=timeout_s)
+        if tasks := set(self._tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=timeout_s)
         if await self.engine.close(timeout_s):
             self._files.close()
         else:

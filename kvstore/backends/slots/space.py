@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvstore.backends.slots.claims import Claims
+from kvstore.backends.slots.followers import Followers
 from kvstore.backends.slots.index import Index
 from kvstore.backends.slots.layout import State
 from kvstore.backends.slots.root import Digests, LedgerBusyError, Root
@@ -49,6 +50,7 @@ class Space:
         roots: Sequence[Root],
         index: Index,
         tables: TableWriter,
+        followers: Followers,
         claims: Claims,
         counts: Counter[str],
         slot_bytes: int,
@@ -59,6 +61,7 @@ class Space:
         self._roots = roots
         self._index = index
         self._tables = tables
+        self._followers = followers
         self._claims = claims
         self._counts = counts
         self._slot_bytes = slot_bytes
@@ -85,11 +88,16 @@ class Space:
             self._start(self._get_ahead())
         return places
 
-    def admit(self, segment: Segment, digests: Digests) -> None:
-        """Add a segment that is held now, with its blocks."""
+    def admit(self, segment: Segment, digests: Digests) -> list[BlockKey]:
+        """Add a segment that is held now, with its blocks; return the keys of those that were not followed before."""
         for lock in (segment.table, segment.file):
             self._engine.admit(lock.fd)
+        self._tables.change_all(segment)
+        if (doubled := self._followers.take_over(segment, digests)) is not None:
+            self._tables.settle_later(doubled)
+            return []
         self._tables.settle_later(self._index.open_segment(segment, digests))
+        return [segment.key(slot) for slot in segment.held().tolist()]
 
     async def close(self) -> None:
         """Wait for background work."""
@@ -172,7 +180,12 @@ class Space:
 
     def _start(self, work: Coroutine[Any, Any, _R]) -> asyncio.Task[_R]:
         """Start work that continues to its end even if the caller is cancelled."""
-        task = asyncio.get_running_loop().create_task(work)
+
+        async def run() -> _R:
+            with self._index.running:
+                return await work
+
+        task = asyncio.get_running_loop().create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
         return task
