@@ -11,7 +11,7 @@ import pytest
 from kvstore.backends.base import Backend
 from kvstore.backends.slots import SlotsBackend, SlotsConfig
 from kvstore.config import Capacity
-from kvstore.testing import BackendTests
+from kvstore.testing import BackendTests, HoldingsTests
 from kvstore.testing.backend_harness import BackendHarness
 from kvstore.testing.backend_tests import BackendValueTests
 from tests.diskio.faulty_disk import FaultyDisk
@@ -66,3 +66,18 @@ class TestDurable(SlotsHarness, BackendValueTests):
 @pytest.mark.matrix
 class TestDrives(SlotsHarness, BackendTests):
     drives = 3
+
+
+class TestHoldings(HoldingsTests):
+    """Segments of engines, read by another process."""
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    async def make_backend(self) -> Backend:
+        """Return a backend over an empty directory."""
+        path = tempfile.mkdtemp(dir=self.directory)
+        return SlotsBackend(SlotsConfig(path=[path], capacity=Capacity("48MiB"), reserve=Capacity(0)))
+
+    reopen = SlotsHarness.reopen

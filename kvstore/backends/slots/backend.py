@@ -52,6 +52,7 @@ class SlotsBackend(Backend):
     path_option: ClassVar[str] = "path"
     # The header is copied into our header page; payloads of whole pages are transferred without a copy.
     alignment: ClassVar[int] = HEADER_BYTES
+    holdings_type: ClassVar[str] = "kvstore.backends.slots.holdings:SlotsHoldings"
     exclusive: bool = True
 
     def __init__(self, config: SlotsConfig, *, disk: OsDisk | None = None) -> None:

@@ -90,16 +90,31 @@ class Root:
         files.close_all(self.disk, self.fd, self.state_fd, self.namespace_fd)
         self.fd = self.state_fd = self.namespace_fd = -1
 
+    def enter(self, digest: bytes) -> None:
+        """Open the directory of another namespace, if there is one.
+
+        Raises:
+            OSError: It can't be opened.
+        """
+        files.close_all(self.disk, self.namespace_fd)
+        self.digest, self.namespace_fd = digest, -1
+        with contextlib.suppress(FileNotFoundError):
+            self.namespace_fd = files.open_own_directory(self.disk, digest.hex(), self.fd)
+
+    def table_numbers(self) -> list[int]:
+        """Return the numbers of the namespace's segments."""
+        return sorted(number for name in self._names() if (number := table_number(name)) is not None)
+
     def take_segments(self, ours: Collection[int]) -> Iterator[tuple[Segment, Digests]]:
         """Yield the segments of the namespace that no engine holds, with the digests of their slots.
 
         ``ours``: Numbers of those that this engine holds.
         """
-        names = files.names_in(self.disk, self.namespace_fd)
-        numbers = {number for name in names if (number := table_number(name)) is not None}
-        for number in sorted(numbers.difference(ours)):
+        for number in self.table_numbers():
+            if number in ours:
+                continue
             try:
-                taken = self._take(number)
+                taken = self.take_segment(number)
             except OSError as error:
                 # Only the blocks of this segment are missing.
                 self._refuse(stem_of(number), error.strerror or str(error))
@@ -116,7 +131,8 @@ class Root:
         """
         head = Head(secrets.randbits(64), slots, slot_bytes, self.digest)
         with self._ledger_held(), contextlib.ExitStack() as undo:
-            self._remove_stale()
+            for name in self._stale():
+                files.remove_segment(self.disk, self.namespace_fd, name)
             if self.missing_bytes(head.segment_bytes) > 0:
                 return None
             there = {table_number(name) for name in files.names_in(self.disk, self.namespace_fd)}
@@ -163,6 +179,56 @@ class Root:
             if not status.st_nlink or status.st_size != size_bytes:
                 return False
         return True
+
+    def is_held(self, number: int) -> bool:
+        """Return whether an engine holds a segment.
+
+        Raises:
+            OSError: It can't be opened.
+        """
+        lock = self._lock_of(stem_of(number) + ".tab")
+        try:
+            return not lock.try_acquire(create=False)
+        finally:
+            lock.release()
+
+    def stale_files(self) -> dict[str, os.stat_result]:
+        """Return the files of the namespace that belong to no segment.
+
+        Raises:
+            LedgerBusyError: Another engine holds the ledger's lock.
+            OSError: The disk fails.
+        """
+        with self._ledger_held():
+            return {name: self.disk.stat(name, self.namespace_fd) for name in self._stale()}
+
+    def remove_stale(self, names: Collection[str]) -> int:
+        """Remove files that still belong to no segment; return their number.
+
+        Raises:
+            LedgerBusyError: Another engine holds the ledger's lock.
+            OSError: The disk fails.
+        """
+        with self._ledger_held():
+            found = [name for name in self._stale() if name in names]
+            for name in found:
+                files.remove_segment(self.disk, self.namespace_fd, name)
+        return len(found)
+
+    def remove_namespace(self) -> None:
+        """Remove the directory of the namespace, unless it has segments.
+
+        Raises:
+            LedgerBusyError: Another engine holds the ledger's lock.
+            OSError: The disk fails.
+        """
+        with self._ledger_held():
+            names = self._names()
+            if self.namespace_fd >= 0 and not any(table_number(name) is not None for name in names):
+                for name in names:
+                    self._unlink(name)
+                with contextlib.suppress(OSError):
+                    self.disk.rmdir(self.digest.hex(), self.fd)
 
     def missing_bytes(self, more_bytes: int) -> int:
         """Return how far ``more_bytes`` would exceed the capacity or the free space."""
@@ -212,8 +278,12 @@ class Root:
                 used += sum(status.st_size for name, status in entries.items() if name.endswith(".seg"))
         return used
 
-    def _take(self, number: int) -> tuple[Segment, Digests] | None:
-        """Lock the files of a segment and read its table; None if an engine holds it or it can't be used."""
+    def take_segment(self, number: int) -> tuple[Segment, Digests] | None:
+        """Lock the files of a segment and read its table; None if an engine holds it or it can't be used.
+
+        Raises:
+            OSError: It can't be opened or read.
+        """
         stem = stem_of(number)
         with contextlib.ExitStack() as undo:
             locks = self._lock_of(stem + ".seg"), self._lock_of(stem + ".tab")
@@ -291,14 +361,17 @@ class Root:
             # Without preallocation, stores fail once the filesystem is full.
             self.disk.ftruncate(fd, size_bytes)
 
-    def _remove_stale(self) -> None:
-        """Remove what an engine left that ended while it made or removed a segment; the caller holds the ledger."""
-        names = set(files.names_in(self.disk, self.namespace_fd))
-        for name in names:
-            if name.endswith(".tab.tmp") or (name.endswith(_USES) and name[:-4] + ".tab" not in names):
-                self._unlink(name)
-            elif name.endswith(".seg") and name[:-4] + ".tab" not in names:
-                files.remove_segment(self.disk, self.namespace_fd, name)
+    def _names(self) -> list[str]:
+        return files.names_in(self.disk, self.namespace_fd) if self.namespace_fd >= 0 else []
+
+    def _stale(self) -> list[str]:
+        """Return what an engine left that ended while it made or removed a segment; the caller holds the ledger."""
+        names = set(self._names())
+
+        def is_stale(name: str) -> bool:
+            return name.endswith(".tab.tmp") or (name[-4:] in (".seg", _USES) and name[:-4] + ".tab" not in names)
+
+        return sorted(filter(is_stale, names))
 
     def _unlink(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -387,6 +460,27 @@ def check_root(disk: OsDisk, position: int, config: SlotsConfig) -> None:
             _check_layout(disk, root)
         finally:
             root.close()
+
+
+def open_existing_root(disk: OsDisk, position: int, config: SlotsConfig) -> Root:
+    """Open a root for the admin tools, without a namespace, and change nothing.
+
+    Raises:
+        ConfigError: There is no tier, or it is of another format.
+        OSError: It can't be opened.
+    """
+    path = _path_of(config, position)
+    try:
+        root = Root(disk, path, position, disk.open_root(path), b"", direct=False)
+        try:
+            root.state_fd = files.open_own_directory(disk, _STATE_DIR, root.fd)
+            _check_layout(disk, root)
+        except BaseException:
+            root.close()
+            raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"There is no file tier at {path!r}. Give the 'path' of one.") from error
+    return root
 
 
 def _path_of(config: SlotsConfig, position: int) -> str:
