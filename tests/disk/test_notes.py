@@ -67,10 +67,10 @@ async def test_half_a_frame_is_written_over(tmp_path: Path) -> None:
     assert file_of(tmp_path).stat().st_size == 2 * whole
 
 
-async def test_the_file_does_not_grow_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_file_does_not_grow_without_bound(tmp_path: Path) -> None:
     """The file is rewritten with the notes of the stored blocks."""
-    monkeypatch.setattr(notes_module, "_SLACK_BYTES", 4096)
     async with opened(tmp_path, room_for(32)) as rig:
+        rig.session.notes._slack_bytes = 4096
         for _ in range(40):
             keys = list(await rig.put_new(16))
             await note(rig, keys)
@@ -84,7 +84,6 @@ async def test_the_file_does_not_grow_without_bound(tmp_path: Path, monkeypatch:
 async def test_a_rewrite_encodes_no_frame_on_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many notes there are, the loop encodes only the frames that are appended, one in a turn."""
     monkeypatch.setattr(notes_module, "_FRAME_NOTES", 4)
-    monkeypatch.setattr(notes_module, "_SLACK_BYTES", 0)
     on_loop: list[int] = []
     elsewhere: list[int] = []
     loop_thread = threading.get_ident()
@@ -94,6 +93,7 @@ async def test_a_rewrite_encodes_no_frame_on_the_loop(tmp_path: Path, monkeypatc
         return encode_notes(notes, owner)
 
     async with opened(tmp_path, room_for(64)) as rig:
+        rig.session.notes._slack_bytes = 0
         monkeypatch.setattr(notes_module, "encode_notes", encode)
         keys = list(await rig.put_new(48))
         await note(rig, keys)

@@ -42,9 +42,6 @@ _FRAME_BYTES_MAX: Final = 64 << 20
 _QUEUED_MAX: Final = 1 << 16
 """Maximum notes that wait for a slow disk; further ones are dropped."""
 
-_SLACK_BYTES: Final = 4 << 20
-"""The file is rewritten when its length exceeds twice the length after the last rewrite plus this."""
-
 
 class Notes:
     """The notes of one owner; used from the loop, reads and writes on the engine's threads.
@@ -54,12 +51,24 @@ class Notes:
         dir_fd: Directory of the owner.
         owner: Number of the owner.
         holds: Whether a block is held; a rewrite drops the notes of all other blocks.
+        name: Name of the file.
+        slack_bytes: The file is rewritten when its length exceeds twice the length after the last rewrite plus this.
     """
 
-    def __init__(self, engine: TransferEngine, dir_fd: int, owner: int, holds: Callable[[BlockKey], bool]) -> None:
+    def __init__(
+        self,
+        engine: TransferEngine,
+        dir_fd: int,
+        owner: int,
+        holds: Callable[[BlockKey], bool],
+        name: str = NOTES_NAME,
+        slack_bytes: int = 4 << 20,
+    ) -> None:
         self._disk = engine.disk
         self._engine = engine
         self._dir_fd = dir_fd
+        self._name = name
+        self._slack_bytes = slack_bytes
         self._owner = owner
         self._holds = holds
         self._queue: list[tuple[BlockKey, bytes]] = []
@@ -94,7 +103,7 @@ class Notes:
                 async with self._file_in_use:
                     if self._size_bytes < 0:
                         await self._read_held()
-                    if self._size_bytes > 2 * self._rewritten_bytes + _SLACK_BYTES:
+                    if self._size_bytes > 2 * self._rewritten_bytes + self._slack_bytes:
                         await self._rewrite()
                     taken, self._queue = self._queue[:_FRAME_NOTES], self._queue[_FRAME_NOTES:]
                     frame = encode_notes(taken, self._owner)
@@ -114,7 +123,8 @@ class Notes:
                 yield frame
 
         # Encoded on the thread, one frame at a time: there may be millions of notes.
-        await self._engine.call(partial(replace_file, self._disk, NOTES_NAME, NOTES_TMP_NAME, self._dir_fd, frames()))
+        tmp = self._name + ".tmp"
+        await self._engine.call(partial(replace_file, self._disk, self._name, tmp, self._dir_fd, frames()))
         self._size_bytes = self._rewritten_bytes = size_bytes
 
     async def _read_held(self) -> dict[BlockKey, bytes]:
@@ -133,7 +143,7 @@ class Notes:
         end = 0
         with (
             contextlib.suppress(FileNotFoundError),
-            opened(self._disk, NOTES_NAME, os.O_RDONLY, self._dir_fd) as (fd, _),
+            opened(self._disk, self._name, os.O_RDONLY, self._dir_fd) as (fd, _),
         ):
             for past, notes in read_notes(partial(read_at, self._disk, fd), self._owner):
                 found.update(notes)
@@ -141,7 +151,7 @@ class Notes:
         return found, end
 
     def _append(self, frame: bytes, offset: int) -> None:
-        with opened(self._disk, NOTES_NAME, os.O_RDWR | os.O_CREAT, self._dir_fd) as (fd, size_bytes):
+        with opened(self._disk, self._name, os.O_RDWR | os.O_CREAT, self._dir_fd) as (fd, size_bytes):
             if size_bytes > offset:
                 # A crash or a failed write left a partial frame behind the last whole one.
                 self._disk.ftruncate(fd, offset)

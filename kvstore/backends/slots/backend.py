@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
@@ -172,6 +172,16 @@ class SlotsBackend(Backend):
         if self._open is not None:
             session = self._open
             session.blocks.note_use([place for key in keys if (place := session.index.place(key)) != NOWHERE])
+
+    def note(self, notes: Sequence[tuple[BlockKey, bytes]]) -> None:
+        """Append notes of our own blocks to the files of their segments."""
+        if self._open is not None:
+            self._open.notes.add(notes)
+
+    async def notes(self) -> Mapping[BlockKey, bytes]:
+        """Return the notes of our own blocks."""
+        with self._working():
+            return await self._opened().notes.load()
 
     def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return for each block whether it is in one of our slots; other engines report their own blocks."""

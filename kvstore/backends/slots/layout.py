@@ -114,6 +114,13 @@ class Head(NamedTuple):
         return self.rows_at + slot * ROW_BYTES
 
 
+USES: Final = ".use"
+"""Ending of a segment's file of uses: one byte per slot, set by readers and cleared by the engine that holds it."""
+
+NOTES: Final = ".notes"
+"""Ending of a segment's notes; see :mod:`kvstore.backends.slots.notes`."""
+
+
 def stem_of(number: int) -> str:
     """Return the name of a segment's files, without their endings."""
     return f"{number:06d}"

@@ -29,9 +29,11 @@ from kvstore.backends.disk.files import FileLock
 from kvstore.backends.slots.config import SlotsConfig
 from kvstore.backends.slots.layout import (
     FORMAT,
+    NOTES,
     PAGE,
     ROW,
     ROW_BYTES,
+    USES,
     Head,
     decode_head,
     decode_rows,
@@ -54,9 +56,6 @@ _LEDGER_NAME: Final = "ledger.lock"
 _LEDGER_WAIT_S: Final = 1.0
 _LEDGER_RETRY_S: Final = 0.01
 """Longest wait for the ledger, and the pause between two tries; making a segment takes up to half a second."""
-
-_USES: Final = ".use"
-"""Ending of a segment's file of uses: one byte per slot, set by readers and cleared by the engine that holds it."""
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -169,7 +168,8 @@ class Root:
         """
         with self._ledger_held():
             self._unlink(stem_of(segment.number) + ".tab")
-            self._unlink(stem_of(segment.number) + _USES)
+            for ending in (USES, NOTES):
+                self._unlink(stem_of(segment.number) + ending)
             files.remove_segment(self.disk, self.namespace_fd, stem_of(segment.number) + ".seg")
 
     def has_files_of(self, segment: Segment) -> bool:
@@ -246,7 +246,7 @@ class Root:
             OSError: The disk fails.
         """
         flags = os.O_RDWR | os.O_CREAT
-        with files.opened(self.disk, stem_of(number) + _USES, flags, self.namespace_fd) as (fd, _):
+        with files.opened(self.disk, stem_of(number) + USES, flags, self.namespace_fd) as (fd, _):
             for slot in slots:
                 self.disk.pwritev(fd, [b"\1"], slot)
 
@@ -256,7 +256,7 @@ class Root:
         Raises:
             OSError: The disk fails.
         """
-        name = stem_of(segment.number) + _USES
+        name = stem_of(segment.number) + USES
         with contextlib.suppress(FileNotFoundError):
             if self.disk.stat(name, self.namespace_fd).st_size:
                 with files.opened(self.disk, name, os.O_RDWR, self.namespace_fd) as (fd, size):
@@ -369,7 +369,8 @@ class Root:
         names = set(self._names())
 
         def is_stale(name: str) -> bool:
-            return name.endswith(".tab.tmp") or (name[-4:] in (".seg", _USES) and name[:-4] + ".tab" not in names)
+            stem = name.partition(".")[0]
+            return name.endswith(".tab.tmp") or (stem.isdecimal() and stem + ".tab" not in names)
 
         return sorted(filter(is_stale, names))
 

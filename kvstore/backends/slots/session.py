@@ -17,6 +17,7 @@ from kvstore.backends.slots.config import SlotsConfig
 from kvstore.backends.slots.followers import Followers
 from kvstore.backends.slots.index import Index, News
 from kvstore.backends.slots.layout import PAGE, SLOTS_MAX, slot_lengths
+from kvstore.backends.slots.notes import SegmentNotes
 from kvstore.backends.slots.root import Root, open_root
 from kvstore.backends.slots.rows import TableWriter
 from kvstore.backends.slots.segment import Segment
@@ -49,6 +50,7 @@ class Session:
     tables: TableWriter
     space: Space
     followers: Followers
+    notes: SegmentNotes
     blocks: Blocks
 
     def __init__(
@@ -117,6 +119,7 @@ class Session:
 
     async def _end(self) -> None:
         await self.space.close()
+        await self.notes.settle()
         with contextlib.suppress(OSError):
             await self.tables.settle()
         await self.tables.end()
@@ -152,6 +155,7 @@ class Session:
             self.engine, self.roots, self.index, self.tables, self.followers, claims, self._counts, slot_bytes, slots,
             self._on_removed,
         )  # fmt: skip
+        self.notes = SegmentNotes(self.engine, self.roots, self.index)
         self.blocks = Blocks(
             self.engine, self.index, self.tables, self.space, self.followers, claims, self._counts, record_bytes_max,
             durable, self._on_removed,
@@ -224,6 +228,7 @@ class Session:
     def _close_later(self, segment: Segment) -> None:
         """Close the files of a segment that is gone once no operation uses them any more."""
         self._gone.append(segment)
+        self.notes.forget(segment)
         if len(self._gone) == 1:
             self._start(self._close_gone())
 
