@@ -75,12 +75,13 @@ class Line:
             while self.candidates:
                 place = self.candidates.pop()
                 segment = self._ages.segments.get(place >> SLOT_BITS)
-                if segment is None or segment.age_view[place & SLOT_MASK] != self._oldest:
+                if segment is None or segment.rests_until or segment.age_view[place & SLOT_MASK] != self._oldest:
                     continue
                 if not is_pinned(place):
                     return place
                 segment.age_view[place & SLOT_MASK] = self._ages.now
-            ages = [(segment, self._ages_of(segment)) for segment in self._ages.segments.values()]
+            segments = [segment for segment in self._ages.segments.values() if not segment.rests_until]
+            ages = [(segment, self._ages_of(segment)) for segment in segments]
             self._oldest = min([int(each.min(initial=EMPTY)) for _, each in ages], default=EMPTY)
             if self._oldest in (EMPTY, tried):
                 return None

@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 from kvstore.backends.base import RecordRead, RecordWrite, outcome_of
 from kvstore.backends.disk.records import aligned_buffer
@@ -28,6 +30,8 @@ from kvstore.backends.slots.space import Space
 from kvstore.diskio import Transfer, TransferEngine, bare
 from kvstore.runtime.workers import to_the_end
 from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome, RemovalCause
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _log = logging.getLogger("kvstore.backends.disk")
 
@@ -164,9 +168,10 @@ class Blocks:
         finally:
             self._mover.release(ops)
             if len(done) < len(places):
-                failed = {op.place for op in ops if op.failure is not None}
-                index.rest(failed)
-                index.release([place for place in places if place not in done and place not in failed])
+                failures = {op.place: op.failure for op in ops}
+                bad = [place for place, error in failures.items() if error is not None and error.errno not in _FULL]
+                index.rest(bad)
+                index.release([place for place in places if place not in done and place not in bad])
 
     async def _sync(self, ops: Sequence[SlotWrite]) -> None:
         """Flush written records to the device; those of a segment that can't be flushed count as not written."""
@@ -196,6 +201,7 @@ class Blocks:
             # Their records are intact, so another engine that has read such a row may load the block.
             if failed:
                 self._tables.settle_later(failed)
+                self._index.note_failures(failed)
             for op, change in zip(good, changes, strict=True):
                 if (error := failed.get(op.place)) is not None:
                     outcomes[op.index] = self._failed(error)

@@ -6,9 +6,10 @@ Used from the loop thread. The table of digests knows a block's place, the segme
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,12 @@ from kvstore.backends.slots.segment import EMPTY, SLOT_BITS, SLOT_MASK, Segment
 from kvstore.runtime.limits import CallsUnderWay
 from kvstore.tenants import Tenants
 from kvstore.types import BlockKey
+
+_REST_S: Final = 60.0
+"""Time for which a segment rests."""
+
+_IN_VAIN_SHARE: Final = 8
+"""Share of the blocks that is evicted at most while no store succeeds: an eighth."""
 
 
 class RowChanges(NamedTuple):
@@ -58,6 +65,10 @@ class Index:
         self._ages = Ages(self.segments)
         self._line = self._ages.line(lambda segment: segment.age)
         self._shares = None if tenants is None else Shares(tenants, self._ages)
+        self._failing: dict[int, set[int]] = {}
+        """Roots with a failed write and none that succeeded since; ids of their segments that rest."""
+        self._evicted_in_vain = 0
+        self._rest_until = 0.0  # End of the last rest; 0 if no segment rests.
         self.running = CallsUnderWay()
         """Operations that may use the files of segments, each within a ``with``."""
 
@@ -123,13 +134,18 @@ class Index:
                     self._left_behind.discard(place)
                     self.release((place,))
 
-    def take(self, count: int) -> list[int]:
-        """Take at most ``count`` free slots; in order, so that neighbours are written together."""
+    def take(self, count: int, *, resting: bool = False) -> list[int]:
+        """Take at most ``count`` free slots, with ``resting`` also of segments that rest.
+
+        In order, so that neighbours are written together.
+        """
         taken: list[int] = []
+        if self._rest_until:
+            self._end_rests()
         for segment in self.segments.values():
             if len(taken) == count:
                 break
-            if segment.free:
+            if segment.free and (resting or not segment.rests_until):
                 slots = segment.free[len(taken) - count :]
                 del segment.free[-len(slots) :]
                 taken += [segment.first + slot for slot in sorted(slots)]
@@ -143,11 +159,56 @@ class Index:
             elif (segment := self.segments.get(place >> SLOT_BITS)) is not None:
                 segment.free.append(place & SLOT_MASK)
 
-    def rest(self, places: Iterable[int]) -> None:
+    def rest(self, places: Collection[int]) -> None:
         """Free slots that could not be written, to be given out after all others of their segments."""
         for place in places:
             if (segment := self.segments.get(place >> SLOT_BITS)) is not None:
                 segment.free.insert(0, place & SLOT_MASK)
+        self.note_failures(places)
+
+    def note_failures(self, places: Collection[int]) -> bool:
+        """Note slots or rows that could not be written.
+
+        At the second failure, their segment rests, so that a bad part of the medium fails no more stores. So does a
+        root with two such segments, if there are other roots.
+
+        Returns:
+            Whether the whole medium fails. Then no segment rests.
+        """
+        if not places:
+            return False
+        until = time.monotonic() + _REST_S
+        for place in places:
+            if (segment := self.segments.get(place >> SLOT_BITS)) is None:
+                continue
+            segment.failures += 1
+            failing = self._failing.setdefault(segment.root, set())
+            if segment.failures > 1:
+                segment.rests_until = self._rest_until = until
+                failing.add(segment.id)
+            of_root = [each for each in self.segments.values() if each.root == segment.root]
+            if len(failing) > 1 and len(of_root) < len(self.segments):
+                for each in of_root:
+                    each.rests_until = until
+        fails = all(segment.rests_until for segment in self.segments.values())
+        if fails:
+            for segment in self.segments.values():
+                segment.rests_until = 0.0
+        return fails
+
+    def _end_rests(self) -> None:
+        now = time.monotonic()
+        if now >= self._rest_until:
+            self._rest_until = 0.0
+        for segment in self.segments.values():
+            if 0 < segment.rests_until <= now:
+                # The next failure begins another rest.
+                segment.rests_until = 0.0
+
+    def _note_success(self, segment: Segment) -> None:
+        segment.failures, segment.rests_until = 0, 0.0
+        self._failing.pop(segment.root, None)
+        self._evicted_in_vain = 0
 
     def add(self, place: int, size_bytes: int, mark: int, digest: int, key: BlockKey) -> None:
         """Add a block in a taken slot, whose row was written."""
@@ -159,10 +220,17 @@ class Index:
         self._ages.use(segment, slot)
         if self._shares is not None:
             self._shares.enter(segment, slot, key)
+        if self._failing:
+            self._note_success(segment)
 
     def evict(self, count: int) -> list[int]:
-        """Let at most ``count`` blocks depart; return their places."""
+        """Let at most ``count`` blocks depart; return their places.
+
+        While stores fail, at most a share of all blocks departs: the medium may take no block at all.
+        """
         places: list[int] = []
+        if self._failing:
+            count = min(count, self.slots // _IN_VAIN_SHARE - self._evicted_in_vain)
 
         def take(line: Line, size: int) -> int:
             before = len(places)
@@ -209,6 +277,8 @@ class Index:
         self.hide(places)
         for place in places:
             self.settle(place, state)
+        if self._failing:
+            self._evicted_in_vain += len(places)
 
     def settle(self, place: int, state: int) -> None:
         """Give a slot without a block the state that its row has now, and free it if that is free."""

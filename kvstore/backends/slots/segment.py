@@ -84,6 +84,9 @@ class Segment:
         self.table = table
         self.file = file
         self.is_ours = is_ours
+        self.failures = 0  # Writes of slots that have failed since the last one that did not.
+        self.rests_until = 0.0
+        """While this is not 0, its slots are not written: a part of the medium is bad there."""
         self.account: npt.NDArray[np.uint16] = np.zeros(0, np.uint16)  # Account of each slot, among tenants.
         self.state = np.where(intact, rows["state"], np.uint8(State.FREE))
         self.free: list[int] = np.flatnonzero(self.state == State.FREE)[::-1].tolist() if is_ours else []

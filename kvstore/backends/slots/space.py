@@ -70,6 +70,8 @@ class Space:
         self._growing = asyncio.Lock()
         self._full_until = 0.0
         self._failing_since = 0.0
+        self._failure: OSError | None = None
+        """Of the last eviction."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def take(self, count: int) -> list[int]:
@@ -81,6 +83,10 @@ class Space:
                 places += index.take(count - len(places))
             while len(places) < count and await asyncio.shield(self._start(self._evict(count - len(places)))):
                 places += index.take(count - len(places))
+            # Slots that can perhaps not be written are better than none.
+            places += index.take(count - len(places), resting=True)
+            if not places and self._failure is not None:
+                raise self._failure
         except BaseException:
             index.release(places)
             raise
@@ -151,7 +157,7 @@ class Space:
         return now - self._failing_since >= _TRANSIENT_S
 
     async def _evict(self, count: int) -> bool:
-        """Evict at most ``count`` blocks and free their slots; return whether any slot was freed.
+        """Evict at most ``count`` blocks and free their slots; return whether there were any.
 
         A block whose row could not be written stays, and its slot is not reused. If the row was written all the same, a
         restart loses the block.
@@ -169,12 +175,14 @@ class Space:
                 failed = await self._tables.write([RowChange(place, State.FREE) for place in keys])
             finally:
                 index.stay(failed)
+                fails = index.note_failures(failed)
+                self._failure = next(iter(failed.values()), None)
                 gone = [place for place in keys if place not in failed]
                 index.leave(gone)
             if gone:
                 self._counts["evicted_blocks"] += len(gone)
                 self._on_removed([keys[place] for place in gone], RemovalCause.EVICTED)
-        if failed and not gone:
+        if failed and fails:
             raise next(iter(failed.values()))
         return True
 

@@ -1,0 +1,156 @@
+"""Parts of a medium that can't be written cost only themselves, and are used again once they work."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore.backends.slots import index as index_module
+from kvstore.diskio import OsDisk
+from kvstore.types import BlockKey, Outcome
+from tests.slots.rig import Rig, opened
+
+BLOCKS = 128
+
+
+class BadDisk(OsDisk):
+    """A disk that fails calls of one kind on files whose path contains a text."""
+
+    op = ""
+    bad = ""
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        self._fail("write", fd)
+        return super().pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        self._fail("sync", fd)
+        super().fdatasync(fd)
+
+    def open_file(self, name: str, flags: int, dir_fd: int) -> int:
+        if name.endswith(".seg") and flags & os.O_CREAT:
+            self._fail("create", dir_fd)
+        return super().open_file(name, flags, dir_fd)
+
+    def _fail(self, op: str, fd: int) -> None:
+        if op == self.op and self.bad in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EIO, "bad for the test")
+
+
+class Clock:
+    """The clock of rests."""
+
+    now = 1000.0
+
+    def pass_rest(self) -> None:
+        """Let a rest pass."""
+        self.now += index_module._REST_S
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """Return a clock that stands still."""
+    clock = Clock()
+    monkeypatch.setattr(index_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    yield clock
+
+
+async def stores(rig: Rig, count: int) -> Counter[Outcome]:
+    """Store new blocks one by one; return the outcomes."""
+    return Counter([outcome for _ in range(count) for outcome in await rig.put({rig.maker.key(): rig.maker.payload()})])
+
+
+async def there(rig: Rig, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    """Return those of these blocks that are found."""
+    return [key for key, found in zip(keys, await rig.backend.exists(keys), strict=True) if found]
+
+
+def holds(root: Path, key: BlockKey) -> bool:
+    """Return whether a table in a root has a row with this key."""
+    return any(key in table.read_bytes() for table in root.rglob("*.tab"))
+
+
+async def test_bad_segment_stops_no_stores(tmp_path: Path, clock: Clock) -> None:
+    """Two stores fail in a segment, then all go elsewhere; after a pause it is used again, if it can be."""
+    disk = BadDisk()
+    async with opened(tmp_path, BLOCKS, disk=disk, engine="threads") as rig:
+        await rig.put_new(BLOCKS)
+        disk.op, disk.bad = "write", "000003.seg"
+        found = await stores(rig, 300)
+        assert 0 < found[Outcome.IO_ERROR] <= 4, found
+        assert await stores(rig, 100) == {Outcome.OK: 100}
+        clock.pass_rest()
+        found = await stores(rig, 100)
+        assert found[Outcome.IO_ERROR] == 1, found
+        disk.bad = "no file"
+        clock.pass_rest()
+        before = len(rig.removed)
+        assert await stores(rig, 2 * BLOCKS) == {Outcome.OK: 2 * BLOCKS}
+        assert rig.backend.stats().blocks > BLOCKS - 8
+        assert len(rig.removed) > before
+
+
+async def test_medium_that_takes_no_blocks_keeps_those_it_has(tmp_path: Path) -> None:
+    """Stores that fail everywhere evict no more than an eighth of the blocks."""
+    disk = BadDisk()
+    async with opened(tmp_path, BLOCKS, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(BLOCKS)
+        disk.op, disk.bad = "write", ".seg"
+        assert Outcome.OK not in await stores(rig, 300)
+        assert len(await there(rig, list(values))) >= BLOCKS - BLOCKS // 8 - 4
+        disk.op = ""
+        assert (await stores(rig, 20))[Outcome.OK] == 20
+
+
+@pytest.mark.parametrize("op", ["write", "sync"])
+async def test_failing_root_costs_itself_alone(tmp_path: Path, clock: Clock, op: str) -> None:
+    """Few stores fail, the other root takes all further ones, and loads from both go on."""
+    disk = BadDisk()
+    roots = [tmp_path / "a", tmp_path / "b"]
+    async with opened(roots, BLOCKS, disk=disk, engine="threads", durability="data") as rig:
+        values = await rig.put_new(BLOCKS)
+        kept = [key for key in values if holds(roots[1], key)]
+        assert len(kept) > BLOCKS // 4
+        disk.op, disk.bad = op, str(roots[1])
+        found = await stores(rig, 200)
+        assert found[Outcome.IO_ERROR] <= 8, found
+        assert await stores(rig, 300) == {Outcome.OK: 300}
+        kept = await there(rig, kept)
+        assert len(kept) >= BLOCKS // 2 - 12
+        await rig.has_all({key: values[key] for key in kept})
+        for _ in range(3):
+            clock.pass_rest()
+            found = await stores(rig, 100)
+            assert found[Outcome.IO_ERROR] <= 2, found
+        disk.op = ""
+        clock.pass_rest()
+        await rig.backend.probe()
+        assert await stores(rig, 3 * BLOCKS) == {Outcome.OK: 3 * BLOCKS}
+        assert len(await there(rig, kept)) <= 2
+
+
+async def test_root_that_takes_no_segments(tmp_path: Path) -> None:
+    """All segments are made in the other root; once it is full, blocks are evicted there."""
+    disk = BadDisk()
+    roots = [tmp_path / "a", tmp_path / "b"]
+    async with opened(roots, BLOCKS, disk=disk, engine="threads") as rig:
+        disk.op, disk.bad = "create", str(roots[1])
+        assert await stores(rig, 2 * BLOCKS) == {Outcome.OK: 2 * BLOCKS}
+        assert rig.backend.stats().blocks >= BLOCKS // 2 - 8
+        assert not list(roots[1].rglob("*.tab"))
+
+
+async def test_all_roots_fail(tmp_path: Path) -> None:
+    """Blocks are not evicted for stores that fail, too."""
+    disk = BadDisk()
+    async with opened([tmp_path / "a", tmp_path / "b"], BLOCKS, disk=disk, engine="threads") as rig:
+        await rig.put_new(BLOCKS)
+        disk.op, disk.bad = "write", str(tmp_path)
+        assert Outcome.OK not in await stores(rig, 300)
+        assert len(rig.removed) <= BLOCKS // 8 + 8
