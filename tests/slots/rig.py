@@ -31,9 +31,9 @@ GEOMETRY = RecordGeometry(HEADER_BYTES, PAYLOAD)
 class Rig:
     """An open backend with shortcuts."""
 
-    def __init__(self, backend: SlotsBackend, rng: random.Random) -> None:
+    def __init__(self, backend: SlotsBackend, rng: random.Random, namespace: Namespace = NAMESPACE) -> None:
         self.backend = backend
-        self.maker = RecordMaker(NAMESPACE, GEOMETRY, rng)
+        self.maker = RecordMaker(namespace, GEOMETRY, rng)
         self.removed: list[tuple[BlockKey, RemovalCause]] = []
         self.arrived: list[BlockKey] = []
         backend.set_arrival_listener(self.arrived.extend)

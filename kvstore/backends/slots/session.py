@@ -168,15 +168,8 @@ class Session:
 
     async def _keep_up(self) -> None:
         """Perform the duties of upkeep until cancelled; each fails alone, and the next round retries it."""
-        duties: dict[str, Callable[[], Awaitable[None]]] = {
-            "directory": self._notice_removal,
-            "rows": self.tables.settle,
-            "uses": self._count_uses,
-            "files": self._match_files,
-            "segments": self._take_segments,
-        }
         while True:
-            for name, duty in duties.items():
+            for name, duty in self.duties().items():
                 try:
                     with self.index.running:
                         await duty()
@@ -186,6 +179,16 @@ class Session:
                     self._counts[f"upkeep_{name}_errors"] += 1
                     self._counts["upkeep_errors"] += 1
             await asyncio.sleep(_UPKEEP_S)
+
+    def duties(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """Return the duties of upkeep by name."""
+        return {
+            "directory": self._notice_removal,
+            "rows": self.tables.settle,
+            "uses": self._count_uses,
+            "files": self._match_files,
+            "segments": self._take_segments,
+        }
 
     async def _take_segments(self, *, report: bool = True) -> None:
         """Take segments that no engine holds, and report their blocks: their engines may have ended since."""
