@@ -233,7 +233,7 @@ def test_a_namespace_with_unknown_keys_costs_only_itself(
 
 
 def test_other_tiers_of_an_engine_cost_only_themselves(tmp_path: Path, fill: Fill, ours: Namespace) -> None:
-    """vLLM's own tiers are left out, and a secret that this machine lacks hides no other tier; names are the engine's."""
+    """Tiers of vLLM are left out, an absent secret hides no other tier, and names are those of the metrics."""
     tier = _tier(tmp_path / "kv")
     fill(tier, ours, 2)
     theirs = {"type": "fs", "root_dir": str(tmp_path)}
