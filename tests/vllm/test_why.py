@@ -159,6 +159,21 @@ def test_a_changed_setting_is_named_as_operators_give_it(changes: dict[str, Any]
     assert name in {name_of(field) for field in changed}
 
 
+def test_details_hide_no_setting(tmp_path: Path, fill: Fill, ours: Namespace) -> None:
+    """A changed data type is shown, even if more variables and arguments changed than a table has room for."""
+    environment = {f"VLLM_{letter}": "1" for letter in "ABCD"}
+    settings = {"cache_config": {"cache_dtype": "fp8"}, "model_config": {"dtype": "bfloat16"}}
+    config = {"kv_dtype": "fp8", "settings": settings}
+    model = {**ours.document()["fields"]["model"], "dtype": "bfloat16"}
+    other = ours.with_fields(environment=environment, engine_config=config, model=model, engine_version="0.99")
+    tier = _tier(tmp_path / "kv")
+    fill(tier, ours, 1)
+    fill(tier, other, 1)
+    done = run_here("why", json.dumps(_TOKENS), "--engine", tier, "--namespace", ours.hex, COLUMNS="200")
+    shown = "--kv-cache-dtype fp8 (here auto), vLLM 0.99 (here 0.32.0), --dtype bfloat16 (here float16), and"
+    assert shown.replace("0.32.0", ours.document()["fields"]["engine_version"]) in done.stdout
+
+
 @pytest.mark.parametrize(("parts", "tag"), [("", b""), ("tenants", b"tenant-1"), ("adapters", bytes(16))])
 def test_salts_tags_and_keyed_names(tmp_path: Path, fill: Fill, ours: Namespace, parts: str, tag: bytes) -> None:
     """A cache_salt makes other keys; the tags of tenants and adapters and keyed names on the medium hide none."""

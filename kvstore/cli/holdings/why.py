@@ -39,6 +39,9 @@ _SHOWN_MAX: Final = 3
 
 _VALUE_CHARS_MAX: Final = 40
 
+_DETAILS: Final = ("engine_config.settings.", "environment.")
+"""Starts of the fields shown last: a change of vLLM's version or of a model may change many of them."""
+
 _OF_TIERS: Final = frozenset({"codecs", "epoch", "user_namespace"})
 """Fields that differ between the tiers of one engine."""
 
@@ -307,7 +310,10 @@ def _difference(changes: Mapping[str, Sequence[Any]] | None, name_of: Callable[[
     """Return the settings that differ, such as ``--dtype float16 (here bfloat16)``, or without any the fields."""
     if changes is None:
         return "its fields are unknown"
-    settings = {setting: values for name, values in changes.items() if (setting := name_of(name)) is not None}
+    settings: dict[str, Sequence[Any]] = {}
+    for name in sorted(changes, key=lambda name: name.startswith(_DETAILS)):
+        if (setting := name_of(name)) is not None:
+            settings.setdefault(setting, changes[name])
     named = settings or dict(changes)
     texts = [f"{name} {_value(other)} (here {_value(own)})" for name, (own, other) in named.items()]
     more = [f"and {len(texts) - _SHOWN_MAX} more (--json)"] if len(texts) > _SHOWN_MAX else []
