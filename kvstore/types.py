@@ -132,7 +132,7 @@ class MissCause(enum.StrEnum):
     FAILED = "failed"
     """A lookup or a load of the block failed, for this request or a moment ago."""
     TIMEOUT = "timeout"
-    """The tier did not answer the lookup in time."""
+    """The tier did not answer the lookup, or end the load, in time."""
     RECOVERING = "recovering"
     """The same, during the scan of existing blocks."""
     BREAKER = "breaker"

@@ -13,7 +13,7 @@ import math
 import mmap
 import pkgutil
 import re
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -24,7 +24,7 @@ from kvstore.config import TierConfig
 from kvstore.errors import BackendError, ConfigError, KVStoreError, RecordError
 from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS
-from kvstore.types import BlockInfo, NamespaceInfo, Outcome, RemovalCause, is_key
+from kvstore.types import BlockInfo, BlockKey, NamespaceInfo, Outcome, RemovalCause, is_key
 
 STALE_MAX: Final = 100_000
 """Stale files or objects that one run removes, about 30 MB of memory; the next run continues."""
@@ -100,10 +100,32 @@ class Holdings:
         with self._explained("namespaces"):
             found = await self.backend(self.config).namespaces()
             for each in found or ():
-                sound = _DIGEST.fullmatch(each.hex) and math.isfinite(each.used_at)
+                sound = is_digest(each.hex) and math.isfinite(each.used_at)
                 if not sound or not isinstance(each.fields, dict | None):
                     raise self._error(f"namespaces yields {each!r}, which is not a namespace. Correct the backend.")
             return None if found is None else list(found)
+
+    async def described(self) -> list[NamespaceInfo] | None:
+        """Return the namespaces with stored fields, like :meth:`namespaces`, if possible without listing blocks.
+
+        ``used_at`` may be the time at which an engine last stored its first block.
+
+        Raises:
+            BackendError: The medium cannot be read.
+        """
+        return await self.namespaces()
+
+    async def present(self, namespace: NamespaceInfo, keys: Collection[BlockKey]) -> set[BlockKey]:
+        """Return which of these blocks are on the medium. The default lists the namespace.
+
+        Raises:
+            BackendError: The medium did not answer for all of them.
+        """
+        found, wanted = set[BlockKey](), set(keys)
+        async with contextlib.aclosing(self.scan(namespace)) as pages:
+            async for page in pages:
+                found.update(block.key for block in page if block.fault is None and block.key in wanted)
+        return found
 
     async def scan(self, namespace: NamespaceInfo) -> AsyncGenerator[Sequence[BlockInfo], None]:
         """Yield every block of a namespace, in pages of some hundreds or thousands.
@@ -236,6 +258,11 @@ class Holdings:
 def _is_sound(key: object, size_bytes: object) -> bool:
     """Return whether a block's key and length are possible; a third-party backend may yield any object."""
     return is_key(key) and isinstance(size_bytes, int) and size_bytes >= 0
+
+
+def is_digest(digits: str) -> bool:
+    """Return whether a text has the form of a namespace's digest."""
+    return _DIGEST.fullmatch(digits) is not None
 
 
 def fields_in(document: object, digits: str) -> dict[str, Any] | None:

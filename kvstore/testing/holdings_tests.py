@@ -69,6 +69,26 @@ class HoldingsTests(BackendHarness):
         assert read == stored, "records: payloads differ from the stored ones"
 
     @in_loop
+    async def test_named_blocks_are_looked_up(self) -> None:
+        """Of some keys, those on the medium are found, in their own namespace; removed and unknown ones are not."""
+        backend, stored = await self._filled(_HOSTILE_KEYS)
+        absent = self.maker(backend).key()
+        async with self._holdings(backend) as holdings:
+            wanted = [*stored, absent, b"of another namespace"]
+            assert await holdings.present(self._info(), wanted) == set(stored)
+            assert await holdings.present(self._info(_OTHER), wanted) == {b"of another namespace"}
+            gone = next(iter(stored))
+            await holdings.remove(
+                self._info(),
+                [block for block in await self._scanned(holdings) if block.key == gone],
+                RemovalCause.EXPIRED,
+            )
+            assert await holdings.present(self._info(), [gone]) == set(), "a removed block is present"
+            if self.lists_namespaces:
+                described = await holdings.described()
+                assert {each.hex for each in described or ()} == {self.namespace.hex, _OTHER.hex}, f"{described}"
+
+    @in_loop
     async def test_looking_changes_nothing(self) -> None:
         """A running engine finds all its blocks after an inspection."""
         if not self.shares:

@@ -89,7 +89,7 @@ class Lookups:
         for link in state.load_links:
             bit = link.bit
             if failed & bit:
-                state.missed[link.index] = MissCause.FAILED
+                state.missed[link.index] = state.failures[link.index]
                 continue
             tally = link.tally
             started = 0.0 if tally.queries % TIMED_EVERY else time.perf_counter()

@@ -12,7 +12,14 @@ from kvstore.tiering.hedges import Hedges
 from kvstore.tiering.jobs import OpenJob
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import HandOverWait, RequestState
-from kvstore.types import BlockKey, JobResult, LookupResult, MissCause, TransferJob
+from kvstore.types import BlockKey, JobResult, LookupResult, MissCause, Outcome, TransferJob
+
+_CAUSES: Final = {
+    Outcome.MISS: MissCause.LOST,
+    Outcome.CORRUPT: MissCause.CORRUPT,
+    Outcome.TIMEOUT: MissCause.TIMEOUT,
+}
+"""Causes of failed loads; that of all others is :attr:`MissCause.FAILED`."""
 
 _HEARD_SHARE: Final = 0.5
 """Share of the computing time for which the other engine may not know of the request yet."""
@@ -238,7 +245,10 @@ class Promotions:
             state.load_times[link.index] = min(first, job.since), link.loaded_at
             if alive:
                 state.claims.update(dict.fromkeys(good))
-            self._note_failed(job, bad)
+            if bad:
+                # The first one decides where the request begins to compute.
+                outcome = dict(zip(keys, result.outcomes, strict=False)).get(bad[0], Outcome.IO_ERROR)
+                self._note_failed(job, bad, _CAUSES.get(outcome, MissCause.FAILED))
         self.blocks -= len(bad) if alive else len(keys)
         return good
 
@@ -251,7 +261,7 @@ class Promotions:
         self.blocks -= len(keys)
         if job.state is not None:
             job.state.promoting -= len(keys)
-            self._note_failed(job, keys)
+            self._note_failed(job, keys, MissCause.TIMEOUT)
             self._on_abandoned(job.state)
 
     def abandon_overdue(self) -> None:
@@ -356,9 +366,10 @@ class Promotions:
         elif result.success and not job.is_void:
             gate.note_load(index, job.under_way, seconds)
 
-    def _note_failed(self, job: OpenJob, keys: Sequence[BlockKey]) -> None:
+    def _note_failed(self, job: OpenJob, keys: Sequence[BlockKey], cause: MissCause) -> None:
         job.link.failed_loads += len(keys)
         if job.state is not None:
+            job.state.failures[job.link.index] = cause
             failed = job.state.failed
             for key in keys:
                 failed[key] = failed.get(key, 0) | job.link.bit

@@ -73,6 +73,8 @@ class RequestState:
     promoting: int = 0  # Number of blocks being promoted for it.
     failed: dict[BlockKey, int] = field(default_factory=dict)
     """Blocks whose load failed, with the tiers (bits) that failed."""
+    failures: dict[int, MissCause] = field(default_factory=dict)
+    """Tiers (by index) of which a load failed, with the cause of the last one."""
     sources: dict[BlockKey, TierLink] = field(default_factory=dict)  # Blocks promoted for it, with the tier of each.
     asked: dict[BlockKey, int] = field(default_factory=dict)
     """Blocks that it looked up, with the tiers (bits) whose answers were counted."""

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -380,7 +380,7 @@ class AsyncTier(SecondaryTierManager):
             unable = MissCause.DOWN if self._down else MissCause.RESETTING
             return self._miss(MissCause.BREAKER if self._is_up else unable)
         if self._failed_loads.blocks(key, ctx, now):
-            return self._miss(MissCause.FAILED)
+            return self._miss(self._gone.get(key) or MissCause.FAILED)
         source, since = (None, 0.0) if ctx is None else (ctx.source, ctx.since)
         held = self._presence.holds(key, now, since)
         answer = self._presence.take_answer(key, now, since)
@@ -526,14 +526,15 @@ class AsyncTier(SecondaryTierManager):
             self._note_failed_loads(job.job, outcomes, now)
 
     def _note_failed_loads(self, job: TransferJob, outcomes: Sequence[Outcome], now: float) -> None:
-        failed = [key for key, outcome in zip(job.keys, outcomes, strict=True) if not outcome.ok]
+        failed = {key: outcome for key, outcome in zip(job.keys, outcomes, strict=True) if not outcome.ok}
         if not failed:
             return
-        self._failed_loads.note(failed, job.ctx, now)
-        missing = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.MISS]
+        self._failed_loads.note(list(failed), job.ctx, now)
+        missing = [key for key, outcome in failed.items() if outcome is Outcome.MISS]
         self._blocks_gone(self._presence.note_absent(missing, now), RemovalCause.LOST)
-        corrupt = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]
+        corrupt = [key for key, outcome in failed.items() if outcome is Outcome.CORRUPT]
         self._blocks_gone(self._presence.remove(corrupt), RemovalCause.CORRUPT)
+        self._forget_gone([key for key, outcome in failed.items() if outcome not in (Outcome.MISS, Outcome.CORRUPT)])
 
     def _existence_answered(self, done: ExistsDone, now: float) -> None:
         present, absent, unknown = self._existence.answered(done.question_id, done.found, now, done.sources)
@@ -546,6 +547,7 @@ class AsyncTier(SecondaryTierManager):
         self._presence.add(present, now)
         # Unknown keys may be present; they are not queried again during a pause.
         self._failed_loads.note(unknown, None, now)
+        self._forget_gone(unknown)
         self._blocks_gone(self._presence.note_absent(absent, now), RemovalCause.LOST)
         self._presence.await_reading(present, True, now)
         self._presence.await_reading(absent, False, now)
@@ -555,6 +557,11 @@ class AsyncTier(SecondaryTierManager):
             self._removals[cause.value] += len(keys)
             self._gone.update(dict.fromkeys(keys[-_GONE_MAX:], _CAUSES[cause]))
             self._inventory.removed(keys, cause)
+
+    def _forget_gone(self, keys: Iterable[BlockKey]) -> None:
+        """Forget why blocks left: they may be on the medium again."""
+        for key in keys:
+            self._gone.pop(key, None)
 
     def _forget_medium(self) -> None:
         """Discard all knowledge of the medium: at start, before a new epoch, and with a new I/O half."""

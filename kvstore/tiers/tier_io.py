@@ -174,6 +174,7 @@ class TierIO:
         """Blocks that left while stores were running."""
         self._wanted_epoch: BeginEpoch | None = None
         self._opened = False
+        self._open_error = ""  # Reason for which the medium is not open, after a failed attempt.
         self._closed = False
         self._last_stats: StatsReport | None = None
 
@@ -197,6 +198,7 @@ class TierIO:
             if self._config.required:
                 raise
             logger.warning("The %s tier starts without its medium and will try again: %s", self._backend.name, error)
+            self._open_error = str(error)
             self._spawn(self._open_until_ok(), self._questions)
             self._post_stats()
         self._spawn(self._report_stats_for_ever())
@@ -303,7 +305,7 @@ class TierIO:
         except BaseException:
             await self._backend.close()
             raise
-        self._opened = True
+        self._opened, self._open_error = True, ""
         if self._wanted_epoch is None:
             self._spawn(self._report_presence(), self._questions)
 
@@ -313,10 +315,12 @@ class TierIO:
         while not self._opened and self._wanted_epoch is None:
             await asyncio.sleep(pause_s)
             pause_s = min(float(self._config.breaker_cooldown_max), 2 * pause_s)
-            with suppress(*_FAILURES):
+            try:
                 async with asyncio.timeout(_OPEN_TIMEOUT_S):
                     await self._open_backend()
                 logger.warning("The %s tier has opened its medium", self._backend.name)
+            except _FAILURES as error:
+                self._open_error = str(error) or type(error).__name__
 
     async def _reopen(self) -> None:
         """Leave a medium that is gone for good, with all of its blocks."""
@@ -429,7 +433,8 @@ class TierIO:
                 refused.forget([key for key, outcome in read if outcome == Outcome.OK])
             refused.note(running.refused, time.monotonic() - started)
         outcomes, faults = bytes(running.outcomes), dict(running.faults)
-        self._post(JobDone(job.job_id, outcomes, running.size_bytes, seconds, faults, running.error))
+        error = running.error and (self._open_error or running.error)
+        self._post(JobDone(job.job_id, outcomes, running.size_bytes, seconds, faults, error))
         if Outcome.MISS in outcomes and self._backend.exclusive and not self._closed:
             # A store may have ended since the load.
             missed = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome == Outcome.MISS]
@@ -458,7 +463,7 @@ class TierIO:
         except TimeoutError:
             error = f"existence of {len(question.keys)} blocks was not known by the deadline"
         except _FAILURES as failure:
-            error = f"{type(failure).__name__}: {failure}"
+            error = self._open_error or f"{type(failure).__name__}: {failure}"
         self._post(ExistsDone(question.question_id, found, error, sources))
 
     async def _run_delete(self, message: Delete, before: Sequence[RunningJob]) -> None:

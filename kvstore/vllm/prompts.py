@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 
 from kvstore.errors import ConfigError
 from kvstore.types import BlockKey
+from kvstore.vllm.tags import NO_ADAPTER
 
 _SETTINGS: Final = "engine_config.settings."
 """Start of the fields that have the names of vLLM's arguments."""
@@ -66,7 +67,7 @@ def tokens_of(text: str, tokenizer: str) -> list[int]:
 
 
 def keys_of(tokens: Sequence[int], fields: Mapping[str, Any], cache_salt: str | None) -> dict[BlockKey, int]:
-    """Return the keys of a prompt's blocks, without the tag of a tenant or adapter, and the token at which each ends.
+    """Return the keys of a prompt's blocks, without the tag of a tenant, and the token at which each ends.
 
     Args:
         tokens: Token ids of the prompt, which has no images and no adapter.
@@ -74,27 +75,32 @@ def keys_of(tokens: Sequence[int], fields: Mapping[str, Any], cache_salt: str | 
         cache_salt: The request's ``cache_salt``.
 
     Raises:
-        ConfigError: The fields are not those of a namespace of vLLM, or the hash is different in each process.
+        ConfigError: The fields are not those of a namespace of this vLLM, or the hash is different in each process.
     """
     try:
         tokens_per_hash, chunk = int(fields["tokens_per_hash"]), int(fields["blocks_per_chunk"])
-        spans = [int(group["tokens_per_block"]) * chunk for group in fields["groups"]]
+        steps = [int(group["tokens_per_block"]) * chunk // tokens_per_hash for group in fields["groups"]]
         settings = fields["engine_config"]["settings"].get("cache_config", {})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError("The namespace is not one of vLLM: its fields don't describe the blocks.") from error
-    name = str(settings.get("prefix_caching_hash_algo", "sha256"))
+        name = str(settings.get("prefix_caching_hash_algo", "sha256"))
+        hash_function = get_hash_fn_by_name(name)
+        if tokens_per_hash < 1 or min(steps) < 1:
+            raise ValueError("a block without tokens")
+    # ImportError: a hash needs a package.
+    except (ArithmeticError, AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"Its fields don't describe blocks of this vLLM ({type(error).__name__}: {error}), so its keys are unknown."
+        ) from error
     if name.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
         raise ConfigError(f"Keys by {name} depend on PYTHONHASHSEED. Set it as for the engine.")
-    hash_function = get_hash_fn_by_name(name)
     init_none_hash(hash_function)
     hasher = get_request_block_hasher(tokens_per_hash, hash_function)
     one = SamplingParams(max_tokens=1)
     hashes = Request("why", list(tokens), one, None, cache_salt=cache_salt, block_hasher=hasher).block_hashes
+    tag = NO_ADAPTER if "adapters" in str(fields.get("keys", "")) else b""
     keys = {}
-    for index, span in enumerate(spans):
-        step = span // tokens_per_hash
+    for index, step in enumerate(steps):
         for number, block_hash in enumerate(hashes[step - 1 :: step], start=1):
-            keys[bytes(make_offload_key(block_hash, index))] = number * span
+            keys[tag + bytes(make_offload_key(block_hash, index))] = number * step * tokens_per_hash
     return keys
 
 

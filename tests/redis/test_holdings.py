@@ -22,7 +22,7 @@ from kvstore.namespace import Namespace
 from kvstore.secret import SecretStr
 from kvstore.testing.records import RecordMaker
 from kvstore.types import BlockInfo, NamespaceInfo, RemovalCause
-from tests.redis.clients import NAMESPACE, opened
+from tests.redis.clients import NAMESPACE, opened, options_for
 from tests.redis.servers import Server, cli
 
 
@@ -151,5 +151,35 @@ async def test_a_block_is_listed_until_all_its_parts_are_removed(own_server: Ser
         cli(own_server, "ACL", "SETUSER", "some", "~*")
         assert await remove() == 1
         assert cli(own_server, "DBSIZE").strip() == "0"
+    finally:
+        await holdings.close()
+
+
+@pytest.mark.parametrize("payload_bytes", [4096, PART_BYTES])
+async def test_a_few_blocks_are_found_without_reading_others(own_server: Server, payload_bytes: int) -> None:
+    """Names and EXISTS suffice for the fields of namespaces, the time of their store, and the presence of blocks."""
+    namespace, geometry = Namespace({"model": "llama"}), RecordGeometry(256, payload_bytes)
+    backend = RedisBackend(RedisConfig(**options_for(own_server)))
+    await backend.open(namespace, geometry)
+    records = RecordMaker(namespace, geometry, random.Random(3))
+    keys = [records.key() for _ in range(3)]
+    await backend.put([records.write(key, records.payload()) for key in keys])
+    await backend.close()
+    prefix = backend.config.prefix
+    cli(own_server, "SET", f"{prefix}other:namespace", "{}")
+    cli(own_server, "EXPIRE", f"{prefix}{namespace.hex[:32]}:namespace", str(89 * 86400))
+    # Without the commands that describe blocks.
+    rights = ("+hello", "+scan", "+get", "+pttl", "+exists", f"~{prefix}*")
+    cli(own_server, "ACL", "SETUSER", "looks", "on", ">word", *rights)
+    config = msgspec.structs.replace(backend.config, username="looks", password=SecretStr("word"))
+    holdings = RedisHoldings(RedisBackend, config)
+    await holdings.open()
+    try:
+        (found,) = await holdings.described()
+        assert (found.hex, found.fields) == (namespace.hex, namespace.document()["fields"])
+        assert time.time() - found.used_at == pytest.approx(86400.0, abs=600.0)
+        assert await holdings.present(found, [keys[0], keys[2], b"none"]) == {keys[0], keys[2]}
+        with pytest.raises(RedisError, match="NOPERM"):
+            await holdings.namespaces()
     finally:
         await holdings.close()

@@ -29,7 +29,7 @@ from kvstore.cli.holdings.archive import write_archive
 from kvstore.cli.holdings.care import import_archive, scrub
 from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.tier_argument import parse_tier
-from kvstore.errors import ConfigError
+from kvstore.errors import BackendError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.testing.records import RecordMaker
 from kvstore.testing.waiting import eventually
@@ -267,6 +267,31 @@ def test_the_fields_of_a_namespace_are_stored_with_its_first_block(faults: Fault
     faults.plan(Fault.FORBIDDEN, methods=("PUT",), contains="_namespaces")
     assert len(tier.fill(_QWEN)) == _BLOCKS
     assert tier.names("_namespaces/") == [f"_namespaces/{_LLAMA.hex}"]
+
+
+@pytest.mark.parametrize("more", [{}, _PACKED])
+def test_a_few_blocks_are_found_without_listing_all(
+    faults: FaultServer, rng: random.Random, more: dict[str, Any]
+) -> None:
+    """Blocks are asked for by name, and namespaces found by their fields: a bucket may have millions of blocks."""
+    tier, unused = Tier(faults, rng, **more), Namespace({"model": "phi"})
+    keys = tier.fill(_LLAMA)
+    tier.write({f"_namespaces/{unused.hex}": unused.description()})
+    tier.write({"_namespaces/" + "0" * 64: _QWEN.description(), "_namespaces/notes.txt": b"{}"})
+    with Medium(tier.argument) as holdings:
+        found = {each.hex: each for each in holdings.described()}
+        assert {name: each.fields for name, each in found.items()} == {
+            _LLAMA.hex: {"model": "llama"},
+            unused.hex: {"model": "phi"},
+        }
+        llama = found[_LLAMA.hex]
+        assert time.time() - _DAY_S < llama.used_at < time.time() + _DAY_S
+        before = faults.counts().get("HEAD", 0)
+        assert holdings.present(llama, [*keys[:3], b"none"]) == set(keys[:3])
+        assert faults.counts()["HEAD"] - before == 4
+        faults.plan(Fault.FORBIDDEN, methods=("HEAD",))
+        with pytest.raises(BackendError):
+            holdings.present(llama, keys)
 
 
 def test_blocks_go_through_an_archive(tier: Tier, weed_server: S3Server, rng: random.Random, tmp_path: Path) -> None:

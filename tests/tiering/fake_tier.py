@@ -14,6 +14,7 @@ from kvstore.types import (
     Locality,
     LookupResult,
     Medium,
+    Outcome,
     RemovalCause,
     RequestContext,
     TierEvent,
@@ -54,17 +55,28 @@ class FakeTier(SecondaryTierManager):
         self.on_submit: Callable[[FakeTier, bool, TransferJob], None] = lambda *_: None
 
     def run(
-        self, count: int | None = None, *, failing: Collection[BlockKey] = (), index: int = 0, truthful: bool = True
+        self,
+        count: int | None = None,
+        *,
+        failing: Collection[BlockKey] = (),
+        outcome: Outcome | None = None,
+        index: int = 0,
+        truthful: bool = True,
     ) -> int:
-        """Run open jobs: blocks in ``failing`` fail, loads of blocks that are gone too; return how many jobs."""
+        """Run open jobs: blocks in ``failing`` fail, loads of blocks that are gone too; return how many jobs.
+
+        ``outcome``: that of the blocks that fail; None if the results have no outcomes.
+        """
         ran = 0
         while self.open and (count is None or ran < count):
             is_load, job = self.open.pop(index if index < len(self.open) else 0)
             pairs = zip(job.keys, job.slots, strict=True)
             good = [key for key, slot in pairs if self._move(is_load, key, slot, failing)]
             success = len(good) == len(job.keys)
+            outcomes = () if outcome is None else [Outcome.OK if key in good else outcome for key in job.keys]
+            told = good if truthful else ()
             self.done.append(
-                (is_load, job, JobResult(job.job_id, success, good if truthful else (), len(good) * ROW_BYTES))
+                (is_load, job, JobResult(job.job_id, success, told, len(good) * ROW_BYTES, outcomes=outcomes))
             )
             ran += 1
         return ran

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.types import BlockKey, RequestContext
+from kvstore.types import BlockKey, Outcome, RequestContext
 from tests.tiering.engine import Engine, keys_of
 
 
@@ -99,20 +99,45 @@ def test_blocks_below_their_number_of_uses_have_that_cause() -> None:
     assert missed(engine) == {("disk", "absent"): 2, ("disk", "min_uses"): 4}
 
 
-def test_a_failed_load_is_the_cause_for_its_request() -> None:
-    """The blocks of a failed load, and those behind them, are missed because of the failure."""
+@pytest.mark.parametrize(
+    ("outcome", "cause"),
+    [
+        (None, "failed"),
+        (Outcome.IO_ERROR, "failed"),
+        (Outcome.CORRUPT, "corrupt"),
+        (Outcome.MISS, "lost"),
+        (Outcome.TIMEOUT, "timeout"),
+    ],
+)
+def test_a_failed_load_is_the_cause_for_its_request(outcome: Outcome | None, cause: str) -> None:
+    """The blocks of a failed load, and those behind them, are missed because of the outcome of the first of them."""
     engine = Engine()
     engine.store_and_forget(keys_of(1, 2, 3))
     engine.evict_all()
     ctx = engine.request(keys_of(1, 2, 3))
     assert engine.look(keys_of(1, 2, 3), ctx) == ["hit_pending"] * 3
     engine.manager.on_step_end()
-    engine.tier.run(failing=keys_of(2))
+    engine.tier.run(failing=keys_of(2), outcome=outcome)
     engine.manager.on_step_end()
     assert engine.look(keys_of(1, 2), ctx) == ["hit", "miss"]
     engine.manager.prepare_load(keys_of(1), ctx)
     engine.manager.prepare_store(keys_of(2, 3), ctx)
-    assert missed(engine) == {("disk", "failed"): 2}
+    assert missed(engine) == {("disk", cause): 2}
+
+
+def test_a_load_without_an_end_is_late_for_its_request() -> None:
+    """A tier that does not end a load within ``load_s_max`` has not answered in time."""
+    engine = Engine(load_s_max=5)
+    engine.store_and_forget(keys_of(1, 2))
+    engine.evict_all()
+    ctx = engine.request(keys_of(1, 2))
+    assert engine.look(keys_of(1, 2), ctx) == ["hit_pending"] * 2
+    engine.manager.on_step_end()
+    engine.clock.now += 6
+    engine.manager.on_step_end()
+    assert engine.look(keys_of(1), ctx) == ["miss"]
+    engine.manager.prepare_store(keys_of(1, 2), ctx)
+    assert missed(engine) == {("disk", "timeout"): 2}
 
 
 def test_a_tier_that_does_not_answer_in_time_is_a_cause() -> None:

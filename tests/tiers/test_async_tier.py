@@ -728,6 +728,31 @@ def test_a_miss_without_an_answer_in_time_names_the_recovery(recovered: bool) ->
     assert cause_of(bench, b"a") is (MissCause.TIMEOUT if recovered else MissCause.RECOVERING)
 
 
+@pytest.mark.parametrize(("outcome", "cause"), [(Outcome.CORRUPT, MissCause.CORRUPT), (Outcome.MISS, MissCause.LOST)])
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_miss_after_a_damaged_or_lost_block_names_it(outcome: Outcome, cause: MissCause, is_reported: bool) -> None:
+    """Also other requests miss for that reason, whether the removal or the load is reported first."""
+    bench, ctx = Bench(), RequestContext("r")
+    bench.hold(b"a")
+    bench.tier.submit_load(job(1, [b"a"], ctx))
+    if is_reported:
+        bench.answer(PresenceRemoved((b"a",), RemovalCause(cause.value)))
+    bench.finish(1, outcome)
+    assert cause_of(bench, b"a", ctx) is cause
+    assert cause_of(bench, b"a") is cause
+
+
+def test_the_cause_of_an_earlier_removal_explains_no_failure() -> None:
+    """A block that was evicted, stored again and then failed to load has not been evicted."""
+    bench, ctx = Bench(), RequestContext("r")
+    bench.hold(b"a")
+    bench.answer(PresenceRemoved((b"a",), RemovalCause.EVICTED))
+    bench.hold(b"a")
+    bench.tier.submit_load(job(1, [b"a"], ctx))
+    bench.finish(1, Outcome.IO_ERROR)
+    assert cause_of(bench, b"a", ctx) is MissCause.FAILED
+
+
 def test_a_miss_after_a_failure_is_a_failure() -> None:
     """The request of a failed load, and all requests after a failed lookup, miss because of that failure."""
     bench, ctx = Bench(), RequestContext("r")

@@ -380,6 +380,19 @@ async def test_a_required_tier_does_not_start_without_its_medium() -> None:
                 await half.close()
 
 
+async def test_failures_of_a_tier_without_its_medium_name_the_reason() -> None:
+    """Stores, loads and lookups fail with the reason for which the medium could not be opened."""
+    async with opened(failures=1 << 30) as (half, backend, said):
+        backend.may_answer.set()
+        later = time.monotonic() + 60
+        half.deliver([AskExistence(1, (b"a",), later)])
+        half.deliver([SubmitJob(n, kind, (b"a",), (0,), later) for n, kind in enumerate(JobKind)])
+        await turns()
+        errors = [message.error for message in said if isinstance(message, JobDone | ExistsDone)]
+        assert len(errors) == 3
+        assert all("the medium is away" in error for error in errors), errors
+
+
 async def test_a_block_that_could_not_be_put_is_not_reported_as_present(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block whose put failed is not reported, because it would be a hit whose load fails."""
     async with opened() as (half, backend, said):

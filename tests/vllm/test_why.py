@@ -60,7 +60,8 @@ def fill() -> Fill:
     def filled(text: str, namespace: Namespace, blocks: int, salt: str | None = None, tag: bytes = b"") -> None:
         from kvstore.vllm.prompts import keys_of
 
-        keys = [tag + key for key in keys_of(_TOKENS, namespace.document()["fields"], salt)][:blocks]
+        fields = {name: value for name, value in namespace.document()["fields"].items() if name != "keys"}
+        keys = [tag + key for key in keys_of(_TOKENS, fields, salt)][:blocks]
         with Region.create(8, _SLOT_BYTES) as region:
             tier = open_tier(
                 parse_tier(text).as_config(), primary=region.view(), slot_bytes=_SLOT_BYTES, namespace=namespace
@@ -96,8 +97,9 @@ def test_blocks_are_counted_in_each_tier_and_namespace(
         own = ("--namespace", ours.hex)
         done = run_here("why", json.dumps(_TOKENS), "--engine", json.dumps(engine), *own, COLUMNS="120")
         assert done.returncode == 0, done.stderr
-        _, _, here, foreign = done.stdout.splitlines()
+        _, _, here, empty, foreign = done.stdout.splitlines()
         assert here.split() == ["file", ours.hex[:12], "2", "of", "6", "32", "the", "engine's"]
+        assert empty.split() == ["shared", ours.hex[:12], "0", "of", "6", "0", "the", "engine's"]
         assert foreign.split()[:6] == ["shared", float8.hex[:12], "6", "of", "6", "96"]
         assert "--dtype float8_e4m3 (here float16)" in foreign
 
@@ -157,12 +159,28 @@ def test_a_changed_setting_is_named_as_operators_give_it(changes: dict[str, Any]
     assert name in {name_of(field) for field in changed}
 
 
-def test_salts_tags_and_keyed_names(tmp_path: Path, fill: Fill, ours: Namespace) -> None:
-    """A cache_salt makes other keys; the tag of a tenant and keyed names on the medium hide none."""
+def test_details_hide_no_setting(tmp_path: Path, fill: Fill, ours: Namespace) -> None:
+    """A changed data type is shown, even if more variables and arguments changed than a table has room for."""
+    environment = {f"VLLM_{letter}": "1" for letter in "ABCD"}
+    settings = {"cache_config": {"cache_dtype": "fp8"}, "model_config": {"dtype": "bfloat16"}}
+    config = {"kv_dtype": "fp8", "settings": settings}
+    model = {**ours.document()["fields"]["model"], "dtype": "bfloat16"}
+    other = ours.with_fields(environment=environment, engine_config=config, model=model, engine_version="0.99")
+    tier = _tier(tmp_path / "kv")
+    fill(tier, ours, 1)
+    fill(tier, other, 1)
+    done = run_here("why", json.dumps(_TOKENS), "--engine", tier, "--namespace", ours.hex, COLUMNS="200")
+    shown = "--kv-cache-dtype fp8 (here auto), vLLM 0.99 (here 0.32.0), --dtype bfloat16 (here float16), and"
+    assert shown.replace("0.32.0", ours.document()["fields"]["engine_version"]) in done.stdout
+
+
+@pytest.mark.parametrize(("parts", "tag"), [("", b""), ("tenants", b"tenant-1"), ("adapters", bytes(16))])
+def test_salts_tags_and_keyed_names(tmp_path: Path, fill: Fill, ours: Namespace, parts: str, tag: bytes) -> None:
+    """A cache_salt makes other keys; the tags of tenants and adapters and keyed names on the medium hide none."""
     write(tmp_path / "keys.json", document(1, 1, names=secret(8)))
     seal = {"aead": {"keys": {"file": str(tmp_path / "keys.json")}, "keyed_names": True}}
     tier = _tier(tmp_path / "kv", codec=[seal])
-    fill(tier, ours, 6, salt="mine", tag=b"tenant-1")
+    fill(tier, ours.with_fields(keys=parts) if parts else ours, 6, salt="mine", tag=tag)
     assert [row["blocks"] for row in _why(tier)["rows"]] == [0]
     assert [row["blocks"] for row in _why(tier, "--cache-salt", "mine")["rows"]] == [6]
 
@@ -189,7 +207,7 @@ def test_unreadable_tiers_peers_and_unknown_fields(tmp_path: Path, fill: Fill, o
     tier, missing = _tier(tmp_path / "kv"), _tier(tmp_path / "no", label="lost")
     peer = {"type": "peer", "peers": ["127.0.0.1:7777"]}
     done = run_here("why", "[1]", "--engine", missing)
-    assert done.returncode == 2 and "no namespaces" in done.stderr
+    assert done.returncode == 1 and done.stderr.startswith("lost: There is no file tier")
     fill(tier, ours, 1)
     engine = json.dumps([json.loads(tier), json.loads(missing), peer])
     done = run_here("why", json.dumps(_TOKENS), "--engine", engine)
@@ -199,3 +217,59 @@ def test_unreadable_tiers_peers_and_unknown_fields(tmp_path: Path, fill: Fill, o
     path.unlink()
     done = run_here("why", json.dumps(_TOKENS), "--engine", tier)
     assert done.returncode == 2 and "fields of namespace" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"engine_config": {"settings": {"cache_config": {"prefix_caching_hash_algo": "xxhash"}}}}, "PYTHONHASHSEED"),
+        ({"engine_config": {"settings": {"cache_config": {"prefix_caching_hash_algo": "md4"}}}}, "md4"),
+        ({"tokens_per_hash": 0}, "ZeroDivisionError"),
+        ({"groups": []}, "ValueError"),
+        ({"groups": [{"tokens_per_block": 8}]}, "a block without tokens"),
+    ],
+)
+def test_a_namespace_with_unknown_keys_costs_only_itself(
+    tmp_path: Path, fill: Fill, ours: Namespace, changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Namespaces of other versions, or whose hash has a seed of its own, are named, and all others are shown."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    tier = _tier(tmp_path / "kv")
+    fill(tier, ours, 2)
+    other = ours.with_fields(**changes)
+    (tmp_path / "kv" / other.hex).mkdir(mode=0o700)
+    (tmp_path / "kv" / other.hex / "namespace.json").write_bytes(other.description())
+    done = run_here("why", json.dumps(_TOKENS), "--engine", tier, "--namespace", ours.hex, "--json")
+    report = report_of(done)
+    assert done.returncode == 1
+    assert [(row["namespace"], row["blocks"]) for row in report["rows"]] == [(ours.hex, 2)]
+    ((name, failure),) = report["failures"].items()
+    assert name == f"file, namespace {other.hex[:12]}" and reason in failure
+
+
+def test_other_tiers_of_an_engine_cost_only_themselves(tmp_path: Path, fill: Fill, ours: Namespace) -> None:
+    """Tiers of vLLM are left out, an absent secret hides no other tier, and names are those of the metrics."""
+    tier = _tier(tmp_path / "kv")
+    fill(tier, ours, 2)
+    theirs = {"type": "fs", "root_dir": str(tmp_path)}
+    secret_less = {"type": "redis", "url": "redis://127.0.0.1:1", "password": {"env": "KVSTORE_TEST_UNSET"}}
+    second = json.loads(_tier(tmp_path / "none"))
+    done = run_here("why", json.dumps(_TOKENS), "--engine", json.dumps([theirs, json.loads(tier), secret_less, second]))
+    assert done.returncode == 1 and "2 of 6" in done.stdout
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["redis", "file-3"]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "[1]",
+        '{"secondary_tiers": 5}',
+        '{"kv_connector_extra_config": null}',
+        '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": 3}}',
+        '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [1, null, {}]}}',
+    ],
+)
+def test_a_wrong_configuration_is_an_error(engine: str) -> None:
+    """The error names ``secondary_tiers``, and there is no traceback."""
+    done = run_here("why", "[1]", "--engine", engine)
+    assert done.returncode == 2 and "secondary_tiers" in done.stderr

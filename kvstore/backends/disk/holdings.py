@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import stat
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple, NoReturn
 
@@ -29,7 +29,7 @@ from kvstore.config import TierConfig
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError, ConfigError, RecordError
 from kvstore.namespace import Namespace
-from kvstore.types import BlockInfo, NamespaceInfo, RemovalCause
+from kvstore.types import BlockInfo, BlockKey, NamespaceInfo, RemovalCause
 
 _EMPTY_PAGE = bytes(PAGE)
 _SCAN_SLOTS = 1024
@@ -89,6 +89,21 @@ class DiskHoldings(Holdings):
                         found = map(owner.block, held[start : start + _SCAN_SLOTS])
                         yield [block for block in found if block is not None]
                         await asyncio.sleep(0)
+
+    async def present(self, namespace: NamespaceInfo, keys: Collection[BlockKey]) -> set[BlockKey]:
+        """See :meth:`Holdings.present`. Reads one page of each of these blocks."""
+        found, wanted = set[BlockKey](), set(keys)
+        with self._failures():
+            for name in self._owner_names(namespace.hex):
+                if (owner := self._owner(namespace.hex, name)) is not None:
+                    held = owner.columns.held()
+                    slots = [
+                        slot
+                        for slot, key in zip(held.tolist(), owner.columns.keys_in(held), strict=True)
+                        if key in wanted
+                    ]
+                    found.update(block.key for block in map(owner.block, slots) if block is not None)
+        return found
 
     async def read(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo]) -> Sequence[ReadResult]:
         results: list[ReadResult] = []

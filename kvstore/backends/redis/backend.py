@@ -15,7 +15,15 @@ from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.connection import Answer
 from kvstore.backends.redis.exchange import Command, Exchange
 from kvstore.backends.redis.failures import RedisError, SkippedError
-from kvstore.backends.redis.parts import DESCRIPTION, PART_BYTES, PartsRead, in_parts, part_count, part_key
+from kvstore.backends.redis.parts import (
+    DESCRIPTION,
+    PART_BYTES,
+    PartsRead,
+    description_ttl_s,
+    in_parts,
+    part_count,
+    part_key,
+)
 from kvstore.backends.redis.resp import Filled, Reply, Target, encode_arguments, encode_command
 from kvstore.backends.redis.topology import Topology, checked_tls
 from kvstore.backends.stream import check_tls
@@ -48,10 +56,6 @@ _RENEWED_TOGETHER: Final = 256
 
 _NAMESPACE_DIGITS: Final = 32
 """Digits of the namespace in a key: 128 bits distinguish namespaces, and the record's header has the full digest."""
-
-
-_DESCRIPTION_S: Final = 90 * 86400
-"""Least time to live of the fields of a namespace, which each start of an engine renews."""
 
 
 class RedisBackend(Backend):
@@ -342,7 +346,7 @@ class _RecordCommands:
     def describe(self, namespace: Namespace) -> Command | None:
         """Return the command that stores the fields of the namespace; None if they are unknown."""
         name, value = self._start + DESCRIPTION, namespace.description()
-        frame = encode_command(b"SET", name, value, b"EX", b"%d" % max(int(self._ttl), _DESCRIPTION_S))
+        frame = encode_command(b"SET", name, value, b"EX", b"%d" % int(description_ttl_s(float(self._ttl))))
         return Command(name, [frame], str, len(value)) if value else None
 
     def exists(self, key: BlockKey) -> Command:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Final, NamedTuple, NoReturn
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, NoReturn
 import msgspec
 
 from kvstore.backends.base import Backend
-from kvstore.backends.holdings import DESCRIPTION_BYTES_MAX, Holdings, ReadResult, StaleItem, fields_in
+from kvstore.backends.holdings import DESCRIPTION_BYTES_MAX, Holdings, ReadResult, StaleItem, fields_in, is_digest
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.connection import Answer
 from kvstore.backends.redis.exchange import Command, Exchange
@@ -25,6 +25,7 @@ from kvstore.backends.redis.parts import (
     PART_HEADER_BYTES,
     PartHeader,
     PartsRead,
+    description_ttl_s,
     is_of_another_version,
     part_key,
     read_part_header,
@@ -34,6 +35,7 @@ from kvstore.backends.redis.topology import Topology
 from kvstore.codec.record import HEADER_BYTES, MAGIC, RecordFault, decode_header
 from kvstore.config import Seconds, TierConfig
 from kvstore.errors import ConfigError, RecordError
+from kvstore.namespace import Namespace
 from kvstore.types import KEY_BYTES_MAX, BlockInfo, BlockKey, NamespaceInfo, Outcome, RemovalCause
 
 _NAMESPACES_MAX: Final = 1 << 16
@@ -125,8 +127,13 @@ class Values:
     async def pages(self, namespace: str = "") -> AsyncGenerator[list[_Name], None]:
         """Yield the names of the tier's values, or of one namespace's, page by page."""
         prefix = self._config.prefix.encode()
-        # A valid prefix contains no special characters of patterns.
-        pattern = prefix + (f"{namespace[:32]}:".encode() if namespace else b"") + b"*"
+        async with aclosing(self.keys(prefix + (f"{namespace[:32]}:".encode() if namespace else b"") + b"*")) as pages:
+            async for keys in pages:
+                names = [_read(key, prefix) for key in keys]
+                yield [name for name in names if name is not None]
+
+    async def keys(self, pattern: bytes) -> AsyncGenerator[list[bytes], None]:
+        """Yield the keys that match, page by page. A valid prefix contains no special characters of patterns."""
         seen: set[bytes] = set()
         for node in [node for node in self._topology.nodes if not node.is_replica]:
             cursor = b"0"
@@ -135,8 +142,7 @@ class Values:
                 new = [key for key in dict.fromkeys(keys) if key not in seen]
                 if len(seen) < _SEEN_MAX:
                     seen.update(new)
-                names = [_read(key, prefix) for key in new]
-                yield [name for name in names if name is not None]
+                yield new
                 if cursor == b"0":
                     break
 
@@ -160,6 +166,13 @@ class Values:
             if isinstance(ttl_ms, int) and ttl_ms != _GONE and isinstance(size, int) and isinstance(head, bytes):
                 found.append(_Value(name, size, head, self._age_s(name, ttl_ms, idle)))
         return found
+
+    async def described_at(self, key: bytes) -> float:
+        """Return the time at which a description was stored, from its time to live; 0.0 if it has none."""
+        (ttl_ms,) = await self._ask([(b"PTTL", key)])
+        if not isinstance(ttl_ms, int) or ttl_ms < 0:
+            return 0.0
+        return time.time() - description_ttl_s(float(self._config.ttl)) + ttl_ms / 1e3
 
     async def part_heads(self, names: Sequence[bytes]) -> list[bytes]:
         """Return the undecoded headers of parts; empty for missing parts."""
@@ -323,6 +336,29 @@ class RedisHoldings(Holdings):
                         digest = _namespace_of(head)
                     found[digits] = NamespaceInfo(digest, used_at=max(known.used_at, _used_at(value)))
         return await self._described(list(found.values()))
+
+    async def described(self) -> list[NamespaceInfo]:
+        """Lists the names on the servers once, and reads no blocks."""
+        found = []
+        prefix, suffix = self._prefix.encode(), b":" + DESCRIPTION
+        async with aclosing(self._values.keys(prefix + b"*" + suffix)) as pages:
+            async for keys in pages:
+                digits = [key[len(prefix) : -len(suffix)].decode(errors="replace") for key in keys]
+                whole = [each + _UNKNOWN for each in digits]
+                stored = [NamespaceInfo(each) for each in whole if is_digest(each)]
+                for each in await self._described(stored):
+                    if each.fields is not None:
+                        used_at = await self._values.described_at(self._description_key(each))
+                        found.append(NamespaceInfo(Namespace(each.fields).hex, each.fields, used_at=used_at))
+        return found
+
+    async def present(self, namespace: NamespaceInfo, keys: Collection[BlockKey]) -> set[BlockKey]:
+        """Takes two EXISTS per key: for a block in one value, and for the first of several."""
+        wanted = list(keys)
+        start = f"{self._prefix}{namespace.hex[: len(_UNKNOWN)]}:"
+        names = [f"{start}{key.hex()}".encode() for key in wanted]
+        there = iter(await self._values.exist([each for name in names for each in (name, part_key(name, 0))]))
+        return {key for key, whole, first in zip(wanted, there, there, strict=True) if whole or first}
 
     async def scan(self, namespace: NamespaceInfo) -> AsyncGenerator[Sequence[BlockInfo], None]:
         """Parts written by a later release are skipped, because their format is unknown."""

@@ -21,6 +21,9 @@ from kvstore.types import Outcome
 DESCRIPTION: Final = b"namespace"
 """In place of a block's key: the fields of the namespace, which are in one value."""
 
+_DESCRIPTION_S: Final = 90 * 86400.0
+"""Least time to live of the fields of a namespace, which each start of an engine renews."""
+
 PART_BYTES: Final = 4 << 20
 """Longest piece of a record in one value. A single-threaded server blocks other clients while it copies a value, and
 longer values exceed the processor's caches. Part of the format: all engines must use the same length."""
@@ -30,6 +33,11 @@ _MAGIC: Final = b"kvp1"
 
 PART_HEADER_BYTES: Final = _HEADER.size
 """Bytes before the piece of a record in each part."""
+
+
+def description_ttl_s(ttl_s: float) -> float:
+    """Return the time to live of the fields of a namespace, of a tier whose blocks have the time ``ttl_s``."""
+    return max(ttl_s, _DESCRIPTION_S)
 
 
 def part_count(record_bytes: int, part_bytes: int = PART_BYTES) -> int:

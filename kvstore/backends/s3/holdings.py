@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, ClassVar, Final, NamedTuple
 
 import msgspec
 
 from kvstore.backends.base import Backend
-from kvstore.backends.holdings import DESCRIPTION_BYTES_MAX, STALE_MAX, Holdings, ReadResult, StaleItem, fields_in
+from kvstore.backends.holdings import (
+    DESCRIPTION_BYTES_MAX,
+    STALE_MAX,
+    Holdings,
+    ReadResult,
+    StaleItem,
+    fields_in,
+    is_digest,
+)
 from kvstore.backends.s3.client import DELETES_MAX, ObjectInfo, make_client
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
-from kvstore.backends.s3.names import KeeperNames, ObjectName, read_name
+from kvstore.backends.s3.names import DESCRIPTIONS, KeeperNames, ObjectName, read_name
 from kvstore.backends.s3.notes import NOTES_AGE_S, all_uses, name_digest, outdated, remove
 from kvstore.backends.s3.packs import Pack, PackReader
 from kvstore.codec.record import RecordFault
@@ -34,6 +42,9 @@ _ANSWER_S: Final = 10.0
 
 _GONE_MAX: Final = 1_000_000
 """Removals from the packs of a namespace that are kept in memory, 150 bytes each."""
+
+_HEADS_AT_ONCE: Final = 256
+"""HEADs in one round; the client bounds the concurrent ones."""
 
 _AFTER_FOLDERS: Final = "_q"
 """Sorts after the folders of packs, probes and housekeeping: listings of single blocks skip those folders."""
@@ -90,6 +101,37 @@ class S3Holdings(Holdings):
             NamespaceInfo(name, await self._fields(name), used_at=0.0 if name in unknown else at)
             for name, at in newest.items()
         ]
+
+    async def described(self) -> list[NamespaceInfo]:
+        """Takes one LIST per thousand namespaces, and a GET per namespace."""
+        found, folder = [], self._prefix + DESCRIPTIONS
+        async with aclosing(self._client.listed(folder)) as stored:
+            async for info in stored:
+                digits = info.key.removeprefix(folder)
+                if is_digest(digits) and (fields := await self._fields(digits)) is not None:
+                    found.append(NamespaceInfo(digits, fields, used_at=info.modified_at))
+        return found
+
+    async def present(self, namespace: NamespaceInfo, keys: Collection[BlockKey]) -> set[BlockKey]:
+        """Takes one HEAD per key; if one is missing, a listing of the namespace's packs and a GET for each pack."""
+        names, wanted = self._reader(namespace.hex).names, list(keys)
+        found = set[BlockKey]()
+        for start in range(0, len(wanted), _HEADS_AT_ONCE):
+            some = wanted[start : start + _HEADS_AT_ONCE]
+            heads = await asyncio.gather(*[self._client.head(names.block(key)) for key in some], return_exceptions=True)
+            for key, head in zip(some, heads, strict=True):
+                if isinstance(head, BaseException):
+                    raise head
+                if head is not None:
+                    found.add(key)
+        if len(found) < len(wanted):
+            gone = await self._gone(namespace.hex)
+            async with aclosing(self._read_folder(namespace.hex, "pack")) as packs:
+                async for pack in packs:
+                    if isinstance(pack.fault, S3Error):
+                        raise pack.fault
+                    found.update(block.key for block in _live_blocks(pack, gone, 0.0))
+        return found & set(wanted)
 
     async def scan(self, namespace: NamespaceInfo) -> AsyncGenerator[Sequence[BlockInfo], None]:
         """Single blocks, then packs. A block in two packs is yielded twice.

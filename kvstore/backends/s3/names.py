@@ -29,6 +29,9 @@ from kvstore.types import BlockKey
 _SPREAD_DIGITS = 3
 """Services partition load by the prefix of names; 4,096 prefixes spread it over all partitions."""
 
+DESCRIPTIONS: Final = "_namespaces/"
+"""Folder of the fields of namespaces."""
+
 _TIME_DIGITS: Final = 12
 _RANDOM_BYTES: Final = 8
 
@@ -71,7 +74,7 @@ class ObjectNames:
         self._prefix = prefix
         self._namespace = namespace.hex
         self.probe = f"{prefix}_probe/{namespace.hex}"  # An object that need not exist.
-        self.fields = f"{prefix}_namespaces/{namespace.hex}"
+        self.fields = f"{prefix}{DESCRIPTIONS}{namespace.hex}"
         self.packs = f"{prefix}_packs/{namespace.hex}/"  # Folder of packs and notes.
 
     def block(self, key: BlockKey) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeVar
 
@@ -77,15 +77,19 @@ class Medium:
 
     def namespaces(self) -> list[NamespaceInfo]:
         """Return all namespaces, the most recently used first."""
-        found = self._run(self._holdings.namespaces())
-        if found is not None:
-            return sorted(found, key=lambda namespace: -namespace.used_at)
-        if not self._named or any(not re.fullmatch("[0-9a-f]{64}", name) for name in self._named):
-            raise ConfigError(
-                f"The backend {self.tier.backend!r} cannot list namespaces. Give --namespace with the whole digest, "
-                "which the engine logs when it opens the tier."
-            )
-        return [NamespaceInfo(name) for name in self._named]
+        return self._listed(self._run(self._holdings.namespaces()))
+
+    def described(self) -> list[NamespaceInfo]:
+        """Return the namespaces with stored fields in the same order, if possible without listing blocks."""
+        return self._listed(self._run(self._holdings.described()))
+
+    def present(self, namespace: NamespaceInfo, keys: Collection[BlockKey]) -> set[BlockKey]:
+        """Return which of these blocks are on the medium.
+
+        Raises:
+            BackendError: The medium did not answer for all of them.
+        """
+        return self._run(self._holdings.present(namespace, keys))
 
     def blocks(self, namespace: NamespaceInfo) -> Iterator[BlockInfo]:
         """Yield the blocks of a namespace.
@@ -173,6 +177,16 @@ class Medium:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _listed(self, found: list[NamespaceInfo] | None) -> list[NamespaceInfo]:
+        if found is not None:
+            return sorted(found, key=lambda namespace: -namespace.used_at)
+        if not self._named or any(not re.fullmatch("[0-9a-f]{64}", name) for name in self._named):
+            raise ConfigError(
+                f"The backend {self.tier.backend!r} cannot list namespaces. Give --namespace with the whole digest, "
+                "which the engine logs when it opens the tier."
+            )
+        return [NamespaceInfo(name) for name in self._named]
 
     def _scanned(self, namespace: NamespaceInfo) -> Iterator[BlockInfo]:
         pages = self._holdings.scan(namespace)

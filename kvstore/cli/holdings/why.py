@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Annotated, Any, Final
+from types import ModuleType
+from typing import Annotated, Any, Final, NoReturn
 
 from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option, parsed_json, text_of, vllm_module
 from kvstore.cli.holdings.care import chosen
 from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.interruption import Deadline, DeadlineError, DeadlineOption
 from kvstore.cli.terminal import Column, print_json_text, print_table, say
-from kvstore.cli.tier_argument import TierArgument, parse_tier
+from kvstore.cli.tier_argument import parse_tier
 from kvstore.config import TierConfig
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.namespace import Namespace
@@ -25,12 +26,21 @@ from kvstore.types import BlockKey, NamespaceInfo
 _SCHEMA: Final = 1
 
 _DEADLINE: Final = "10min"
-"""Default deadline: every key of every namespace is listed."""
+"""Default deadline: with tenants, every key of a namespace is listed."""
+
+_DIGITS: Final = 12
+"""Digits of a namespace in texts."""
+
+_OF_ENGINES: Final = frozenset({"secondary_tiers", "connectors", "kv_connector", "kv_connector_extra_config"})
+"""Keys in the configuration of an engine that no tier has."""
 
 _SHOWN_MAX: Final = 3
 """Most changed fields in a table; ``--json`` has all."""
 
 _VALUE_CHARS_MAX: Final = 40
+
+_DETAILS: Final = ("engine_config.settings.", "environment.")
+"""Starts of the fields shown last: a change of vLLM's version or of a model may change many of them."""
 
 _OF_TIERS: Final = frozenset({"codecs", "epoch", "user_namespace"})
 """Fields that differ between the tiers of one engine."""
@@ -75,11 +85,13 @@ def why_command(
     imports vLLM; it needs no device.
     """
     text = text_of(prompt, "prompt")
-    tiers = list(_tiers_of(engine))
+    tiers = _tiers_of(engine, vllm_module("options"))
     prompts = vllm_module("prompts")
     with Deadline(deadline), ExitStack() as opened:
         media, failures = _opened(tiers, opened)
         known = _merged(each for _, there in media for each in there)
+        if failures and not known:
+            _fail(failures)
         own = _own_of(known, namespace)
         tokens = _tokens_in(text)
         if tokens is None:
@@ -88,18 +100,22 @@ def why_command(
         for medium, there in media:
             described = [known[each.hex] for each in there if each.hex in known]
             ours = _own_in(described, own, medium.tier.config)
-            for each in described:
-                keys = prompts.keys_of(tokens, each.fields or own.fields, cache_salt)
-                rows.append(_row(medium, each, keys, ours))
+            for each in {each.hex: each for each in (ours, *described)}.values():
+                try:
+                    keys = prompts.keys_of(tokens, each.fields or own.fields, cache_salt)
+                    rows.append(_row(medium, each, keys, ours))
+                except DeadlineError:
+                    raise
+                # It concerns this namespace on this tier only.
+                except (KVStoreError, OSError) as error:
+                    failures[f"{medium.tier.name}, namespace {each.hex[:_DIGITS]}"] = str(error)
     if json:
         report = {"schema": _SCHEMA, "command": "why", "namespace": _base_of(own).hex, "tokens": len(tokens)}
         print_json_text(json_module.dumps(report | {"rows": rows, "failures": failures}, indent=1, ensure_ascii=False))
     else:
         _print(rows, own, len(tokens), prompts.name_of)
-    for name, failure in failures.items():
-        say(f"{name}: {failure}")
     if failures:
-        raise Exit(ExitCode.FAILED)
+        _fail(failures)
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -112,47 +128,54 @@ def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, l
     return {name: [ours.get(name), theirs.get(name)] for name in names}
 
 
-def _tiers_of(text: str) -> Iterator[TierArgument]:
-    """Yield the tiers of an engine."""
+def _fail(failures: Mapping[str, str]) -> NoReturn:
+    for name, failure in failures.items():
+        say(f"{name}: {failure}")
+    raise Exit(ExitCode.FAILED)
+
+
+def _tiers_of(text: str, options: ModuleType) -> list[tuple[str, str]]:
+    """Return the tiers of an engine except vLLM's own: the name of each, as in metrics, and its text.
+
+    ``options``: :mod:`kvstore.vllm.options`.
+    """
     text = text_of(text, "configuration").strip()
-    if not text.startswith(("{", "[")):
-        yield parse_tier(text)
-        return
-    for tier in _objects_of(parsed_json(text, "The configuration")):
-        yield parse_tier(json_module.dumps(tier))
+    value = parsed_json(text, "The configuration") if text.startswith(("{", "[")) else None
+    if value is None or (isinstance(value, dict) and not value.keys() & _OF_ENGINES):
+        return [(parse_tier(text).name, text)]
+    tiers = options.with_short_types({"secondary_tiers": _secondary_tiers(value)})["secondary_tiers"]
+    return [(options.tier_name(tier), json_module.dumps(tier)) for tier in tiers if tier["type"] == options.TIER_TYPE]
 
 
-def _objects_of(value: Any) -> Iterator[Any]:
-    """Yield the tiers in a list of tiers, in the configuration of a connector, or in one tier's."""
+def _secondary_tiers(value: Any) -> Any:
+    """Return the list of tiers in a configuration, such as that of a connector, or of several in one."""
     if isinstance(value, list):
-        yield from value
-    elif isinstance(extra := value.get("kv_connector_extra_config", value), dict) and "secondary_tiers" in extra:
-        yield from extra["secondary_tiers"]
-    elif isinstance(extra, dict) and "connectors" in extra:
-        for connector in extra["connectors"]:
-            if "secondary_tiers" in connector.get("kv_connector_extra_config", {}):
-                yield from _objects_of(connector)
-    elif "kv_connector" in value:
-        raise ConfigError("The configuration has no 'secondary_tiers'. Expected the tiers of an engine with kvstore.")
-    else:
-        yield value
+        return value
+    extra = value.get("kv_connector_extra_config", value)
+    connectors = extra.get("connectors") if isinstance(extra, dict) else None
+    for each in [extra, *(connectors if isinstance(connectors, list) else ())]:
+        inner = each.get("kv_connector_extra_config", each) if isinstance(each, dict) else {}
+        if isinstance(inner, dict) and "secondary_tiers" in inner:
+            return inner["secondary_tiers"]
+    raise ConfigError("The configuration has no 'secondary_tiers'. Expected the tiers of an engine with kvstore.")
 
 
 def _opened(
-    tiers: Sequence[TierArgument], media: ExitStack
+    tiers: Sequence[tuple[str, str]], media: ExitStack
 ) -> tuple[list[tuple[Medium, list[NamespaceInfo]]], dict[str, str]]:
     """Return the media of tiers with their namespaces, and the failures by the tier's name."""
     found, failures = [], {}
-    for tier in tiers:
-        if not BACKENDS.find(tier.backend).takes_stores:
-            continue
+    for name, text in tiers:
         try:
-            medium = media.enter_context(Medium(tier))
-            found.append((medium, medium.namespaces()))
+            tier = parse_tier(text)
+            if BACKENDS.find(tier.backend).takes_stores:
+                medium = media.enter_context(Medium(tier))
+                found.append((medium, medium.described()))
         except DeadlineError:
             raise
+        # Also a secret that this machine lacks.
         except (KVStoreError, OSError) as error:
-            failures[tier.name] = str(error)
+            failures[name] = str(error)
     return found, failures
 
 
@@ -172,7 +195,8 @@ def _own_of(known: Mapping[str, NamespaceInfo], digits: str | None) -> Namespace
     if not known:
         raise ConfigError("The tiers have no namespaces of vLLM: no engine has stored anything there.")
     bases = [NamespaceInfo(_base_of(each).hex, each.fields, used_at=each.used_at) for each in known.values()]
-    own = max(chosen([*known.values(), *bases], [digits] if digits else []), key=lambda each: each.used_at)
+    choices = {each.hex: each for each in (*bases, *known.values())}
+    own = max(chosen(list(choices.values()), [digits] if digits else []), key=lambda each: each.used_at)
     if own.fields is None:
         raise ConfigError(
             f"The fields of namespace {own.hex[:16]} are not on any of the tiers. Engines of this version store them "
@@ -224,7 +248,7 @@ def _model_of(namespace: NamespaceInfo) -> str:
 
 def _row(medium: Medium, namespace: NamespaceInfo, keys: Mapping[BlockKey, int], own: NamespaceInfo) -> dict[str, Any]:
     """Return how much of a prompt lies on a medium under a namespace; ``keys``: as from ``prompts.keys_of``."""
-    there = _present(medium, namespace, keys)
+    there = _present(medium, namespace, own, keys)
     missing = min((end for key, end in keys.items() if key not in there), default=None)
     whole = (end for key, end in keys.items() if missing is None or end < missing)
     fields = namespace.fields
@@ -239,15 +263,20 @@ def _row(medium: Medium, namespace: NamespaceInfo, keys: Mapping[BlockKey, int],
     }
 
 
-def _present(medium: Medium, namespace: NamespaceInfo, keys: Collection[BlockKey]) -> set[BlockKey]:
-    """Return which keys a medium has, under any tag of a tenant or adapter."""
+def _present(medium: Medium, namespace: NamespaceInfo, own: NamespaceInfo, keys: Collection[BlockKey]) -> set[BlockKey]:
+    """Return which keys a medium has, under any tenant's tag."""
     if not keys:
         return set()
     digest = Namespace.of_digest(bytes.fromhex(namespace.hex))
     seal = TierCodecs(medium.tier.config.codec, digest).chain.seal
-    names, length = None if seal is None else seal.names, len(next(iter(keys)))
+    names = None if seal is None else seal.names
+    fields = namespace.fields or own.fields or {}
+    if "tenants" not in str(fields.get("keys", "")):
+        stored_as = {key if names is None else names.name_of(key): key for key in keys}
+        return {stored_as[name] for name in medium.present(namespace, stored_as)}
+    # The tag, at the start of a key, is unknown.
+    length = len(next(iter(keys)))
     stored = (block.key if names is None else names.key_of(block.key) for block in medium.blocks(namespace))
-    # A tag is at the start of a key.
     return {key[-length:] for key in stored if key is not None} & set(keys)
 
 
@@ -267,21 +296,24 @@ def _print(
     shown = [
         {
             "tier": row["tier"],
-            "short": row["namespace"][:12],
+            "short": row["namespace"][:_DIGITS],
             "share": f"{row['blocks']} of {row['of']}",
             "tokens": row["tokens"],
             "difference": "the engine's" if row["is_own"] else _difference(row["changes"], name_of),
         }
         for row in sorted(rows, key=lambda row: (not row["is_own"], -row["blocks"]))
     ]
-    print_table(shown, _COLUMNS, title=f"{tokens} tokens; namespace {_base_of(own).hex[:12]}, model {own.model}")
+    print_table(shown, _COLUMNS, title=f"{tokens} tokens; namespace {_base_of(own).hex[:_DIGITS]}, model {own.model}")
 
 
 def _difference(changes: Mapping[str, Sequence[Any]] | None, name_of: Callable[[str], str | None]) -> str:
     """Return the settings that differ, such as ``--dtype float16 (here bfloat16)``, or without any the fields."""
     if changes is None:
         return "its fields are unknown"
-    settings = {setting: values for name, values in changes.items() if (setting := name_of(name)) is not None}
+    settings: dict[str, Sequence[Any]] = {}
+    for name in sorted(changes, key=lambda name: name.startswith(_DETAILS)):
+        if (setting := name_of(name)) is not None:
+            settings.setdefault(setting, changes[name])
     named = settings or dict(changes)
     texts = [f"{name} {_value(other)} (here {_value(own)})" for name, (own, other) in named.items()]
     more = [f"and {len(texts) - _SHOWN_MAX} more (--json)"] if len(texts) > _SHOWN_MAX else []
