@@ -14,7 +14,7 @@ export VENV
 PY := $(VENV)/bin/python
 # Each of the programs that tests start would compile the package.
 export PYTHONDONTWRITEBYTECODE :=
-# Tests run two at a time, heavy ones (engines, torture) by files, which share engines. Failed tests run once more, alone.
+# Heavy tests (engines, torture) run by files, which share engines. Failed tests run once more, alone.
 TESTED := $(PY) -m tests.second_chance -q -n 2
 QUICK := not walk and not repository and (smoke or not (engine or matrix or torture or program))
 # Tests here import vLLM or torch, which takes ten seconds in each process.
@@ -42,7 +42,7 @@ test: setup
 	echo "Not run: tests marked engine, matrix, torture or program (make test-all), repository (make lint) or walk (make test-versions)"; \
 	exit $$status
 
-# Three at a time, as they wait for a third of their time.
+# Three at a time, as they wait for a third of their time; so do all tests together.
 test-core:
 	KVSTORE_TEST_SIZE=quick $(TESTED) -n 3 --dist loadgroup -m "$(QUICK)" $(IMPORT_VLLM:%=--ignore=%) $(PYTEST_EXTRA)
 
@@ -50,7 +50,7 @@ test-vllm:
 	KVSTORE_TEST_SIZE=quick $(TESTED) -n 0 -m "$(QUICK)" $(IMPORT_VLLM) $(PYTEST_EXTRA)
 
 test-all: setup
-	$(TESTED) --dist loadgroup -m "not walk and not repository" $(PYTEST_EXTRA)
+	$(TESTED) -n 3 --dist loadgroup -m "not walk and not repository" $(PYTEST_EXTRA)
 
 # Where a version can't be had, its test skips itself, and says so.
 test-versions: setup

@@ -93,7 +93,7 @@ def measure(work: Path, blocks: int, starts: int, timed: int) -> list[Row]:
     }
     known = child(work, model, tier, "describe")
     shutil.rmtree(work / "kv")
-    fill(tier, blocks, known)
+    child(work, model, tier, "fill", blocks=blocks, known=known)
     reports: list[float] = []
     steps: dict[str, list[float]] = {system: [] for system in SYSTEMS}
     own: list[float] = []
@@ -152,12 +152,12 @@ def fill(tier: dict[str, Any], blocks: int, known: dict[str, Any]) -> None:
 def report(work: Path, model: Path, tier: dict[str, Any], blocks: int) -> float:
     """Return the seconds between the first and the last block that an idle engine reports."""
     endpoint = f"ipc://{work}/stream"
+    process = start_child(work, model, tier, "serve", system="all events", endpoint=endpoint)
     context = zmq.Context()
     socket = context.socket(zmq.SUB)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.connect(endpoint)
     socket.subscribe(b"")
-    process = start_child(work, model, tier, "serve", system="all events", endpoint=endpoint)
     try:
         held: set[int] = set()
         first = last = 0.0
@@ -181,7 +181,7 @@ def report(work: Path, model: Path, tier: dict[str, Any], blocks: int) -> float:
 
 
 def start_child(work: Path, model: Path, tier: dict[str, Any], task: str, **more: Any) -> subprocess.Popen[str]:
-    """Start an engine in a process of its own."""
+    """Start a task in a process of its own."""
     text = json.dumps({"model": str(model), "tier": tier, "task": task, **more})
     environment = {
         **os.environ,
@@ -208,7 +208,7 @@ def start_child(work: Path, model: Path, tier: dict[str, Any], task: str, **more
 
 
 def child(work: Path, model: Path, tier: dict[str, Any], task: str, **more: Any) -> dict[str, Any]:
-    """Run a task in an engine; return its result."""
+    """Run a task in a process of its own; return its result."""
     process = start_child(work, model, tier, task, **more)
     try:
         output, _ = process.communicate(timeout=600)
@@ -221,8 +221,12 @@ def child(work: Path, model: Path, tier: dict[str, Any], task: str, **more: Any)
 
 
 def run_child(options: dict[str, Any]) -> None:
-    """Run an engine: the main program of a child process."""
+    """Fill the tier or run an engine: the main program of a child process."""
     end_with_parent()
+    if options["task"] == "fill":
+        fill(options["tier"], options["blocks"], options["known"])
+        print("{}")
+        return
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 

@@ -117,6 +117,8 @@ TESTED_ELSEWHERE = {
 }
 ENGINES = {"bench/events.py", "bench/manager_vs_vllm.py", "examples/vllm_restart.py"}
 """Programs that start or import vLLM."""
+PRELOADED = {"bench/events.py", "examples/vllm_restart.py"}
+"""Programs with several engines, which import vLLM once."""
 WITHOUT_ENGINES = {"bench/gate.py", "bench/vllm_e2e.py", "bench/vllm_overhead.py", "bench/vllm_ttft.py"}
 """Programs whose servers are replaced."""
 
@@ -154,7 +156,9 @@ def test_a_program_ends(program: str, tmp_path: Path, work: Path, shared: Path) 
     if name in DIRECTORIES:
         (work / f"bench-{name}.tmp" / "kvstore-file-engines" / "stale").mkdir(parents=True)
     command = [str(ROOT / program)]
-    if program in WITHOUT_ENGINES:
+    if program in PRELOADED:
+        command = ["-m", "tests.vllm.preloaded", *command]
+    elif program in WITHOUT_ENGINES:
         command = ["-c", WITH_SERVER.format(server=ANSWERING_SERVER), f"bench.{name}"]
     arguments = [*PROGRAMS[program].split(), *(["--json", str(report)] if program not in OUTPUT else [])]
     running = _start(work, *command, *arguments, shared=shared)

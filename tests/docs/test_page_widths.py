@@ -26,6 +26,7 @@ WAIT_S = 120
 
 pytestmark = [
     pytest.mark.program,
+    pytest.mark.xdist_group("tests/docs/test_page_widths.py"),  # They share a built documentation.
     pytest.mark.skipif(BROWSER is None, reason="needs Debian's chromium-headless-shell"),
 ]
 

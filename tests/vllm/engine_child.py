@@ -9,7 +9,6 @@ where the import starts others, as it does with a GPU, each engine is a program 
 from __future__ import annotations
 
 import atexit
-import gc
 import inspect
 import json
 import os
@@ -22,6 +21,8 @@ import time
 from collections import deque
 from pathlib import Path
 from typing import Any
+
+from tests.vllm.preloaded import fork_engines, import_vllm
 
 STEP_S = 0.04
 """Minimum duration of a scheduler step while steps are counted, as on a GPU: I/O of a few blocks then ends within
@@ -483,7 +484,7 @@ def main() -> None:
     if len(sys.argv) == 3:
         return serve(*map(int, sys.argv[1:]))
     control = socket.socket(fileno=int(sys.argv[1]))
-    _import_vllm()
+    import_vllm()
     threads = len(os.listdir("/proc/self/task"))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The other side waits for engines.
     while descriptors := socket.recv_fds(control, 1, 2)[1]:
@@ -491,6 +492,7 @@ def main() -> None:
             subprocess.Popen([sys.executable, __file__, *map(str, descriptors)], pass_fds=descriptors)
         elif os.fork() == 0:
             control.close()
+            fork_engines()
             return serve(*descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -524,21 +526,6 @@ def serve(socket_descriptor: int, output: int) -> None:
         name, args = json.loads(line)
         channel.write(json.dumps({"result": getattr(engine, name)(*args)}) + "\n")
         channel.flush()
-
-
-def _import_vllm() -> None:
-    """Import the modules that each engine imports; none starts a thread."""
-    import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector
-    import vllm.entrypoints.llm
-    import vllm.model_executor.models.llama
-    import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
-    import kvstore.vllm.plugin
-    import kvstore.vllm.spec  # noqa: F401
-
-    gc.collect()
-    gc.freeze()  # Engines don't examine these objects again and again.
 
 
 if __name__ == "__main__":

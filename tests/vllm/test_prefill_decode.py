@@ -24,7 +24,8 @@ def test_the_decode_engine_loads_while_the_other_computes(tmp_path: Path) -> Non
     # A short path: otherwise vLLM leaves its sockets in the temporary directory.
     with tempfile.TemporaryDirectory(prefix="pd-") as folder:
         files = ["--json", str(out), "--dir", folder]
-        command = [sys.executable, "examples/prefill_decode.py", "--runs", "1", *model, *files]
+        program = ["-m", "tests.vllm.preloaded", "examples/prefill_decode.py"]
+        command = [sys.executable, *program, "--runs", "1", *model, *files]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())

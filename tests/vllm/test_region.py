@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvstore.vllm.connector import EngineContext
 from kvstore.vllm.region import region_path, use_locked_region
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.vllm.engine_config import engine
-from tests.vllm.engines import Start, prompt
+from tests.vllm.engines import EngineError, Start, prompt
 from tests.vllm.harness import make_spec, offloading_config
 
 _REGION_BYTES = 64 << 20
@@ -86,31 +87,36 @@ def test_a_region_that_can_not_be_allocated_leaves_no_file(tmp_path: Path, monke
 
 
 @pytest.fixture
-def servers(model: Path, tmp_path: Path) -> Iterator[list[Server]]:
-    """Servers that are starting, killed at the end."""
-    started: list[Server] = []
-    yield started
-    for server in started:
-        server.kill()
+def served(model: Path, tmp_path: Path) -> Iterator[Server]:
+    """A `vllm serve` that is not yet ready, killed at the end."""
+    server = Server("served", model, tmp_path, offloading=_offloading(tmp_path / "kv"))
+    yield server
+    server.kill()
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_starts_that_are_killed_leave_nothing(model: Path, tmp_path: Path, servers: list[Server]) -> None:
-    """After five workers were killed during the allocation, the next start has removed their files."""
-    paths = []
-    for number in range(5):
-        server = Server(f"killed{number}", model, tmp_path, offloading=_offloading(tmp_path / "kv", 1 << 30))
-        servers.append(server)
-        path = Path(region_path(server.engine_id))
-        eventually(path.exists, 300, "the allocation")
-        for pid in server.pids:
-            with contextlib.suppress(OSError):
-                if any(os.path.samefile(fd, path) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists()):
-                    os.kill(pid, signal.SIGKILL)
-        paths.append(path)
-        eventually(lambda server=server: not server.pids, 120, "the end of its other processes")
-    last = Server("last", model, tmp_path, offloading=_offloading(tmp_path / "kv"))
-    servers.append(last)
+def test_starts_that_are_killed_leave_nothing(start: Start, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """After five workers were killed during the allocation, the next `vllm serve` removes their files, and answers."""
+    paths: set[Path] = set()
+
+    def regions() -> set[Path]:
+        return set(Path("/dev/shm").glob(f"*kvstore-test-{os.getpid()}-*")) - paths
+
+    with ThreadPoolExecutor() as threads:
+        for _ in range(5):
+            starting = threads.submit(start, offloading=_offloading(tmp_path / "kv", 1 << 30), in_process=False)
+            eventually(regions, 300, "the allocation")
+            (path,) = regions()
+            for descriptors in Path("/proc").glob("[0-9]*/fd"):
+                with contextlib.suppress(OSError):
+                    if any(os.path.samefile(fd, path) for fd in descriptors.iterdir() if fd.exists()):
+                        os.kill(int(descriptors.parent.name), signal.SIGKILL)
+            with pytest.raises(EngineError):
+                starting.result()
+            assert path.exists()
+            paths.add(path)
+    last = request.getfixturevalue("served")
     last.wait_ready()
+    assert last.complete(prompt(1, 100), 4).prompt_tokens == 100
     assert not any(path.exists() for path in (*paths, Path(region_path(last.engine_id))))
