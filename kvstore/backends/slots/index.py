@@ -115,25 +115,28 @@ class Index:
         for place in places:
             if place in self._readers:
                 self._left_behind.add(place)
-            elif (segment := self.segments.get(place >> SLOT_BITS)) is not None:
-                segment.free.append(place & SLOT_MASK)
+            else:
+                segment, slot = self.at(place)
+                segment.free.append(slot)
 
     def rest(self, places: Iterable[int]) -> None:
         """Free slots that could not be written, to be given out after all others of their segments."""
         for place in places:
-            if (segment := self.segments.get(place >> SLOT_BITS)) is not None:
-                segment.free.insert(0, place & SLOT_MASK)
+            segment, slot = self.at(place)
+            segment.free.insert(0, slot)
 
-    def add(self, place: int, size_bytes: int, mark: int, digest: int, key: BlockKey) -> None:
-        """Add a block in a taken slot, whose row was written."""
+    def add(self, place: int, size_bytes: int, mark: int, digest: int, key: BlockKey) -> bool:
+        """Add a block in a taken slot, whose row was written; return whether its segment is still there."""
         segment, slot = self.at(place)
-        if segment.id not in self.segments:
-            return
         segment.set(slot, size_bytes, mark, key)
+        if segment.id not in self.segments:
+            segment.age_view[slot] = self._ages.now
+            return False
         self._table.set(digest, place)
         self._ages.use(segment, slot)
         if self._shares is not None:
             self._shares.enter(segment, slot, key)
+        return True
 
     def evict(self, count: int) -> list[int]:
         """Let at most ``count`` blocks depart; return their places."""
@@ -167,10 +170,8 @@ class Index:
         """Undo :meth:`depart` of blocks whose rows could not be written; other blocks are tried before them."""
         for place in places:
             segment, slot = self.at(place)
-            if segment.id not in self.segments:
-                continue
             segment.age_view[slot] = self._ages.now
-            if self._shares is not None:
+            if self._shares is not None and segment.id in self.segments:
                 self._shares.enter(segment, slot, segment.key(slot))
 
     def hide(self, places: Iterable[int]) -> None:
@@ -211,11 +212,22 @@ class Index:
         return places
 
     def close_segment(self, segment: Segment) -> list[BlockKey]:
-        """Remove a segment whose files are gone; return the keys of its blocks."""
-        held = [segment.first + slot for slot in segment.held().tolist()]
-        keys = [segment.key(place & SLOT_MASK) for place in held]
-        self.depart(held)
-        self.hide(held)
+        """Remove a segment with its blocks, and return their keys. Operations on its slots may still run."""
+        held = segment.held()
+        self.hide((segment.first + held).tolist())
+        if self._shares is not None:
+            for slot in held[segment.age[held] != EMPTY].tolist():
+                self._shares.leave(segment, slot)
         del self.segments[segment.id]
         self._ages.slots -= segment.head.slots
-        return keys
+        return [segment.key(slot) for slot in held.tolist()]
+
+    def is_quiet(self, segment: Segment) -> bool:
+        """Return whether no operation runs on any slot of a segment, and the state of each row is known."""
+        held = (segment.state == State.USED) & (segment.age != EMPTY)
+        settled = len(segment.free) + int(np.count_nonzero(held | (segment.state == State.RETIRED)))
+        return settled == segment.head.slots and all(place >> SLOT_BITS != segment.id for place in self._readers)
+
+    def forget(self, segment: Segment) -> None:
+        """Forget a removed segment that is quiet."""
+        del self._known[segment.id]

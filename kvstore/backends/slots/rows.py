@@ -76,7 +76,7 @@ class TableWriter:
         Raises:
             OSError: Some still can't be written.
         """
-        places = [place for place in self.unsettled if place >> SLOT_BITS in self._index.segments][:_ROWS_MAX]
+        places = list(self.unsettled)[:_ROWS_MAX]
         states = {place: self.unsettled.pop(place) for place in places}
         failed: dict[int, OSError] = dict.fromkeys(places, OSError("the write was cancelled"))
         try:
@@ -100,7 +100,7 @@ class TableWriter:
         failed: dict[int, OSError] = {}
         for number in {place >> SLOT_BITS for place in places}:
             try:
-                fd = self._index.segments[number].table.fd
+                fd = self._index.at(number << SLOT_BITS)[0].table.fd
                 await self._engine.call(partial(self._engine.disk.fdatasync, fd))
             except OSError as error:
                 failed.update({place: bare(error) for place in places if place >> SLOT_BITS == number})

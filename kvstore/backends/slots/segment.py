@@ -93,6 +93,11 @@ class Segment:
         """Return the slots that hold blocks."""
         return np.flatnonzero(self.state == State.USED)
 
+    @property
+    def use(self) -> int:
+        """Sum of the ages of its blocks; the least used segment has the lowest."""
+        return int((self.age[self.age != EMPTY].astype(np.int64) + 1).sum())
+
     def close(self) -> None:
         """Close its files and release the locks; idempotent."""
         self.file.release()

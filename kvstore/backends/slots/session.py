@@ -16,7 +16,7 @@ from kvstore.backends.slots.claims import Claims
 from kvstore.backends.slots.config import SlotsConfig
 from kvstore.backends.slots.index import Index
 from kvstore.backends.slots.layout import PAGE, SLOTS_MAX, slot_lengths
-from kvstore.backends.slots.root import Root, open_root
+from kvstore.backends.slots.root import Root, check_drives, open_root
 from kvstore.backends.slots.rows import TableWriter
 from kvstore.backends.slots.space import Space
 from kvstore.codec.record import HEADER_BYTES
@@ -98,6 +98,9 @@ class Session:
 
     async def close(self, timeout_s: float) -> None:
         """Finish all pending writes and close everything, if the disk responds."""
+        if self._upkeep is not None:
+            # What it began continues, and may hold locks.
+            self._upkeep.cancel()
         ending = asyncio.get_running_loop().create_task(self._end())
         try:
             await asyncio.wait({ending}, timeout=timeout_s)
@@ -117,9 +120,12 @@ class Session:
             await self.tables.settle()
 
     def _open_roots(self, namespace: Namespace) -> None:
+        check_drives(self.disk, self.config)
         for position in range(len(self.config.paths)):
             self.roots.append(open_root(self.disk, position, self.config, namespace))
             self._files.callback(self.roots[-1].close)
+        for root in self.roots:
+            root.note_roots(len(self.roots))
 
     def _segment_slots(self, slot_bytes: int) -> int:
         """Return the number of slots of a new segment."""
@@ -142,13 +148,14 @@ class Session:
         self._files.callback(self._close_segments)
         self.tables = TableWriter(self.engine, self.index, durable=durable)
         self.space = Space(
-            self.engine, self.roots, self.index, self.tables, claims, self._counts, slot_bytes, slots, self._on_removed
-        )
+            self.engine, self.roots, self.index, self.tables, claims, self._counts, slot_bytes, slots,
+            self._on_added, self._on_removed,
+        )  # fmt: skip
         self.blocks = Blocks(
             self.engine, self.index, self.tables, self.space, claims, self._counts, record_bytes_max, durable,
             self._on_removed,
         )  # fmt: skip
-        await self._take_segments(report=False)
+        await self.space.take_segments(report=False)
         self._upkeep = asyncio.get_running_loop().create_task(self._keep_up())
 
     async def _keep_up(self) -> None:
@@ -156,8 +163,9 @@ class Session:
         duties: dict[str, Callable[[], Awaitable[None]]] = {
             "directory": self._notice_removal,
             "rows": self.tables.settle,
-            "files": self._match_files,
-            "segments": self._take_segments,
+            "files": self.space.drop_lost,
+            "shares": self.space.share,
+            "segments": partial(self.space.take_segments, report=True),
         }
         while True:
             for name, duty in duties.items():
@@ -170,31 +178,11 @@ class Session:
                     self._counts["upkeep_errors"] += 1
             await asyncio.sleep(_UPKEEP_S)
 
-    async def _take_segments(self, *, report: bool = True) -> None:
-        """Take segments that no engine holds, and report their blocks: their engines may have ended since."""
-        for root in self.roots:
-            ours = {segment.number for segment in self.index.opened if segment.root == root.position}
-            # One at a time, because the content of all tables together is as large as the index.
-            segments = root.take_segments(ours)
-            while (taken := await self.engine.call(partial(next, segments, None))) is not None:
-                segment, _ = taken
-                self.space.admit(*taken)
-                if report and (keys := [segment.key(slot) for slot in segment.held().tolist()]):
-                    self._on_added(keys)
-
     async def _notice_removal(self) -> None:
         status = await self.engine.call(partial(self.disk.fstat, self.roots[0].namespace_fd))
         if not status.st_nlink and not self.removed:
             _log.warning("%r was removed while in use; its blocks are lost", self.roots[0].path)
             self.removed = True
-
-    async def _match_files(self) -> None:
-        """Drop segments whose files were deleted or have another length: nobody else could read new blocks there."""
-        segments = list(self.index.segments.values())
-        intact = await self.engine.call(lambda: [self.roots[each.root].has_files_of(each) for each in segments])
-        for segment in [segment for segment, good in zip(segments, intact, strict=True) if not good]:
-            if keys := self.index.close_segment(segment):
-                self._on_removed(keys, RemovalCause.LOST)
 
     def _close_segments(self) -> None:
         for segment in self.index.opened:
