@@ -129,7 +129,8 @@ class Root:
         An engine that is alone in the root takes all of them. ``held_bytes``: Length of those that it held before.
         """
         others, stored = self.members.others(), self._stored()
-        unheld = self._unheld(stored, others)
+        with self._ledger_held():
+            unheld = self._unheld(stored, others)
         share = (self._free_bytes(stored) + _size_of(stored)) // (len(others) + 1)
         spare = _size_of(unheld) - _asked_bytes(others, held_bytes)
         for each in sorted(unheld, key=lambda each: each.stem):
@@ -189,7 +190,8 @@ class Root:
             due = Due.REMOVE if self._reclaim(others) else Due.NONE
         elif behind := [each for each in others if each.is_behind(held_bytes, segment_bytes)]:
             # Segments without a holder are there for the engines that ask.
-            unheld = _size_of(self._unheld(stored, others))
+            with self._ledger_held():
+                unheld = _size_of(self._unheld(stored, others))
             due = Due.GIVE if unheld < sum(each.asked_bytes for each in behind) else Due.NONE
         now = time.monotonic()
         self._due_since = (self._due_since or now) if due is not Due.NONE else 0.0
@@ -252,7 +254,10 @@ class Root:
         return stored
 
     def _unheld(self, stored: Collection[Stored], others: Collection[Member]) -> list[Stored]:
-        """Return the segments without a holder: those of unused namespaces first, of these the oldest."""
+        """Return the segments without a holder: those of unused namespaces first, of these the oldest.
+
+        The caller holds the ledger, because the lock of a segment can't be taken while another engine looks at it.
+        """
         in_use = {self.digest.hex(), *(each.namespace for each in others)}
         unheld = [each for each in stored if not self._is_held(each)]
         return sorted(unheld, key=lambda each: (each.namespace in in_use, each.changed_at))
@@ -317,15 +322,8 @@ class Root:
             locks = self._lock_of(stem + ".seg"), self._lock_of(stem + ".tab")
             for lock in locks:
                 undo.callback(lock.release)
-                try:
-                    if not lock.try_acquire(create=False, flags=os.O_RDWR):
-                        return None
-                except OSError as error:
-                    if error.errno not in (errno.EROFS, errno.EACCES):
-                        raise
-                    # Loads continue on a disk that has become read-only.
-                    if not lock.try_acquire(create=False):
-                        return None
+                if not _acquire(lock, create=False):
+                    return None
             file, table = locks
             head = decode_head(files.read_at(self.disk, table.fd, 0, PAGE), self.digest)
             if head is None:
@@ -416,7 +414,7 @@ class Root:
     def _ledger_held(self) -> Iterator[None]:
         lock = FileLock(self.disk, self.state_fd, _LEDGER_NAME)
         deadline = time.monotonic() + _LEDGER_WAIT_S
-        while not lock.try_acquire():
+        while not _acquire(lock, create=True):
             if time.monotonic() >= deadline:
                 raise LedgerBusyError
             time.sleep(_LEDGER_RETRY_S)
@@ -424,6 +422,16 @@ class Root:
             yield
         finally:
             lock.release()
+
+
+def _acquire(lock: FileLock, *, create: bool) -> bool:
+    try:
+        return lock.try_acquire(create=create, flags=os.O_RDWR)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES):
+            raise
+        # Loads continue on a disk that has become read-only.
+        return lock.try_acquire(create=False)
 
 
 def _size_of(stored: Collection[Stored]) -> int:
