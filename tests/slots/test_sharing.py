@@ -8,6 +8,7 @@ import errno
 import fcntl
 import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 from kvstore.backends.slots import root as root_module
 from kvstore.diskio import OsDisk
 from kvstore.namespace import Namespace
+from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
 from tests.diskio.faulty_disk import FaultyDisk
@@ -314,6 +316,74 @@ async def test_killed_engine_loses_no_segment(tmp_path: Path, dying: str) -> Non
             assert not list((root / NAMESPACE.hex).glob("*.tmp"))
         if not disk.is_dead:
             break
+
+
+class World:
+    """Engines of two namespaces in one root, which start, store, load, end and die."""
+
+    def __init__(self, root: Path, rng: random.Random, stack: contextlib.AsyncExitStack) -> None:
+        self.root = root
+        self.rng = rng
+        self.rigs: list[Rig] = []
+        self.disks: dict[Rig, DyingDisk] = {}
+        self.values: dict[BlockKey, bytes] = {}
+        self.stack = stack
+
+    async def step(self) -> None:
+        """Do one random operation, and check capacity and content."""
+        kind = self.rng.choice(["start", "end", "die", *["store"] * 12, *["load"] * 4, *["wait"] * 4])
+        if (kind == "start" and len(self.rigs) < 4) or not self.rigs:
+            await self.start()
+        rig = self.rng.choice(self.rigs)
+        if kind in ("end", "die"):
+            self.rigs.remove(rig)
+            if kind == "die":
+                # From now on it changes nothing, and then its locks are released.
+                self.disks[rig].left = self.rng.randrange(12)
+                await self.store(rig)
+            await rig.backend.close()
+        elif kind == "store":
+            await self.store(rig)
+        elif kind == "load":
+            keys = self.rng.sample(sorted(self.values), min(20, len(self.values)))
+            for key, payload in zip(keys, await rig.get(keys), strict=True):
+                assert payload in (None, self.values[key])
+        else:
+            await asyncio.sleep(0.05)
+        assert segment_bytes(self.root) <= SLOTS * SLOT
+
+    async def start(self) -> None:
+        """Start an engine."""
+        namespace, disk = self.rng.choice([NAMESPACE, OTHER]), DyingDisk()
+        engine = opened(
+            self.root, SLOTS, disk=disk, namespace=namespace, engine="threads", seed=self.rng.getrandbits(32)
+        )
+        rig = await self.stack.enter_async_context(engine)
+        self.disks[rig] = disk
+        self.rigs.append(rig)
+
+    async def store(self, rig: Rig) -> None:
+        """Put new blocks, which may find no room."""
+        new = {rig.maker.key(): rig.maker.payload() for _ in range(self.rng.randint(1, 6))}
+        self.values |= new
+        await rig.put(new)
+
+
+async def test_engines_that_come_and_go_share_the_space(tmp_path: Path) -> None:
+    """At any time, the capacity holds and no wrong byte is loaded; engines that store afterwards have equal shares."""
+    seed = fresh_seed()
+    print("seed", seed)
+    for number in range(sized(2, full=100)):
+        async with contextlib.AsyncExitStack() as stack:
+            world = World(tmp_path / str(number), random.Random(seed + number), stack)
+            for _ in range(80):
+                await world.step()
+            while len(world.rigs) < 2:
+                await world.start()
+            count = len(world.rigs)
+            shares = [(16 + i) // count for i in range(count)]
+            await stores_until(world.rigs, shares)
+            assert segment_bytes(world.root) == SLOTS * SLOT
 
 
 if __name__ == "__main__":

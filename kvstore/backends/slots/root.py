@@ -120,8 +120,11 @@ class Root:
     def note_roots(self, count: int) -> None:
         """Record with how many roots this one was used last; see :func:`check_drives`."""
         document = {"format": FORMAT, "roots": count}
-        if files.read_json(self.disk, _LAYOUT_NAME, self.state_fd) != document:
-            files.write_json(self.disk, _LAYOUT_NAME, self.state_fd, document)
+        found = files.read_json(self.disk, _LAYOUT_NAME, self.state_fd)
+        # A root that is not new is usable with another number, also on a full disk.
+        with contextlib.suppress(*(() if found is None else (OSError,))):
+            if found != document:
+                files.write_json(self.disk, _LAYOUT_NAME, self.state_fd, document)
 
     def take_segments(self, held_bytes: int) -> Iterator[tuple[Segment, Digests]]:
         """Yield segments of the namespace that no engine held and this one holds now, up to its share of the space.
