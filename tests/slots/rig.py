@@ -104,7 +104,12 @@ async def opened(
 
 def segment_bytes(root: Path) -> int:
     """Return the length of all segments in a root."""
-    return sum(path.stat().st_size for path in root.rglob("*.seg"))
+    size_bytes = 0
+    for path in root.rglob("*.seg"):
+        # An engine may remove it at the same time.
+        with contextlib.suppress(FileNotFoundError):
+            size_bytes += path.stat().st_size
+    return size_bytes
 
 
 def tables(root: Path) -> list[Path]:

@@ -350,7 +350,10 @@ class World:
                 assert payload in (None, self.values[key])
         else:
             await asyncio.sleep(0.05)
-        assert segment_bytes(self.root) <= SLOTS * SLOT
+        with (self.root / ".kvstore" / "ledger.lock").open() as ledger:
+            # No segment is made or removed meanwhile.
+            fcntl.flock(ledger, fcntl.LOCK_EX)
+            assert segment_bytes(self.root) <= SLOTS * SLOT
 
     async def start(self) -> None:
         """Start an engine."""

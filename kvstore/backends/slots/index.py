@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvstore.backends.disk.table import NOWHERE, DigestTable
 from kvstore.backends.slots.ages import Ages, Line, Shares
 from kvstore.backends.slots.layout import State, digest_of
-from kvstore.backends.slots.segment import EMPTY, SLOT_BITS, SLOT_MASK, Segment
+from kvstore.backends.slots.segment import EMPTY, SLOT_BITS, SLOT_MASK, WITHDRAWN, Segment
 from kvstore.tenants import Tenants
 from kvstore.types import BlockKey
 
@@ -211,22 +211,30 @@ class Index:
         places: list[int] = (doubled + segment.first).tolist()
         return places
 
+    def withdraw(self, segment: Segment, slots: Iterable[int]) -> list[BlockKey]:
+        """Remove blocks of a segment that is given up, whose rows stay; return their keys."""
+        places = self.depart([segment.first + slot for slot in slots])
+        self.hide(places)
+        for place in places:
+            segment.state_view[place & SLOT_MASK] = WITHDRAWN
+        return [segment.key(place & SLOT_MASK) for place in places]
+
     def close_segment(self, segment: Segment) -> list[BlockKey]:
-        """Remove a segment with its blocks, and return their keys. Operations on its slots may still run."""
-        held = segment.held()
-        self.hide((segment.first + held).tolist())
-        if self._shares is not None:
-            for slot in held[segment.age[held] != EMPTY].tolist():
-                self._shares.leave(segment, slot)
+        """Remove a segment with its last blocks; return their keys. Operations on its slots may still run."""
+        held = segment.held().tolist()
+        keys = self.withdraw(segment, held)
+        # Also those that depart.
+        self.hide([segment.first + slot for slot in held])
         del self.segments[segment.id]
         self._ages.slots -= segment.head.slots
-        return [segment.key(slot) for slot in held.tolist()]
+        return keys
 
     def is_quiet(self, segment: Segment) -> bool:
         """Return whether no operation runs on any slot of a segment, and the state of each row is known."""
-        held = (segment.state == State.USED) & (segment.age != EMPTY)
-        settled = len(segment.free) + int(np.count_nonzero(held | (segment.state == State.RETIRED)))
-        return settled == segment.head.slots and all(place >> SLOT_BITS != segment.id for place in self._readers)
+        at_rest = (segment.state == State.USED) & (segment.age != EMPTY)
+        at_rest |= (segment.state == State.RETIRED) | (segment.state == WITHDRAWN)
+        is_read = any(place >> SLOT_BITS == segment.id for place in self._readers)
+        return not is_read and len(segment.free) + int(np.count_nonzero(at_rest)) == segment.head.slots
 
     def forget(self, segment: Segment) -> None:
         """Forget a removed segment that is quiet."""

@@ -136,10 +136,10 @@ class Root:
             unheld = self._unheld(stored, others)
         share = (self._free_bytes(stored) + _size_of(stored)) // (len(others) + 1)
         spare = _size_of(unheld) - _asked_bytes(others, held_bytes)
-        for each in sorted(unheld, key=lambda each: each.stem):
+        for each in sorted(each for each in unheld if each.namespace == self.digest.hex()):
             if spare < each.size_bytes or (others and held_bytes + each.size_bytes > share):
                 return
-            if each.namespace == self.digest.hex() and (taken := self._take(each.stem)) is not None:
+            if (taken := self._take(each.stem)) is not None:
                 held_bytes += each.size_bytes
                 spare -= each.size_bytes
                 yield taken
@@ -163,11 +163,8 @@ class Root:
             if missing + _asked_bytes(others, held_bytes) <= _size_of(unheld):
                 ours = (each.stem for each in unheld if each.namespace == self.digest.hex())
                 got = next(filter(None, map(self._take, ours)), None)
-                while got is None:
-                    if missing <= 0 and (got := self._make(head)) is not None:
-                        break
-                    if not unheld:
-                        break
+                # A quota may leave less room than the filesystem reports.
+                while got is None and (missing > 0 or (got := self._make(head)) is None) and unheld:
                     missing -= self._remove(unheld.pop(0))
         if got is None:
             self.members.state(held_bytes, head.segment_bytes)

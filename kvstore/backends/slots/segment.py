@@ -23,6 +23,9 @@ SLOT_MASK: Final = (1 << SLOT_BITS) - 1
 EMPTY: Final = 0xFF
 """Age of a slot that holds no block."""
 
+WITHDRAWN: Final = 0xFF
+"""State of a slot, in memory only, whose block left the index while its row stays for the next engine."""
+
 _KEY_BYTES_MIN: Final = 36
 """Initial width of the key column: the length of vLLM's keys."""
 

@@ -42,6 +42,9 @@ _QUIET_TRIES: Final = 50
 _QUIET_PAUSE_S: Final = 0.01
 """Attempts to release a segment while operations on it end, before the next round of upkeep does."""
 
+_TURN_SLOTS: Final = 1 << 11
+"""Blocks removed from the index in one iteration of the loop, in some milliseconds."""
+
 _TRANSIENT_S: Final = 5.0
 """Time for which making a segment may fail, or wait for other engines, before stores evict instead. Allocating a
 segment takes up to half a second on a busy drive, and engines take turns."""
@@ -88,6 +91,7 @@ class Space:
         self._full_until = 0.0
         self._failing_since = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._getting_ahead: asyncio.Task[None] | None = None
 
     async def take(self, count: int) -> list[int]:
         """Take slots for new blocks; fewer than ``count`` if there is no room and nothing more may be evicted."""
@@ -102,8 +106,8 @@ class Space:
         except BaseException:
             index.release(places)
             raise
-        if index.free_slots < self._ahead and not self._tasks:
-            self._start(self._get_ahead())
+        if index.free_slots < self._ahead and (self._getting_ahead is None or self._getting_ahead.done()):
+            self._getting_ahead = self._start(self._get_ahead())
         return places
 
     async def take_segments(self, *, report: bool) -> None:
@@ -118,11 +122,7 @@ class Space:
 
     async def drop_lost(self) -> None:
         """Drop segments whose files were deleted or have another length: nobody else could read new blocks there."""
-        segments = list(self._index.segments.values())
-        intact = await self._engine.call(lambda: [self._roots[each.root].has_files_of(each) for each in segments])
-        for segment, good in zip(segments, intact, strict=True):
-            if not good and segment.id in self._index.segments:
-                self._give_up(segment, RemovalCause.LOST, remove=True)
+        await asyncio.shield(self._start(self._drop_lost()))
 
     async def close(self) -> None:
         """Wait for background work."""
@@ -207,24 +207,37 @@ class Space:
 
     async def _share(self, root: Root) -> None:
         async with self._growing:
-            unsettled = {place >> SLOT_BITS for place in self._tables.unsettled}
-            own = [each for each in self._index.segments.values() if each.root == root.position]
-            is_giving = any(each.root == root.position for each in self._leaving)
             size_bytes = self._slots * self._slot_bytes
             asked_bytes = size_bytes if self._is_asking else 0
             due = await self._engine.call(partial(root.due, self._held_bytes(root), asked_bytes, size_bytes))
+            unsettled = {place >> SLOT_BITS for place in self._tables.unsettled}
+            own = [each for each in self._index.segments.values() if each.root == root.position]
             able = [each for each in own if each.id not in unsettled]
+            is_giving = any(each.root == root.position for each in self._leaving)
             if due is not Due.NONE and able and not is_giving:
                 self._full_until = time.monotonic() + _ASK_AGAIN_S
                 least_used = min(able, key=lambda segment: segment.use)
-                self._give_up(least_used, RemovalCause.EVICTED, remove=due is Due.REMOVE)
+                await self._give_up(least_used, RemovalCause.EVICTED, remove=due is Due.REMOVE)
         for segment in [each for each in self._leaving if each.root == root.position]:
             await self._let_go(root, segment)
 
-    def _give_up(self, segment: Segment, cause: RemovalCause, *, remove: bool) -> None:
-        self._leaving[segment] = remove
+    async def _drop_lost(self) -> None:
+        async with self._growing:
+            segments = list(self._index.segments.values())
+            intact = await self._engine.call(lambda: [self._roots[each.root].has_files_of(each) for each in segments])
+            for segment in [segment for segment, good in zip(segments, intact, strict=True) if not good]:
+                await self._give_up(segment, RemovalCause.LOST, remove=True)
+
+    async def _give_up(self, segment: Segment, cause: RemovalCause, *, remove: bool) -> None:
+        """Let a segment leave the index; the caller holds ``_growing``."""
+        held = segment.held().tolist()
+        for start in range(0, len(held), _TURN_SLOTS):
+            if keys := self._index.withdraw(segment, held[start : start + _TURN_SLOTS]):
+                self._on_removed(keys, cause)
+            await asyncio.sleep(0)
         if keys := self._index.close_segment(segment):
             self._on_removed(keys, cause)
+        self._leaving[segment] = remove
 
     async def _let_go(self, root: Root, segment: Segment) -> None:
         """Release a segment that left the index, or remove its files, once no operation runs on its slots."""
