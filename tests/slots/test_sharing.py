@@ -12,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from kvstore.namespace import Namespace
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
-from tests.diskio.faulty_disk import FaultyDisk
+from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 from tests.sizes import sized
 from tests.slots.rig import NAMESPACE, SLOT, Rig, opened, segment_bytes
 
@@ -128,6 +129,29 @@ async def test_given_segment_keeps_its_blocks(tmp_path: Path) -> None:
         await two.has_all({key: values[key] for key in arrived})
         await one.has_all({key: values[key] for key in values if key not in evicted})
         assert segment_bytes(tmp_path) == SLOTS * SLOT
+
+
+@pytest.mark.parametrize("op", ["pwritev", "preadv"])
+async def test_segment_is_given_once_no_operation_runs_on_it(tmp_path: Path, op: str) -> None:
+    """A segment is not given while a store or a load of its last holder is on its way to the disk."""
+    disk, goes_on = FaultyDisk(), threading.Event()
+    # A segment has one slot. The least used is given: that of the first block, or the one without a block.
+    async with opened(tmp_path, 16, disk=disk, engine="threads") as one, opened(tmp_path, 16) as two:
+        values = await one.put_new(16)
+        key, payload = next(iter(values.items()))
+        if op == "pwritev":
+            await one.backend.delete([key])
+        disk.add(DiskFault(op, stall=goes_on))
+        work = asyncio.create_task(one.get([key]) if op == "preadv" else one.put({key: payload}))
+        await eventually_async(lambda: disk.stalled > 0)
+        for _ in range(10):
+            await store(two)
+            await asyncio.sleep(0.05)
+        assert segments(two) == 0
+        goes_on.set()
+        assert (await work)[0] in (payload, Outcome.NO_SPACE)
+        await eventually_async(lambda: segments(two) > 0)
+        assert await two.get([key]) == [payload]
 
 
 async def test_engine_of_another_namespace_receives_its_share(tmp_path: Path) -> None:
