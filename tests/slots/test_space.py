@@ -268,6 +268,18 @@ async def test_deleted_segments_are_closed(tmp_path: Path) -> None:
         assert segment_bytes(tmp_path) == rig.backend.stats().gauges["segment_bytes"]
 
 
+async def test_files_under_the_names_of_deleted_ones_stay(tmp_path: Path) -> None:
+    """An engine whose segment was deleted does not remove the files that have its names since."""
+    async with opened(tmp_path, 64) as rig:
+        await rig.put_new(4)
+        paths = [tables(tmp_path)[0].with_suffix(ending) for ending in (".seg", ".tab")]
+        for path in paths:
+            path.unlink()
+            path.write_bytes(b"another engine's")
+        await eventually_async(lambda: rig.backend.stats().counters["segments_given_up"] == 1)
+        assert [path.read_bytes() for path in paths] == [b"another engine's"] * 2
+
+
 def deleted_files(root: Path) -> list[str]:
     """Return the deleted segments and tables that this process has open."""
     links = []

@@ -186,13 +186,14 @@ class Root:
         self.members.state(held_bytes, asked_bytes)
         others, stored = self.members.others(), self._stored()
         due = Due.NONE
-        if self._free_bytes(stored) < 0:
+        free = self._free_bytes(stored)
+        if free < 0:
             due = Due.REMOVE if self._reclaim(others) else Due.NONE
         elif behind := [each for each in others if each.is_behind(held_bytes, segment_bytes)]:
-            # Segments without a holder are there for the engines that ask.
+            # Free space and segments without a holder are there for the engines that ask.
             with self._ledger_held():
-                unheld = _size_of(self._unheld(stored, others))
-            due = Due.GIVE if unheld < sum(each.asked_bytes for each in behind) else Due.NONE
+                free += _size_of(self._unheld(stored, others))
+            due = Due.GIVE if free < sum(each.asked_bytes for each in behind) else Due.NONE
         now = time.monotonic()
         self._due_since = (self._due_since or now) if due is not Due.NONE else 0.0
         largest = max([(each.held_bytes, each.name) for each in others], default=(0, ""))
