@@ -91,6 +91,7 @@ class Engine:
         self.rig = rig
         self.disk = disk
         self.namespace = namespace
+        self.given_up = 0
         self.held: set[BlockKey] = set()  # Blocks that must be found, with the right bytes.
         self.maybe: set[BlockKey] = set()  # Blocks whose store or removal failed or was cut short; they may be found.
 
@@ -279,6 +280,11 @@ class World:
             if key in engine.held and key not in own:
                 self._check(cause is RemovalCause.EVICTED, f"{key!r} was removed: {cause}")
                 engine.doubt([key])
+        given_up = engine.rig.backend.stats().counters["segments_given_up"]
+        if given_up != engine.given_up:
+            # Another engine may take the segment with its blocks.
+            engine.given_up = given_up
+            self.left[engine.namespace.hex] |= set(dict(engine.rig.removed)) | engine.maybe
         engine.rig.removed.clear()
         taken = (own - engine.held) & self.left[engine.namespace.hex]
         engine.held |= taken

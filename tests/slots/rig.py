@@ -31,7 +31,7 @@ GEOMETRY = RecordGeometry(HEADER_BYTES, PAYLOAD)
 class Rig:
     """An open backend with shortcuts."""
 
-    def __init__(self, backend: SlotsBackend, rng: random.Random, namespace: Namespace = NAMESPACE) -> None:
+    def __init__(self, backend: SlotsBackend, rng: random.Random, namespace: Namespace) -> None:
         self.backend = backend
         self.maker = RecordMaker(namespace, GEOMETRY, rng)
         self.removed: list[tuple[BlockKey, RemovalCause]] = []
@@ -86,24 +86,36 @@ class NoRows(OsDisk):
 @contextlib.asynccontextmanager
 async def opened(
     path: Path | Sequence[Path],
-    slots: int,
+    slots: int | str,
     *,
     disk: OsDisk | None = None,
     seed: int | None = None,
     tenants: Tenants | None = None,
+    namespace: Namespace = NAMESPACE,
     **options: Any,
 ) -> AsyncIterator[Rig]:
-    """Open a backend with room for so many slots while the context lasts."""
+    """Open a backend with room for so many slots, or a share of the filesystem, while the context lasts."""
     paths = str(path) if isinstance(path, Path) else [str(each) for each in path]
-    config = SlotsConfig(path=paths, capacity=Capacity(slots * SLOT), **{"reserve": Capacity(0), **options})
+    capacity = Capacity(slots if isinstance(slots, str) else slots * SLOT)
+    config = SlotsConfig(path=paths, capacity=capacity, **{"reserve": Capacity(0), **options})
     backend = SlotsBackend(config, disk=disk)
     backend.tenants = tenants
-    rig = Rig(backend, random.Random(seed))
-    await backend.open(NAMESPACE, GEOMETRY)
+    rig = Rig(backend, random.Random(seed), namespace)
+    await backend.open(namespace, GEOMETRY)
     try:
         yield rig
     finally:
         await backend.close()
+
+
+def segment_bytes(root: Path) -> int:
+    """Return the length of all segments in a root."""
+    size_bytes = 0
+    for path in root.rglob("*.seg"):
+        # An engine may remove it at the same time.
+        with contextlib.suppress(FileNotFoundError):
+            size_bytes += path.stat().st_size
+    return size_bytes
 
 
 def tables(root: Path) -> list[Path]:

@@ -33,7 +33,8 @@ class Recorder(OsDisk):
         super().fdatasync(fd)
 
     def _note(self, what: str, fd: int) -> None:
-        self.calls.append(f"{what} {os.path.splitext(os.readlink(f'/proc/self/fd/{fd}'))[1]}")
+        if (ending := os.path.splitext(os.readlink(f"/proc/self/fd/{fd}"))[1]) in (".seg", ".tab"):
+            self.calls.append(f"{what} {ending}")
 
 
 class BadTable(OsDisk):

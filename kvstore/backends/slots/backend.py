@@ -31,7 +31,7 @@ _OPEN_TIMEOUT_S: Final = 45.0
 
 _SCAN_BATCH: Final = 1024
 
-_COUNTS: Final = ("evicted_blocks", "segments_made", "upkeep_errors")
+_COUNTS: Final = ("evicted_blocks", "segments_added", "segments_given_up", "upkeep_errors")
 """Counters reported from the start; all others appear with their first count."""
 
 
@@ -275,7 +275,7 @@ class SlotsBackend(Backend):
             raise BackendUnavailableError(
                 f"{self.config.paths} were deleted while in use. A tier makes them again.", backend=self.name
             )
-        with self._calls, session.index.running:
+        with self._calls:
             try:
                 yield session.blocks
             finally:

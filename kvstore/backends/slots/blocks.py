@@ -206,8 +206,8 @@ class Blocks:
                 if (error := failed.get(op.place)) is not None:
                     outcomes[op.index] = self._failed(error)
                 else:
-                    self._index.add(op.place, op.record_bytes, change.mark, op.digest, op.key)
-                    outcomes[op.index] = Outcome.OK
+                    is_there = self._index.add(op.place, op.record_bytes, change.mark, op.digest, op.key)
+                    outcomes[op.index] = Outcome.OK if is_there else Outcome.NO_SPACE
 
     async def _read(
         self, reads: Sequence[RecordRead], wanted: Sequence[tuple[int, int]], outcomes: list[Outcome]

@@ -64,13 +64,13 @@ class Followers:
         roots: Sequence[Root],
         index: Index,
         on_news: Callable[[News], None],
-        on_gone: Callable[[Segment], None],
     ) -> None:
+        self.gone: list[Segment] = []
+        """Segments that are not followed any more, and whose files are still open."""
         self._engine = engine
         self._roots = roots
         self._index = index
         self._on_news = on_news
-        self._on_gone = on_gone
         self._followed: dict[int, Followed] = {}
         """By the id of the segment."""
         self._changed = asyncio.Event()
@@ -117,6 +117,7 @@ class Followers:
             await self._enter(each)
         for each in gone:
             await self._forget(each)
+        self._close_gone()
         if watches is not None:
             return
         for root in self._roots:
@@ -140,7 +141,6 @@ class Followers:
                 self._drop(each)
                 doubled, news = self._index.take_over(before, segment, digests)
                 self._on_news(news)
-                self._on_gone(before)
                 return doubled
         return None
 
@@ -204,11 +204,18 @@ class Followers:
         await self._enter(followed)
         if segment.id in self._followed:
             self._drop(followed)
-            self._on_gone(segment)
 
     def _drop(self, followed: Followed) -> None:
         self._watch.remove(followed.watch)
         del self._followed[followed.segment.id]
+        self.gone.append(followed.segment)
+
+    def _close_gone(self) -> None:
+        """Close the files of segments that are gone, unless a read uses them; no look is running."""
+        for segment in [segment for segment in self.gone if not self._index.is_read(segment)]:
+            segment.close()
+            self._index.forget(segment)
+            self.gone.remove(segment)
 
     def _opened(self, root: Root, known: Collection[int]) -> Iterator[tuple[Followed, Digests]]:
         """Yield segments that are not known, with the digests of their slots; on threads."""

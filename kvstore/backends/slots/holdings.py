@@ -160,10 +160,8 @@ class SlotsHoldings(Holdings):
                 fields = fields or fields_in(
                     files.read_json(self._disk, "namespace.json", root.namespace_fd), namespace
                 )
-            for number in root.table_numbers():
-                segments += 1
-                with contextlib.suppress(OSError):
-                    held += root.is_held(number)
+            segments += len(root.table_numbers())
+            held += len(root.held_segments())
             if root.namespace_fd >= 0:
                 entries = files.entries_in(self._disk, root.namespace_fd).values()
                 used_at = max([used_at, *(status.st_mtime for status in entries)])

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from kvstore.backends.disk.table import NOWHERE, DigestTable
 from kvstore.backends.slots.ages import Ages, Line, Shares
 from kvstore.backends.slots.layout import Rows, State, digest_of
-from kvstore.backends.slots.segment import EMPTY, SLOT_BITS, SLOT_MASK, Segment
-from kvstore.runtime.limits import CallsUnderWay
+from kvstore.backends.slots.segment import EMPTY, SLOT_BITS, SLOT_MASK, WITHDRAWN, Segment
 from kvstore.tenants import Tenants
 from kvstore.types import BlockKey
 
@@ -69,13 +68,6 @@ class Index:
         """Roots with a failed write and none that succeeded since; ids of their segments that rest."""
         self._evicted_in_vain = 0
         self._rest_until = 0.0  # End of the last rest; 0 if no segment rests.
-        self.running = CallsUnderWay()
-        """Operations that may use the files of segments, each within a ``with``."""
-
-    async def turn(self) -> None:
-        """Wait for all operations that are running; one call at a time."""
-        running, self.running = self.running, CallsUnderWay()
-        await running.ended()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -156,14 +148,15 @@ class Index:
         for place in places:
             if place in self._readers:
                 self._left_behind.add(place)
-            elif (segment := self.segments.get(place >> SLOT_BITS)) is not None:
-                segment.free.append(place & SLOT_MASK)
+            else:
+                segment, slot = self.at(place)
+                segment.free.append(slot)
 
     def rest(self, places: Collection[int]) -> None:
         """Free slots that could not be written, to be given out after all others of their segments."""
         for place in places:
-            if (segment := self.segments.get(place >> SLOT_BITS)) is not None:
-                segment.free.insert(0, place & SLOT_MASK)
+            segment, slot = self.at(place)
+            segment.free.insert(0, slot)
         self.note_failures(places)
 
     def note_failures(self, places: Collection[int]) -> bool:
@@ -210,18 +203,20 @@ class Index:
         self._failing.pop(segment.root, None)
         self._evicted_in_vain = 0
 
-    def add(self, place: int, size_bytes: int, mark: int, digest: int, key: BlockKey) -> None:
-        """Add a block in a taken slot, whose row was written."""
+    def add(self, place: int, size_bytes: int, mark: int, digest: int, key: BlockKey) -> bool:
+        """Add a block in a taken slot, whose row was written; return whether its segment is still there."""
         segment, slot = self.at(place)
-        if segment.id not in self.segments:
-            return
         segment.set(slot, size_bytes, mark, key)
+        if segment.id not in self.segments:
+            segment.age_view[slot] = self._ages.now
+            return False
         self._table.set(digest, place)
         self._ages.use(segment, slot)
         if self._shares is not None:
             self._shares.enter(segment, slot, key)
         if self._failing:
             self._note_success(segment)
+        return True
 
     def evict(self, count: int) -> list[int]:
         """Let at most ``count`` blocks depart; return their places.
@@ -260,10 +255,8 @@ class Index:
         """Undo :meth:`depart` of blocks whose rows could not be written; other blocks are tried before them."""
         for place in places:
             segment, slot = self.at(place)
-            if segment.id not in self.segments:
-                continue
             segment.age_view[slot] = self._ages.now
-            if self._shares is not None:
+            if self._shares is not None and segment.id in self.segments:
                 self._shares.enter(segment, slot, segment.key(slot))
 
     def hide(self, places: Iterable[int]) -> None:
@@ -370,12 +363,35 @@ class Index:
         places: list[int] = (doubled + segment.first).tolist()
         return places
 
+    def withdraw(self, segment: Segment, slots: Iterable[int]) -> list[BlockKey]:
+        """Remove blocks of a segment that is given up, whose rows stay; return their keys."""
+        places = self.depart([segment.first + slot for slot in slots])
+        self.hide(places)
+        for place in places:
+            segment.state_view[place & SLOT_MASK] = WITHDRAWN
+        return [segment.key(place & SLOT_MASK) for place in places]
+
     def close_segment(self, segment: Segment) -> list[BlockKey]:
-        """Remove a segment whose files are gone; return the keys of its blocks."""
-        held = [segment.first + slot for slot in segment.held().tolist()]
-        keys = [segment.key(place & SLOT_MASK) for place in held]
-        self.depart(held)
-        self.hide(held)
+        """Remove a segment with its last blocks; return their keys. Operations on its slots may still run."""
+        held = segment.held().tolist()
+        keys = self.withdraw(segment, held)
+        # Also those that depart.
+        self.hide([segment.first + slot for slot in held])
         del self.segments[segment.id]
         self._ages.slots -= segment.head.slots
         return keys
+
+    def is_quiet(self, segment: Segment) -> bool:
+        """Return whether no operation runs on any slot of a segment, and the state of each row is known."""
+        at_rest = (segment.state == State.USED) & (segment.age != EMPTY)
+        at_rest |= (segment.state == State.RETIRED) | (segment.state == WITHDRAWN)
+        return not self.is_read(segment) and len(segment.free) + int(np.count_nonzero(at_rest)) == segment.head.slots
+
+    def is_read(self, segment: Segment) -> bool:
+        """Return whether a slot of a segment is being read."""
+        return any(place >> SLOT_BITS == segment.id for place in self._readers)
+
+    def forget(self, segment: Segment) -> None:
+        """Forget a segment that is gone and quiet."""
+        if self.known.get(segment.id) is segment:
+            del self.known[segment.id]

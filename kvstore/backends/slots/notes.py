@@ -45,9 +45,10 @@ class SegmentNotes:
         for notes in list(self._notes.values()):
             await notes.settle()
 
-    def forget(self, segment: Segment) -> None:
-        """Drop the notes of a segment that is gone."""
-        self._notes.pop(segment.id, None)
+    async def forget(self, segment: Segment) -> None:
+        """Write the last notes of a segment that is given up."""
+        if (notes := self._notes.pop(segment.id, None)) is not None:
+            await notes.settle()
 
     def _of(self, segment: Segment) -> Notes:
         if segment.id not in self._notes:

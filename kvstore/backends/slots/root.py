@@ -5,6 +5,9 @@ space in use is the total length of all segments in the directory, so there is n
 
 Files of a segment are made and removed under the ledger's lock, which no store, load or lookup takes. The table gets
 its name last and loses it first, so a segment without a table is a stale file.
+
+A segment that no engine holds is room, with or without blocks. So an engine gives a segment to another one by releasing
+its locks: there is no state in between, and its blocks stay.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import count
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,9 +46,11 @@ from kvstore.backends.slots.layout import (
     stem_of,
     table_number,
 )
+from kvstore.backends.slots.members import Member, Members, is_locked
 from kvstore.backends.slots.segment import OpenFile, Segment, Table
+from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
-from kvstore.errors import AbsentError, ConfigError
+from kvstore.errors import AbsentError, BackendUnavailableError, ConfigError
 from kvstore.namespace import Namespace
 
 _log = logging.getLogger("kvstore.backends.disk")
@@ -57,6 +63,9 @@ _LEDGER_WAIT_S: Final = 1.0
 _LEDGER_RETRY_S: Final = 0.01
 """Longest wait for the ledger, and the pause between two tries; making a segment takes up to half a second."""
 
+_LARGEST_S: Final = 5.0
+"""Time for the engine that holds most to give up a segment. It may be stopped, so then the others do it, too."""
+
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
@@ -67,6 +76,23 @@ class LedgerBusyError(Exception):
     """Another engine holds the ledger's lock; try again."""
 
 
+class Stored(NamedTuple):
+    """A segment in a root, of any namespace."""
+
+    namespace: str
+    stem: str
+    size_bytes: int
+    changed_at: float  # When its table was written last; of a segment without a table, when it was.
+
+
+class Due(Enum):
+    """A segment that an engine must give up."""
+
+    NONE = 0
+    GIVE = 1  # To an engine that asks for one.
+    REMOVE = 2  # To restore capacity or reserve.
+
+
 @dataclass(slots=True)
 class Root:
     """An open root directory. ``position`` is that in the list of roots."""
@@ -75,19 +101,33 @@ class Root:
     path: str
     position: int
     fd: int
+    state_fd: int  # Its directory ``.kvstore``.
+    namespace_fd: int  # The directory of the engine's namespace.
     digest: bytes  # Digest of the namespace.
-    state_fd: int = -1  # Its directory ``.kvstore``.
-    namespace_fd: int = -1  # The directory of the engine's namespace.
+    capacity: Capacity  # Of this root.
+    reserve: Capacity
+    direct: bool  # Whether segments are read and written with direct I/O.
+    members: Members
     capacity_bytes: int = 0
     reserve_bytes: int = 0  # Bytes of the filesystem to keep free.
-    direct: bool = True  # Whether segments are read and written with direct I/O.
     _refused: set[str] = field(default_factory=set)
-    """Tables that can't be used, each named in the log once."""
+    """Segments that can't be used or removed, each named in the log once."""
+    _due_since: float = 0.0  # Time since which some engine must give up a segment; 0: none must.
 
     def close(self) -> None:
         """Close what is open; idempotent."""
+        self.members.leave()
         files.close_all(self.disk, self.fd, self.state_fd, self.namespace_fd)
         self.fd = self.state_fd = self.namespace_fd = -1
+
+    def note_roots(self, count: int) -> None:
+        """Record with how many roots this one was used last; see :func:`check_drives`."""
+        document = {"format": FORMAT, "roots": count}
+        found = files.read_json(self.disk, _LAYOUT_NAME, self.state_fd)
+        # A root that is not new is usable with another number, also on a full disk.
+        with contextlib.suppress(*(() if found is None else (OSError,))):
+            if found != document:
+                files.write_json(self.disk, _LAYOUT_NAME, self.state_fd, document)
 
     def enter(self, digest: bytes) -> None:
         """Open the directory of another namespace, if there is one.
@@ -104,60 +144,93 @@ class Root:
         """Return the numbers of the namespace's segments."""
         return sorted(number for name in self._names() if (number := table_number(name)) is not None)
 
-    def take_segments(self, ours: Collection[int]) -> Iterator[tuple[Segment, Digests]]:
-        """Yield the segments of the namespace that no engine holds, with the digests of their slots.
+    def held_segments(self) -> list[int]:
+        """Return the numbers of the namespace's segments that engines hold.
 
-        ``ours``: Numbers of those that this engine holds.
+        Raises:
+            LedgerBusyError: Another engine holds the ledger's lock.
+            OSError: The disk fails.
         """
-        for number in self.table_numbers():
-            if number in ours:
-                continue
-            try:
-                taken = self.take_segment(number)
-            except OSError as error:
-                # Only the blocks of this segment are missing.
-                self._refuse(stem_of(number), error.strerror or str(error))
-                continue
-            if taken is not None:
+        with self._ledger_held():
+            ours = [each for each in self._stored() if each.namespace == self.digest.hex()]
+            return [int(each.stem) for each in ours if self._is_held(each)]
+
+    def take_segments(self, held_bytes: int) -> Iterator[tuple[Segment, Digests]]:
+        """Yield segments of the namespace that no engine held and this one holds now, up to its share of the space.
+
+        An engine that is alone in the root takes all of them. ``held_bytes``: Length of those that it held before.
+        """
+        others, stored = self.members.others(), self._stored()
+        with self._ledger_held():
+            unheld = self._unheld(stored, others)
+        share = (self._free_bytes(stored) + _size_of(stored)) // (len(others) + 1)
+        spare = _size_of(unheld) - _asked_bytes(others, held_bytes)
+        for each in sorted(each for each in unheld if each.namespace == self.digest.hex()):
+            if spare < each.size_bytes or (others and held_bytes + each.size_bytes > share):
+                return
+            if (taken := self._take(each.stem)) is not None:
+                held_bytes += each.size_bytes
+                spare -= each.size_bytes
                 yield taken
 
-    def make_segment(self, slot_bytes: int, slots: int) -> tuple[Segment, Digests] | None:
-        """Make a segment; None if capacity, reserve or filesystem leave no room for it.
+    def get_segment(self, slot_bytes: int, slots: int, held_bytes: int) -> tuple[Segment, Digests] | None:
+        """Take a segment that no engine holds, or make one; None if there is no room, which is asked for then.
+
+        Other segments without a holder are removed for a new one: first those of unused namespaces, the oldest of them
+        first. For each engine that asks for a segment and holds less than this one, room is left.
 
         Raises:
             LedgerBusyError: Another engine holds the ledger's lock.
             OSError: The disk fails.
         """
         head = Head(secrets.randbits(64), slots, slot_bytes, self.digest)
-        with self._ledger_held(), contextlib.ExitStack() as undo:
-            for name in self._stale():
-                files.remove_segment(self.disk, self.namespace_fd, name)
-            if self.missing_bytes(head.segment_bytes) > 0:
-                return None
-            there = {table_number(name) for name in files.names_in(self.disk, self.namespace_fd)}
-            number = next(number for number in count() if number not in there)
-            stem = stem_of(number)
-            file, table = self._lock_of(stem + ".seg"), self._lock_of(stem + ".tab.tmp")
-            for lock in (file, table):
-                undo.callback(lock.release)
-            undo.callback(self._unlink, stem + ".tab.tmp")
-            undo.callback(files.remove_segment, self.disk, self.namespace_fd, stem + ".seg")
-            if not file.try_acquire() or not table.try_acquire():
-                return None
-            try:
-                self._allocate(file.fd, head.segment_bytes)
-                self._allocate(table.fd, head.table_bytes)
-                files.write_at(self.disk, table.fd, encode_head(head), 0)
-                self.disk.fdatasync(table.fd)
-            except OSError as error:
-                if error.errno in _NO_ROOM:
-                    return None
-                raise
-            self.disk.rename(stem + ".tab.tmp", stem + ".tab", self.namespace_fd)
-            undo.pop_all()
-        self._set_direct(file.fd)
-        content = Table(head, np.zeros(head.groups, np.uint32), np.zeros(slots, ROW), np.zeros(slots, np.bool_))
-        return Segment(self.position, number, table, file, content), content.rows["digest"]
+        with self._ledger_held():
+            others, stored = self.members.others(), self._stored()
+            unheld = self._unheld(stored, others)
+            missing = head.segment_bytes - self._free_bytes(stored)
+            got: tuple[Segment, Digests] | None = None
+            if missing + _asked_bytes(others, held_bytes) <= _size_of(unheld):
+                ours = (each.stem for each in unheld if each.namespace == self.digest.hex())
+                got = next(filter(None, map(self._take, ours)), None)
+                # A quota may leave less room than the filesystem reports.
+                while got is None and (missing > 0 or (got := self._make(head)) is None) and unheld:
+                    missing -= self._remove(unheld.pop(0))
+        if got is None:
+            self.members.state(held_bytes, head.segment_bytes)
+        else:
+            self.members.state(held_bytes + got[0].head.segment_bytes)
+        return got
+
+    def due(self, held_bytes: int, asked_bytes: int, segment_bytes: int) -> Due:
+        """State what this engine holds and asks for; return whether it must give up a segment of ``segment_bytes``.
+
+        If capacity or reserve is exceeded, segments without a holder are removed, and then one of the engine that holds
+        most. It also gives one to an engine that asks for it and would then hold no more. If it does neither for some
+        seconds, because it is stopped, any other engine does.
+
+        Raises:
+            LedgerBusyError: Another engine holds the ledger's lock.
+            OSError: The disk fails.
+        """
+        self.members.state(held_bytes, asked_bytes)
+        others, stored = self.members.others(), self._stored()
+        due = Due.NONE
+        free = self._free_bytes(stored)
+        if free < 0:
+            due = Due.REMOVE if self._reclaim(others) else Due.NONE
+        elif behind := [each for each in others if each.is_behind(held_bytes, segment_bytes)]:
+            # Free space and segments without a holder are there for the engines that ask.
+            with self._ledger_held():
+                free += _size_of(self._unheld(stored, others))
+            due = Due.GIVE if free < sum(each.asked_bytes for each in behind) else Due.NONE
+        now = time.monotonic()
+        self._due_since = (self._due_since or now) if due is not Due.NONE else 0.0
+        largest = max([(each.held_bytes, each.name) for each in others], default=(0, ""))
+        is_turn = (held_bytes, self.members.name) > largest or now - self._due_since >= _LARGEST_S
+        if due is Due.NONE or not is_turn:
+            return Due.NONE
+        self._due_since = now
+        return due
 
     def remove_segment(self, segment: Segment) -> None:
         """Remove the files of a segment that is held, and free its space immediately.
@@ -166,11 +239,15 @@ class Root:
             LedgerBusyError: Another engine holds the ledger's lock.
             OSError: The disk fails.
         """
+        stem = stem_of(segment.number)
         with self._ledger_held():
-            self._unlink(stem_of(segment.number) + ".tab")
-            for ending in (USES, NOTES):
-                self._unlink(stem_of(segment.number) + ending)
-            files.remove_segment(self.disk, self.namespace_fd, stem_of(segment.number) + ".seg")
+            # The name of a file that was deleted may be another engine's now.
+            if self.disk.fstat(segment.table.fd).st_nlink:
+                for ending in (".tab", USES, NOTES):
+                    self._unlink(stem + ending)
+            if self.disk.fstat(segment.file.fd).st_nlink:
+                self._unlink(stem + ".seg")
+            self.disk.ftruncate(segment.file.fd, 0)
 
     def has_files_of(self, segment: Segment) -> bool:
         """Return whether a segment's files still have their names and lengths."""
@@ -179,18 +256,6 @@ class Root:
             if not status.st_nlink or status.st_size != size_bytes:
                 return False
         return True
-
-    def is_held(self, number: int) -> bool:
-        """Return whether an engine holds a segment.
-
-        Raises:
-            OSError: It can't be opened.
-        """
-        lock = self._lock_of(stem_of(number) + ".tab")
-        try:
-            return not lock.try_acquire(create=False)
-        finally:
-            lock.release()
 
     def stale_files(self) -> dict[str, os.stat_result]:
         """Return the files of the namespace that belong to no segment.
@@ -230,12 +295,6 @@ class Root:
                 with contextlib.suppress(OSError):
                     self.disk.rmdir(self.digest.hex(), self.fd)
 
-    def missing_bytes(self, more_bytes: int) -> int:
-        """Return how far ``more_bytes`` would exceed the capacity or the free space."""
-        filesystem = self.disk.statvfs(self.fd)
-        free = filesystem.f_bavail * filesystem.f_frsize
-        return more_bytes + max(self._used_bytes() - self.capacity_bytes, self.reserve_bytes - free)
-
     def mark_uses(self, number: int, slots: Sequence[int]) -> None:
         """Mark slots of a segment as read, for the engine that holds it.
 
@@ -266,17 +325,97 @@ class Root:
                     return list(np.flatnonzero(np.frombuffer(marks, np.uint8)).tolist())
         return []
 
-    def _used_bytes(self) -> int:
-        used = 0
+    def missing_bytes(self, more_bytes: int) -> int:
+        """Return how far ``more_bytes`` would exceed the capacity or the free space."""
+        return more_bytes - self._free_bytes(self._stored())
+
+    def measure(self) -> int:
+        """Return the free bytes of the filesystem; shares of it follow its size, because a volume may grow."""
+        filesystem = self.disk.statvfs(self.fd)
+        total = filesystem.f_blocks * filesystem.f_frsize
+        self.capacity_bytes, self.reserve_bytes = self.capacity.resolve(total), self.reserve.resolve(total)
+        return filesystem.f_bavail * filesystem.f_frsize
+
+    def _free_bytes(self, stored: Collection[Stored]) -> int:
+        """Return the bytes that capacity and reserve leave for more segments; negative if one of them is exceeded."""
+        free = self.measure()
+        return min(self.capacity_bytes - _size_of(stored), free - self.reserve_bytes)
+
+    def _stored(self) -> list[Stored]:
+        stored: list[Stored] = []
         for namespace in filter(is_namespace, files.names_in(self.disk, self.fd)):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-                fd = files.open_own_directory(self.disk, namespace, self.fd)
-                try:
+                with self._namespace_opened(namespace) as fd:
                     entries = files.entries_in(self.disk, fd)
-                finally:
-                    self.disk.close(fd)
-                used += sum(status.st_size for name, status in entries.items() if name.endswith(".seg"))
-        return used
+                for name, status in entries.items():
+                    if name.endswith(".seg"):
+                        changed_at = entries.get(name[:-4] + ".tab", status).st_mtime
+                        stored.append(Stored(namespace, name[:-4], status.st_size, changed_at))
+        return stored
+
+    def _unheld(self, stored: Collection[Stored], others: Collection[Member]) -> list[Stored]:
+        """Return the segments without a holder: those of unused namespaces first, of these the oldest.
+
+        The caller holds the ledger, because the lock of a segment can't be taken while another engine looks at it.
+        """
+        in_use = {self.digest.hex(), *(each.namespace for each in others)}
+        unheld = [each for each in stored if not self._is_held(each)]
+        return sorted(unheld, key=lambda each: (each.namespace in in_use, each.changed_at))
+
+    def _is_held(self, stored: Stored) -> bool:
+        # One that can't be opened is another user's, or has just been removed.
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError),
+            self._namespace_opened(stored.namespace) as namespace_fd,
+            files.opened(self.disk, stored.stem + ".seg", os.O_RDONLY, namespace_fd) as (fd, _),
+        ):
+            return is_locked(self.disk, fd)
+        return True
+
+    def _reclaim(self, others: Collection[Member]) -> bool:
+        """Remove segments without a holder until capacity and reserve hold; return whether more must be removed."""
+        with self._ledger_held():
+            # Another engine may have removed some.
+            stored = self._stored()
+            missing, unheld = -self._free_bytes(stored), self._unheld(stored, others)
+            while missing > 0 and unheld:
+                missing -= self._remove(unheld.pop(0))
+            return missing > 0
+
+    def _remove(self, stored: Stored) -> int:
+        """Remove a segment without a holder; return its length, or 0. The caller holds the ledger."""
+        try:
+            with self._namespace_opened(stored.namespace) as fd, contextlib.ExitStack() as stack:
+                for ending in (".seg", ".tab"):
+                    lock = FileLock(self.disk, fd, stored.stem + ending)
+                    stack.callback(lock.release)
+                    # A segment without a table was made or removed in part.
+                    with contextlib.suppress(FileNotFoundError):
+                        if not lock.try_acquire(create=False):
+                            return 0
+                for ending in (".tab", ".tab.tmp", USES, NOTES):
+                    with contextlib.suppress(FileNotFoundError):
+                        self.disk.unlink(stored.stem + ending, fd)
+                files.remove_segment(self.disk, fd, stored.stem + ".seg")
+        except OSError as error:
+            # Only its space stays occupied.
+            self._refuse(f"{stored.namespace}/{stored.stem}", f"it can't be removed: {error.strerror or error}")
+            return 0
+        return stored.size_bytes
+
+    def _take(self, stem: str) -> tuple[Segment, Digests] | None:
+        """Lock and read a segment; None if an engine holds it or it can't be used."""
+        if table_number(stem + ".tab") is None:
+            return None
+        try:
+            return self.take_segment(int(stem))
+        except FileNotFoundError:
+            # It was removed since, or lacks a table.
+            return None
+        except OSError as error:
+            # Only the blocks of this segment are missing.
+            self._refuse(stem, f"it can't be used: {error.strerror or error}")
+            return None
 
     def take_segment(self, number: int) -> tuple[Segment, Digests] | None:
         """Lock the files of a segment and read its table; None if an engine holds it or it can't be used.
@@ -289,15 +428,8 @@ class Root:
             locks = self._lock_of(stem + ".seg"), self._lock_of(stem + ".tab")
             for lock in locks:
                 undo.callback(lock.release)
-                try:
-                    if not lock.try_acquire(create=False, flags=os.O_RDWR):
-                        return None
-                except OSError as error:
-                    if error.errno not in (errno.EROFS, errno.EACCES):
-                        raise
-                    # Loads continue on a disk that has become read-only.
-                    if not lock.try_acquire(create=False):
-                        return None
+                if not _acquire(lock, create=False):
+                    return None
             file, table = locks
             content = self._read_table(stem, table.fd, file.fd)
             if content is None:
@@ -313,12 +445,11 @@ class Root:
         """
         stem = stem_of(number)
         with contextlib.ExitStack() as undo:
-            opened = [
-                OpenFile(self.disk, files.open_regular(self.disk, stem + end, os.O_RDONLY, self.namespace_fd)[0])
-                for end in (".tab", ".seg")
-            ]
-            for each in opened:
-                undo.callback(each.release)
+            opened: list[OpenFile] = []
+            for ending in (".tab", ".seg"):
+                fd, _ = files.open_regular(self.disk, stem + ending, os.O_RDONLY, self.namespace_fd)
+                opened.append(OpenFile(self.disk, fd))
+                undo.callback(opened[-1].release)
             table, file = opened
             content = self._read_table(stem, table.fd, file.fd)
             if content is None:
@@ -330,20 +461,51 @@ class Root:
         """Read the table of a segment, and set up the segment's file for transfers; None if it can't be used."""
         head = decode_head(files.read_at(self.disk, table_fd, 0, PAGE), self.digest)
         if head is None:
-            self._refuse(stem, "the head of the table is damaged, or of another format")
+            self._refuse(stem, "it can't be used: the head of the table is damaged, or of another format")
             return None
         generations = read_generations(self.disk, table_fd, head)
         content = files.read_at(self.disk, table_fd, head.rows_at, head.slots * ROW_BYTES)
         if len(content) != head.slots * ROW_BYTES or self.disk.fstat(file_fd).st_size != head.segment_bytes:
-            self._refuse(stem, "a file has another length")
+            self._refuse(stem, "it can't be used: a file has another length")
             return None
         self._set_direct(file_fd)
         return Table(head, generations, *decode_rows(content, np.arange(head.slots), head))
 
+    def _make(self, head: Head) -> tuple[Segment, Digests] | None:
+        """Make a segment; None if the filesystem has no room for it. The caller holds the ledger."""
+        for name in self._stale():
+            files.remove_segment(self.disk, self.namespace_fd, name)
+        there = {table_number(name) for name in files.names_in(self.disk, self.namespace_fd)}
+        number = next(number for number in count() if number not in there)
+        stem = stem_of(number)
+        with contextlib.ExitStack() as undo:
+            file, table = self._lock_of(stem + ".seg"), self._lock_of(stem + ".tab.tmp")
+            for lock in (file, table):
+                undo.callback(lock.release)
+            undo.callback(files.remove_segment, self.disk, self.namespace_fd, stem + ".seg")
+            undo.callback(self._unlink, stem + ".tab.tmp")
+            try:
+                if not file.try_acquire() or not table.try_acquire():
+                    return None
+                self._allocate(file.fd, head.segment_bytes)
+                self._allocate(table.fd, head.table_bytes)
+                files.write_at(self.disk, table.fd, encode_head(head), 0)
+                self.disk.fdatasync(table.fd)
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    return None
+                raise
+            self.disk.rename(stem + ".tab.tmp", stem + ".tab", self.namespace_fd)
+            undo.pop_all()
+        self._set_direct(file.fd)
+        rows, intact = np.zeros(head.slots, ROW), np.zeros(head.slots, np.bool_)
+        content = Table(head, np.zeros(head.groups, np.uint32), rows, intact)
+        return Segment(self.position, number, table, file, content), rows["digest"]
+
     def _refuse(self, stem: str, reason: str) -> None:
         if stem not in self._refused:
             self._refused.add(stem)
-            _log.warning("the segment %s in %s can't be used: %s", stem, self.path, reason)
+            _log.warning("segment %s in %s: %s", stem, self.path, reason)
 
     def _lock_of(self, name: str) -> FileLock:
         return FileLock(self.disk, self.namespace_fd, name)
@@ -379,10 +541,18 @@ class Root:
             self.disk.unlink(name, self.namespace_fd)
 
     @contextlib.contextmanager
+    def _namespace_opened(self, name: str) -> Iterator[int]:
+        fd = files.open_own_directory(self.disk, name, self.fd)
+        try:
+            yield fd
+        finally:
+            files.close_all(self.disk, fd)
+
+    @contextlib.contextmanager
     def _ledger_held(self) -> Iterator[None]:
         lock = FileLock(self.disk, self.state_fd, _LEDGER_NAME)
         deadline = time.monotonic() + _LEDGER_WAIT_S
-        while not lock.try_acquire():
+        while not _acquire(lock, create=True):
             if time.monotonic() >= deadline:
                 raise LedgerBusyError
             time.sleep(_LEDGER_RETRY_S)
@@ -390,6 +560,25 @@ class Root:
             yield
         finally:
             lock.release()
+
+
+def _acquire(lock: FileLock, *, create: bool) -> bool:
+    try:
+        return lock.try_acquire(create=create, flags=os.O_RDWR)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES):
+            raise
+        # Loads continue on a disk that has become read-only.
+        return lock.try_acquire(create=False)
+
+
+def _size_of(stored: Collection[Stored]) -> int:
+    return sum(each.size_bytes for each in stored)
+
+
+def _asked_bytes(others: Collection[Member], held_bytes: int) -> int:
+    """Return the room that engines ask for which would still hold no more than one with ``held_bytes``."""
+    return sum(each.asked_bytes for each in others if each.is_behind(held_bytes))
 
 
 def read_generations(disk: OsDisk, table_fd: int, head: Head) -> npt.NDArray[np.uint32]:
@@ -411,38 +600,45 @@ def open_root(disk: OsDisk, position: int, config: SlotsConfig, namespace: Names
         ConfigError: The directory can't be used as it is.
     """
     path = _path_of(config, position)
-    root: Root | None = None
-    try:
-        root = Root(disk, path, position, directories.open_directory(disk, path), namespace.digest)
-        directories.check_mode(disk.fstat(root.fd).st_mode, path)
-        root.state_fd = directories.enter(disk, _STATE_DIR, root.fd, path)
-        if _check_layout(disk, root) is None:
-            files.write_json(disk, _LAYOUT_NAME, root.state_fd, {"format": FORMAT})
-        filesystem = disk.statvfs(root.fd)
-        total = filesystem.f_blocks * filesystem.f_frsize
-        shares = 1 if config.capacity.percent is not None else len(config.paths)
-        root.capacity_bytes = config.capacity.resolve(total) // shares
-        root.reserve_bytes = config.reserve.resolve(total)
-        root.direct = config.direct != "off" and directories.takes_direct(disk, _LEDGER_NAME, root.state_fd, path)
-        if config.direct == "on" and not root.direct:
-            raise ConfigError(
-                f"'direct' is 'on', but the filesystem of {path!r} refuses direct I/O. Use 'auto', or a directory on "
-                "another filesystem."
-            )
-        root.namespace_fd = directories.enter(disk, namespace.hex, root.fd, path)
-        # Blocks are readable without this file, so a full disk or a foreign object there must not prevent a start.
-        with contextlib.suppress(OSError):
-            if files.read_json(disk, "namespace.json", root.namespace_fd) is None:
-                files.write_json(disk, "namespace.json", root.namespace_fd, namespace.document())
-    except BaseException as error:
-        if root is not None:
-            root.close()
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise AbsentError(
-                f"'path' is {path!r}, which this user may not use ({error.strerror}). Change its owner or mode, "
-                "remount it, or name another directory."
-            ) from error
-        raise
+    with contextlib.ExitStack() as undo:
+
+        def entered(fd: int) -> int:
+            undo.callback(files.close_all, disk, fd)
+            return fd
+
+        try:
+            fd = entered(directories.open_directory(disk, path))
+            directories.check_mode(disk.fstat(fd).st_mode, path)
+            state_fd = entered(directories.enter(disk, _STATE_DIR, fd, path))
+            _check_layout(disk, path, state_fd)
+            direct = config.direct != "off" and directories.takes_direct(disk, _LEDGER_NAME, state_fd, path)
+            if config.direct == "on" and not direct:
+                raise ConfigError(
+                    f"'direct' is 'on', but the filesystem of {path!r} refuses direct I/O. Use 'auto', or a directory "
+                    "on another filesystem."
+                )
+            namespace_fd = entered(directories.enter(disk, namespace.hex, fd, path))
+            # Blocks are readable without this file, so a full disk or a foreign object there must not prevent a start.
+            with contextlib.suppress(OSError):
+                if files.read_json(disk, "namespace.json", namespace_fd) is None:
+                    files.write_json(disk, "namespace.json", namespace_fd, namespace.document())
+            size_bytes = config.capacity.size_bytes
+            capacity = config.capacity if size_bytes is None else Capacity(size_bytes // len(config.paths))
+            members = Members(disk, state_fd, namespace.digest)
+            root = Root(
+                disk, path, position, fd, state_fd, namespace_fd, namespace.digest, capacity, config.reserve, direct,
+                members,
+            )  # fmt: skip
+            root.measure()
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise AbsentError(
+                    f"'path' is {path!r}, which this user may not use ({error.strerror}). Change its owner or mode, "
+                    "remount it, or name another directory."
+                ) from error
+            raise
+        undo.pop_all()
+    members.state(0)
     return root
 
 
@@ -454,13 +650,60 @@ def check_root(disk: OsDisk, position: int, config: SlotsConfig) -> None:
     """
     path = _path_of(config, position)
     # Missing directories are made when the root opens; access is checked elsewhere, for every tier with a directory.
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        root = Root(disk, path, position, disk.open_root(path), b"")
-        try:
-            root.state_fd = directories.own_directory(disk, _STATE_DIR, root.fd, path)
-            _check_layout(disk, root)
-        finally:
-            root.close()
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError), _state_opened(disk, path) as fd:
+        _check_layout(disk, path, fd)
+
+
+def check_drives(disk: OsDisk, config: SlotsConfig) -> None:
+    """Refuse to start without a drive that was used before; writes nothing.
+
+    An empty mount point looks like a new root, and blocks would fill the disk below it.
+
+    Raises:
+        BackendUnavailableError: A root is empty, and another one was used with more roots than there are.
+    """
+    paths = [_path_of(config, position) for position in range(len(config.paths))]
+    # In this order: engines that start together make all state directories before any of them notes their number.
+    used = max((_roots_used(disk, path) for path in paths), default=0)
+    empty = [path for path in paths if not _has_state(disk, path)]
+    if empty and len(paths) - len(empty) < used:
+        state = os.path.join(empty[0], _STATE_DIR)
+        raise BackendUnavailableError(
+            f"{empty[0]!r} was used before with the other directories of 'path', and is empty now. Mount its drive. If "
+            f"an empty drive replaces it, whose blocks are lost, do 'mkdir -p -m 700 {state}'.",
+            backend="file",
+        )
+
+
+def _roots_used(disk: OsDisk, path: str) -> int:
+    """Return with how many roots this one was used last; 0 if that is unknown."""
+    # Opening the root reports what is wrong with it.
+    with contextlib.suppress(OSError, ConfigError), _state_opened(disk, path) as fd:
+        stated = (files.read_json(disk, _LAYOUT_NAME, fd) or {}).get("roots")
+        return stated if isinstance(stated, int) else 0
+    return 0
+
+
+def _has_state(disk: OsDisk, path: str) -> bool:
+    try:
+        disk.close(disk.open_root(os.path.join(path, _STATE_DIR)))
+    except OSError as error:
+        # Opening the root reports any other error.
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR)
+    return True
+
+
+@contextlib.contextmanager
+def _state_opened(disk: OsDisk, path: str) -> Iterator[int]:
+    root_fd = disk.open_root(path)
+    try:
+        fd = directories.own_directory(disk, _STATE_DIR, root_fd, path)
+    finally:
+        disk.close(root_fd)
+    try:
+        yield fd
+    finally:
+        disk.close(fd)
 
 
 def open_existing_root(disk: OsDisk, position: int, config: SlotsConfig) -> Root:
@@ -471,29 +714,28 @@ def open_existing_root(disk: OsDisk, position: int, config: SlotsConfig) -> Root
         OSError: It can't be opened.
     """
     path = _path_of(config, position)
-    try:
-        root = Root(disk, path, position, disk.open_root(path), b"", direct=False)
+    with contextlib.ExitStack() as undo:
         try:
-            root.state_fd = files.open_own_directory(disk, _STATE_DIR, root.fd)
-            _check_layout(disk, root)
-        except BaseException:
-            root.close()
-            raise
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"There is no file tier at {path!r}. Give the 'path' of one.") from error
-    return root
+            fd = disk.open_root(path)
+            undo.callback(files.close_all, disk, fd)
+            state_fd = files.open_own_directory(disk, _STATE_DIR, fd)
+            undo.callback(files.close_all, disk, state_fd)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ConfigError(f"There is no file tier at {path!r}. Give the 'path' of one.") from error
+        _check_layout(disk, path, state_fd)
+        undo.pop_all()
+    members = Members(disk, state_fd, b"")
+    return Root(disk, path, position, fd, state_fd, -1, b"", config.capacity, config.reserve, False, members)
 
 
 def _path_of(config: SlotsConfig, position: int) -> str:
     return os.path.abspath(os.path.expanduser(config.paths[position]))
 
 
-def _check_layout(disk: OsDisk, root: Root) -> dict[str, Any] | None:
-    """Return what the root states of itself, or None if it is new."""
-    found = files.read_json(disk, _LAYOUT_NAME, root.state_fd)
+def _check_layout(disk: OsDisk, path: str, state_fd: int) -> None:
+    found = files.read_json(disk, _LAYOUT_NAME, state_fd)
     if found is not None and found.get("format") != FORMAT:
         raise ConfigError(
-            f"{root.path!r} is of format {found.get('format')!r}, this kvstore knows {FORMAT}. Use the kvstore that "
+            f"{path!r} is of format {found.get('format')!r}, this kvstore knows {FORMAT}. Use the kvstore that "
             "made it, or name another 'path'."
         )
-    return found

@@ -51,6 +51,8 @@ class TableWriter:
         self._changed: dict[int, set[int]] = {}
         """Groups of rows by segment that have changed since their generation was written."""
         self._announcing: asyncio.Task[None] | None = None
+        self._announced: set[int] = set()
+        """Segments whose generations are being written."""
 
     async def write(self, changes: Sequence[RowChange]) -> dict[int, OSError]:
         """Write the next rows of slots; return the places whose rows may not be there, with the reason.
@@ -96,7 +98,7 @@ class TableWriter:
         Raises:
             OSError: Some still can't be written.
         """
-        places = [place for place in self.unsettled if place >> SLOT_BITS in self._index.segments][:_ROWS_MAX]
+        places = list(self.unsettled)[:_ROWS_MAX]
         states = {place: self.unsettled.pop(place) for place in places}
         failed: dict[int, OSError] = dict.fromkeys(places, OSError("the write was cancelled"))
         try:
@@ -107,6 +109,10 @@ class TableWriter:
             self._index.settle(place, states[place])
         if failed:
             raise next(iter(failed.values()))
+
+    def is_announcing(self, segment: Segment) -> bool:
+        """Return whether generations of a segment are being written."""
+        return segment.id in self._announced
 
     async def end(self) -> None:
         """Wait for the announcement of what was written."""
@@ -129,8 +135,12 @@ class TableWriter:
                     first, end = min(groups), max(groups) + 1
                     content = segment.generations[first:end].copy().view(np.uint8).data
                     transfers.append(Transfer(segment.table.fd, PAGE + 4 * first, [content], content.nbytes))
-            with contextlib.suppress(OSError), self._index.running:
-                await self._engine.write(transfers)
+            self._announced = set(changed)
+            try:
+                with contextlib.suppress(OSError):
+                    await self._engine.write(transfers)
+            finally:
+                self._announced = set()
 
     def _transfer(self, run: Sequence[RowChange]) -> Transfer:
         segment, first = self._index.at(run[0].place)
@@ -144,7 +154,7 @@ class TableWriter:
         failed: dict[int, OSError] = {}
         for number in {place >> SLOT_BITS for place in places}:
             try:
-                fd = self._index.segments[number].table.fd
+                fd = self._index.at(number << SLOT_BITS)[0].table.fd
                 await self._engine.call(partial(self._engine.disk.fdatasync, fd))
             except OSError as error:
                 failed.update({place: bare(error) for place in places if place >> SLOT_BITS == number})

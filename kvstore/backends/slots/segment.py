@@ -25,6 +25,9 @@ SLOT_MASK: Final = (1 << SLOT_BITS) - 1
 EMPTY: Final = 0xFF
 """Age of a slot that holds no block."""
 
+WITHDRAWN: Final = 0xFF
+"""State of a slot, in memory only, whose block left the index while its row stays for the next engine."""
+
 _KEY_BYTES_MIN: Final = 36
 """Initial width of the key column: the length of vLLM's keys."""
 
@@ -131,6 +134,11 @@ class Segment:
     def held(self) -> npt.NDArray[np.int64]:
         """Return the slots that hold blocks."""
         return np.flatnonzero(self.state == State.USED)
+
+    @property
+    def use(self) -> int:
+        """Sum of the ages of its blocks; the least used segment has the lowest."""
+        return int((self.age[self.age != EMPTY].astype(np.int64) + 1).sum())
 
     def close(self) -> None:
         """Close its files and release their locks; idempotent."""

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.slots.blocks import Blocks
@@ -18,9 +18,8 @@ from kvstore.backends.slots.followers import Followers
 from kvstore.backends.slots.index import Index, News
 from kvstore.backends.slots.layout import PAGE, SLOTS_MAX, slot_lengths
 from kvstore.backends.slots.notes import SegmentNotes
-from kvstore.backends.slots.root import Root, open_root
+from kvstore.backends.slots.root import Root, check_drives, open_root
 from kvstore.backends.slots.rows import TableWriter
-from kvstore.backends.slots.segment import Segment
 from kvstore.backends.slots.space import Space
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.diskio import OsDisk, TransferEngine
@@ -71,8 +70,7 @@ class Session:
         self._on_removed = on_removed
         self._tenants = tenants
         self._files = contextlib.ExitStack()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._gone: list[Segment] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Open the roots, and take the segments that no engine holds.
@@ -104,6 +102,9 @@ class Session:
 
     async def close(self, timeout_s: float) -> None:
         """Finish all pending writes and close everything, if the disk responds."""
+        for task in self._tasks:
+            # What it began continues, and may hold locks.
+            task.cancel()
         ending = asyncio.get_running_loop().create_task(self._end())
         try:
             await asyncio.wait({ending}, timeout=timeout_s)
@@ -125,9 +126,12 @@ class Session:
         await self.tables.end()
 
     def _open_roots(self, namespace: Namespace) -> None:
+        check_drives(self.disk, self.config)
         for position in range(len(self.config.paths)):
             self.roots.append(open_root(self.disk, position, self.config, namespace))
             self._files.callback(self.roots[-1].close)
+        for root in self.roots:
+            root.note_roots(len(self.roots))
 
     def _segment_slots(self, slot_bytes: int) -> int:
         """Return the number of slots of a new segment."""
@@ -149,30 +153,29 @@ class Session:
         self.index = Index(slots_max, self._tenants)
         self._files.callback(self._close_segments)
         self.tables = TableWriter(self.engine, self.index, durable=durable)
-        self.followers = Followers(self.engine, self.roots, self.index, self._report, self._close_later)
+        self.followers = Followers(self.engine, self.roots, self.index, self._report)
         self._files.callback(self.followers.close)
-        self.space = Space(
-            self.engine, self.roots, self.index, self.tables, self.followers, claims, self._counts, slot_bytes, slots,
-            self._on_removed,
-        )  # fmt: skip
         self.notes = SegmentNotes(self.engine, self.roots, self.index)
+        self.space = Space(
+            self.engine, self.roots, self.index, self.tables, self.followers, self.notes, claims, self._counts,
+            slot_bytes, slots, self._on_added, self._on_removed,
+        )  # fmt: skip
         self.blocks = Blocks(
             self.engine, self.index, self.tables, self.space, self.followers, claims, self._counts, record_bytes_max,
             durable, self._on_removed,
         )  # fmt: skip
-        await self._take_segments(report=False)
+        await self.space.take_segments(report=False)
         # A scan reports the other engines' blocks.
         await self.followers.refresh(report=False)
-        self._start(self._keep_up())
-        self._start(self.followers.run())
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._keep_up()), loop.create_task(self.followers.run())]
 
     async def _keep_up(self) -> None:
         """Perform the duties of upkeep until cancelled; each fails alone, and the next round retries it."""
         while True:
             for name, duty in self.duties().items():
                 try:
-                    with self.index.running:
-                        await duty()
+                    await duty()
                 except OSError as error:
                     level = logging.DEBUG if self._counts[f"upkeep_{name}_errors"] else logging.WARNING
                     _log.log(level, "upkeep (%s) failed: %s", name, error)
@@ -186,19 +189,10 @@ class Session:
             "directory": self._notice_removal,
             "rows": self.tables.settle,
             "uses": self._count_uses,
-            "files": self._match_files,
-            "segments": self._take_segments,
+            "files": self.space.drop_lost,
+            "shares": self.space.share,
+            "segments": partial(self.space.take_segments, report=True),
         }
-
-    async def _take_segments(self, *, report: bool = True) -> None:
-        """Take segments that no engine holds, and report their blocks: their engines may have ended since."""
-        for root in self.roots:
-            ours = {each.number for each in self.index.segments.values() if each.root == root.position}
-            # One at a time, because the content of all tables together is as large as the index.
-            segments = root.take_segments(ours)
-            while (taken := await self.engine.call(partial(next, segments, None))) is not None:
-                if (keys := self.space.admit(*taken)) and report:
-                    self._on_added(keys)
 
     async def _count_uses(self) -> None:
         """Count the uses of our blocks by other engines."""
@@ -207,57 +201,27 @@ class Session:
         for segment, slots in zip(segments, marked, strict=True):
             self.index.touch([segment.first + slot for slot in slots])
 
-    async def _notice_removal(self) -> None:
-        status = await self.engine.call(partial(self.disk.fstat, self.roots[0].namespace_fd))
-        if not status.st_nlink and not self.removed:
-            _log.warning("%r was removed while in use; its blocks are lost", self.roots[0].path)
-            self.removed = True
-
-    async def _match_files(self) -> None:
-        """Drop segments whose files were deleted or have another length: nobody else could read new blocks there."""
-        segments = list(self.index.segments.values())
-        intact = await self.engine.call(lambda: [self.roots[each.root].has_files_of(each) for each in segments])
-        for segment in [segment for segment, good in zip(segments, intact, strict=True) if not good]:
-            if keys := self.index.close_segment(segment):
-                self._on_removed(keys, RemovalCause.LOST)
-            self._close_later(segment)
-
     def _report(self, news: News) -> None:
         if news.added:
             self._on_added(news.added)
         if news.removed:
             self._on_removed(news.removed, RemovalCause.EVICTED)
 
-    def _close_later(self, segment: Segment) -> None:
-        """Close the files of a segment that is gone once no operation uses them any more."""
-        self._gone.append(segment)
-        self.notes.forget(segment)
-        if len(self._gone) == 1:
-            self._start(self._close_gone())
-
-    async def _close_gone(self) -> None:
-        while gone := list(self._gone):
-            await self.index.turn()
-            for segment in gone:
-                segment.close()
-                if self.index.known.get(segment.id) is segment:
-                    del self.index.known[segment.id]
-            del self._gone[: len(gone)]
+    async def _notice_removal(self) -> None:
+        status = await self.engine.call(partial(self.disk.fstat, self.roots[0].namespace_fd))
+        if not status.st_nlink and not self.removed:
+            _log.warning("%r was removed while in use; its blocks are lost", self.roots[0].path)
+            self.removed = True
 
     def _close_segments(self) -> None:
-        for segment in [*self.index.known.values(), *self._gone]:
+        for segment in [*self.index.known.values(), *self.followers.gone]:
             segment.close()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _release(self, timeout_s: float) -> None:
-        if tasks := set(self._tasks):
-            for task in tasks:
+        if self._tasks:
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.wait(tasks, timeout=timeout_s)
+            await asyncio.wait(self._tasks, timeout=timeout_s)
         if await self.engine.close(timeout_s):
             self._files.close()
         else:

@@ -1,12 +1,17 @@
-"""Space for new blocks: free slots, then new segments, then eviction, a little of it ahead of need."""
+"""Space for new blocks: free slots, then further segments, then eviction, a little of it ahead of need.
+
+Also gives segments to other engines, and removes some to restore capacity and reserve. Such a segment leaves the index
+first; its locks are released once no operation runs on any of its slots.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -14,9 +19,10 @@ from kvstore.backends.slots.claims import Claims
 from kvstore.backends.slots.followers import Followers
 from kvstore.backends.slots.index import Index
 from kvstore.backends.slots.layout import State
-from kvstore.backends.slots.root import Digests, LedgerBusyError, Root
+from kvstore.backends.slots.notes import SegmentNotes
+from kvstore.backends.slots.root import Digests, Due, LedgerBusyError, Root
 from kvstore.backends.slots.rows import RowChange, TableWriter
-from kvstore.backends.slots.segment import Segment
+from kvstore.backends.slots.segment import SLOT_BITS, Segment
 from kvstore.diskio import TransferEngine
 from kvstore.types import BlockKey, RemovalCause
 
@@ -31,6 +37,16 @@ _AHEAD_MAX: Final = 1024
 _ASK_AGAIN_S: Final = 1.0
 """Time between two attempts to make a segment while there is no room for one."""
 
+_ASKING_S: Final = 10.0
+"""Time after a store for which an engine without room asks for some: its breaker may stop stores for up to 30 s."""
+
+_QUIET_TRIES: Final = 50
+_QUIET_PAUSE_S: Final = 0.01
+"""Attempts to release a segment while operations on it end, before the next round of upkeep does."""
+
+_TURN_SLOTS: Final = 1 << 11
+"""Blocks removed from the index in one iteration of the loop, in some milliseconds."""
+
 _TRANSIENT_S: Final = 5.0
 """Time for which making a segment may fail, or wait for other engines, before stores evict instead. Allocating a
 segment takes up to half a second on a busy drive, and engines take turns."""
@@ -41,7 +57,9 @@ class Space:
 
     Args:
         slots: Slots of a new segment, of ``slot_bytes`` each.
-        on_removed: Called with blocks that are evicted, once their rows are written.
+        on_added: Called with the blocks of segments that other engines held.
+        on_removed: Called with blocks that are evicted, once their rows are written, and with those of segments that
+            are given up or lost.
     """
 
     def __init__(
@@ -51,10 +69,12 @@ class Space:
         index: Index,
         tables: TableWriter,
         followers: Followers,
+        notes: SegmentNotes,
         claims: Claims,
         counts: Counter[str],
         slot_bytes: int,
         slots: int,
+        on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
     ) -> None:
         self._engine = engine
@@ -62,21 +82,30 @@ class Space:
         self._index = index
         self._tables = tables
         self._followers = followers
+        self._notes = notes
         self._claims = claims
         self._counts = counts
         self._slot_bytes = slot_bytes
         self._slots = slots
+        self._on_added = on_added
         self._on_removed = on_removed
         self._growing = asyncio.Lock()
+        self._stored_at = -_ASKING_S
+        self._lacks_room = False
+        self._leaving: dict[Segment, bool] = {}
+        """Segments that left the index and are still held, and whether their files are to be removed."""
         self._full_until = 0.0
         self._failing_since = 0.0
         self._failure: OSError | None = None
         """Of the last eviction."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._getting_ahead: asyncio.Task[None] | None = None
 
     async def take(self, count: int) -> list[int]:
         """Take slots for new blocks; fewer than ``count`` if there is no room and nothing more may be evicted."""
         index = self._index
+        self._stored_at = time.monotonic()
+        self._failure = None
         places = index.take(count)
         try:
             while len(places) < count and await asyncio.shield(self._start(self._grow(needed=True))):
@@ -90,25 +119,32 @@ class Space:
         except BaseException:
             index.release(places)
             raise
-        if index.free_slots < self._ahead and not self._tasks:
-            self._start(self._get_ahead())
+        if index.free_slots < self._ahead and (self._getting_ahead is None or self._getting_ahead.done()):
+            self._getting_ahead = self._start(self._get_ahead())
         return places
 
-    def admit(self, segment: Segment, digests: Digests) -> list[BlockKey]:
-        """Add a segment that is held now, with its blocks; return the keys of those that were not followed before."""
-        for lock in (segment.table, segment.file):
-            self._engine.admit(lock.fd)
-        self._tables.change_all(segment)
-        if (doubled := self._followers.take_over(segment, digests)) is not None:
-            self._tables.settle_later(doubled)
-            return []
-        self._tables.settle_later(self._index.open_segment(segment, digests))
-        return [segment.key(slot) for slot in segment.held().tolist()]
+    async def take_segments(self, *, report: bool) -> None:
+        """Take segments that no engine holds, up to this engine's share; ``report`` their blocks as added."""
+        await asyncio.shield(self._start(self._for_each_root(partial(self._take_from, report=report))))
+
+    async def share(self) -> None:
+        """Give up a segment if an engine that holds less asks for one, or if capacity or reserve is exceeded."""
+        await asyncio.shield(self._start(self._for_each_root(self._share)))
+        if self._is_asking:
+            await asyncio.shield(self._start(self._grow(needed=False)))
+
+    async def drop_lost(self) -> None:
+        """Drop segments whose files were deleted or have another length: nobody else could read new blocks there."""
+        await asyncio.shield(self._start(self._drop_lost()))
 
     async def close(self) -> None:
         """Wait for background work."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
+
+    @property
+    def _is_asking(self) -> bool:
+        return self._lacks_room and time.monotonic() - self._stored_at < _ASKING_S
 
     @property
     def _ahead(self) -> int:
@@ -131,25 +167,117 @@ class Space:
                 return True
             if time.monotonic() < self._full_until:
                 return False
-            own = Counter(segment.root for segment in self._index.segments.values())
+            held = {root.position: self._held_bytes(root) for root in self._roots}
             errors: list[Exception] = []
-            # The root with the fewest segments or, if it is full or fails, another one.
-            for root in sorted(self._roots, key=lambda root: own[root.position]):
+            # The root with the least segments or, if it is full or fails, another one.
+            for root in sorted(self._roots, key=lambda root: held[root.position]):
+                get = partial(root.get_segment, self._slot_bytes, self._slots, held[root.position])
                 try:
-                    made = await self._engine.call(partial(root.make_segment, self._slot_bytes, self._slots))
+                    got = await self._engine.call(get)
                 except (OSError, LedgerBusyError) as error:
                     errors.append(error)
                     continue
-                if made is not None:
-                    self.admit(*made)
+                if got is not None:
+                    self._admit(*got, report=True)
                     self._failing_since = 0.0
-                    self._counts["segments_made"] += 1
+                    self._lacks_room = False
+                    self._counts["segments_added"] += 1
                     return True
             if len(errors) == len(self._roots) and not self._keeps_failing():
                 # The failure may be temporary, so nothing is evicted yet.
                 raise OSError(f"no segment could be made: {errors[0]}") from errors[0]
             self._full_until = time.monotonic() + _ASK_AGAIN_S
+            self._lacks_room = True
             return False
+
+    async def _for_each_root(self, work: Callable[[Root], Awaitable[None]]) -> None:
+        """Do work for each root; raise the first error at the end, so that it costs that root alone."""
+        errors: list[OSError] = []
+        for root in self._roots:
+            # The ledger may be free in the next round.
+            with contextlib.suppress(LedgerBusyError):
+                try:
+                    await work(root)
+                except OSError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+    async def _take_from(self, root: Root, *, report: bool) -> None:
+        async with self._growing:
+            # One at a time, because the content of all tables together is as large as the index.
+            segments = root.take_segments(self._held_bytes(root))
+            while (taken := await self._engine.call(partial(next, segments, None))) is not None:
+                self._admit(*taken, report=report)
+
+    def _admit(self, segment: Segment, digests: Digests, *, report: bool) -> None:
+        """Add a segment that is held now, with its blocks."""
+        for lock in (segment.table, segment.file):
+            self._engine.admit(lock.fd)
+        self._tables.change_all(segment)
+        if (doubled := self._followers.take_over(segment, digests)) is None:
+            doubled = self._index.open_segment(segment, digests)
+        self._tables.settle_later(doubled)
+        # Also those that were followed: now this engine reports them to consumers of events.
+        if report and (keys := [segment.key(slot) for slot in segment.held().tolist()]):
+            self._on_added(keys)
+
+    async def _share(self, root: Root) -> None:
+        async with self._growing:
+            size_bytes = self._slots * self._slot_bytes
+            asked_bytes = size_bytes if self._is_asking else 0
+            due = await self._engine.call(partial(root.due, self._held_bytes(root), asked_bytes, size_bytes))
+            unsettled = {place >> SLOT_BITS for place in self._tables.unsettled}
+            own = [each for each in self._index.segments.values() if each.root == root.position]
+            able = [each for each in own if each.id not in unsettled]
+            is_giving = any(each.root == root.position for each in self._leaving)
+            if due is not Due.NONE and able and not is_giving:
+                self._full_until = time.monotonic() + _ASK_AGAIN_S
+                least_used = min(able, key=lambda segment: segment.use)
+                await self._give_up(least_used, RemovalCause.EVICTED, remove=due is Due.REMOVE)
+        for segment in [each for each in self._leaving if each.root == root.position]:
+            await self._let_go(root, segment)
+
+    async def _drop_lost(self) -> None:
+        async with self._growing:
+            segments = list(self._index.segments.values())
+            intact = await self._engine.call(lambda: [self._roots[each.root].has_files_of(each) for each in segments])
+            for segment in [segment for segment, good in zip(segments, intact, strict=True) if not good]:
+                await self._give_up(segment, RemovalCause.LOST, remove=True)
+
+    async def _give_up(self, segment: Segment, cause: RemovalCause, *, remove: bool) -> None:
+        """Let a segment leave the index; the caller holds ``_growing``."""
+        held = segment.held().tolist()
+        for start in range(0, len(held), _TURN_SLOTS):
+            if keys := self._index.withdraw(segment, held[start : start + _TURN_SLOTS]):
+                self._on_removed(keys, cause)
+            await asyncio.sleep(0)
+        if keys := self._index.close_segment(segment):
+            self._on_removed(keys, cause)
+        self._leaving[segment] = remove
+
+    async def _let_go(self, root: Root, segment: Segment) -> None:
+        """Release a segment that left the index, or remove its files, once no operation runs on its slots."""
+        for _ in range(_QUIET_TRIES):
+            if self._index.is_quiet(segment) and not self._tables.is_announcing(segment):
+                break
+            await asyncio.sleep(_QUIET_PAUSE_S)
+        else:
+            return
+        await self._notes.forget(segment)
+        if self._leaving[segment]:
+            await self._engine.call(partial(root.remove_segment, segment))
+        await self._engine.call(segment.close)
+        del self._leaving[segment]
+        self._index.forget(segment)
+        self._counts["segments_given_up"] += 1
+
+    def _held_bytes(self, root: Root) -> int:
+        return sum(
+            each.head.segment_bytes
+            for each in self._index.known.values()
+            if each.is_ours and each.root == root.position
+        )
 
     def _keeps_failing(self) -> bool:
         now = time.monotonic()
@@ -166,7 +294,11 @@ class Space:
         keys: dict[int, BlockKey] = {}
         for place in index.evict(count):
             segment, slot = index.at(place)
-            keys[place] = segment.key(slot)
+            key = segment.key(slot)
+            if self._claims.of(key) is None:
+                keys[place] = key
+            else:
+                index.stay((place,))  # Its put is about to end.
         if not keys:
             return False
         with self._claims.held(keys.values()):
@@ -188,12 +320,7 @@ class Space:
 
     def _start(self, work: Coroutine[Any, Any, _R]) -> asyncio.Task[_R]:
         """Start work that continues to its end even if the caller is cancelled."""
-
-        async def run() -> _R:
-            with self._index.running:
-                return await work
-
-        task = asyncio.get_running_loop().create_task(run())
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
         return task
