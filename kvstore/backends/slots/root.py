@@ -66,6 +66,7 @@ _LEDGER_RETRY_S: Final = 0.01
 _LARGEST_S: Final = 5.0
 """Time for the engine that holds most to give up a segment. It may be stopped, so then the others do it, too."""
 
+_READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES})
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
@@ -168,7 +169,11 @@ class Root:
         for each in sorted(each for each in unheld if each.namespace == self.digest.hex()):
             if spare < each.size_bytes or (others and held_bytes + each.size_bytes > share):
                 return
-            if (taken := self._take(each.stem)) is not None:
+            try:
+                taken = self._take(each.stem)
+            except OSError:
+                return
+            if taken is not None:
                 held_bytes += each.size_bytes
                 spare -= each.size_bytes
                 yield taken
@@ -404,7 +409,11 @@ class Root:
         return stored.size_bytes
 
     def _take(self, stem: str) -> tuple[Segment, Digests] | None:
-        """Lock and read a segment; None if an engine holds it or it can't be used."""
+        """Lock and read a segment; None if an engine holds it or it can't be used.
+
+        Raises:
+            OSError: The disk is read-only.
+        """
         if table_number(stem + ".tab") is None:
             return None
         try:
@@ -413,6 +422,9 @@ class Root:
             # It was removed since, or lacks a table.
             return None
         except OSError as error:
+            if error.errno == errno.EROFS:
+                # Its blocks are loaded all the same, as those of other engines.
+                raise
             # Only the blocks of this segment are missing.
             self._refuse(stem, f"it can't be used: {error.strerror or error}")
             return None
@@ -428,7 +440,7 @@ class Root:
             locks = self._lock_of(stem + ".seg"), self._lock_of(stem + ".tab")
             for lock in locks:
                 undo.callback(lock.release)
-                if not _acquire(lock, create=False):
+                if not lock.try_acquire(create=False, flags=os.O_RDWR):
                     return None
             file, table = locks
             content = self._read_table(stem, table.fd, file.fd)
@@ -548,11 +560,20 @@ class Root:
         finally:
             files.close_all(self.disk, fd)
 
+    @staticmethod
+    def _acquire_ledger(lock: FileLock) -> bool:
+        try:
+            return lock.try_acquire()
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            return lock.try_acquire(create=False)
+
     @contextlib.contextmanager
     def _ledger_held(self) -> Iterator[None]:
         lock = FileLock(self.disk, self.state_fd, _LEDGER_NAME)
         deadline = time.monotonic() + _LEDGER_WAIT_S
-        while not _acquire(lock, create=True):
+        while not self._acquire_ledger(lock):
             if time.monotonic() >= deadline:
                 raise LedgerBusyError
             time.sleep(_LEDGER_RETRY_S)
@@ -560,16 +581,6 @@ class Root:
             yield
         finally:
             lock.release()
-
-
-def _acquire(lock: FileLock, *, create: bool) -> bool:
-    try:
-        return lock.try_acquire(create=create, flags=os.O_RDWR)
-    except OSError as error:
-        if error.errno not in (errno.EROFS, errno.EACCES):
-            raise
-        # Loads continue on a disk that has become read-only.
-        return lock.try_acquire(create=False)
 
 
 def _size_of(stored: Collection[Stored]) -> int:
@@ -631,7 +642,7 @@ def open_root(disk: OsDisk, position: int, config: SlotsConfig, namespace: Names
             )  # fmt: skip
             root.measure()
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            if error.errno in _READ_ONLY | {errno.EPERM}:
                 raise AbsentError(
                     f"'path' is {path!r}, which this user may not use ({error.strerror}). Change its owner or mode, "
                     "remount it, or name another directory."
