@@ -140,7 +140,7 @@ async def test_slot_reused_during_a_read_is_a_miss(tmp_path: Path, header_first:
         assert await loading == [Outcome.MISS] * 8
 
 
-async def test_block_whose_row_cannot_be_read_again_is_not_delivered(tmp_path: Path) -> None:
+async def test_block_without_a_second_look_at_its_row_is_not_delivered(tmp_path: Path) -> None:
     """Without a second look at the row, a reuse of the slot during the read can't be excluded."""
     disk = NoTables()
     async with opened(tmp_path, 256) as one, opened(tmp_path, 256, disk=disk, engine="threads") as two:

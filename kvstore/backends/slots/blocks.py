@@ -106,7 +106,7 @@ class Blocks:
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
         places = (await self._remove(keys, State.RETIRED)).values()
-        self._counts["quarantined_blocks"] += sum([self._index.at(place)[0].is_ours for place in places])
+        self._counts["quarantined_blocks"] += sum(map(self._is_ours, places))
 
     def note_use(self, places: Sequence[int]) -> None:
         """Record uses of blocks, for eviction by the engines that hold them."""
@@ -205,9 +205,16 @@ class Blocks:
             for op, change in zip(good, changes, strict=True):
                 if (error := failed.get(op.place)) is not None:
                     outcomes[op.index] = self._failed(error)
+                elif self._is_ours(self._index.place(op.key, op.digest)):
+                    # A segment with this block was taken meanwhile.
+                    self._tables.settle_later((op.place,))
+                    outcomes[op.index] = Outcome.EXISTS
                 else:
                     is_there = self._index.add(op.place, op.record_bytes, change.mark, op.digest, op.key)
                     outcomes[op.index] = Outcome.OK if is_there else Outcome.NO_SPACE
+
+    def _is_ours(self, place: int) -> bool:
+        return place != NOWHERE and self._index.at(place)[0].is_ours
 
     async def _read(
         self, reads: Sequence[RecordRead], wanted: Sequence[tuple[int, int]], outcomes: list[Outcome]
@@ -280,7 +287,7 @@ class Blocks:
         # Earlier puts of these keys end first; their blocks are then removed.
         await self._claims.ended(keys)
         found = {key: place for key in keys if (place := index.place(key)) != NOWHERE}
-        places = [place for place in found.values() if index.at(place)[0].is_ours]
+        places = list(filter(self._is_ours, found.values()))
         index.depart(places)
         index.hide(found.values())
         index.pin(places)
