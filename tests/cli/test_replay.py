@@ -15,6 +15,7 @@ from msgspec.structs import replace as changed
 
 from kvstore.cli.bench import replay as replay_command
 from kvstore.cli.bench.engine import DryTier, Link, Pace, ReplayEngine, WatchedTier
+from kvstore.cli.bench.room import PolicyRoom
 from kvstore.cli.bench.simulation import ReplayCase, ReplaySettings, auto_capacities, replay
 from kvstore.cli.bench.traces import Trace, TraceRequest, TraceShape, generate_trace
 from kvstore.cli.holdings.medium import Medium
@@ -188,7 +189,7 @@ def test_wrong_bytes_are_counted() -> None:
     """A tier that reports a load but did not write the block is detected."""
     trace = _trace(0, requests=100, documents=0, turns=5)
     primary = PrimaryTier(memoryview(bytearray(120 * 64)), 64)
-    tier = WatchedTier(DryTier("liar", block_bytes=64, capacity_blocks=None))
+    tier = WatchedTier(DryTier("liar", PolicyRoom("lru", None), block_bytes=64))
     pace = Pace(None, real=False)
     manager = TieringManager(primary, [tier], clock=pace.now_s)
     engine = ReplayEngine(trace, manager, primary, [tier], pace, step_blocks=16, concurrency=1, with_bytes=True)
@@ -207,7 +208,7 @@ def test_real_bytes_go_through_real_tiers_and_come_back_right(tmp_path: Path, ba
     # On a busy machine a few requests may all end before their first block is on its medium.
     for requests in (120, 600, 3000):
         trace = _trace(0, requests=requests)
-        row = replay(trace, ReplayCase("lru"), settings)
+        row = replay(trace, ReplayCase(), settings)
         assert (row["requests"], row["wrong_blocks"], row["block_bytes"]) == (requests, 0, 16384)
         assert row["hit_blocks"] <= lru_hits(trace)
         if tier.paths:
@@ -310,6 +311,7 @@ def test_a_real_replay_waits_for_the_arrival_of_requests() -> None:
     ("case", "settings", "says"),
     [
         (ReplayCase("fifo"), ReplaySettings(), "Unknown eviction policy"),
+        (ReplayCase("ages"), ReplaySettings(), "that of the disk tier"),
         (ReplayCase("lru", 100), ReplaySettings(), "less than one block"),
         (ReplayCase(), ReplaySettings(dry=False), "needs a size"),
         (ReplayCase("belady"), ReplaySettings(tiers=[parse_tier(_DISK)]), "CPU memory alone"),
@@ -362,14 +364,32 @@ def test_four_thousand_requests_are_replayed_whole() -> None:
 def test_all_cases_are_checked_before_the_first_is_replayed(tmp_path: Path) -> None:
     """A real tier without such a policy is refused at the start; a dry replay simulates any policy."""
     tier = json.dumps({"type": "file", "path": str(tmp_path / "tier"), "capacity": "16MiB"})
-    more = ("bench", "replay", "--requests", "20", "--bytes-per-token", "8", "--cpu", "1MiB", "--policy", "lru,arc")
+    more = ("bench", "replay", "--requests", "20", "--bytes-per-token", "8", "--cpu", "1MiB", "--policy", "ages,arc")
     done = run_here(*more, "--tier", tier)
     assert (done.returncode, done.stdout) == (2, "")
     assert "'arc'" in done.stderr
     assert not list(tmp_path.iterdir())
     for text in (tier, "redis://127.0.0.1:1/0"):
         dry = run_here(*more, "--tier", text, "--capacity", "1MiB", "--dry", "--json")
-        assert [row["policy"] for row in report_of(dry)["rows"]] == ["lru", "arc"]
+        assert [row["policy"] for row in report_of(dry)["rows"]] == ["ages", "arc"]
+
+
+@pytest.mark.parametrize(
+    ("tier", "policy"),
+    [
+        ((), "lru"),
+        (("--tier", _DISK), "ages"),
+        (("--tier", _DISK.replace("file", "nvme")), "ages"),
+        (("--tier", "redis://127.0.0.1"), "lru"),
+    ],
+)
+def test_without_a_policy_a_replay_evicts_by_that_of_the_tier(tier: tuple[str, ...], policy: str) -> None:
+    """The disk tier evicts by ages, CPU memory and dry tiers of other media by LRU."""
+    command = ("bench", "replay", "--requests", "50", "--dry", "--cpu", "4GiB", *tier, "--capacity", "1GiB", "--json")
+    own = report_of(run_here(*command))["rows"]
+    assert [row["policy"] for row in own] == [policy]
+    named = report_of(run_here(*command, "--policy", policy))["rows"]
+    assert own[0]["hit_blocks"] == named[0]["hit_blocks"]
 
 
 def test_a_target_that_holds_something_is_left_alone(tmp_path: Path) -> None:
@@ -535,4 +555,4 @@ def test_an_unknown_policy_names_the_optimum_too() -> None:
     """The error lists the optimum, which only a replay has, and suggests it for a misspelt name."""
     done = run_here("bench", "replay", "--dry", "--policy", "beladi")
     assert done.returncode == 2
-    assert "'belady', the optimum. Did you mean 'belady'?" in done.stderr
+    assert "'belady', the optimum, and 'ages', the disk tier's. Did you mean 'belady'?" in done.stderr

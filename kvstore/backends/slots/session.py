@@ -41,6 +41,13 @@ _SLOT_BYTES_MAX: Final = 1 << 30
 _UPKEEP_S: Final = 1.0
 
 
+def segment_slots(capacity_bytes: int, slot_bytes: int) -> int:
+    """Return the number of slots of a new segment in a root of this capacity."""
+    wanted = min(_SEGMENT_BYTES_MAX, max(_SEGMENT_BYTES_MIN, capacity_bytes // _SEGMENTS_WANTED))
+    wanted = min(wanted, capacity_bytes // _SEGMENTS_MIN)
+    return min(SLOTS_MAX, max(1, wanted // slot_bytes))
+
+
 class Session:
     """Roots, index, tables and engine of an open backend; created by :meth:`open`."""
 
@@ -141,9 +148,7 @@ class Session:
                 f"'capacity' is {str(self.config.capacity)!r}, which leaves {capacity} bytes for a root, and one "
                 f"block takes {slot_bytes}. Give room for many blocks, such as '100GiB'."
             )
-        wanted = min(_SEGMENT_BYTES_MAX, max(_SEGMENT_BYTES_MIN, capacity // _SEGMENTS_WANTED))
-        wanted = min(wanted, capacity // _SEGMENTS_MIN)
-        return min(SLOTS_MAX, max(1, wanted // slot_bytes))
+        return segment_slots(capacity, slot_bytes)
 
     async def _begin(self, slot_bytes: int, slots: int, record_bytes_max: int) -> None:
         """Create the index, take segments, and start the upkeep."""

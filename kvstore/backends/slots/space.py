@@ -148,7 +148,7 @@ class Space:
 
     @property
     def _ahead(self) -> int:
-        return min(_AHEAD_MAX, self._index.slots // _AHEAD_SHARE)
+        return slots_ahead(self._index.slots)
 
     async def _get_ahead(self) -> None:
         try:
@@ -329,3 +329,8 @@ class Space:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # A cancelled caller no longer retrieves it.
+
+
+def slots_ahead(slots: int) -> int:
+    """Return the number of slots to free ahead of need."""
+    return min(_AHEAD_MAX, slots // _AHEAD_SHARE)

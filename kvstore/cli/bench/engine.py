@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvstore.cli.bench.room import Room
 from kvstore.cli.bench.traces import Trace, TraceRequest
-from kvstore.eviction import make_policy
 from kvstore.primary import PrimaryTier
 from kvstore.tenants import OTHERS, Tags, Tenants
 from kvstore.tiering import TieringManager
@@ -41,24 +41,24 @@ class Link:
 
 
 class DryTier(SecondaryTierManager):
-    """A tier without a medium: it keeps keys and sizes, and uses the real eviction policies.
+    """A tier without a medium: it keeps keys and sizes, and evicts like a real one.
 
     Stores finish immediately, and so do loads without a link. With a link, loads take simulated time. A replay is
     therefore reproducible.
 
     Args:
-        capacity_blocks: Capacity; None for no limit.
+        room: Its blocks.
+        capacity_bytes: Capacity, for its statistics; 0 for no limit.
         link: Bandwidth and latency of loads; None: loads finish immediately.
     """
 
     def __init__(
         self,
         name: str,
+        room: Room,
         *,
         block_bytes: int,
-        capacity_blocks: int | None,
-        policy: str = "lru",
-        tenants: Tenants | None = None,
+        capacity_bytes: int = 0,
         link: Link | None = None,
         clock: Callable[[], float] = float,
     ) -> None:
@@ -71,8 +71,8 @@ class DryTier(SecondaryTierManager):
         self.medium = Medium.STORAGE
         self.locality = Locality.LOCAL
         self._block_bytes = block_bytes
-        self._capacity_blocks = capacity_blocks
-        self._policy = make_policy(policy, capacity_blocks or 0, tenants)
+        self._capacity_bytes = capacity_bytes
+        self._room = room
         self._loads: list[TransferJob] = []
         self._stores: list[TransferJob] = []
         self._touched: list[Sequence[BlockKey]] = []
@@ -80,10 +80,9 @@ class DryTier(SecondaryTierManager):
         self._lookups = {LookupResult.HIT.value: 0, LookupResult.MISS.value: 0}
         self._stored_blocks = 0
         self._loaded_blocks = 0
-        self._evicted_blocks = 0
 
     def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
-        answer = LookupResult.HIT if key in self._policy else LookupResult.MISS
+        answer = LookupResult.HIT if key in self._room else LookupResult.MISS
         self._lookups[answer.value] += 1
         return answer
 
@@ -104,7 +103,7 @@ class DryTier(SecondaryTierManager):
             self._load(job)
         # In order of submission, like tiers with a medium.
         for key in itertools.chain.from_iterable(touched):
-            self._policy.touch(key)
+            self._room.touch(key)
         for job in stores:
             self._store(job)
 
@@ -122,7 +121,7 @@ class DryTier(SecondaryTierManager):
 
     def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:
         for key in keys:
-            self._policy.remove(key)
+            self._room.remove(key)
 
     def on_request_finished(self, ctx: RequestContext) -> None:
         """Nothing is kept for a request."""
@@ -134,11 +133,11 @@ class DryTier(SecondaryTierManager):
     def stats(self) -> TierStats:
         return TierStats(
             self.name,
-            blocks=len(self._policy),
-            used_bytes=len(self._policy) * self._block_bytes,
-            capacity_bytes=(self._capacity_blocks or 0) * self._block_bytes,
+            blocks=len(self._room),
+            used_bytes=len(self._room) * self._block_bytes,
+            capacity_bytes=self._capacity_bytes,
             lookups=dict(self._lookups),
-            removals={RemovalCause.EVICTED.value: self._evicted_blocks},
+            removals={RemovalCause.EVICTED.value: self._room.evicted_blocks},
             bytes_stored=self._stored_blocks * self._block_bytes,
             bytes_loaded=self._loaded_blocks * self._block_bytes,
         )
@@ -151,9 +150,9 @@ class DryTier(SecondaryTierManager):
         self.flush()
 
     def _load(self, job: TransferJob) -> None:
-        outcomes = [Outcome.OK if key in self._policy else Outcome.MISS for key in job.keys]
+        outcomes = [Outcome.OK if key in self._room else Outcome.MISS for key in job.keys]
         for key in job.keys:
-            self._policy.touch(key)
+            self._room.touch(key)
         loaded = sum(outcome is Outcome.OK for outcome in outcomes)
         self._loaded_blocks += loaded
         result = self._result(job, outcomes, loaded)
@@ -166,16 +165,10 @@ class DryTier(SecondaryTierManager):
         self._under_way.append((ends_s, replace(result, seconds=ends_s - now_s)))
 
     def _store(self, job: TransferJob) -> None:
-        new = [key for key in job.keys if key not in self._policy]
-        kept = new
-        if self._capacity_blocks is not None:
-            self._evicted_blocks += len(self._policy.victims(len(self._policy) + len(new) - self._capacity_blocks))
-            kept = new[: self._capacity_blocks - len(self._policy)]
-        for key in kept:
-            self._policy.insert(key)
-        self._stored_blocks += len(kept)
-        fates = dict.fromkeys(new, Outcome.NO_SPACE) | dict.fromkeys(kept, Outcome.OK)
-        self._finished.append(self._result(job, [fates.get(key, Outcome.EXISTS) for key in job.keys], len(kept)))
+        outcomes = list(self._room.store(job.keys).values())
+        stored = outcomes.count(Outcome.OK)
+        self._stored_blocks += stored
+        self._finished.append(self._result(job, outcomes, stored))
 
     def _result(self, job: TransferJob, outcomes: Sequence[Outcome], moved_blocks: int) -> JobResult:
         good = tuple(key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome.ok)

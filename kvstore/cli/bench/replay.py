@@ -12,6 +12,7 @@ import msgspec
 
 from kvstore.cli.bench.engine import Link
 from kvstore.cli.bench.plot import check_pictures, pictures_of
+from kvstore.cli.bench.room import AGES
 from kvstore.cli.bench.simulation import OPTIMUM, ReplayCase, ReplaySettings, auto_capacities, check_case, replay
 from kvstore.cli.bench.target import Target
 from kvstore.cli.bench.traces import BLOCK_TOKENS, Trace, TraceShape, generate_trace, read_trace, write_trace
@@ -75,7 +76,14 @@ _Tiers = Annotated[
     Option("--tier", "-t", metavar="JSON|URL|@FILE", help="A tier below CPU memory; several, the fastest first."),
 ]
 _Cpu = Annotated[str | None, Option(metavar="SIZE", help="CPU memory of the primary tier, such as 64GiB.")]
-_Policies = Annotated[str, Option(metavar="NAMES", help="Eviction policies to compare: lru, s3fifo, arc, belady.")]
+_Policies = Annotated[
+    str | None,
+    Option(
+        metavar="NAMES",
+        help="Eviction policies to compare: lru, s3fifo, arc, belady, and ages, that of the disk tier. Without it, the "
+        "tier's own.",
+    ),
+]
 _Capacities = Annotated[
     str | None,
     Option(
@@ -121,7 +129,7 @@ def replay_command(
     save_trace: _SaveTrace = None,
     tier: _Tiers = None,
     cpu: _Cpu = None,
-    policy: _Policies = "lru",
+    policy: _Policies = None,
     capacity: _Capacities = None,
     dry: _Dry = False,
     speed: _Speed = None,
@@ -159,7 +167,7 @@ def replay_command(
         links=[_link(text) for text in link or ()],
         gate=gate,
     )
-    policies = [_policy(name.strip()) for name in policy.split(",")]
+    policies = [None] if policy is None else [_policy(name.strip()) for name in policy.split(",")]
     found = _trace(trace, requests, seed, block_tokens)
     if save_trace is not None:
         write_trace(save_trace, found)
@@ -224,13 +232,15 @@ def _trace(path: str | None, requests: int | None, seed: int, block_tokens: int)
 
 
 def _policy(name: str) -> str:
-    if name.lower() == OPTIMUM:
-        return OPTIMUM
+    if name.lower() in (AGES, OPTIMUM):
+        return name.lower()
     try:
         return make_policy(name).name
     except ConfigError as error:
-        hint = did_you_mean(name, [OPTIMUM])
-        raise ConfigError(f"{error} A replay also has {OPTIMUM!r}, the optimum.{hint}") from None
+        hint = did_you_mean(name, [AGES, OPTIMUM])
+        raise ConfigError(
+            f"{error} A replay also has {OPTIMUM!r}, the optimum, and {AGES!r}, the disk tier's.{hint}"
+        ) from None
 
 
 def _link(text: str) -> Link:
@@ -320,10 +330,11 @@ def _watched(progress: Progress, trace: Trace, case: ReplayCase) -> Callable[[in
     """Return a function that shows the progress of a replay; None if progress is not visible."""
     if not progress.shown:
         return None
+    policy = "" if case.policy is None else f" {case.policy}"
     size = "" if case.capacity_bytes is None else f" {rounded_size(case.capacity_bytes)}"
 
     def show(done: int) -> None:
         if done % 50 == 0 or done == len(trace):
-            progress.show(f"replay {case.policy}{size}: {done} of {len(trace)}")
+            progress.show(f"replay{policy}{size}: {done} of {len(trace)}")
 
     return show

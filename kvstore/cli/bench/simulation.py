@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.cli.bench.engine import PRIMARY, DryTier, Link, Pace, ReplayCounts, ReplayEngine, WatchedTier, block_keys
+from kvstore.cli.bench.room import AGES, PolicyRoom, Room, SlotsRoom
 from kvstore.cli.bench.traces import Trace
 from kvstore.cli.interruption import run_interruptibly
 from kvstore.cli.tier_argument import TierArgument
@@ -33,6 +34,7 @@ from kvstore.types import BlockKey, RemovalCause
 OPTIMUM: Final = "belady"
 """Name of the optimal policy, used in place of an eviction policy."""
 
+_DISK_TIERS: Final = ("file", "nvme")
 _AUTO_SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _PERCENTILES: Final = (50, 95, 99)
 _REMOVED_AT_ONCE: Final = 1000
@@ -96,7 +98,7 @@ class ReplaySettings:
 class ReplayCase:
     """Parameters that vary between replays of one trace. They apply to the last tier, or to a lone primary tier."""
 
-    policy: str = "lru"  # Eviction policy.
+    policy: str | None = None  # Eviction policy; None: the tier's own.
     capacity_bytes: int | None = None
     """Capacity; None: as configured in the tier's JSON, or ``cpu_bytes`` for the primary tier."""
 
@@ -167,8 +169,12 @@ class _Replay:
         self._trace, self._case, self._settings = trace, case, settings
         self._block_bytes = settings.block_bytes(trace)
         self._keys = _keys(trace, settings)
-        if case.policy != OPTIMUM:
-            make_policy(case.policy)
+        self._policy = _own_policy(settings) if case.policy is None else case.policy
+        if self._policy == AGES:
+            if not settings.tiers:
+                raise ConfigError(f"The policy {AGES!r} is that of the disk tier. Give --tier, or another policy.")
+        elif self._policy != OPTIMUM:
+            make_policy(self._policy)
         elif settings.tiers or not settings.dry:
             raise ConfigError(
                 f"The policy {OPTIMUM!r} is a calculation for CPU memory alone. Give --dry, and no --tier."
@@ -183,7 +189,7 @@ class _Replay:
 
     def primary(self, stack: contextlib.ExitStack) -> PrimaryTier:
         """Make the primary tier; with ``dry`` its slots have one byte, because they are never written."""
-        policy = self._settings.cpu_policy if self._settings.tiers else self._case.policy
+        policy = self._settings.cpu_policy if self._settings.tiers else self._policy
         memory, slot_bytes = memoryview(bytearray(self._slots)), 1
         if not self._settings.dry:
             region = stack.enter_context(Region.create(self._slots, self._block_bytes, name="kvstore-replay"))
@@ -264,7 +270,7 @@ class _Replay:
             "system": "+".join(["kvstore", *(tier["name"] for tier in tiers)]),
             "trace": self._trace.name,
             "dry": settings.dry,
-            "policy": case.policy,
+            "policy": self._policy,
             "capacity_bytes": tiers[-1]["capacity_bytes"] if case.capacity_bytes is None else case.capacity_bytes,
             "requests": counts.requests,
             "block_bytes": self._block_bytes,
@@ -306,11 +312,11 @@ class _Replay:
         if arguments:
             last = arguments[-1]
             if "eviction" in last.config.__struct_fields__:
-                last = last.with_options(eviction=case.policy)
-            elif case.policy != ReplayCase().policy:
+                last = last.with_options(eviction=self._policy)
+            elif self._policy != _policy_of(last):
                 raise ConfigError(
-                    f"A {last.backend} tier can't evict by {case.policy!r}: it has no policy to choose. Replay it dry, "
-                    "or without the tier."
+                    f"A {last.backend} tier can't evict by {self._policy!r}: it has no policy to choose. Leave "
+                    "--policy out, or replay it dry."
                 )
             arguments[-1] = last if case.capacity_bytes is None else last.with_options(capacity=case.capacity_bytes)
         # open_tier would add the option "namespace" to the blocks' namespace, but their removal would not.
@@ -322,9 +328,9 @@ class _Replay:
         links: Sequence[Link | None] = settings.links or [None] * len(settings.tiers)
         for number, (argument, link) in enumerate(zip(settings.tiers, links, strict=True), 1):
             capacity = getattr(argument.config, "capacity", None)
-            policy = getattr(argument.config, "eviction", "lru")
+            policy = _policy_of(argument)
             if number == len(settings.tiers):
-                policy = self._case.policy
+                policy = self._policy
                 capacity = capacity if self._case.capacity_bytes is None else self._case.capacity_bytes
             if isinstance(capacity, Capacity):
                 capacity = capacity.size_bytes
@@ -333,15 +339,24 @@ class _Replay:
                         f"The capacity of the {argument.name} tier is a share of a filesystem, and a dry replay has "
                         "none. Give bytes."
                     )
-            # None and 0: without a limit.
-            blocks = self._blocks_in(capacity, argument.name) if capacity else None
+            room = self._room(argument.name, capacity or 0, policy)
             tiers.append(
                 DryTier(
-                    argument.name, block_bytes=self._block_bytes, capacity_blocks=blocks, policy=policy,
-                    tenants=settings.tenants, link=link, clock=clock,
+                    argument.name, room, block_bytes=self._block_bytes, capacity_bytes=capacity or 0, link=link,
+                    clock=clock,
                 )
             )  # fmt: skip
         return tiers
+
+    def _room(self, name: str, capacity_bytes: int, policy: str) -> Room:
+        """Make the room of a dry tier; a capacity of 0 is no limit."""
+        tenants = self._settings.tenants
+        if not capacity_bytes:
+            return PolicyRoom("lru" if policy == AGES else policy, None, tenants)
+        blocks = self._blocks_in(capacity_bytes, name)
+        if policy == AGES:
+            return SlotsRoom(capacity_bytes, self._block_bytes, tenants)
+        return PolicyRoom(policy, blocks, tenants)
 
     def _blocks_in(self, capacity_bytes: int, name: str) -> int:
         if capacity_bytes < self._block_bytes:
@@ -350,6 +365,15 @@ class _Replay:
                 "more, or fewer bytes per token."
             )
         return capacity_bytes // self._block_bytes
+
+
+def _own_policy(settings: ReplaySettings) -> str:
+    """Return the policy of the last tier, or of a lone primary tier."""
+    return _policy_of(settings.tiers[-1]) if settings.tiers else "lru"
+
+
+def _policy_of(argument: TierArgument) -> str:
+    return AGES if argument.backend in _DISK_TIERS else getattr(argument.config, "eviction", "lru")
 
 
 def _percentiles(name: str, times_s: Sequence[float]) -> dict[str, float]:
