@@ -62,15 +62,18 @@ class Line:
         self._ages = ages
         self._ages_of = ages_of
         self._oldest = 0
+        self._slot_bytes = 0
         # Places of the oldest age, or the first of them; the next victim is the last entry.
         self.candidates: list[int] = []
 
-    def victim(self, is_pinned: Callable[[int], bool]) -> int | None:
+    def victim(self, is_pinned: Callable[[int], bool], slot_bytes: int) -> int | None:
         """Return the place of the next block to evict, or None. The caller marks the slot ``EMPTY``.
 
-        A pinned block counts as used now.
+        A pinned block counts as used now. ``slot_bytes``: Shortest slot that is of use.
         """
         tried = -1
+        if slot_bytes != self._slot_bytes:
+            self._slot_bytes, self.candidates = slot_bytes, []
         while True:
             while self.candidates:
                 place = self.candidates.pop()
@@ -80,8 +83,11 @@ class Line:
                 if not is_pinned(place):
                     return place
                 segment.age_view[place & SLOT_MASK] = self._ages.now
-            segments = [segment for segment in self._ages.segments.values() if not segment.rests_until]
-            ages = [(segment, self._ages_of(segment)) for segment in segments]
+            ages = [
+                (segment, self._ages_of(segment))
+                for segment in self._ages.segments.values()
+                if segment.head.slot_bytes >= slot_bytes and not segment.rests_until
+            ]
             self._oldest = min([int(each.min(initial=EMPTY)) for _, each in ages], default=EMPTY)
             if self._oldest in (EMPTY, tried):
                 return None

@@ -204,7 +204,7 @@ class SlotsBackend(Backend):
             capacity_bytes=sum(root.capacity_bytes for root in session.roots),
             counters=dict(self._counts),
             gauges={
-                "free_slots": float(session.index.free_slots),
+                "free_slots": float(session.index.free_slots()),
                 "segments": float(len(segments)),
                 "segment_bytes": float(sum(segment.head.segment_bytes for segment in segments)),
                 "foreign_blocks": float(len(session.index) - blocks),

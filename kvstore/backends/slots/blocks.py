@@ -147,12 +147,14 @@ class Blocks:
         ops: list[SlotWrite] = []
         done: set[int] = set()
         try:
-            places = await self._space.take(len(mine))
+            found = await self._space.take([writes[i].size_bytes for i, _ in mine])
+            places = [place for place in found if place != NOWHERE]
             if len(places) < len(mine):
                 self.last_error = "no slot is free: other engines use the capacity, or the disk is full"
-            for i, _ in mine[len(places) :]:
-                outcomes[i] = Outcome.NO_SPACE
-            for (i, digest), place in zip(mine, places, strict=False):
+            for (i, digest), place in zip(mine, found, strict=True):
+                if place == NOWHERE:
+                    outcomes[i] = Outcome.NO_SPACE
+                    continue
                 segment, slot = index.at(place)
                 offset = slot * segment.head.slot_bytes
                 ops.append(self._mover.write(i, writes[i], digest, place, segment.file.fd, offset))

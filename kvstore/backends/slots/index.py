@@ -72,13 +72,13 @@ class Index:
     def __len__(self) -> int:
         return len(self._table)
 
-    @property
-    def free_slots(self) -> int:
-        """Number of slots that can be written immediately."""
+    def free_slots(self, slot_bytes: int = 0) -> int:
+        """Return the number of slots of at least this length that can be written immediately."""
         # No comprehension: this runs for each store.
         free = 0
         for segment in self.segments.values():
-            free += len(segment.free)
+            if segment.head.slot_bytes >= slot_bytes:
+                free += len(segment.free)
         return free
 
     @property
@@ -126,8 +126,8 @@ class Index:
                     self._left_behind.discard(place)
                     self.release((place,))
 
-    def take(self, count: int, *, resting: bool = False) -> list[int]:
-        """Take at most ``count`` free slots, with ``resting`` also of segments that rest.
+    def take(self, count: int, slot_bytes: int, slot_bytes_max: int, *, resting: bool = False) -> list[int]:
+        """Take at most ``count`` free slots with lengths in a range, with ``resting`` also of segments that rest.
 
         In order, so that neighbours are written together.
         """
@@ -137,7 +137,8 @@ class Index:
         for segment in self.segments.values():
             if len(taken) == count:
                 break
-            if segment.free and (resting or not segment.rests_until):
+            fits = slot_bytes <= segment.head.slot_bytes <= slot_bytes_max
+            if fits and segment.free and (resting or not segment.rests_until):
                 slots = segment.free[len(taken) - count :]
                 del segment.free[-len(slots) :]
                 taken += [segment.first + slot for slot in sorted(slots)]
@@ -218,8 +219,8 @@ class Index:
             self._note_success(segment)
         return True
 
-    def evict(self, count: int) -> list[int]:
-        """Let at most ``count`` blocks depart; return their places.
+    def evict(self, count: int, slot_bytes: int) -> list[int]:
+        """Let at most ``count`` blocks in slots of at least this length depart; return their places.
 
         While stores fail, at most a share of all blocks departs: the medium may take no block at all.
         """
@@ -229,7 +230,10 @@ class Index:
 
         def take(line: Line, size: int) -> int:
             before = len(places)
-            while len(places) < before + size and (place := line.victim(self._readers.__contains__)) is not None:
+            while (
+                len(places) < before + size
+                and (place := line.victim(self._readers.__contains__, slot_bytes)) is not None
+            ):
                 places.extend(self.depart((place,)))
             return len(places) - before
 
@@ -362,6 +366,21 @@ class Index:
             self._shares.open_segment(segment)
         places: list[int] = (doubled + segment.first).tolist()
         return places
+
+    def coldest(self, slot_bytes: int, *, is_wasting: bool) -> Segment | None:
+        """Return the segment that is of more use with slots of this length; None if none is.
+
+        That is the least used of those with shorter slots, if its average block was used before the next victim among
+        the slots of at least this length. If longer slots are wasted, it is the least used of those.
+        """
+        if is_wasting:
+            longer = [each for each in self.segments.values() if each.head.slot_bytes > slot_bytes]
+            return min(longer, key=lambda each: each.average_age, default=None)
+        long = [each for each in self.segments.values() if each.head.slot_bytes >= slot_bytes]
+        oldest = min([int(each.age.min()) for each in long], default=EMPTY)
+        shorter = [each for each in self.segments.values() if each.head.slot_bytes < slot_bytes]
+        found = min(shorter, key=lambda each: each.average_age, default=None)
+        return found if found is not None and found.average_age < oldest else None
 
     def withdraw(self, segment: Segment, slots: Iterable[int]) -> list[BlockKey]:
         """Remove blocks of a segment that is given up, whose rows stay; return their keys."""

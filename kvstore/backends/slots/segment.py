@@ -140,6 +140,12 @@ class Segment:
         """Sum of the ages of its blocks; the least used segment has the lowest."""
         return int((self.age[self.age != EMPTY].astype(np.int64) + 1).sum())
 
+    @property
+    def average_age(self) -> float:
+        """Average of the ages of its blocks; -1 if it has none."""
+        held = self.age[self.age != EMPTY]
+        return float(held.mean()) if len(held) else -1.0
+
     def close(self) -> None:
         """Close its files and release their locks; idempotent."""
         self.file.release()

@@ -88,15 +88,15 @@ class Session:
         """
         if geometry.header_bytes > HEADER_BYTES:
             raise ConfigError(f"Headers of {geometry.header_bytes} bytes; the disk backend takes {HEADER_BYTES}.")
-        slot_bytes = slot_lengths(geometry.payload_bytes_max)[0]
+        lengths = slot_lengths(geometry.payload_bytes_max)
+        slot_bytes = lengths[0]
         if slot_bytes > _SLOT_BYTES_MAX:
             raise ConfigError(f"Blocks of {geometry.payload_bytes_max} bytes; the disk backend takes 1 GiB at most.")
         self.engine = TransferEngine(self.disk, self.config.engine, threads=self.config.threads)
         try:
             await self.engine.call(partial(self._open_roots, namespace))
-            slots = self._segment_slots(slot_bytes)
             # The header has a page of its own.
-            await self._begin(slot_bytes, slots, geometry.header_bytes + slot_bytes - PAGE)
+            await self._begin(lengths, geometry.header_bytes + slot_bytes - PAGE)
         except OSError as error:
             await self._release(1.0)
             raise BackendUnavailableError(
@@ -140,20 +140,20 @@ class Session:
         for root in self.roots:
             root.note_roots(len(self.roots))
 
-    def _segment_slots(self, slot_bytes: int) -> int:
-        """Return the number of slots of a new segment."""
+    def _segment_bytes(self, slot_bytes: int) -> int:
+        """Return the length of the longest segment."""
         capacity = min(root.capacity_bytes for root in self.roots)
         if capacity < slot_bytes:
             raise ConfigError(
                 f"'capacity' is {str(self.config.capacity)!r}, which leaves {capacity} bytes for a root, and one "
                 f"block takes {slot_bytes}. Give room for many blocks, such as '100GiB'."
             )
-        return segment_slots(capacity, slot_bytes)
+        return segment_slots(capacity, slot_bytes) * slot_bytes
 
-    async def _begin(self, slot_bytes: int, slots: int, record_bytes_max: int) -> None:
+    async def _begin(self, lengths: Sequence[int], record_bytes_max: int) -> None:
         """Create the index, take segments, and start the upkeep."""
         durable = self.config.durability == "data"
-        slots_max = sum(root.capacity_bytes for root in self.roots) // slot_bytes
+        slots_max = sum(root.capacity_bytes for root in self.roots) // lengths[0]
         claims = Claims()
         self.index = Index(slots_max, self._tenants)
         self._files.callback(self._close_segments)
@@ -163,7 +163,7 @@ class Session:
         self.notes = SegmentNotes(self.engine, self.roots, self.index)
         self.space = Space(
             self.engine, self.roots, self.index, self.tables, self.followers, self.notes, claims, self._counts,
-            slot_bytes, slots, self._on_added, self._on_removed,
+            lengths, self._segment_bytes(lengths[0]), self._on_added, self._on_removed,
         )  # fmt: skip
         self.blocks = Blocks(
             self.engine, self.index, self.tables, self.space, self.followers, claims, self._counts, record_bytes_max,

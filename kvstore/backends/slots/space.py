@@ -15,14 +15,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from kvstore.backends.disk.table import NOWHERE
 from kvstore.backends.slots.claims import Claims
 from kvstore.backends.slots.followers import Followers
 from kvstore.backends.slots.index import Index
-from kvstore.backends.slots.layout import State
+from kvstore.backends.slots.layout import PAGE, State
 from kvstore.backends.slots.notes import SegmentNotes
 from kvstore.backends.slots.root import Digests, Due, LedgerBusyError, Root
 from kvstore.backends.slots.rows import RowChange, TableWriter
 from kvstore.backends.slots.segment import SLOT_BITS, Segment
+from kvstore.codec.record import HEADER_BYTES
 from kvstore.diskio import TransferEngine
 from kvstore.types import BlockKey, RemovalCause
 
@@ -56,7 +58,8 @@ class Space:
     """Provides slots. Used from the loop thread; segments are made on threads of the engine.
 
     Args:
-        slots: Slots of a new segment, of ``slot_bytes`` each.
+        lengths: Lengths of slots, the longest first; a segment has slots of one length.
+        segment_bytes: Longest segment.
         on_added: Called with the blocks of segments that other engines held.
         on_removed: Called with blocks that are evicted, once their rows are written, and with those of segments that
             are given up or lost.
@@ -72,8 +75,8 @@ class Space:
         notes: SegmentNotes,
         claims: Claims,
         counts: Counter[str],
-        slot_bytes: int,
-        slots: int,
+        lengths: Sequence[int],
+        segment_bytes: int,
         on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
     ) -> None:
@@ -85,8 +88,11 @@ class Space:
         self._notes = notes
         self._claims = claims
         self._counts = counts
-        self._slot_bytes = slot_bytes
-        self._slots = slots
+        self._lengths = lengths
+        self._segment_bytes = segment_bytes
+        self._wasted: Counter[int] = Counter()
+        """Bytes of longer slots than needed, by the length that was needed."""
+        self._length = lengths[0]  # Of the slots that were needed last.
         self._on_added = on_added
         self._on_removed = on_removed
         self._growing = asyncio.Lock()
@@ -101,27 +107,20 @@ class Space:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._getting_ahead: asyncio.Task[None] | None = None
 
-    async def take(self, count: int) -> list[int]:
-        """Take slots for new blocks; fewer than ``count`` if there is no room and nothing more may be evicted."""
-        index = self._index
+    async def take(self, sizes: Sequence[int]) -> list[int]:
+        """Take slots for records of these lengths; ``NOWHERE`` without room, where nothing more may be evicted."""
         self._stored_at = time.monotonic()
         self._failure = None
-        places = index.take(count)
+        lengths = [self._slot_length(size) for size in sizes]
+        taken: dict[int, list[int]] = {}
         try:
-            while len(places) < count and await asyncio.shield(self._start(self._grow(needed=True))):
-                places += index.take(count - len(places))
-            while len(places) < count and await asyncio.shield(self._start(self._evict(count - len(places)))):
-                places += index.take(count - len(places))
-            # Slots that can perhaps not be written are better than none.
-            places += index.take(count - len(places), resting=True)
-            if not places and self._failure is not None:
-                raise self._failure
+            for length in sorted(set(lengths), reverse=True):
+                taken[length] = await self._take(lengths.count(length), length)
         except BaseException:
-            index.release(places)
+            self._index.release([place for places in taken.values() for place in places])
             raise
-        if index.free_slots < self._ahead and (self._getting_ahead is None or self._getting_ahead.done()):
-            self._getting_ahead = self._start(self._get_ahead())
-        return places
+        in_order = {length: iter(places) for length, places in taken.items()}
+        return [next(in_order[length], NOWHERE) for length in lengths]
 
     async def take_segments(self, *, report: bool) -> None:
         """Take segments that no engine holds, up to this engine's share; ``report`` their blocks as added."""
@@ -131,7 +130,7 @@ class Space:
         """Give up a segment if an engine that holds less asks for one, or if capacity or reserve is exceeded."""
         await asyncio.shield(self._start(self._for_each_root(self._share)))
         if self._is_asking:
-            await asyncio.shield(self._start(self._grow(needed=False)))
+            await asyncio.shield(self._start(self._grow(self._length, needed=False)))
 
     async def drop_lost(self) -> None:
         """Drop segments whose files were deleted or have another length: nobody else could read new blocks there."""
@@ -142,6 +141,37 @@ class Space:
         if self._tasks:
             await asyncio.wait(set(self._tasks))
 
+    async def _take(self, count: int, length: int) -> list[int]:
+        """Take at most ``count`` slots, of this length or a longer one."""
+        index, longest = self._index, self._lengths[0]
+        places = index.take(count, length, length)
+        try:
+            while len(places) < count and await asyncio.shield(self._start(self._grow(length, needed=True))):
+                places += index.take(count - len(places), length, length)
+            places += index.take(count - len(places), length, longest)
+            while len(places) < count and await asyncio.shield(self._start(self._evict(count - len(places), length))):
+                longer = index.take(count - len(places), length, longest)
+                places += longer
+                self._wasted[length] += sum([index.at(place)[0].head.slot_bytes - length for place in longer])
+            # Slots that can perhaps not be written are better than none.
+            places += index.take(count - len(places), length, longest, resting=True)
+            if not places and self._failure is not None:
+                raise self._failure
+        except BaseException:
+            index.release(places)
+            raise
+        is_getting = self._getting_ahead is not None and not self._getting_ahead.done()
+        if not is_getting and index.free_slots(length) < self._ahead:
+            self._getting_ahead = self._start(self._get_ahead(length))
+        return places
+
+    def _slot_length(self, record_bytes: int) -> int:
+        """Return the length of the shortest slot for a record."""
+        for length in reversed(self._lengths):
+            if record_bytes <= length - PAGE + HEADER_BYTES:
+                return length
+        return self._lengths[0]
+
     @property
     def _is_asking(self) -> bool:
         return self._lacks_room and time.monotonic() - self._stored_at < _ASKING_S
@@ -150,45 +180,58 @@ class Space:
     def _ahead(self) -> int:
         return slots_ahead(self._index.slots)
 
-    async def _get_ahead(self) -> None:
+    async def _get_ahead(self, length: int) -> None:
         try:
-            if not await self._grow(needed=False):
-                await self._evict(2 * self._ahead - self._index.free_slots)
+            if not await self._grow(length, needed=False):
+                await self._evict(2 * self._ahead - self._index.free_slots(length), length)
         except OSError as error:
             level = logging.DEBUG if self._counts["ahead_errors"] else logging.WARNING
             _log.log(level, "slots could not be freed ahead of need: %s", error)
             self._counts["ahead_errors"] += 1
 
-    async def _grow(self, *, needed: bool) -> bool:
+    async def _grow(self, length: int, *, needed: bool) -> bool:
         """Make a segment; False if there is no room for one, or after repeated failures, so that stores evict."""
-        before = self._index.free_slots
+        before = self._index.free_slots(length)
         async with self._growing:
-            if needed and self._index.free_slots > before:
+            if needed and self._index.free_slots(length) > before:
                 return True
             if time.monotonic() < self._full_until:
                 return False
-            held = {root.position: self._held_bytes(root) for root in self._roots}
-            errors: list[Exception] = []
-            # The root with the least segments or, if it is full or fails, another one.
-            for root in sorted(self._roots, key=lambda root: held[root.position]):
-                get = partial(root.get_segment, self._slot_bytes, self._slots, held[root.position])
-                try:
-                    got = await self._engine.call(get)
-                except (OSError, LedgerBusyError) as error:
-                    errors.append(error)
-                    continue
-                if got is not None:
-                    self._admit(*got, report=True)
-                    self._failing_since = 0.0
-                    self._lacks_room = False
-                    self._counts["segments_added"] += 1
-                    return True
-            if len(errors) == len(self._roots) and not self._keeps_failing():
-                # The failure may be temporary, so nothing is evicted yet.
-                raise OSError(f"no segment could be made: {errors[0]}") from errors[0]
-            self._full_until = time.monotonic() + _ASK_AGAIN_S
-            self._lacks_room = True
-            return False
+            if await self._make(length):
+                return True
+            misfit = self._index.coldest(length, is_wasting=self._wasted[length] >= self._segment_bytes)
+            if misfit is None:
+                return False
+            self._wasted[length] = 0
+            await self._give_up(misfit, RemovalCause.EVICTED, remove=True)
+            await self._let_go(self._roots[misfit.root], misfit)
+            return await self._make(length)
+
+    async def _make(self, length: int) -> bool:
+        """Make a segment, or take one that no engine holds; the caller holds ``_growing``."""
+        held = {root.position: self._held_bytes(root) for root in self._roots}
+        errors: list[Exception] = []
+        # The root with the least segments or, if it is full or fails, another one.
+        for root in sorted(self._roots, key=lambda root: held[root.position]):
+            get = partial(root.get_segment, length, self._segment_bytes // length, held[root.position])
+            try:
+                got = await self._engine.call(get)
+            except (OSError, LedgerBusyError) as error:
+                errors.append(error)
+                continue
+            if got is not None:
+                self._admit(*got, report=True)
+                self._failing_since = 0.0
+                self._lacks_room = False
+                self._counts["segments_added"] += 1
+                return True
+        if len(errors) == len(self._roots) and not self._keeps_failing():
+            # The failure may be temporary, so nothing is evicted yet.
+            raise OSError(f"no segment could be made: {errors[0]}") from errors[0]
+        self._full_until = time.monotonic() + _ASK_AGAIN_S
+        self._lacks_room = True
+        self._length = length
+        return False
 
     async def _for_each_root(self, work: Callable[[Root], Awaitable[None]]) -> None:
         """Do work for each root; raise the first error at the end, so that it costs that root alone."""
@@ -224,9 +267,8 @@ class Space:
 
     async def _share(self, root: Root) -> None:
         async with self._growing:
-            size_bytes = self._slots * self._slot_bytes
-            asked_bytes = size_bytes if self._is_asking else 0
-            due = await self._engine.call(partial(root.due, self._held_bytes(root), asked_bytes, size_bytes))
+            asked_bytes = self._segment_bytes if self._is_asking else 0
+            due = await self._engine.call(partial(root.due, self._held_bytes(root), asked_bytes, self._segment_bytes))
             unsettled = {place >> SLOT_BITS for place in self._tables.unsettled}
             own = [each for each in self._index.segments.values() if each.root == root.position]
             able = [each for each in own if each.id not in unsettled]
@@ -284,15 +326,15 @@ class Space:
         self._failing_since = self._failing_since or now
         return now - self._failing_since >= _TRANSIENT_S
 
-    async def _evict(self, count: int) -> bool:
-        """Evict at most ``count`` blocks and free their slots; return whether there were any.
+    async def _evict(self, count: int, length: int) -> bool:
+        """Evict at most ``count`` blocks in slots of at least this length; return whether there were any.
 
         A block whose row could not be written stays, and its slot is not reused. If the row was written all the same, a
         restart loses the block.
         """
         index = self._index
         keys: dict[int, BlockKey] = {}
-        for place in index.evict(count):
+        for place in index.evict(count, length):
             segment, slot = index.at(place)
             key = segment.key(slot)
             if self._claims.of(key) is None:

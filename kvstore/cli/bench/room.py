@@ -9,7 +9,7 @@ from typing import Final, cast
 import numpy as np
 
 from kvstore.backends.slots.ages import Ages, Line, Shares
-from kvstore.backends.slots.layout import slot_lengths
+from kvstore.backends.slots.layout import Head, slot_lengths
 from kvstore.backends.slots.segment import EMPTY, SLOT_BITS, SLOT_MASK, Segment
 from kvstore.backends.slots.session import segment_slots
 from kvstore.backends.slots.space import slots_ahead
@@ -168,7 +168,7 @@ class SlotsRoom(Room):
 
         def take(line: Line, size: int) -> int:
             before = len(places)
-            while len(places) < before + size and (place := line.victim(lambda place: False)) is not None:
+            while len(places) < before + size and (place := line.victim(lambda place: False, 0)) is not None:
                 self._depart(place)
                 places.append(place)
             return len(places) - before
@@ -200,6 +200,7 @@ class _Segment:
     rests_until = 0.0  # No write fails here.
 
     def __init__(self, first: int, slots: int) -> None:
+        self.head = Head(0, slots, 0, b"")
         self.first = first
         self.free = list(range(slots))[::-1]
         self.age = np.full(slots, EMPTY, np.uint8)
