@@ -101,7 +101,8 @@ def test_commands_have_these_options(block: CodeBlock) -> None:
                 command = command.commands[word]
                 known = {"--help"}
             elif word.startswith("--"):
-                known |= {option for parameter in command.params for option in parameter.opts}
+                for parameter in command.params:
+                    known.update(parameter.opts, parameter.secondary_opts)
                 assert word.partition("=")[0] in known, f"{words}: {word}"
         if words[1:] and not words[1].startswith("-"):
             assert command.name == words[1] or words[1] == "bench", words
