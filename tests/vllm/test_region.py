@@ -114,7 +114,7 @@ def test_starts_that_are_killed_leave_nothing(start: Start, tmp_path: Path, requ
                         os.kill(int(descriptors.parent.name), signal.SIGKILL)
             with pytest.raises(EngineError):
                 starting.result()
-            assert path.exists()
+            # An engine of another test may start now, and remove it.
             paths.add(path)
     last = request.getfixturevalue("served")
     last.wait_ready()
