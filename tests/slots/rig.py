@@ -7,9 +7,9 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.slots import SlotsBackend, SlotsConfig
@@ -21,6 +21,8 @@ from kvstore.namespace import Namespace
 from kvstore.tenants import Tenants
 from kvstore.testing.records import RecordMaker
 from kvstore.types import BlockKey, Outcome, RemovalCause
+
+_T = TypeVar("_T")
 
 NAMESPACE = Namespace({"test": "slots"})
 PAYLOAD = 8192
@@ -66,6 +68,22 @@ class Rig:
     async def has_all(self, values: dict[BlockKey, bytes]) -> None:
         """Check that all of these blocks are found and right."""
         assert await self.get(list(values)) == list(values.values())
+
+
+class BadDisk(OsDisk):
+    """A disk that fails calls of some kinds on files and directories whose path contains a text."""
+
+    ops: tuple[str, ...] = ()
+    name = ""  # Start of the names that can't be created; all others are created.
+    bad = ""
+    error = errno.EIO
+
+    def syscall(self, op: str, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
+        if op in self.ops and (op != "open" or (args[1] & os.O_CREAT and args[0].startswith(self.name))):
+            fd = kwargs.get("dir_fd", kwargs.get("src_dir_fd", args[0]))
+            if self.bad in os.readlink(f"/proc/self/fd/{fd}"):
+                raise OSError(self.error, os.strerror(self.error))
+        return super().syscall(op, function, *args, **kwargs)
 
 
 class NoRows(OsDisk):

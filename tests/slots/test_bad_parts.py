@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,35 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.backends.slots import index as index_module
-from kvstore.diskio import OsDisk
 from kvstore.types import BlockKey, Outcome
-from tests.slots.rig import Rig, opened
+from tests.slots.rig import BadDisk, Rig, opened
 
 BLOCKS = 128
-
-
-class BadDisk(OsDisk):
-    """A disk that fails calls of one kind on files whose path contains a text."""
-
-    op = ""
-    bad = ""
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        self._fail("write", fd)
-        return super().pwritev(fd, buffers, offset)
-
-    def fdatasync(self, fd: int) -> None:
-        self._fail("sync", fd)
-        super().fdatasync(fd)
-
-    def open_file(self, name: str, flags: int, dir_fd: int) -> int:
-        if name.endswith(".seg") and flags & os.O_CREAT:
-            self._fail("create", dir_fd)
-        return super().open_file(name, flags, dir_fd)
-
-    def _fail(self, op: str, fd: int) -> None:
-        if op == self.op and self.bad in os.readlink(f"/proc/self/fd/{fd}"):
-            raise OSError(errno.EIO, "bad for the test")
 
 
 class Clock:
@@ -81,7 +54,7 @@ async def test_bad_segment_stops_no_stores(tmp_path: Path, clock: Clock) -> None
     disk = BadDisk()
     async with opened(tmp_path, BLOCKS, disk=disk, engine="threads") as rig:
         await rig.put_new(BLOCKS)
-        disk.op, disk.bad = "write", "000003.seg"
+        disk.ops, disk.bad = ("pwritev",), "000003.seg"
         found = await stores(rig, 300)
         assert 0 < found[Outcome.IO_ERROR] <= 4, found
         assert await stores(rig, 100) == {Outcome.OK: 100}
@@ -101,14 +74,14 @@ async def test_medium_that_takes_no_blocks_keeps_those_it_has(tmp_path: Path) ->
     disk = BadDisk()
     async with opened(tmp_path, BLOCKS, disk=disk, engine="threads") as rig:
         values = await rig.put_new(BLOCKS)
-        disk.op, disk.bad = "write", ".seg"
+        disk.ops, disk.bad = ("pwritev",), ".seg"
         assert Outcome.OK not in await stores(rig, 300)
         assert len(await there(rig, list(values))) >= BLOCKS - BLOCKS // 8 - 4
-        disk.op = ""
+        disk.ops = ()
         assert (await stores(rig, 20))[Outcome.OK] == 20
 
 
-@pytest.mark.parametrize("op", ["write", "sync"])
+@pytest.mark.parametrize("op", ["pwritev", "fdatasync"])
 async def test_failing_root_costs_itself_alone(tmp_path: Path, clock: Clock, op: str) -> None:
     """Few stores fail, the other root takes all further ones, and loads from both go on."""
     disk = BadDisk()
@@ -117,7 +90,7 @@ async def test_failing_root_costs_itself_alone(tmp_path: Path, clock: Clock, op:
         values = await rig.put_new(BLOCKS)
         kept = [key for key in values if holds(roots[1], key)]
         assert len(kept) > BLOCKS // 4
-        disk.op, disk.bad = op, str(roots[1])
+        disk.ops, disk.bad = (op,), str(roots[1])
         found = await stores(rig, 200)
         assert found[Outcome.IO_ERROR] <= 8, found
         assert await stores(rig, 300) == {Outcome.OK: 300}
@@ -128,7 +101,7 @@ async def test_failing_root_costs_itself_alone(tmp_path: Path, clock: Clock, op:
             clock.pass_rest()
             found = await stores(rig, 100)
             assert found[Outcome.IO_ERROR] <= 2, found
-        disk.op = ""
+        disk.ops = ()
         clock.pass_rest()
         await rig.backend.probe()
         assert await stores(rig, 3 * BLOCKS) == {Outcome.OK: 3 * BLOCKS}
@@ -140,7 +113,7 @@ async def test_root_that_takes_no_segments(tmp_path: Path) -> None:
     disk = BadDisk()
     roots = [tmp_path / "a", tmp_path / "b"]
     async with opened(roots, BLOCKS, disk=disk, engine="threads") as rig:
-        disk.op, disk.bad = "create", str(roots[1])
+        disk.ops, disk.bad = ("open",), str(roots[1])
         assert await stores(rig, 2 * BLOCKS) == {Outcome.OK: 2 * BLOCKS}
         assert rig.backend.stats().blocks >= BLOCKS // 2 - 8
         assert not list(roots[1].rglob("*.tab"))
@@ -151,6 +124,6 @@ async def test_all_roots_fail(tmp_path: Path) -> None:
     disk = BadDisk()
     async with opened([tmp_path / "a", tmp_path / "b"], BLOCKS, disk=disk, engine="threads") as rig:
         await rig.put_new(BLOCKS)
-        disk.op, disk.bad = "write", str(tmp_path)
+        disk.ops, disk.bad = ("pwritev",), str(tmp_path)
         assert Outcome.OK not in await stores(rig, 300)
         assert len(rig.removed) <= BLOCKS // 8 + 8

@@ -8,7 +8,6 @@ import errno
 import itertools
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from kvstore.namespace import Namespace
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
 from tests.diskio.faulty_disk import FaultyDisk
-from tests.slots.rig import SLOT, Rig, opened, segment_bytes, tables
+from tests.slots.rig import SLOT, BadDisk, Rig, opened, segment_bytes, tables
 
 _T = TypeVar("_T")
 
@@ -43,22 +42,6 @@ class SizedDisk(OsDisk):
     def statvfs(self, fd: int) -> Any:
         free = self.free - (segment_bytes(self.root) if self.root is not None else 0)
         return SimpleNamespace(f_bavail=max(0, free), f_frsize=1, f_blocks=self.total)
-
-
-class BadRoot(OsDisk):
-    """A disk that fails calls of some kinds in the files below one directory."""
-
-    ops: tuple[str, ...] = ()
-    name = ""  # Start of the names that can't be created; all others are created.
-    bad = ""
-    error = errno.EIO
-
-    def syscall(self, op: str, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
-        if op in self.ops and (op != "open" or (args[1] & os.O_CREAT and args[0].startswith(self.name))):
-            fd = kwargs.get("dir_fd", kwargs.get("src_dir_fd", args[0]))
-            if os.readlink(f"/proc/self/fd/{fd}").startswith(self.bad):
-                raise OSError(self.error, os.strerror(self.error))
-        return super().syscall(op, function, *args, **kwargs)
 
 
 async def test_full_filesystem_refuses_stores_and_leaves_no_file(tmp_path: Path) -> None:
@@ -225,7 +208,7 @@ async def test_full_filesystem_gives_the_room_of_unused_segments(tmp_path: Path)
 @pytest.mark.parametrize("error", [errno.EIO, errno.EROFS, errno.ENOSPC])
 async def test_root_that_takes_no_segments_costs_its_room_only(tmp_path: Path, error: int) -> None:
     """Segments are made in the other root; once it is full, blocks are evicted; a root that works again is used."""
-    disk, roots = BadRoot(), [tmp_path / "a", tmp_path / "b"]
+    disk, roots = BadDisk(), [tmp_path / "a", tmp_path / "b"]
     async with opened(roots, 64, disk=disk, engine="threads") as rig:
         disk.ops, disk.bad, disk.error = ("open", "fallocate"), str(roots[1]), error
         for _ in range(32):
@@ -243,7 +226,7 @@ async def test_root_that_takes_no_segments_costs_its_room_only(tmp_path: Path, e
 @pytest.mark.parametrize("error", [errno.EIO, errno.EROFS])
 async def test_root_where_nothing_can_be_removed_loses_one_segment(tmp_path: Path, error: int) -> None:
     """Where the reserve can't be restored, one segment is given up, all other blocks stay, and stores go on."""
-    disk, sizes, roots = BadRoot(), SizedDisk(), [tmp_path / "a", tmp_path / "b"]
+    disk, sizes, roots = BadDisk(), SizedDisk(), [tmp_path / "a", tmp_path / "b"]
     disk.statvfs = sizes.statvfs  # type: ignore[method-assign]
     async with opened(roots, 64, disk=disk, engine="threads", reserve="1MiB") as rig:
         values: dict[BlockKey, bytes] = {}
@@ -301,7 +284,7 @@ async def test_engine_starts_without_room_for_its_file(tmp_path: Path) -> None:
     """On a disk without inodes, an engine starts, loads, and stores into the segments that are there."""
     async with opened(tmp_path, 16) as rig:
         values = await rig.put_new(12)
-    disk = BadRoot()
+    disk = BadDisk()
     disk.ops, disk.bad, disk.name, disk.error = ("open",), str(tmp_path), "engine.", errno.ENOSPC
     async with opened(tmp_path, 16, disk=disk, engine="threads") as rig:
         await rig.has_all(values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import logging
 import os
@@ -26,6 +25,7 @@ from kvstore.backends.disk.owner import Uses
 from kvstore.backends.disk.root import Root, has_ended
 from kvstore.backends.disk.segments import SegmentFiles
 from kvstore.backends.disk.table import NOWHERE
+from kvstore.backends.disk.watch import Watch
 from kvstore.diskio import OsDisk, TransferEngine
 from kvstore.runtime.limits import Precedence
 from kvstore.types import BlockKey, RemovalCause
@@ -71,7 +71,7 @@ class Other:
         self._index: tuple[int, int, int] | None = None  # The snapshot when the journal was closed.
         self._tried_at = 0.0
 
-    def open(self, digest: bytes, watch: Callable[[int], None]) -> bool:
+    def open(self, digest: bytes, watch: Callable[[int], object]) -> bool:
         """Read its files, and watch its journal; False if they are unusable. If it fails, :meth:`close` it."""
         with self.directories() as fds:
             state = load_owner(self._disk, fds, int(self.name, 16), digest)
@@ -99,7 +99,7 @@ class Other:
             # Roots may have been added to the configuration since.
             yield fds[: self.geometry.paths]
 
-    def look(self, watch: Callable[[int], None]) -> None:
+    def look(self, watch: Callable[[int], object]) -> None:
         """Read new records.
 
         Raises:
@@ -153,7 +153,7 @@ class Other:
             self._reader.close()
             self._reader = None
 
-    def _enter(self, reader: JournalReader, watch: Callable[[int], None]) -> None:
+    def _enter(self, reader: JournalReader, watch: Callable[[int], object]) -> None:
         """Note which file the reader has opened, and watch it."""
         self._file = self._disk.fstat(reader.end.fd)
         watch(reader.end.fd)
@@ -233,7 +233,7 @@ class Followers:
         """Whether blocks with unknown keys were removed from the table."""
         self._found: list[Other] = []
         self._changed = asyncio.Event()
-        self.watch = Watch(self._changed.set)
+        self.watch = Watch(lambda _: self._changed.set())
         self._lock = asyncio.Lock()
 
     async def run(self) -> None:
@@ -373,43 +373,3 @@ class Followers:
             self._on_added(added)
         if removed:
             self._on_removed(removed, RemovalCause.EVICTED)
-
-
-_EVENTS: Final = 0x2 | 0x40 | 0x80 | 0x100 | 0x200
-"""IN_MODIFY, IN_MOVED_FROM, IN_MOVED_TO, IN_CREATE, IN_DELETE (inotify(7))."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class Watch:
-    """Calls back on the loop, with some delay, when a watched file or directory changes (inotify).
-
-    Changes by other machines cause no call. Without free inotify watches in the kernel, no change does. The caller
-    therefore also polls.
-    """
-
-    def __init__(self, on_change: Callable[[], None]) -> None:
-        self._on_change = on_change
-        self._loop = asyncio.get_running_loop()
-        self._fd = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-        if self._fd >= 0:
-            self._loop.add_reader(self._fd, self._notified)
-
-    def add(self, fd: int) -> None:
-        """Watch an open file or directory until it is removed; on any thread."""
-        if self._fd >= 0:
-            _libc.inotify_add_watch(self._fd, f"/proc/self/fd/{fd}".encode(), ctypes.c_uint32(_EVENTS))
-
-    def close(self) -> None:
-        """Stop watching; idempotent."""
-        if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-
-    def _notified(self) -> None:
-        try:
-            os.read(self._fd, 65536)
-        except BlockingIOError:
-            return
-        self._on_change()

@@ -83,7 +83,7 @@ class DigestTable:
         """Add many places at once; a digest already present keeps its place. Return which were added."""
         if self._count + len(digests) >= self._count_max:
             self._grow(2 * (self._count + len(digests)))
-        rows = (((digests >> np.uint64(32)) * np.uint64(self.rows)) >> np.uint64(32)).astype(np.int64)
+        rows = self._homes(digests)
         noted = np.zeros(len(digests), np.bool_)
         left = np.arange(len(digests))
         while len(left):
@@ -98,7 +98,7 @@ class DigestTable:
 
     def find_all(self, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Return the places of many digests."""
-        rows = (((digests >> np.uint64(32)) * np.uint64(self.rows)) >> np.uint64(32)).astype(np.int64)
+        rows = self._homes(digests)
         places = np.full(len(digests), NOWHERE, np.int64)
         left = np.arange(len(digests))
         while len(left):
@@ -125,6 +125,10 @@ class DigestTable:
             # Closing a gap may move other digests into these rows.
             for digest, place in zip(self._digests[at].tolist(), self._places[at].tolist(), strict=True):
                 self.remove(digest, place)
+
+    def _homes(self, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Return the rows where digests are looked for first."""
+        return (((digests >> np.uint64(32)) * np.uint64(self.rows)) >> np.uint64(32)).astype(np.int64)
 
     def _grow(self, expected: int) -> None:
         kept = np.flatnonzero(self._places != NOWHERE)

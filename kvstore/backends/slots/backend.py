@@ -161,7 +161,7 @@ class SlotsBackend(Backend):
             session = self._opened()
             try:
                 await session.tables.settle()
-                await session.engine.call(lambda: [root.missing_bytes(0) for root in session.roots])
+                await session.engine.call(lambda: [root.free_bytes() for root in session.roots])
             except OSError as error:
                 raise BackendUnavailableError(
                     f"{session.roots[0].path!r} can't be used: {error}", backend=self.name

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,11 +18,11 @@ from typing import Final
 import numpy as np
 
 from kvstore.backends.disk import files
+from kvstore.backends.disk.watch import NAMES, WRITES, Watch
 from kvstore.backends.slots.index import Index, News, RowChanges
-from kvstore.backends.slots.layout import GROUP_ROWS, ROW, ROW_BYTES, State, decode_rows, stem_of, table_number
-from kvstore.backends.slots.root import Digests, Root, read_generations
+from kvstore.backends.slots.layout import GROUP_ROWS, ROW, State, stem_of
+from kvstore.backends.slots.root import Digests, Root, read_generations, read_rows
 from kvstore.backends.slots.segment import SLOT_BITS, SLOT_MASK, Segment
-from kvstore.backends.slots.watch import NAMES, WRITES, Watch
 from kvstore.diskio import OsDisk, TransferEngine
 from kvstore.runtime.limits import Precedence
 
@@ -219,10 +218,9 @@ class Followers:
 
     def _opened(self, root: Root, known: Collection[int]) -> Iterator[tuple[Followed, Digests]]:
         """Yield segments that are not known, with the digests of their slots; on threads."""
-        there = {table_number(name) for name in files.names_in(root.disk, root.namespace_fd)}
-        for number in there.difference(known):
+        for number in set(root.table_numbers()).difference(known):
             with contextlib.suppress(OSError):
-                if number is not None and (opened := root.open_segment(number)) is not None:
+                if (opened := root.open_segment(number)) is not None:
                     segment, digests = opened
                     table = segment.table.fd
                     self._engine.admit(table)
@@ -267,11 +265,7 @@ def _changed_rows(disk: OsDisk, segment: Segment, stale: Collection[int]) -> lis
     changes: list[RowChanges] = []
     for run in np.split(groups, np.flatnonzero(np.diff(groups) > 1) + 1) if len(groups) else []:
         first, end = int(run[0]) * GROUP_ROWS, min(head.slots, (int(run[-1]) + 1) * GROUP_ROWS)
-        content = files.read_at(disk, segment.table.fd, head.row_at(first), (end - first) * ROW_BYTES)
-        if len(content) < (end - first) * ROW_BYTES:
-            raise OSError(errno.EIO, "the table is too short")
-        slots = np.arange(first, end)
-        rows, intact = decode_rows(content, slots, head)
-        changes.append(RowChanges(slots, rows, intact & (rows["state"] == State.USED)))
+        rows, intact = read_rows(disk, segment.table.fd, head, range(first, end))
+        changes.append(RowChanges(np.arange(first, end), rows, intact & (rows["state"] == State.USED)))
     segment.generations = now
     return changes

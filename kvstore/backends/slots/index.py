@@ -290,14 +290,16 @@ class Index:
         Returns:
             Places of blocks that are elsewhere, too. They hold no block, but their rows say so only once written.
         """
-        self._enter(segment)
+        self.follow(segment)
         held = segment.held()
         self._table.add_all(digests[held], held + segment.first)
         return self._own(segment, digests)
 
     def follow(self, segment: Segment) -> None:
-        """Add a segment of another engine. Its blocks are added by :meth:`see`."""
-        self._enter(segment)
+        """Add a segment without its blocks; those of another engine are added by :meth:`see`."""
+        segment.id = next(self._ids)
+        segment.first = segment.id << SLOT_BITS
+        self.known[segment.id] = segment
 
     def see(self, segment: Segment, digests: npt.NDArray[np.uint64], start: int, end: int) -> list[BlockKey]:
         """Add the blocks of some slots of another engine; return the keys of those that are nowhere else."""
@@ -349,11 +351,6 @@ class Index:
     def _remove(self, key: BlockKey, place: int, news: News) -> None:
         if self._table.remove(digest_of(key), place):
             news.removed.append(key)
-
-    def _enter(self, segment: Segment) -> None:
-        segment.id = next(self._ids)
-        segment.first = segment.id << SLOT_BITS
-        self.known[segment.id] = segment
 
     def _own(self, segment: Segment, digests: npt.NDArray[np.uint64]) -> list[int]:
         """Use the slots of a segment, whose blocks are in the table."""

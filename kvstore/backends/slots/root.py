@@ -39,6 +39,7 @@ from kvstore.backends.slots.layout import (
     ROW_BYTES,
     USES,
     Head,
+    Rows,
     decode_head,
     decode_rows,
     encode_head,
@@ -330,9 +331,9 @@ class Root:
                     return list(np.flatnonzero(np.frombuffer(marks, np.uint8)).tolist())
         return []
 
-    def missing_bytes(self, more_bytes: int) -> int:
-        """Return how far ``more_bytes`` would exceed the capacity or the free space."""
-        return more_bytes - self._free_bytes(self._stored())
+    def free_bytes(self) -> int:
+        """Return the bytes that capacity and reserve leave for more segments; negative if one of them is exceeded."""
+        return self._free_bytes(self._stored())
 
     def measure(self) -> int:
         """Return the free bytes of the filesystem; shares of it follow its size, because a volume may grow."""
@@ -342,7 +343,7 @@ class Root:
         return filesystem.f_bavail * filesystem.f_frsize
 
     def _free_bytes(self, stored: Collection[Stored]) -> int:
-        """Return the bytes that capacity and reserve leave for more segments; negative if one of them is exceeded."""
+        """Return the :meth:`free_bytes`, given all segments."""
         free = self.measure()
         return min(self.capacity_bytes - _size_of(stored), free - self.reserve_bytes)
 
@@ -487,7 +488,7 @@ class Root:
         """Make a segment; None if the filesystem has no room for it. The caller holds the ledger."""
         for name in self._stale():
             files.remove_segment(self.disk, self.namespace_fd, name)
-        there = {table_number(name) for name in files.names_in(self.disk, self.namespace_fd)}
+        there = set(self.table_numbers())
         number = next(number for number in count() if number not in there)
         stem = stem_of(number)
         with contextlib.ExitStack() as undo:
@@ -598,10 +599,24 @@ def read_generations(disk: OsDisk, table_fd: int, head: Head) -> npt.NDArray[np.
     Raises:
         OSError: The table can't be read, or is too short.
     """
-    content = files.read_at(disk, table_fd, PAGE, head.groups * 4)
-    if len(content) != head.groups * 4:
+    return np.frombuffer(_read_whole(disk, table_fd, PAGE, head.groups * 4), np.uint32)
+
+
+def read_rows(disk: OsDisk, table_fd: int, head: Head, slots: range) -> tuple[Rows, npt.NDArray[np.bool_]]:
+    """Return rows of a table, and which of them are intact.
+
+    Raises:
+        OSError: The table can't be read, or is too short.
+    """
+    content = _read_whole(disk, table_fd, head.row_at(slots.start), len(slots) * ROW_BYTES)
+    return decode_rows(content, np.arange(slots.start, slots.stop), head)
+
+
+def _read_whole(disk: OsDisk, table_fd: int, offset: int, size_bytes: int) -> memoryview:
+    content = files.read_at(disk, table_fd, offset, size_bytes)
+    if len(content) != size_bytes:
         raise OSError(errno.EIO, "the table is too short")
-    return np.frombuffer(content, np.uint32)
+    return content
 
 
 def open_root(disk: OsDisk, position: int, config: SlotsConfig, namespace: Namespace) -> Root:

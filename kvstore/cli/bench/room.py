@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 
-from kvstore.backends.slots.ages import Ages, Line, Shares
-from kvstore.backends.slots.layout import Head, slot_lengths
-from kvstore.backends.slots.segment import EMPTY, SLOT_BITS, SLOT_MASK, Segment
+from kvstore.backends.disk.table import NOWHERE
+from kvstore.backends.slots.index import Index
+from kvstore.backends.slots.layout import ROW, Head, digest_of, slot_lengths
+from kvstore.backends.slots.segment import OpenFile, Segment, Table
 from kvstore.backends.slots.session import segment_slots
 from kvstore.backends.slots.space import slots_ahead
+from kvstore.diskio import OsDisk
 from kvstore.eviction import make_policy
 from kvstore.tenants import Tenants
 from kvstore.types import BlockKey, Outcome
 
 AGES: Final = "ages"
 """Name of the disk tier's eviction, used in place of an eviction policy."""
+
+
+_NO_FILE: Final = OpenFile(OsDisk(), -1)
 
 
 class Room(ABC):
@@ -82,35 +87,29 @@ class PolicyRoom(Room):
 class SlotsRoom(Room):
     """The slots of a disk tier in one directory: segments that are made as needed, and evicted by age.
 
-    Ages and shares of tenants are the tier's own code. The order in which slots are taken, freed and evicted ahead of
-    need is that of its index and its space, for stores one after the other; a test compares both.
+    The index is the tier's own. Only the order of making segments, evicting, and evicting ahead of need is that of the
+    tier's space, for stores one after the other; a test compares both.
     """
 
     def __init__(self, capacity_bytes: int, block_bytes: int, tenants: Tenants | None = None) -> None:
-        slot_bytes = slot_lengths(block_bytes)[0]
-        self._segment_slots = segment_slots(capacity_bytes, slot_bytes)
-        self._segments_max = capacity_bytes // (self._segment_slots * slot_bytes)
-        self._segments: dict[int, Segment] = {}
-        self._places: dict[BlockKey, int] = {}
-        self._keys: dict[int, BlockKey] = {}
-        self._ages = Ages(self._segments)
-        self._line = self._ages.line(lambda segment: segment.age)
-        self._shares = None if tenants is None else Shares(tenants, self._ages)
+        self._slot_bytes = slot_lengths(block_bytes)[0]
+        slots = segment_slots(capacity_bytes, self._slot_bytes)
+        self._segments_max = capacity_bytes // (slots * self._slot_bytes)
+        self._head = Head(0, slots, self._slot_bytes, b"")
+        self._index = Index(self._segments_max * slots, tenants)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._places
+        return isinstance(key, bytes) and self._index.place(key) != NOWHERE
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._index)
 
     def touch(self, key: BlockKey) -> None:
-        if (place := self._places.get(key)) is not None:
-            self._ages.use(*self._at(place))
+        self._index.touch((self._index.place(key),))
 
     def remove(self, key: BlockKey) -> None:
-        if (place := self._places.get(key)) is not None:
-            self._depart(place)
-            self._leave(place)
+        if (place := self._index.place(key)) != NOWHERE:
+            self._index.leave(self._index.depart((place,)))
 
     def store(self, keys: Sequence[BlockKey]) -> dict[BlockKey, Outcome]:
         outcomes = dict.fromkeys(keys, Outcome.EXISTS)
@@ -125,84 +124,31 @@ class SlotsRoom(Room):
         self._get_ahead()
         outcomes.update(dict.fromkeys(new, Outcome.NO_SPACE))
         for key, place in zip(new, places, strict=False):
-            self._places[key], self._keys[place] = place, key
-            segment, slot = self._at(place)
-            self._ages.use(segment, slot)
-            if self._shares is not None:
-                self._shares.enter(segment, slot, key)
+            self._index.add(place, self._slot_bytes, 0, digest_of(key), key)
             outcomes[key] = Outcome.OK
         return outcomes
 
-    def _at(self, place: int) -> tuple[Segment, int]:
-        return self._segments[place >> SLOT_BITS], place & SLOT_MASK
-
     def _take(self, count: int) -> list[int]:
-        taken: list[int] = []
-        for segment in self._segments.values():
-            if len(taken) == count:
-                break
-            if segment.free:
-                slots = segment.free[len(taken) - count :]
-                del segment.free[-len(slots) :]
-                taken += [segment.first + slot for slot in sorted(slots)]
-        return taken
+        return self._index.take(count, self._slot_bytes, self._slot_bytes)
 
     def _grow(self) -> bool:
         """Make a segment; False if there is no room for one."""
-        number = len(self._segments)
+        number = len(self._index.segments)
         if number == self._segments_max:
             return False
-        self._segments[number] = cast("Segment", _Segment(number << SLOT_BITS, self._segment_slots))
-        self._ages.slots += self._segment_slots
+        rows, intact = np.zeros(self._head.slots, ROW), np.zeros(self._head.slots, np.bool_)
+        content = Table(self._head, np.zeros(self._head.groups, np.uint32), rows, intact)
+        self._index.open_segment(Segment(0, number, _NO_FILE, _NO_FILE, content), rows["digest"])
         return True
 
     def _get_ahead(self) -> None:
-        ahead = slots_ahead(self._ages.slots)
-        free = sum([len(segment.free) for segment in self._segments.values()])
+        ahead, free = slots_ahead(self._index.slots), self._index.free_slots()
         if free < ahead and not self._grow():
             self._evict(2 * ahead - free)
 
     def _evict(self, count: int) -> bool:
         """Evict at most ``count`` blocks; return whether there were any."""
-        places: list[int] = []
-
-        def take(line: Line, size: int) -> int:
-            before = len(places)
-            while len(places) < before + size and (place := line.victim(lambda place: False, 0)) is not None:
-                self._depart(place)
-                places.append(place)
-            return len(places) - before
-
-        if self._shares is None:
-            take(self._line, count)
-        else:
-            self._shares.collect(count, take)
-        for place in places:
-            self._leave(place)
+        places = self._index.evict(count, self._slot_bytes)
+        self._index.leave(places)
         self.evicted_blocks += len(places)
         return bool(places)
-
-    def _depart(self, place: int) -> None:
-        segment, slot = self._at(place)
-        segment.age_view[slot] = EMPTY
-        if self._shares is not None:
-            self._shares.leave(segment, slot)
-
-    def _leave(self, place: int) -> None:
-        del self._places[self._keys.pop(place)]
-        segment, slot = self._at(place)
-        segment.free.append(slot)
-
-
-class _Segment:
-    """Slots without a file, with those attributes of a segment that ages and shares use."""
-
-    rests_until = 0.0  # No write fails here.
-
-    def __init__(self, first: int, slots: int) -> None:
-        self.head = Head(0, slots, 0, b"")
-        self.first = first
-        self.free = list(range(slots))[::-1]
-        self.age = np.full(slots, EMPTY, np.uint8)
-        self.age_view = self.age.data
-        self.account = np.zeros(slots, np.uint16)

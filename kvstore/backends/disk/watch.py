@@ -35,7 +35,7 @@ class Watch:
         if self._fd >= 0:
             self._loop.add_reader(self._fd, self._notified)
 
-    def add(self, fd: int, events: int) -> int:
+    def add(self, fd: int, events: int = WRITES | NAMES) -> int:
         """Watch an open file or directory until it is removed; return its watch, or -1."""
         if self._fd < 0:
             return -1
