@@ -13,13 +13,11 @@ import contextlib
 import errno
 import os
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
 from glob import iglob
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from kvstore.backends.disk import DiskBackend, DiskConfig
 from kvstore.backends.disk.layout import OWNER_SHIFT, SLOT_MASK, segment_name
@@ -29,66 +27,26 @@ from kvstore.diskio import OsDisk
 from kvstore.errors import BackendError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, Outcome, RemovalCause
-from tests.disk.rig import GEOMETRY, NAMESPACE, OTHER_NAMESPACE, PAYLOAD, Rig, room_for
+from tests.disk.rig import GEOMETRY, NAMESPACE, OTHER_NAMESPACE, Rig, room_for
+from tests.slots.model import BLOCKS, ENGINES, UNIVERSE, WrongError, payload
+from tests.slots.model import ModelDisk as SlotsModelDisk
 
 _T = TypeVar("_T")
 
-ENGINES: Final = 4
-BLOCKS: Final = 64
-UNIVERSE: Final = [b"block %d" % number for number in range(96)]
-SLOW_S: Final = 0.003
-"""Pause in a slow read: some stores take less."""
 
-CHANGES: Final = frozenset({"pwritev", "unlink", "ftruncate", "fdatasync", "rename", "mkdir", "rmdir", "fallocate"})
-WRITES: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-
-
-class WrongError(Exception):
-    """An engine and the model differ."""
-
-
-@cache
-def payload(key: BlockKey) -> bytes:
-    """Return the content of a block."""
-    return random.Random(key).randbytes(PAYLOAD)
-
-
-class ModelDisk(OsDisk):
-    """A disk that is full or read-only, cannot read some directories, or belongs to a killed engine.
-
-    Args:
-        is_slow: Whether reads of slots take time.
-    """
+class ModelDisk(SlotsModelDisk):
+    """A disk that also cannot read some directories; when it is full, files do not grow."""
 
     def __init__(self, *, is_slow: bool = False) -> None:
-        self.is_slow = is_slow
-        self.state = "ok"  # ``"ok"``, ``"full"`` or ``"read-only"``.
+        super().__init__(is_slow=is_slow)
         self.unreadable: set[str] = set()  # Names of directories.
-        self.calls_left = -1  # Calls until the engine is killed; negative: it is not.
 
     def syscall(self, op: str, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
-        if self.calls_left >= 0 and op not in {"close", "flock"}:
-            if not self.calls_left:
-                raise OSError(errno.EIO, "the engine was killed")
-            self.calls_left -= 1
         if op == "open" and args[0] in self.unreadable:
             raise OSError(errno.EIO, "an unreadable directory")
-        if self.state == "read-only" and (op in CHANGES or (op == "open" and args[1] & WRITES)):
-            raise OSError(errno.EROFS, "read-only")
-        if self.state == "full" and (op == "fallocate" or (op == "pwritev" and self._grows(args[0]))):
+        if self.state == "full" and op == "pwritev" and self._grows(args[0]):
             raise OSError(errno.ENOSPC, "full")
-        if op == "fdatasync":
-            return None  # type: ignore[return-value]  # Kills lose nothing; a flush would take most of a step.
-        return function(*args, **kwargs)
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if not self.is_slow or len(buffers) < 2:
-            return super().preadv(fd, buffers, offset)
-        done = super().preadv(fd, buffers[:1], offset)
-        if done < buffers[0].nbytes:
-            return done
-        time.sleep(SLOW_S)
-        return done + super().preadv(fd, buffers[1:], offset + done)
+        return super().syscall(op, function, *args, **kwargs)
 
     @staticmethod
     def _grows(fd: int) -> bool:

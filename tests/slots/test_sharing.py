@@ -27,7 +27,7 @@ from kvstore.namespace import Namespace
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
-from tests.diskio.faulty_disk import DiskFault, FaultyDisk
+from tests.diskio.faulty_disk import FaultyDisk
 from tests.sizes import sized
 from tests.slots.rig import NAMESPACE, SLOT, Rig, opened, segment_bytes
 
@@ -139,24 +139,39 @@ async def test_given_segment_keeps_its_blocks(tmp_path: Path) -> None:
         assert segment_bytes(tmp_path) == SLOTS * SLOT
 
 
+class SlowSlots(OsDisk):
+    """A disk on which calls of one kind on slots wait until they may go on."""
+
+    op = ""
+
+    def __init__(self) -> None:
+        self.stalled, self.goes_on = threading.Event(), threading.Event()
+
+    def syscall(self, op: str, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
+        if op == self.op and os.readlink(f"/proc/self/fd/{args[0]}").endswith(".seg"):
+            self.stalled.set()
+            assert self.goes_on.wait(30)
+        return super().syscall(op, function, *args, **kwargs)
+
+
 @pytest.mark.parametrize("op", ["pwritev", "preadv"])
 async def test_segment_is_given_once_no_operation_runs_on_it(tmp_path: Path, op: str) -> None:
     """A segment is not given while a store or a load of its last holder is on its way to the disk."""
-    disk, goes_on = FaultyDisk(), threading.Event()
+    disk = SlowSlots()
     # A segment has one slot. The least used is given: that of the first block, or the one without a block.
     async with opened(tmp_path, 16, disk=disk, engine="threads") as one, opened(tmp_path, 16) as two:
         values = await one.put_new(16)
         key, payload = next(iter(values.items()))
         if op == "pwritev":
             await one.backend.delete([key])
-        disk.add(DiskFault(op, stall=goes_on))
+        disk.op = op
         work = asyncio.create_task(one.get([key]) if op == "preadv" else one.put({key: payload}))
-        await eventually_async(lambda: disk.stalled > 0)
+        await eventually_async(disk.stalled.is_set)
         for _ in range(10):
             await store(two)
             await asyncio.sleep(0.05)
         early = segments(two)
-        goes_on.set()
+        disk.goes_on.set()
         assert early == 0
         assert (await work)[0] in (payload, Outcome.NO_SPACE)
         await eventually_async(lambda: segments(two) > 0)

@@ -12,7 +12,7 @@ from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordR
 from kvstore.backends.disk.table import NOWHERE
 from kvstore.backends.slots.blocks import Blocks
 from kvstore.backends.slots.config import SlotsConfig
-from kvstore.backends.slots.root import check_root
+from kvstore.backends.slots.opening import check_root
 from kvstore.backends.slots.session import Session
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.config import TierConfig

@@ -29,7 +29,8 @@ from kvstore.backends.slots.layout import (
     is_namespace,
     mark_of,
 )
-from kvstore.backends.slots.root import LedgerBusyError, Root, open_existing_root
+from kvstore.backends.slots.opening import open_existing_root
+from kvstore.backends.slots.root import LedgerBusyError, Root
 from kvstore.backends.slots.segment import Segment
 from kvstore.codec.record import HEADER_BYTES, decode_header
 from kvstore.config import TierConfig

@@ -18,7 +18,8 @@ from kvstore.backends.slots.followers import Followers
 from kvstore.backends.slots.index import Index, News
 from kvstore.backends.slots.layout import PAGE, SLOTS_MAX, slot_lengths
 from kvstore.backends.slots.notes import SegmentNotes
-from kvstore.backends.slots.root import Root, check_drives, open_root
+from kvstore.backends.slots.opening import check_drives, open_root
+from kvstore.backends.slots.root import Root
 from kvstore.backends.slots.rows import TableWriter
 from kvstore.backends.slots.space import Space
 from kvstore.codec.record import HEADER_BYTES
