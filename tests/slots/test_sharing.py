@@ -219,7 +219,13 @@ async def test_stopped_engine_delays_others_only(tmp_path: Path, monkeypatch: py
             await fill(one, 24 if stopped == "largest" else SLOTS)
             process.send_signal(signal.SIGSTOP)
             await eventually_async(lambda: stores_up_to(two, 3), 60)
-            assert await one.put_new(4)
+
+            async def stores_again() -> bool:
+                # A store into a segment that is being given is refused.
+                outcomes = await one.put({one.maker.key(): one.maker.payload() for _ in range(4)})
+                return outcomes == [Outcome.OK] * 4
+
+            await eventually_async(stores_again)
 
 
 async def stores_up_to(rig: Rig, count: int) -> bool:
@@ -232,10 +238,12 @@ async def test_room_is_kept_for_an_engine_that_asks(tmp_path: Path) -> None:
     """An engine leaves the room for one segment to an engine that asks and holds less, until that one ends."""
     async with opened(tmp_path, SLOTS) as rig:
         await rig.put_new(4)
-        asker = tmp_path / ".kvstore" / f"engine.{0:016x}"
-        asker.write_bytes(struct.pack("<QQ32s", 0, 4 * SLOT, OTHER.digest))
-        with asker.open() as file:
+        unnamed = tmp_path / "asker"
+        unnamed.write_bytes(struct.pack("<QQ32s", 0, 4 * SLOT, OTHER.digest))
+        with unnamed.open() as file:
+            # Without the lock, the engine would remove it.
             fcntl.flock(file, fcntl.LOCK_EX)
+            unnamed.rename(tmp_path / ".kvstore" / f"engine.{0:016x}")
             await fill(rig, 80)
             assert segment_bytes(tmp_path) == 15 * 4 * SLOT
         await eventually_async(lambda: stores_up_to(rig, 16))
