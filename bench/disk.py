@@ -61,7 +61,7 @@ from kvstore.namespace import Namespace
 from kvstore.primary import Region
 
 KIB, MIB = 1024, 1024**2
-SYSTEMS = ["kvstore-file", "vllm-fs", "kvstore-file-thread", "kvstore-nvme", "kvstore-nvme-thread"]
+SYSTEMS = ["kvstore-file", "vllm-fs", "kvstore-file-thread"]
 BLOCKS_PER_JOB = 64
 JOBS_AT_ONCE = 8
 ENGINES = 4
@@ -321,7 +321,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path(), help="on the drive to measure")
     parser.add_argument("--sizes", type=int, nargs="*", choices=list(RUN_MIB[1]), help="KiB per block")
     parser.add_argument("--no-spin", action="store_true", help="nothing beside a thread that spins in Python")
-    parser.add_argument("--systems", nargs="*", default=SYSTEMS[:3], choices=SYSTEMS)
+    parser.add_argument("--systems", nargs="*", default=SYSTEMS, choices=SYSTEMS)
     parser.add_argument("--memory", default="own", choices=["own", "huge", "small"], help="pages of the memory")
     parser.add_argument("--engines", nargs="*", type=int, default=[1, ENGINES], choices=[1, ENGINES])
     parser.add_argument("--engine", type=json.loads, help=argparse.SUPPRESS)

@@ -12,7 +12,7 @@ the throughput divided by that without offloading in the same run, ``low`` and `
 interval. ``ttft_s`` is the median time to the first word (chat: from the second turn on; a-b-a: of the second A).
 ``cached_tokens`` is the number of prompt tokens of a run that were not computed.
 
-    python bench/vllm_e2e.py [--quick] [--runs N] [--systems kvstore-file,kvstore-nvme] [--json FILE]
+    python bench/vllm_e2e.py [--quick] [--runs N] [--json FILE]
 
 Takes ten to twenty minutes on two cores. After an interruption it prints the complete workloads.
 """
@@ -161,13 +161,10 @@ WORKLOADS: dict[str, Workload] = {"restart": restart, "chat": chat, "a-b-a": a_b
 def main() -> int:
     """Measure and print; returns 0 if all outputs are equal."""
     parser = bench_arguments(__doc__)
-    parser.add_argument(
-        "--systems", default="kvstore-file", help="kvstore's tiers, by comma: kvstore-file, kvstore-nvme"
-    )
     parser.add_argument("--only", default=",".join(WORKLOADS), help="workloads, by comma (default: all)")
     options = parser.parse_args()
     options.runs = runs_of(options, 3, quick=2)
-    systems = ("none", "vllm-fs", *options.systems.split(","))
+    systems = ("none", "vllm-fs", "kvstore-file")
     with reporting(options, COLUMNS, engine=engine()) as rows, bench_setup(options) as (work, model):
         for name in options.only.split(","):
             say(f"{name}: starting servers")

@@ -81,7 +81,6 @@ def offloading_of(system: str, directory: Path, **more: Any) -> dict[str, Any] |
         "vllm-fs": ("vllm", [{"type": "fs", "root_dir": str(directory)}]),
         "vllm-primary": ("vllm", []),
         "kvstore-file": ("kvstore", [{"type": "file", "path": str(directory), "capacity": "50%"}]),
-        "kvstore-nvme": ("kvstore", [{"type": "nvme", "path": str(directory), "capacity": "2GiB"}]),
         "kvstore-primary": ("kvstore", []),
     }[system]
     return {

@@ -126,7 +126,7 @@ BACKENDS = Registry(
         "file": "kvstore.backends.disk:DiskBackend",
         "memory": "kvstore.backends.memory:MemoryBackend",
         "mooncake": "kvstore.backends.mooncake:MooncakeBackend",
-        "nvme": "kvstore.backends.disk:NvmeBackend",
+        "nvme": "kvstore.backends.disk:DiskBackend",
         "peer": "kvstore.backends.peer:PeerBackend",
         "redis": "kvstore.backends.redis:RedisBackend",
         "s3": "kvstore.backends.s3:S3Backend",

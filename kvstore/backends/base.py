@@ -30,7 +30,6 @@ _SCAN_BATCH = 1024
 _FOUND = (Found.ABSENT, Found.THERE)
 
 ArrivalListener = Callable[[Sequence[BlockKey]], None]
-DoubtListener = Callable[[], None]
 """Called on the loop thread with blocks that other engines put on the medium."""
 
 RemovalListener = Callable[[Sequence[BlockKey], RemovalCause], None]
@@ -171,7 +170,6 @@ class Backend(ABC):
         self.config = config
         self._removal_listener: RemovalListener = _ignore_removals
         self._arrival_listener: ArrivalListener = _ignore_arrivals
-        self._doubt_listener: DoubtListener = _ignore_doubts
 
     def set_removal_listener(self, listener: RemovalListener) -> None:
         """Set the listener for blocks that leave without a request (evicted, expired, lost)."""
@@ -180,10 +178,6 @@ class Backend(ABC):
     def set_arrival_listener(self, listener: ArrivalListener) -> None:
         """Set the listener for blocks put by other engines, for backends that track other engines."""
         self._arrival_listener = listener
-
-    def set_doubt_listener(self, listener: DoubtListener) -> None:
-        """Set the listener for the departure of blocks whose keys the backend does not know; ``exists`` tells which."""
-        self._doubt_listener = listener
 
     def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return for each block on the medium whether this engine alone reports it to consumers of events.
@@ -348,10 +342,6 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def _ignore_removals(keys: Sequence[BlockKey], cause: RemovalCause) -> None:
-    """Default listener."""
-
-
-def _ignore_doubts() -> None:
     """Default listener."""
 
 

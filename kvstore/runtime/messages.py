@@ -161,10 +161,6 @@ class PresenceRemoved(_Message, frozen=True):
     cause: RemovalCause
 
 
-class PresenceDoubtful(_Message, frozen=True):
-    """Some blocks have left, and the I/O half does not know which ones: all known blocks must be looked up again."""
-
-
 class LineageFound(_Message, frozen=True):
     """Lineage stored by an earlier engine (see :class:`KeepLineage`); the blocks are reported later."""
 
@@ -237,7 +233,6 @@ FromIO: TypeAlias = (
     | ExistsDone
     | PresenceAdded
     | PresenceRemoved
-    | PresenceDoubtful
     | LineageFound
     | PresenceComplete
     | ProbeDone

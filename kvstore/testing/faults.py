@@ -20,7 +20,6 @@ from kvstore.backends.base import (
     ArrivalListener,
     Backend,
     BackendStats,
-    DoubtListener,
     RecordGeometry,
     RecordRead,
     RecordWrite,
@@ -216,9 +215,6 @@ class FaultyBackend(Backend):
 
     def set_arrival_listener(self, listener: ArrivalListener) -> None:
         self.inner.set_arrival_listener(listener)
-
-    def set_doubt_listener(self, listener: DoubtListener) -> None:
-        self.inner.set_doubt_listener(listener)
 
     def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         return self.inner.own(keys)

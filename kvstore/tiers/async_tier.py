@@ -32,7 +32,6 @@ from kvstore.runtime.messages import (
     LineageFound,
     PresenceAdded,
     PresenceComplete,
-    PresenceDoubtful,
     PresenceRemoved,
     ProbeDone,
     StatsReport,
@@ -69,7 +68,6 @@ _REPORT_GRACE_S = 0.1
 _ABOUT_BLOCKS = (
     PresenceAdded,
     PresenceRemoved,
-    PresenceDoubtful,
     LineageFound,
     PresenceComplete,
     ExistsDone,
@@ -82,9 +80,6 @@ _RECOVERED_PER_STEP = 32768
 
 _VERIFIED_PER_STEP = 128
 """Reported blocks looked up per step. Redis answers within 1 ms."""
-
-_DOUBTED_PER_STEP = 1024
-"""Known blocks looked up per step after a doubt, on a medium with an index in memory."""
 
 _VERIFICATION_INTERVAL_S = 300.0
 """Time between two lookups of all reported blocks on a medium that evicts silently."""
@@ -205,7 +200,7 @@ class AsyncTier(SecondaryTierManager):
 
     def flush(self) -> None:
         if self._is_up:
-            self._look_up_doubtful()
+            self._verify_reported()
         if self._existence.unasked:
             self._outbox += self._existence.take_questions(self._clock())
         if not self._outbox:
@@ -420,21 +415,17 @@ class AsyncTier(SecondaryTierManager):
     def _is_up(self) -> bool:
         return not self._down and not self._epoch.is_changing
 
-    def _look_up_doubtful(self) -> None:
-        """Look up some blocks that may have left with the next query; missing ones are then reported as removed.
-
-        These are all known blocks after a doubt, and the reported ones of a medium that evicts silently.
-        """
-        if not (self._unverified or self._verifies_events):
+    def _verify_reported(self) -> None:
+        """Look up some reported blocks of a medium that evicts silently; missing ones are then reported as removed."""
+        if not self._verifies_events:
             return
         now = self._clock()
         if not self._unverified and now >= self._verification_due:
             self._verification_due = now + _VERIFICATION_INTERVAL_S
             self._unverified = self._inventory.known
-        count = _DOUBTED_PER_STEP if self._exclusive else _VERIFIED_PER_STEP
-        for key in self._unverified[-count:]:
+        for key in self._unverified[-_VERIFIED_PER_STEP:]:
             self._existence.ask(key, now)
-        del self._unverified[-count:]
+        del self._unverified[-_VERIFIED_PER_STEP:]
 
     def _admits_store(self, size_bytes: int, now: float) -> bool:
         backlog = self._jobs.store_bytes
@@ -472,8 +463,6 @@ class AsyncTier(SecondaryTierManager):
                 self._presence.add(message.keys, now)
             case PresenceRemoved():
                 self._blocks_gone(self._presence.remove(message.keys), message.cause)
-            case PresenceDoubtful():
-                self._unverified = self._presence.keys()
             case LineageFound() if self._events:
                 pairs = zip(message.lineage, message.secrets, strict=True)
                 self._lineage.update(zip(message.keys, pairs, strict=True))

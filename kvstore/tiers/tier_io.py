@@ -41,7 +41,6 @@ from kvstore.runtime.messages import (
     KeepLineage,
     PresenceAdded,
     PresenceComplete,
-    PresenceDoubtful,
     PresenceRemoved,
     Probe,
     ProbeDone,
@@ -157,7 +156,6 @@ class TierIO:
         self._backend = spec.backend
         self._backend.set_removal_listener(self._on_removal)
         self._backend.set_arrival_listener(self._on_found)
-        self._backend.set_doubt_listener(lambda: self._post(PresenceDoubtful()))
         self._send = post
         self._room = room
         self._new_parts = partial(_EpochParts, spec, self._on_put, self._on_exists)

@@ -6,7 +6,7 @@ declarations. Names start with ``vllm:``, because vLLM clears only those when it
 
 Dashboards and routers (such as llm-d's) read vLLM's metrics under the names of vLLM's manager. Only metrics that the
 running version declares are reported, with its names, kinds and labels. The label ``tier`` is ``0:primary`` for the
-primary tier, otherwise position and name (``1:nvme``); vLLM uses position and type.
+primary tier, otherwise position and name (``1:file``); vLLM uses position and type.
 """
 
 from __future__ import annotations

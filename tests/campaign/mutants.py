@@ -100,20 +100,8 @@ ACCEPTED: Final[dict[str, str]] = {
     "shifted: `len(settled) + len(others) <= _SETTLED_MAX` -> `(len(settled) + len(others) < _SETTLED_MAX)`": (
         "the bound is of memory, and one source more or less is none"
     ),
-    "call removed: `pool.close()` -> `pass`": "the memory goes with its last view, a moment later",
-    "operand dropped: `missed and self._backend.exclusive and (not self._closed)`"
-    " -> `(missed and self._backend.exclusive)`": "a closed medium answers with an error, which reports nothing",
     "shifted: `fit.q * blocks > _PIECE_S` -> `(fit.q * blocks >= _PIECE_S)`": "at equality a piece is all blocks",
-    "shifted: `place <= SLOT_MASK` -> `(place < SLOT_MASK)`": "no disk tier has a slot of the highest number",
     "shifted: `self.fd >= 0` -> `(self.fd > 0)`": "0 is standard input, which is open",
-    "operand dropped: `whole and (not known) and (not self.intact) and (number % geometry.paths == path)`"
-    " -> `(not known and (not self.intact) and (number % geometry.paths == path))`": (
-        "a shortcut: the file is removed, and its segment forgotten again"
-    ),
-    "operand dropped: `op.place >> OWNER_SHIFT not in session.followers.others or session.index.place(key) != op.place`"
-    " -> `(session.index.place(key) != op.place)`": (
-        "a shortcut until the rows of an owner are cleared: the descriptor and the checksum are checked anyway"
-    ),
     "operand dropped: `self._flushing is None and (not self._writing)` -> `(not self._writing)`": (
         "a second flush in the same iteration of the loop finds nothing to send"
     ),
@@ -132,9 +120,6 @@ ACCEPTED: Final[dict[str, str]] = {
         "a shortcut: without bytes a step does nothing"
     ),
     "shifted: `slot_bytes > _SLOT_BYTES_MAX` -> `(slot_bytes >= _SLOT_BYTES_MAX)`": "no model has blocks of 1 GiB",
-    "shifted: `self._missing_bytes(0) <= 0` -> `(self._missing_bytes(0) < 0)`": (
-        "a shortcut: if exactly nothing is missing, the same is found with the lock held"
-    ),
     "operand dropped: `work and self._side is not None` -> `(work)`": (
         "for the type checker: the parent sends its first message before any other"
     ),
@@ -150,14 +135,6 @@ ACCEPTED: Final[dict[str, str]] = {
     ),
     "flipped: `view.nbytes <= PIECE_BYTES` -> `(view.nbytes > PIECE_BYTES)`": (
         "the digest is the same; one call is faster for a short payload, and pieces keep the GIL for a long one"
-    ),
-    "shifted: `op.place > SLOT_MASK` -> `(op.place >= SLOT_MASK)`": "no disk tier has a slot of the highest number",
-    "shifted: `more > 0` -> `(more >= 0)`": "a shortcut: without new slots the array is copied as it is",
-    "operand dropped: `find and (not other.news)` -> `(not other.news)`": (
-        "a shortcut: a load need not look at directories, which the next look at all owners does"
-    ),
-    "operand dropped: `context is not None and config.tls_ca` -> `(context is not None)`": (
-        "a shortcut: without a file of authorities, those of the system are loaded already"
     ),
     "shifted: `len(keys) > min(map(self.room, links), default=len(keys))`"
     " -> `(len(keys) >= min(map(self.room, links), default=len(keys)))`": (

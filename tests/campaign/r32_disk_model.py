@@ -1,8 +1,8 @@
 """R32: engines that share a disk agree with a model over random steps.
 
 Method: worlds of up to four engines of two namespaces in two directories. They store, load, evict, remove and wipe
-blocks; they are killed at a random system call, closed, and adopt what others left; disks are full or read-only,
-directories cannot be read, segments are deleted, directories are given in another order. After each step each engine is
+blocks; they are killed at a random system call, closed, and take the segments of others; disks are full or read-only,
+segments are deleted. After each step each engine is
 compared with the model: its own blocks exactly, and each block of another engine that it promises.
 """
 
@@ -41,6 +41,6 @@ if __name__ == "__main__":
         "loads": "loads",
         "evictions": "removal EVICTED",
         "kills": "_kill",
-        "adoptions": "adoptions",
+        "taken later": "blocks taken over",
     }
     passed(", ".join(f"{total[name]:,} {what}" for what, name in figures.items()) + " (goal: 1,000,000 steps)")

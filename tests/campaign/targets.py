@@ -25,17 +25,16 @@ import numpy as np
 import xxhash
 
 from kvstore.backends.disk import DiskConfig
-from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.layout import (
-    FRAME_BYTES,
     PAGE,
-    RECORD,
-    Kind,
-    decode_descriptor,
-    encode_descriptor,
-    encode_frame,
-    read_frames,
-    records_of,
+    ROW,
+    ROW_BYTES,
+    Head,
+    State,
+    decode_head,
+    decode_rows,
+    encode_head,
+    encode_rows,
 )
 from kvstore.backends.memory import MemoryBackend
 from kvstore.backends.peer import protocol
@@ -50,16 +49,6 @@ from kvstore.backends.s3.http import Answer, read_deleted, read_list
 from kvstore.backends.s3.notes import read_note
 from kvstore.backends.s3.packs import PackFormat, Unreadable
 from kvstore.backends.s3.presence import BloomFilter
-from kvstore.backends.slots.layout import (
-    ROW,
-    ROW_BYTES,
-    Head,
-    State,
-    decode_head,
-    decode_rows,
-    encode_head,
-    encode_rows,
-)
 from kvstore.cli.holdings.archive import ArchiveError, read_archive
 from kvstore.codec.checksum import header_checksum, payload_checksum
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
@@ -67,7 +56,7 @@ from kvstore.config import decode_config, encode_config
 from kvstore.errors import ConfigError, KVStoreError, RecordError
 from kvstore.namespace import Namespace
 from tests.codec.coding import Coding, numbers
-from tests.disk.rig import opened, room_for
+from tests.disk.rig import opened
 
 NAMESPACE = Namespace({"fuzz": 1})
 KEY = b"a key of thirty-two bytes, just.."
@@ -143,52 +132,6 @@ def coded_seeds() -> list[bytes]:
     return [mode + coding.write([block])[0] for mode, coding in zip((b"\0", b"\xff"), CODINGS, strict=True)]
 
 
-GEOMETRY_SLOTS = 4
-SLOTS_MAX = 1 << 16
-"""Slots above this in a record are brought below it: memory follows slot numbers that no owner has."""
-
-
-def run_journal(data: bytes) -> None:
-    """Frames are applied or end the journal; what they leave is within the columns, with keys of at most 64 bytes."""
-    mode, content = data[:1], bytearray(data[1:])
-    if mode == b"\1":
-        records = content[: len(content) // RECORD.itemsize * RECORD.itemsize]
-        rows = np.frombuffer(records, RECORD)
-        rows["slot"] %= SLOTS_MAX
-        content = bytearray(encode_frame(bytes(records), 1, OWNER, 1))
-    frames = read_frames(memoryview(bytes(content)), OWNER, 1, 1)
-    assert frames.size_bytes <= len(content)
-    assert frames.next_journal >= 0
-    if frames.size_bytes:
-        content[len(data) % frames.size_bytes] ^= 1
-        damaged = read_frames(memoryview(bytes(content)), OWNER, 1, 1)
-        assert damaged.size_bytes <= len(data) % frames.size_bytes, "a damaged frame was taken for good"
-        content[len(data) % frames.size_bytes] ^= 1
-    columns = Columns(GEOMETRY_SLOTS)
-    columns.apply(frames.records)
-    held = columns.held()
-    assert len(held) == 0 or int(held[-1]) < len(columns.segments) * GEOMETRY_SLOTS
-    assert all(len(key) <= 64 for key in columns.keys_in(held))
-
-
-def journal_seeds() -> list[bytes]:
-    """Return a journal as records and as frames."""
-    rows = [
-        (Kind.SEGMENT, 0, 0, 0, b""),
-        (Kind.ADD, 1, 5000, 77, KEY),
-        (Kind.ADD, 2, 5000, 78, KEY[:5]),
-        (Kind.REMOVE, 1, 0, 77, KEY),
-        (Kind.SEGMENT, 4, 1, 0, b""),
-        (Kind.BAD, 2, 0, 0, b""),
-        (Kind.UNSURE, 0, 0, 0, b""),
-        (Kind.SURE, 0, 0, 0, b""),
-        (Kind.DROP, 4, 0, 0, b""),
-        (Kind.NEXT, 2, 0, 0, b""),
-    ]
-    frames = encode_frame(records_of(rows[:4]), 1, OWNER, 1) + encode_frame(records_of(rows[4:]), 2, OWNER, 1)
-    return [b"\0" + frames, b"\1" + records_of(rows), b"\0" + frames[: FRAME_BYTES + 50]]
-
-
 TABLE = Head(OWNER, 4, 8192, NAMESPACE.digest)
 
 
@@ -222,7 +165,7 @@ def table_seeds() -> list[bytes]:
 
 
 class _Directory:
-    """A directory of an owner that has closed, and the blocks that were stored in it."""
+    """The root of an engine that has closed, and the blocks that were stored in it."""
 
     def __init__(self) -> None:
         self.place = tempfile.TemporaryDirectory(prefix="kvstore-fuzz-")
@@ -231,7 +174,7 @@ class _Directory:
         self.files = sorted(path for path in self.root.rglob("*") if path.is_file() and path.suffix != ".seg")
 
     async def _fill(self) -> dict[bytes, bytes]:
-        async with opened(self.root, room_for(8), engine="threads", seed=1) as rig:
+        async with opened(self.root, 8, engine="threads", seed=1) as rig:
             return await rig.put_new(3)
 
     async def look(self, data: bytes) -> None:
@@ -241,7 +184,7 @@ class _Directory:
         shutil.copytree(self.root, copy)
         (copy / file.relative_to(self.root)).write_bytes(data[1:])
         try:
-            async with opened(copy, room_for(8), engine="threads", seed=2) as rig:
+            async with opened(copy, 8, engine="threads", seed=2) as rig:
                 await rig.scanned()
                 found = await rig.get(list(self.values))
                 assert all(back in (None, value) for value, back in zip(self.values.values(), found, strict=True))
@@ -266,25 +209,6 @@ def directory_seeds() -> list[bytes]:
     """Return each file of a directory as it is, and texts."""
     found = [bytes([number]) + path.read_bytes() for number, path in enumerate(_directory().files)]
     return found + [bytes([number]) + b"[" * 4000 for number in range(len(found))]
-
-
-def run_descriptor(data: bytes) -> None:
-    """A descriptor is None or has a checksum that holds, and a key of 1 to 64 bytes."""
-    page = bytearray(data[1:].ljust(PAGE, b"\0")[:PAGE])
-    end = HEADER_BYTES + struct.calcsize("<8sQQQH6x32s64s")
-    if data[:1] == b"\1":
-        page[end : end + 8] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(page[:end])))
-    found = decode_descriptor(memoryview(page))
-    if found is not None:
-        assert xxhash.xxh3_64_intdigest(bytes(page[:end])) == struct.unpack_from("<Q", page, end)[0]
-        assert 1 <= len(found.key) <= 64
-
-
-def descriptor_seeds() -> list[bytes]:
-    """Return a header page."""
-    page = bytearray(PAGE)
-    encode_descriptor(memoryview(page), OWNER, 7, 5000, NAMESPACE.digest, KEY)
-    return [b"\0" + bytes(page[:600]), b"\1" + bytes(page[:600])]
 
 
 def run_pack(data: bytes) -> None:
@@ -535,8 +459,6 @@ def config_seeds() -> list[bytes]:
 TARGETS = {
     "record": FuzzTarget(run_record, record_seeds, 1024),
     "coded": FuzzTarget(run_coded, coded_seeds, 3000),
-    "descriptor": FuzzTarget(run_descriptor, descriptor_seeds, 700),
-    "journal": FuzzTarget(run_journal, journal_seeds, 4096),
     "table": FuzzTarget(run_table, table_seeds, 512),
     "directory": FuzzTarget(run_directory, directory_seeds, 8192),
     "pack": FuzzTarget(run_pack, pack_seeds, 2048),

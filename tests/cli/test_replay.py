@@ -199,7 +199,7 @@ def test_wrong_bytes_are_counted() -> None:
     assert manager.close()
 
 
-@pytest.mark.parametrize("backend", ["file", "nvme", "memory"])
+@pytest.mark.parametrize("backend", ["file", "memory"])
 def test_real_bytes_go_through_real_tiers_and_come_back_right(tmp_path: Path, backend: str) -> None:
     """Requests run concurrently; every loaded block is compared, and the replay leaves no files behind."""
     where = {} if backend == "memory" else {"path": str(tmp_path / "tier")}

@@ -162,7 +162,7 @@ def test_engines_have_pictures() -> None:
     rows = [
         {"bench": "vllm", "op": op, "system": system, "ttft_s": seconds, "tokens_per_s": 1000 / seconds}
         for op in ("restart", "chat")
-        for system, seconds in (("none", 3.5), ("kvstore-file", 0.2), ("vllm-fs", 0.3), ("kvstore-nvme", 0.25))
+        for system, seconds in (("none", 3.5), ("kvstore-file", 0.2), ("vllm-fs", 0.3), ("kvstore-redis", 0.25))
     ]
     pictures = {picture.name: picture for picture in pictures_of(rows)}
     assert set(pictures) == {"ttft", "engine-throughput"}
@@ -171,7 +171,7 @@ def test_engines_have_pictures() -> None:
         picture.draw(figure)
         (legend,) = figure.legends
         names = [text.get_text() for text in legend.get_texts()]
-        assert names == ["none", "kvstore-file", "vllm-fs", "kvstore-nvme"]
+        assert names == ["none", "kvstore-file", "vllm-fs", "kvstore-redis"]
         in_legend = [to_hex(patch.get_facecolor()) for patch in legend.get_patches()]
         for panel in figure.axes:
             assert [to_hex(bar.get_facecolor()) for bar in panel.patches] == in_legend

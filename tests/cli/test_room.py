@@ -11,7 +11,7 @@ from kvstore.cli.bench.engine import DryTier
 from kvstore.cli.bench.room import SlotsRoom
 from kvstore.tenants import Tenant, Tenants, tag_of
 from kvstore.types import BlockKey, LookupResult, TransferJob
-from tests.slots.rig import PAYLOAD, SLOT, Rig, opened
+from tests.disk.rig import PAYLOAD, SLOT, Rig, opened
 
 _SLOTS = 320
 """Room for 16 segments of 20 slots; 5 of them are freed ahead of need."""

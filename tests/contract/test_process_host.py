@@ -111,17 +111,10 @@ class TestFileThreadsProcess(OneProcess):
 
 
 @pytest.mark.matrix
-class TestNvmeProcess(OneProcess):
-    """A directory used by a single engine."""
-
-    options: ClassVar[dict[str, Any]] = {"backend": "nvme"}
-
-
-@pytest.mark.matrix
-class TestNvmeProcessRestart(ProcessRig):
+class TestFileProcessRestart(ProcessRig):
     """The process of a closed tier leaves its directory to the next one."""
 
-    options: ClassVar[dict[str, Any]] = {"backend": "nvme"}
+    options: ClassVar[dict[str, Any]] = {"backend": "file"}
     test_blocks_outlive_a_restart = TierLifecycleTests.test_blocks_outlive_a_restart
 
 

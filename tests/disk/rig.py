@@ -1,4 +1,4 @@
-"""Shared parts of the disk backend's tests: open backends, and clones of the state that a crash would leave."""
+"""Open disk backends, and clones of the state that a kill would leave."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.disk import DiskBackend, DiskConfig
+from kvstore.backends.disk.layout import Head, decode_head
 from kvstore.backends.disk.session import Session
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.config import Capacity
@@ -23,6 +24,8 @@ from kvstore.tenants import Tenants
 from kvstore.testing.records import RecordMaker
 from kvstore.types import BlockKey, Outcome, RemovalCause
 
+_T = TypeVar("_T")
+
 NAMESPACE = Namespace({"test": "disk"})
 OTHER_NAMESPACE = Namespace({"test": "another"})
 PAYLOAD = 8192
@@ -30,54 +33,26 @@ SLOT = 4096 + PAYLOAD
 GEOMETRY = RecordGeometry(HEADER_BYTES, PAYLOAD)
 
 
-def room_for(blocks: int) -> int:
-    """Return the capacity that holds ``blocks`` blocks."""
-    return blocks * SLOT
-
-
-def segment_bytes(root: Path) -> int:
-    """Return the total length of all segments under a directory."""
-    total = 0
-    for path in root.rglob("*.seg"):
-        # An engine may remove it at this moment.
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_size
-    return total
-
-
-class NoFrames(OsDisk):
-    """A disk that refuses every frame of a journal, with ``error``, while ``fails`` is set."""
-
-    fails = False
-    error = errno.EIO
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
-        if self.fails and name.startswith("journal.") and offset:
-            raise OSError(self.error, "no frame is written")
-        return super().pwritev(fd, buffers, offset)
-
-
 class Rig:
     """An open backend with shortcuts."""
 
-    def __init__(self, backend: DiskBackend, namespace: Namespace, rng: random.Random) -> None:
+    def __init__(self, backend: DiskBackend, rng: random.Random, namespace: Namespace) -> None:
         self.backend = backend
         self.maker = RecordMaker(namespace, GEOMETRY, rng)
         self.removed: list[tuple[BlockKey, RemovalCause]] = []
         self.arrived: list[BlockKey] = []
+        backend.set_arrival_listener(self.arrived.extend)
         backend.set_removal_listener(lambda keys, cause: self.removed.extend((key, cause) for key in keys))
-        backend.set_arrival_listener(lambda keys: self.arrived.extend(keys))
+
+    async def put(self, values: dict[BlockKey, bytes]) -> list[Outcome]:
+        """Put payloads by key."""
+        return list(await self.backend.put([self.maker.write(key, payload) for key, payload in values.items()]))
 
     @property
     def session(self) -> Session:
         """The open session."""
         assert self.backend._open is not None
-        return self.backend._open.session
-
-    async def put(self, values: dict[BlockKey, bytes]) -> list[Outcome]:
-        """Put payloads by key."""
-        return list(await self.backend.put([self.maker.write(key, payload) for key, payload in values.items()]))
+        return self.backend._open
 
     def new(self, count: int) -> dict[BlockKey, bytes]:
         """Return new blocks that were never put."""
@@ -99,6 +74,10 @@ class Rig:
             for target, outcome in zip(targets, outcomes, strict=True)
         ]
 
+    async def outcomes_of(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        """Return the outcomes of loads."""
+        return list(await self.backend.get_into([self.maker.target(key).read for key in keys]))
+
     async def has_all(self, values: dict[BlockKey, bytes]) -> None:
         """Check that all of these blocks are found and right."""
         assert await self.get(list(values)) == list(values.values())
@@ -119,28 +98,82 @@ async def stores(rig: Rig, count: int) -> Counter[Outcome]:
     return Counter([outcome for _ in range(count) for outcome in await rig.put(rig.new(1))])
 
 
+class BadDisk(OsDisk):
+    """A disk that fails calls of some kinds on files and directories whose path contains a text."""
+
+    ops: tuple[str, ...] = ()
+    name = ""  # Start of the names that can't be created; all others are created.
+    bad = ""
+    error = errno.EIO
+
+    def syscall(self, op: str, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
+        if op in self.ops and (op != "open" or (args[1] & os.O_CREAT and args[0].startswith(self.name))):
+            fd = kwargs.get("dir_fd", kwargs.get("src_dir_fd", args[0]))
+            if self.bad in os.readlink(f"/proc/self/fd/{fd}"):
+                raise OSError(self.error, os.strerror(self.error))
+        return super().syscall(op, function, *args, **kwargs)
+
+
+class NoRows(OsDisk):
+    """A disk that refuses every write to a table while ``fails`` is set, before or after it is made."""
+
+    fails = False
+    after = False
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        is_table = os.readlink(f"/proc/self/fd/{fd}").endswith(".tab") and offset
+        if self.fails and is_table:
+            if self.after:
+                super().pwritev(fd, buffers, offset)
+            raise OSError(errno.EIO, "no row is written")
+        return super().pwritev(fd, buffers, offset)
+
+
 @contextlib.asynccontextmanager
 async def opened(
     path: Path | Sequence[Path],
-    capacity: int | str,
+    slots: int | str,
     *,
     disk: OsDisk | None = None,
-    namespace: Namespace = NAMESPACE,
     seed: int | None = None,
     tenants: Tenants | None = None,
+    namespace: Namespace = NAMESPACE,
     **options: Any,
 ) -> AsyncIterator[Rig]:
-    """Open a backend while the context lasts."""
+    """Open a backend with room for so many slots, or a share of the filesystem, while the context lasts."""
     paths = str(path) if isinstance(path, Path) else [str(each) for each in path]
-    config = DiskConfig(path=paths, capacity=Capacity(capacity), **{"lock_timeout": 0, "reserve": 0, **options})
+    capacity = Capacity(slots if isinstance(slots, str) else slots * SLOT)
+    config = DiskConfig(path=paths, capacity=capacity, **{"reserve": Capacity(0), **options})
     backend = DiskBackend(config, disk=disk)
     backend.tenants = tenants
-    rig = Rig(backend, namespace, random.Random(seed))
+    rig = Rig(backend, random.Random(seed), namespace)
     await backend.open(namespace, GEOMETRY)
     try:
         yield rig
     finally:
         await backend.close()
+
+
+def segment_bytes(root: Path) -> int:
+    """Return the length of all segments in a root."""
+    size_bytes = 0
+    for path in root.rglob("*.seg"):
+        # An engine may remove it at the same time.
+        with contextlib.suppress(FileNotFoundError):
+            size_bytes += path.stat().st_size
+    return size_bytes
+
+
+def tables(root: Path) -> list[Path]:
+    """Return the tables in a root, in order."""
+    return sorted(root.rglob("*.tab"))
+
+
+def head_of(table: Path) -> Head:
+    """Return the head of a table."""
+    head = decode_head(table.read_bytes(), NAMESPACE.digest)
+    assert head is not None
+    return head
 
 
 def clone(path: Path, to: Path) -> Path:

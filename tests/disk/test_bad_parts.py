@@ -1,119 +1,129 @@
-"""Parts of a medium that can't be written, and closes that are cut short: neither costs more than itself."""
+"""Parts of a medium that can't be written cost only themselves, and are used again once they work."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import errno
-import gc
-import os
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvstore.backends.disk import index as index_module
-from kvstore.backends.disk.layout import segment_name
-from kvstore.diskio import OsDisk
-from kvstore.testing.tier_rig import TierRig
-from kvstore.testing.waiting import eventually_async
-from kvstore.types import Outcome
-from tests.disk.rig import NAMESPACE, Rig, opened, room_for
+from kvstore.types import BlockKey, Outcome
+from tests.disk.rig import BadDisk, Rig, opened
+
+BLOCKS = 128
 
 
-class BadDisk(OsDisk):
-    """A disk with segments that can't be written."""
+class Clock:
+    """The clock of rests."""
 
-    bad = ""
-    """Part of the names of these segments; empty: none is bad."""
+    now = 1000.0
 
-    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        name = os.readlink(f"/proc/self/fd/{fd}")
-        if self.bad and name.endswith(".seg") and self.bad in name:
-            raise OSError(errno.EIO, "bad for the test")
-        return super().pwritev(fd, buffers, offset)
+    def pass_rest(self) -> None:
+        """Let a rest pass."""
+        self.now += index_module._REST_S
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """Return a clock that stands still."""
+    clock = Clock()
+    monkeypatch.setattr(index_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    yield clock
 
 
 async def stores(rig: Rig, count: int) -> Counter[Outcome]:
     """Store new blocks one by one; return the outcomes."""
-    return Counter([outcome for _ in range(count) for outcome in await rig.put(rig.new(1))])
+    return Counter([outcome for _ in range(count) for outcome in await rig.put({rig.maker.key(): rig.maker.payload()})])
 
 
-async def test_a_bad_segment_stops_no_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stores fail in a new segment, then all go elsewhere; after a pause it is used again, if it can be."""
+async def there(rig: Rig, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    """Return those of these blocks that are found."""
+    return [key for key, found in zip(keys, await rig.backend.exists(keys), strict=True) if found]
+
+
+def holds(root: Path, key: BlockKey) -> bool:
+    """Return whether a table in a root has a row with this key."""
+    return any(key in table.read_bytes() for table in root.rglob("*.tab"))
+
+
+async def test_bad_segment_stops_no_stores(tmp_path: Path, clock: Clock) -> None:
+    """Two stores fail in a segment, then all go elsewhere; after a pause it is used again, if it can be."""
     disk = BadDisk()
-    async with opened(tmp_path, room_for(64), disk=disk, engine="threads") as rig:
-        await rig.put_new(32)
-        disk.bad = segment_name(8)
-        found = await stores(rig, 200)
-        assert found[Outcome.IO_ERROR] == 2, found
-        disk.bad = segment_name(3)
+    async with opened(tmp_path, BLOCKS, disk=disk, engine="threads") as rig:
+        await rig.put_new(BLOCKS)
+        disk.ops, disk.bad = ("pwritev",), "000003.seg"
         found = await stores(rig, 300)
-        # Each of its four blocks leaves once, and its slot is tried once.
-        assert found[Outcome.IO_ERROR] <= 4, found
+        assert 0 < found[Outcome.IO_ERROR] <= 4, found
         assert await stores(rig, 100) == {Outcome.OK: 100}
-        disk.bad = ""
-        monkeypatch.setattr(index_module, "_REST_S", 0.0)
-        for slot in rig.session.index._resting:
-            rig.session.index._resting[slot] = 0.0
-        await stores(rig, 64)
-        assert not rig.session.index._resting
+        clock.pass_rest()
+        found = await stores(rig, 100)
+        assert found[Outcome.IO_ERROR] == 1, found
+        disk.bad = "no file"
+        clock.pass_rest()
+        before = len(rig.removed)
+        assert await stores(rig, 2 * BLOCKS) == {Outcome.OK: 2 * BLOCKS}
+        assert rig.backend.stats().blocks > BLOCKS - 8
+        assert len(rig.removed) > before
 
 
-async def test_a_medium_that_takes_no_blocks_keeps_those_it_has(tmp_path: Path) -> None:
+async def test_medium_that_takes_no_blocks_keeps_those_it_has(tmp_path: Path) -> None:
     """Stores that fail everywhere evict no more than an eighth of the blocks."""
     disk = BadDisk()
-    async with opened(tmp_path, room_for(64), disk=disk, engine="threads") as rig:
-        values = await rig.put_new(64)
-        disk.bad = ".seg"
-        assert Outcome.OK not in await stores(rig, 200)
-        assert len(await rig.still_there(values)) >= 64 - 64 // 8 - 4
-        disk.bad = ""
+    async with opened(tmp_path, BLOCKS, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(BLOCKS)
+        disk.ops, disk.bad = ("pwritev",), ".seg"
+        assert Outcome.OK not in await stores(rig, 300)
+        assert len(await there(rig, list(values))) >= BLOCKS - BLOCKS // 8 - 4
+        disk.ops = ()
         assert (await stores(rig, 20))[Outcome.OK] == 20
 
 
-@pytest.mark.parametrize("engine", ["threads", "auto"])
-def test_failed_writes_keep_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
-    """A closed tier has no view of the slots, although errors of their writes have tracebacks."""
-
-    def fail(self: OsDisk, fd: int, buffers: list[memoryview], offset: int) -> int:
-        raise OSError(errno.EIO, "bad for the test")
-
-    config = {"backend": "file", "path": str(tmp_path / "kv"), "capacity": "8MiB", "reserve": 0, "engine": engine}
-    gc.disable()
-    try:
-        with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=32) as rig:
-            assert rig.store([b"good"]).success
-            monkeypatch.setattr(OsDisk, "pwritev", fail)
-            for number in range(20):
-                rig.store([b"%d %d" % (number, i) for i in range(20)])
-            monkeypatch.undo()
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("engine", ["threads", "auto"])
-@pytest.mark.parametrize("turns", [1, 2, 5, 20])
-async def test_a_cancelled_close_frees_all_files(tmp_path: Path, engine: str, turns: int) -> None:
-    """However far it came, no file stays open and no lock is held once the last operation has ended."""
-    async with opened(tmp_path, room_for(64), engine=engine) as rig:
-        await rig.put_new(8)
-        storing = asyncio.create_task(rig.put(rig.new(4)))
-        closing = asyncio.create_task(rig.backend.close())
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        closing.cancel()
-        await asyncio.gather(storing, closing, return_exceptions=True)
-        await eventually_async(lambda: not open_below(tmp_path), what="no file open")
-    async with opened(tmp_path, room_for(64), engine=engine, exclusive=True) as rig:
-        await rig.scanned()
-        await rig.has_all(await rig.put_new(2))
+@pytest.mark.parametrize("op", ["pwritev", "fdatasync"])
+async def test_failing_root_costs_itself_alone(tmp_path: Path, clock: Clock, op: str) -> None:
+    """Few stores fail, the other root takes all further ones, and loads from both go on."""
+    disk = BadDisk()
+    roots = [tmp_path / "a", tmp_path / "b"]
+    async with opened(roots, BLOCKS, disk=disk, engine="threads", durability="data") as rig:
+        values = await rig.put_new(BLOCKS)
+        kept = [key for key in values if holds(roots[1], key)]
+        assert len(kept) > BLOCKS // 4
+        disk.ops, disk.bad = (op,), str(roots[1])
+        found = await stores(rig, 200)
+        assert found[Outcome.IO_ERROR] <= 8, found
+        assert await stores(rig, 300) == {Outcome.OK: 300}
+        kept = await there(rig, kept)
+        assert len(kept) >= BLOCKS // 2 - 12
+        await rig.has_all({key: values[key] for key in kept})
+        for _ in range(3):
+            clock.pass_rest()
+            found = await stores(rig, 100)
+            assert found[Outcome.IO_ERROR] <= 2, found
+        disk.ops = ()
+        clock.pass_rest()
+        await rig.backend.probe()
+        assert await stores(rig, 3 * BLOCKS) == {Outcome.OK: 3 * BLOCKS}
+        assert len(await there(rig, kept)) <= 2
 
 
-def open_below(root: Path) -> list[str]:
-    """Return the open files of this process in a directory."""
-    names = []
-    for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # Threads close files meanwhile.
-            names.append(os.readlink(file))
-    return [name for name in names if name.startswith(str(root))]
+async def test_root_that_takes_no_segments(tmp_path: Path) -> None:
+    """All segments are made in the other root; once it is full, blocks are evicted there."""
+    disk = BadDisk()
+    roots = [tmp_path / "a", tmp_path / "b"]
+    async with opened(roots, BLOCKS, disk=disk, engine="threads") as rig:
+        disk.ops, disk.bad = ("open",), str(roots[1])
+        assert await stores(rig, 2 * BLOCKS) == {Outcome.OK: 2 * BLOCKS}
+        assert rig.backend.stats().blocks >= BLOCKS // 2 - 8
+        assert not list(roots[1].rglob("*.tab"))
+
+
+async def test_all_roots_fail(tmp_path: Path) -> None:
+    """Blocks are not evicted for stores that fail, too."""
+    disk = BadDisk()
+    async with opened([tmp_path / "a", tmp_path / "b"], BLOCKS, disk=disk, engine="threads") as rig:
+        await rig.put_new(BLOCKS)
+        disk.ops, disk.bad = ("pwritev",), str(tmp_path)
+        assert Outcome.OK not in await stores(rig, 300)
+        assert len(rig.removed) <= BLOCKS // 8 + 8

@@ -1,4 +1,4 @@
-"""Each form of the disk backend keeps the contract of backends; options of the file access run the value part."""
+"""The backend of slots and tables keeps the contract of backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.testing.backend_tests import BackendValueTests
 from tests.diskio.faulty_disk import FaultyDisk
 
 
-class DiskHarness(BackendHarness):
+class SlotsHarness(BackendHarness):
     settings: ClassVar[dict[str, Any]] = {}
     drives: ClassVar[int] = 1
 
@@ -44,37 +44,32 @@ class DiskHarness(BackendHarness):
         return self.backend(capacity_bytes)
 
 
-class TestUring(DiskHarness, BackendTests):
+class TestUring(SlotsHarness, BackendTests):
     settings: ClassVar[dict[str, Any]] = {"engine": "io_uring"}
 
 
 @pytest.mark.matrix
-class TestThreads(DiskHarness, BackendTests):
+class TestThreads(SlotsHarness, BackendTests):
     settings: ClassVar[dict[str, Any]] = {"engine": "threads"}
 
 
 @pytest.mark.matrix
-class TestBuffered(DiskHarness, BackendValueTests):
+class TestBuffered(SlotsHarness, BackendValueTests):
     settings: ClassVar[dict[str, Any]] = {"direct": "off"}
 
 
 @pytest.mark.matrix
-class TestDurable(DiskHarness, BackendValueTests):
+class TestDurable(SlotsHarness, BackendValueTests):
     settings: ClassVar[dict[str, Any]] = {"durability": "data"}
 
 
 @pytest.mark.matrix
-class TestExclusive(DiskHarness, BackendTests):
-    settings: ClassVar[dict[str, Any]] = {"exclusive": True}
-
-
-@pytest.mark.matrix
-class TestDrives(DiskHarness, BackendTests):
+class TestDrives(SlotsHarness, BackendTests):
     drives = 3
 
 
 class TestHoldings(HoldingsTests):
-    """Directories of engines, read by another process."""
+    """Segments of engines, read by another process."""
 
     @pytest.fixture(autouse=True)
     def _directory(self, tmp_path: Path) -> None:
@@ -85,4 +80,4 @@ class TestHoldings(HoldingsTests):
         path = tempfile.mkdtemp(dir=self.directory)
         return DiskBackend(DiskConfig(path=[path], capacity=Capacity("48MiB"), reserve=Capacity(0)))
 
-    reopen = DiskHarness.reopen
+    reopen = SlotsHarness.reopen

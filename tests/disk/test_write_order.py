@@ -1,141 +1,188 @@
-"""Write order: a slot is reused only after the journal has recorded the removal of its old block."""
+"""Order of writes, and rows that could not be written."""
 
 from __future__ import annotations
 
+import errno
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore.backends.disk.layout import FRAME_BYTES, RECORD, Kind, decode_descriptor
-from kvstore.backends.disk.records import SlotWrite
+from kvstore.backends.disk.layout import PAGE, decode_rows
 from kvstore.diskio import OsDisk
-from kvstore.types import BlockKey, Outcome
-from tests.disk.rig import SLOT, opened, room_for
-
-PATIENCE_S = 0.05
-"""Time that a frame waits for a premature write of a slot."""
+from kvstore.types import Outcome, RemovalCause
+from tests.disk.rig import NoRows, clone, head_of, opened, tables
 
 
-class OrderedDisk(OsDisk):
-    """The real disk, checking each write against the journal written so far; for one engine on threads.
+class Recorder(OsDisk):
+    """Notes the writes and flushes of slots and rows."""
 
-    A frame waits a moment for a write that should have waited for the frame.
-    """
-
-    def __init__(self, *, durable: bool) -> None:
-        self.wrong: list[str] = []  # Writes that came too early.
-        # Blocks by file and offset of their slots, according to the frames written.
-        self.told: dict[tuple[int, int], BlockKey] = {}
-        self.frames = 0
-        self._durable = durable
-        self._written: dict[tuple[int, int], BlockKey] = {}
-        self._unsynced: dict[int, set[int]] = {}
-        self._lock = threading.Lock()
-        self._slot_write = threading.Event()
+    def __init__(self) -> None:
+        self.calls: list[str] = []
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
-        if name.endswith(".seg"):
-            return self._write_slots(int(name[:6]), fd, buffers, offset)
-        if name.startswith("journal.") and offset:
-            return self._write_frame(fd, buffers, offset)
+        # The generations are on the second page.
+        if offset != PAGE:
+            self._note("write", fd)
         return super().pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
-        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+        self._note("sync", fd)
         super().fdatasync(fd)
-        if name.endswith(".seg"):
-            with self._lock:
-                self._unsynced.pop(int(name[:6]), None)
 
-    def _write_slots(self, segment: int, fd: int, buffers: Sequence[Any], offset: int) -> int:
-        places: dict[tuple[int, int], BlockKey] = {}
-        at = offset
-        for buffer in buffers:
-            header = decode_descriptor(memoryview(buffer)) if len(buffer) == 4096 and at % SLOT == 0 else None
-            if header is not None:
-                places[segment, at // SLOT] = header.key
-            at += len(buffer)
-        with self._lock:
-            for place, key in places.items():
-                if self.told.get(place, key) != key:
-                    self.wrong.append(f"slot {place} was given away before the journal said so")
-            self._unsynced.setdefault(segment, set()).update(slot for _, slot in places)
-        if places:
-            self._slot_write.set()
-        done = super().pwritev(fd, buffers, offset)
-        with self._lock:
-            self._written |= places
-        return done
-
-    def _write_frame(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
-        records = np.frombuffer(b"".join(map(bytes, buffers))[FRAME_BYTES:], RECORD)
-        slots = room_for(16) // SLOT // 16
-        rows = [
-            (int(row["kind"]), divmod(int(row["slot"]), slots), bytes(row["key"])[: row["key_length"]])
-            for row in records
-        ]
-        with self._lock:
-            for kind, place, key in rows:
-                if kind == Kind.ADD and self._written.get(place) != key:
-                    self.wrong.append(f"slot {place} was announced before it was written")
-                if kind == Kind.ADD and self._durable and place[1] in self._unsynced.get(place[0], ()):
-                    self.wrong.append(f"slot {place} was announced before it was synced")
-        self._slot_write.clear()
-        if any(kind == Kind.REMOVE for kind, *_ in rows):
-            self._slot_write.wait(PATIENCE_S)
-        done = super().pwritev(fd, buffers, offset)
-        with self._lock:
-            self.frames += 1
-            for kind, place, key in rows:
-                if kind == Kind.ADD:
-                    self.told[place] = key
-                elif kind == Kind.REMOVE:
-                    self.told.pop(place, None)
-        return done
+    def _note(self, what: str, fd: int) -> None:
+        if (ending := os.path.splitext(os.readlink(f"/proc/self/fd/{fd}"))[1]) in (".seg", ".tab"):
+            self.calls.append(f"{what} {ending}")
 
 
-@pytest.mark.parametrize("durability", ["none", "data"])
-async def test_slots_are_reused_after_the_journal_records_the_removal(tmp_path: Path, durability: str) -> None:
-    """In stores, evictions and removals, the journal records a removal before the slot is written."""
-    disk = OrderedDisk(durable=durability == "data")
-    async with opened(tmp_path, room_for(16), disk=disk, engine="threads", durability=durability) as rig:
-        values: dict[BlockKey, bytes] = {}
-        for round_ in range(14):
-            new = rig.new(4)
-            await rig.put(new)
-            values |= new
-            if round_ % 4 == 3:
-                await rig.backend.delete(list(new)[:2])
-        assert len(rig.removed) > 16
-        assert disk.wrong == []
-        assert disk.frames > 20
-        held = [key for key, there in zip(values, await rig.backend.exists(list(values)), strict=True) if there]
-        assert sorted(held) == sorted(disk.told.values())
+class BadTable(OsDisk):
+    """A disk that refuses writes to the rows of one table."""
+
+    name = ""
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        if offset and os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) == self.name:
+            raise OSError(errno.EIO, "a bad sector")
+        return super().pwritev(fd, buffers, offset)
 
 
-async def test_a_block_is_announced_after_its_write_has_ended(tmp_path: Path) -> None:
-    """While a slot is being written, neither its owner nor another engine finds the block."""
-    async with opened(tmp_path, room_for(16)) as one, opened(tmp_path, room_for(16)) as two:
-        late, other = one.new(1), one.new(1)
-        engine, write, found = one.session.engine, one.session.engine.write, []
+async def test_slot_is_durable_before_its_row(tmp_path: Path) -> None:
+    """A durable store writes and flushes the slot, then writes and flushes the row."""
+    disk = Recorder()
+    async with opened(tmp_path / "a", 64, disk=disk, engine="threads", durability="data") as rig:
+        await rig.put_new(1)
+        disk.calls.clear()
+        await rig.put_new(1)
+        assert disk.calls == ["write .seg", "sync .seg", "write .tab", "sync .tab"]
 
-        async def write_after_another_put(transfers: Any, *args: Any) -> None:
-            if isinstance(transfers[0], SlotWrite):
-                engine.write = write  # type: ignore[method-assign]
-                # Frames are written in order: a premature one of the late block would precede this one.
-                assert await one.put(other) == [Outcome.OK]
-                await two.session.followers.refresh()
-                found.extend([await rig.backend.exists([*late, *other]) for rig in (one, two)])
-            await write(transfers, *args)
 
-        engine.write = write_after_another_put  # type: ignore[method-assign]
-        assert await one.put(late) == [Outcome.OK]
-        assert found == [[False, True], [False, True]]
-        await two.session.followers.refresh()
-        await two.has_all(late | other)
+async def test_rows_of_neighbours_are_one_write(tmp_path: Path) -> None:
+    """The rows of a batch in neighbouring slots take one write."""
+    disk = Recorder()
+    async with opened(tmp_path / "a", 1024, disk=disk, engine="threads") as rig:
+        await rig.put_new(1)
+        disk.calls.clear()
+        await rig.put_new(32)
+        assert disk.calls.count("write .tab") == 1
+
+
+async def test_row_is_free_before_its_slot_is_written_again(tmp_path: Path) -> None:
+    """An eviction writes the row before any write to the slot; a removal wipes the slot after the row."""
+    disk = Recorder()
+    async with opened(tmp_path / "a", 16, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(16)
+        disk.calls.clear()
+        await rig.put_new(1)
+        assert disk.calls[:3] == ["write .tab", "write .seg", "write .tab"]
+        await rig.backend._open.space.close()  # type: ignore[union-attr]
+        disk.calls.clear()
+        there = [key for key, found in zip(values, await rig.backend.exists(list(values)), strict=True) if found]
+        await rig.backend.delete(there[:1])
+        assert disk.calls == ["write .tab", "write .seg"]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["not written", "written"])
+async def test_failed_row_of_a_store_publishes_nothing(tmp_path: Path, after: bool) -> None:
+    """The store fails, and its slot is not used until its row was written as free."""
+    disk = NoRows()
+    disk.after = after
+    async with opened(tmp_path / "a", 64, disk=disk, engine="threads") as rig:
+        kept = await rig.put_new(2)
+        disk.fails = True
+        failed = {rig.maker.key(): rig.maker.payload()}
+        assert await rig.put(failed) == [Outcome.IO_ERROR]
+        assert list(await rig.backend.exists(list(failed))) == [False]
+        assert rig.backend.stats().gauges["unsettled_rows"] == 1
+        free = rig.backend.stats().gauges["free_slots"]
+        disk.fails = False
+        await rig.backend.probe()
+        assert rig.backend.stats().gauges["unsettled_rows"] == 0
+        assert rig.backend.stats().gauges["free_slots"] == free + 1
+        copy = clone(tmp_path / "a", tmp_path / "b")
+        assert await rig.put(failed) == [Outcome.OK]
+        await rig.has_all(kept | failed)
+    async with opened(copy, 64) as rig:
+        await rig.has_all(kept)
+        assert list(await rig.backend.exists(list(failed))) == [False]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["not written", "written"])
+async def test_block_stays_when_its_eviction_fails(tmp_path: Path, after: bool) -> None:
+    """While rows can't be written, nothing is evicted, and every block is still loaded."""
+    disk = NoRows()
+    async with opened(tmp_path / "a", 16, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(16)
+        disk.fails, disk.after = True, after
+        assert await rig.put({rig.maker.key(): rig.maker.payload()}) == [Outcome.IO_ERROR]
+        assert rig.removed == []
+        await rig.has_all(values)
+        disk.fails = False
+        new = await rig.put_new(1)
+        assert [cause for _, cause in rig.removed] == [RemovalCause.EVICTED]
+        await rig.has_all(new)
+        await rig.put_new(16)
+        assert {key for key, _ in rig.removed} == {*values, *new}, "a block can't be evicted any more"
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["not written", "written"])
+async def test_failed_removal_of_a_row_is_made_later(tmp_path: Path, after: bool) -> None:
+    """The block is gone at once, its slot stays unused, and a kill after the next upkeep does not bring it back."""
+    disk = NoRows()
+    disk.after = after
+    async with opened(tmp_path / "a", 64, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(2)
+        first, second = values
+        disk.fails = True
+        assert list(await rig.backend.delete([first, first])) == [True, False]
+        await rig.backend.quarantine([second])
+        assert await rig.get(list(values)) == [None, None]
+        assert [info async for info in rig.backend.scan()] == []
+        disk.fails = False
+        await rig.backend.probe()
+        free = rig.backend.stats().gauges["free_slots"]
+        copy = clone(tmp_path / "a", tmp_path / "b")
+    async with opened(copy, 64) as rig:
+        assert rig.backend.stats().blocks == 0
+        assert rig.backend.stats().gauges["free_slots"] == free
+
+
+async def test_one_bad_row_does_not_stop_evictions(tmp_path: Path) -> None:
+    """If the row of a block can't be written, other blocks are evicted, and the block stays."""
+    disk = BadTable()
+    async with opened(tmp_path / "a", 16, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(16)
+        disk.name = tables(tmp_path)[0].name
+        outcomes = [outcome for _ in range(12) for outcome in await rig.put({rig.maker.key(): rig.maker.payload()})]
+        assert outcomes.count(Outcome.OK) >= 11
+        assert sum(await rig.backend.exists(list(values))) >= 1
+
+
+async def test_generation_grows_with_each_change_of_a_row(tmp_path: Path) -> None:
+    """A row has a generation that it never had, also after a write that failed, and in the next engine."""
+    disk = NoRows()
+    disk.after = True
+    generations: list[int] = []
+
+    def note() -> None:
+        table = tables(tmp_path)[0]
+        head = head_of(table)
+        rows, _ = decode_rows(table.read_bytes()[head.rows_at :], np.arange(head.slots), head)
+        generations.append(int(rows["generation"][0]))
+
+    async with opened(tmp_path / "a", 16, disk=disk, engine="threads") as rig:
+        first = list(await rig.put_new(1))
+        note()
+        await rig.backend.delete(first)
+        note()
+        disk.fails = True
+        assert await rig.put({rig.maker.key(): rig.maker.payload()}) == [Outcome.IO_ERROR]
+        note()
+        disk.fails = False
+        await rig.backend.probe()
+        note()
+    async with opened(tmp_path / "a", 16, engine="threads") as rig:
+        await rig.put_new(16)
+        note()
+    assert generations == sorted(set(generations)), generations

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.backends.disk.notes import encode_notes
-from kvstore.backends.slots.layout import FORMAT, Head, RowValues, State, encode_head, encode_rows
+from kvstore.backends.disk.layout import FORMAT, Head, RowValues, State, encode_head, encode_rows
+from kvstore.backends.disk.note_file import encode_notes
 from kvstore.codec.record import RecordCodec
 from kvstore.namespace import FORMAT_VERSION, Namespace
 

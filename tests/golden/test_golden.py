@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.backends.disk.notes import read_notes
-from kvstore.backends.slots.layout import PAGE, ROW_BYTES, decode_head, decode_rows
+from kvstore.backends.disk.layout import PAGE, ROW_BYTES, decode_head, decode_rows
+from kvstore.backends.disk.note_file import read_notes
 from kvstore.codec import RecordCodec, decode_header
 from kvstore.namespace import FORMAT_VERSION, Namespace
 from tests.golden.cases import (

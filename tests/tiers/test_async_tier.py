@@ -21,7 +21,6 @@ from kvstore.runtime.messages import (
     HostUp,
     PresenceAdded,
     PresenceComplete,
-    PresenceDoubtful,
     PresenceRemoved,
     Probe,
     ProbeDone,
@@ -113,24 +112,6 @@ def test_request_with_a_source_waits_for_no_other_part_of_the_medium() -> None:
     assert bench.tier.lookup(b"a", ctx) is LookupResult.MISS
     bench.now += 0.2
     assert bench.tier.lookup(b"a", ctx) is LookupResult.RETRY
-
-
-def test_after_a_doubt_blocks_are_looked_up_again() -> None:
-    """If blocks have left unseen, known blocks are queried without a lookup; missing ones are stored again."""
-    bench = Bench()
-    bench.hold(b"a", b"b")
-    bench.answer(PresenceDoubtful())
-    bench.tier.flush()
-    [question] = bench.channel.of(AskExistence)
-    assert set(question.keys) == {b"a", b"b"}
-    assert bench.tier.lookup(b"a") is LookupResult.HIT
-    there = bytes(Found.THERE if key == b"a" else Found.ABSENT for key in question.keys)
-    bench.answer(ExistsDone(question.question_id, there, ""))
-    assert [bench.tier.lookup(key) for key in (b"a", b"b")] == [LookupResult.HIT, LookupResult.MISS]
-    bench.tier.submit_store(job(1, [b"a", b"b"]))
-    bench.tier.flush()
-    assert bench.channel.of(SubmitJob)[-1].keys == (b"b",)
-    assert len(bench.channel.of(AskExistence)) == 1
 
 
 @pytest.mark.parametrize("found", [Found.THERE, Found.ABSENT])

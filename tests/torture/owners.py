@@ -164,14 +164,15 @@ def _exit_status(work: Coroutine[Any, Any, None]) -> int:
 
 
 async def take_part(plan: dict[str, Any], seed: int, numbers: list[int], go: int, report: int, end: int) -> None:
-    """Start on a byte from ``go``, store blocks, report the directory's owner, and close on a byte from ``end``."""
+    """Start on a byte from ``go``, store blocks, report the segments held, and close on a byte from ``end``."""
     disk = backend(plan, random.Random(seed))
     os.read(go, 1)
     await disk.open(NAMESPACE, GEOMETRY)
     assert disk._open is not None
     outcomes = await disk.put([_writes[number] for number in numbers])
     good = all(outcome in (Outcome.OK, Outcome.EXISTS) for outcome in outcomes)
-    os.write(report, f"{disk._open.session.owner.name} {'good' if good else 'bad'}\n".encode())
+    held = ",".join(str(segment.number) for segment in disk._open.index.segments.values())
+    os.write(report, f"{held} {'good' if good else 'bad'}\n".encode())
     os.read(end, 1)
     await disk.close()
 
@@ -208,9 +209,9 @@ def races(plan: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         with os.fdopen(report_read) as words:
             for _ in range(ENGINES):
                 lines.append(words.readline().split())
-        names = {line[0] for line in lines if line}
+        held = Counter(number for line in lines if line for number in line[0].split(","))
         report["engines"] += len(lines)
-        report["shared_directories"] += len(lines) - len(names)
+        report["shared_segments"] += sum(count - 1 for count in held.values())
         report["not_stored"] += sum(line[1:] != ["good"] for line in lines)
         seen, tells = os.pipe()
         pid = fork(look(plan, sorted(stored), tells))

@@ -13,13 +13,13 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvstore.backends.disk.layout import decode_descriptor
 from kvstore.testing.waiting import eventually
 from kvstore.types import Locality
 from kvstore.types import Medium as OurMedium
 from kvstore.vllm.compat import cache_hit_source
 from kvstore.vllm.region import region_path
 from kvstore.vllm.spec import KVStoreOffloadingSpec
+from tests.disk.placed import placed
 from tests.vllm.harness import Driver, key_of
 
 MODULE = {"type": "KVStoreTier", "module_path": "kvstore.vllm"}
@@ -278,15 +278,14 @@ class _Broken:
 
 def damage_blocks(directory: Path) -> None:
     """Flip a byte of every block's payload."""
-    damaged = 0
-    for path in directory.rglob("*.seg"):
-        content = bytearray(path.read_bytes())
-        for at in range(0, len(content), 4096):
-            if decode_descriptor(memoryview(content)[at : at + 4096]) is not None:
-                content[at + 4096 + 100] ^= 0xFF
-                damaged += 1
-        path.write_bytes(content)
-    assert damaged
+    places = placed(directory).values()
+    assert places
+    for place in places:
+        with place.segment.open("r+b") as file:
+            file.seek(place.offset + 4096 + 100)
+            byte = file.read(1)[0]
+            file.seek(place.offset + 4096 + 100)
+            file.write(bytes([byte ^ 0xFF]))
 
 
 def test_the_memory_stays_mapped_while_io_may_touch_it(

@@ -1,8 +1,8 @@
-"""Blocks on drives: shared segments of equal slots, one writer per directory, everyone reads everything."""
+"""Blocks on drives: segments of equal slots, each described by a table that is written in place."""
 
 from __future__ import annotations
 
-from kvstore.backends.disk.backend import DiskBackend, NvmeBackend
-from kvstore.backends.disk.config import DiskConfig, NvmeConfig
+from kvstore.backends.disk.backend import DiskBackend
+from kvstore.backends.disk.config import DiskConfig
 
-__all__ = ["DiskBackend", "DiskConfig", "NvmeBackend", "NvmeConfig"]
+__all__ = ["DiskBackend", "DiskConfig"]

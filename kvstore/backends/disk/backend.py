@@ -1,20 +1,21 @@
-"""The disk backend: records in slots of segments, an index in memory, and the journals of other engines."""
+"""The disk backend: records in slots of segments, each described by a row of a table, and an index in memory."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.disk.blocks import Blocks
-from kvstore.backends.disk.columns import OUT_OF_USE
-from kvstore.backends.disk.config import DiskConfig, NvmeConfig
-from kvstore.backends.disk.layout import SLOT_MASK
-from kvstore.backends.disk.root import check_root
+from kvstore.backends.disk.config import DiskConfig
+from kvstore.backends.disk.opening import check_root
+from kvstore.backends.disk.segment import Segment
 from kvstore.backends.disk.session import Session
 from kvstore.backends.disk.table import NOWHERE
 from kvstore.codec.record import HEADER_BYTES
@@ -26,8 +27,6 @@ from kvstore.runtime.forks import OF_PARENT, leave_at_fork
 from kvstore.runtime.limits import CallsUnderWay
 from kvstore.types import BlockInfo, BlockKey, Outcome, RemovalCause
 
-_log = logging.getLogger("kvstore.backends.disk")
-
 _CLOSE_TIMEOUT_S: Final = 5.0
 """Time limit for each step of closing, so that a frozen disk cannot block the shutdown of an engine."""
 
@@ -36,19 +35,16 @@ _OPEN_TIMEOUT_S: Final = 45.0
 
 _SCAN_BATCH: Final = 1024
 
-_COUNTS: Final = (
-    "recovery_scanned_slots", "recovery_found_blocks", "evicted_blocks", "segments_made", "segments_given_up",
-    "snapshots", "upkeep_errors",
-)  # fmt: skip
+_COUNTS: Final = ("evicted_blocks", "segments_added", "segments_given_up", "upkeep_errors")
 """Counters reported from the start; all others appear with their first count."""
 
 
 class DiskBackend(Backend):
     """Blocks in preallocated segments of equal slots, in directories that engines share. See ``docs/disk.md``.
 
-    Further guarantees: each engine writes only to its own directory. No store, load or lookup takes a lock of another
-    process. A slot is not reused while this engine reads it; if another engine reuses one of its slots during a read,
-    the read is a miss. The segments of all engines together never exceed ``capacity``.
+    Further guarantees: each engine writes only to segments that it holds. No store, load or lookup takes a lock of
+    another process. A slot is not reused while this engine reads it. The segments of all engines together never exceed
+    ``capacity``.
 
     In a forked process the backend is closed.
 
@@ -57,19 +53,18 @@ class DiskBackend(Backend):
 
     name: ClassVar[str] = "file"
     config_type: ClassVar[type[TierConfig]] = DiskConfig
-    holdings_type: ClassVar[str] = "kvstore.backends.disk.holdings:DiskHoldings"
     path_option: ClassVar[str] = "path"
     # The header is copied into our header page; payloads of whole pages are transferred without a copy.
     alignment: ClassVar[int] = HEADER_BYTES
-    # True even with other engines in the directories, because their changes are followed and reported.
+    holdings_type: ClassVar[str] = "kvstore.backends.disk.holdings:DiskHoldings"
     exclusive: bool = True
 
     def __init__(self, config: DiskConfig, *, disk: OsDisk | None = None) -> None:
         super().__init__(config)
         self.config: DiskConfig = config
         self._disk = disk or OsDisk()
-        self._open: Blocks | None = None
-        self._opening: asyncio.Task[Blocks] | None = None
+        self._open: Session | None = None
+        self._opening: asyncio.Task[Session] | None = None
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
         self._calls = CallsUnderWay()
         self._closing = asyncio.Lock()
@@ -81,11 +76,10 @@ class DiskBackend(Backend):
             check_root(self._disk, position, self.config)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Adopt the directory of an engine that has ended, or create one, and read the index of every directory.
+        """Take the segments that no engine holds, and read their tables.
 
         Raises:
             ConfigError: A path or the capacity can't be used, or a root has another format.
-            LockedError: Another engine uses a root, and one of the two is exclusive.
             BackendUnavailableError: A disk fails.
         """
         if self._of_parent:
@@ -109,25 +103,26 @@ class DiskBackend(Backend):
         self._open = opening.result()
 
     async def close(self) -> None:
-        """Wait for running calls, write a snapshot, close all files. Idempotent; also after a failed ``open``."""
+        """Wait for running calls, close all files. Idempotent; also after a failed ``open``."""
         async with self._closing:
-            blocks, self._open = self._open, None
-            if blocks is None:
+            session, self._open = self._open, None
+            if session is None:
                 await self._end_opening()
                 return
             try:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                         await self._calls.ended()
-                await blocks.session.close(_CLOSE_TIMEOUT_S)
+                await session.close(_CLOSE_TIMEOUT_S)
             except asyncio.CancelledError:
-                blocks.session.close_late()
+                session.close_late()
                 raise
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Return for each key whether the index has it, as our block or another engine's."""
-        with self._working() as blocks:
-            return [blocks.session.index.place(key) != NOWHERE for key in keys]
+        """Return for each key whether the index has it."""
+        with self._working():
+            index = self._opened().index
+            return [index.place(key) != NOWHERE for key in keys]
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """Publish records, evicting others if necessary. Records without a slot are NO_SPACE."""
@@ -140,12 +135,8 @@ class DiskBackend(Backend):
             return await blocks.get_into(reads)
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Remove our own blocks, so that neither a restart nor another engine finds them again.
-
-        Blocks of other engines are only removed from our index.
-        """
+        """Remove blocks, so that neither a restart nor another engine finds them again."""
         with self._working() as blocks:
-            await blocks.session.recovered.wait()
             return await blocks.delete(keys)
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
@@ -154,93 +145,74 @@ class DiskBackend(Backend):
             await blocks.quarantine(keys)
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
-        """Yield every block of the namespace, of all engines: first our own, coldest first."""
-        session = self._opened().session
-        slot_bytes = session.geometry.slot_bytes
-        async for keys in self.scan_keys():
-            for key in keys:
-                slot = session.index.slot(key)
-                yield BlockInfo(key, slot_bytes if slot is None else session.index.columns.size_view[slot])
+        """Yield every block of the namespace, of each segment the coldest first."""
+        async for segment, slots, keys in self._scanned():
+            for slot, key in zip(slots.tolist(), keys, strict=True):
+                yield BlockInfo(key, segment.size_view[slot])
 
     async def scan_keys(self) -> AsyncIterator[Sequence[BlockKey]]:
         """Yield the keys of :meth:`scan`, many at a time."""
-        session = self._opened().session
-        index = session.index
-        # Blocks found later are reported by recovery.
-        held = index.columns.held()
-        held = held[index.columns.age[held].argsort(kind="stable")]
-        for start in range(0, len(held), _SCAN_BATCH):
-            slots = held[start : start + _SCAN_BATCH]
-            sizes = index.columns.size[slots]
-            yield index.columns.keys_in(slots[(sizes != 0) & (sizes != OUT_OF_USE)])
-            # Other coroutines run between two pages.
-            await asyncio.sleep(0)
-        await session.recovered.wait()
-        seen: set[BlockKey] = set()
-        for columns in await session.followers.scan():
-            held = columns.held()
-            for start in range(0, len(held), _SCAN_BATCH):
-                keys = columns.keys_in(held[start : start + _SCAN_BATCH])
-                keys = [key for key in keys if index.place(key) > SLOT_MASK and key not in seen]
-                seen.update(keys)
-                yield keys
-                await asyncio.sleep(0)
+        async for _, _, keys in self._scanned():
+            yield keys
 
     async def probe(self) -> None:
-        """Write an empty frame to the journal.
+        """Write the rows that could not be written so far, and see whether the disk answers.
 
         Raises:
             BackendError: The disk fails.
         """
-        with self._working() as blocks:
+        with self._working():
+            session = self._opened()
             try:
-                await blocks.session.journal.append([])
+                await session.tables.settle()
+                await session.engine.call(lambda: [root.free_bytes() for root in session.roots])
             except OSError as error:
                 raise BackendUnavailableError(
-                    f"{blocks.session.roots[0].path!r} can't be written: {error}", backend=self.name
+                    f"{session.roots[0].path!r} can't be used: {error}", backend=self.name
                 ) from error
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Record a use of blocks, for eviction."""
         if self._open is not None:
-            session = self._open.session
-            session.note_use([session.index.place(key) for key in keys])
+            session = self._open
+            session.blocks.note_use([place for key in keys if (place := session.index.place(key)) != NOWHERE])
 
     def note(self, notes: Sequence[tuple[BlockKey, bytes]]) -> None:
-        """Append notes of our own blocks to a file in our directory."""
+        """Append notes of our own blocks to the files of their segments."""
         if self._open is not None:
-            session = self._open.session
-            session.notes.add([note for note in notes if session.index.slot(note[0]) is not None])
+            self._open.notes.add(notes)
 
     async def notes(self) -> Mapping[BlockKey, bytes]:
         """Return the notes of our own blocks."""
-        return await self._opened().session.notes.load()
+        with self._working():
+            return await self._opened().notes.load()
 
     def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return for each block whether it is in one of our slots; other engines report their own blocks."""
-        if self._open is None or not self._open.session.followers.others:
+        if self._open is None or not len(self._open.followers):
             return [True] * len(keys)
-        session = self._open.session
-        return [0 <= session.index.place(key) <= SLOT_MASK for key in keys]
+        index = self._open.index
+        places = [index.place(key) for key in keys]
+        return [place != NOWHERE and index.at(place)[0].is_ours for place in places]
 
     def stats(self) -> BackendStats:
         """Return current figures. ``used_bytes`` counts our slots in full, ``foreign_blocks`` other engines' blocks."""
         if self._open is None:
             return BackendStats(counters=dict(self._counts))
-        session = self._open.session
-        index, geometry = session.index, session.geometry
-        segments = int((index.columns.segments != 0).sum())
+        session = self._open
+        segments = session.index.segments.values()
+        blocks, used_bytes = session.index.used()
         return BackendStats(
-            blocks=len(index),
-            used_bytes=len(index) * geometry.slot_bytes,
+            blocks=blocks,
+            used_bytes=used_bytes,
             capacity_bytes=sum(root.capacity_bytes for root in session.roots),
             counters=dict(self._counts),
             gauges={
-                "free_slots": float(index.free_slots),
-                "segments": float(segments),
-                "segment_bytes": float(segments * geometry.segment_bytes),
-                "foreign_blocks": float(len(index.table) - len(index)),
-                "other_owners": float(len(session.followers.others)),
+                "free_slots": float(session.index.free_slots()),
+                "segments": float(len(segments)),
+                "segment_bytes": float(sum(segment.head.segment_bytes for segment in segments)),
+                "foreign_blocks": float(len(session.index) - blocks),
+                "unsettled_rows": float(len(session.tables.unsettled)),
                 "io_uring": float(session.engine.name == "io_uring"),
             },
             ready=not session.removed,
@@ -253,6 +225,19 @@ class DiskBackend(Backend):
         self._of_parent = self._open, self._opening, self._of_parent
         self._open = self._opening = None
 
+    async def _scanned(self) -> AsyncIterator[tuple[Segment, npt.NDArray[np.int64], list[BlockKey]]]:
+        """Yield blocks as segment, slots and keys."""
+        index = self._opened().index
+        for segment in list(index.known.values()):
+            held = segment.held()
+            held = held[segment.age[held].argsort(kind="stable")]
+            for start in range(0, len(held), _SCAN_BATCH):
+                # Some may have left since.
+                slots = index.found(segment, held[start : start + _SCAN_BATCH])
+                yield segment, slots, segment.keys(slots)
+                # Other coroutines run between two pages.
+                await asyncio.sleep(0)
+
     async def _end_opening(self) -> None:
         """Cancel a running ``open``, and close its files if the disk responds."""
         opening = self._opening
@@ -263,25 +248,21 @@ class DiskBackend(Backend):
         if opening.done():
             self._opening = None
             if not opening.cancelled() and opening.exception() is None:
-                await opening.result().session.close(_CLOSE_TIMEOUT_S)
+                await opening.result().close(_CLOSE_TIMEOUT_S)
 
-    async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> Blocks:
-        listeners = self._report_added, self._report_removed, self._report_doubt
+    async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> Session:
+        listeners = self._report_added, self._report_removed
         session = Session(self._disk, self.config, self._counts, *listeners, self.tenants)
         await session.open(namespace, geometry)
-        return Blocks(session)
+        return session
 
     def _report_added(self, keys: Sequence[BlockKey]) -> None:
-        self._counts["foreign_added_blocks"] += len(keys)
         self._arrival_listener(keys)
 
     def _report_removed(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         self._removal_listener(keys, cause)
 
-    def _report_doubt(self) -> None:
-        self._doubt_listener()
-
-    def _opened(self) -> Blocks:
+    def _opened(self) -> Session:
         if self._open is None:
             text = OF_PARENT if self._of_parent else "not open: use it after open() and before close()"
             raise BackendClosedError(text, backend=self.name)
@@ -290,20 +271,13 @@ class DiskBackend(Backend):
     @contextlib.contextmanager
     def _working(self) -> Iterator[Blocks]:
         """Hold the session open for a call."""
-        blocks = self._opened()
-        if blocks.session.removed:
+        session = self._opened()
+        if session.removed:
             raise BackendUnavailableError(
                 f"{self.config.paths} were deleted while in use. A tier makes them again.", backend=self.name
             )
         with self._calls:
             try:
-                yield blocks
+                yield session.blocks
             finally:
-                self.last_error = blocks.last_error or self.last_error
-
-
-class NvmeBackend(DiskBackend):
-    """The disk backend for a single engine; the whole capacity is preallocated at start."""
-
-    name: ClassVar[str] = "nvme"
-    config_type: ClassVar[type[TierConfig]] = NvmeConfig
+                self.last_error = session.blocks.last_error or self.last_error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from kvstore.config import Capacity, Seconds, TierConfig, check_field
+from kvstore.config import Capacity, TierConfig, check_field
 from kvstore.diskio import EngineChoice
 from kvstore.errors import ConfigError
 
@@ -20,14 +20,9 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     aliases: ClassVar[dict[str, str]] = {"paths": "path", "root_dir": "path", "max_bytes": "capacity"}
     retired: ClassVar[dict[str, str]] = {
-        "shared": "Leave it out: engines share a directory unless one of them is 'exclusive'.",
-        "rescan_interval": "Leave it out: engines follow each other's journals.",
-        "high_watermark": "Leave it out: slots are freed a little ahead of need.",
-        "low_watermark": "Leave it out: slots are freed a little ahead of need.",
-        "eviction": "Leave it out: the least recently used blocks are evicted.",
-        "quarantine_blocks": "Leave it out: a slot with a damaged record is taken out of use.",
-        "quarantine_bytes": "Leave it out: a slot with a damaged record is taken out of use.",
-        "unknown_format": "Leave it out: a directory of another format is refused; empty it, or name another 'path'.",
+        "exclusive": "Leave it out: engines share a directory; for an engine of its own, give it a 'path' of its own.",
+        "snapshot_interval": "Leave it out: there are no snapshots.",
+        "lock_timeout": "Leave it out: no engine waits for another one.",
     }
 
     path: str | list[str]
@@ -39,7 +34,6 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     # ext4 reserves the same share for root. Fuller filesystems slow down, and other programs on them start to fail.
     reserve: Capacity = Capacity("5%")
     """Space of each filesystem to keep free, whatever else fills the filesystem; a size or a share."""
-    exclusive: bool = False  # Allow only one engine, and preallocate the whole capacity at start.
     # A lost block costs one prefill; fdatasync adds the device's latency to every batch.
     durability: Literal["none", "data"] = "none"
     """Failures that a stored block survives. ``"none"``: a crash of the process (after a power cut the block may be a
@@ -50,10 +44,6 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """I/O engine. ``"auto"`` is io_uring where this kernel and container allow it, else threads."""
     # Enough to fill an NVMe drive's queue with large blocks; more threads only contend for the GIL.
     threads: int = 16  # Number of I/O threads without io_uring.
-    # It only determines the length of the journals that must be read at start.
-    snapshot_interval: Seconds = Seconds(300)  # Time between two snapshots of the index; 0 writes one at close only.
-    # After a kill, it takes a moment until the process has exited, its I/O has ended and its lock is released.
-    lock_timeout: Seconds = Seconds(5)  # Time to wait at start for another engine, if one of the two is ``exclusive``.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,14 +54,7 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             if named.count(path) > 1:
                 raise ConfigError(f"{path!r} is listed twice in 'path'. Remove one.")
         check_field(1 <= self.threads <= 256, "threads", self.threads, "1 to 256")
-        check_field(self.lock_timeout <= 300, "lock_timeout", self.lock_timeout, "at most 5 minutes")
 
     @property
     def paths(self) -> list[str]:
         return [self.path] if isinstance(self.path, str) else list(self.path)
-
-
-class NvmeConfig(DiskConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Blocks in preallocated segments of a single engine, with the whole capacity preallocated at start."""
-
-    exclusive: bool = True

@@ -9,12 +9,11 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
 
-from kvstore.backends.disk.layout import LOCK_NAME, segment_number
 from kvstore.diskio import OsDisk
 from kvstore.runtime.forks import leave_at_fork
 
@@ -74,30 +73,6 @@ def entries_in(disk: OsDisk, dir_fd: int) -> dict[str, os.stat_result]:
         with contextlib.suppress(FileNotFoundError):
             found[name] = disk.stat(name, dir_fd)
     return found
-
-
-def segments_in(disk: OsDisk, dir_fd: int) -> dict[int, os.stat_result]:
-    """Return the directory entries that have the name of a segment, by segment number."""
-    files = entries_in(disk, dir_fd)
-    return {number: files[name] for name in files if (number := segment_number(name)) is not None}
-
-
-def without_file(
-    numbers: Iterable[int], there: Sequence[Mapping[int, os.stat_result]], segment_bytes: int
-) -> list[int]:
-    """Return the segments without a whole file. ``there``: the entries of :func:`segments_in` of each root."""
-
-    def is_whole(number: int) -> bool:
-        file = there[number % len(there)].get(number)
-        return file is not None and file.st_size == segment_bytes
-
-    return [number for number in numbers if not is_whole(number)]
-
-
-def remove_owner_files(disk: OsDisk, dir_fd: int) -> None:
-    """Remove all files of an owner, the lock file last: after locking it, a process checks that it still exists."""
-    for name in sorted(names_in(disk, dir_fd), key=lambda name: name == LOCK_NAME):
-        disk.unlink(name, dir_fd)
 
 
 def open_own_directory(disk: OsDisk, name: str, dir_fd: int) -> int:

@@ -1,375 +1,271 @@
-"""Follows the journals of the namespace's other owners, so that lookups of their blocks need no I/O."""
+"""Follows the tables of segments that other engines hold, so that lookups of their blocks need no I/O.
+
+What is known of these blocks may be old. A load therefore reads a block's row once more after its slot
+(:mod:`kvstore.backends.disk.blocks`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
-import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from kvstore.backends.disk.columns import Columns
-from kvstore.backends.disk.files import close_all, names_in, open_own_directory, segments_in, without_file
-from kvstore.backends.disk.index import Index
-from kvstore.backends.disk.journal import JournalReader, load_owner
-from kvstore.backends.disk.layout import INDEX_NAME, OWNER_SHIFT, Geometry, Kind, is_owner, journal_name
-from kvstore.backends.disk.owner import Uses
-from kvstore.backends.disk.root import Root, has_ended
-from kvstore.backends.disk.segments import SegmentFiles
-from kvstore.backends.disk.table import NOWHERE
-from kvstore.backends.disk.watch import Watch
+from kvstore.backends.disk import files
+from kvstore.backends.disk.index import Index, News, RowChanges
+from kvstore.backends.disk.layout import GROUP_ROWS, ROW, State, stem_of
+from kvstore.backends.disk.root import Digests, Root, read_generations, read_rows
+from kvstore.backends.disk.segment import SLOT_BITS, SLOT_MASK, Segment
+from kvstore.backends.disk.watch import NAMES, WRITES, Watch
 from kvstore.diskio import OsDisk, TransferEngine
 from kvstore.runtime.limits import Precedence
-from kvstore.types import BlockKey, RemovalCause
 
 _log = logging.getLogger("kvstore.backends.disk")
 
 _PAUSE_S: Final = 0.02
-"""Pause between two reads of the journals, so that changes are applied in batches."""
+"""Pause between two reads of tables, so that changes are entered in batches."""
 
 _POLL_S: Final = 1.0
-"""Polling interval without notifications: changes by other machines cause none."""
+"""Interval of looking without notifications: changes by other machines cause none."""
 
-_TRY_LOCK_S: Final = 10.0
-"""Interval at which the lock of an engine is tried, to close the journal of one that has ended."""
-
-_TURN_RECORDS: Final = 2048
-"""Records applied in one turn of the loop: about two milliseconds."""
-
+_TURN_ROWS: Final = 2048
 _TURN_SLOTS: Final = 1 << 13
-_TURN_ROWS: Final = 1 << 12
-"""Slots of a new owner, or table rows searched for a removed owner, in one turn of the loop: some milliseconds."""
+"""Changed rows, or slots of a new segment, entered in one turn of the loop: some milliseconds."""
 
 
-class Other:
-    """One other owner. Its files are read on threads, its blocks looked up on the loop.
+@dataclass(eq=False)
+class Followed:
+    """A segment that another engine holds, or none."""
 
-    Only the journal of a running engine stays open.
-    """
-
-    def __init__(self, disk: OsDisk, roots: Sequence[Root], name: str, number: int) -> None:
-        self.name = name
-        self.number = number  # Its number, the upper part of its places.
-        self.first = number << OWNER_SHIFT  # Place of its slot 0.
-        self.geometry = Geometry(0, 1, len(roots))
-        self.initial: Columns | None = None
-        self.news: deque[npt.NDArray[Any]] = deque()  # Journal records that were read and are not yet in the index.
-        self.is_lost = False  # Whether the owner is gone, or its journal could not be read.
-        self.read_slots: set[int] = set()  # Slots read since the last report of uses.
-        self._disk = disk
-        self._roots = roots
-        self._reader: JournalReader | None = None
-        self._file: os.stat_result | None = None  # The journal that is read, as it was when opened or closed.
-        self._index: tuple[int, int, int] | None = None  # The snapshot when the journal was closed.
-        self._tried_at = 0.0
-
-    def open(self, digest: bytes, watch: Callable[[int], object]) -> bool:
-        """Read its files, and watch its journal; False if they are unusable. If it fails, :meth:`close` it."""
-        with self.directories() as fds:
-            state = load_owner(self._disk, fds, int(self.name, 16), digest)
-            if state is not None:
-                self.geometry, self.initial, self._reader = state.geometry, state.columns, state.reader
-                self._enter(state.reader, watch)
-                self._close_ended(fds)
-                self._drop_missing(state.columns, fds[: state.geometry.paths])
-        return state is not None
-
-    @contextlib.contextmanager
-    def directories(self) -> Iterator[list[int]]:
-        """Hold its directory in each of its roots open; for a root without one, that in the first root."""
-        with contextlib.ExitStack() as stack:
-            fds: list[int] = []
-            for root in self._roots:
-                try:
-                    fds.append(open_own_directory(self._disk, self.name, root.namespace_fd))
-                except OSError:
-                    if not fds:
-                        raise
-                    fds.append(fds[0])
-                else:
-                    stack.callback(close_all, self._disk, fds[-1])
-            # Roots may have been added to the configuration since.
-            yield fds[: self.geometry.paths]
-
-    def look(self, watch: Callable[[int], object]) -> None:
-        """Read new records.
-
-        Raises:
-            OSError: The owner is gone, or its journal can't be read or was replaced.
-        """
-        if (reader := self._reader) is None:
-            return
-        is_open = reader.end.fd >= 0
-        file = self._file_now(reader)
-        may_have_ended = is_open and time.monotonic() > self._tried_at + _TRY_LOCK_S
-        if file is not None and not may_have_ended and not self._has_changed(file, reader):
-            return
-        with self.directories() as reader.fds:
-            gone = f"the journal {reader.end.number} of {self.name} was removed or replaced"
-            before = reader.end.number
-            if not is_open:
-                if file is None or self._index_now(reader.fds) != self._index:
-                    raise FileNotFoundError(gone)
-                reader.reopen()
-            self.news.extend(reader.read())
-            if reader.end.number != before:
-                self._enter(reader, watch)
-            elif file is None:
-                raise FileNotFoundError(gone)
-            if may_have_ended or not is_open:
-                self._close_ended(reader.fds)
-
-    def load(self, digest: bytes) -> Columns | None:
-        """Return all of its slots, for a scan; None if its files can't be read."""
-        with contextlib.suppress(OSError), self.directories() as fds:
-            if (state := load_owner(self._disk, fds, int(self.name, 16), digest)) is not None:
-                state.reader.close()
-                self._drop_missing(state.columns, fds)
-                return state.columns
-        return None
-
-    def report_uses(self) -> None:
-        """Mark the slots that were read, so that their owner keeps them longer."""
-        slots, self.read_slots = self.read_slots, set()
-        if slots:
-            with contextlib.suppress(OSError), self.directories() as fds:
-                uses = Uses(self._disk, fds[0])
-                try:
-                    uses.mark(list(slots))
-                finally:
-                    uses.close()
-
-    def close(self) -> None:
-        """Close its journal for good."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-
-    def _enter(self, reader: JournalReader, watch: Callable[[int], object]) -> None:
-        """Note which file the reader has opened, and watch it."""
-        self._file = self._disk.fstat(reader.end.fd)
-        watch(reader.end.fd)
-
-    def _file_now(self, reader: JournalReader) -> os.stat_result | None:
-        """Return the status of the journal; None if it is gone or another file.
-
-        A directory that was removed in part and then adopted has a new journal of the same number.
-        """
-        path = os.path.join(self.name, journal_name(reader.end.number))
-        with contextlib.suppress(FileNotFoundError):
-            file = self._disk.stat(path, self._roots[0].namespace_fd)
-            if self._file is not None and os.path.samestat(file, self._file):
-                return file
-        return None
-
-    def _index_now(self, fds: Sequence[int]) -> tuple[int, int, int] | None:
-        """Return what identifies the snapshot; a journal without records is recognized by it alone."""
-        with contextlib.suppress(FileNotFoundError):
-            file = self._disk.stat(INDEX_NAME, fds[0])
-            return file.st_ino, file.st_size, file.st_mtime_ns
-        return None
-
-    def _has_changed(self, file: os.stat_result, reader: JournalReader) -> bool:
-        """Whether the journal has unread records, or, once it is closed, may be a new file with its inode number."""
-        if file.st_size != reader.end.offset:
-            return True
-        return reader.end.fd < 0 and self._file is not None and file.st_ctime_ns != self._file.st_ctime_ns
-
-    def _drop_missing(self, columns: Columns, fds: Sequence[int]) -> None:
-        """Drop segments without a whole file: a torn or full journal can't record that others have removed them.
-
-        The files are listed after the journal was read, and are made before it records them.
-        """
-        there = [segments_in(self._disk, fd) for fd in fds]
-        for number in without_file(np.flatnonzero(columns.segments).tolist(), there, self.geometry.segment_bytes):
-            columns.drop_segment(number)
-
-    def _close_ended(self, fds: Sequence[int]) -> None:
-        """Close the journal if its engine has ended: there may be more ended owners than descriptors."""
-        self._tried_at = time.monotonic()
-        with contextlib.suppress(OSError):
-            if (reader := self._reader) is not None and has_ended(self._disk, fds[0]):
-                self._file, self._index = self._disk.fstat(reader.end.fd), self._index_now(fds)
-                reader.close()
+    segment: Segment
+    file: os.stat_result  # Its table, as it was opened.
+    watch: int
+    uses: set[int] = field(default_factory=set)
+    """Slots that were read since the last report of uses."""
+    stale: set[int] = field(default_factory=set)
+    """Groups of rows to read again, although no change was announced."""
+    news: list[RowChanges] = field(default_factory=list)
+    """Rows that were read and are not yet in the index."""
 
 
 class Followers:
-    """Follows all other owners of the namespace, and enters their blocks into the index. Used from the loop thread."""
+    """Enters the blocks of other engines into the index. Used from the loop thread."""
 
     def __init__(
         self,
         engine: TransferEngine,
         roots: Sequence[Root],
-        own_name: str,
-        digest: bytes,
         index: Index,
-        segments: SegmentFiles,
-        on_added: Callable[[Sequence[BlockKey]], None],
-        on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
-        on_doubt: Callable[[], None],
+        on_news: Callable[[News], None],
     ) -> None:
-        self.others: dict[int, Other] = {}
-        self._disk = engine.disk
+        self.gone: list[Segment] = []
+        """Segments that are not followed any more, and whose files are still open."""
         self._engine = engine
         self._roots = roots
-        self._digest = digest
         self._index = index
-        self._segments = segments
-        self._on_added = on_added
-        self._on_removed = on_removed
-        self._on_doubt = on_doubt
-        self._own_name = own_name
-        self._numbers = itertools.count(1)
-        self._gone: dict[int, int] = {}
-        self._has_doubt = False
-        """Whether blocks with unknown keys were removed from the table."""
-        self._found: list[Other] = []
+        self._on_news = on_news
+        self._followed: dict[int, Followed] = {}
+        """By the id of the segment."""
         self._changed = asyncio.Event()
-        self.watch = Watch(lambda _: self._changed.set())
-        self._lock = asyncio.Lock()
+        self._watches: set[int] = set()
+        """Watches with a change since the last look."""
+        self._watch = Watch(self._note_changes)
+        self._directories: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._followed)
 
     async def run(self) -> None:
-        """Follow until cancelled; a failing owner does not affect the others."""
-        self.watch.add(self._roots[0].namespace_fd)
+        """Follow until cancelled; a table that fails does not affect the others."""
+        loop = asyncio.get_running_loop()
+        self._directories = {self._watch.add(root.namespace_fd, NAMES) for root in self._roots}
+        poll_at = loop.time() + _POLL_S
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_POLL_S):
+                async with asyncio.timeout_at(poll_at):
                     await self._changed.wait()
             self._changed.clear()
+            watches, self._watches = self._watches, set()
+            is_poll = loop.time() >= poll_at or not self._directories.isdisjoint(watches)
             try:
-                await self.refresh()
-                # Without the lock, because it writes: on a frozen filesystem, reads go on.
-                await self._engine.call(partial(self._report_uses, list(self.others.values())))
+                await self.refresh(None if is_poll else watches)
+                if is_poll:
+                    poll_at = loop.time() + _POLL_S
+                    await self._engine.call(partial(self._report_uses, list(self._followed.values())))
             except OSError as error:
-                _log.debug("the journals of other owners could not be read: %s", error)
+                _log.debug("the tables of other engines could not be read: %s", error)
             await asyncio.sleep(_PAUSE_S)
 
-    async def refresh(self, only: Collection[int] | None = None, *, report: bool = True) -> None:
-        """Apply all changes that other owners have made so far.
+    async def refresh(self, watches: Collection[int] | None = None, *, report: bool = True) -> None:
+        """Enter all changes that other engines have announced so far.
 
         Args:
-            only: Numbers of the owners to read; None: all, including new ones.
-            report: Whether to call ``on_added`` for the blocks of new owners.
+            watches: Watches of the tables to read; None: all, including new ones.
+            report: Whether to report the blocks of new segments.
         """
-        async with self._lock:
-            others = [other for other in self.others.values() if only is None or other.number in only]
-            look = partial(self._look, others, find=only is None)
-            await self._engine.call(look, precedence=Precedence.LOAD)
-            # If this call is cancelled here, the next one applies the remaining records.
-            for other in others:
-                if other.is_lost:
-                    self._forget(other)
-                while other.news:
-                    records = other.news.popleft()
-                    if len(records) > _TURN_RECORDS:
-                        other.news.appendleft(records[_TURN_RECORDS:])
-                    self._apply(other, records[:_TURN_RECORDS])
-                    await asyncio.sleep(0)
-            await self._clear_rows()
-            while self._found:
-                other = self._found.pop()
-                self.others[other.number] = other
-                self._segments.add_owner(other.number, other.directories, other.geometry.segment_slots)
-                await self._take(other, report)
-            if self._has_doubt:
-                self._has_doubt = False
-                self._on_doubt()
+        some = [each for each in self._followed.values() if watches is None or each.watch in watches]
+        look = partial(self._look, some, again=watches is None)
+        gone = await self._engine.call(look, precedence=Precedence.LOAD)
+        for each in some:
+            await self._enter(each)
+        for each in gone:
+            await self._forget(each)
+        self._close_gone()
+        if watches is not None:
+            return
+        for root in self._roots:
+            ours = {each.number for each in self._index.segments.values() if each.root == root.position}
+            theirs = {each.segment.number for each in self._followed.values() if each.segment.root == root.position}
+            # One at a time, because the content of all tables together is as large as the index.
+            new = self._opened(root, ours | theirs)
+            while (found := await self._engine.call(partial(next, new, None))) is not None:
+                await self._follow(*found, report=report)
 
-    async def scan(self) -> list[Columns]:
-        """Return the slots of all other owners, read from their files now."""
-        others = list(self.others.values())
-        loaded = await self._engine.call(
-            lambda: [other.load(self._digest) for other in others], precedence=Precedence.LOAD
-        )
-        return [columns for columns in loaded if columns is not None]
+    def take_over(self, segment: Segment, digests: Digests) -> list[int] | None:
+        """Enter a segment that this engine holds now in place of the followed one; None if it was not followed.
+
+        Returns:
+            Places of blocks that are elsewhere, too (see :meth:`Index.open_segment`).
+        """
+        for each in self._followed.values():
+            before = each.segment
+            # A table that was replaced has another head; the next look forgets it.
+            if (before.root, before.number, before.head) == (segment.root, segment.number, segment.head):
+                self._drop(each)
+                doubled, news = self._index.take_over(before, segment, digests)
+                self._on_news(news)
+                return doubled
+        return None
+
+    def note_use(self, places: Sequence[int]) -> None:
+        """Record uses of blocks, so that the engines that hold them keep them longer."""
+        for place in places:
+            if (each := self._followed.get(place >> SLOT_BITS)) is not None:
+                each.uses.add(place & SLOT_MASK)
+
+    def note_change(self, places: Sequence[int]) -> None:
+        """Read the rows of slots again soon: they have changed, and no engine may have announced it."""
+        for place in places:
+            if (each := self._followed.get(place >> SLOT_BITS)) is not None:
+                each.stale.add((place & SLOT_MASK) // GROUP_ROWS)
+                self._note_changes((each.watch,))
 
     def close(self) -> None:
-        """Close all files; only when no read is running."""
-        self.watch.close()
-        for other in [*self.others.values(), *self._found]:
-            other.close()
-        self.others.clear()
+        """Stop watching; idempotent."""
+        self._watch.close()
 
-    def _report_uses(self, others: Sequence[Other]) -> None:
-        for other in others:
-            other.report_uses()
+    def _note_changes(self, watches: Collection[int]) -> None:
+        self._watches.update(watches)
+        self._changed.set()
 
-    def _look(self, others: Sequence[Other], *, find: bool) -> None:
-        """Read new records of other owners, and with ``find`` open new owners; on a thread."""
-        for other in others:
+    def _look(self, some: Sequence[Followed], *, again: bool) -> list[Followed]:
+        """Read the changed rows of tables; return those that are gone. On a thread.
+
+        ``again``: Open the files again. It shows that they are the same ones, and makes network filesystems ask for
+        their current content.
+        """
+        gone: list[Followed] = []
+        for each in some:
+            segment = each.segment
+            root = self._roots[segment.root]
             try:
-                other.look(self.watch.add)
+                if again:
+                    name = stem_of(segment.number) + ".tab"
+                    with files.opened(root.disk, name, os.O_RDONLY, root.namespace_fd) as (fd, _):
+                        if not os.path.samestat(root.disk.fstat(fd), each.file):
+                            raise FileNotFoundError
+                stale, each.stale = each.stale, set()
+                each.news.extend(_changed_rows(root.disk, segment, stale))
             except OSError:
-                other.is_lost = True
-        if find:
-            known = {self._own_name, *(other.name for other in [*others, *self._found] if not other.is_lost)}
-            for name in set(filter(is_owner, names_in(self._disk, self._roots[0].namespace_fd))) - known:
-                new = Other(self._disk, self._roots, name, next(self._numbers))
-                with contextlib.suppress(OSError):
-                    if new.open(self._digest, self.watch.add):
-                        self._found.append(new)
-                        continue
-                new.close()
+                gone.append(each)
+        return gone
 
-    async def _take(self, other: Other, report: bool) -> None:
-        """Add the blocks that a new owner already holds."""
-        columns, other.initial = other.initial, None
-        if columns is None:
-            return
-        for start in range(0, len(columns.size), _TURN_SLOTS):
-            held = columns.held(start, start + _TURN_SLOTS)
-            self._index.table.add_all(columns.digest[held], held + other.first)
-            if report and len(held):
-                self._on_added(columns.keys_in(held))
+    async def _enter(self, followed: Followed) -> None:
+        while followed.news and followed.segment.id in self._followed:
+            slots, rows, used = followed.news.pop(0)
+            if len(slots) > _TURN_ROWS:
+                followed.news.insert(0, RowChanges(slots[_TURN_ROWS:], rows[_TURN_ROWS:], used[_TURN_ROWS:]))
+            changes = RowChanges(slots[:_TURN_ROWS], rows[:_TURN_ROWS], used[:_TURN_ROWS])
+            self._on_news(self._index.update(followed.segment, changes))
             await asyncio.sleep(0)
 
-    def _forget(self, other: Other) -> None:
-        """Stop following an owner; if its directory still exists, it counts as new."""
-        del self.others[other.number]
-        self._segments.forget_owner(other.number)
-        other.close()
-        other.news.clear()
-        self._gone[other.first] = 0
+    async def _forget(self, followed: Followed) -> None:
+        """Remove the blocks of a segment that is gone."""
+        segment = followed.segment
+        slots = segment.head.slots
+        followed.news = [RowChanges(np.arange(slots), np.zeros(slots, ROW), np.zeros(slots, np.bool_))]
+        await self._enter(followed)
+        if segment.id in self._followed:
+            self._drop(followed)
 
-    async def _clear_rows(self) -> None:
-        """Remove the blocks of owners that are gone from the table."""
-        table = self._index.table
-        for first in list(self._gone):
-            while (row := self._gone[first]) < table.rows:
-                removed = table.remove_places(first, first + (1 << OWNER_SHIFT), row, _TURN_ROWS)
-                self._has_doubt = self._has_doubt or removed > 0
-                self._gone[first] = row + _TURN_ROWS
-                await asyncio.sleep(0)
-            del self._gone[first]
+    def _drop(self, followed: Followed) -> None:
+        self._watch.remove(followed.watch)
+        del self._followed[followed.segment.id]
+        self.gone.append(followed.segment)
 
-    def _apply(self, other: Other, records: npt.NDArray[Any]) -> None:
-        table = self._index.table
-        added: list[BlockKey] = []
-        removed: list[BlockKey] = []
-        rows = zip(
-            records["kind"].tolist(), records["slot"].tolist(), records["digest"].tolist(),
-            records["key_length"].tolist(), records["key"].tolist(), strict=True,
-        )  # fmt: skip
-        for kind, slot, digest, length, key in rows:
-            place = other.first + slot
-            if kind == Kind.ADD:
-                if table.find(digest) == NOWHERE:
-                    table.set(digest, place)
-                    added.append(key[:length])
-            elif kind in (Kind.REMOVE, Kind.BAD) and length and table.remove(digest, place):
-                removed.append(key[:length])
-            elif kind in (Kind.SEGMENT, Kind.DROP):
-                # Another file may have this name from now on.
-                self._segments.forget(other.number, slot // other.geometry.segment_slots)
-        if added:
-            self._on_added(added)
-        if removed:
-            self._on_removed(removed, RemovalCause.EVICTED)
+    def _close_gone(self) -> None:
+        """Close the files of segments that are gone, unless a read uses them; no look is running."""
+        for segment in [segment for segment in self.gone if not self._index.is_read(segment)]:
+            segment.close()
+            self._index.forget(segment)
+            self.gone.remove(segment)
+
+    def _opened(self, root: Root, known: Collection[int]) -> Iterator[tuple[Followed, Digests]]:
+        """Yield segments that are not known, with the digests of their slots; on threads."""
+        for number in set(root.table_numbers()).difference(known):
+            with contextlib.suppress(OSError):
+                if (opened := root.open_segment(number)) is not None:
+                    segment, digests = opened
+                    table = segment.table.fd
+                    self._engine.admit(table)
+                    self._engine.admit(segment.file.fd)
+                    yield Followed(segment, root.disk.fstat(table), self._watch.add(table, WRITES)), digests
+
+    async def _follow(self, followed: Followed, digests: Digests, *, report: bool) -> None:
+        """Enter a new segment and its blocks."""
+        index, segment = self._index, followed.segment
+        if any((each.root, each.number) == (segment.root, segment.number) for each in index.segments.values()):
+            # We have taken it since.
+            self._watch.remove(followed.watch)
+            segment.close()
+            return
+        index.follow(segment)
+        self._followed[segment.id] = followed
+        for start in range(0, segment.head.slots, _TURN_SLOTS):
+            # Without blocks that are elsewhere, too.
+            added = index.see(segment, digests, start, start + _TURN_SLOTS)
+            if report:
+                self._on_news(News(added, []))
+            await asyncio.sleep(0)
+            if segment.id not in self._followed:
+                return
+
+    def _report_uses(self, some: Sequence[Followed]) -> None:
+        """Mark the slots that were read; on a thread."""
+        for each in some:
+            slots, each.uses = each.uses, set()
+            if slots:
+                with contextlib.suppress(OSError):
+                    self._roots[each.segment.root].mark_uses(each.segment.number, sorted(slots))
+
+
+def _changed_rows(disk: OsDisk, segment: Segment, stale: Collection[int]) -> list[RowChanges]:
+    """Read the rows of stale groups, and of those with another generation than the one seen."""
+    head = segment.head
+    now = read_generations(disk, segment.table.fd, head)
+    changed = now != segment.generations
+    changed[list(stale)] = True
+    groups = np.flatnonzero(changed)
+    changes: list[RowChanges] = []
+    for run in np.split(groups, np.flatnonzero(np.diff(groups) > 1) + 1) if len(groups) else []:
+        first, end = int(run[0]) * GROUP_ROWS, min(head.slots, (int(run[-1]) + 1) * GROUP_ROWS)
+        rows, intact = read_rows(disk, segment.table.fd, head, range(first, end))
+        changes.append(RowChanges(np.arange(first, end), rows, intact & (rows["state"] == State.USED)))
+    segment.generations = now
+    return changes

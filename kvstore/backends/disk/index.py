@@ -1,476 +1,422 @@
-"""The index of an owner: slots by block, free and pinned slots, and the eviction order, also among tenants. No I/O.
+"""The index: places by block, free and pinned slots, and the choice of blocks to evict. No I/O.
 
-Used from the loop thread. The same table has the blocks of other owners: their places contain the number of the owner,
-and only their digests are known.
+Used from the loop thread. The table of digests knows a block's place, the segment's rows its key.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.backends.disk.columns import EMPTY, OUT_OF_USE, Columns
-from kvstore.backends.disk.layout import SLOT_MASK, Kind, Row, digest_of
+from kvstore.backends.disk.ages import Ages, Line, Shares
+from kvstore.backends.disk.layout import Rows, State, digest_of
+from kvstore.backends.disk.segment import EMPTY, SLOT_BITS, SLOT_MASK, WITHDRAWN, Segment
 from kvstore.backends.disk.table import NOWHERE, DigestTable
-from kvstore.tenants import TAG_BYTES, Account, Accounts, Tenants
+from kvstore.tenants import Tenants
 from kvstore.types import BlockKey
 
-_AGES: Final = 64
-"""Number of ages that pass while every slot is used once."""
+_REST_S: Final = 60.0
+"""Time for which a segment rests."""
 
-_REST_S: Final = 300.0
-"""Pause of a slot that could not be written; its medium may be replaced or mounted again meanwhile."""
-
-_REST_SHARE: Final = 8
-"""Until a write succeeds, at most an eighth of all slots comes to rest: two of the 16 segments of a small tier."""
-
-_CANDIDATES: Final = 1 << 13
-"""Maximum slots found by one search; a list of all slots of an age takes long to create."""
+_IN_VAIN_SHARE: Final = 8
+"""Share of the blocks that is evicted at most while no store succeeds: an eighth."""
 
 
-class Ages:
-    """Age of the last use of each slot, one byte per slot (``columns.age``).
+class RowChanges(NamedTuple):
+    """Rows of slots that were read from the table of another engine."""
 
-    A new age begins once a 64th of the slots have been used in the current one.
-    """
-
-    def __init__(self, columns: Columns) -> None:
-        self.columns = columns
-        held = columns.held()
-        kept = np.minimum(columns.age[held], EMPTY - 1)
-        columns.age[:] = EMPTY
-        columns.age[held] = kept
-        self.now = int(kept.max(initial=0))  # The current age.
-        self._used = 0
-        self._lines: list[Line] = []
-        self._kept: frozenset[int] = frozenset()
-        """Directories whose blocks are not evicted."""
-
-    def keep(self, paths: Iterable[int]) -> None:
-        """Evict no blocks in these directories, until the next call."""
-        self._kept = frozenset(paths)
-        self._forget_candidates()
-
-    def evictable(self) -> npt.NDArray[np.uint8]:
-        """Return the age of each slot, or ``EMPTY`` if it holds no block that may be evicted."""
-        if not self._kept:
-            return self.columns.age
-        is_kept = np.isin(self.columns.segments, [path + 1 for path in self._kept])
-        return np.where(np.repeat(is_kept, self.columns.segment_slots), np.uint8(EMPTY), self.columns.age)
-
-    def use(self, slot: int) -> None:
-        """Record a use of a block, or its arrival."""
-        if self.columns.age_view[slot] == self.now:
-            return
-        self.columns.age_view[slot] = self.now
-        self._used += 1
-        if self._used > len(self.columns.age) // _AGES:
-            self._begin_age()
-
-    def line(self, ages: Callable[[], npt.NDArray[np.uint8]] | None = None) -> Line:
-        """Return an eviction queue.
-
-        Args:
-            ages: Returns the ages of the slots to consider, and ``EMPTY`` for all others. Default: all slots.
-        """
-        line = Line(self, ages or self.evictable)
-        self._lines.append(line)
-        return line
-
-    def _begin_age(self) -> None:
-        self._used = 0
-        self.now += 1
-        if self.now == EMPTY:
-            # Halving merges each pair of neighbouring ages.
-            self.columns.age[self.columns.age != EMPTY] >>= 1
-            self.now >>= 1
-            self._forget_candidates()
-
-    def _forget_candidates(self) -> None:
-        for line in self._lines:
-            line.candidates = []
+    slots: npt.NDArray[np.int64]
+    rows: Rows
+    used: npt.NDArray[np.bool_]  # Which of them are intact, and hold a block.
 
 
-class Line:
-    """An eviction queue: blocks ordered by the age of their last use, and within one age by slot."""
+class News(NamedTuple):
+    """Keys of blocks that other engines have added and removed."""
 
-    def __init__(self, ages: Ages, ages_of: Callable[[], npt.NDArray[np.uint8]]) -> None:
-        self._ages = ages
-        self._ages_of = ages_of
-        self._oldest = 0
-        # Slots of the oldest age, or the first of them; the next victim is the last entry.
-        self.candidates: list[int] = []
+    added: list[BlockKey]
+    removed: list[BlockKey]
 
-    def victim(self, is_pinned: Callable[[int], bool]) -> int | None:
-        """Return the slot of the next block to evict, or None. The caller marks the slot ``EMPTY``.
-
-        A pinned slot counts as used now.
-        """
-        tried = -1
-        columns = self._ages.columns
-        while True:
-            while self.candidates:
-                slot = self.candidates.pop()
-                if columns.age_view[slot] != self._oldest:
-                    continue
-                if not is_pinned(slot):
-                    return slot
-                columns.age_view[slot] = self._ages.now
-            ages = self._ages_of()
-            self._oldest = int(ages.min(initial=EMPTY))
-            if self._oldest in (EMPTY, tried):
-                return None
-            tried = self._oldest
-            found = np.flatnonzero(ages == self._oldest)
-            self.candidates = found[:_CANDIDATES][::-1].tolist()
-            start = 0
-            while self._oldest == self._ages.now and start < len(found) and all(map(is_pinned, self.candidates)):
-                # Pinned slots keep the current age, and would be found again.
-                start += _CANDIDATES
-                self.candidates = found[start : start + _CANDIDATES][::-1].tolist()
-
-
-class Shares:
-    """Eviction among tenants that share the slots: accounts choose the tenant, the last use chooses the block."""
-
-    def __init__(self, tenants: Tenants, columns: Columns, ages: Ages) -> None:
-        self._columns = columns
-        self._ages = ages
-        self._accounts = Accounts(tenants)
-        self._numbers: dict[Account, int] = {}
-        self._known: list[tuple[Account, Line]] = []
-        """Accounts by number, each with its eviction queue."""
-        self._number = np.zeros(0, np.uint16)
-        """Account number of each slot; a free slot keeps its last one."""
-        held = columns.held()
-        self._reserve()
-        tags = np.ascontiguousarray(columns.keys[held, :TAG_BYTES]).view("<u8").ravel()
-        different, which, counts = np.unique(tags, return_inverse=True, return_counts=True)
-        numbers = [self._number_of(int(tag).to_bytes(TAG_BYTES, "little")) for tag in different]
-        for number, count in zip(numbers, counts.tolist(), strict=True):
-            self._known[number][0].blocks += count
-        self._number[held] = np.array(numbers, np.uint16)[which]
-
-    def enter(self, slot: int, key: BlockKey) -> None:
-        """Count the block in a slot for its account."""
-        if slot >= len(self._number):
-            self._reserve()
-        number = self._number[slot] = self._number_of(key)
-        self._known[number][0].blocks += 1
-
-    def leave(self, slot: int) -> None:
-        """Remove the block in a slot from its account."""
-        self._known[self._number[slot]][0].blocks -= 1
-
-    def collect(self, count: int, take: Callable[[Line, int], int]) -> None:
-        """Call ``take`` for the accounts that must give up blocks, at most ``count`` in total."""
-        self._accounts.capacity = len(self._columns.age)
-        self._accounts.collect(count, lambda account, size: take(self._known[self._numbers[account]][1], size))
-
-    def _number_of(self, key: BlockKey) -> int:
-        account = self._accounts.of(key)
-        number = self._numbers.get(account)
-        if number is None:
-            number = self._numbers[account] = len(self._known)
-            self._known.append((account, self._ages.line(lambda: self._ages_of(number))))
-        return number
-
-    def _ages_of(self, number: int) -> npt.NDArray[np.uint8]:
-        self._reserve()
-        return np.where(self._number == number, self._ages.evictable(), np.uint8(EMPTY))
-
-    def _reserve(self) -> None:
-        more = len(self._columns.age) - len(self._number)
-        if more > 0:
-            self._number = np.concatenate([self._number, np.zeros(more, np.uint16)])
-
-
-@dataclass(slots=True)
-class _Streak:
-    """Failures of writes in one directory, without a success there."""
-
-    segments: set[int] = field(default_factory=set)
-    others_work: bool = False  # Whether a write to another directory has succeeded meanwhile.
-    until: float = 0.0  # Time until which the directory is not used; 0 if it is.
+    def net(self) -> News:
+        """Return this without the blocks that only moved."""
+        moved = set(self.added).intersection(self.removed)
+        return self if not moved else News(*([key for key in keys if key not in moved] for keys in self))
 
 
 class Index:
-    """Blocks by key. ``expected`` is the likely number of blocks, ours and others'; ``tenants`` share our slots."""
+    """Blocks by key. ``expected`` is the likely number of blocks; ``tenants`` share the slots."""
 
-    def __init__(self, columns: Columns, expected: int, tenants: Tenants | None = None) -> None:
-        self.columns = columns
-        columns.make_room(expected)
-        self.table = DigestTable(expected)
-        self._free: list[int] = []
-        self._resting: OrderedDict[int, float] = OrderedDict()
-        """Free slots that are not given out before a time, because a write failed there."""
-        self._rested = 0  # Slots that came to rest since the last successful write.
-        self._streaks: dict[int, _Streak] = {}
-        """Directories, by number, where writes fail."""
+    def __init__(self, expected: int, tenants: Tenants | None = None) -> None:
+        self.segments: dict[int, Segment] = {}
+        """Those that this engine holds."""
+        self.known: dict[int, Segment] = {}
+        """Also those of other engines, and those that are gone while operations on their slots may run."""
+        self._table = DigestTable(expected)
+        self._ids = itertools.count()
         self._readers: Counter[int] = Counter()
         self._left_behind: set[int] = set()
-        self._closed: set[int] = set()
-        """Segments that are being given up; their slots are not freed."""
-        held = columns.held()
-        noted = self.table.add_all(columns.digest[held], held)
-        # An earlier engine stored these blocks twice; one copy is enough.
-        columns.size[held[~noted]] = 0
-        self._blocks = len(self.table)
-        for segment in np.flatnonzero(columns.segments)[::-1].tolist():
-            self._free.extend(columns.free_slots(segment))
-        self._ages = Ages(columns)
-        self._line = self._ages.line()
-        self._shares = None if tenants is None else Shares(tenants, columns, self._ages)
+        """Places without a block that are free once their last reader has ended."""
+        self._ages = Ages(self.segments)
+        self._line = self._ages.line(lambda segment: segment.age)
+        self._shares = None if tenants is None else Shares(tenants, self._ages)
+        self._failing: dict[int, set[int]] = {}
+        """Roots with a failed write and none that succeeded since; ids of their segments that rest."""
+        self._evicted_in_vain = 0
+        self._rest_until = 0.0  # End of the last rest; 0 if no segment rests.
 
     def __len__(self) -> int:
-        return self._blocks
+        return len(self._table)
+
+    def free_slots(self, slot_bytes: int = 0) -> int:
+        """Return the number of slots of at least this length that can be written immediately."""
+        # No comprehension: this runs for each store.
+        free = 0
+        for segment in self.segments.values():
+            if segment.head.slot_bytes >= slot_bytes:
+                free += len(segment.free)
+        return free
 
     @property
-    def free_slots(self) -> int:
-        """Number of slots that can be written immediately."""
-        return len(self._free)
+    def slots(self) -> int:
+        """Number of slots in all segments."""
+        return self._ages.slots
+
+    def used(self) -> tuple[int, int]:
+        """Number of our slots that hold blocks, and their length."""
+        used = [(len(segment.held()), segment.head.slot_bytes) for segment in self.segments.values()]
+        return sum([blocks for blocks, _ in used]), sum([blocks * slot_bytes for blocks, slot_bytes in used])
+
+    def at(self, place: int) -> tuple[Segment, int]:
+        """Return segment and slot of a place."""
+        return self.known[place >> SLOT_BITS], place & SLOT_MASK
 
     def place(self, key: BlockKey, digest: int | None = None) -> int:
         """Return the place of a block, or ``NOWHERE``; ``digest`` is computed if it is not given."""
-        place = self.table.find(digest_of(key) if digest is None else digest)
-        if 0 <= place <= SLOT_MASK and not self.columns.holds(place, key):
-            return NOWHERE
-        return place
+        place = self._table.find(digest_of(key) if digest is None else digest)
+        if place == NOWHERE or self.known[place >> SLOT_BITS].holds(place & SLOT_MASK, key):
+            return place
+        return NOWHERE
 
-    def slot(self, key: BlockKey) -> int | None:
-        """Return the slot of a block of ours; None for any other block."""
-        place = self.place(key)
-        return place if 0 <= place <= SLOT_MASK else None
+    def found(self, segment: Segment, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return those of some slots whose blocks lookups find there, and that don't depart."""
+        if segment.is_ours:
+            are_there = (segment.state[slots] == State.USED) & (segment.age[slots] != EMPTY)
+        else:
+            digests = np.array([digest_of(key) for key in segment.keys(slots)], np.uint64)
+            are_there = self._table.find_all(digests) == segment.first + slots
+        return np.extract(are_there, slots)
 
-    def touch(self, slots: Iterable[int]) -> None:
-        """Record a use of our own slots."""
-        for slot in slots:
+    def touch(self, places: Iterable[int]) -> None:
+        """Record a use of blocks."""
+        for place in places:
+            segment, slot = self.segments.get(place >> SLOT_BITS), place & SLOT_MASK
             # The block may be gone: other engines mark slots long after reading them.
-            if self.columns.age_view[slot] != EMPTY:
-                self._ages.use(slot)
+            if segment is not None and segment.age_view[slot] != EMPTY:
+                self._ages.use(segment, slot)
 
-    def pin(self, slots: Iterable[int]) -> None:
+    def pin(self, places: Iterable[int]) -> None:
         """Keep slots from being given to other blocks while they are read."""
-        self._readers.update(slots)
+        self._readers.update(places)
 
-    def unpin(self, slots: Iterable[int]) -> None:
+    def unpin(self, places: Iterable[int]) -> None:
         """Undo one :meth:`pin`."""
-        for slot in slots:
-            readers = self._readers[slot] - 1
+        for place in places:
+            readers = self._readers[place] - 1
             if readers:
-                self._readers[slot] = readers
+                self._readers[place] = readers
             else:
-                del self._readers[slot]
-                if slot in self._left_behind:
-                    self._left_behind.discard(slot)
-                    self._free_slot(slot)
+                del self._readers[place]
+                if place in self._left_behind:
+                    self._left_behind.discard(place)
+                    self.release((place,))
 
-    def take(self, count: int) -> list[int]:
-        """Take and pin at most ``count`` free slots; in order, so that neighbours are written together."""
-        if self._resting or self._streaks:
-            self._end_rests(time.monotonic())
-        taken = self._free[-count:] if count else []
-        del self._free[len(self._free) - len(taken) :]
-        taken.sort()
-        self.pin(taken)
+    def take(self, count: int, slot_bytes: int, slot_bytes_max: int, *, resting: bool = False) -> list[int]:
+        """Take at most ``count`` free slots with lengths in a range, with ``resting`` also of segments that rest.
+
+        In order, so that neighbours are written together.
+        """
+        taken: list[int] = []
+        if self._rest_until:
+            self._end_rests()
+        for segment in self.segments.values():
+            if len(taken) == count:
+                break
+            fits = slot_bytes <= segment.head.slot_bytes <= slot_bytes_max
+            if fits and segment.free and (resting or not segment.rests_until):
+                slots = segment.free[len(taken) - count :]
+                del segment.free[-len(slots) :]
+                taken += [segment.first + slot for slot in sorted(slots)]
         return taken
 
-    def withhold(self) -> list[int]:
-        """Remove all free slots from the free list until they are released; return them."""
-        withheld, self._free = sorted(self._free), []
-        return withheld
-
-    def give_back(self, slots: Sequence[int]) -> None:
-        """Free and unpin slots that hold no block."""
-        self.release(slots)
-        self.unpin(slots)
-
-    def rest(self, slots: Iterable[int]) -> None:
-        """Free and unpin slots that could not be written, but give them out only after a pause.
-
-        At a segment's second such slot, all of its free slots rest, so that a bad part of the medium fails no more
-        stores. If a second segment of a directory fails, and writes succeed in other directories only, the whole
-        directory rests, and its blocks stay. If the whole medium fails, at most a share of all slots rests, so that no
-        blocks are evicted for stores that would fail too.
-        """
-        until, size = time.monotonic() + _REST_S, self.columns.segment_slots
-        for slot in slots:
-            self.give_back([slot])
-            segment, path = slot // size, self._path_of(slot)
-            streak = self._streaks.setdefault(path, _Streak())
-            streak.segments.add(segment)
-            if len(streak.segments) > 1 and streak.others_work:
-                if not streak.until:
-                    streak.until = until
-                    self._keep_resting()
-                    self._rest([other for other in self._free if self._path_of(other) == path], until)
-                continue
-            is_bad = any(other // size == segment for other in self._resting)
-            same = [other for other in self._free if other == slot or (is_bad and other // size == segment)]
-            if self._rested + len(same) <= len(self.columns.segments) * size // _REST_SHARE:
-                self._rested += len(same)
-                self._rest(same, until)
-
-    def _end_rests(self, now: float) -> None:
-        for streak in self._streaks.values():
-            if 0 < streak.until <= now:
-                # The next failure there begins another rest.
-                streak.until = 0.0
-                self._keep_resting()
-        rested = list(itertools.takewhile(lambda slot: self._resting[slot] <= now, self._resting))
-        for slot in rested:
-            del self._resting[slot]
-        self._free[:0] = rested
-
-    def _keep_resting(self) -> None:
-        """Evict no blocks in directories that rest, because their slots can't be written."""
-        self._ages.keep(path for path, streak in self._streaks.items() if streak.until)
-
-    def _rest(self, slots: Sequence[int], until: float) -> None:
-        gone = set(slots)
-        self._free = [slot for slot in self._free if slot not in gone]
-        self._resting.update(dict.fromkeys(slots, until))
-
-    def release(self, slots: Iterable[int]) -> None:
-        """Free slots, immediately or when their last reader has ended."""
-        for slot in slots:
-            if slot // self.columns.segment_slots in self._closed:
-                continue
-            if slot in self._readers:
-                self._left_behind.add(slot)
+    def release(self, places: Iterable[int]) -> None:
+        """Free slots that hold no block, immediately or when their last reader has ended."""
+        for place in places:
+            if place in self._readers:
+                self._left_behind.add(place)
             else:
-                self._free_slot(slot)
+                segment, slot = self.at(place)
+                segment.free.append(slot)
 
-    def _free_slot(self, slot: int) -> None:
-        streak = self._streaks.get(self._path_of(slot)) if self._streaks else None
-        if streak is not None and streak.until:
-            self._resting[slot] = streak.until
-        else:
-            self._free.append(slot)
+    def rest(self, places: Collection[int]) -> None:
+        """Free slots that could not be written, to be given out after all others of their segments."""
+        for place in places:
+            segment, slot = self.at(place)
+            segment.free.insert(0, slot)
+        self.note_failures(places)
 
-    def _path_of(self, slot: int) -> int:
-        """Return the number of a slot's directory."""
-        return int(self.columns.segments[slot // self.columns.segment_slots]) - 1
+    def note_failures(self, places: Collection[int]) -> bool:
+        """Note slots or rows that could not be written.
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Add blocks in taken slots, from their journal records."""
-        for _, slot, size_bytes, digest, key in rows:
-            self.columns.set(slot, size_bytes, digest, key)
-            self.table.set(digest, slot)
-            self._ages.use(slot)
-            if self._shares is not None:
-                self._shares.enter(slot, key)
-        self._blocks += len(rows)
-        self._rested = 0
-        if self._streaks:
-            self._note_success({self._path_of(slot) for _, slot, *_ in rows})
+        At the second failure, their segment rests, so that a bad part of the medium fails no more stores. So does a
+        root with two such segments, if there are other roots.
 
-    def _note_success(self, paths: set[int]) -> None:
-        """End the streaks of directories where a write has succeeded."""
-        for path, streak in list(self._streaks.items()):
-            if path not in paths:
-                streak.others_work = True
-            elif not streak.until:
-                del self._streaks[path]
+        Returns:
+            Whether the whole medium fails. Then no segment rests.
+        """
+        if not places:
+            return False
+        until = time.monotonic() + _REST_S
+        for place in places:
+            if (segment := self.segments.get(place >> SLOT_BITS)) is None:
+                continue
+            segment.failures += 1
+            failing = self._failing.setdefault(segment.root, set())
+            if segment.failures > 1:
+                segment.rests_until = self._rest_until = until
+                failing.add(segment.id)
+            of_root = [each for each in self.segments.values() if each.root == segment.root]
+            if len(failing) > 1 and len(of_root) < len(self.segments):
+                for each in of_root:
+                    each.rests_until = until
+        fails = all(segment.rests_until for segment in self.segments.values())
+        if fails:
+            for segment in self.segments.values():
+                segment.rests_until = 0.0
+        return fails
 
-    def hide(self, key: BlockKey) -> int:
-        """Hide a block from lookups; return its place, or ``NOWHERE``. The caller must let a block of ours depart."""
-        place = self.place(key)
-        if place != NOWHERE:
-            self._remove_place(digest_of(key), place)
-        return place
+    def _end_rests(self) -> None:
+        now = time.monotonic()
+        if now >= self._rest_until:
+            self._rest_until = 0.0
+        for segment in self.segments.values():
+            if 0 < segment.rests_until <= now:
+                # The next failure begins another rest.
+                segment.rests_until = 0.0
 
-    def evict(self, count: int) -> list[Row]:
-        """Let at most ``count`` blocks of ours depart; return the journal records."""
-        rows: list[Row] = []
+    def _note_success(self, segment: Segment) -> None:
+        segment.failures, segment.rests_until = 0, 0.0
+        self._failing.pop(segment.root, None)
+        self._evicted_in_vain = 0
+
+    def add(self, place: int, size_bytes: int, mark: int, digest: int, key: BlockKey) -> bool:
+        """Add a block in a taken slot, whose row was written; return whether its segment is still there."""
+        segment, slot = self.at(place)
+        segment.set(slot, size_bytes, mark, key)
+        if segment.id not in self.segments:
+            segment.age_view[slot] = self._ages.now
+            return False
+        self._table.set(digest, place)
+        self._ages.use(segment, slot)
+        if self._shares is not None:
+            self._shares.enter(segment, slot, key)
+        if self._failing:
+            self._note_success(segment)
+        return True
+
+    def evict(self, count: int, slot_bytes: int) -> list[int]:
+        """Let at most ``count`` blocks in slots of at least this length depart; return their places.
+
+        While stores fail, at most a share of all blocks departs: the medium may take no block at all.
+        """
+        places: list[int] = []
+        if self._failing:
+            count = min(count, self.slots // _IN_VAIN_SHARE - self._evicted_in_vain)
 
         def take(line: Line, size: int) -> int:
-            before = len(rows)
-            while len(rows) < before + size and (slot := line.victim(self._readers.__contains__)) is not None:
-                rows.extend(self.depart((slot,)))
-            return len(rows) - before
+            before = len(places)
+            while (
+                len(places) < before + size
+                and (place := line.victim(self._readers.__contains__, slot_bytes)) is not None
+            ):
+                places.extend(self.depart((place,)))
+            return len(places) - before
 
         if self._shares is None:
             take(self._line, count)
         else:
             self._shares.collect(count, take)
-        return rows
+        return places
 
-    def depart(self, slots: Iterable[int], kind: int = Kind.REMOVE) -> list[Row]:
-        """Pin blocks that are to leave, and end their aging; return the journal records.
-
-        The blocks can be found, unless they are hidden, until :meth:`leave`. Blocks that have already departed are
-        skipped, except to retire their slots.
-        """
-        rows: list[Row] = []
-        for slot in slots:
-            is_new = self.columns.age_view[slot] != EMPTY
-            if is_new:
-                self.columns.age_view[slot] = EMPTY
+    def depart(self, places: Iterable[int]) -> list[int]:
+        """Let blocks depart: they are evicted no more, and found until :meth:`leave`. Return those that now depart."""
+        departing: list[int] = []
+        for place in places:
+            segment, slot = self.at(place)
+            if segment.age_view[slot] != EMPTY:
+                segment.age_view[slot] = EMPTY
                 if self._shares is not None:
-                    self._shares.leave(slot)
-            if is_new or kind == Kind.BAD:
-                self.pin((slot,))
-                rows.append((kind, slot, 0, self.columns.digest_view[slot], self.columns.key(slot)))
-        return rows
+                    self._shares.leave(segment, slot)
+                departing.append(place)
+        return departing
 
-    def leave(self, rows: Sequence[Row]) -> None:
-        """Remove departed blocks after the journal has recorded it, and free their slots, unless they are bad."""
-        for kind, slot, _, digest, _ in rows:
-            if kind == Kind.DROP:
-                segment = slot // self.columns.segment_slots
-                self.columns.drop_segment(segment)
-                self._closed.discard(segment)
-                continue
-            self._remove_place(digest, slot)
-            if kind == Kind.BAD:
-                self.columns.size_view[slot] = OUT_OF_USE
-                # An eviction that was journalled before may have freed it.
-                self._left_behind.discard(slot)
-            else:
-                self.columns.size_view[slot] = 0
-                self.release((slot,))
-            self.unpin((slot,))
+    def stay(self, places: Iterable[int]) -> None:
+        """Undo :meth:`depart` of blocks whose rows could not be written; other blocks are tried before them."""
+        for place in places:
+            segment, slot = self.at(place)
+            segment.age_view[slot] = self._ages.now
+            if self._shares is not None and segment.id in self.segments:
+                self._shares.enter(segment, slot, segment.key(slot))
 
-    def by_use(self, segments: Sequence[int]) -> list[int]:
-        """Sort segments for removal: empty ones first, then by the mean age of their blocks.
+    def hide(self, places: Iterable[int]) -> None:
+        """Hide departing blocks from lookups."""
+        for place in places:
+            segment, slot = self.at(place)
+            self._table.remove(digest_of(segment.key(slot)), place)
 
-        For any thread.
+    def leave(self, places: Sequence[int], state: int = State.FREE) -> None:
+        """Remove departed blocks, after their rows were written; free their slots, or retire them."""
+        self.hide(places)
+        for place in places:
+            self.settle(place, state)
+        if self._failing:
+            self._evicted_in_vain += len(places)
+
+    def settle(self, place: int, state: int) -> None:
+        """Give a slot without a block the state that its row has now, and free it if that is free."""
+        segment, slot = self.at(place)
+        segment.state_view[slot] = state
+        if state == State.FREE:
+            self.release((place,))
+
+    def open_segment(self, segment: Segment, digests: npt.NDArray[np.uint64]) -> list[int]:
+        """Add a segment with its blocks, given the digests of all its slots.
+
+        Returns:
+            Places of blocks that are elsewhere, too. They hold no block, but their rows say so only once written.
         """
-        heats = []
-        for segment in segments:
-            age = self.columns.age[self.columns.held(*self._slots_of(segment))]
-            heats.append((float(age.mean()) if len(age) else -1.0, segment))
-        return [segment for _, segment in sorted(heats)]
+        self.follow(segment)
+        held = segment.held()
+        self._table.add_all(digests[held], held + segment.first)
+        return self._own(segment, digests)
 
-    def close_segment(self, among: Sequence[int]) -> int | None:
-        """Close the first open segment without pinned slots among these; return it. Its slots are not given out."""
-        pinned = {slot // self.columns.segment_slots for slot in self._readers}
-        segment = next((each for each in among if each not in pinned and each not in self._closed), None)
-        if segment is not None:
-            first, end = self._slots_of(segment)
-            self._closed.add(segment)
-            self._free = [slot for slot in self._free if not first <= slot < end]
-            for slot in [slot for slot in self._resting if first <= slot < end]:
-                del self._resting[slot]
-        return segment
+    def follow(self, segment: Segment) -> None:
+        """Add a segment without its blocks; those of another engine are added by :meth:`see`."""
+        segment.id = next(self._ids)
+        segment.first = segment.id << SLOT_BITS
+        self.known[segment.id] = segment
 
-    def open_segment(self, segment: int, path: int) -> None:
-        """Add a new segment, with all of its slots free."""
-        self.columns.open_segment(segment, path)
-        self._free[:0] = self.columns.free_slots(segment)
+    def see(self, segment: Segment, digests: npt.NDArray[np.uint64], start: int, end: int) -> list[BlockKey]:
+        """Add the blocks of some slots of another engine; return the keys of those that are nowhere else."""
+        held = start + np.flatnonzero(segment.state[start:end] == State.USED)
+        new = held[self._table.add_all(digests[held], held + segment.first)]
+        return segment.keys(new)
 
-    def _slots_of(self, segment: int) -> tuple[int, int]:
-        first = segment * self.columns.segment_slots
-        return first, first + self.columns.segment_slots
+    def update(self, segment: Segment, changes: RowChanges) -> News:
+        """Enter what another engine has changed."""
+        news = News([], [])
+        columns = (
+            changes.rows[name].tolist() for name in ("generation", "size", "mark", "digest", "key_length", "key")
+        )
+        for slot, used, generation, size, mark, digest, length, key in zip(
+            changes.slots.tolist(), changes.used.tolist(), *columns, strict=True
+        ):
+            was_used = segment.state_view[slot] == State.USED
+            if (was_used or used) and (was_used != used or segment.generation_view[slot] != generation):
+                place = segment.first + slot
+                if was_used:
+                    self._remove(segment.key(slot), place, news)
+                    segment.state_view[slot] = State.FREE
+                if used:
+                    segment.set(slot, size, mark, key[:length])
+                    if self._table.find(digest) == NOWHERE:
+                        self._table.set(digest, place)
+                        news.added.append(key[:length])
+            segment.generation_view[slot] = generation
+        return news.net()
 
-    def _remove_place(self, digest: int, place: int) -> None:
-        if self.table.remove(digest, place) and place <= SLOT_MASK:
-            self._blocks -= 1
+    def take_over(self, before: Segment, ours: Segment, digests: npt.NDArray[np.uint64]) -> tuple[list[int], News]:
+        """Replace a segment of another engine by the same one that we hold now.
+
+        Returns:
+            The places of :meth:`open_segment`, and what has changed since the last update.
+        """
+        news = News([], [])
+        ours.id, ours.first = before.id, before.first
+        self.known[ours.id] = ours
+        was_used, used = before.state == State.USED, ours.state == State.USED
+        same = used & (np.asarray(before.generation_view) == np.asarray(ours.generation_view))
+        for slot in np.flatnonzero(was_used & ~same).tolist():
+            self._remove(before.key(slot), ours.first + slot, news)
+        held = ours.held()
+        new = held[self._table.add_all(digests[held], held + ours.first)]
+        news.added.extend([ours.key(slot) for slot in new.tolist()])
+        return self._own(ours, digests), news.net()
+
+    def _remove(self, key: BlockKey, place: int, news: News) -> None:
+        if self._table.remove(digest_of(key), place):
+            news.removed.append(key)
+
+    def _own(self, segment: Segment, digests: npt.NDArray[np.uint64]) -> list[int]:
+        """Use the slots of a segment, whose blocks are in the table."""
+        self.segments[segment.id] = segment
+        self._ages.slots += segment.head.slots
+        held = segment.held()
+        doubled = held[self._table.find_all(digests[held]) != held + segment.first]
+        segment.state[doubled], segment.age[doubled] = State.FREE, EMPTY
+        if self._shares is not None:
+            self._shares.open_segment(segment)
+        places: list[int] = (doubled + segment.first).tolist()
+        return places
+
+    def coldest(self, slot_bytes: int, *, is_wasting: bool) -> Segment | None:
+        """Return the segment that is of more use with slots of this length; None if none is.
+
+        That is the least used of those with shorter slots, if its average block was used before the next victim among
+        the slots of at least this length. If longer slots are wasted, it is the least used of those.
+        """
+        if is_wasting:
+            longer = [each for each in self.segments.values() if each.head.slot_bytes > slot_bytes]
+            return min(longer, key=lambda each: each.average_age, default=None)
+        long = [each for each in self.segments.values() if each.head.slot_bytes >= slot_bytes]
+        oldest = min([int(each.age.min()) for each in long], default=EMPTY)
+        shorter = [each for each in self.segments.values() if each.head.slot_bytes < slot_bytes]
+        found = min(shorter, key=lambda each: each.average_age, default=None)
+        return found if found is not None and found.average_age < oldest else None
+
+    def withdraw(self, segment: Segment, slots: Iterable[int]) -> list[BlockKey]:
+        """Remove blocks of a segment that is given up, whose rows stay; return their keys."""
+        places = self.depart([segment.first + slot for slot in slots])
+        self.hide(places)
+        for place in places:
+            segment.state_view[place & SLOT_MASK] = WITHDRAWN
+        return segment.keys(np.array(places, np.int64) & SLOT_MASK)
+
+    def close_segment(self, segment: Segment) -> list[BlockKey]:
+        """Remove a segment with its last blocks; return their keys. Operations on its slots may still run."""
+        held = segment.held().tolist()
+        keys = self.withdraw(segment, held)
+        # Also those that depart.
+        self.hide([segment.first + slot for slot in held])
+        del self.segments[segment.id]
+        self._ages.slots -= segment.head.slots
+        return keys
+
+    def is_quiet(self, segment: Segment) -> bool:
+        """Return whether no operation runs on any slot of a segment, and the state of each row is known."""
+        at_rest = (segment.state == State.USED) & (segment.age != EMPTY)
+        at_rest |= (segment.state == State.RETIRED) | (segment.state == WITHDRAWN)
+        return not self.is_read(segment) and len(segment.free) + int(np.count_nonzero(at_rest)) == segment.head.slots
+
+    def is_read(self, segment: Segment) -> bool:
+        """Return whether a slot of a segment is being read."""
+        return any(place >> SLOT_BITS == segment.id for place in self._readers)
+
+    def forget(self, segment: Segment) -> None:
+        """Forget a segment that is gone and quiet."""
+        if self.known.get(segment.id) is segment:
+            del self.known[segment.id]

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvstore.backends.base import RecordRead, RecordWrite
-from kvstore.backends.disk.layout import PAGE, decode_descriptor, encode_descriptor, names_block
+from kvstore.backends.disk.layout import PAGE, mark_of
+from kvstore.backends.disk.segment import Segment
 from kvstore.backends.vectored import cut, scatter
+from kvstore.codec.record import HEADER_BYTES
 from kvstore.codec.rows import address_of
 from kvstore.diskio import Transfer
 from kvstore.types import BlockKey
@@ -32,7 +34,7 @@ class SlotWrite(Transfer):
     index: int  # Position of the record in its batch.
     key: BlockKey
     digest: int
-    slot: int
+    place: int
     record_bytes: int
     page: Page
 
@@ -51,61 +53,53 @@ class SlotRead(Transfer):
     read: RecordRead
     index: int  # Position of the request in its batch.
     place: int
-    record_bytes: int  # Expected length; 0: unknown, the whole slot is read.
+    record_bytes: int
+    mark: int
+    generation: int
     page: Page
     bounce: memoryview  # Destination of the payload if the request's buffer does not allow direct I/O; otherwise empty.
 
 
 class RecordMover:
-    """Creates transfers of records, and checks and delivers the records read. Used from the loop thread.
+    """Creates transfers of records, and delivers the records read. Used from the loop thread."""
 
-    The header of a record, of ``header_bytes`` bytes, is at the start of its header page.
-    """
-
-    def __init__(self, owner: int, digest: bytes, header_bytes: int) -> None:
-        self._owner = owner
-        self._digest = digest
-        self._header_bytes = header_bytes
+    def __init__(self) -> None:
         self._pages: list[Page] = []
 
-    def write(self, index: int, record: RecordWrite, digest: int, slot: int, fd: int, offset: int) -> SlotWrite:
+    def write(self, index: int, record: RecordWrite, digest: int, place: int, fd: int, offset: int) -> SlotWrite:
         page = self._page()
-        header_bytes, view = self._header_bytes, page.view
         head, *rest = record.buffers
         payload_bytes = sum([b.nbytes for b in rest])
         record_bytes = head.nbytes + payload_bytes
-        addresses = direct_addresses(rest) if head.nbytes == header_bytes else None
+        addresses = direct_addresses(rest) if head.nbytes == HEADER_BYTES else None
         if addresses is not None:
-            view[:header_bytes] = head
+            page.view[:HEADER_BYTES] = head
         else:
             # Buffers unsuitable for direct I/O (unaligned address or length) are copied. Primary slots are aligned.
             whole = b"".join(record.buffers)
-            view[:header_bytes] = whole[:header_bytes].ljust(header_bytes, b"\0")
+            page.view[:HEADER_BYTES] = whole[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
             rest = []
-            if record_bytes > header_bytes:
-                bounce = aligned_buffer(record_bytes - header_bytes)
-                bounce[: record_bytes - header_bytes] = whole[header_bytes:]
+            if record_bytes > HEADER_BYTES:
+                bounce = aligned_buffer(record_bytes - HEADER_BYTES)
+                bounce[: record_bytes - HEADER_BYTES] = whole[HEADER_BYTES:]
                 rest = [bounce]
             addresses = [address_of(b) for b in rest]
             payload_bytes = sum([b.nbytes for b in rest])
-        encode_descriptor(view, self._owner, slot, record_bytes, self._digest, record.key)
         return SlotWrite(
-            fd, offset, [view, *rest], PAGE + payload_bytes, addresses=[page.address, *addresses],
-            index=index, key=record.key, digest=digest, slot=slot, record_bytes=record_bytes, page=page,
+            fd, offset, [page.view, *rest], PAGE + payload_bytes, addresses=[page.address, *addresses],
+            index=index, key=record.key, digest=digest, place=place, record_bytes=record_bytes, page=page,
         )  # fmt: skip
 
-    def read(
-        self, index: int, read: RecordRead, place: int, record_bytes: int, fd: int, offset: int, slot_bytes: int
-    ) -> SlotRead:
+    def read(self, index: int, read: RecordRead, place: int, segment: Segment, slot: int) -> SlotRead:
+        record_bytes = segment.size_view[slot]
         page = self._page()
-        wanted = record_bytes - self._header_bytes if record_bytes else slot_bytes - PAGE
-        payload_bytes = -(-max(0, wanted) // PAGE) * PAGE
+        payload_bytes = -(-max(0, record_bytes - HEADER_BYTES) // PAGE) * PAGE
         bounce = memoryview(b"")
         targets: list[memoryview] = []
         addresses: list[int] = []
         if payload_bytes:
             head, *rest = read.buffers
-            fits = head.nbytes == self._header_bytes and len(rest) == 1 and rest[0].nbytes >= payload_bytes
+            fits = head.nbytes == HEADER_BYTES and len(rest) == 1 and rest[0].nbytes >= payload_bytes
             if fits and (direct := direct_addresses(rest)) is not None:
                 targets = rest if rest[0].nbytes == payload_bytes else [rest[0][:payload_bytes]]
                 addresses = direct
@@ -113,30 +107,29 @@ class RecordMover:
                 bounce = aligned_buffer(payload_bytes)
                 targets, addresses = [bounce], [address_of(bounce)]
         return SlotRead(
-            fd, offset, [page.view, *targets], PAGE + payload_bytes, addresses=[page.address, *addresses],
-            read=read, index=index, place=place, record_bytes=record_bytes, page=page, bounce=bounce,
+            segment.file.fd, slot * segment.head.slot_bytes, [page.view, *targets], PAGE + payload_bytes,
+            addresses=[page.address, *addresses], read=read, index=index, place=place, record_bytes=record_bytes,
+            mark=segment.mark_view[slot], generation=segment.generation_view[slot], page=page, bounce=bounce,
         )  # fmt: skip
 
-    def is_asked_for(self, op: SlotRead) -> bool:
-        """Return whether a read found the requested record; if its length was unknown, set it."""
-        if op.done_bytes < PAGE or not names_block(op.page.view, self._digest, op.read.key):
-            return False
-        if not op.record_bytes and (found := decode_descriptor(op.page.view)) is not None:
-            op.record_bytes = found.record_bytes
-        return op.record_bytes > 0
+    @staticmethod
+    def is_asked_for(op: SlotRead) -> bool:
+        """Return whether a read found the record that the slot's row describes."""
+        return op.done_bytes >= PAGE and mark_of(op.page.view) == op.mark
 
-    def deliver(self, op: SlotRead) -> None:
+    @staticmethod
+    def deliver(op: SlotRead) -> None:
         """Copy header and, if necessary, payload to the request's buffers; only if :meth:`is_asked_for` is true."""
-        header_bytes, page = self._header_bytes, op.page.view
-        filled = min(op.record_bytes, op.done_bytes - PAGE + header_bytes)
-        # The header shares its page with our descriptor, so it is copied: 256 bytes.
+        page = op.page.view
+        filled = min(op.record_bytes, op.done_bytes - PAGE + HEADER_BYTES)
+        # The header shares its page with padding, so it is copied: 256 bytes.
         head = op.read.buffers[0]
-        if filled >= header_bytes == head.nbytes and not op.bounce.nbytes:
-            head[:] = page[:header_bytes]
+        if filled >= HEADER_BYTES == head.nbytes and not op.bounce.nbytes:
+            head[:] = page[:HEADER_BYTES]
         else:
-            scatter(page[: min(filled, header_bytes)], op.read.buffers)
-            if op.bounce.nbytes and filled > header_bytes:
-                scatter(op.bounce[: filled - header_bytes], cut(op.read.buffers, filled, header_bytes))
+            scatter(page[: min(filled, HEADER_BYTES)], op.read.buffers)
+            if op.bounce.nbytes and filled > HEADER_BYTES:
+                scatter(op.bounce[: filled - HEADER_BYTES], cut(op.read.buffers, filled, HEADER_BYTES))
         op.read.filled_bytes = filled
 
     def release(self, ops: Sequence[SlotWrite | SlotRead]) -> None:

@@ -1,217 +1,331 @@
-"""A root directory: opening, checks, and allocation of its space in segments. All methods block; none waits for long.
+"""A root directory and the files of segments. All methods block; none waits for long.
 
-The space in use is the total length of all segments in the directory, so there is no counter that could become wrong.
+Each root stands for itself: its tables describe its own segments, so the order of several roots means nothing. The
+space in use is the total length of all segments in the directory, so there is no counter that could become wrong.
+
+Files of a segment are made and removed under the ledger's lock, which no store, load or lookup takes. The table gets
+its name last and loses it first, so a segment without a table is a stale file.
+
+A segment that no engine holds is room, with or without blocks. So an engine gives a segment to another one by releasing
+its locks: there is no state in between, and its blocks stay.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
+import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from enum import Enum
+from itertools import count
+from typing import Final, NamedTuple
 
-from kvstore.backends.disk import directories, files, layout
-from kvstore.backends.disk.config import DiskConfig
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.backends.disk import files
 from kvstore.backends.disk.files import FileLock
-from kvstore.backends.disk.journal import JournalReader, append_rows, journals_in, load_owner
+from kvstore.backends.disk.layout import (
+    FORMAT,
+    LAYOUT_NAME,
+    NOTES,
+    PAGE,
+    ROW,
+    ROW_BYTES,
+    USES,
+    Head,
+    Rows,
+    decode_head,
+    decode_rows,
+    encode_head,
+    is_namespace,
+    stem_of,
+    table_number,
+)
+from kvstore.backends.disk.ledger import ledger_held
+from kvstore.backends.disk.members import Member, Members, is_locked
+from kvstore.backends.disk.segment import OpenFile, Segment, Table
 from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
-from kvstore.errors import AbsentError, BackendUnavailableError, ConfigError
-from kvstore.namespace import Namespace
 
 _log = logging.getLogger("kvstore.backends.disk")
 
-_LAYOUT_NAME: Final = "disk.json"
-_OLD_LAYOUT_NAME: Final = "layout.json"
-_LEDGER_NAME: Final = "ledger.lock"
-_MEMBERS_NAME: Final = "members.lock"
-_WANT_PREFIX: Final = "want."
-
-_LEDGER_WAIT_S: Final = 1.0
-_LEDGER_RETRY_S: Final = 0.01
-"""Longest wait for the ledger once an ended owner has been loaded, and the pause between two tries."""
-
 _LARGEST_S: Final = 5.0
-"""Time for the largest owner to restore capacity or reserve. It may be stopped, so then another owner does it."""
+"""Time for the engine that holds most to give up a segment. It may be stopped, so then the others do it, too."""
 
-_WISH_S: Final = 10.0
-"""Age at which a request for space no longer counts. An engine that still stores repeats it each second."""
-
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
-
-class LedgerBusyError(Exception):
-    """Another engine holds the ledger's lock; try again."""
+Digests = npt.NDArray[np.uint64]
 
 
-@dataclass(slots=True)
-class OwnerDirectory:
-    """An owner: the lengths of its segments, and its last change."""
+class Stored(NamedTuple):
+    """A segment in a root, of any namespace."""
 
     namespace: str
-    name: str
-    is_readable: bool = True
-    """Whether its directory could be read; if not, one entry of ``segments`` has its last known size."""
-    segments: dict[str, int] = field(default_factory=dict)
-    changed_at: float = 0.0
-    has_journal: bool = False
-    has_ended: bool = False  # Whether its lock was free; False if the lock was not tried.
+    stem: str
+    size_bytes: int
+    changed_at: float  # When its table was written last; of a segment without a table, when it was.
 
-    @property
-    def size_bytes(self) -> int:
-        """Length of its segments."""
-        return sum(self.segments.values())
+
+class Due(Enum):
+    """A segment that an engine must give up."""
+
+    NONE = 0
+    GIVE = 1  # To an engine that asks for one.
+    REMOVE = 2  # To restore capacity or reserve.
 
 
 @dataclass(slots=True)
 class Root:
-    """An open root directory."""
+    """An open root directory. ``position`` is that in the list of roots."""
 
     disk: OsDisk
     path: str
+    position: int
     fd: int
-    state_fd: int = -1  # Its directory ``.kvstore``.
-    namespace_fd: int = -1  # The directory of the engine's namespace.
-    capacity: Capacity = field(default_factory=lambda: Capacity(0))  # Of this root.
-    reserve: Capacity = field(default_factory=lambda: Capacity(0))
+    state_fd: int  # Its directory ``.kvstore``.
+    namespace_fd: int  # The directory of the engine's namespace.
+    digest: bytes  # Digest of the namespace.
+    capacity: Capacity  # Of this root.
+    reserve: Capacity
+    direct: bool  # Whether segments are read and written with direct I/O.
+    members: Members
     capacity_bytes: int = 0
     reserve_bytes: int = 0  # Bytes of the filesystem to keep free.
-    direct: bool = True  # Whether segments are read and written with direct I/O.
-    members: FileLock | None = None
-    """Lock held by every engine that uses the root: shared, or exclusive if the engine is ``exclusive``."""
-    namespace: str = ""
-    first: Root | None = None  # The first root, which has the journals; None: this one.
-    _sizes: dict[tuple[str, str], int] = field(default_factory=dict)
-    _unreadable: set[str] = field(default_factory=set)
-    _stuck: set[str] = field(default_factory=set)
-    """Ended owners whose segments can't be removed."""
-    _lacking_since: float = 0.0  # Time at which capacity or reserve was first found exceeded; 0 if it is not.
-
-    def note_position(self, position: int) -> None:
-        """Record the format and position of the root, unless recorded. The position determines its segments."""
-        found = files.read_json(self.disk, _LAYOUT_NAME, self.state_fd)
-        if found is not None and "position" in found:
-            return
-        # An older root without a position is usable, also on a full disk.
-        with contextlib.suppress(*(() if found is None else (OSError,))):
-            document = {"format": layout.FORMAT, "position": position}
-            files.write_json(self.disk, _LAYOUT_NAME, self.state_fd, document)
-
-    def join(self, *, exclusive: bool) -> bool:
-        """Take the lock ``members``; return whether it is held."""
-        if self.members is None:
-            self.members = FileLock(self.disk, self.state_fd, _MEMBERS_NAME)
-        return self.members.fd >= 0 or self.members.try_acquire(exclusive=exclusive)
+    _refused: set[str] = field(default_factory=set)
+    """Segments that can't be used or removed, each named in the log once."""
+    _due_since: float = 0.0  # Time since which some engine must give up a segment; 0: none must.
 
     def close(self) -> None:
         """Close what is open; idempotent."""
-        if self.members is not None:
-            self.members.release()
+        self.members.leave()
         files.close_all(self.disk, self.fd, self.state_fd, self.namespace_fd)
         self.fd = self.state_fd = self.namespace_fd = -1
 
-    def make_segment(self, dir_fd: int, owner: str, name: str, size_bytes: int, *, reclaim: bool) -> bool:
-        """Create and preallocate a segment of an owner, in its directory.
+    def note_roots(self, count: int) -> None:
+        """Record with how many roots this one was used last, for the next start (``check_drives``)."""
+        document = {"format": FORMAT, "roots": count}
+        found = files.read_json(self.disk, LAYOUT_NAME, self.state_fd)
+        # A root that is not new is usable with another number, also on a full disk.
+        with contextlib.suppress(*(() if found is None else (OSError,))):
+            if found != document:
+                files.write_json(self.disk, LAYOUT_NAME, self.state_fd, document)
 
-        With ``reclaim``, segments of ended owners are removed if space is missing.
+    def enter(self, digest: bytes) -> None:
+        """Open the directory of another namespace, if there is one.
 
-        Returns:
-            Whether it was created; False if the capacity, the reserve or the filesystem leaves no room for it, or if
-            another owner has requested the room.
+        Raises:
+            OSError: It can't be opened.
+        """
+        files.close_all(self.disk, self.namespace_fd)
+        self.digest, self.namespace_fd = digest, -1
+        with contextlib.suppress(FileNotFoundError):
+            self.namespace_fd = files.open_own_directory(self.disk, digest.hex(), self.fd)
+
+    def namespaces(self) -> list[str]:
+        """Return the namespaces that have a directory here."""
+        entries = files.entries_in(self.disk, self.fd)
+        return [name for name in entries if is_namespace(name) and _is_own_directory(entries[name])]
+
+    def table_numbers(self) -> list[int]:
+        """Return the numbers of the namespace's segments."""
+        return sorted(number for name in self._names() if (number := table_number(name)) is not None)
+
+    def held_segments(self) -> list[int]:
+        """Return the numbers of the namespace's segments that engines hold.
 
         Raises:
             LedgerBusyError: Another engine holds the ledger's lock.
             OSError: The disk fails.
         """
-        made = self._make_if_room(dir_fd, owner, name, size_bytes)
-        if made is None and reclaim:
-            self._reclaim(size_bytes)
-            made = self._make_if_room(dir_fd, owner, name, size_bytes)
-        return bool(made)
+        with ledger_held(self.disk, self.state_fd):
+            ours = [each for each in self._stored() if each.namespace == self.digest.hex()]
+            return [int(each.stem) for each in ours if self._is_held(each)]
 
-    def remove_segment(self, dir_fd: int, owner: str, name: str, size_bytes: int) -> None:
-        """Remove a segment of an owner from its directory.
+    def take_segments(self, held_bytes: int) -> Iterator[tuple[Segment, Digests]]:
+        """Yield segments of the namespace that no engine held and this one holds now, up to its share of the space.
+
+        An engine that is alone in the root takes all of them. ``held_bytes``: Length of those that it held before.
+        """
+        others, stored = self.members.others(), self._stored()
+        with ledger_held(self.disk, self.state_fd):
+            unheld = self._unheld(stored, others)
+        share = (self._free_bytes(stored) + _size_of(stored)) // (len(others) + 1)
+        spare = _size_of(unheld) - _asked_bytes(others, held_bytes)
+        for each in sorted(each for each in unheld if each.namespace == self.digest.hex()):
+            if spare < each.size_bytes or (others and held_bytes + each.size_bytes > share):
+                return
+            try:
+                taken = self._take(each.stem)
+            except OSError:
+                return
+            if taken is not None:
+                held_bytes += each.size_bytes
+                spare -= each.size_bytes
+                yield taken
+
+    def get_segment(self, slot_bytes: int, slots: int, held_bytes: int) -> tuple[Segment, Digests] | None:
+        """Take a segment that no engine holds, or make one; None if there is no room, which is asked for then.
+
+        Other segments without a holder are removed for a new one: first those of unused namespaces, the oldest of them
+        first. For each engine that asks for a segment and holds less than this one, room is left.
+
+        Raises:
+            LedgerBusyError: Another engine holds the ledger's lock.
+            OSError: The disk fails.
+        """
+        head = Head(secrets.randbits(64), slots, slot_bytes, self.digest)
+        with ledger_held(self.disk, self.state_fd):
+            others, stored = self.members.others(), self._stored()
+            unheld = self._unheld(stored, others)
+            missing = head.segment_bytes - self._free_bytes(stored)
+            got: tuple[Segment, Digests] | None = None
+            if missing + _asked_bytes(others, held_bytes) <= _size_of(unheld):
+                ours = (each.stem for each in unheld if each.namespace == self.digest.hex())
+                got = next(filter(None, map(self._take, ours)), None)
+                # A quota may leave less room than the filesystem reports.
+                while got is None and (missing > 0 or (got := self._make(head)) is None) and unheld:
+                    missing -= self._remove(unheld.pop(0))
+        if got is None:
+            self.members.state(held_bytes, head.segment_bytes)
+        else:
+            self.members.state(held_bytes + got[0].head.segment_bytes)
+        return got
+
+    def due(self, held_bytes: int, asked_bytes: int, segment_bytes: int) -> Due:
+        """State what this engine holds and asks for; return whether it must give up a segment of ``segment_bytes``.
+
+        If capacity or reserve is exceeded, segments without a holder are removed, and then one of the engine that holds
+        most. It also gives one to an engine that asks for it and would then hold no more. If it does neither for some
+        seconds, because it is stopped, any other engine does.
+
+        Raises:
+            LedgerBusyError: Another engine holds the ledger's lock.
+            OSError: The disk fails.
+        """
+        self.members.state(held_bytes, asked_bytes)
+        others, stored = self.members.others(), self._stored()
+        due = Due.NONE
+        free = self._free_bytes(stored)
+        if free < 0:
+            due = Due.REMOVE if self._reclaim(others) else Due.NONE
+        elif behind := [each for each in others if each.is_behind(held_bytes, segment_bytes)]:
+            # Free space and segments without a holder are there for the engines that ask.
+            with ledger_held(self.disk, self.state_fd):
+                free += _size_of(self._unheld(stored, others))
+            due = Due.GIVE if free < sum(each.asked_bytes for each in behind) else Due.NONE
+        now = time.monotonic()
+        self._due_since = (self._due_since or now) if due is not Due.NONE else 0.0
+        largest = max([(each.held_bytes, each.name) for each in others], default=(0, ""))
+        is_turn = (held_bytes, self.members.name) > largest or now - self._due_since >= _LARGEST_S
+        if due is Due.NONE or not is_turn:
+            return Due.NONE
+        self._due_since = now
+        return due
+
+    def remove_segment(self, segment: Segment) -> None:
+        """Remove the files of a segment that is held, and free its space immediately.
+
+        Raises:
+            LedgerBusyError: Another engine holds the ledger's lock.
+            OSError: The disk fails.
+        """
+        stem = stem_of(segment.number)
+        with ledger_held(self.disk, self.state_fd):
+            # The name of a file that was deleted may be another engine's now.
+            if self.disk.fstat(segment.table.fd).st_nlink:
+                for ending in (".tab", USES, NOTES):
+                    self._unlink(stem + ending)
+            if self.disk.fstat(segment.file.fd).st_nlink:
+                self._unlink(stem + ".seg")
+            self.disk.ftruncate(segment.file.fd, 0)
+
+    def has_files_of(self, segment: Segment) -> bool:
+        """Return whether a segment's files still have their names and lengths."""
+        for lock, size_bytes in ((segment.table, segment.head.table_bytes), (segment.file, segment.head.segment_bytes)):
+            status = self.disk.fstat(lock.fd)
+            if not status.st_nlink or status.st_size != size_bytes:
+                return False
+        return True
+
+    def stale_files(self) -> dict[str, os.stat_result]:
+        """Return the files of the namespace that belong to no segment.
+
+        Raises:
+            LedgerBusyError: Another engine holds the ledger's lock.
+            OSError: The disk fails.
+        """
+        with ledger_held(self.disk, self.state_fd):
+            return self._stale()
+
+    def remove_stale(self, names: Collection[str]) -> int:
+        """Remove files that still belong to no segment; return their number.
+
+        Raises:
+            LedgerBusyError: Another engine holds the ledger's lock.
+            OSError: The disk fails.
+        """
+        with ledger_held(self.disk, self.state_fd):
+            found = [name for name in self._stale() if name in names]
+            for name in found:
+                files.remove_segment(self.disk, self.namespace_fd, name)
+        return len(found)
+
+    def remove_namespace(self) -> None:
+        """Remove the directory of the namespace, unless it has segments.
+
+        Raises:
+            LedgerBusyError: Another engine holds the ledger's lock.
+            OSError: The disk fails.
+        """
+        with ledger_held(self.disk, self.state_fd):
+            names = self._names()
+            if self.namespace_fd >= 0 and not any(table_number(name) is not None for name in names):
+                for name in names:
+                    self._unlink(name)
+                with contextlib.suppress(OSError):
+                    self.disk.rmdir(self.digest.hex(), self.fd)
+
+    def mark_uses(self, number: int, slots: Sequence[int]) -> None:
+        """Mark slots of a segment as read, for the engine that holds it.
+
+        The file is not mapped into memory: on a full disk, a page fault without room for the page would kill the
+        process.
 
         Raises:
             OSError: The disk fails.
         """
-        files.remove_segment(self.disk, dir_fd, name)
-        self._count(owner, -size_bytes)
+        flags = os.O_RDWR | os.O_CREAT
+        with files.opened(self.disk, stem_of(number) + USES, flags, self.namespace_fd) as (fd, _):
+            for slot in slots:
+                self.disk.pwritev(fd, [b"\1"], slot)
 
-    def want(self, owner: str, *, wanted: bool) -> None:
-        """Publish that an owner has less than its share and needs a segment, or withdraw this request."""
-        name = _WANT_PREFIX + owner
-        with contextlib.suppress(OSError):
-            if wanted:
-                with files.opened(self.disk, name, os.O_WRONLY | os.O_CREAT, self.state_fd) as (fd, _):
-                    self.disk.pwritev(fd, [b"\n"], 0)
-            else:
-                self.disk.unlink(name, self.state_fd)
-
-    def ledger(self) -> FileLock:
-        """Return the lock under which segments are made and given up; it is not held yet."""
-        return FileLock(self.disk, self.state_fd, _LEDGER_NAME)
-
-    def must_give_up(self, ledger: FileLock, owner: str, segment_bytes: int) -> bool:
-        """Return whether an owner must give up a segment.
-
-        Either the capacity or the reserve is exceeded, or another owner requests space and would then have at most as
-        much as this one. The room stays reserved while the request lasts. If True, the ledger's lock is held; if False,
-        it may be held. The caller releases it in both cases.
+    def take_uses(self, segment: Segment) -> list[int]:
+        """Return the slots of a segment that other engines have read since the last call.
 
         Raises:
-            LedgerBusyError: Another engine holds the lock while segments of ended owners are to be removed.
+            OSError: The disk fails.
         """
-        if not self._wishes() - {owner} and self._missing_bytes(0) <= 0:
-            return False
-        if not ledger.try_acquire():
-            return False
-        lacking = self._missing_bytes(0) > 0
-        owners = self.owners(try_locks=True)
-        if any(each.has_ended and each.segments and each.name not in self._stuck for each in owners):
-            # Segments of ended owners are removed first: here to restore the limits, otherwise by the owner that
-            # requests space, when it makes its segment.
-            if lacking:
-                ledger.release()
-                self._reclaim(0)
-            return False
-        sizes = {each.name: each.size_bytes for each in owners if not each.has_ended and each.is_readable}
-        if lacking:
-            return self._restores(owner, sizes)
-        self._lacking_since = 0.0
-        wishes = self._wishes() - {owner}
-        for name in wishes - sizes.keys():
-            self.want(name, wanted=False)
-        if not wishes & sizes.keys():
-            return False
-        poorest = min(wishes & sizes.keys(), key=lambda name: sizes[name])
-        # If there is room for the segment, another owner has just given one up.
-        return sizes.get(owner, 0) - sizes[poorest] >= 2 * segment_bytes and self._missing_bytes(segment_bytes) > 0
+        name = stem_of(segment.number) + USES
+        with contextlib.suppress(FileNotFoundError):
+            if self.disk.stat(name, self.namespace_fd).st_size:
+                with files.opened(self.disk, name, os.O_RDWR, self.namespace_fd) as (fd, size):
+                    marks = files.read_at(self.disk, fd, 0, min(size, segment.head.slots))
+                    # Marks set between the read and this call are lost.
+                    self.disk.ftruncate(fd, 0)
+                    return list(np.flatnonzero(np.frombuffer(marks, np.uint8)).tolist())
+        return []
 
-    def _restores(self, owner: str, sizes: Mapping[str, int]) -> bool:
-        """Return whether an owner must restore capacity or reserve: the largest, or after ``_LARGEST_S`` any other."""
-        now = time.monotonic()
-        self._lacking_since = self._lacking_since or now
-        is_largest = owner == max(sizes, key=lambda name: (sizes[name], name), default="")
-        if not is_largest and now - self._lacking_since < _LARGEST_S:
-            return False
-        self._lacking_since = now
-        return True
-
-    def _wishes(self) -> set[str]:
-        """Return the owners that have requested space, or repeated the request, within ``_WISH_S``."""
-        entries, oldest = files.entries_in(self.disk, self.state_fd), time.time() - _WISH_S
-        return {
-            name.removeprefix(_WANT_PREFIX)
-            for name, status in entries.items()
-            if name.startswith(_WANT_PREFIX) and status.st_mtime > oldest
-        }
+    def free_bytes(self) -> int:
+        """Return the bytes that capacity and reserve leave for more segments; negative if one of them is exceeded."""
+        return self._free_bytes(self._stored())
 
     def measure(self) -> int:
         """Return the free bytes of the filesystem; shares of it follow its size, because a volume may grow."""
@@ -220,377 +334,261 @@ class Root:
         self.capacity_bytes, self.reserve_bytes = self.capacity.resolve(total), self.reserve.resolve(total)
         return filesystem.f_bavail * filesystem.f_frsize
 
-    def _missing_bytes(self, more_bytes: int) -> int:
-        """Return how far ``more_bytes`` would exceed the capacity or the free space."""
+    def _free_bytes(self, stored: Collection[Stored]) -> int:
+        """Return the :meth:`free_bytes`, given all segments."""
         free = self.measure()
-        used = sum(owner.size_bytes for owner in self.owners())
-        return more_bytes + max(used - self.capacity_bytes, self.reserve_bytes - free)
+        return min(self.capacity_bytes - _size_of(stored), free - self.reserve_bytes)
 
-    @contextlib.contextmanager
-    def _ledger_held(self, wait_s: float = 0.0) -> Iterator[None]:
-        lock, deadline = self.ledger(), time.monotonic() + wait_s
-        while not lock.try_acquire():
-            if time.monotonic() >= deadline:
-                raise LedgerBusyError
-            time.sleep(_LEDGER_RETRY_S)
-        try:
-            yield
-        finally:
-            lock.release()
+    def _stored(self) -> list[Stored]:
+        stored: list[Stored] = []
+        for namespace in filter(is_namespace, files.names_in(self.disk, self.fd)):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+                with self._namespace_opened(namespace) as fd:
+                    entries = files.entries_in(self.disk, fd)
+                for name, status in entries.items():
+                    if name.endswith(".seg") and files.is_own_file(status):
+                        changed_at = entries.get(name[:-4] + ".tab", status).st_mtime
+                        stored.append(Stored(namespace, name[:-4], status.st_size, changed_at))
+        return stored
 
-    def _make_if_room(self, dir_fd: int, owner: str, name: str, size_bytes: int) -> bool | None:
-        """Create a segment; False if the room is not for this owner, None if capacity or reserve leaves no room."""
-        with self._ledger_held():
-            if self._missing_bytes(size_bytes) > 0:
-                return None
-            if self._is_for_others(owner, size_bytes) or not self._preallocate(dir_fd, name, size_bytes):
-                return False
-            self._count(owner, size_bytes)
-            return True
+    def _unheld(self, stored: Collection[Stored], others: Collection[Member]) -> list[Stored]:
+        """Return the segments without a holder: those of unused namespaces first, of these the oldest.
 
-    def _count(self, owner: str, more_bytes: int) -> None:
-        """Change the size of an owner that counts if the next scan can't read its directory."""
-        place = self.namespace, owner
-        self._sizes[place] = max(0, self._sizes.get(place, 0) + more_bytes)
-
-    def _is_for_others(self, owner: str, size_bytes: int) -> bool:
-        """Return whether another owner requests space and is at least one segment smaller than this one.
-
-        Otherwise the engine that stores most often would take the room that was given up for the smaller one.
+        The caller holds the ledger, because the lock of a segment can't be taken while another engine looks at it.
         """
-        if not (wishes := self._wishes() - {owner}):
-            return False
-        sizes = {each.name: each.size_bytes for each in self.owners(try_locks=True) if not each.has_ended}
-        return any(sizes.get(owner, 0) - sizes[name] >= size_bytes for name in wishes & sizes.keys())
+        in_use = {self.digest.hex(), *(each.namespace for each in others)}
+        unheld = [each for each in stored if not self._is_held(each)]
+        return sorted(unheld, key=lambda each: (each.namespace in in_use, each.changed_at))
 
-    def _reclaim(self, size_bytes: int) -> None:
-        """Remove segments of ended owners, idle namespaces first, until ``size_bytes`` fit."""
-        owners = self.owners(try_locks=True)
-        busy = {owner.namespace for owner in owners if not owner.has_ended} | {self.namespace}
-        ended = [owner for owner in owners if owner.has_ended]
-        for owner in sorted(ended, key=lambda owner: (owner.namespace in busy, owner.changed_at)):
-            try:
-                with contextlib.ExitStack() as stack:
-                    owner_fd = self._enter_ended(self.fd, owner, stack)
-                    if owner_fd < 0:
-                        continue
-                    is_enough = False
-                    if owner.segments:
-                        is_enough = not self._reclaim_from(owner, owner_fd, size_bytes)
-                    else:
-                        # Its last segments were removed earlier, so other engines have read its journal since.
-                        self._remove_owner(owner, owner_fd)
-                    self._stuck.discard(owner.name)
-                    if is_enough:
-                        return
-            except OSError as error:
-                # Only the space of this owner stays occupied.
-                if owner.segments and owner.name not in self._stuck:
-                    _log.warning("segments of %s can't be removed: %s", owner.name, error)
-                self._stuck.add(owner.name)
-
-    def _enter_ended(self, root_fd: int, owner: OwnerDirectory, stack: contextlib.ExitStack) -> int:
-        """Open and lock an ended owner's directory in a root until ``stack`` ends; -1 if it was adopted meanwhile."""
-        namespace_fd = files.open_own_directory(self.disk, owner.namespace, root_fd)
-        stack.callback(files.close_all, self.disk, namespace_fd)
-        owner_fd = files.open_own_directory(self.disk, owner.name, namespace_fd)
-        stack.callback(files.close_all, self.disk, owner_fd)
-        lock = FileLock(self.disk, owner_fd, layout.LOCK_NAME)
-        stack.callback(lock.release)
-        return owner_fd if lock.try_acquire() else -1
-
-    def _reclaim_from(self, owner: OwnerDirectory, owner_fd: int, size_bytes: int) -> bool:
-        """Remove segments of an ended owner until ``size_bytes`` fit; return whether more must be removed."""
-        with contextlib.ExitStack() as stack:
-            state, dir_fd = None, owner_fd
-            with contextlib.suppress(OSError):
-                if self.first is not None:
-                    dir_fd = self._enter_ended(self.first.fd, owner, stack)
-                if dir_fd >= 0:
-                    number, digest = int(owner.name, 16), bytes.fromhex(owner.namespace)
-                    state = load_owner(self.disk, [dir_fd, owner_fd], number, digest)
-                if state is not None:
-                    stack.callback(state.reader.close)
-            # Loading a long journal takes seconds, in which other engines may make segments.
-            stack.enter_context(self._ledger_held(_LEDGER_WAIT_S))
-            missing = self._missing_bytes(size_bytes)
-            # The highest number first, because it was filled last.
-            names = iter(sorted(owner.segments, reverse=True))
-            taken: list[str] = []
-            while missing > 0 and (name := next(names, None)) is not None:
-                missing -= owner.segments[name]
-                taken.append(name)
-            # Without these rows, other engines detect the removal only when they load a block.
-            with contextlib.suppress(OSError):
-                if state is not None:
-                    numbers = [layout.segment_number(name) or 0 for name in taken]
-                    rows = [row for number in numbers for row in state.columns.segment_removals(number)]
-                    append_rows(self.disk, dir_fd, state, int(owner.name, 16), rows)
-            for name in taken:
-                files.remove_segment(self.disk, owner_fd, name)
-            return missing > 0
-
-    def _remove_owner(self, owner: OwnerDirectory, owner_fd: int) -> None:
-        files.remove_owner_files(self.disk, owner_fd)
-        namespace_fd = self.disk.open_dir(owner.namespace, self.fd)
-        try:
-            self.disk.rmdir(owner.name, namespace_fd)
-        finally:
-            self.disk.close(namespace_fd)
-
-    def _preallocate(self, dir_fd: int, name: str, size_bytes: int) -> bool:
-        # A crash may have left it before the journal recorded it.
-        with contextlib.suppress(FileNotFoundError):
-            self.disk.unlink(name, dir_fd)
-        fd, _ = files.open_regular(self.disk, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd)
-        try:
-            try:
-                self.disk.syscall("fallocate", os.posix_fallocate, fd, 0, size_bytes)
-            except OSError as error:
-                if error.errno not in _NO_FALLOCATE:
-                    raise
-                # Without preallocation, stores fail once the filesystem is full.
-                self.disk.ftruncate(fd, size_bytes)
-        except OSError as error:
-            files.remove_segment(self.disk, dir_fd, name)
-            if error.errno in NO_ROOM:
-                return False
-            raise
-        finally:
-            files.close_all(self.disk, fd)
+    def _is_held(self, stored: Stored) -> bool:
+        # One that can't be opened is another user's, or has just been removed.
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError),
+            self._namespace_opened(stored.namespace) as namespace_fd,
+            files.opened(self.disk, stored.stem + ".seg", os.O_RDONLY, namespace_fd) as (fd, _),
+        ):
+            return is_locked(self.disk, fd)
         return True
 
-    def owners(self, *, try_locks: bool = False) -> list[OwnerDirectory]:
-        """List the owners of all namespaces; with ``try_locks``, find out which have ended.
+    def _reclaim(self, others: Collection[Member]) -> bool:
+        """Remove segments without a holder until capacity and reserve hold; return whether more must be removed."""
+        with ledger_held(self.disk, self.state_fd):
+            # Another engine may have removed some.
+            stored = self._stored()
+            missing, unheld = -self._free_bytes(stored), self._unheld(stored, others)
+            while missing > 0 and unheld:
+                missing -= self._remove(unheld.pop(0))
+            return missing > 0
 
-        Objects of other users are skipped. A directory that can't be read counts with its last known size.
+    def _remove(self, stored: Stored) -> int:
+        """Remove a segment without a holder; return its length, or 0. The caller holds the ledger."""
+        try:
+            with self._namespace_opened(stored.namespace) as fd, contextlib.ExitStack() as stack:
+                for ending in (".seg", ".tab"):
+                    lock = FileLock(self.disk, fd, stored.stem + ending)
+                    stack.callback(lock.release)
+                    # A segment without a table was made or removed in part.
+                    with contextlib.suppress(FileNotFoundError):
+                        if not lock.try_acquire(create=False):
+                            return 0
+                for ending in (".tab", ".tab.tmp", USES, NOTES):
+                    with contextlib.suppress(FileNotFoundError):
+                        self.disk.unlink(stored.stem + ending, fd)
+                files.remove_segment(self.disk, fd, stored.stem + ".seg")
+        except OSError as error:
+            # Only its space stays occupied.
+            self._refuse(f"{stored.namespace}/{stored.stem}", f"it can't be removed: {error.strerror or error}")
+            return 0
+        return stored.size_bytes
+
+    def _take(self, stem: str) -> tuple[Segment, Digests] | None:
+        """Lock and read a segment; None if an engine holds it or it can't be used.
+
+        Raises:
+            OSError: The disk is read-only.
         """
-        found: list[OwnerDirectory] = []
-        for namespace in filter(layout.is_namespace, files.names_in(self.disk, self.fd)):
+        if table_number(stem + ".tab") is None:
+            return None
+        try:
+            return self.take_segment(int(stem))
+        except FileNotFoundError:
+            # It was removed since, or lacks a table.
+            return None
+        except OSError as error:
+            if error.errno == errno.EROFS:
+                # Its blocks are loaded all the same, as those of other engines.
+                raise
+            # Only the blocks of this segment are missing.
+            self._refuse(stem, f"it can't be used: {error.strerror or error}")
+            return None
+
+    def take_segment(self, number: int) -> tuple[Segment, Digests] | None:
+        """Lock the files of a segment and read its table; None if an engine holds it or it can't be used.
+
+        Raises:
+            OSError: It can't be opened or read.
+        """
+        stem = stem_of(number)
+        with contextlib.ExitStack() as undo:
+            locks = self._lock_of(stem + ".seg"), self._lock_of(stem + ".tab")
+            for lock in locks:
+                undo.callback(lock.release)
+                if not lock.try_acquire(create=False, flags=os.O_RDWR):
+                    return None
+            file, table = locks
+            content = self._read_table(stem, table.fd, file.fd)
+            if content is None:
+                return None
+            undo.pop_all()
+        return Segment(self.position, number, table, file, content), content.rows["digest"]
+
+    def open_segment(self, number: int) -> tuple[Segment, Digests] | None:
+        """Open a segment that this engine does not hold; None if it can't be used.
+
+        Raises:
+            OSError: It can't be opened or read.
+        """
+        stem = stem_of(number)
+        with contextlib.ExitStack() as undo:
+            opened: list[OpenFile] = []
+            for ending in (".tab", ".seg"):
+                fd, _ = files.open_regular(self.disk, stem + ending, os.O_RDONLY, self.namespace_fd)
+                opened.append(OpenFile(self.disk, fd))
+                undo.callback(opened[-1].release)
+            table, file = opened
+            content = self._read_table(stem, table.fd, file.fd)
+            if content is None:
+                return None
+            undo.pop_all()
+        return Segment(self.position, number, table, file, content, is_ours=False), content.rows["digest"]
+
+    def _read_table(self, stem: str, table_fd: int, file_fd: int) -> Table | None:
+        """Read the table of a segment, and set up the segment's file for transfers; None if it can't be used."""
+        head = decode_head(files.read_at(self.disk, table_fd, 0, PAGE), self.digest)
+        if head is None:
+            self._refuse(stem, "it can't be used: the head of the table is damaged, or of another format")
+            return None
+        generations = read_generations(self.disk, table_fd, head)
+        content = files.read_at(self.disk, table_fd, head.rows_at, head.slots * ROW_BYTES)
+        if len(content) != head.slots * ROW_BYTES or self.disk.fstat(file_fd).st_size != head.segment_bytes:
+            self._refuse(stem, "it can't be used: a file has another length")
+            return None
+        self._set_direct(file_fd)
+        return Table(head, generations, *decode_rows(content, np.arange(head.slots), head))
+
+    def _make(self, head: Head) -> tuple[Segment, Digests] | None:
+        """Make a segment; None if the filesystem has no room for it. The caller holds the ledger."""
+        for name in self._stale():
+            files.remove_segment(self.disk, self.namespace_fd, name)
+        there = set(self.table_numbers())
+        number = next(number for number in count() if number not in there)
+        stem = stem_of(number)
+        with contextlib.ExitStack() as undo:
+            file, table = self._lock_of(stem + ".seg"), self._lock_of(stem + ".tab.tmp")
+            for lock in (file, table):
+                undo.callback(lock.release)
+            undo.callback(files.remove_segment, self.disk, self.namespace_fd, stem + ".seg")
+            undo.callback(self._unlink, stem + ".tab.tmp")
             try:
-                with not_ours():
-                    self._add_owners(namespace, try_locks, found)
+                if not file.try_acquire() or not table.try_acquire():
+                    return None
+                self._allocate(file.fd, head.segment_bytes)
+                self._allocate(table.fd, head.table_bytes)
+                files.write_at(self.disk, table.fd, encode_head(head), 0)
+                self.disk.fdatasync(table.fd)
             except OSError as error:
-                for name in [name for known, name in self._sizes if known == namespace]:
-                    self._add_unreadable(namespace, name, error, found)
-        self._sizes = {(owner.namespace, owner.name): owner.size_bytes for owner in found}
-        return found
+                if error.errno in _NO_ROOM:
+                    return None
+                raise
+            self.disk.rename(stem + ".tab.tmp", stem + ".tab", self.namespace_fd)
+            undo.pop_all()
+        self._set_direct(file.fd)
+        rows, intact = np.zeros(head.slots, ROW), np.zeros(head.slots, np.bool_)
+        content = Table(head, np.zeros(head.groups, np.uint32), rows, intact)
+        return Segment(self.position, number, table, file, content), rows["digest"]
 
-    def _add_owners(self, namespace: str, try_locks: bool, found: list[OwnerDirectory]) -> None:
-        namespace_fd = files.open_own_directory(self.disk, namespace, self.fd)
-        try:
-            names = files.names_in(self.disk, namespace_fd)
-            for name in filter(layout.is_owner, names):
-                try:
-                    with not_ours():
-                        found.append(self._owner(namespace_fd, namespace, name, try_locks))
-                except OSError as error:
-                    self._add_unreadable(namespace, name, error, found)
-        finally:
-            self.disk.close(namespace_fd)
+    def _refuse(self, stem: str, reason: str) -> None:
+        if stem not in self._refused:
+            self._refused.add(stem)
+            _log.warning("segment %s in %s: %s", stem, self.path, reason)
 
-    def _owner(self, namespace_fd: int, namespace: str, name: str, try_locks: bool) -> OwnerDirectory:
-        owner = OwnerDirectory(namespace, name)
-        fd = files.open_own_directory(self.disk, name, namespace_fd)
+    def _lock_of(self, name: str) -> FileLock:
+        return FileLock(self.disk, self.namespace_fd, name)
+
+    def _set_direct(self, fd: int) -> None:
+        if self.direct:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+
+    def _allocate(self, fd: int, size_bytes: int) -> None:
         try:
-            for each, status in files.entries_in(self.disk, fd).items():
-                owner.changed_at = max(owner.changed_at, status.st_mtime)
-                owner.has_journal |= layout.journal_number(each) is not None
-                if layout.segment_number(each) is not None and stat.S_ISREG(status.st_mode):
-                    owner.segments[each] = status.st_size
-            if try_locks:
-                with contextlib.suppress(PermissionError):
-                    owner.has_ended = has_ended(self.disk, fd)
+            self.disk.syscall("fallocate", os.posix_fallocate, fd, 0, size_bytes)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+            # Without preallocation, stores fail once the filesystem is full.
+            self.disk.ftruncate(fd, size_bytes)
+
+    def _names(self) -> list[str]:
+        return files.names_in(self.disk, self.namespace_fd) if self.namespace_fd >= 0 else []
+
+    def _stale(self) -> dict[str, os.stat_result]:
+        """Return what an engine left that ended while it made or removed a segment; the caller holds the ledger."""
+        entries = files.entries_in(self.disk, self.namespace_fd) if self.namespace_fd >= 0 else {}
+
+        def is_stale(name: str) -> bool:
+            stem = name.partition(".")[0]
+            is_segments = name.endswith(".tab.tmp") or (stem.isdecimal() and stem + ".tab" not in entries)
+            return is_segments and files.is_own_file(entries[name])
+
+        return {name: entries[name] for name in sorted(filter(is_stale, entries))}
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.disk.unlink(name, self.namespace_fd)
+
+    @contextlib.contextmanager
+    def _namespace_opened(self, name: str) -> Iterator[int]:
+        fd = files.open_own_directory(self.disk, name, self.fd)
+        try:
+            yield fd
         finally:
             files.close_all(self.disk, fd)
-        return owner
-
-    def _add_unreadable(self, namespace: str, name: str, error: OSError, found: list[OwnerDirectory]) -> None:
-        path = os.path.join(self.path, namespace, name)
-        if path not in self._unreadable:
-            self._unreadable.add(path)
-            _log.warning("%s can't be read and counts with its last known size: %s", path, error)
-        size = self._sizes.get((namespace, name), 0)
-        found.append(OwnerDirectory(namespace, name, is_readable=False, segments={"": size}))
 
 
-def has_ended(disk: OsDisk, owner_fd: int) -> bool:
-    """Return whether no engine holds the lock of an owner."""
-    lock = FileLock(disk, owner_fd, layout.LOCK_NAME)
-    try:
-        # Shared, so that two engines that check at once do not exclude each other.
-        return lock.try_acquire(exclusive=False, create=False)
-    except FileNotFoundError:
-        return True  # Partly created or partly removed, so not in use.
-    finally:
-        lock.release()
+def _is_own_directory(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namespace) -> Root:
-    """Open a root directory, check it, and create its state directory and the namespace's directory.
+def _size_of(stored: Collection[Stored]) -> int:
+    return sum(each.size_bytes for each in stored)
 
-    ``position`` is that of the root in ``config.paths``. The caller notes it once all roots are open.
+
+def _asked_bytes(others: Collection[Member], held_bytes: int) -> int:
+    """Return the room that engines ask for which would still hold no more than one with ``held_bytes``."""
+    return sum(each.asked_bytes for each in others if each.is_behind(held_bytes))
+
+
+def read_generations(disk: OsDisk, table_fd: int, head: Head) -> npt.NDArray[np.uint32]:
+    """Return the generations of the groups of rows of a table.
 
     Raises:
-        ConfigError: The directory can't be used as it is.
+        OSError: The table can't be read, or is too short.
     """
-    path = _path_of(config, position)
-    root: Root | None = None
-    try:
-        root = Root(disk, path, directories.open_directory(disk, path))
-        directories.check_mode(disk.fstat(root.fd).st_mode, path)
-        root.state_fd = directories.enter(disk, layout.STATE_DIR, root.fd, path)
-        _check_layout(disk, root, position)
-        size_bytes = config.capacity.size_bytes
-        root.capacity = config.capacity if size_bytes is None else Capacity(size_bytes // len(config.paths))
-        root.reserve = config.reserve
-        root.measure()
-        root.direct = config.direct != "off" and directories.takes_direct(disk, _MEMBERS_NAME, root.state_fd, path)
-        if config.direct == "on" and not root.direct:
-            raise ConfigError(
-                f"'direct' is 'on', but the filesystem of {path!r} refuses direct I/O. Use 'auto', or a directory on "
-                "another filesystem."
-            )
-        root.namespace = namespace.hex
-        root.namespace_fd = directories.enter(disk, namespace.hex, root.fd, path)
-        _describe(disk, root, namespace.document())
-    except BaseException as error:
-        if root is not None:
-            root.close()
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise AbsentError(
-                f"'path' is {path!r}, which this user may not use ({error.strerror}). Change its owner or mode, "
-                "remount it, or name another directory."
-            ) from error
-        raise
-    return root
+    return np.frombuffer(_read_whole(disk, table_fd, PAGE, head.groups * 4), np.uint32)
 
 
-def check_root(disk: OsDisk, position: int, config: DiskConfig) -> None:
-    """Refuse an existing root whose state :func:`open_root` would refuse; writes nothing.
+def read_rows(disk: OsDisk, table_fd: int, head: Head, slots: range) -> tuple[Rows, npt.NDArray[np.bool_]]:
+    """Return rows of a table, and which of them are intact.
 
     Raises:
-        ConfigError: The directory can't be used as it is.
+        OSError: The table can't be read, or is too short.
     """
-    path = _path_of(config, position)
-    # Missing directories are made when the root opens; access is checked elsewhere, for every tier with a directory.
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        root = Root(disk, path, disk.open_root(path))
-        try:
-            root.state_fd = directories.own_directory(disk, layout.STATE_DIR, root.fd, path)
-            _check_layout(disk, root, position)
-        finally:
-            root.close()
+    content = _read_whole(disk, table_fd, head.row_at(slots.start), len(slots) * ROW_BYTES)
+    return decode_rows(content, np.arange(slots.start, slots.stop), head)
 
 
-def check_drives(disk: OsDisk, config: DiskConfig) -> None:
-    """Refuse to start without a drive that was used before; writes nothing.
-
-    An empty mount point looks like a new root. Its segments would count as removed, and their blocks would be lost.
-
-    Raises:
-        BackendUnavailableError: A root is empty although the list was used with it.
-    """
-    paths = [_path_of(config, position) for position in range(len(config.paths))]
-    # In this order: engines that start together make all state directories before any of them states a position.
-    used = max((_roots_used(disk, path) for path in paths), default=0) if len(paths) > 1 else 0
-    for position, path in enumerate(paths[:used]):
-        state = os.path.join(path, layout.STATE_DIR)
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            disk.close(disk.open_root(state))
-            continue
-        raise BackendUnavailableError(
-            f"{path!r} is directory {position} of 'path', counting from 0, was used before, and is empty now. Mount "
-            f"its drive. If an empty drive replaces it, whose blocks are lost, do 'mkdir -p -m 700 {state}'.",
-            backend="file",
-        )
-
-
-def _roots_used(disk: OsDisk, path: str) -> int:
-    """Return the least number of directories that 'path' listed when this root was used; 0 if that is unknown."""
-    used = 0
-    # Opening the root reports what is wrong with it.
-    with contextlib.suppress(OSError):
-        root = Root(disk, path, disk.open_root(path))
-        try:
-            root.state_fd = files.open_own_directory(disk, layout.STATE_DIR, root.fd)
-            stated = (files.read_json(disk, _LAYOUT_NAME, root.state_fd) or {}).get("position")
-            used = stated + 1 if isinstance(stated, int) else 0
-            for owner in root.owners():
-                # Only the first root has journals, so segments alone mean that there was another one.
-                used = max(used, _roots_of(root, owner) if owner.has_journal else 2 * bool(owner.segments))
-        finally:
-            root.close()
-    return used
-
-
-def _roots_of(root: Root, owner: OwnerDirectory) -> int:
-    """Return the number of roots that an owner's last journal states; 0 if it can't be read."""
-    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        fd = root.fd
-        for name in (owner.namespace, owner.name):
-            fd = files.open_own_directory(root.disk, name, fd)
-            stack.callback(files.close_all, root.disk, fd)
-        reader = JournalReader(root.disk, [fd], int(owner.name, 16), bytes.fromhex(owner.namespace))
-        stack.callback(reader.close)
-        number = max(journals_in(root.disk, fd), default=0)
-        if reader.open(layout.journal_name(number), number) and reader.geometry is not None:
-            return reader.geometry.paths
-    return 0
-
-
-def _path_of(config: DiskConfig, position: int) -> str:
-    return os.path.abspath(os.path.expanduser(config.paths[position]))
-
-
-@contextlib.contextmanager
-def not_ours() -> Iterator[None]:
-    """Ignore objects of other users, and objects that have just been removed."""
-    try:
-        yield
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        pass
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-
-
-def _check_layout(disk: OsDisk, root: Root, position: int) -> None:
-    if _OLD_LAYOUT_NAME in files.names_in(disk, root.state_fd):
-        raise ConfigError(
-            f"{root.path!r} holds blocks of the file tier of version 0.1, one file each, which this one does not "
-            "read. Name another 'path', or empty this one."
-        )
-    found = files.read_json(disk, _LAYOUT_NAME, root.state_fd)
-    if found is None:
-        return
-    if not found:
-        raise ConfigError(
-            f"{os.path.join(root.path, layout.STATE_DIR, _LAYOUT_NAME)!r} is damaged. If 'path' lists the directories "
-            "in their former order, remove that file, and kvstore writes it again. Otherwise empty the directory."
-        )
-    if found.get("format") != layout.FORMAT:
-        raise ConfigError(
-            f"{root.path!r} is of format {found.get('format')!r}, this kvstore knows {layout.FORMAT}. Use the kvstore "
-            "that made it, or name another 'path'."
-        )
-    # An older root does not state its position, but only the first one has journals.
-    stated = found.get("position", 0 if position and _has_journals(root) else position)
-    if stated != position:
-        raise ConfigError(
-            f"{root.path!r} was made as directory {stated!r} of 'path', counting from 0, and is now directory "
-            f"{position}, where other segments belong. List the directories in their former order, or empty this one."
-        )
-
-
-def _has_journals(root: Root) -> bool:
-    """Return whether any owner has a journal here. Only the first root has journals."""
-    return any(owner.has_journal for owner in root.owners())
-
-
-def _describe(disk: OsDisk, root: Root, document: dict[str, Any]) -> None:
-    """Write the fields of the namespace, for people and tools."""
-    # Blocks are readable without this file, so a full disk or a foreign object there must not prevent a start.
-    with contextlib.suppress(OSError):
-        if files.read_json(disk, "namespace.json", root.namespace_fd) is None:
-            files.write_json(disk, "namespace.json", root.namespace_fd, document)
+def _read_whole(disk: OsDisk, table_fd: int, offset: int, size_bytes: int) -> memoryview:
+    content = files.read_at(disk, table_fd, offset, size_bytes)
+    if len(content) != size_bytes:
+        raise OSError(errno.EIO, "the table is too short")
+    return content

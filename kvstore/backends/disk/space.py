@@ -1,31 +1,31 @@
-"""Space for new blocks: free slots, then new segments, then eviction. Also gives up segments for other engines.
+"""Space for new blocks: free slots, then further segments, then eviction, a little of it ahead of need.
 
-Every block enters by :meth:`Space.enter` and leaves by :meth:`Space.leave`. Its slot is reused only after the journal
-has recorded the removal, which readers of the slot check. Some slots are freed ahead of need, so that stores do not
-wait.
+Also gives segments to other engines, and removes some to restore capacity and reserve. Such a segment leaves the index
+first; its locks are released once no operation runs on any of its slots.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-import numpy as np
-
-from kvstore.backends.disk.files import FileLock, segments_in, without_file
+from kvstore.backends.disk.claims import Claims
+from kvstore.backends.disk.followers import Followers
 from kvstore.backends.disk.index import Index
-from kvstore.backends.disk.journal import Journal
-from kvstore.backends.disk.layout import Kind, Row, segment_name
-from kvstore.backends.disk.owner import Owner
-from kvstore.backends.disk.root import LedgerBusyError, Root
-from kvstore.backends.disk.segments import SegmentFiles
+from kvstore.backends.disk.layout import PAGE, State
+from kvstore.backends.disk.ledger import LedgerBusyError
+from kvstore.backends.disk.notes import SegmentNotes
+from kvstore.backends.disk.root import Digests, Due, Root
+from kvstore.backends.disk.rows import RowChange, TableWriter
+from kvstore.backends.disk.segment import SLOT_BITS, Segment
+from kvstore.backends.disk.table import NOWHERE
+from kvstore.codec.record import HEADER_BYTES
 from kvstore.diskio import TransferEngine
 from kvstore.types import BlockKey, RemovalCause
 
@@ -38,313 +38,328 @@ _AHEAD_MAX: Final = 1024
 """Slots freed ahead of need: a 64th of all slots, and at most enough for a few jobs."""
 
 _ASK_AGAIN_S: Final = 1.0
-"""Time between two attempts to create a segment while there is no room for one."""
+"""Time between two attempts to make a segment while there is no room for one."""
 
-_LACKING_S: Final = 10.0
-"""Time for which an engine without room retries without a store: its breaker may stop stores for up to 30 s."""
+_ASKING_S: Final = 10.0
+"""Time after a store for which an engine without room asks for some: its breaker may stop stores for up to 30 s."""
+
+_QUIET_TRIES: Final = 50
+_QUIET_PAUSE_S: Final = 0.01
+"""Attempts to release a segment while operations on it end, before the next round of upkeep does."""
+
+_TURN_SLOTS: Final = 1 << 11
+"""Blocks removed from the index in one iteration of the loop, in some milliseconds."""
 
 _TRANSIENT_S: Final = 5.0
-"""Time for which creating a segment may fail, or wait for other engines, before stores evict instead. Allocating a
+"""Time for which making a segment may fail, or wait for other engines, before stores evict instead. Allocating a
 segment takes up to half a second on a busy drive, and engines take turns."""
-
-_TURN_ROWS: Final = 1 << 11
-"""Blocks of a segment removed in one iteration of the loop, in some milliseconds."""
-
-_BUSY_PAUSE_S: Final = 0.01
-"""Pause between two attempts to take the ledger's lock."""
 
 
 class Space:
-    """Provides slots. Used from the loop thread; segments are created and removed on threads of the engine.
+    """Provides slots. Used from the loop thread; segments are made on threads of the engine.
 
-    ``on_removed`` is called with blocks that are evicted or lost, once the journal has recorded it.
+    Args:
+        lengths: Lengths of slots, the longest first; a segment has slots of one length.
+        segment_bytes: Longest segment.
+        on_added: Called with the blocks of segments that other engines held.
+        on_removed: Called with blocks that are evicted, once their rows are written, and with those of segments that
+            are given up or lost.
     """
 
     def __init__(
         self,
         engine: TransferEngine,
         roots: Sequence[Root],
-        owner: Owner,
         index: Index,
-        journal: Journal,
-        segments: SegmentFiles,
+        tables: TableWriter,
+        followers: Followers,
+        notes: SegmentNotes,
+        claims: Claims,
         counts: Counter[str],
+        lengths: Sequence[int],
+        segment_bytes: int,
+        on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
     ) -> None:
-        self._counts = counts
-        self._disk = engine.disk
         self._engine = engine
         self._roots = roots
-        self._owner = owner
-        self._geometry = owner.geometry
         self._index = index
-        self._journal = journal
-        self._segments = segments
+        self._tables = tables
+        self._followers = followers
+        self._notes = notes
+        self._claims = claims
+        self._counts = counts
+        self._lengths = lengths
+        self._segment_bytes = segment_bytes
+        self._wasted: Counter[int] = Counter()
+        """Bytes of longer slots than needed, by the length that was needed."""
+        self._length = lengths[0]  # Of the slots that were needed last.
+        self._on_added = on_added
         self._on_removed = on_removed
         self._growing = asyncio.Lock()
+        self._stored_at = -_ASKING_S
+        self._lacks_room = False
+        self._leaving: dict[Segment, bool] = {}
+        """Segments that left the index and are still held, and whether their files are to be removed."""
         self._full_until = 0.0
-        self._lacking_until = 0.0
         self._failing_since = 0.0
-        self._has_request = False
-        self._closing: int | None = None
-        """Segment that is being given up and still has its file."""
-        self._ledger: FileLock | None = None
-        """The ledger's lock while a segment may be given up."""
+        self._failure: OSError | None = None
+        """Of the last eviction."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._getting_ahead: asyncio.Task[None] | None = None
 
-    async def take(self, count: int) -> list[int]:
-        """Take slots for new blocks; fewer than ``count`` if there is no room and nothing more may be evicted."""
-        index = self._index
-        slots = index.take(count)
+    async def take(self, sizes: Sequence[int]) -> list[int]:
+        """Take slots for records of these lengths; ``NOWHERE`` without room, where nothing more may be evicted."""
+        self._stored_at = time.monotonic()
+        self._failure = None
+        lengths = [self._slot_length(size) for size in sizes]
+        taken: dict[int, list[int]] = {}
         try:
-            while len(slots) < count and await asyncio.shield(self._start(self._grow(needed=True))):
-                slots += index.take(count - len(slots))
-            while len(slots) < count and await asyncio.shield(self._start(self._evict(count - len(slots)))):
-                slots += index.take(count - len(slots))
+            for length in sorted(set(lengths), reverse=True):
+                taken[length] = await self._take(lengths.count(length), length)
         except BaseException:
-            index.give_back(slots)
+            self._index.release([place for places in taken.values() for place in places])
             raise
-        if len(slots) < count:
-            self._lacking_until = time.monotonic() + _LACKING_S
-        if index.free_slots < self._ahead and not self._tasks:
-            self._start(self._get_ahead())
-        return slots
+        in_order = {length: iter(places) for length, places in taken.items()}
+        return [next(in_order[length], NOWHERE) for length in lengths]
 
-    async def end_lack(self) -> None:
-        """Create or request a segment if stores lacked slots recently: the breaker may have stopped them since."""
-        if time.monotonic() < self._lacking_until and await self._grow(needed=False):
-            self._lacking_until = 0.0
+    async def take_segments(self, *, report: bool) -> None:
+        """Take segments that no engine holds, up to this engine's share; ``report`` their blocks as added."""
+        await asyncio.shield(self._start(self._for_each_root(partial(self._take_from, report=report))))
 
-    async def preallocate(self) -> None:
-        """Create as many segments as fit. Space of ended owners is not reclaimed until stores need it."""
-        while await self._grow(needed=False, reclaim=False):
-            pass
-        self._full_until = 0.0
+    async def share(self) -> None:
+        """Give up a segment if an engine that holds less asks for one, or if capacity or reserve is exceeded."""
+        await asyncio.shield(self._start(self._for_each_root(self._share)))
+        if self._is_asking:
+            await asyncio.shield(self._start(self._grow(self._length, needed=False)))
 
-    async def give_up_excess(self) -> None:
-        """Give up a segment if other engines have less and request space, or free space is below the reserve."""
-        for path, root in enumerate(self._roots):
-            async with self._growing:
-                own = [number for number in self._own_segments() if number % len(self._roots) == path]
-                # Held until the file is gone, so that no other engine gives up a segment for the same bytes.
-                lock = self._ledger = root.ledger()
-                needed = partial(root.must_give_up, lock, self._owner.name, self._geometry.segment_bytes)
-                try:
-                    is_needed = await self._engine.call(needed)
-                    if is_needed and own:
-                        self._full_until = time.monotonic() + _ASK_AGAIN_S
-                        await self._give_up(own)
-                finally:
-                    # After the last call of stopped threads, :meth:`release` does it.
-                    with contextlib.suppress(OSError):
-                        await self._engine.call(lock.release)
-
-    async def match_files(self) -> None:
-        """Give up segments whose files were deleted or have another length, and remove files without a segment.
-
-        Other engines could not read blocks stored in a deleted file, and the space of a longer file counts as used. A
-        file without a segment is left if it could not be removed when its segment was given up or could not be
-        journalled.
-        """
-        async with self._growing:
-            there = await self._engine.call(lambda: [segments_in(self._disk, fd) for fd in self._owner.fds])
-            own = self._own_segments()
-            for path, found in enumerate(there):
-                for number in found.keys() - set(own):
-                    await self._remove_file(number, path)
-            for number in without_file(own, there, self._geometry.segment_bytes):
-                if await self._give_up([number], RemovalCause.LOST):
-                    self._full_until = 0.0
-
-    async def enter(self, rows: Sequence[Row]) -> None:
-        """Journal new blocks in pinned slots, then add them to the index and unpin the slots.
-
-        Raises:
-            OSError: The journal could not be written. The slots are free once no other engine finds the blocks.
-        """
-        slots = [slot for _, slot, *_ in rows]
-
-        def enter_index() -> None:
-            self._index.add(rows)
-            self._index.unpin(slots)
-
-        await self._journal.append(rows, enter_index, undo=partial(self._index.give_back, slots))
-
-    async def leave(self, rows: Sequence[Row], cause: RemovalCause | None) -> None:
-        """Journal the removal of departed blocks; only then update the index and report them with ``cause``, if any.
-
-        Raises:
-            OSError: The journal could not be written. The blocks leave once it can be.
-        """
-
-        def leave_index() -> None:
-            self._index.leave(rows)
-            for kind, slot, *_ in rows:
-                if kind == Kind.DROP:
-                    self._closing = None
-                    self._segments.forget(0, slot // self._geometry.segment_slots)
-            keys = [key for kind, *_, key in rows if kind != Kind.DROP]
-            self._counts["evicted_blocks"] += len(keys) if cause is RemovalCause.EVICTED else 0
-            if keys and cause is not None:
-                self._on_removed(keys, cause)
-
-        if rows:
-            await self._journal.append(rows, leave_index, lasting=True)
-
-    async def retry(self) -> None:
-        """Write the records that could not be written to the journal so far, if any.
-
-        Raises:
-            OSError: They still cannot be written.
-        """
-        if self._journal.is_behind:
-            await self._journal.append([])
-
-    async def count_uses(self) -> None:
-        """Count the reads by other engines as uses."""
-        if self._owner.uses is not None:
-            slots = len(self._index.columns.age)
-            with contextlib.suppress(OSError):
-                self._index.touch(await self._engine.call(partial(self._owner.uses.take, slots)))
+    async def drop_lost(self) -> None:
+        """Drop segments whose files were deleted or have another length: nobody else could read new blocks there."""
+        await asyncio.shield(self._start(self._drop_lost()))
 
     async def close(self) -> None:
         """Wait for background work."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    def release(self) -> None:
-        """Release the ledger's lock, once all threads have ended."""
-        if self._ledger is not None:
-            self._ledger.release()
+    async def _take(self, count: int, length: int) -> list[int]:
+        """Take at most ``count`` slots, of this length or a longer one."""
+        index, longest = self._index, self._lengths[0]
+        places = index.take(count, length, length)
+        try:
+            while len(places) < count and await asyncio.shield(self._start(self._grow(length, needed=True))):
+                places += index.take(count - len(places), length, length)
+            places += index.take(count - len(places), length, longest)
+            while len(places) < count and await asyncio.shield(self._start(self._evict(count - len(places), length))):
+                longer = index.take(count - len(places), length, longest)
+                places += longer
+                self._wasted[length] += sum([index.at(place)[0].head.slot_bytes - length for place in longer])
+            # Slots that can perhaps not be written are better than none.
+            places += index.take(count - len(places), length, longest, resting=True)
+            if not places and self._failure is not None:
+                raise self._failure
+        except BaseException:
+            index.release(places)
+            raise
+        is_getting = self._getting_ahead is not None and not self._getting_ahead.done()
+        if not is_getting and index.free_slots(length) < self._ahead:
+            self._getting_ahead = self._start(self._get_ahead(length))
+        return places
+
+    def _slot_length(self, record_bytes: int) -> int:
+        """Return the length of the shortest slot for a record."""
+        for length in reversed(self._lengths):
+            if record_bytes <= length - PAGE + HEADER_BYTES:
+                return length
+        return self._lengths[0]
+
+    @property
+    def _is_asking(self) -> bool:
+        return self._lacks_room and time.monotonic() - self._stored_at < _ASKING_S
 
     @property
     def _ahead(self) -> int:
-        slots = len(self._index.columns.segments) * self._geometry.segment_slots
-        return min(_AHEAD_MAX, slots // _AHEAD_SHARE)
+        return slots_ahead(self._index.slots)
 
-    async def _get_ahead(self) -> None:
+    async def _get_ahead(self, length: int) -> None:
         try:
-            if not await self._grow(needed=False):
-                await self.count_uses()
-                await self._evict(2 * self._ahead - self._index.free_slots)
+            if not await self._grow(length, needed=False):
+                await self._evict(2 * self._ahead - self._index.free_slots(length), length)
         except OSError as error:
             level = logging.DEBUG if self._counts["ahead_errors"] else logging.WARNING
             _log.log(level, "slots could not be freed ahead of need: %s", error)
             self._counts["ahead_errors"] += 1
 
-    async def _grow(self, *, needed: bool, reclaim: bool = True) -> bool:
-        """Create a segment; False if there is no room for one."""
-        before = self._index.free_slots
+    async def _grow(self, length: int, *, needed: bool) -> bool:
+        """Make a segment; False if there is no room for one, or after repeated failures, so that stores evict."""
+        before = self._index.free_slots(length)
         async with self._growing:
-            if needed and self._index.free_slots > before:
+            if needed and self._index.free_slots(length) > before:
                 return True
             if time.monotonic() < self._full_until:
                 return False
-            own = set(self._own_segments())
-            roots = len(self._roots)
-            free = (next(n for n in itertools.count(path, roots) if n not in own) for path in range(roots))
-            errors: list[OSError] = []
-            for number in sorted(free):
-                # The next root in turn or, if it is full or fails, another one.
+            if await self._make(length):
+                return True
+            misfit = self._index.coldest(length, is_wasting=self._wasted[length] >= self._segment_bytes)
+            if misfit is None:
+                return False
+            self._wasted[length] = 0
+            await self._give_up(misfit, RemovalCause.EVICTED, remove=True)
+            await self._let_go(self._roots[misfit.root], misfit)
+            return await self._make(length)
+
+    async def _make(self, length: int) -> bool:
+        """Make a segment, or take one that no engine holds; the caller holds ``_growing``."""
+        held = {root.position: self._held_bytes(root) for root in self._roots}
+        errors: list[Exception] = []
+        # The root with the least segments or, if it is full or fails, another one.
+        for root in sorted(self._roots, key=lambda root: held[root.position]):
+            get = partial(root.get_segment, length, self._segment_bytes // length, held[root.position])
+            try:
+                got = await self._engine.call(get)
+            except (OSError, LedgerBusyError) as error:
+                errors.append(error)
+                continue
+            if got is not None:
+                self._admit(*got, report=True)
+                self._failing_since = 0.0
+                self._lacks_room = False
+                self._counts["segments_added"] += 1
+                return True
+        if len(errors) == len(self._roots) and not self._keeps_failing():
+            # The failure may be temporary, so nothing is evicted yet.
+            raise OSError(f"no segment could be made: {errors[0]}") from errors[0]
+        self._full_until = time.monotonic() + _ASK_AGAIN_S
+        self._lacks_room = True
+        self._length = length
+        return False
+
+    async def _for_each_root(self, work: Callable[[Root], Awaitable[None]]) -> None:
+        """Do work for each root; raise the first error at the end, so that it costs that root alone."""
+        errors: list[OSError] = []
+        for root in self._roots:
+            # The ledger may be free in the next round.
+            with contextlib.suppress(LedgerBusyError):
                 try:
-                    if await self._try_segment(number, reclaim):
-                        self._request_space(False)
-                        return True
+                    await work(root)
                 except OSError as error:
                     errors.append(error)
-            if len(errors) == roots:
-                raise errors[0]
-            self._full_until = time.monotonic() + _ASK_AGAIN_S
-            own_bytes = len(own) * self._geometry.segment_bytes
-            self._request_space(own_bytes * 2 <= sum(root.capacity_bytes for root in self._roots))
-            return False
+        if errors:
+            raise errors[0]
 
-    async def _try_segment(self, number: int, reclaim: bool) -> bool:
-        """Create a segment; False if there is no room, or after repeated failures, so that stores evict instead."""
-        while True:
-            try:
-                made = await self._make(number, reclaim)
-            except LedgerBusyError:
-                if self._keeps_failing():
-                    return False
-                await asyncio.sleep(_BUSY_PAUSE_S)
-            except OSError as error:
-                if not self._keeps_failing():
-                    # The failure may be temporary, so nothing is evicted yet.
-                    raise
-                _log.warning("a segment could not be created: %s", error)
-                return False
-            else:
-                self._failing_since = 0.0
-                return made
+    async def _take_from(self, root: Root, *, report: bool) -> None:
+        async with self._growing:
+            # One at a time, because the content of all tables together is as large as the index.
+            segments = root.take_segments(self._held_bytes(root))
+            while (taken := await self._engine.call(partial(next, segments, None))) is not None:
+                self._admit(*taken, report=report)
+
+    def _admit(self, segment: Segment, digests: Digests, *, report: bool) -> None:
+        """Add a segment that is held now, with its blocks."""
+        for lock in (segment.table, segment.file):
+            self._engine.admit(lock.fd)
+        self._tables.change_all(segment)
+        if (doubled := self._followers.take_over(segment, digests)) is None:
+            doubled = self._index.open_segment(segment, digests)
+        self._tables.settle_later(doubled)
+        # Also those that were followed: now this engine reports them to consumers of events.
+        if report and (keys := segment.keys(segment.held())):
+            self._on_added(keys)
+
+    async def _share(self, root: Root) -> None:
+        async with self._growing:
+            asked_bytes = self._segment_bytes if self._is_asking else 0
+            due = await self._engine.call(partial(root.due, self._held_bytes(root), asked_bytes, self._segment_bytes))
+            unsettled = {place >> SLOT_BITS for place in self._tables.unsettled}
+            own = [each for each in self._index.segments.values() if each.root == root.position]
+            able = [each for each in own if each.id not in unsettled]
+            is_giving = any(each.root == root.position for each in self._leaving)
+            if due is not Due.NONE and able and not is_giving:
+                self._full_until = time.monotonic() + _ASK_AGAIN_S
+                least_used = min(able, key=lambda segment: segment.use)
+                await self._give_up(least_used, RemovalCause.EVICTED, remove=due is Due.REMOVE)
+        for segment in [each for each in self._leaving if each.root == root.position]:
+            await self._let_go(root, segment)
+
+    async def _drop_lost(self) -> None:
+        async with self._growing:
+            segments = list(self._index.segments.values())
+            intact = await self._engine.call(lambda: [self._roots[each.root].has_files_of(each) for each in segments])
+            for segment in [segment for segment, good in zip(segments, intact, strict=True) if not good]:
+                await self._give_up(segment, RemovalCause.LOST, remove=True)
+
+    async def _give_up(self, segment: Segment, cause: RemovalCause, *, remove: bool) -> None:
+        """Let a segment leave the index; the caller holds ``_growing``."""
+        held = segment.held().tolist()
+        for start in range(0, len(held), _TURN_SLOTS):
+            if keys := self._index.withdraw(segment, held[start : start + _TURN_SLOTS]):
+                self._on_removed(keys, cause)
+            await asyncio.sleep(0)
+        if keys := self._index.close_segment(segment):
+            self._on_removed(keys, cause)
+        self._leaving[segment] = remove
+
+    async def _let_go(self, root: Root, segment: Segment) -> None:
+        """Release a segment that left the index, or remove its files, once no operation runs on its slots."""
+        for _ in range(_QUIET_TRIES):
+            if self._index.is_quiet(segment) and not self._tables.is_announcing(segment):
+                break
+            await asyncio.sleep(_QUIET_PAUSE_S)
+        else:
+            return
+        await self._notes.forget(segment)
+        if self._leaving[segment]:
+            await self._engine.call(partial(root.remove_segment, segment))
+        await self._engine.call(segment.close)
+        del self._leaving[segment]
+        self._index.forget(segment)
+        self._counts["segments_given_up"] += 1
+
+    def _held_bytes(self, root: Root) -> int:
+        return sum(
+            each.head.segment_bytes
+            for each in self._index.known.values()
+            if each.is_ours and each.root == root.position
+        )
 
     def _keeps_failing(self) -> bool:
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         return now - self._failing_since >= _TRANSIENT_S
 
-    async def _make(self, number: int, reclaim: bool) -> bool:
-        path = number % len(self._roots)
-        root, name, size = self._roots[path], segment_name(number), self._geometry.segment_bytes
-        if not await self._engine.call(
-            partial(root.make_segment, self._owner.fds[path], self._owner.name, name, size, reclaim=reclaim)
-        ):
+    async def _evict(self, count: int, length: int) -> bool:
+        """Evict at most ``count`` blocks in slots of at least this length; return whether there were any.
+
+        A block whose row could not be written stays, and its slot is not reused. If the row was written all the same, a
+        restart loses the block.
+        """
+        index = self._index
+        keys: dict[int, BlockKey] = {}
+        for place in index.evict(count, length):
+            segment, slot = index.at(place)
+            key = segment.key(slot)
+            if self._claims.of(key) is None:
+                keys[place] = key
+            else:
+                index.stay((place,))  # Its put is about to end.
+        if not keys:
             return False
-        first = number * self._geometry.segment_slots
-        row = (Kind.SEGMENT, first, path, 0, b"")
-        try:
-            await self._journal.append([row], partial(self._index.open_segment, number, path))
-        except OSError:
-            await self._remove_file(number, path)
-            raise
-        self._counts["segments_made"] += 1
+        with self._claims.held(keys.values()):
+            failed = dict.fromkeys(keys, OSError("the write was cancelled"))
+            try:
+                failed = await self._tables.write([RowChange(place, State.FREE) for place in keys])
+            finally:
+                index.stay(failed)
+                fails = index.note_failures(failed)
+                self._failure = next(iter(failed.values()), None)
+                gone = [place for place in keys if place not in failed]
+                index.leave(gone)
+            if gone:
+                self._counts["evicted_blocks"] += len(gone)
+                self._on_removed([keys[place] for place in gone], RemovalCause.EVICTED)
+        if failed and fails:
+            raise next(iter(failed.values()))
         return True
-
-    async def _evict(self, count: int) -> bool:
-        """Evict at most ``count`` blocks and free their slots; return whether any slot was freed."""
-        # While the journal cannot be written, no further block departs.
-        await self.retry()
-        rows = self._index.evict(count)
-        await self.leave(rows, RemovalCause.EVICTED)
-        return bool(rows)
-
-    async def _give_up(self, own: Sequence[int], cause: RemovalCause = RemovalCause.EVICTED) -> bool:
-        """Give up the least used of these segments; return whether one was given up. The caller holds ``_growing``."""
-        number = self._closing
-        if number is None:
-            by_use = await self._engine.call(partial(self._index.by_use, own))
-            number = self._index.close_segment(by_use)
-            if number is None:
-                return False
-            columns, first = self._index.columns, number * self._geometry.segment_slots
-            held = columns.held(first, first + self._geometry.segment_slots).tolist()
-            # On a full disk, there is no room for the frames until the file is removed.
-            for start in range(0, len(held), _TURN_ROWS):
-                with contextlib.suppress(OSError):
-                    await self.leave(self._index.depart(held[start : start + _TURN_ROWS]), cause)
-            self._closing = number
-            with contextlib.suppress(OSError):
-                await self.leave([(Kind.DROP, first, 0, 0, b"")], cause)
-        await self._remove_file(number, number % len(self._roots))
-        self._closing = None
-        self._counts["segments_given_up"] += 1
-        await self.retry()
-        return True
-
-    async def _remove_file(self, number: int, path: int) -> None:
-        owner, name, size = self._owner, segment_name(number), self._geometry.segment_bytes
-        await self._engine.call(partial(self._roots[path].remove_segment, owner.fds[path], owner.name, name, size))
-
-    def _own_segments(self) -> list[int]:
-        own: list[int] = np.flatnonzero(self._index.columns.segments).tolist()
-        return own
-
-    def _request_space(self, wanted: bool) -> None:
-        # Repeated while it applies, because other engines act on each request once.
-        if wanted or self._has_request:
-            self._has_request = wanted
-            for root in self._roots:
-                self._start(self._engine.call(partial(root.want, self._owner.name, wanted=wanted)))
 
     def _start(self, work: Coroutine[Any, Any, _R]) -> asyncio.Task[_R]:
         """Start work that continues to its end even if the caller is cancelled."""
@@ -357,3 +372,8 @@ class Space:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # A cancelled caller no longer retrieves it.
+
+
+def slots_ahead(slots: int) -> int:
+    """Return the number of slots to free ahead of need."""
+    return min(_AHEAD_MAX, slots // _AHEAD_SHARE)

@@ -109,23 +109,6 @@ class DigestTable:
             rows[left] = (rows[left] + 1) % self.rows
         return places
 
-    def remove_places(self, first: int, end: int, start: int, rows: int) -> int:
-        """Remove the digests with places from ``first`` to before ``end`` in ``rows`` rows from ``start`` on.
-
-        Returns:
-            Their number.
-        """
-        removed = 0
-        while True:
-            places = self._places[start : start + rows]
-            at = start + np.flatnonzero((places >= first) & (places < end))
-            if not len(at):
-                return removed
-            removed += len(at)
-            # Closing a gap may move other digests into these rows.
-            for digest, place in zip(self._digests[at].tolist(), self._places[at].tolist(), strict=True):
-                self.remove(digest, place)
-
     def _homes(self, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Return the rows where digests are looked for first."""
         return (((digests >> np.uint64(32)) * np.uint64(self.rows)) >> np.uint64(32)).astype(np.int64)

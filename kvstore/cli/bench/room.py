@@ -8,12 +8,12 @@ from typing import Final
 
 import numpy as np
 
+from kvstore.backends.disk.index import Index
+from kvstore.backends.disk.layout import ROW, Head, digest_of, slot_lengths
+from kvstore.backends.disk.segment import OpenFile, Segment, Table
+from kvstore.backends.disk.session import segment_slots
+from kvstore.backends.disk.space import slots_ahead
 from kvstore.backends.disk.table import NOWHERE
-from kvstore.backends.slots.index import Index
-from kvstore.backends.slots.layout import ROW, Head, digest_of, slot_lengths
-from kvstore.backends.slots.segment import OpenFile, Segment, Table
-from kvstore.backends.slots.session import segment_slots
-from kvstore.backends.slots.space import slots_ahead
 from kvstore.diskio import OsDisk
 from kvstore.eviction import make_policy
 from kvstore.tenants import Tenants

@@ -1,0 +1,173 @@
+"""Writes rows of tables: neighbours in one write, and after a failure another row later. Used from the loop thread.
+
+After a failed write the row on the disk is unknown: other engines may have read the new one. A slot with such a row is
+neither free nor used (*unsettled*) until a later row was written, with a generation of its own.
+
+After its rows, the generation of a group is written, so that other engines read only groups that have changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.backends.disk.index import Index
+from kvstore.backends.disk.layout import GROUP_ROWS, PAGE, ROW_BYTES, State, encode_rows
+from kvstore.backends.disk.segment import SLOT_BITS, SLOT_MASK, Segment
+from kvstore.diskio import Transfer, TransferEngine, bare
+from kvstore.types import BlockKey
+
+_ROWS_MAX = 1 << 12
+"""Most unsettled rows of one attempt: half a megabyte."""
+
+_ANNOUNCE_S = 0.002
+_ALONE_S = 1.0
+"""Time in which the generations of several batches of rows become one write. An engine with a read-only mount can't
+state that it is there, so an engine that seems to be alone announces its rows, too."""
+
+
+class RowChange(NamedTuple):
+    """The next row of a slot."""
+
+    place: int
+    state: int
+    size_bytes: int = 0
+    mark: int = 0
+    key: BlockKey = b""
+
+
+class TableWriter:
+    """Writes rows.
+
+    Args:
+        durable: A row counts as written only when it survives a power cut.
+        is_alone: Whether no other engine is known in these roots.
+    """
+
+    def __init__(self, engine: TransferEngine, index: Index, is_alone: Callable[[], bool], *, durable: bool) -> None:
+        self.unsettled: dict[int, int] = {}
+        """Places whose row on the disk is unknown, and the state to write."""
+        self._engine = engine
+        self._index = index
+        self._durable = durable
+        self._is_alone = is_alone
+        self._is_ending = asyncio.Event()
+        self._changed: dict[int, set[int]] = {}
+        """Groups of rows by segment that have changed since their generation was written."""
+        self._announcing: asyncio.Task[None] | None = None
+        self._announced: set[int] = set()
+        """Segments whose generations are being written."""
+
+    async def write(self, changes: Sequence[RowChange]) -> dict[int, OSError]:
+        """Write the next rows of slots; return the places whose rows may not be there, with the reason.
+
+        Of each slot, one row is written at a time.
+        """
+        transfers: list[Transfer] = []
+        runs: list[list[int]] = []
+        changes = sorted(changes)
+        start = 0
+        for end in range(1, len(changes) + 1):
+            if end == len(changes) or changes[end].place != changes[end - 1].place + 1:
+                run = changes[start:end]
+                transfers.append(self._transfer(run))
+                runs.append([change.place for change in run])
+                start = end
+        await self._engine.write(transfers)
+        failed: dict[int, OSError] = {}
+        for transfer, places in zip(transfers, runs, strict=True):
+            if transfer.done_bytes != transfer.size_bytes:
+                failed.update(dict.fromkeys(places, transfer.error or OSError("a row was written in part")))
+        for places in runs:
+            self._changed.setdefault(places[0] >> SLOT_BITS, set()).update(
+                range((places[0] & SLOT_MASK) // GROUP_ROWS, (places[-1] & SLOT_MASK) // GROUP_ROWS + 1)
+            )
+        self._announce_soon()
+        if self._durable:
+            failed |= await self._sync([place for places in runs for place in places])
+        return failed
+
+    def change_all(self, segment: Segment) -> None:
+        """Announce all rows of a segment: its last holder may have ended before it announced the last ones."""
+        self._changed[segment.id] = set(range(segment.head.groups))
+        self._announce_soon()
+
+    def settle_later(self, places: Collection[int], state: int = State.FREE) -> None:
+        """Write rows with this state later."""
+        self.unsettled.update(dict.fromkeys(places, state))
+
+    async def settle(self) -> None:
+        """Write unsettled rows.
+
+        Raises:
+            OSError: Some still can't be written.
+        """
+        places = list(self.unsettled)[:_ROWS_MAX]
+        states = {place: self.unsettled.pop(place) for place in places}
+        failed: dict[int, OSError] = dict.fromkeys(places, OSError("the write was cancelled"))
+        try:
+            failed = await self.write([RowChange(place, state) for place, state in states.items()])
+        finally:
+            self.unsettled.update({place: states[place] for place in failed})
+        for place in [place for place in places if place not in failed]:
+            self._index.settle(place, states[place])
+        if failed:
+            raise next(iter(failed.values()))
+
+    def is_announcing(self, segment: Segment) -> bool:
+        """Return whether generations of a segment are being written."""
+        return segment.id in self._announced
+
+    async def end(self) -> None:
+        """Announce what was written."""
+        self._is_ending.set()
+        if self._announcing is not None:
+            await asyncio.wait({self._announcing})
+
+    def _announce_soon(self) -> None:
+        if self._announcing is None or self._announcing.done():
+            self._announcing = asyncio.get_running_loop().create_task(self._announce())
+
+    async def _announce(self) -> None:
+        """Write the generations of changed groups. They are hints, so a failure only delays what other engines see."""
+        while self._changed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ALONE_S if self._is_alone() else _ANNOUNCE_S):
+                    await self._is_ending.wait()
+            changed, self._changed = self._changed, {}
+            transfers: list[Transfer] = []
+            for number, groups in changed.items():
+                if (segment := self._index.segments.get(number)) is not None:
+                    segment.generations[list(groups)] += 1
+                    first, end = min(groups), max(groups) + 1
+                    content = segment.generations[first:end].copy().view(np.uint8).data
+                    transfers.append(Transfer(segment.table.fd, PAGE + 4 * first, [content], content.nbytes))
+            self._announced = set(changed)
+            try:
+                with contextlib.suppress(OSError):
+                    await self._engine.write(transfers)
+            finally:
+                self._announced = set()
+
+    def _transfer(self, run: Sequence[RowChange]) -> Transfer:
+        segment, first = self._index.at(run[0].place)
+        slots = range(first, first + len(run))
+        values = [segment.next_row(change.place & SLOT_MASK, *change[1:]) for change in run]
+        content = encode_rows(values, slots, segment.head.segment).view(np.uint8).data
+        offset = segment.rows_at + first * ROW_BYTES
+        return Transfer(segment.table.fd, offset, [content], len(run) * ROW_BYTES)
+
+    async def _sync(self, places: Sequence[int]) -> dict[int, OSError]:
+        failed: dict[int, OSError] = {}
+        for number in {place >> SLOT_BITS for place in places}:
+            try:
+                fd = self._index.at(number << SLOT_BITS)[0].table.fd
+                await self._engine.call(partial(self._engine.disk.fdatasync, fd))
+            except OSError as error:
+                failed.update({place: bare(error) for place in places if place >> SLOT_BITS == number})
+        return failed

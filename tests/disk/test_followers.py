@@ -1,0 +1,269 @@
+"""Engines that share a root: each writes only its own segments, all read all blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.backends.disk.layout import PAGE
+from kvstore.diskio import OsDisk
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import BlockKey, Outcome, RemovalCause
+from tests.disk.rig import PAYLOAD, Rig, opened, tables
+
+
+class Paused(OsDisk):
+    """A disk whose reads of slots stop before or after their header, until they are let go."""
+
+    def __init__(self, header_first: bool) -> None:
+        self.stops = False
+        self.stopped = threading.Event()
+        self.goes_on = threading.Event()
+        self._header_first = header_first
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if not (self.stops and os.readlink(f"/proc/self/fd/{fd}").endswith(".seg")):
+            return super().preadv(fd, buffers, offset)
+        header = super().preadv(fd, buffers[:1], offset) if self._header_first else 0
+        self.stopped.set()
+        assert self.goes_on.wait(30)
+        return header + super().preadv(fd, buffers[1 if header else 0 :], offset + header)
+
+
+class Silent(OsDisk):
+    """A disk that loses announcements of changed rows."""
+
+    is_silent = False
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        if self.is_silent and offset == PAGE and os.readlink(f"/proc/self/fd/{fd}").endswith(".tab"):
+            return sum(len(each) for each in buffers)
+        return super().pwritev(fd, buffers, offset)
+
+
+class NoTables(OsDisk):
+    """A disk that can't read rows of tables while ``fails`` is set."""
+
+    fails = False
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.fails and os.readlink(f"/proc/self/fd/{fd}").endswith(".tab"):
+            raise OSError(errno.EIO, "a bad sector")
+        return super().preadv(fd, buffers, offset)
+
+
+async def follows(rig: Rig, keys: Sequence[BlockKey] | dict[BlockKey, bytes]) -> None:
+    """Wait until an engine has been told of blocks of other engines."""
+    await eventually_async(lambda: set(rig.arrived) >= set(keys), what="the other engine is told")
+
+
+async def test_blocks_of_another_engine_are_found(tmp_path: Path) -> None:
+    """A block stored by one engine is reported to the other one, which finds, loads, and does not store it again."""
+    async with opened(tmp_path, 256) as one, opened(tmp_path, 256) as two:
+        values = await one.put_new(20)
+        await follows(two, values)
+        assert sorted(two.arrived) == sorted(values)
+        assert await two.backend.exists(list(values)) == [True] * 20
+        await two.has_all(values)
+        assert await two.put(values) == [Outcome.EXISTS] * 20
+        assert {info.key async for info in two.backend.scan()} == set(values)
+        assert two.backend.own(list(values)) == [False] * 20
+        assert one.backend.own(list(values)) == [True] * 20
+        assert two.backend.stats().gauges["foreign_blocks"] == 20
+
+
+async def test_blocks_that_were_there_at_start_are_found(tmp_path: Path) -> None:
+    """An engine knows the blocks of running engines when it is open; a scan reports them."""
+    async with opened(tmp_path, 256) as one:
+        values = await one.put_new(20)
+        async with opened(tmp_path, 256) as two:
+            await two.has_all(values)
+            assert two.arrived == []
+
+
+async def test_stores_wake_other_engines(tmp_path: Path) -> None:
+    """A table wakes the other engines, not their poll: twenty stores are seen in less time than ten polls."""
+    async with opened(tmp_path, 256) as one, opened(tmp_path, 256) as two:
+        started = asyncio.get_running_loop().time()
+        for _ in range(20):
+            await follows(two, await one.put_new(1))
+        assert asyncio.get_running_loop().time() - started < 10
+
+
+async def test_removed_block_is_gone_in_other_engines(tmp_path: Path) -> None:
+    """A block that its engine removed is a miss in other engines, and is reported there."""
+    async with opened(tmp_path, 256) as one, opened(tmp_path, 256) as two:
+        values = await one.put_new(4)
+        await follows(two, values)
+        gone = list(values)[:2]
+        assert await one.backend.delete(gone) == [True, True]
+        await eventually_async(lambda: len(two.removed) == 2, what="the other engine is told")
+        assert {key for key, _ in two.removed} == set(gone)
+        assert await two.get(list(values)) == [None, None, *list(values.values())[2:]]
+
+
+async def test_request_to_remove_a_block_of_another_engine_hides_it(tmp_path: Path) -> None:
+    """An engine that removes another engine's block does not find it any more, and can store it again."""
+    async with opened(tmp_path, 256) as one, opened(tmp_path, 256) as two:
+        values = await one.put_new(4)
+        await follows(two, values)
+        damaged, removed, *_ = values
+        await two.backend.quarantine([damaged])
+        assert await two.backend.delete([removed]) == [True]
+        assert await two.backend.exists(list(values)) == [False, False, True, True]
+        assert two.backend.stats().counters.get("quarantined_blocks", 0) == 0
+        assert await two.put({key: values[key] for key in (damaged, removed)}) == [Outcome.OK] * 2
+        await one.has_all(values)
+        await two.has_all(values)
+
+
+@pytest.mark.parametrize("header_first", [False, True], ids=["before", "between header and payload"])
+async def test_slot_reused_during_a_read_is_a_miss(tmp_path: Path, header_first: bool) -> None:
+    """A reader returns nothing from a slot that its engine has given to another block meanwhile."""
+    disk = Paused(header_first)
+    async with opened(tmp_path, 32) as one, opened(tmp_path, 32, disk=disk, engine="threads") as two:
+        values = await one.put_new(8)
+        await follows(two, values)
+        disk.stops = True
+        loading = asyncio.create_task(two.outcomes_of(list(values)))
+        await asyncio.to_thread(disk.stopped.wait, 30)
+        while not {key for key, _ in one.removed} >= set(values):
+            await one.put_new(4)
+        disk.goes_on.set()
+        assert await loading == [Outcome.MISS] * 8
+
+
+async def test_block_without_a_second_look_at_its_row_is_not_delivered(tmp_path: Path) -> None:
+    """Without a second look at the row, a reuse of the slot during the read can't be excluded."""
+    disk = NoTables()
+    async with opened(tmp_path, 256) as one, opened(tmp_path, 256, disk=disk, engine="threads") as two:
+        values = await one.put_new(3)
+        own = await two.put_new(1)
+        await follows(two, values)
+        disk.fails = True
+        assert await two.outcomes_of([*values, *own]) == [Outcome.IO_ERROR] * 3 + [Outcome.OK]
+
+
+async def test_blocks_that_another_engine_reads_are_kept(tmp_path: Path) -> None:
+    """A block that another engine keeps reading is not among those that its engine evicts."""
+    async with opened(tmp_path, 64) as one, opened(tmp_path, 64) as two:
+        hot = await one.put_new(4)
+        await follows(two, hot)
+        uses = [table.with_suffix(".use") for table in tables(tmp_path)]
+        for _ in range(6):
+            await two.has_all(hot)
+            await eventually_async(lambda: any(path.exists() for path in uses), what="uses are reported")
+            await eventually_async(lambda: not any(path.exists() and path.stat().st_size for path in uses))
+            await one.put_new(16)
+        assert len(one.removed) > 20
+        assert not {key for key, _ in one.removed} & set(hot)
+
+
+async def test_segments_of_an_ended_engine_change_hands(tmp_path: Path) -> None:
+    """Blocks of an engine that ends stay loadable; the engine that takes them reports them once more, as its own."""
+    async with opened(tmp_path, 256) as two:
+        async with opened(tmp_path, 256) as one:
+            values = await one.put_new(20)
+            await follows(two, values)
+            gone = next(iter(values))
+            await one.backend.delete([gone])
+        del values[gone]
+        await eventually_async(lambda: all(two.backend.own(list(values))), what="the segment is taken")
+        assert Counter(two.arrived) == Counter([gone, *values, *values])
+        assert two.removed == [(gone, RemovalCause.EVICTED)]
+        await two.has_all(values)
+        await two.has_all(await two.put_new(8))
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_change_that_was_not_announced_is_seen(tmp_path: Path, reads: bool) -> None:
+    """An engine that is killed may not have announced its last rows: a read of one of them finds the others.
+
+    So does the next engine that holds its segment.
+    """
+    disk = Silent()
+    async with opened(tmp_path, 256) as reader:
+        async with opened(tmp_path, 256, disk=disk, engine="threads") as one:
+            values = await one.put_new(4)
+            await follows(reader, values)
+            disk.is_silent = True
+            gone = list(values)[:2]
+            await one.backend.delete(gone)
+            new = await one.put_new(1)
+            if reads:
+                assert await reader.get(gone) == [None, None]
+                await follows(reader, new)
+        await follows(reader, new)
+        assert {key for key, _ in reader.removed} == set(gone)
+        await reader.has_all(new)
+
+
+def remove_table(table: Path) -> None:
+    """Remove a table and its segment."""
+    table.unlink()
+    table.with_suffix(".seg").unlink()
+
+
+def cut_table(table: Path) -> None:
+    """Truncate a table."""
+    os.truncate(table, PAGE)
+
+
+def cut_segment(table: Path) -> None:
+    """Truncate a segment."""
+    os.truncate(table.with_suffix(".seg"), PAYLOAD)
+
+
+@pytest.mark.parametrize("damage", [remove_table, cut_table, cut_segment])
+async def test_files_removed_by_hand_cost_only_their_blocks(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """When a table or segment of another engine vanishes, its blocks are misses, and all others are loaded."""
+    async with opened(tmp_path, 256) as one, opened(tmp_path, 256) as two, opened(tmp_path, 256) as reader:
+        values = await one.put_new(8)
+        (table,) = tables(tmp_path)
+        others = await two.put_new(8)
+        await follows(reader, [*values, *others])
+        damage(table)
+        outcomes = await reader.outcomes_of(list(values))
+        assert set(outcomes) <= {Outcome.OK, Outcome.MISS, Outcome.IO_ERROR}
+        await reader.has_all(others)
+        await eventually_async(
+            lambda: {key for key, _ in reader.removed} == set(values) or damage is cut_segment,
+            what="the blocks are reported as removed",
+        )
+        if damage is not cut_segment:
+            assert await reader.get(list(values)) == [None] * 8
+
+
+async def test_new_segment_under_an_old_name_is_followed(tmp_path: Path) -> None:
+    """A segment that was removed and made again with the same name has none of the blocks of the old one."""
+    async with opened(tmp_path, 256) as reader, opened(tmp_path, 256) as one:
+        values = await one.put_new(8)
+        await follows(reader, values)
+        (table,) = tables(tmp_path)
+        remove_table(table)
+        await eventually_async(lambda: len(one.removed) == 8, what="the engine has noticed")
+        new = await one.put_new(8)
+        assert tables(tmp_path) == [table]
+        await follows(reader, new)
+        await eventually_async(lambda: len(reader.removed) == 8, what="the blocks are reported as removed")
+        assert await reader.get(list(values)) == [None] * 8
+        await reader.has_all(new)
+
+
+async def test_block_in_two_engines_is_found_until_both_have_evicted_it(tmp_path: Path) -> None:
+    """Two engines that stored one block at once each keep their copy; the loss of one is no loss of the other."""
+    async with opened(tmp_path, 256) as one, opened(tmp_path, 256) as two:
+        values = {one.maker.key(): one.maker.payload()}
+        outcomes = await asyncio.gather(one.put(values), two.put(values))
+        assert outcomes == [[Outcome.OK], [Outcome.OK]]
+        await asyncio.sleep(0.1)
+        assert await one.backend.delete(list(values)) == [True]
+        await asyncio.sleep(0.1)
+        await two.has_all(values)
