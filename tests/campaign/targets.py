@@ -48,7 +48,6 @@ from kvstore.backends.s3.failures import S3Error
 from kvstore.backends.s3.http import Answer, read_deleted, read_list
 from kvstore.backends.s3.notes import read_note
 from kvstore.backends.s3.packs import PackFormat, Unreadable
-from kvstore.backends.s3.presence import BloomFilter
 from kvstore.cli.holdings.archive import ArchiveError, read_archive
 from kvstore.codec.checksum import header_checksum, payload_checksum
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
@@ -228,21 +227,17 @@ def run_pack(data: bytes) -> None:
         pass
     with contextlib.suppress(Unreadable):
         assert all(isinstance(name, str) and isinstance(key, bytes) for name, key in packs.read_gone(bytes(head)))
-    found_filter = BloomFilter.decode(bytes(head), NAMESPACE)
-    if found_filter is not None:
-        assert ("x" in found_filter) in (True, False)
     note = read_note("p/", bytes(head))
     assert note is None or all(name.startswith("p/") for name in note[0])
 
 
 def pack_seeds() -> list[bytes]:
-    """Return a head, a note of packs, a filter and a note of objects."""
+    """Return a head, a note of packs and a note of objects."""
     packs = PackFormat(NAMESPACE)
     head, _ = packs.pack_head([(KEY, 5000), (KEY[:1], 1)])
     gone = packs.gone_note([("00ff.pack", KEY), ("1", b"k")])
-    bloom = BloomFilter(np.zeros(64, np.uint8)).encode(NAMESPACE)
     note = json.dumps({"format": 1, "cause": "evicted", "names": ["a/b"]}).encode()
-    return [mode + text for text in (head, gone, bloom, note) for mode in (b"\0", b"\1")]
+    return [mode + text for text in (head, gone, note) for mode in (b"\0", b"\1")]
 
 
 def run_archive(data: bytes) -> None:

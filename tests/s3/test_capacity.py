@@ -104,7 +104,7 @@ def test_a_plan_is_bounded_and_still_names_the_coldest() -> None:
 
 
 def test_housekeeping_objects_are_never_evicted() -> None:
-    """Leases, notes and snapshots stay; blocks and packs are evicted."""
+    """Leases and notes stay; blocks and packs are evicted."""
     packs, block = ObjectNames("kv/", NAMESPACE), ObjectNames("kv/", NAMESPACE).block(b"key")
     pack = packs.new_pack()
     plan = EvictionPlan(1, {})

@@ -464,7 +464,6 @@ def test_gc_removes_empty_packs_and_stale_notes(faults: FaultServer, rng: random
         names.new_note(): made.gone_note([(gone[folder:], b"a")])[:-1],
         f"_keeper/removed/{'0' * 28}": b"{}",
         f"_keeper/uses/{'0' * 16}": b"x",
-        f"_keeper/presence/{_QWEN.hex}": b"x",
     }
     other = PackFormat(_QWEN).pack_head([(b"a", 3)])[0]
     left_alone = {
@@ -559,7 +558,7 @@ def test_an_import_takes_no_part_in_elections(
     """A command never takes the lease, as engines would have to wait for a dead holder's lease to end."""
     started: list[Keeper] = []
     monkeypatch.setattr(Keeper, "start", lambda keeper: started.append(keeper))
-    tier = Tier(faults, rng, capacity="1GiB", ttl="1d", snapshot=True)
+    tier = Tier(faults, rng, capacity="1GiB", ttl="1d")
     keys = tier.fill(_LLAMA)
     assert len(started) == 1
     out = io.BytesIO()

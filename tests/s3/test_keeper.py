@@ -1,4 +1,4 @@
-"""Rounds of the elected engine besides eviction: leases, sweeps, times to live, snapshots for others."""
+"""Rounds of the elected engine besides eviction: leases, sweeps, times to live."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import pytest
 
 from kvstore import AsyncTier, RequestContext, TransferJob, open_tier
-from kvstore.backends.s3.client import ObjectInfo
-from kvstore.backends.s3.names import ObjectNames, read_name
+from kvstore.backends.s3.names import ObjectNames
 from kvstore.backends.s3.notes import name_digest, read_uses
 from kvstore.backends.s3.packs import PackFormat
-from kvstore.backends.s3.presence import SnapshotMaker
 from kvstore.errors import BackendClosedError
 from kvstore.primary import Region
 from kvstore.testing.waiting import eventually_async
@@ -28,35 +25,6 @@ from tests.s3.keepers import SLOW, engines, housekeeper_of, is_elected, names_un
 from tests.s3.packed import PACKED, blocks_of, reads_of, writes_of
 
 _DAY_S = 86400.0
-
-
-async def test_engine_without_its_lease_publishes_no_snapshot(
-    faults: FaultServer, rng: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine whose listing outlasts its lease does not overwrite the new holder's newer snapshot."""
-    async with engines(faults, 4, snapshot=True) as (slow, quick, writer, reader):
-        await writer.put(writes_of(blocks_of(rng, 5)))
-        await housekeeper_of(slow).round()
-        late = blocks_of(rng, 5)
-        lease, listed = housekeeper_of(quick)._lease, slow._ready().listed
-
-        async def listed_slowly(prefix: str, **more: Any) -> AsyncIterator[ObjectInfo]:
-            async for info in listed(prefix, **more):
-                yield info
-            if prefix == slow.config.prefix:
-                # The listing is complete. Now its lease expires, from the other engine's view.
-                assert not await lease.hold()
-                monkeypatch.setattr(lease, "_clock", lambda: time.monotonic() + 3 * slow.config.keeper_interval)
-                await writer.put(writes_of(late))
-                await housekeeper_of(quick).round()
-                assert is_elected(quick)
-
-        monkeypatch.setattr(slow._ready(), "listed", listed_slowly)
-        await housekeeper_of(slow).round()
-        assert housekeeper_of(quick).counters["snapshots_written"] == 1
-        snapshot = reader._snapshot
-        await snapshot.refresh()
-        assert await reader.exists([*late, b"absent"]) == [True] * 5 + [False]
 
 
 async def test_an_engine_that_loses_the_lease_stops_deleting(
@@ -121,43 +89,12 @@ async def test_lease_holder_closes_in_time_with_a_failing_service(faults: FaultS
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_own_blocks_are_found_until_a_snapshot_has_them(faults: FaultServer, rng: random.Random) -> None:
-    """A block written during a listing is found, however many snapshots its engine reads until the next listing."""
-    async with engines(faults, 1, snapshot=True) as (engine,):
-        snapshot, client = engine._snapshot, engine._ready()
-        assert snapshot is not None
-        await engine.put(writes_of(blocks_of(rng, 5)))
-
-        async def seen() -> SnapshotMaker:
-            maker = SnapshotMaker(engine.config.prefix)
-            page = await client.list_page(engine.config.prefix, timeout_s=30)
-            for info in page.objects:
-                maker.see(info, read_name(info.key.removeprefix(engine.config.prefix)))
-            return maker
-
-        async def always() -> bool:
-            return True
-
-        await (await seen()).publish(client, always)
-        # The next listing is running when the engine writes, and then reads the snapshot of the previous one.
-        second = await seen()
-        own = blocks_of(rng, 5)
-        await engine.put(writes_of(own))
-        for publish in (None, second, await seen()):
-            if publish is not None:
-                await publish.publish(client, always)
-            await snapshot.refresh()
-            assert await engine.exists(list(own)) == [True] * 5
-        assert snapshot.counters["snapshots_read"] == 3
-
-
 async def test_a_sweep_reaches_every_page(faults: FaultServer) -> None:
     """Expired housekeeping objects are deleted, even behind a thousand names still in use."""
     async with engines(faults, 1, capacity=1 << 30) as (engine,):
         young = [f"_keeper/uses/{number:016x}" for number in range(1000)]
         old = [f"_keeper/uses/f{number:015x}" for number in range(30)]
         old += [f"_keeper/removed/{number:028x}" for number in range(3)]
-        old += [f"_keeper/presence/{number:064x}" for number in range(3)]
         await put_empty(engine, [*young, *old])
         for name in old:
             faults.age(engine.config.prefix + name, 31 * _DAY_S)

@@ -57,8 +57,8 @@ async def test_refused_removal_note_notifies_the_caller(faults: FaultServer) -> 
 async def test_foreign_objects_in_engine_folders_are_kept(faults: FaultServer) -> None:
     """Foreign objects in the engines' folders stay, however old they are."""
     async with engines(faults, 1) as (engine,):
-        ours = [f"removed/{'0' * 28}", f"uses/{'a' * 16}", f"presence/{'b' * 64}"]
-        foreign = ["removed/photos/1.jpg", "uses/data.parquet", f"presence/{'b' * 64}.bak", f"uses/{'A' * 16}"]
+        ours = [f"removed/{'0' * 28}", f"uses/{'a' * 16}"]
+        foreign = ["removed/photos/1.jpg", "uses/data.parquet", f"uses/{'A' * 16}"]
         await put_empty(engine, [f"_keeper/{name}" for name in (*ours, *foreign)])
         faults.age(f"{engine.config.prefix}_keeper/", 40 * 86400)
         found = [info.key async for info, _ in outdated(engine._ready(), engine.config.prefix)]

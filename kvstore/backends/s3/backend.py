@@ -16,7 +16,6 @@ from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.keeper import Keeper
 from kvstore.backends.s3.names import ObjectNames
 from kvstore.backends.s3.packing import PackedBlocks
-from kvstore.backends.s3.presence import PresenceSnapshot
 from kvstore.backends.simple import SimpleBackend
 from kvstore.config import TierConfig
 from kvstore.errors import BackendClosedError, KVStoreError
@@ -54,7 +53,6 @@ class S3Backend(SimpleBackend):
         self._description = b""  # Of the namespace, until it is stored.
         self._packs: PackedBlocks | None = None
         self._keeper: Keeper | None = None
-        self._snapshot: PresenceSnapshot | None = None
         self._conditional = config.conditional_put != "no"
         self._locks: WeakValueDictionary[BlockKey, asyncio.Lock] = WeakValueDictionary()
 
@@ -80,10 +78,8 @@ class S3Backend(SimpleBackend):
         if geometry.record_bytes_max < self.config.pack_below:
             self._packs = PackedBlocks(client, self.config, namespace, self._fan_out, self._on_lost)
         await super().open(namespace, geometry)
-        if self.config.snapshot and self._packs is None:
-            self._snapshot = PresenceSnapshot(client, self.config, namespace)
-        if self.config.capacity or self.config.ttl or self.config.snapshot:
-            self._keeper = Keeper(client, self.config, self._on_removed, self._snapshot)
+        if self.config.capacity or self.config.ttl:
+            self._keeper = Keeper(client, self.config, self._on_removed)
             self._keeper.start()
         logger.debug("Bucket %s answers; requests are sent by %s", self.config.bucket, self.config.chosen_client)
 
@@ -163,8 +159,6 @@ class S3Backend(SimpleBackend):
         client, name = self._ready(), self._names.block(key)
         # One writer per key at a time in this process.
         async with self._lock(key):
-            if self._snapshot is not None:
-                self._snapshot.note_written(name)
             if self._conditional:
                 try:
                     return await client.put(name, buffers, if_absent=True) is not None
@@ -186,8 +180,6 @@ class S3Backend(SimpleBackend):
 
     async def exists_one(self, key: BlockKey) -> bool:
         client, name = self._ready(), self._names.block(key)
-        if self._snapshot is not None and self._snapshot.rules_out(name):
-            return False
         # Shorter than the batch's timeout, so that one unanswered request does not fail the batch.
         return await client.head(name, timeout_s=_HEAD_SHARE * self.config.lookup_timeout) is not None
 
@@ -205,7 +197,7 @@ class S3Backend(SimpleBackend):
             return BackendStats()
         used_bytes = 0 if self._keeper is None else self._keeper.used_bytes
         counters = client.counters()
-        for part in (self._packs, self._keeper, self._snapshot):
+        for part in (self._packs, self._keeper):
             counters |= {} if part is None else part.counters
         gauges = {
             "requests_running": float(client.limiter.in_use),

@@ -92,8 +92,6 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     pack_refresh: Seconds = Seconds(5)
     capacity: ByteSize = ByteSize(0)
     ttl: Seconds = Seconds(0)
-    # Off: snapshots save HEADs, but delay the visibility of other engines' blocks.
-    snapshot: bool = False
     # Each round costs one LIST per thousand objects, by one engine of the fleet: with a million objects, some 20
     # dollars a month.
     keeper_interval: Seconds = Seconds(600)

@@ -1,8 +1,8 @@
 """Holdings of an S3 tier: blocks, packs, notes and housekeeping objects under its prefix, listed page by page.
 
 No locks are needed: a block's object is complete or absent, and an engine that reads a removed one gets a miss. Objects
-with names of another form are skipped. A bucket does not show which engines are running; only engines with a capacity,
-a time to live or snapshots publish uses.
+with names of another form are skipped. A bucket does not show which engines are running; only engines with a capacity
+or a time to live publish uses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstore.backends.holdings import (
 from kvstore.backends.s3.client import DELETES_MAX, ObjectInfo, make_client
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
-from kvstore.backends.s3.names import DESCRIPTIONS, KeeperNames, ObjectName, read_name
+from kvstore.backends.s3.names import DESCRIPTIONS, ObjectName, read_name
 from kvstore.backends.s3.notes import NOTES_AGE_S, all_uses, name_digest, outdated, remove
 from kvstore.backends.s3.packs import Pack, PackReader
 from kvstore.codec.record import RecordFault
@@ -68,7 +68,7 @@ class S3Holdings(Holdings):
         if not isinstance(config, S3Config):
             raise ConfigError(f"An S3 tier is configured by an S3Config. Got {type(config).__name__}.")
         # Without housekeeping: after an import whose writer held the lease, engines would wait for its expiry.
-        super().__init__(backend, msgspec.structs.replace(config, capacity=0, ttl=0, snapshot=False))
+        super().__init__(backend, msgspec.structs.replace(config, capacity=0, ttl=0))
         self.ttl_s = float(config.ttl)
         self._prefix = config.prefix
         self._probe_s = config.timeout + config.connect_timeout
@@ -185,7 +185,7 @@ class S3Holdings(Holdings):
         return len(blocks)
 
     async def remove_namespace(self, namespace: NamespaceInfo) -> int:
-        """Blocks and packs, then notes and the snapshot."""
+        """Blocks and packs, then notes and the fields."""
         count, names = 0, list[str]()
         async with aclosing(self.scan(namespace)) as pages:
             async for blocks in pages:
@@ -196,7 +196,7 @@ class S3Holdings(Holdings):
                 await remove(self._client, self._prefix, names[:whole], RemovalCause.EXPIRED)
                 names = names[whole:]
         await remove(self._client, self._prefix, names, RemovalCause.EXPIRED)
-        names = [KeeperNames(self._prefix).snapshots + namespace.hex, self._reader(namespace.hex).names.fields]
+        names = [self._reader(namespace.hex).names.fields]
         async with aclosing(self._listed(f"_packs/{namespace.hex}/")) as rest:
             async for objects in rest:
                 names += [info.key for info, _ in objects]

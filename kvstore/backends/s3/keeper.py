@@ -1,4 +1,4 @@
-"""Housekeeping of a prefix: leader-elected eviction, usage reports, removal notices, snapshots."""
+"""Housekeeping of a prefix: leader-elected eviction, usage reports, removal notices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -20,7 +20,6 @@ from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import S3Error
 from kvstore.backends.s3.names import KeeperNames, ObjectName, read_name, stamp
 from kvstore.backends.s3.notes import NOTES_AGE_S, Uses, all_uses, name_digest, outdated, read_note, remove
-from kvstore.backends.s3.presence import PresenceSnapshot, SnapshotMaker
 from kvstore.bounded import BoundedDict
 from kvstore.types import RemovalCause
 
@@ -57,7 +56,6 @@ class Keeper:
 
     Args:
         on_removed: Called with the names of objects removed by any engine, and the cause.
-        snapshot: Read once a round, and written by the elected engine; None to disable snapshots.
     """
 
     def __init__(
@@ -65,12 +63,10 @@ class Keeper:
         client: ObjectClient,
         config: S3Config,
         on_removed: Callable[[Sequence[str], RemovalCause], None],
-        snapshot: PresenceSnapshot | None = None,
     ) -> None:
         self._client = client
         self._config = config
         self._on_removed = on_removed
-        self._snapshot = snapshot
         self._names = KeeperNames(config.prefix)
         self._own_uses = f"{self._names.uses}{os.urandom(8).hex()}"
         # Three rounds: one may fail and one may be late before another engine takes over.
@@ -81,7 +77,7 @@ class Keeper:
         self._logged: set[type[Exception]] = set()
         self.uses = Uses()
         counted = [f"{cause}_{what}" for cause in ("evicted", "expired") for what in ("objects", "bytes")]
-        self.counters = dict.fromkeys((*counted, "keeper_rounds", "keeper_failures", "snapshots_written"), 0)
+        self.counters = dict.fromkeys((*counted, "keeper_rounds", "keeper_failures"), 0)
         self.used_bytes = 0
 
     def start(self) -> None:
@@ -102,44 +98,28 @@ class Keeper:
         Raises:
             S3Error: The service failed; the next round tries again.
         """
-        try:
-            await self._publish_uses()
-            await self._take_in_removals()
-            if await self._lease.hold():
-                await self._evict()
-        except Exception:
-            # Also after a failure: an engine without write permission fails in each round, and would keep its first
-            # snapshot forever.
-            await self._refresh_snapshot()
-            raise
-        await self._refresh_snapshot()
+        await self._publish_uses()
+        await self._take_in_removals()
+        if await self._lease.hold():
+            await self._evict()
         self.counters["keeper_rounds"] += 1
 
     async def _run(self) -> None:
-        # Immediately, because snapshots mainly help cold engines.
-        await self._tried(self._refresh_snapshot)
         while True:
             # Jitter spreads the engines of a fleet.
             await asyncio.sleep(self._config.keeper_interval * random.uniform(0.5, 1.0))
-            await self._tried(self.round)
-
-    async def _refresh_snapshot(self) -> None:
-        if self._snapshot is not None:
-            await self._snapshot.refresh()
-
-    async def _tried(self, work: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await work()
-        # A bug, such as in the removal listener, fails one round but does not end the loop.
-        except Exception as error:
-            self.counters["keeper_failures"] += 1
-            if type(error) in self._logged:
-                return
-            self._logged.add(type(error))
-            if isinstance(error, S3Error):
-                logger.warning("Housekeeping under %r failed and will try again: %s", self._config.prefix, error)
-            else:
-                logger.exception("Housekeeping under %r failed and will try again", self._config.prefix)
+            try:
+                await self.round()
+            # A bug, such as in the removal listener, fails one round but does not end the loop.
+            except Exception as error:
+                self.counters["keeper_failures"] += 1
+                if type(error) in self._logged:
+                    continue
+                self._logged.add(type(error))
+                if isinstance(error, S3Error):
+                    logger.warning("Housekeeping under %r failed and will try again: %s", self._config.prefix, error)
+                else:
+                    logger.exception("Housekeeping under %r failed and will try again", self._config.prefix)
 
     async def _publish_uses(self) -> None:
         if not self.uses.changed:
@@ -156,14 +136,11 @@ class Keeper:
         prefix, ttl = self._config.prefix, self._config.ttl
         used_at = await all_uses(self._client, prefix)
         plan = EvictionPlan(self._config.capacity, used_at, expire_before=time.time() - ttl if ttl else 0.0)
-        maker = None if self._snapshot is None else SnapshotMaker(prefix)
         notes = OldNotes(time.time() - NOTES_AGE_S)
         async for info in self._client.listed(prefix):
             name = read_name(info.key.removeprefix(prefix))
             plan.see(info, name)
             notes.see(info, name)
-            if maker is not None:
-                maker.see(info, name)
         self.used_bytes = plan.used_bytes
         victims = plan.victims()
         for cause in (RemovalCause.EXPIRED, RemovalCause.EVICTED):
@@ -173,8 +150,6 @@ class Keeper:
                 if not await self._lease.hold():
                     return
                 await self._remove(leaving[start : start + DELETES_MAX], cause)
-        if maker is not None:
-            self.counters["snapshots_written"] += await maker.publish(self._client, may_write=self._lease.hold)
         await self._sweep(notes.names())
 
     async def _remove(self, victims: Sequence[Victim], cause: RemovalCause) -> None:

@@ -9,7 +9,6 @@ Under the prefix of a tier::
     _keeper/lease                                          the lease of the engine that does the housekeeping
     _keeper/removed/<12 digits: ms><16 at random>          a note of removed objects
     _keeper/uses/<16 at random>                            the objects that one engine used
-    _keeper/presence/<namespace>                           a snapshot
 
 All digits are lower-case hexadecimal: the prefix is the only part of a name that users or models control.
 """
@@ -100,13 +99,12 @@ class ObjectNames:
 
 
 class KeeperNames:
-    """Names of the housekeeping objects of one prefix: the lease and three folders."""
+    """Names of the housekeeping objects of one prefix: the lease and two folders."""
 
     def __init__(self, prefix: str) -> None:
         self.lease = f"{prefix}_keeper/lease"
         self.notes = f"{prefix}_keeper/removed/"
         self.uses = f"{prefix}_keeper/uses/"
-        self.snapshots = f"{prefix}_keeper/presence/"
 
 
 def new_stamp() -> str:

@@ -21,7 +21,7 @@ NOTES_AGE_S: Final = 86400.0
 """Notes of removals older than this are deleted. An engine that missed one gets a 404 for the object."""
 
 _USES_AGE_S: Final = 30 * 86400.0
-"""Usage reports and snapshots not renewed for this long are deleted: the engine has stopped or the blocks are gone."""
+"""Usage reports not renewed for this long are deleted: the engine has stopped."""
 
 _USES_MAX: Final = 65536
 """Recently used names that one engine remembers. For other objects, only the time of their write counts."""
@@ -145,7 +145,6 @@ async def outdated(client: ObjectClient, prefix: str) -> AsyncGenerator[tuple[Ob
     for folder, hex_digits, age_s, what in (
         (names.notes, 28, NOTES_AGE_S, "expired note of removals"),
         (names.uses, 16, _USES_AGE_S, "usage report of a stopped engine"),
-        (names.snapshots, 64, _USES_AGE_S, "snapshot of an unused namespace"),
     ):
         ours = re.compile(f"[0-9a-f]{{{hex_digits}}}")
         async for info in client.listed(folder):
