@@ -16,7 +16,7 @@ from kvstore.tenants import Tenants
 from kvstore.tiering.policy import OWN_PARAMETERS, PolicyParser
 from kvstore.tiering.recording import SOCKET_PATH_BYTES_MAX
 
-_NO_OPTIONS: Final = frozenset({"prefetch", "events", "access_events", "wait_s_max", "load_s_max", "pin_lease_s"})
+_NO_OPTIONS: Final = frozenset({"events", "access_events", "wait_s_max", "load_s_max", "pin_lease_s"})
 """Fields that the engine's connector sets, or that only programs with the manager as a library change."""
 
 
@@ -61,7 +61,6 @@ class TieringConfig:
             until the engine reports its steps (:meth:`TieringManager.note_step`).
         hedge: Whether a load that takes unusually long is also started from a second tier. Needs the gate's
             measurements.
-        prefetch: Whether a request's blocks are promoted as soon as its keys are known, before its first lookup.
         wait_s_max: Longest wait of a request for a tier's answer, or for room for its promotions.
         load_s_max: Age at which an unreported load is abandoned. Tiers have their own deadlines; this covers a tier
             that misses them.
@@ -85,7 +84,6 @@ class TieringConfig:
     backfill: Backfill | bool = True
     gate: bool = True
     hedge: bool = True
-    prefetch: bool = True
     wait_s_max: float = 2.0
     load_s_max: float = 60.0
     tenants: Tenants | None = None

@@ -22,7 +22,6 @@ from kvstore.tiering.link import TierLink
 from kvstore.tiering.lookups import Lookups
 from kvstore.tiering.misses import Misses, account_of
 from kvstore.tiering.policy import OffloadPolicy, PolicyParser
-from kvstore.tiering.prefetch import Prefetch
 from kvstore.tiering.promotions import Promotions
 from kvstore.tiering.recording import RequestFeed
 from kvstore.tiering.requests import ALL_TIERS, Requests, RequestState
@@ -118,9 +117,6 @@ class TieringManager:
         self._cascades = Cascades(core, self._expiry)
         self._misses = Misses(self._links, self._cascades.sightings_of)
         core.on_left = self._cascades.left
-        self._prefetch = Prefetch(
-            core, self._promotions, self._lookups, self._expiry, self._requests, self._end_prefetch
-        )
         backfills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
         self._counts_sightings = backfills or self._parser.default.min_uses > 1
         share = int(primary.slots * config.pin_share)
@@ -130,7 +126,7 @@ class TieringManager:
         # The actions of policies on blocks that a request has stored, uses, or leaves at its end.
         self._on_stored = self._expiry.store, self._pins.follow, self._retention.use
         self._on_use = self._expiry.use, self._pins.use, self._retention.use
-        self._on_end = self._retention.end_request, self._expiry.end_request, self._prefetch.end_request
+        self._on_end = self._retention.end_request, self._expiry.end_request
         self._touched: list[BlockKey] = []
         self._polled = False
         self._closed = False
@@ -144,7 +140,7 @@ class TieringManager:
         ends: Sequence[int] | None = None,
         prompt_tokens: int | None = None,
     ) -> OffloadPolicy:
-        """Add a request, and begin to promote its blocks.
+        """Add a request.
 
         Args:
             ctx: The request; ``ctx.params`` is its offload policy.
@@ -183,8 +179,6 @@ class TieringManager:
                 ctx.request_id, [key for key in keys if state.policy.store and state.may_store(key)]
             )
             self._pins.follow(keys, state)
-        if self._core.config.prefetch:
-            self._prefetch.add(state)
 
     def lookup(self, key: BlockKey, ctx: RequestContext) -> LookupResult:
         """Return whether a block can be loaded, and begin to promote it if a tier has it.
@@ -449,7 +443,6 @@ class TieringManager:
             return
         state.finished = True
         self._requests.waiting.discard(ctx.request_id)
-        self._prefetch.drop(state)
         self._promotions.drop_request(state)
         if state.keys:
             self.primary.touch(state.by_position(state.keys), anew=False)
@@ -468,7 +461,7 @@ class TieringManager:
     @property
     def has_pending_work(self) -> bool:
         """Whether :meth:`on_step_end` must still be called while no request runs, because I/O is running or due."""
-        waits = self._promotions.pending or bool(self._prefetch) or self._cascades.waits
+        waits = self._promotions.pending or self._cascades.waits
         return bool(self._jobs) or waits or self._expiry.pending
 
     @property
@@ -491,7 +484,6 @@ class TieringManager:
                 self._lookups.note_served(state)
                 self._misses.settle(state)
                 self._promotions.release_claims(state)
-        self._prefetch.run()
         if self._hedges is not None:
             self._hedges.start_due()
         if ended := self.primary.end_promises():
@@ -597,14 +589,12 @@ class TieringManager:
         ended = all([link.call("drain", timeout_s, otherwise=False) for link in self._links])
         self._poll()
         self._polled = False
-        self._prefetch.clear()
         copied: list[int] = []
         for state in self._requests:
             copied += state.open.values()
             copied += [slot for key in state.loading if (slot := self.primary.slot_of(key)) is not None]
             state.void()
             self._end_if_idle(state)
-        self._prefetch.clear()  # Again, because requests that ended in this loop may have scheduled a prefetch.
         self._promotions.forget_all()
         self._cascades.forget_all()
         self._pins.clear()
@@ -634,7 +624,6 @@ class TieringManager:
         if self._hedges is not None:
             self._hedges.clear()
         deadline = self._clock() + timeout_s
-        self._prefetch.close()
         for state in self._requests:
             self._promotions.drop_request(state)
             self._end_if_idle(state)
@@ -693,7 +682,6 @@ class TieringManager:
     def _begin(self, ctx: RequestContext) -> RequestState:
         before = self._requests.by_id.get(ctx.request_id)
         if before is not None:
-            self._prefetch.drop(before)
             self._promotions.drop_request(before)
         state = self._requests.begin(ctx)
         if state.hands_over:
@@ -735,7 +723,7 @@ class TieringManager:
 
     def _end_if_idle(self, state: RequestState) -> None:
         """Remove a finished request once its last work has ended."""
-        if state.finished and state.idle and state not in self._prefetch and self._requests.end(state):
+        if state.finished and state.idle and self._requests.end(state):
             if state.policy.acts_at_end:
                 keys = tuple(dict.fromkeys((*state.keys, *state.stored)))
                 for act in self._on_end:
@@ -744,11 +732,6 @@ class TieringManager:
                 self.primary.hand_overs.end(state.ctx.request_id)
             for link in self._links:
                 link.call("on_request_finished", state.ctx, otherwise=None)
-
-    def _end_prefetch(self, state: RequestState) -> None:
-        """End the prefetch of a finished request's blocks, after its last lookup."""
-        self._promotions.release_claims(state)
-        self._end_if_idle(state)
 
     def _drain(self, deadline: float) -> bool:
         """Wait for the tiers' I/O; return whether it ended."""

@@ -65,8 +65,6 @@ class OffloadPolicy:
         retain: Retention of the blocks in the primary tier, ordered by starting token.
         demote_tokens: When the request ends, its blocks after this number of tokens are the next to be evicted from the
             primary tier; None: disabled.
-        prefetch_s: Delay from the end of the request until its blocks are promoted again, for the next request; None:
-            disabled.
         forget_tokens: When the request ends, its blocks after this number of tokens are removed from every tier; None:
             disabled.
         forget_tenant: When the request ends, all blocks of its tenant are removed from every tier.
@@ -89,7 +87,6 @@ class OffloadPolicy:
     lazy: bool = False
     retain: tuple[Retain, ...] = ()
     demote_tokens: int | None = None
-    prefetch_s: float | None = None
     forget_tokens: int | None = None
     forget_tenant: bool = False
     tenant: str = ""
@@ -98,8 +95,7 @@ class OffloadPolicy:
     @property
     def acts_at_end(self) -> bool:
         """Whether the policy acts on the request's blocks when the request ends."""
-        numbers = self.demote_tokens, self.prefetch_s, self.forget_tokens
-        return bool(self.retain) or numbers != (None, None, None)
+        return bool(self.retain) or (self.demote_tokens, self.forget_tokens) != (None, None)
 
     @property
     def stores_all(self) -> bool:
@@ -321,7 +317,6 @@ _READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = 
     "lazy": lambda value, names: {"lazy": _flag(value)},
     "retain": _retain,
     "demote": lambda value, names: {"demote_tokens": _from_tokens(value)},
-    "prefetch": lambda value, names: {"prefetch_s": None if value is False else _duration(value)},
     "forget": _forget,
     "tenant": lambda value, names: {"tenant": _text(value)},
     "explain": lambda value, names: {"explain": _flag(value)},
@@ -343,5 +338,4 @@ _STRICTEST: Final[dict[str, dict[str, Any]]] = {
 }
 """Replacements for invalid values of restrictions: a typing error must not move data to an excluded medium. The other
 parameters restrict nothing, so an invalid value means the default: ``pin`` and ``retain`` grant something, ``lazy``
-only delays stores, ``demote`` only changes the order of eviction, and ``prefetch`` only promotes blocks that the
-request used."""
+only delays stores, and ``demote`` only changes the order of eviction."""

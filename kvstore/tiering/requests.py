@@ -96,7 +96,6 @@ class RequestState:
     wait_until: float | None = None  # End of its wait for a tier's answer or for room.
     handed_over: HandOverWait | None = None  # Its wait for another engine's blocks, once it has begun.
     gated: Decision = field(default_factory=Decision)  # The gate's decision on it.
-    prefetched: int = 0  # Number of ``keys`` that prefetch has looked up.
     finished: bool = False  # Whether it has ended for the engine.
 
     def __post_init__(self) -> None:
@@ -163,7 +162,6 @@ class Requests:
         self._feed = feed
         self.by_id: dict[str, RequestState] = {}  # The requests.
         self.waiting: set[str] = set()  # Ids of requests that have not begun to compute.
-        self._returns = 0
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -209,18 +207,6 @@ class Requests:
             state.tokens_max = state.policy.tokens_max(length)
         if self._feed is not None:
             self._feed.send(state.ends, length)
-
-    def returning(self, state: RequestState, keys: Sequence[BlockKey]) -> RequestState:
-        """Return a request that only loads the blocks of a finished one; it is not added."""
-        self._returns += 1
-        # No engine uses such an id.
-        ctx = RequestContext(f"\0returns-{self._returns}", load_tiers=state.ctx.load_tiers, tag=state.ctx.tag)
-        policy = OffloadPolicy(store=False)
-        return RequestState(ctx, policy, (), state.load_links, keys=keys, ends=state.ends, finished=True)
-
-    def add(self, state: RequestState) -> None:
-        """Add a request made by :meth:`returning`."""
-        self.by_id[state.ctx.request_id] = state
 
     def end(self, state: RequestState) -> bool:
         """Remove a request; return whether it was current (neither removed before nor started over)."""

@@ -204,7 +204,7 @@ class ForeignTier(SecondaryTierManager):
     def on_request_finished(self, ctx: RequestContext) -> None:
         """Notify the tier of the end of a request, unless the tier made the request itself."""
         is_vllms = isinstance(ctx, VllmRequest) and ctx.vllm is not None and ctx.origin is not self
-        # kvstore's own requests, such as a prefetch for a finished request, use ``_no_request``, which never ends.
+        # Contexts without a request of vLLM use ``_no_request``, which never ends.
         if self._stopped is None and is_vllms:
             self.tier.on_request_finished(self._request(ctx))
 

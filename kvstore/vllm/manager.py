@@ -453,8 +453,7 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
     """
     show_logs()
     region = open_region(spec, rank=None)
-    # A request's keys are known only at its first lookup, so there is nothing to prefetch.
-    config = dataclasses.replace(config, prefetch=False, events=emits_events(spec))
+    config = dataclasses.replace(config, events=emits_events(spec))
     tiers: list[AsyncTier | ForeignTier] = []
     views: list[memoryview] = []
     try:

@@ -223,20 +223,24 @@ def test_real_bytes_go_through_real_tiers_and_come_back_right(tmp_path: Path, ba
 @pytest.mark.parametrize("load", [0.2, 0.9, 1.3])
 @pytest.mark.parametrize("link", [Link(10e9, 0.001), Link(1e9, 0.02), Link(0.3e9, 0.02)])
 def test_the_gate_is_about_as_good_as_the_better_of_loading_and_computing(link: Link, load: float) -> None:
-    """For an idle, a busy and an overloaded engine in simulated time, the gate is usually better than both."""
-    trace = _trace(1, 300)
-    speed = load / (trace.tokens / 10_000 / (trace.requests[-1].timestamp / 1000))
+    """For an idle, a busy and an overloaded engine in simulated time, the gate is on average better than both."""
     disk = [parse_tier('{"type": "file", "path": "/nowhere", "capacity": "1TiB"}')]
-    settings = ReplaySettings(tiers=disk, cpu_bytes=16 << 30, links=[link], speed=speed, concurrency=64)
-    gate, loading, computing = (
-        replay(trace, ReplayCase(), replace(settings, gate=gate, offload=offload))
-        for gate, offload in ((True, {}), (False, {}), (False, {"load": False}))
-    )
-    assert computing["hit_blocks"] == 0 < gate["hit_blocks"]
-    assert (gate["gate"]["loaded"] > 0, loading["gate"]["loaded"]) == (True, 0)
-    for percentile, factor in ((50, 1.1), (95, 1.02)):
-        name = f"ttft_s_p{percentile}"
-        assert gate[name] <= factor * min(loading[name], computing[name]), (percentile, gate, loading, computing)
+    rows = []
+    # The times of a single trace depend on single requests.
+    for trace in (_trace(seed, 300) for seed in (1, 2, 3)):
+        speed = load / (trace.tokens / 10_000 / (trace.requests[-1].timestamp / 1000))
+        settings = ReplaySettings(tiers=disk, cpu_bytes=16 << 30, links=[link], speed=speed, concurrency=64)
+        gate, loading, computing = (
+            replay(trace, ReplayCase(), replace(settings, gate=gate, offload=offload))
+            for gate, offload in ((True, {}), (False, {}), (False, {"load": False}))
+        )
+        assert computing["hit_blocks"] == 0 < gate["hit_blocks"]
+        assert loading["gate"]["loaded"] == 0
+        rows.append((gate, loading, computing))
+    assert any(gate["gate"]["loaded"] for gate, _, _ in rows)
+    for name in ("ttft_s_p50", "ttft_s_p95"):
+        gated_s, loading_s, computing_s = (sum(row[name] for row in column) for column in zip(*rows, strict=True))
+        assert gated_s <= 1.02 * min(loading_s, computing_s), (name, rows)
 
 
 def test_links_take_time_and_queue() -> None:

@@ -49,7 +49,7 @@ class Rig:
             for name, plan in zip(("near", "far"), self.plans, strict=True)
         ]  # fmt: skip
         self.primary = PrimaryTier(self.memory, SLOT_BYTES)
-        config = TieringConfig(prefetch=False, wait_s_max=30.0, promotion_share=1.0)
+        config = TieringConfig(wait_s_max=30.0, promotion_share=1.0)
         self.manager = TieringManager(self.primary, self.tiers, config)
         hedges, gate = self.manager._hedges, self.manager._gate
         assert hedges is not None and gate is not None

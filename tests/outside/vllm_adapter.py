@@ -107,7 +107,7 @@ class Manager(KVStoreOffloadingManager):
             for i, (name, tier) in enumerate(zip(names, theirs, strict=True))
         ]
         # The tests have five slots, of which the usual shares would leave too few.
-        config = TieringConfig(events=enable_events, prefetch=False, store_share=1.0, promotion_share=1.0)
+        config = TieringConfig(events=enable_events, store_share=1.0, promotion_share=1.0)
         ours = TieringManager(primary, tiers, config)
         super().__init__(ours, tiers, None, (rows,), spec, RequestTags(None, engine))
         self._req_state = ours._requests.by_id  # The tests begin a request unless it is here.

@@ -82,13 +82,12 @@ class Request:
 class Model:
     """A manager under test, and the model of its state."""
 
-    def __init__(self, *, eviction: str = "lru", prefetch: bool = False, counts: bool = True) -> None:
+    def __init__(self, *, eviction: str = "lru", counts: bool = True) -> None:
         self.reports = Reports() if counts else None
         self.engine = Engine(
             SLOTS,
             ["disk", "far"],
             eviction=eviction,
-            prefetch=prefetch,
             promotion_share=0.5,
             store_share=0.5,
             pin_share=0.25,
@@ -154,7 +153,6 @@ class Model:
             request.plan, request.reads = before.plan, before.reads
             self._let_go(before)
         request.policy = self.manager.on_new_request(ctx, keys)
-        self._adopt_prefetched(request)
 
     def look(self, number: int, load: bool) -> None:
         """The scheduler looks up a request's prefix, and may load its ready blocks."""
@@ -282,10 +280,6 @@ class Model:
         for key in [key for key, end in self.ends.items() if end <= now]:
             del self.ends[key]
             self.gone.add(key)
-        for key in KEYS:
-            if self.primary.lookup(key) is SlotState.WRITING and key not in self.cpu:
-                loads = [job for job_id, (_, is_load, job) in self.jobs.items() if is_load and job_id not in self.void]
-                self._prefetched(key, next(self.by_ctx[job.ctx] for job in loads if key in job.keys))
 
     def work(self, tier: int, count: int, failing: int, index: int) -> None:
         """A tier runs some of its jobs."""
@@ -532,17 +526,6 @@ class Model:
         loads = [job_id for job_id, (_, is_load, job) in self.jobs.items() if is_load and key in job.keys]
         return next((job_id for job_id in loads[:-1] if job_id not in self.void), None)
 
-    def _adopt_prefetched(self, request: Request) -> None:
-        self._apply_events()
-        for key in request.keys:
-            if self.primary.lookup(key) is SlotState.WRITING and key not in self.cpu:
-                self._prefetched(key, request)
-
-    def _prefetched(self, key: BlockKey, request: Request) -> None:
-        self.cpu[key] = "loading"
-        self.loads[key] = request
-        request.wait_until = None
-
     def _submitted(self, tier: FakeTier, is_load: bool, job: TransferJob) -> None:
         assert job.job_id not in self.jobs and job.job_id not in self.reported
         assert len(set(job.keys)) == len(job.keys) == len(job.slots)
@@ -562,11 +545,7 @@ class Model:
             # The manager abandons the load, and needs its report only to free the slots.
             self.void.add(job.job_id)
             for key in job.keys:
-                if self.loads.pop(key, None) is not None:
-                    del self.cpu[key]
-                else:
-                    # Prefetched in this step, perhaps one of its eviction: the block still counts as READY then.
-                    self.by_ctx[job.ctx].wait_until = None
+                del self.loads[key], self.cpu[key]
                 self.by_ctx[job.ctx].failed.add((key, tier.name))
 
     def _reported(self, tier: FakeTier, is_load: bool, job: TransferJob, result: JobResult) -> None:

@@ -419,92 +419,6 @@ def test_a_tier_reports_its_own_jobs_only() -> None:
     assert engine.load(keys_of(1), ctx) == [payload(key_of(1))]
 
 
-def test_prefetch_begins_before_the_first_lookup() -> None:
-    """Promotion begins as soon as the request's keys are known, up to the first block that no tier has."""
-    engine = Engine(prefetch=True)
-    engine.store_and_forget(A[:3])
-    engine.evict_all()
-    ctx = engine.request(A)
-    engine.manager.on_step_end()
-    assert engine.tier.submitted(True) == A[:3]
-    engine.tier.run()
-    assert engine.look(A, ctx) == ["hit", "hit", "hit", "miss"]
-
-
-def test_prefetch_promotes_no_expired_block() -> None:
-    """Prefetch skips expired blocks, although the tier still has them until the sweep, and promotes others."""
-    engine = Engine(prefetch=True)
-    engine.store_and_forget(keys_of(1, 2), ttl=60)
-    engine.store_and_forget(keys_of(3))
-    engine.evict_all()
-    engine.clock.now += 61
-    engine.request(keys_of(1, 2))
-    engine.request(keys_of(3))
-    engine.manager.on_step_end()
-    assert engine.tier.submitted(True) == keys_of(3)
-
-
-def test_prefetch_repeats_unanswered_queries() -> None:
-    """Blocks that need a query to the medium are promoted once the answer arrives, without a lookup."""
-    engine = Engine(prefetch=True)
-    engine.store_and_forget(A)
-    engine.evict_all()
-    engine.tier.unknown = {A[0]}
-    engine.request(A)
-    engine.manager.on_step_end()
-    assert engine.tier.submitted(True) == A[1:]
-    engine.tier.unknown.clear()
-    engine.manager.on_step_end()
-    assert sorted(engine.tier.submitted(True)) == A
-    engine.settle()
-
-
-@pytest.mark.parametrize("end", ["request", "reset"])
-def test_prefetch_ends_with_its_request(end: str) -> None:
-    """Late answers of a tier promote no blocks for a request that has ended or began before a reset."""
-    engine = Engine(prefetch=True)
-    engine.store_and_forget(A)
-    engine.evict_all()
-    engine.tier.unknown = set(A)
-    ctx = engine.request(A)
-    engine.manager.on_step_end()
-    if end == "request":
-        engine.manager.on_request_finished(ctx)
-    else:
-        engine.manager.reset(0)
-    engine.tier.unknown.clear()
-    engine.settle()
-    assert not engine.tier.submitted(True)
-    assert not engine.manager.has_pending_work
-
-
-def test_changed_keys_restart_the_prefetch() -> None:
-    """Changed keys restart the prefetch, because the first blocks differ."""
-    engine = Engine(prefetch=True)
-    engine.store_and_forget(A)
-    engine.evict_all()
-    engine.tier.unknown = {A[1]}
-    ctx = engine.request(A[1:])
-    engine.manager.on_step_end()
-    engine.manager.set_keys(ctx, A)
-    engine.manager.on_step_end()
-    assert A[0] in engine.tier.submitted(True)
-
-
-def test_prefetch_takes_no_patience_and_no_more_than_its_room() -> None:
-    """Prefetch waits while promotions have no room; the request's own wait time begins with its first lookup."""
-    engine = Engine(slots=4, promotion_share=0.5, prefetch=True, wait_s_max=2.0)
-    engine.store_and_forget(A)
-    engine.evict_all()
-    first, second = engine.request(A[:2]), engine.request(A[2:])
-    engine.settle_steps(3)
-    engine.clock.now += 5
-    assert engine.look(A[2:3], second) == ["retry"]
-    engine.manager.on_request_finished(first)
-    engine.settle_steps(3)
-    assert engine.look(A[2:], second) == ["hit", "hit"]
-
-
 def test_copy_from_before_a_reset_makes_no_block_readable() -> None:
     """A copy confirmed after a reset makes no block readable that has not been stored again since."""
     engine = Engine(slots=16)
@@ -672,7 +586,7 @@ def test_a_store_that_raised_is_counted_until_it_is_reported() -> None:
 
 def test_finished_request_with_a_raised_load_is_forgotten() -> None:
     """The tier may never report the load, so the request does not wait for the report."""
-    engine = Engine(prefetch=True)
+    engine = Engine()
     engine.tier.blocks.update({key: payload(key) for key in A})
     engine.tier.raising = {"submit_load"}
     ctx = engine.request(A)

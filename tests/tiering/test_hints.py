@@ -206,162 +206,6 @@ def test_blocks_that_a_request_generated_follow_its_hints() -> None:
     assert engine.resident() == keys_of(1, 2) == sorted(engine.tier.blocks)
 
 
-def _returning(engine: Engine, *numbers: int, **params: Any) -> None:
-    """Store the blocks of a request with a return expected in 20 s, and evict them."""
-    engine.store_and_forget(keys_of(*numbers), prefetch="20s", **params)
-    engine.evict_all()
-    engine.settle()
-    assert engine.resident() == []
-
-
-def test_blocks_are_there_again_when_their_session_is_to_come_back() -> None:
-    """Prompt and answer, in the first step after the given time; no state is left afterwards."""
-    engine = Engine(slots=6)
-    ctx = engine.request(keys_of(1, 2), prefetch="20s", demote=True)
-    engine.store(keys_of(1, 2), ctx)
-    engine.store(keys_of(3), ctx)
-    engine.manager.on_request_finished(ctx)
-    engine.settle()
-    engine.evict_all()
-    engine.clock.now += 19
-    engine.settle()
-    assert engine.resident() == [] and not engine.manager.has_pending_work, "the engine may idle meanwhile"
-    engine.clock.now += 1
-    engine.settle()
-    assert engine.resident() == keys_of(1, 2, 3)
-    stats = engine.manager.stats()
-    assert (stats.requests, stats.promoting, stats.primary.pinned) == (0, 0, 0)
-    assert engine.look(keys_of(1, 2, 3), engine.request(keys_of(1, 2, 3))) == ["hit"] * 3
-    ended = [argument for method, argument in engine.tier.calls if method == "on_request_finished"]
-    assert len(ended) == len(set(ended)) == 3, "the request, its return, and who evicted"
-    engine.clock.now += 100
-    engine.evict_all()
-    engine.settle()
-    assert engine.resident() == [], "they came back once"
-
-
-def test_a_return_takes_no_more_room_than_promotions_have() -> None:
-    """A return waits while promotions have no room, and continues when other requests have finished theirs."""
-    engine = Engine(slots=8, promotion_share=0.5)
-    engine.store_and_forget(keys_of(7, 8))
-    _returning(engine, 1, 2, 3, 4, 5)
-    other = engine.request(keys_of(7, 8))
-    assert engine.look(keys_of(7, 8), other) == ["hit_pending"] * 2
-    engine.clock.now += 20
-    engine.manager.on_step_end()
-    assert engine.tier.submitted(True) == keys_of(7, 8, 1, 2)
-    engine.tier.run()
-    engine.load(keys_of(7, 8), other)
-    engine.settle()
-    assert engine.resident() == keys_of(1, 2, 3, 4, 5, 7, 8)
-
-
-def test_a_tier_that_does_not_answer_keeps_no_return() -> None:
-    """A return whose tier does not answer is abandoned after ``wait_s_max``, and the engine may idle again."""
-    engine = Engine(wait_s_max=2.0)
-    _returning(engine, 1, 2, 3)
-    engine.tier.unknown = set(keys_of(2))
-    engine.clock.now += 20
-    engine.settle_steps(3)
-    assert engine.resident() == keys_of(1, 3) and engine.manager.has_pending_work
-    engine.clock.now += 3
-    engine.settle()
-    assert engine.manager.stats().requests == 0
-    engine.tier.unknown = set()
-    engine.settle_steps(3)
-    assert engine.resident() == keys_of(1, 3)
-
-
-@pytest.mark.parametrize("end", ["reset", "forget", "load"])
-def test_excluded_blocks_do_not_return(end: str) -> None:
-    """Blocks do not return after a reset or their removal, nor for requests that may not load."""
-    engine = Engine()
-    _returning(engine, 1, 2, **({"load": False} if end == "load" else {}))
-    if end == "reset":
-        engine.manager.reset()
-    elif end == "forget":
-        engine.manager.remove(keys_of(1, 2))
-    engine.clock.now += 20
-    engine.settle()
-    assert engine.resident() == [] and not engine.tier.submitted(True)
-    assert engine.manager.stats().requests == 0
-
-
-def test_a_reset_ends_returns_under_way() -> None:
-    """Their slots are freed when the tier has reported, and no more blocks are loaded."""
-    engine = Engine()
-    _returning(engine, 1, 2)
-    engine.clock.now += 20
-    engine.manager.on_step_end()
-    assert engine.manager.stats().promoting == 2
-    engine.manager.reset(0)
-    engine.settle()
-    assert engine.manager.stats().requests == 0 and engine.manager.stats().promoting == 0
-    assert engine.resident() == [] and engine.primary.free_slots == 8
-
-
-def test_state_of_returns_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Returns over the limit are dropped; finished returns make room."""
-    monkeypatch.setattr("kvstore.tiering.prefetch._LATER_BLOCKS_MAX", 4)
-    engine = Engine()
-    for first in (1, 3, 5):
-        engine.store_and_forget(keys_of(first, first + 1), prefetch="20s")
-    engine.evict_all()
-    for _ in range(2):
-        engine.clock.now += 20
-        engine.settle_steps(4)
-        assert engine.resident() == keys_of(1, 2, 3, 4)
-    engine.store_and_forget(keys_of(5, 6), prefetch="20s")
-    engine.evict_all()
-    engine.clock.now += 20
-    engine.settle_steps(4)
-    assert engine.resident() == keys_of(5, 6)
-
-
-def test_return_without_blocks_keeps_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No state is kept for it; the number of other returns is bounded, whatever their length."""
-    monkeypatch.setattr("kvstore.tiering.prefetch._LATER_MAX", 2)
-    engine = Engine()
-    for numbers in ((), (), (), (1,), (2,), (3,)):
-        engine.store_and_forget(keys_of(*numbers), prefetch="20s")
-    assert len(engine.manager._prefetch._later) == 2
-    engine.manager.reset()
-    assert engine.manager._prefetch._later_blocks == 0 and not engine.manager._prefetch._later
-
-
-def test_a_reset_leaves_no_return_of_requests_that_end_with_it() -> None:
-    """A request that has ended, but whose store has not, ends at the reset."""
-    engine = Engine()
-    ctx = engine.request(keys_of(1), prefetch="20s")
-    engine.fill(engine.manager.prepare_store(keys_of(1), ctx))
-    engine.manager.on_request_finished(ctx)
-    engine.manager.reset()
-    assert engine.manager.stats().requests == 0 and not engine.manager._prefetch._later
-
-
-def test_a_return_without_room_limits_no_living_request() -> None:
-    """A single request beside a return may use the whole primary tier."""
-    engine = Engine(slots=8, promotion_share=0.5, wait_s_max=60)
-    engine.store_and_forget(keys_of(*range(11, 17)))
-    _returning(engine, 1, 2, 3)
-    busy, crowd = engine.request(), keys_of(*range(21, 29))
-    assert engine.manager.prepare_store(crowd, busy) is not None
-    engine.clock.now += 20
-    engine.manager.on_step_end()
-    engine.manager.complete_store(crowd, busy, success=False)
-    other = engine.request(keys_of(*range(11, 17)))
-    assert engine.look(keys_of(*range(11, 17)), other) == ["hit_pending"] * 6
-
-
-def test_a_return_promotes_no_expired_block() -> None:
-    """Expired blocks are not promoted for a return, although the tier still has them."""
-    engine = Engine()
-    _returning(engine, 1, 2, ttl=10)
-    engine.clock.now += 20
-    engine.manager.on_step_end()
-    assert not engine.tier.submitted(True)
-
-
 def test_a_reset_ends_all_priorities() -> None:
     """A block that is stored again afterwards has none."""
     engine = Engine(slots=4)
@@ -395,7 +239,7 @@ def test_state_of_priorities_is_bounded() -> None:
         ("retain", -1), ("retain", 101), ("retain", True), ("retain", {"duration": "5s"}), ("retain", 0.5),
         ("retain", {"priority": 3, "duration": 0}), ("retain", [1] * 9), ("retain", [{"priority": 1, "until": 3}]),
         ("retain", {"priority": 3, "after": -1}), ("demote", 1), ("demote", {"after": -1}), ("forget", "yes"),
-        ("forget", {"tokens": 5}), ("prefetch", True), ("prefetch", 0), ("prefetch", "soon"),
+        ("forget", {"tokens": 5}),
     ],
 )  # fmt: skip
 def test_invalid_hints_are_errors_as_defaults(name: str, value: Any) -> None:
@@ -406,24 +250,11 @@ def test_invalid_hints_are_errors_as_defaults(name: str, value: Any) -> None:
     policy = parser.parse({name: value})
     assert parser.mistakes == 1
     assert (policy.forget_tokens == 0) is (name == "forget"), "a mistake in it forgets everything"
-    assert policy.retain == () and policy.demote_tokens is None and policy.prefetch_s is None
+    assert policy.retain == () and policy.demote_tokens is None
 
 
 def test_hints_can_be_forbidden() -> None:
     """A hint that is not allowed is ignored, and counted."""
     parser = PolicyParser((), {}, TieringConfig(allow=["store"]).allow)
-    policy = parser.parse({"forget": True, "demote": True, "retain": 5, "prefetch": "1s"})
-    assert not policy.acts_at_end and parser.refused == 4
-
-
-def test_a_return_that_is_under_way_ends_with_close() -> None:
-    """Until then it counts as a request, because it waits for the tier's answer."""
-    engine = Engine()
-    engine.store_and_forget(keys_of(1), prefetch="20s")
-    engine.evict_all()
-    engine.tier.unknown.update(keys_of(1))
-    engine.clock.now += 20
-    engine.step()
-    assert engine.manager.stats().requests == 1
-    engine.manager.close()
-    assert engine.manager.stats().requests == 0
+    policy = parser.parse({"forget": True, "demote": True, "retain": 5})
+    assert not policy.acts_at_end and parser.refused == 3

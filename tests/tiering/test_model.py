@@ -22,10 +22,10 @@ class ManagerMachine(RuleBasedStateMachine):
     steps = 0
     hedges_won = 0
 
-    @initialize(eviction=st.sampled_from(POLICY_NAMES), prefetch=st.booleans(), counts=st.booleans())
-    def start(self, eviction: str, prefetch: bool, counts: bool) -> None:
+    @initialize(eviction=st.sampled_from(POLICY_NAMES), counts=st.booleans())
+    def start(self, eviction: str, counts: bool) -> None:
         """Start with an empty manager."""
-        self.model = Model(eviction=eviction, prefetch=prefetch, counts=counts)
+        self.model = Model(eviction=eviction, counts=counts)
 
     @rule(program=st.binary(min_size=5 * STEPS_PER_RULE, max_size=5 * STEPS_PER_RULE))
     def run(self, program: bytes) -> None:

@@ -24,7 +24,7 @@ class Mixed(Engine):
         self.primary = PrimaryTier(memoryview(bytearray(8 * ROW_BYTES)), ROW_BYTES)
         self.peer, self.disk = OthersFill("peer", self.primary), FakeTier("disk", self.primary)
         self.tiers = [self.peer, self.disk]
-        config = TieringConfig(store_share=1.0, promotion_share=1.0, prefetch=False, **options)  # type: ignore[arg-type]
+        config = TieringConfig(store_share=1.0, promotion_share=1.0, **options)  # type: ignore[arg-type]
         self.manager = TieringManager(self.primary, self.tiers, config, clock=self.clock)
 
 

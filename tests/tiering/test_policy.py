@@ -128,7 +128,7 @@ def test_only_values_allowed_by_the_operator_apply(caplog: pytest.LogCaptureFixt
 def test_by_default_a_request_sets_only_its_own_stores_and_loads() -> None:
     """Without ``allow``, no parameter pins, retains, demotes, expires or removes a block that others share."""
     own = {"store": 0.5, "tiers": ["far"], "cpu": False, "load": ["disk"], "min_uses": 3, "explain": True}
-    others = {"pin": True, "retain": 9, "demote": True, "prefetch": "1s", "forget": True, "tenant": "a"}
+    others = {"pin": True, "retain": 9, "demote": True, "forget": True, "tenant": "a"}
     others |= {"lazy": True, "ttl": 1}
     parser = PolicyParser(TIERS, {}, TieringConfig().allow)
     expected = PolicyParser(TIERS, own).default

@@ -210,27 +210,9 @@ def test_blocks_beyond_a_load_rate_count_as_misses_of_it() -> None:
     assert engine.manager.stats().missed["disk"] == {MissCause.RATE: 1}
 
 
-def test_prefetch_keeps_a_load_rate() -> None:
-    """Prefetch keeps the load rate, before a request's first lookup and before an expected return."""
-    engine = Engine(slots=4, tenants=configured(named={"slow": {"load_rate": 2 * ROW_BYTES}}), prefetch=True)
-    engine.store_and_forget(keys("slow", 1, 2, 3), prefetch="10s")
-    engine.evict_all()
-    ctx = engine.request(keys("slow", 1, 2, 3))
-    engine.step()
-    assert engine.look(keys("slow", 1, 2, 3), ctx) == ["hit", "hit", "miss"]
-    engine.manager.on_request_finished(ctx)
-    engine.evict_all()
-    engine.clock.now += 10
-    engine.settle()
-    assert [key in engine.primary for key in keys("slow", 1, 2, 3)] == [True, True, False]
-
-
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_block_without_room_uses_no_load_rate(prefetch: bool) -> None:
+def test_block_without_room_uses_no_load_rate() -> None:
     """A block without room uses up no load rate, however often it is looked up."""
-    engine = Engine(
-        slots=4, tenants=configured(named={"slow": {"load_rate": 2 * ROW_BYTES}}), prefetch=prefetch, wait_s_max=60
-    )
+    engine = Engine(slots=4, tenants=configured(named={"slow": {"load_rate": 2 * ROW_BYTES}}), wait_s_max=60)
     engine.store_and_forget(keys("slow", 1, 2))
     busy = engine.request()
     assert engine.manager.prepare_store(keys("other", 1, 2, 3, 4), busy) is not None
@@ -240,7 +222,7 @@ def test_block_without_room_uses_no_load_rate(prefetch: bool) -> None:
         engine.step()
     engine.manager.complete_store(keys("other", 1, 2, 3, 4), busy, success=False)
     engine.step()
-    assert engine.look(keys("slow", 1, 2), ctx) == (["hit"] * 2 if prefetch else ["hit_pending"] * 2)
+    assert engine.look(keys("slow", 1, 2), ctx) == ["hit_pending"] * 2
 
 
 def test_lazy_blocks_are_due_within_a_share() -> None:

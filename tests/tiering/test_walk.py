@@ -17,7 +17,7 @@ STEPS = 500
 def walk(seed: int) -> None:
     """Run a walk of a new manager, and let everything end."""
     chance = random.Random(seed)
-    model = Model(eviction=chance.choice(POLICY_NAMES), prefetch=chance.random() < 0.5, counts=chance.random() < 0.5)
+    model = Model(eviction=chance.choice(POLICY_NAMES), counts=chance.random() < 0.5)
     step: list[int] = []
     try:
         for _ in range(STEPS):

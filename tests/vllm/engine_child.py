@@ -451,11 +451,6 @@ class Engine:
 
         LOADS_END.set()
 
-    def let_prefetch_wait_no_longer(self) -> None:
-        """Advance the clock of kvstore's prefetch by two hours."""
-        manager = self._core().scheduler.connector.connector_scheduler.manager.manager
-        manager._prefetch._clock = lambda: time.monotonic() + 7200
-
     def known_blocks(self, least: int = 0) -> list[int]:
         """Wait until every tier of kvstore's manager lists at least this many blocks; return the numbers."""
         tiers, deadline = (

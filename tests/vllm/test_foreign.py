@@ -264,7 +264,7 @@ def test_end_of_an_unannounced_request_is_not_reported(drive: Drivers) -> None:
     """A tier is notified of the end of a request only after a notification of its start."""
     (foreign,) = drive(DICT).manager._foreign
     (tier,) = MADE
-    foreign.on_request_finished(RequestContext("a prefetch"))
+    foreign.on_request_finished(RequestContext("not of vLLM"))
     assert not tier.calls
 
 

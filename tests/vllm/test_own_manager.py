@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.testing import eventually
 from kvstore.tiering.policy import OWN_PARAMETERS, PARAMETERS
 from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, managed, prompt
 
@@ -205,30 +204,6 @@ def test_a_user_with_ten_times_the_requests_spoils_no_hits_of_another(start: Sta
         again = engine.ask(*mine)
         assert [answer["cached"] for answer in again] == [full_blocks(640)] * 3
         assert [answer["tokens"] for answer in again] == [answer["tokens"] for answer in first]
-    engine.close()
-
-
-def test_a_session_finds_its_blocks_in_memory_again(start: Start, tmp_path: Path) -> None:
-    """With room for one prompt: any later step promotes A's blocks again before A returns."""
-    allowed = {"allow": ["prefetch", "demote"]}
-    engine = start(offloading=managed(tmp_path, cpu_bytes_to_use=21 * ROW_BYTES, tiering=allowed))
-    a, b = prompt(1, 640), prompt(2, 640)
-    engine.call("ask", [a], 1, {"prefetch": "1h", "demote": True})
-    engine.call("settle")
-    engine.call("ask", [b], 1, {"demote": True})
-    engine.call("settle")
-    engine.call("let_prefetch_wait_no_longer")
-
-    def loaded() -> int:
-        engine.call("ask", [prompt(3, 8)], 1)
-        engine.call("settle")
-        count: int = engine.call("manager_stats")["tiers"][0]["loaded"]
-        return count
-
-    eventually(lambda: loaded() == 640 // BLOCK_TOKENS, 60, what="the return of all blocks")
-    engine.call("forget_device")
-    assert engine.ask(a)[0]["cached"] == full_blocks(640)
-    assert loaded() == 640 // BLOCK_TOKENS, "nothing was loaded for the request"
     engine.close()
 
 
