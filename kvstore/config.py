@@ -92,9 +92,6 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     has_own_load_breakers: ClassVar[bool] = False
     """Whether the backend has a breaker for each of its servers, so that failed loads do not stop the whole tier."""
 
-    retired: ClassVar[dict[str, str]] = {}
-    """Remedies by option of earlier releases; includes those of base classes."""
-
     namespace: str = ""
     # A reset follows a change of the weights, which invalidates all earlier blocks.
     reset: Literal["forget", "keep"] = "forget"
@@ -263,13 +260,11 @@ def _encode_hook(value: Any) -> Any:
 def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: str) -> dict[str, Any]:
     """Replace aliases by field names; refuse unknown, duplicate and missing keys, also in nested structs."""
     fields = {field.encode_name: field for field in msgspec.structs.fields(cls)}
-    aliases, retired = _of_class(cls, "aliases"), _of_class(cls, "retired")
+    aliases = _aliases_of(cls)
     found: dict[str, Any] = {}
     given_as: dict[str, str] = {}
     for key, item in value.items():
         name = aliases.get(key, key) if isinstance(key, str) else None
-        if name in retired:
-            raise ConfigError(f"{key!r} in {where} is an option of an earlier release. {retired[name]}")
         if name not in fields:
             hint = did_you_mean(key, [*sorted(fields), *aliases])
             raise ConfigError(f"Unknown key {shown(key)} in {where}. Known: {', '.join(sorted(fields))}.{hint}")
@@ -287,11 +282,11 @@ def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: 
     return found
 
 
-def _of_class(cls: type[msgspec.Struct], name: str) -> dict[str, str]:
-    """Merge the class attribute ``name``, a dict, of a class and its bases."""
+def _aliases_of(cls: type[msgspec.Struct]) -> dict[str, str]:
+    """Merge the aliases of a class and its bases."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        found |= vars(base).get(name, {})
+        found |= vars(base).get("aliases", {})
     return found
 
 

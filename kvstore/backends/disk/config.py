@@ -19,11 +19,6 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """
 
     aliases: ClassVar[dict[str, str]] = {"paths": "path", "root_dir": "path", "max_bytes": "capacity"}
-    retired: ClassVar[dict[str, str]] = {
-        "exclusive": "Leave it out: engines share a directory; for an engine of its own, give it a 'path' of its own.",
-        "snapshot_interval": "Leave it out: there are no snapshots.",
-        "lock_timeout": "Leave it out: no engine waits for another one.",
-    }
 
     path: str | list[str]
     """The root directory, or a list of them, one per drive, over which segments are spread. A directory is made (mode

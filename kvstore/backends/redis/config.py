@@ -27,10 +27,6 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
     """
 
     aliases: ClassVar[dict[str, str]] = {"user": "username", "endpoint": "url"}
-    retired: ClassVar[dict[str, str]] = {
-        "pipeline_depth": "Leave it out: it is 4.",
-        "connection_inflight": "Leave it out: it is 8 MiB.",
-    }
 
     url: str = "redis://127.0.0.1:6379"
     username: str = ""
