@@ -1,6 +1,6 @@
 """Holdings: everything on a tier's medium, across namespaces, for the admin tools.
 
-The tools (``kvstore inspect``, ``scrub``, ``gc``, ``export``, ``import``) are written once, on :class:`Holdings`, which
+The tools (``kvstore inspect``, ``scrub``, ``gc``) are written once, on :class:`Holdings`, which
 works for any backend that implements ``namespaces``, ``scan``, ``get_into`` and ``delete``. A backend whose medium
 needs more (records of other engines, housekeeping objects) names a subclass in ``Backend.holdings_type``.
 """
@@ -197,28 +197,18 @@ class Holdings:
         """Remove stale files or objects that are still unused; return the number removed."""
         return 0
 
-    async def writer(self, namespace: Namespace, payload_bytes_max: int) -> Backend:
-        """Return an open backend that puts blocks as an engine does. The caller closes it. Needs no ``open``.
-
-        Raises:
-            ConfigError: The tier cannot be used.
-            LockedError: The tier is in use, and one of the two users is exclusive.
-            BackendError: The medium refuses.
-        """
-        backend = self.backend(self.config)
-        try:
-            with self._explained("open"):
-                await backend.open(namespace, RecordGeometry(self.header_bytes, payload_bytes_max))
-        except BaseException:
-            await backend.close()
-            raise
-        return backend
-
     async def _backend_of(self, namespace: NamespaceInfo) -> Backend:
         if self._opened is None or self._opened[0] != namespace.hex:
             await self._close_backend()
             digest = Namespace.of_digest(bytes.fromhex(namespace.hex))
-            self._opened = namespace.hex, await Holdings.writer(self, digest, _PAYLOAD_BYTES_MAX)
+            backend = self.backend(self.config)
+            try:
+                with self._explained("open"):
+                    await backend.open(digest, RecordGeometry(self.header_bytes, _PAYLOAD_BYTES_MAX))
+            except BaseException:
+                await backend.close()
+                raise
+            self._opened = namespace.hex, backend
         return self._opened[1]
 
     async def _close_backend(self) -> None:

@@ -37,8 +37,6 @@ _OF_KVSTORE: Final[dict[str, Callable[..., None]]] = {
     "why": why.why_command,
     "scrub": medium.scrub_command,
     "gc": medium.gc_command,
-    "export": medium.export_command,
-    "import": medium.import_command,
     "new-backend": backends.new_backend_command,
     "s3-lifecycle": lifecycle.lifecycle_command,
 }

@@ -308,12 +308,6 @@ def checksum_in(header: bytes | memoryview) -> bytes:
     return b"" if bytes(header[: len(MAGIC)]) != MAGIC or checksum == _NO_CHECKSUM else checksum
 
 
-def moved_header(header: RecordHeader, header_bytes: int) -> bytes:
-    """Return an unsealed record's header, without padding, for a medium with headers of another length."""
-    checked = _FIELDS.pack(MAGIC, *header._replace(header_bytes=header_bytes), _RESERVED)
-    return checked + _CHECKSUM.pack(header_checksum(checked))
-
-
 def associated_bytes(header: RecordHeader) -> bytes:
     """Return the data that a seal authenticates: the header up to its checksum, without payload checksum and MAC."""
     # RecordHeader has the fields in the order of the format.

@@ -201,20 +201,6 @@ class HoldingsTests(BackendHarness):
             assert {block.key for block in await self._scanned(holdings)} == set(stored)
             await holdings.close()
 
-    @in_loop
-    async def test_an_import_writes_as_an_engine_does(self) -> None:
-        """An existing block stays, a new one is stored."""
-        backend, stored = await self._filled()
-        async with self._holdings(backend) as holdings:
-            writer = await holdings.writer(self.namespace, self.payload_bytes_max)
-            maker, old = self.maker(writer), next(iter(stored))
-            try:
-                writes = [maker.write(old, b"another payload"), maker.write(b"new", b"payload")]
-                assert list(await writer.put(writes)) == [Outcome.EXISTS, Outcome.OK]
-            finally:
-                await writer.close()
-        assert await self._found(backend, [old, b"new"]) == [old, b"new"]
-
     @contextlib.asynccontextmanager
     async def _holdings(self, backend: Backend) -> AsyncIterator[Holdings]:
         kind: type[Holdings] = pkgutil.resolve_name(backend.holdings_type)

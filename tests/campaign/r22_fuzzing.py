@@ -1,7 +1,7 @@
 """R22: parsers of bytes from a medium or the network refuse bad bytes with their own error, within bounds.
 
 Method: coverage-guided fuzzing by Atheris (random mutations without it) of record, encoded record, slot descriptor,
-journal, directory of an owner, S3 pack and notes, archive, RESP, HTTP, peer frames and configuration.
+journal, directory of an owner, S3 pack and notes, RESP, HTTP, peer frames and configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvstore.testing.seeds import fresh_seed
 from tests.campaign.program import ROOT, failed, passed, seconds
 
 NAMES = (
-    "record", "coded", "descriptor", "journal", "directory", "pack", "archive", "resp", "http", "peer", "config",
+    "record", "coded", "descriptor", "journal", "directory", "pack", "resp", "http", "peer", "config",
 )  # fmt: skip
 FUZZERS = Path("/tmp/fuzz")
 """Where ``pip install --target /tmp/fuzz atheris`` puts Atheris."""

@@ -10,11 +10,9 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import io
 import json
 import shutil
 import struct
-import tarfile
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +46,6 @@ from kvstore.backends.s3.failures import S3Error
 from kvstore.backends.s3.http import Answer, read_deleted, read_list
 from kvstore.backends.s3.notes import read_note
 from kvstore.backends.s3.packs import PackFormat, Unreadable
-from kvstore.cli.holdings.archive import ArchiveError, read_archive
 from kvstore.codec.checksum import header_checksum, payload_checksum
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
 from kvstore.config import decode_config, encode_config
@@ -240,41 +237,6 @@ def pack_seeds() -> list[bytes]:
     return [mode + text for text in (head, gone, note) for mode in (b"\0", b"\1")]
 
 
-def run_archive(data: bytes) -> None:
-    """An archive ends or is refused by an ArchiveError; a block that it yields has the digest of its key."""
-    try:
-        for block in read_archive(io.BytesIO(data), lambda *damage: None):
-            assert block.header.key_digest == hashlib.sha256(block.key).digest()
-            payload = block.record[block.header.header_bytes :][: block.header.stored_bytes]
-            assert block.header.payload_checksum == payload_checksum(payload)
-    except ArchiveError:
-        pass
-
-
-def archive_seeds() -> list[bytes]:
-    """Return an archive with one block, and the same with extended headers."""
-    found = []
-    for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
-        out = io.BytesIO()
-        folder = NAMESPACE.digest.hex()
-        record = record_seeds()[3][1:]
-        with tarfile.open(fileobj=out, mode="w|", format=form, bufsize=512) as tar:
-            for name, text in (
-                ("kvstore-archive.json", b'{"format": 1, "backend": "disk"}'),
-                (f"{folder}/namespace.json", b'{"fields": {}}'),
-                (f"{folder}/{KEY.hex()}.kv", record),
-                ("x" * 120, b""),
-                ("kvstore-end.json", b"{}"),
-            ):
-                info = tarfile.TarInfo(name)
-                info.size = len(text)
-                if form == tarfile.PAX_FORMAT:
-                    info.pax_headers = {"comment": "é", "mtime": "1.5"}
-                tar.addfile(info, io.BytesIO(text))
-        found.append(out.getvalue())
-    return found
-
-
 def run_resp(data: bytes) -> None:
     """Replies end in a ProtocolError or are as many as were asked for; memory is bounded."""
     most, data = data[:1] or b"\1", data[1:]
@@ -457,7 +419,6 @@ TARGETS = {
     "table": FuzzTarget(run_table, table_seeds, 512),
     "directory": FuzzTarget(run_directory, directory_seeds, 8192),
     "pack": FuzzTarget(run_pack, pack_seeds, 2048),
-    "archive": FuzzTarget(run_archive, archive_seeds, 16384),
     "resp": FuzzTarget(run_resp, resp_seeds, 2048),
     "http": FuzzTarget(run_http, http_seeds, 2048),
     "peer": FuzzTarget(run_peer, peer_seeds, 512),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -20,20 +17,16 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncTier, Namespace, RequestContext, TransferJob, open_tier
-from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive, write_archive
-from kvstore.cli.holdings.care import import_archive, make_plan, run_plan, scrub
+from kvstore.cli.holdings.care import make_plan, run_plan, scrub
 from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.terminal import print_line
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.codec.checksum import header_checksum
 from kvstore.codec.keyring import new_document
-from kvstore.codec.record import RecordCodec, decode_header
-from kvstore.codec.rows import address_of
 from kvstore.errors import ConfigError
 from kvstore.primary import Region
-from kvstore.testing.codec_tests import memory_rise
 from kvstore.testing.waiting import eventually
-from kvstore.types import JobResult, LookupResult, NamespaceInfo
+from kvstore.types import JobResult, LookupResult
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
 from tests.disk.placed import placed, write_header
@@ -486,263 +479,24 @@ def test_gc_removes_a_bounded_number_of_stale_objects_at_once(files: Fixture, mo
         assert (report["removed"]["stale"], report["more"]) == (swept, more)
 
 
-def test_blocks_move_to_another_tier(tmp_path: Path) -> None:
-    """An engine finds exported blocks in another tier."""
-    here, there = Fixture("file", tmp_path / "here"), Fixture("file", tmp_path / "there")
-    here.fill(_LLAMA)
-    here.fill(_QWEN)
-    archive = str(tmp_path / "blocks.tar")
-    done = _kvstore("export", archive, "--namespace", _LLAMA.hex, "--json", tier=here.text)
-    assert (done.returncode, report_of(done)["blocks"]) == (0, _BLOCKS)
-    dry = report_of(_kvstore("import", archive, "--dry-run", "--json", tier=there.text))
-    assert dry["outcomes"] == {"intact": _BLOCKS}
-    assert not there.root.exists()
-    done = _kvstore("import", archive, "--json", tier=there.text)
-    assert (done.returncode, report_of(done)["outcomes"]) == (0, {"ok": _BLOCKS})
-    assert (there.loaded(_LLAMA), there.loaded(_QWEN)) == (there.keys, [])
-    again = report_of(_kvstore("import", archive, "--json", tier=there.text))
-    assert (again["outcomes"], again["size_bytes"]) == ({"exists": _BLOCKS}, 0)
-    name = Path(_LLAMA.hex) / "namespace.json"
-    assert (there.root / name).read_text() == (here.root / name).read_text()
-
-
 @pytest.mark.parametrize("seal", [None, "mac", "aead"])
 def test_encoded_and_sealed_blocks_need_no_key_to_be_looked_after(tmp_path: Path, seal: str | None) -> None:
-    """Such blocks are verified and moved in their stored form; only the engine with the keys opens them."""
+    """Such blocks are verified in their stored form; only the engine with the keys opens them."""
     keys = tmp_path / "keys"
     keys.touch(mode=0o600)
     keys.write_text(new_document())
     codec: list[Any] = ["zstd", *([{seal: {"keys": {"file": str(keys)}}}] if seal else [])]
-    here, there = (Fixture("file", tmp_path / name, codec=codec) for name in ("here", "there"))
-    for fixture in (here, there):
-        fixture.payloads //= 64
+    here = Fixture("file", tmp_path / "here", codec=codec)
+    here.payloads //= 64
     here.fill(_LLAMA)
     keys.rename(tmp_path / "away")
-    plain = [json.dumps(json.loads(fixture.text) | {"codec": "raw"}) for fixture in (here, there)]
-    done = _kvstore("scrub", "--json", tier=plain[0])
+    plain = json.dumps(json.loads(here.text) | {"codec": "raw"})
+    done = _kvstore("scrub", "--json", tier=plain)
     report = report_of(done)
     assert (done.returncode, report["blocks"], report["rows"]) == (0, _BLOCKS, [])
     assert report["size_bytes"] < _BLOCKS * _SLOT_BYTES
-    archive = str(tmp_path / "blocks.tar")
-    assert _kvstore("export", archive, tier=plain[0]).returncode == 0
-    assert _kvstore("import", archive, tier=plain[1]).returncode == 0
     (tmp_path / "away").rename(keys)
-    assert there.loaded(_LLAMA) == there.keys
-
-
-def test_an_archive_goes_through_pipes(files: Fixture, tmp_path: Path) -> None:
-    """With ``-`` stdout contains only the archive, and import reads it back from stdin."""
-    out = io.BytesIO()
-    with Medium(files.argument) as holdings:
-        write_archive(holdings, holdings.namespaces(), out)
-    with tarfile.open(fileobj=io.BytesIO(out.getvalue())) as tar:
-        assert len(tar.getnames()) == 2 * (_BLOCKS + 1) + 2
-    there = Fixture("file", tmp_path / "there")
-    assert import_archive(there.argument, io.BytesIO(out.getvalue()), dry=False).outcomes == {"ok": 2 * _BLOCKS}
-    assert there.loaded(_QWEN) == there.keys
-
-
-def test_damaged_blocks_are_not_exported(files: Fixture, tmp_path: Path) -> None:
-    """Damaged blocks are named, the status is 3, and the archive holds the other blocks."""
-    files.flip(files.keys[7], 7000)
-    archive = tmp_path / "blocks.tar"
-    done = _kvstore("export", str(archive), "--json", tier=files.text)
-    report = report_of(done)
-    assert (done.returncode, report["blocks"]) == (3, 2 * _BLOCKS - 1)
-    assert [row["key"] for row in report["rows"]] == [files.keys[7].hex()]
-    with tarfile.open(archive) as tar:
-        assert f"{_LLAMA.hex}/{files.keys[7].hex()}.kv" not in tar.getnames()
-
-
-def _archive(files: Fixture) -> bytes:
-    out = io.BytesIO()
-    with Medium(files.argument) as holdings:
-        write_archive(holdings, holdings.namespaces(), out)
-    return out.getvalue()
-
-
-def test_damage_in_an_archive_is_found(files: Fixture, tmp_path: Path) -> None:
-    """A block that changed in transit is not stored, and the status is 3."""
-    data = bytearray(_archive(files))
-    at = data.index(files.payloads[3].tobytes())
-    data[at + 1000] ^= 1
-    (tmp_path / "blocks.tar").write_bytes(data)
-    there = Fixture("file", tmp_path / "there")
-    done = _kvstore("import", str(tmp_path / "blocks.tar"), "--json", tier=there.text)
-    report = report_of(done)
-    assert (done.returncode, report["outcomes"]) == (3, {"ok": 2 * _BLOCKS - 1})
-    assert [(row["key"], row["fault"]) for row in report["rows"]] == [(files.keys[3].hex(), "payload")]
-
-
-@pytest.mark.parametrize("share", [0.1, 0.31, 0.5, 0.77, 0.95])
-def test_an_archive_that_was_cut_off_leaves_no_half_block(files: Fixture, tmp_path: Path, share: float) -> None:
-    """Complete blocks are stored, the other blocks are absent, and the status is 1."""
-    data = _archive(files)
-    (tmp_path / "blocks.tar").write_bytes(data[: int(len(data) * share)])
-    there = Fixture("file", tmp_path / "there")
-    done = _kvstore("import", str(tmp_path / "blocks.tar"), "--json", tier=there.text)
-    assert (done.returncode, report_of(done)["is_whole"]) == (1, False)
-    assert "cut off" in done.stderr
-    stored = report_of(done)["outcomes"].get("ok", 0)
-    assert 0 < stored < 2 * _BLOCKS
-    assert len(there.loaded(_LLAMA)) + len(there.loaded(_QWEN)) == stored
-    assert _kvstore("scrub", tier=there.text).returncode == 0
-
-
-def test_an_import_that_is_killed_leaves_no_half_block(files: Fixture, tmp_path: Path) -> None:
-    """An import that is killed halfway and repeated leaves each block stored once and complete."""
-    data = _archive(files)
-    there = Fixture("file", tmp_path / "there")
-    command = [sys.executable, "-m", "kvstore", "import", "--tier", there.text, "-"]
-    child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
-    )
-    assert child.stdin is not None
-    try:
-        # Two namespaces: the first is stored when the second begins, and the archive stops in the middle of the second.
-        child.stdin.write(data[: int(len(data) * 0.8)])
-        child.stdin.flush()
-        eventually(lambda: any(len(placed(path)) == _BLOCKS for path in there.root.glob("?*")), timeout_s=60)
-    finally:
-        child.kill()
-        child.wait()
-        child.stdin.close()
-    assert run_here("scrub", "--tier", there.text).returncode == 0
-    found = len(there.loaded(_LLAMA)) + len(there.loaded(_QWEN))
-    assert 0 < found < 2 * _BLOCKS
-    again = import_archive(there.argument, io.BytesIO(data), dry=False)
-    assert again.outcomes == {"ok": 2 * _BLOCKS - found, "exists": found}
-
-
-@pytest.mark.parametrize("data", [b"", b"no archive at all", b"\0" * 20480])
-def test_import_refuses_a_file_that_is_not_an_archive(tmp_path: Path, data: bytes) -> None:
-    """A file that is not an archive is refused, and no tier is created."""
-    there = Fixture("file", tmp_path / "there")
-    with pytest.raises(ArchiveError, match="not an archive"):
-        import_archive(there.argument, io.BytesIO(data), dry=False)
-    assert not there.root.exists()
-
-
-def test_an_archive_that_fails_to_read_is_named_as_the_fault(tmp_path: Path) -> None:
-    """A failing read is reported as a fault of the archive, and no tier is created."""
-    there = Fixture("file", tmp_path / "there")
-    # Its first bytes are an unmapped address, so a read fails with EIO.
-    done = _kvstore("import", "/proc/self/mem", tier=there.text)
-    assert done.returncode == 1
-    assert "archive cannot be read: Input/output error" in done.stderr
-    assert not there.root.exists()
-
-
-_START = json.dumps({"format": 1, "backend": "file"}).encode()
-_RECORD_NAME = f"{'ab' * 32}/{'cd' * 16}.kv"
-
-
-def _tar(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for info, data in members:
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
-def _sparse_header(size_bytes: int) -> bytes:
-    """Return the tar header of a sparse file of zeros without data, as GNU tar writes it."""
-    header = bytearray(512)
-    for at, field in (
-        (0, _RECORD_NAME.encode()),
-        (100, b"0000600\0"),
-        (124, b"00000000000\0"),
-        (156, b"S"),
-        (257, b"ustar  \0"),
-        (386, b"%011o\0" % size_bytes),
-        (398, b"00000000000\0"),
-        (483, b"%011o\0" % size_bytes),
-    ):
-        header[at : at + len(field)] = field
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return bytes(header)
-
-
-def _claiming(plain_bytes: int) -> bytes:
-    """Return an intact record of a few bytes whose header claims a long block."""
-    namespace, payload = Namespace.of_digest(b"\xab" * 32), b"z" * 64
-    header = memoryview(bytearray(256))
-    codec = RecordCodec(namespace, header_bytes=256)
-    codec.encode_header(header, b"\xcd" * 16, memoryview(payload), plain_bytes=plain_bytes, chain=3)
-    return bytes(header) + payload
-
-
-def _hostile_archives() -> dict[str, bytes]:
-    start = tarfile.TarInfo("kvstore-archive.json"), _START
-    end = tarfile.TarInfo("kvstore-end.json"), b"{}"
-    bad_map = tarfile.TarInfo("x.kv")
-    bad_map.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "x.kv"}
-    bad_map.pax_headers["GNU.sparse.realsize"] = "512"
-    sparse = tarfile.TarInfo(_RECORD_NAME)
-    sparse.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": _RECORD_NAME}
-    sparse.pax_headers["GNU.sparse.realsize"] = str(1500 << 20)
-    nested = tarfile.TarInfo("kvstore-archive.json"), b"[" * 200_000
-    broad = tarfile.TarInfo(f"{'ab' * 32}/namespace.json"), b"[" + b"[]," * 5_000_000 + b"[]]"
-    return {
-        "sparse": _tar(start)[:1024] + _sparse_header(1500 << 20) + _tar(end),
-        "sparse-posix": _tar(start, (sparse, b"1\n0\n1\n".ljust(512, b"\0") + b"x"), end),
-        "map": _tar(start, (bad_map, b"garbage\n" + b"x" * 504), end),
-        "nested": _tar(nested, end),
-        "broad": _tar(start, broad, end),
-        "claim": _tar(start, (tarfile.TarInfo(_RECORD_NAME), _claiming(1 << 40)), end),
-        "claim-1500": _tar(start, (tarfile.TarInfo(_RECORD_NAME), _claiming(1500 << 20)), end),
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "status", "says"),
-    [
-        ("sparse", 0, ""),
-        ("sparse-posix", 0, ""),
-        ("map", 1, "The archive is damaged: a header can't be read"),
-        ("nested", 1, "kvstore-archive.json in the archive is not JSON"),
-        ("broad", 0, ""),
-        ("claim", 3, ""),
-        ("claim-1500", 0, ""),
-    ],
-)
-def test_a_hostile_archive_takes_no_memory_and_is_a_clear_error(
-    files: Fixture, tmp_path: Path, name: str, status: int, says: str
-) -> None:
-    """Memory grows with an archive's real content, not with its claims, and no header causes a traceback."""
-    path = tmp_path / "hostile.tar"
-    path.write_bytes(_hostile_archives()[name])
-    with memory_rise() as rise:
-        done = _kvstore("import", "--dry-run", str(path), tier=files.text)
-    assert done.returncode == status, done.stderr
-    assert says in done.stderr
-    assert rise.bytes <= (32 << 20) + path.stat().st_size
-
-
-def test_a_member_that_claims_an_exabyte_ends_with_the_file() -> None:
-    """The reader does not seek past the end of the file to skip a member."""
-    claiming = tarfile.TarInfo("other")
-    claiming.size = 1 << 60
-    start = _tar((tarfile.TarInfo("kvstore-archive.json"), _START))[:1024]
-    data = start + claiming.tobuf(tarfile.GNU_FORMAT) + bytes(512)
-    with pytest.raises(ArchiveError, match="cut off"):
-        list(read_archive(io.BytesIO(data), lambda *_: None))
-
-
-def test_a_long_archive_is_not_kept_in_memory(files: Fixture) -> None:
-    """State of processed members is dropped, because archives may have millions of members."""
-    others = _tar(*((tarfile.TarInfo(f"other-{number}"), b"") for number in range(5000)))
-    data = io.BytesIO(_archive(files)[:1024] + others)
-    tracemalloc.start()
-    try:
-        with pytest.raises(ArchiveError, match="cut off"):
-            list(read_archive(data, lambda *_: None))
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 1 << 20
+    assert here.loaded(_LLAMA) == here.keys
 
 
 def test_a_record_that_claims_a_long_block_does_not_end_a_scrub(files: Fixture) -> None:
@@ -758,73 +512,6 @@ def test_a_record_that_claims_a_long_block_does_not_end_a_scrub(files: Fixture) 
     report = report_of(done)
     assert (done.returncode, report["blocks"]) == (3, 2 * _BLOCKS)
     assert [row["fault"] for row in report["rows"]] == ["geometry"]
-
-
-def test_members_of_an_archive_are_never_paths(files: Fixture, tmp_path: Path) -> None:
-    """Other members of a tar file are ignored: links, directories, paths outside."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=io.BytesIO(_archive(files))) as tar, tarfile.open(fileobj=out, mode="w") as evil:
-        for member in tar:
-            evil.addfile(member, tar.extractfile(member))
-            if member.name == "kvstore-archive.json":
-                for name in ("../../escaped.kv", f"{_LLAMA.hex}/../../escaped.kv", f"/{_LLAMA.hex}/00.kv"):
-                    info = tarfile.TarInfo(name)
-                    info.size = 4
-                    evil.addfile(info, io.BytesIO(b"evil"))
-                link = tarfile.TarInfo(f"{_LLAMA.hex}/00.kv")
-                link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-                evil.addfile(link)
-    there = Fixture("file", tmp_path / "there")
-    result = import_archive(there.argument, io.BytesIO(out.getvalue()), dry=False)
-    assert (result.outcomes, result.damaged, result.is_whole) == ({"ok": 2 * _BLOCKS}, [], True)
-    assert not list(tmp_path.rglob("*escaped*"))
-
-
-def test_a_block_under_a_false_name_is_not_imported(files: Fixture) -> None:
-    """A record belongs to the namespace and key in its header, not to its name in the archive."""
-    data = _archive(files).replace(files.keys[3].hex().encode(), b"other-key"[:7].hex().encode())
-    result = import_archive(files.argument, io.BytesIO(data), dry=True)
-    assert {row["fault"] for row in result.damaged} <= {"key"}
-    assert len(result.damaged) == 2 or not result.is_whole
-
-
-def test_an_import_waits_for_no_engine(files: Fixture, tmp_path: Path) -> None:
-    """A directory shared by engines can be imported into while they run."""
-    there = Fixture("file", tmp_path / "there")
-    with there.opened(_LLAMA) as (tier, _):
-        assert import_archive(there.argument, io.BytesIO(_archive(files)), dry=False).is_whole
-        eventually(lambda: all(_answer(tier, key) is LookupResult.HIT for key in there.keys))
-
-
-def test_an_export_that_fails_leaves_no_archive(files: Fixture, tmp_path: Path) -> None:
-    """The archive gets its name once it is complete; a concurrent second export is refused."""
-    target = tmp_path / "missing" / "blocks.tar"
-    done = _kvstore("export", str(target), tier=files.text)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "no directory" in done.stderr
-    (tmp_path / "blocks.tar.partial").write_bytes(b"")
-    done = _kvstore("export", str(tmp_path / "blocks.tar"), tier=files.text)
-    assert done.returncode == 2
-    assert "another export" in done.stderr
-    assert not (tmp_path / "blocks.tar").exists()
-    dry = _kvstore("export", str(tmp_path / "dry.tar"), "--dry-run", "--json", tier=files.text)
-    assert (dry.returncode, report_of(dry)["blocks"]) == (0, 2 * _BLOCKS)
-    assert not list(tmp_path.glob("dry*"))
-
-
-def test_an_export_that_is_interrupted_leaves_no_archive(
-    files: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After Ctrl-C the status is 130, and the partial archive is removed."""
-
-    def interrupted(holdings: Any, namespaces: Any, file: Any, on_block: Any) -> None:
-        file.write(b"the beginning")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kvstore.cli.holdings.commands.write_archive", interrupted)
-    done = _kvstore("export", str(tmp_path / "blocks.tar"), tier=files.text)
-    assert (done.returncode, done.stdout) == (130, "")
-    assert [path.name for path in tmp_path.iterdir()] == ["tier"]
 
 
 def test_nothing_is_made_where_there_is_no_tier(tmp_path: Path) -> None:
@@ -843,40 +530,6 @@ def test_a_tier_in_memory_can_not_be_listed() -> None:
     """The error gives the reason: a memory tier ends with its engine."""
     with Medium(parse_tier("memory")) as medium, pytest.raises(ConfigError, match="ends with its engine"):
         medium.namespaces()
-
-
-def test_names_of_sealed_records_are_not_touched_by_an_import_elsewhere() -> None:
-    """A seal covers the header's length, so such a record fits only media of the same alignment."""
-    payload = memoryview(bytes(64))
-    header = bytearray(4096)
-    RecordCodec(_LLAMA, header_bytes=4096).encode_header(memoryview(header), b"k", payload)
-    record = memoryview(bytes(header) + bytes(payload))
-    block = ArchivedBlock(NamespaceInfo(_LLAMA.hex), b"k", decode_header(bytes(header[:256])), record)
-    moved = aligned_to(block, 256)
-    assert moved is not None
-    assert RecordCodec(_LLAMA, header_bytes=256).verify(b"k", moved[0], moved[1], 256 + 64) == 64
-    sealed = ArchivedBlock(block.namespace, b"k", _with_key_id(block.header), record)
-    assert aligned_to(sealed, 256) is None
-    assert aligned_to(sealed, 4096) is not None
-
-
-@pytest.mark.parametrize("header_bytes", [256, 4096])
-def test_import_writes_whole_pages_for_direct_io(header_bytes: int) -> None:
-    """Header and payload occupy whole pages, with unchanged bytes, wherever the record was read to."""
-    payload = memoryview(np.random.default_rng(3).bytes(8192))
-    record = bytearray(header_bytes + len(payload))
-    RecordCodec(_LLAMA, header_bytes=header_bytes).encode_header(memoryview(record)[:header_bytes], b"k", payload)
-    record[header_bytes:] = payload
-    at = memoryview(b"x" + record)[1:]
-    moved = aligned_to(ArchivedBlock(NamespaceInfo(_LLAMA.hex), b"k", decode_header(bytes(at[:256])), at), 4096)
-    assert moved is not None
-    assert not any(address_of(buffer) % 4096 or buffer.nbytes % 4096 for buffer in moved)
-    assert RecordCodec(_LLAMA, header_bytes=4096).verify(b"k", moved[0], moved[1], 4096 + 8192) == 8192
-    assert moved[1] == payload
-
-
-def _with_key_id(header: Any) -> Any:
-    return header._replace(mac_key_id=1)
 
 
 def test_a_plan_changes_nothing(files: Fixture) -> None:

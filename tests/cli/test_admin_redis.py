@@ -156,8 +156,8 @@ def tier(server: Server, rng: random.Random) -> Tier:
     return found
 
 
-def _whole_story(tier: Tier, tmp_path: Path, foreign: Sequence[str] = ()) -> None:
-    """Check on any kind of server: inspect, verify, export, import, remove; foreign values stay."""
+def _whole_story(tier: Tier) -> None:
+    """Check on any kind of server: inspect, verify, remove."""
     tier.fill()
     rows = {row["namespace"]: row for row in report_of(tier.run("inspect"))["rows"]}
     assert {name: row["blocks"] for name, row in rows.items()} == {each.hex: n for each, n in _BLOCKS.items()}
@@ -167,17 +167,12 @@ def _whole_story(tier: Tier, tmp_path: Path, foreign: Sequence[str] = ()) -> Non
         assert 0 <= row["newest_s"] <= row["oldest_s"] < 600
     done = tier.run("scrub")
     assert (done.returncode, report_of(done)["blocks"], report_of(done)["rows"]) == (0, sum(_BLOCKS.values()), [])
-    archive = str(tmp_path / "blocks.tar")
-    assert (done := tier.run("export", archive)).returncode == 0, done.stderr
     dry = report_of(tier.run("gc", "--unused-for", "0.001s", "--dry-run"))
     assert {row["name"] for row in dry["rows"]} == {namespace.hex for namespace in _BLOCKS}
     assert tier.loaded(_LONG) == set(tier.stored[_LONG])
     gone = report_of(tier.run("gc", "--unused-for", "0.001s", "--keep", _LONG.hex))["removed"]
     assert gone == {"stale": 0, "namespaces": 1, "blocks": _BLOCKS[_SHORT]}
     assert (tier.loaded(_SHORT), tier.loaded(_LONG)) == (set(), set(tier.stored[_LONG]))
-    outcomes = report_of(tier.run("import", archive))["outcomes"]
-    assert outcomes == {"ok": _BLOCKS[_SHORT], "exists": _BLOCKS[_LONG]}
-    assert tier.loaded(_SHORT) == set(tier.stored[_SHORT])
 
 
 def test_a_single_server(server: Server, rng: random.Random, tmp_path: Path) -> None:
@@ -194,7 +189,7 @@ def test_a_single_server(server: Server, rng: random.Random, tmp_path: Path) -> 
         tier.cli("SET", name, "theirs")
     tier.cli("RPUSH", tier.name(_SHORT, b"a list"), "theirs")
     tier.cli("HSET", tier.name(_LONG, b"a hash", 0), "field", "theirs")
-    _whole_story(tier, tmp_path)
+    _whole_story(tier)
     assert [tier.cli("GET", name) for name in strings] == ["theirs"] * len(strings)
     assert tier.cli("LLEN", tier.name(_SHORT, b"a list")) == "1"
     assert tier.cli("HLEN", tier.name(_LONG, b"a hash", 0)) == "1"
@@ -219,20 +214,20 @@ def test_the_fields_of_a_namespace_are_stored_with_its_first_block(tier: Tier) -
 
 def test_valkey(valkey: Server, rng: random.Random, tmp_path: Path) -> None:
     """All commands work on Valkey."""
-    _whole_story(Tier(valkey, rng), tmp_path)
+    _whole_story(Tier(valkey, rng))
 
 
 @pytest.mark.matrix
 def test_a_unix_socket_and_another_database(server: Server, rng: random.Random, tmp_path: Path) -> None:
     """All commands through a Unix socket, in a database other than the first."""
-    _whole_story(Tier(server, rng, url=f"unix://{server.unix_path}?db=3"), tmp_path)
+    _whole_story(Tier(server, rng, url=f"unix://{server.unix_path}?db=3"))
 
 
 @pytest.mark.matrix
 def test_a_cluster(cluster: Sequence[Server], rng: random.Random, tmp_path: Path) -> None:
     """All commands on a cluster: every master is queried, and the parts of a block lie on several masters."""
     tier = Tier(cluster[0], rng)
-    _whole_story(tier, tmp_path)
+    _whole_story(tier)
     assert all(int(cli(server, "DBSIZE").split()[-1]) for server in cluster)
 
 
@@ -243,7 +238,7 @@ def test_sentinels(tmp_path: Path, rng: random.Random) -> None:
     with running(master), running(*(watchers := sentinels(master, tmp_path, count=1))):
         addresses = [f"127.0.0.1:{watcher.port}" for watcher in watchers]
         more = {"sentinels": addresses, "sentinel_master": "kv-master", "url": "redis://127.0.0.1:1"}
-        _whole_story(Tier(master, rng, **more), tmp_path)
+        _whole_story(Tier(master, rng, **more))
 
 
 @pytest.mark.matrix
@@ -253,7 +248,7 @@ def test_tls_and_the_rights_of_the_docs(tmp_path: Path, rng: random.Random) -> N
     assert ADMIN_ACL in page
     with running(secured(tmp_path / "tls", f"{ADMIN_ACL} +set +info")) as (server,):
         tier = Tier(server, rng)
-        _whole_story(tier, tmp_path)
+        _whole_story(tier)
         assert tier.cli("ACL", "WHOAMI") == "admin"
         assert _denied(tier) == set()
 
@@ -270,10 +265,7 @@ def test_the_rights_of_the_docs_suffice_to_look_after_a_tier(tmp_path: Path, rng
         engine.cli("UNLINK", tier.name(_LONG, engine.keys(_LONG)[0], 0))
         engine.make_old(*(tier.name(_LONG, engine.keys(_LONG)[0], part) for part in (1, 2)))
         assert len(report_of(tier.run("inspect"))["rows"]) == len(_BLOCKS)
-        archive = str(tmp_path / "blocks.tar")
-        # The archive omits the damaged block and the report names it; the status is that of damage.
-        assert (tier.run("export", archive).returncode, tier.run("scrub").returncode) == (3, 3)
-        assert tier.run("export", str(tmp_path / "intact.tar")).returncode == 0
+        assert tier.run("scrub").returncode == 3
         gone = report_of(tier.run("gc", "--unused-for", "0.001s"))["removed"]
         assert gone == {"stale": 2, "namespaces": 2, "blocks": sum(_BLOCKS.values()) - 2}
         assert _denied(tier) == set()
@@ -294,12 +286,11 @@ def test_the_right_that_lacks_is_named(tmp_path: Path, rng: random.Random, lacki
     with running(secured(tmp_path / "tls", f"{acl} +set +info")) as (server,):
         tier = Tier(server, rng)
         tier.fill(_SHORT)
-        for command in (["inspect"], ["scrub"], ["gc"], ["export", str(tmp_path / "a.tar")]):
-            done = tier.run(*command)
+        for command in ("inspect", "scrub", "gc"):
+            done = tier.run(command)
             assert (done.returncode, done.stdout) == (1, "")
             assert lacking[1:].upper() in done.stderr and "docs/admin.md" in done.stderr
             assert "s3cret" not in done.stderr
-        assert not (tmp_path / "a.tar").exists()
         assert tier.loaded(_SHORT) == set(tier.stored[_SHORT])
 
 
@@ -352,8 +343,7 @@ def test_a_value_of_absurd_length_is_not_read(tier: Tier) -> None:
     assert tier.cli("EXISTS", name) == "0"
 
 
-@pytest.mark.parametrize("command", ["scrub", "export"])
-def test_a_part_that_claims_a_long_record_takes_no_memory(tier: Tier, command: str, tmp_path: Path) -> None:
+def test_a_part_that_claims_a_long_record_takes_no_memory(tier: Tier) -> None:
     """Memory is allocated as bytes arrive: a value of a few bytes may claim any record length."""
     name = tier.name(_LONG, tier.keys(_LONG)[0])
     size_bytes = 1500 << 20
@@ -363,7 +353,7 @@ def test_a_part_that_claims_a_long_record_takes_no_memory(tier: Tier, command: s
     with closing(Redis.from_url(tier.server.url)) as connection:
         connection.set(f"{name}:0", header + bytes(256))
     with memory_rise() as rise:
-        done = tier.run(command, "--dry-run", *([str(tmp_path / "out.tar")] if command == "export" else []))
+        done = tier.run("scrub", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert rise.bytes <= 32 << 20
 
@@ -567,11 +557,10 @@ def test_a_master_that_is_down_is_an_error(tmp_path: Path, rng: random.Random) -
         tier = Tier(servers[0], rng)
         tier.fill(_SHORT)
         servers[2].kill()
-        for command in (["inspect"], ["scrub"], ["export", str(tmp_path / "a.tar")]):
-            done = tier.run(*command)
+        for command in ("inspect", "scrub"):
+            done = tier.run(command)
             assert (done.returncode, done.stdout) == (1, "")
             assert f"127.0.0.1:{servers[2].port}" in done.stderr
-        assert not list(tmp_path.glob("a.tar*"))
 
 
 def test_a_server_that_does_not_answer_is_an_error(tmp_path: Path) -> None:

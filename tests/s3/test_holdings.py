@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import random
 import signal
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -21,12 +19,10 @@ from kvstore.backends.holdings import Holdings, ReadResult, open_holdings
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.backends.s3 import S3Backend, S3Config
 from kvstore.backends.s3.client import ObjectClient, make_client
-from kvstore.backends.s3.keeper import Keeper
 from kvstore.backends.s3.names import ObjectNames
 from kvstore.backends.s3.notes import Uses, read_note
 from kvstore.backends.s3.packs import PackFormat
-from kvstore.cli.holdings.archive import write_archive
-from kvstore.cli.holdings.care import import_archive, scrub
+from kvstore.cli.holdings.care import scrub
 from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import BackendError, ConfigError
@@ -294,27 +290,6 @@ def test_a_few_blocks_are_found_without_listing_all(
             holdings.present(llama, keys)
 
 
-def test_blocks_go_through_an_archive(tier: Tier, weed_server: S3Server, rng: random.Random, tmp_path: Path) -> None:
-    """Blocks exported from a bucket, imported into a directory, and back into another bucket, are unchanged."""
-    archives = [str(tmp_path / name) for name in ("bucket.tar", "files.tar")]
-    before = tier.names()
-    report = report_of(done := tier.run("export", archives[0]))
-    assert (done.returncode, report["blocks"], report["namespaces"]) == (0, 2 * _BLOCKS, 2)
-    assert tier.names() == before
-    files = json.dumps({"type": "file", "path": str(tmp_path / "tier"), "capacity": "64MiB", "reserve": 0})
-    report = report_of(done := tier.run("import", archives[0], text=files))
-    assert (done.returncode, report["outcomes"]) == (0, {"ok": 2 * _BLOCKS})
-    assert report_of(tier.run("export", archives[1], text=files))["blocks"] == 2 * _BLOCKS
-    there = Tier(weed_server, rng, client="aioboto3", **(_PACKED if "pack_below" not in tier.options else {}))
-    there.stored = tier.stored
-    dry = report_of(tier.run("import", archives[1], "--dry-run", text=there.text))
-    assert (dry["outcomes"], there.names()) == ({"intact": 2 * _BLOCKS}, [])
-    assert report_of(tier.run("import", archives[1], text=there.text))["outcomes"] == {"ok": 2 * _BLOCKS}
-    assert report_of(tier.run("import", archives[0], text=there.text))["outcomes"] == {"exists": 2 * _BLOCKS}
-    for namespace in (_LLAMA, _QWEN):
-        assert there.loaded(namespace) == list(tier.stored[namespace])
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_gc_expires_unused_blocks(faults: FaultServer, rng: random.Random, packed: bool) -> None:
     """Blocks older than --expire or the tier's ttl are removed, unless an engine reports a use."""
@@ -507,7 +482,7 @@ def test_a_pack_with_a_damaged_head_is_reported(faults: FaultServer, rng: random
     assert tier.loaded(_LLAMA) == keys[1]
 
 
-def test_unreadable_object_is_named_and_skipped(faults: FaultServer, rng: random.Random, tmp_path: Path) -> None:
+def test_unreadable_object_is_named_and_skipped(faults: FaultServer, rng: random.Random) -> None:
     """One object that the service refuses does not affect the others: it is named, and the status is 1."""
     tier = Tier(faults, rng, tries=1)
     keys = tier.fill(_LLAMA)
@@ -518,56 +493,8 @@ def test_unreadable_object_is_named_and_skipped(faults: FaultServer, rng: random
     (row,) = report["unread"]
     assert (row["key"], row["namespace"]) == (refused.hex(), _LLAMA.hex)
     assert "403" in row["what"]
-    report = report_of(done := tier.run("export", str(tmp_path / "blocks.tar")))
-    assert (done.returncode, report["blocks"], [row["key"] for row in report["unread"]]) == (
-        1,
-        _BLOCKS - 1,
-        [refused.hex()],
-    )
     shown = run_here("scrub", "--tier", tier.text)
     assert refused.hex() in shown.stderr
-    faults.plan(None)
-    there = Tier(faults, rng)
-    there.stored = tier.stored
-    with (tmp_path / "blocks.tar").open("rb") as file:
-        assert import_archive(there.argument, file, dry=False).outcomes == {"ok": _BLOCKS - 1}
-    assert there.loaded(_LLAMA) == [key for key in keys if key != refused]
-
-
-def test_import_names_each_refused_block(faults: FaultServer, rng: random.Random, tmp_path: Path) -> None:
-    """A block that the service refuses does not affect an import's other blocks: it is counted and named, status 1."""
-    tier, there = Tier(faults, rng), Tier(faults, rng, tries=1)
-    keys = tier.fill(_LLAMA)
-    there.stored = tier.stored
-    archive = str(tmp_path / "blocks.tar")
-    assert tier.run("export", archive).returncode == 0
-    faults.plan(Fault.FORBIDDEN, methods=("PUT",), contains=keys[3].hex())
-    report = report_of(done := there.run("import", archive))
-    assert (done.returncode, report["outcomes"]) == (1, {"ok": _BLOCKS - 1, "refused": 1})
-    assert report["failed"] == [{"namespace": _LLAMA.hex, "key": keys[3].hex(), "what": "refused"}]
-    shown = run_here("import", "--tier", there.text, archive)
-    assert f"not stored: {keys[3].hex()}" in shown.stderr
-    faults.plan(None)
-    assert report_of(there.run("import", archive))["outcomes"] == {"ok": 1, "exists": _BLOCKS - 1}
-    assert there.loaded(_LLAMA) == keys
-
-
-def test_an_import_takes_no_part_in_elections(
-    faults: FaultServer, rng: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A command never takes the lease, as engines would have to wait for a dead holder's lease to end."""
-    started: list[Keeper] = []
-    monkeypatch.setattr(Keeper, "start", lambda keeper: started.append(keeper))
-    tier = Tier(faults, rng, capacity="1GiB", ttl="1d")
-    keys = tier.fill(_LLAMA)
-    assert len(started) == 1
-    out = io.BytesIO()
-    with Medium(tier.argument) as holdings:
-        write_archive(holdings, holdings.namespaces(), out)
-        assert holdings.remove(holdings.namespaces()[0], None) == _BLOCKS
-    assert import_archive(tier.argument, io.BytesIO(out.getvalue()), dry=False).outcomes == {"ok": _BLOCKS}
-    assert len(started) == 1
-    assert tier.loaded(_LLAMA) == keys
 
 
 @pytest.mark.program
@@ -594,19 +521,16 @@ def test_ctrl_c_ends_a_scrub_soon(faults: FaultServer, rng: random.Random) -> No
 
 
 @pytest.mark.parametrize("fault", [Fault.FORBIDDEN, Fault.KEY_DISABLED, Fault.BAD_RANGE])
-def test_a_pack_that_can_not_be_read_hides_no_other(
-    faults: FaultServer, rng: random.Random, tmp_path: Path, fault: Fault
-) -> None:
+def test_a_pack_that_can_not_be_read_hides_no_other(faults: FaultServer, rng: random.Random, fault: Fault) -> None:
     """Its blocks are unknown, so the pack itself is named; a command that only counts blocks fails."""
     tier = Tier(faults, rng, tries=1, **_PACKED)
     keys = tier.fill(_LLAMA, 10)
     first, _ = (name for name in tier.names("_packs/") if name.endswith("p"))
     faults.plan(fault, methods=("GET",), contains=first)
-    for command, *arguments in (["scrub"], ["export", str(tmp_path / "blocks.tar")]):
-        report = report_of(done := tier.run(command, *arguments))
-        assert (done.returncode, report["blocks"], report["rows"]) == (1, 5, [])
-        (row,) = report["unread"]
-        assert first in row["what"]
+    report = report_of(done := tier.run("scrub"))
+    assert (done.returncode, report["blocks"], report["rows"]) == (1, 5, [])
+    (row,) = report["unread"]
+    assert first in row["what"]
     done = tier.run("inspect")
     assert (done.returncode, done.stdout) == (1, "")
     assert first in done.stderr
@@ -741,8 +665,8 @@ def test_a_block_that_was_replaced_since_it_was_read_stays(weed_server: S3Server
     assert tier.name_of(_LLAMA, other) not in tier.names()
 
 
-def test_read_only_credentials_inspect_scrub_and_export(weed_server: S3Server, rng: random.Random) -> None:
-    """Read-only credentials can inspect, scrub and export; commands that need more give a clear error."""
+def test_read_only_credentials_inspect_and_scrub(weed_server: S3Server, rng: random.Random) -> None:
+    """Read-only credentials can inspect and scrub; commands that need more give a clear error."""
     tier = Tier(weed_server, rng)
     keys = tier.fill(_LLAMA)
     access, secret = READ_ONLY
@@ -804,6 +728,3 @@ def test_a_walk_that_is_left_early_closes_well(weed_server: S3Server, rng: rando
     del walk
     with Medium(tier.argument) as holdings:
         assert scrub(holdings, holdings.namespaces(), dry=True).blocks == _BLOCKS
-        out = io.BytesIO()
-        assert write_archive(holdings, holdings.namespaces(), out).blocks == _BLOCKS
-    assert out.getvalue()

@@ -67,8 +67,7 @@ class S3Holdings(Holdings):
     def __init__(self, backend: type[Backend], config: TierConfig) -> None:
         if not isinstance(config, S3Config):
             raise ConfigError(f"An S3 tier is configured by an S3Config. Got {type(config).__name__}.")
-        # Without housekeeping: after an import whose writer held the lease, engines would wait for its expiry.
-        super().__init__(backend, msgspec.structs.replace(config, capacity=0, ttl=0))
+        super().__init__(backend, config)
         self.ttl_s = float(config.ttl)
         self._prefix = config.prefix
         self._probe_s = config.timeout + config.connect_timeout

@@ -1,34 +1,18 @@
-"""Scrub, gc and import for the medium of any backend, as plain functions without output."""
+"""Scrub and gc for the medium of any backend, as plain functions without output."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, Final
+from typing import Any, Final
 
-from kvstore.backends.base import Backend, RecordWrite
-from kvstore.backends.groups import grouped
-from kvstore.backends.holdings import STALE_MAX, StaleItem, open_holdings
-from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive
+from kvstore.backends.holdings import STALE_MAX, StaleItem
 from kvstore.cli.holdings.medium import Medium
-from kvstore.cli.interruption import DeadlineError, run_interruptibly
-from kvstore.cli.tier_argument import TierArgument
-from kvstore.errors import BackendError, ConfigError, RecordError
-from kvstore.namespace import Namespace
-from kvstore.types import BlockInfo, BlockKey, NamespaceInfo, Outcome
-
-_PUT_BYTES: Final = 64 << 20
-"""Bytes per batch of an import: fills a medium's queue, and is little memory compared with an engine's."""
-
-_PUT_BLOCKS: Final = 1 << 16
-"""Most records per batch of an import."""
-
-_FAILED_MAX: Final = 1000
-"""Most failed blocks that an import lists."""
+from kvstore.cli.interruption import DeadlineError
+from kvstore.errors import BackendError, ConfigError
+from kvstore.types import BlockInfo, NamespaceInfo
 
 _EXPIRED_MAX: Final = 100_000
 """Most expired blocks that one run removes (about 30 MB of memory); the next run continues."""
@@ -246,108 +230,3 @@ def run_plan(
 def _batches(blocks: Sequence[BlockInfo], size: int) -> Iterator[Sequence[BlockInfo]]:
     for start in range(0, len(blocks), size):
         yield blocks[start : start + size]
-
-
-@dataclass(slots=True)
-class ImportResult:
-    """Result of an import."""
-
-    outcomes: dict[str, int] = field(default_factory=dict)  # Number of blocks by outcome.
-    size_bytes: int = 0  # Bytes of the records that were stored.
-    damaged: list[dict[str, Any]] = field(default_factory=list)  # One row per record that did not verify.
-    failed: list[dict[str, Any]] = field(default_factory=list)
-    """One row per block that was not stored, the first thousand of them."""
-    is_whole: bool = True  # Whether the archive was complete.
-    error: str = ""  # Last failure of the medium, if blocks failed.
-
-    def add(self, outcome: str) -> None:
-        """Count a block."""
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-
-    def add_failed(self, namespace: NamespaceInfo, key: BlockKey, what: str) -> None:
-        """Add a block that was not stored to the list, if it has room."""
-        if len(self.failed) < _FAILED_MAX:
-            self.failed.append({"namespace": namespace.hex, "key": key.hex(), "what": what})
-
-
-def import_archive(
-    tier: TierArgument, file: IO[bytes], *, dry: bool, on_block: Callable[[int], None] = lambda size_bytes: None
-) -> ImportResult:
-    """Store the blocks of an archive in a tier, as an engine does; existing blocks stay.
-
-    A block is stored whole or not at all, even if the import is interrupted.
-
-    Raises:
-        ConfigError: The tier cannot be used.
-        LockedError: An engine has exclusive use of the namespace or the medium.
-        BackendError: The medium fails.
-        ArchiveError: The file is not an archive. (A truncated one is read up to its end.)
-    """
-    result = ImportResult()
-
-    def on_damage(namespace: NamespaceInfo, key: BlockKey, error: RecordError) -> None:
-        row = {"namespace": namespace.hex, "key": key.hex(), "fault": str(error.cause), "what": str(error)}
-        result.damaged.append(row)
-
-    blocks = read_archive(file, on_damage)
-    first = list(itertools.islice(blocks, 1))  # Raises for an invalid archive before the tier is opened.
-
-    def source() -> Iterator[ArchivedBlock]:
-        try:
-            for block in itertools.chain(first, blocks):
-                yield block
-                on_block(block.size_bytes)
-        except ArchiveError as error:
-            result.is_whole = False
-            result.error = str(error)
-
-    if dry:
-        for block in source():
-            result.add("intact")
-            result.size_bytes += block.size_bytes
-        return result
-    if tier.backend == "memory" and not tier.options.get("shelf"):
-        raise ConfigError("A memory tier without 'shelf' loses its blocks when this command ends. Give another tier.")
-    holdings = open_holdings(tier.backend, tier.config)
-    with asyncio.Runner() as runner:
-        # The blocks of a namespace are consecutive.
-        for _, of_namespace in itertools.groupby(source(), key=lambda block: block.namespace.hex):
-            backend: Backend | None = None
-            try:
-                for batch in grouped(of_namespace, _PUT_BLOCKS, _PUT_BYTES):
-                    if backend is None:
-                        writer = holdings.writer(_namespace_of(batch[0]), batch[0].header.plain_bytes)
-                        backend = run_interruptibly(runner, writer)
-                    run_interruptibly(runner, _put(backend, batch, result))
-            finally:
-                if backend is not None:
-                    run_interruptibly(runner, backend.close())
-    return result
-
-
-def _namespace_of(block: ArchivedBlock) -> Namespace:
-    """Return the namespace of a block, with the archived fields if they match its digest."""
-    namespace = Namespace.of_digest(bytes.fromhex(block.namespace.hex))
-    if block.namespace.fields is not None:
-        with contextlib.suppress(ConfigError):
-            stated = Namespace(block.namespace.fields)
-            return stated if stated == namespace else namespace
-    return namespace
-
-
-async def _put(backend: Backend, blocks: Sequence[ArchivedBlock], result: ImportResult) -> None:
-    writes: list[RecordWrite] = []
-    for block in blocks:
-        buffers = aligned_to(block, backend.alignment)
-        if buffers is None:
-            result.add("sealed")
-            result.add_failed(block.namespace, block.key, "sealed for a medium of another alignment")
-        else:
-            writes.append(RecordWrite(block.key, buffers))
-    for write, outcome in zip(writes, await backend.put(writes) if writes else (), strict=True):
-        result.add(outcome.name.lower())
-        if outcome is Outcome.OK:
-            result.size_bytes += write.size_bytes
-        elif not outcome.ok:
-            result.add_failed(blocks[0].namespace, write.key, outcome.name.lower())
-            result.error = backend.last_error or result.error

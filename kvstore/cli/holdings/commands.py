@@ -1,32 +1,26 @@
-"""The commands that maintain a medium: inspect, scrub, gc, export and import."""
+"""The commands that maintain a medium: inspect, scrub and gc."""
 
 from __future__ import annotations
 
 import contextlib
 import json as json_module
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import IO, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 from kvstore.cli.command_line import (
-    Argument,
     Exit,
     ExitCode,
     JsonFlag,
     Option,
     TierOption,
-    check_output,
     confirm,
     duration_option,
-    opened_input,
     size_option,
 )
-from kvstore.cli.holdings.archive import write_archive
-from kvstore.cli.holdings.care import GcPlan, chosen, import_archive, make_plan, run_plan, scrub, summary
+from kvstore.cli.holdings.care import GcPlan, chosen, make_plan, run_plan, scrub, summary
 from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.interruption import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.terminal import (
@@ -68,7 +62,7 @@ def _reading(tier: str, namespaces: Sequence[str] | None = None) -> Iterator[Med
         raise  # stdout is closed; nothing is wrong with the medium.
     except OSError as error:
         raise BackendUnavailableError(
-            f"{error.filename or 'a file'}: {error.strerror or error}. Check the disk, and the archive's destination.",
+            f"{error.filename or 'a file'}: {error.strerror or error}. Check the disk.",
             backend=argument.backend,
         ) from error
 
@@ -414,104 +408,6 @@ class Pace:
         while (left := self._due - time.monotonic()) > 0:
             time.sleep(min(left, _SLEEP_S_MAX))
             self._check()
-
-
-def export_command(
-    tier: TierOption,
-    archive: Annotated[str, Argument(metavar="FILE", help="The archive, or - for stdout.")],
-    namespace: _Namespaces = None,
-    dry_run: _DryRun = False,
-    deadline: DeadlineOption = _DEADLINE_TO_READ,
-    json: JsonFlag = False,
-) -> None:
-    """Write blocks to an archive. Each block is verified; any tier can import the archive."""
-    if archive == "-" and json:
-        raise ConfigError("--json and an archive cannot both use stdout. Name a file for the archive.")
-    with (
-        Deadline(deadline) as limit,
-        _reading(tier, namespace) as medium,
-        _written(None if dry_run else archive) as file,
-        Bar("exported") as bar,
-    ):
-        namespaces = chosen(medium.namespaces(), namespace or ())
-        _expect_all(bar, medium, namespaces)
-        result = write_archive(medium, namespaces, file, _progress_of(bar, limit))
-    faults, unread = result.damaged, result.unread
-    if json:
-        more = {"blocks": result.blocks, "size_bytes": result.size_bytes, "gone": result.gone, "unread": unread}
-        _print_report("export", medium.tier, dry_run=dry_run, rows=faults, namespaces=len(namespaces), **more)
-    else:
-        # stdout may have the archive itself.
-        show = say if archive == "-" else print_line
-        verb = "would be written" if dry_run else "written"
-        what = f"{_counted(result.blocks, 'block')} of {_counted(len(namespaces), 'namespace')}"
-        show(f"{what}, {rounded_size(result.size_bytes)}: {verb}")
-    _say_each("damaged and left out", faults)
-    _say_each("not read", unread)
-    if faults:
-        raise Exit(ExitCode.WRONG_BYTES)
-    if unread:
-        raise Exit(ExitCode.FAILED)
-
-
-def import_command(
-    tier: TierOption,
-    archive: Annotated[str, Argument(metavar="FILE", help="The archive, or - for stdin.")],
-    dry_run: _DryRun = False,
-    deadline: DeadlineOption = _DEADLINE_TO_READ,
-    json: JsonFlag = False,
-) -> None:
-    """Store the blocks of an archive in a tier. Each is verified; existing blocks stay."""
-    with Deadline(deadline) as limit, opened_input(archive, "archive") as file, Bar("imported") as bar:
-        argument = parse_tier(tier)
-        if bar.shown and archive != "-":
-            bar.expect(os.fstat(file.fileno()).st_size)
-        result = import_archive(argument, file, dry=dry_run, on_block=_progress_of(bar, limit))
-    if json:
-        more = {name: value for name, value in asdict(result).items() if name != "damaged"}
-        _print_report("import", argument, dry_run=dry_run, rows=result.damaged, **more)
-    else:
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.outcomes.items())) or "no blocks"
-        print_line(
-            f"{argument.name}: {outcomes}; {rounded_size(result.size_bytes)} {'verified' if dry_run else 'stored'}"
-        )
-    _say_each("damaged and left out", result.damaged)
-    _say_each("not stored", result.failed)
-    if result.error:
-        say(result.error)
-    if result.damaged:
-        raise Exit(ExitCode.WRONG_BYTES)
-    if not result.is_whole or set(result.outcomes) - {"ok", "exists", "intact"}:
-        raise Exit(ExitCode.FAILED)
-
-
-@contextlib.contextmanager
-def _written(path: str | None) -> Iterator[IO[bytes] | None]:
-    """Open an archive for writing; a complete file is renamed to its final name."""
-    if path is None:
-        yield None
-        return
-    if path == "-":
-        if sys.stdout.isatty():
-            raise ConfigError("An archive is binary. Name a file, or redirect stdout.")
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-        return
-    check_output(Path(path), "The archive")
-    partial = Path(f"{path}.partial")
-    try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    except FileExistsError as error:
-        raise ConfigError(
-            f"{str(partial)!r} exists: another export is running, or one was killed. Remove it."
-        ) from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _progress_of(bar: Bar, limit: Deadline, per_second: float = 0) -> Callable[[int], None]:

@@ -12,7 +12,7 @@ from kvstore.backends.groups import grouped
 from kvstore.backends.holdings import StaleItem, open_holdings
 from kvstore.cli.interruption import run_interruptibly
 from kvstore.cli.tier_argument import TierArgument
-from kvstore.codec.record import RecordCodec, RecordFault, RecordHeader, decode_header
+from kvstore.codec.record import RecordCodec, RecordFault, decode_header
 from kvstore.errors import BackendError, ConfigError, RecordError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, NamespaceInfo, RemovalCause
@@ -29,7 +29,7 @@ _FAILURES_MAX: Final = 16
 """Consecutive unreadable blocks after which the medium counts as failed."""
 
 _PLAIN_BYTES_MAX: Final = 1 << 32
-"""Longest block that a header may claim. An import opens its tier for blocks of the claimed length."""
+"""Longest block that a header may claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,6 @@ class HeldRecord:
 
     block: BlockInfo
     data: memoryview | None = None  # The whole record, valid until the next one is read.
-    header: RecordHeader | None = None  # Its header, if it is intact.
     damage: RecordError | None = None  # Reason for a failed verification.
     error: BackendError | None = None  # Reason for a failed read.
 
@@ -209,14 +208,14 @@ class Medium:
         if not isinstance(result, memoryview):
             return HeldRecord(block)
         try:
-            header = check_record(result, namespace.hex, block.key, alignment=self._holdings.header_bytes)
+            _check_record(result, namespace.hex, block.key, alignment=self._holdings.header_bytes)
         except RecordError as error:
             return HeldRecord(block, result, damage=error)
-        return HeldRecord(block, result, header)
+        return HeldRecord(block, result)
 
 
-def check_record(record: memoryview, namespace: str, key: BlockKey, *, alignment: int) -> RecordHeader:
-    """Check a record as far as possible without the writer's keys and codecs; return the header.
+def _check_record(record: memoryview, namespace: str, key: BlockKey, *, alignment: int) -> None:
+    """Check a record as far as possible without the writer's keys and codecs.
 
     ``namespace`` is a digest in hexadecimal, ``alignment`` the unit of a record's length on the medium.
 
@@ -236,4 +235,4 @@ def check_record(record: memoryview, namespace: str, key: BlockKey, *, alignment
     )
     header, payload = record[: found.header_bytes], record[found.header_bytes :]
     # Every codec and seal is accepted, because the stored payload is checked.
-    return codec.check(key, header, payload, len(record), lambda header: "", decodes=False)
+    codec.check(key, header, payload, len(record), lambda header: "", decodes=False)
