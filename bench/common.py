@@ -1,6 +1,6 @@
 """Shared parts of the programs here: arguments, runs in turns, rows, tables, JSON and exit statuses.
 
-Reports have the format of kvstore-bench, whose ``compare`` and ``plot`` read them. Exit statuses are those of
+Reports have the format of kvstore-bench, whose ``plot`` reads them. Exit statuses are those of
 kvstore-bench, too.
 """
 

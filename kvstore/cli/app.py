@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvstore.cli import backends, check, config, doctor, lifecycle, top
-from kvstore.cli.bench import compare, plot, record, replay, run, size, verify
+from kvstore.cli.bench import plot, record, replay, run, size, verify
 from kvstore.cli.command_line import Context, Exit, ExitCode, Typer, VersionFlag, forget_stdout, make_app
 from kvstore.cli.holdings import commands as medium
 from kvstore.cli.holdings import why
@@ -19,7 +19,6 @@ from kvstore.errors import ConfigError, KVStoreError
 _OF_BENCH: Final[dict[str, Callable[..., None]]] = {
     "run": run.run,
     "sweep": run.sweep,
-    "compare": compare.compare,
     "record": record.record,
     "replay": replay.replay_command,
     "plot": plot.plot,

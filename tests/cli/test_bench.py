@@ -364,7 +364,6 @@ def test_verify_leaves_nothing(tmp_path: Path, backend: str) -> None:
         (["run", "--runs", "0"], "--runs is 0"),
         (["run", "--duration", "0s"], "--duration is 0.0"),
         (["run", "-t", "file:///no/such/dir?capacity=1GiB"], "can't be made"),
-        (["compare", "/no/such.json", "/no/such.json"], "can't be read"),
         (["plot", "/no/such.json"], "can't be read"),
         (["run", "--no-such-option"], "No such option"),
     ],

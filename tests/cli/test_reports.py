@@ -1,4 +1,4 @@
-"""Outputs from reports: comparisons, plots, one HTML page; and the doctor's lines."""
+"""Outputs from reports: plots, one HTML page; and the doctor's lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from kvstore.cli.bench.compare import compared, differences
 from kvstore.cli.bench.histogram import Latencies
 from kvstore.cli.bench.plot import html_report, pictures_of
 from kvstore.cli.report import Report, median_row, probe_direct
@@ -64,78 +63,13 @@ def measured_rows() -> list[dict[str, Any]]:
     return rows + replays
 
 
-def test_the_same_is_the_same(tmp_path: Path) -> None:
-    """Two equal reports have no difference and exceed no limit."""
-    a, b = report_file(tmp_path / "a.json", ROW), report_file(tmp_path / "b.json", ROW)
-    done = run_here("bench", "compare", str(a), str(b), "--fail-over", "0%")
-    assert done.returncode == 0, done.stderr
-    assert "Parameters: the same" in done.stdout
-    assert "+0.0%" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "status"),
-    [
-        ({"gb_per_s": 1.7}, ["10%"], 1),
-        ({"gb_per_s": 1.7}, ["20"], 0),
-        ({"latency_s_p99": 0.006}, ["10%"], 1),
-        ({"gb_per_s": 4.0, "latency_s_p99": 0.001}, ["10%"], 0),
-        ({"cpu_s_per_gb": 5.0}, ["10%"], 0),
-        ({"cpu_s_per_gb": 5.0}, ["10%", "--metric", "cpu_s_per_gb"], 1),
-    ],
-)
-def test_worse_fails(tmp_path: Path, change: dict[str, float], options: list[str], status: int) -> None:
-    """Only a value worse by more than the limit gives exit status 1; ``--metric`` selects the numbers."""
-    a, b = report_file(tmp_path / "a.json", ROW), report_file(tmp_path / "b.json", ROW | change)
-    done = run_here("bench", "compare", str(a), str(b), "--fail-over", *options)
-    assert done.returncode == status
-    assert ("WORSE" in done.stderr) == bool(status)
-
-
-def test_baselines_are_not_judged() -> None:
-    """A slower drive is not a fault of kvstore."""
-    slower = ROW | {"system": "fio", "gb_per_s": 1.0}
-    assert compared([ROW | {"system": "fio"}], [slower], ["gb_per_s"], 0.1)[0]["worse"] == []
-
-
-def test_comparison_lists_differences(tmp_path: Path) -> None:
-    """Different parameters, machines and rows of only one report are listed; --json has them too."""
-    a = report_file(tmp_path / "a.json", ROW, ROW | {"op": "store"}, jobs=4, tiers=[{"backend": "file", "threads": 16}])
-    b = report_file(tmp_path / "b.json", ROW, jobs=8, tiers=[{"backend": "file", "threads": 8}])
-    done = run_here("bench", "compare", str(a), str(b))
-    assert "jobs: 4 -> 8" in done.stdout
-    assert "tiers[0].threads: 16 -> 8" in done.stdout
-    assert "Only in A: kvstore-file store 128KiB, 4 jobs of 16, load, thread" in done.stdout
-    report = report_of(run_here("bench", "compare", str(a), str(b), "--json"))
-    assert report["differences"]["parameters"] == {"jobs": [4, 8], "tiers[0].threads": [16, 8]}
-    assert len(report["only_in"]["a"]) == 1
-
-
-def test_replays_are_compared_by_hits(tmp_path: Path) -> None:
-    """Replays are compared by hit rate, per policy and capacity."""
-    rows = [row for row in measured_rows() if row["bench"] == "replay"]
-    a = report_file(tmp_path / "a.json", *rows)
-    b = report_file(tmp_path / "b.json", *(row | {"hit_rate": row["hit_rate"] / 2} for row in rows))
-    done = run_here("bench", "compare", str(a), str(b), "--fail-over", "10%", "--metric", "hit_rate")
-    assert done.returncode == 1
-    assert re.search(r"lru +4 GiB +50.00% +25.00% +-50.0%", done.stdout), done.stdout
-
-
-def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
-    """Reports of different measurements can't be compared, and other files are refused."""
-    a = report_file(tmp_path / "a.json", ROW)
-    b = report_file(tmp_path / "b.json", ROW | {"op": "store"})
-    assert run_here("bench", "compare", str(a), str(b)).returncode == 2
-    b.write_text('{"schema": 1}')
-    assert "has no rows" in run_here("bench", "compare", str(a), str(b)).stderr
-    b.write_text('{"schema": 99, "rows": []}')
-    assert "schema 99" in run_here("bench", "compare", str(a), str(b)).stderr
-
-
-def test_dates_and_temporary_paths_are_no_differences() -> None:
-    """Dates and paths of temporary directories are not differences."""
-    a, b = {"date": 1, "tiers": [{"path": "/tmp/x", "io": "thread"}]}, {"date": 2, "tiers": [{"path": "/tmp/y"}]}
-    assert differences(a, b) == {"tiers[0].io": ["thread", None]}
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    """A file that is no report, and a report of an unknown schema, are refused."""
+    path = tmp_path / "a.json"
+    path.write_text('{"schema": 1}')
+    assert "has no rows" in run_here("bench", "plot", str(path)).stderr
+    path.write_text('{"schema": 99, "rows": []}')
+    assert "schema 99" in run_here("bench", "plot", str(path)).stderr
 
 
 @pytest.mark.program
