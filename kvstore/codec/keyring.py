@@ -1,6 +1,6 @@
 """Keyring: the master keys of seals, their sources, and their rotation while a tier runs.
 
-A keyring is a JSON document in a file, an environment variable or the output of a command::
+A keyring is a JSON document in a file or an environment variable::
 
     {"current": 2, "keys": {"1": "<base64>", "2": "<base64>"}, "salts": {"acme": "<base64>"}, "names": "<base64>"}
 
@@ -18,15 +18,10 @@ import hmac
 import json
 import logging
 import os
-import select
-import shutil
-import signal
 import stat
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -48,14 +43,8 @@ _KEY_ID_MAX: Final = 2**32 - 1
 """A key id has four bytes in a header."""
 _DOCUMENT_BYTES_MAX: Final = 1 << 20
 """Longest keyring, with about ten thousand salts. A longer document is the wrong file."""
-_COMMAND_TIMEOUT_S: Final = 10.0
-"""Time limit of a command; a vault on the network answers within a second or is down."""
-_COMMAND_LOOK_S: Final = 0.05
-"""Interval of checks for the end of a command without output."""
-_PIPE_BYTES: Final = 65536
-"""Capacity of a pipe, and so the maximum of one read."""
 _UNKNOWN_PAUSE_S: Final = 1.0
-"""Minimum time between readings for unknown key ids: forged records must not each cause a request to a vault."""
+"""Minimum time between readings for unknown key ids: forged records must not each cause a reading."""
 _WARN_AGAIN_S: Final = 60.0
 """Interval of log lines for a continuing problem. A missing key or salt is logged once until the keyring changes, as it
 is often intended."""
@@ -70,21 +59,20 @@ _WARNINGS_MAX: Final = 256
 
 
 class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Source of a keyring: exactly one of ``file``, ``env`` and ``command``. It contains no secret itself."""
+    """Source of a keyring: exactly one of ``file`` and ``env``. It contains no secret itself."""
 
     file: Path | None = None  # Path of the document.
     env: str = ""
     """Environment variable with the document. It can't change while the process runs, so keys can't rotate."""
-    command: tuple[str, ...] = ()  # Program and arguments that print the document, run without a shell.
     # A removed key is forgotten within half a minute; reading a small file that often costs nothing.
     refresh: Seconds = Seconds(30)  # Age at which the document is read again when it is used.
 
     def __post_init__(self) -> None:
         if not isinstance(self.refresh, Seconds):
             msgspec.structs.force_setattr(self, "refresh", Seconds(self.refresh))
-        given = sum(map(bool, (self.file, self.env, self.command)))
+        given = sum(map(bool, (self.file, self.env)))
         if given != 1:
-            raise ConfigError(f"'keys' names {given} sources. Expected exactly one of 'file', 'env' and 'command'.")
+            raise ConfigError(f"'keys' names {given} sources. Expected exactly one of 'file' and 'env'.")
         # Not shown: it may be a key or the document itself.
         if self.env and not (self.env.isascii() and self.env.isidentifier()):
             raise ConfigError("'env' (not shown) names no environment variable. Expected a name such as 'KV_KEYS'.")
@@ -93,8 +81,7 @@ class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     def __str__(self) -> str:
         if self.file is not None:
             return f"file {shown_path(str(self.file))}"
-        # A command's arguments are omitted: they may contain a token.
-        return f"environment variable {shown_variable(self.env)}" if self.env else f"command {_program(self.command)}"
+        return f"environment variable {shown_variable(self.env)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +177,7 @@ class Keyring:
         logger.warning("Key %d %s (keyring: %s). %s", key_id, problem, self._source, what_to_do)
 
     def _start_reading(self) -> None:
-        """Read the document on a thread, unless one is running: a slow vault must not delay blocks."""
+        """Read the document on a thread, unless one is running: a slow filesystem must not delay blocks."""
         with self._lock:
             if self._reading:
                 return
@@ -236,13 +223,11 @@ def _new_secret() -> str:
 def _read_keys(source: KeySource) -> Keys:
     if source.file is not None:
         data = _read_file(source.file)
-    elif source.env:
+    else:
         text = os.environ.get(source.env)
         if text is None:
             raise ConfigError(f"The keyring's {source} is not set. Give the name of one that the engine's process has.")
         data = text.encode(errors="replace")
-    else:
-        data = _run_command(source.command)
     if len(data) > _DOCUMENT_BYTES_MAX:
         raise ConfigError(f"The keyring in {source} is longer than {_DOCUMENT_BYTES_MAX} bytes. Is it the right one?")
     return _parse(data, str(source))
@@ -273,75 +258,6 @@ def _warn_of_mode(path: Path, mode: int) -> None:
             shown_path(str(path)),
             mode,
         )
-
-
-def _run_command(command: tuple[str, ...]) -> bytes:
-    name = _program(command)
-    try:
-        # stderr is not shown, because it may contain secrets.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    except (OSError, ValueError) as error:
-        # Not chained: a ValueError (a zero byte) may quote the command.
-        why = error.strerror if isinstance(error, OSError) else "it is not a program"
-        raise ConfigError(
-            f"The keyring's command {name} can't be run: {why}. Give a program and its arguments as a list."
-        ) from None
-    try:
-        data = _output_of(process, time.monotonic() + _COMMAND_TIMEOUT_S)
-    finally:
-        _kill_all(process)
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-    if process.returncode and len(data) <= _DOCUMENT_BYTES_MAX:
-        ended = f"ended with status {process.returncode} (it has {_COMMAND_TIMEOUT_S:g} s)"
-        raise ConfigError(f"The keyring's command {name} {ended}. Run it by hand, as the engine's user.")
-    return data
-
-
-def _output_of(process: subprocess.Popen[bytes], deadline: float) -> bytes:
-    """Return the output of a command at its end, at the deadline, or when it is longer than a keyring.
-
-    Waits for the end of the process instead of the pipe, which a background process may keep open.
-    """
-    data = b""
-    fd = -1 if process.stdout is None else process.stdout.fileno()
-    os.set_blocking(fd, False)
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    while len(data) <= _DOCUMENT_BYTES_MAX and time.monotonic() < deadline:
-        # Checked before the pipe: when a command has ended, its whole output is in the pipe.
-        has_ended = process.poll() is not None
-        if poll.poll(0 if has_ended else _COMMAND_LOOK_S * 1000):
-            piece = os.read(fd, _PIPE_BYTES)
-            data += piece
-            if piece:
-                continue
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            break
-        if has_ended:
-            break
-    return data
-
-
-def _kill_all(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command that has not ended, with its process group."""
-    if process.poll() is None:  # The group id is valid while its leader has not been reaped.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _program(command: tuple[str, ...]) -> str:
-    """Return the form of a command in messages: its program, or only the length of a text that is not a program."""
-    found = shutil.which(command[0]) if "\0" not in command[0] else None
-    return repr(command[0]) if found else shown_path(command[0])
 
 
 def _what_is_there(keys: Keys) -> tuple[frozenset[int], frozenset[str] | None]:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
-import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ from kvstore.codec import keyring
 from kvstore.codec.keyring import Keyring, KeySource, hkdf_sha256, new_document
 from kvstore.config import decode_config
 from kvstore.errors import ConfigError
+from kvstore.files import open_regular
 from tests.seal.keyrings import document, secret, soon, write
 
 
@@ -41,17 +38,11 @@ def test_hkdf_is_that_of_the_rfc() -> None:
     )
 
 
-def test_the_three_sources_give_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file, an environment variable and a command's output are read in the same way."""
+def test_both_sources_give_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file and an environment variable are read in the same way."""
     path = write(tmp_path / "keys", document(1, 7, salts={"acme": secret(9)}, names=secret(8)))
     monkeypatch.setenv("KV_KEYRING", path.read_text())
-    program = "import sys; print(open(sys.argv[1]).read())"
-    sources = [
-        KeySource(file=path),
-        KeySource(env="KV_KEYRING"),
-        KeySource(command=(sys.executable, "-c", program, str(path))),
-    ]
-    for source in sources:
+    for source in (KeySource(file=path), KeySource(env="KV_KEYRING")):
         keys = Keyring(source).keys
         assert (keys.current, dict(keys.masters)) == (7, {1: b"\x01" * 32, 7: b"\x07" * 32})
         assert (dict(keys.salts or {}), keys.names) == ({"acme": b"\x09" * 32}, b"\x08" * 32)
@@ -75,44 +66,20 @@ def test_a_new_document_is_a_keyring(tmp_path: Path) -> None:
         ({"env": "KV_THERE_IS_NONE"}, "is not set"),
         ({"file": "/dev/zero"}, "not a regular file"),
         ({"file": "/no/such/keyring"}, "can't be read"),
-        ({"command": ["/no/such/program"]}, "can't be run"),
-        ({"command": ["false", "--token=hunter2"]}, "ended with status 1"),
-        ({"command": ["cat", "/dev/zero"]}, "longer than"),
     ],
 )
 def test_a_source_that_can_not_be_used_is_refused(given: dict[str, Any], says: str) -> None:
-    """A source is exactly one of three and readable; the error names it, but no argument of a command."""
-    with pytest.raises(ConfigError, match=says) as caught:
+    """A source is exactly one of two and readable; the error names it."""
+    with pytest.raises(ConfigError, match=says):
         Keyring(decode_config(KeySource, given, where="keyring"))
-    assert "hunter2" not in str(caught.value)
 
 
-def test_hanging_command_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script with a hanging child does not delay the start of an engine: the child is killed in time too."""
-    monkeypatch.setattr("kvstore.codec.keyring._COMMAND_TIMEOUT_S", 0.5)
-    with pytest.raises(ConfigError, match="ended with status -9"):
-        # The read would last as long as the child if the other end of the pipe stayed open.
-        Keyring(KeySource(command=("sh", "-c", "sleep 1000 & wait")))
-
-
-def test_command_output_is_read_when_the_command_ends(tmp_path: Path) -> None:
-    """The output is read when the command has ended, even if a daemon that it started keeps the output open."""
-    pid_file = tmp_path / "pid"
+def test_a_document_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    """A file of more than a megabyte is the wrong file, even if it begins with a keyring."""
     path = write(tmp_path / "keys", document(1))
-    script = f"setsid sh -c 'echo $$ > {pid_file}; exec sleep 1000' & while ! [ -s {pid_file} ]; do :; done; cat {path}"
-    begun = time.monotonic()
-    try:
-        assert Keyring(KeySource(command=("sh", "-c", script))).keys.current == 1
-        assert time.monotonic() - begun < keyring._COMMAND_TIMEOUT_S
-    finally:
-        os.kill(int(pid_file.read_text()), signal.SIGKILL)
-
-
-def test_a_command_that_closes_its_output_and_goes_on_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command is killed at its time limit, even if its output is closed."""
-    monkeypatch.setattr(keyring, "_COMMAND_TIMEOUT_S", 0.5)
-    with pytest.raises(ConfigError, match="ended with status -9"):
-        Keyring(KeySource(command=("sh", "-c", "exec >&-; sleep 1000")))
+    path.write_text(path.read_text().ljust((1 << 20) + 1))
+    with pytest.raises(ConfigError, match="longer than 1048576 bytes"):
+        Keyring(KeySource(file=path))
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o440, False), (0o604, True), (0o660, True)])
@@ -129,7 +96,7 @@ def test_a_keyring_that_others_may_use_is_warned_of(
     assert all(f"{mode:04o}" in text and str(path) in text for text in told)
 
 
-@pytest.mark.parametrize("kind", ["file", "command", "env"])
+@pytest.mark.parametrize("kind", ["file", "env"])
 @pytest.mark.parametrize(
     "key",
     [
@@ -150,11 +117,10 @@ def test_a_keyring_that_others_may_use_is_warned_of(
     ids=range(13),
 )
 def test_a_key_in_the_place_of_its_source_is_not_shown(kind: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key in place of its path, program or variable: the error contains no six consecutive characters of the key."""
+    """A key in place of its path or variable: the error contains no six consecutive characters of the key."""
     monkeypatch.delenv(key.replace("\0", ""), raising=False)
-    given = {kind: [key] if kind == "command" else key}
     with pytest.raises(ConfigError) as caught:
-        Keyring(decode_config(KeySource, given, where="keyring"))
+        Keyring(decode_config(KeySource, {kind: key}, where="keyring"))
     error: BaseException | None = caught.value
     # The name of a directory of this machine is not secret.
     hidden = key.removeprefix("/tmp/")
@@ -165,12 +131,11 @@ def test_a_key_in_the_place_of_its_source_is_not_shown(kind: str, key: str, monk
 
 
 def test_a_source_that_is_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error names a missing keyring in an existing directory, a program, and a variable."""
+    """An error names a missing keyring in an existing directory, and a variable."""
     monkeypatch.setenv("odd", "no keyring")
     for given, name in (
         ({"file": str(tmp_path / "kvstore_keys")}, "kvstore_keys"),
         ({"file": str(tmp_path)}, tmp_path.name),
-        ({"command": ["false"]}, "'false'"),
         ({"env": "KV_THERE_IS_NONE"}, "'KV_THERE_IS_NONE'"),
         ({"env": "odd"}, "'odd'"),
     ):
@@ -242,25 +207,29 @@ def test_a_change_is_seen_after_the_period(tmp_path: Path) -> None:
     assert set(ring.keys.masters) == {2}
 
 
-def test_unknown_key_ids_cause_a_bounded_number_of_reads(tmp_path: Path) -> None:
+def test_unknown_key_ids_cause_a_bounded_number_of_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record of an unknown key starts a read; a thousand such records within a second start no further one."""
     clock = Clock()
-    counted = tmp_path / "count"
+    opened: list[Path] = []
+
+    def open_counted(path: Path) -> Any:
+        opened.append(path)
+        return open_regular(path)
+
+    monkeypatch.setattr(keyring, "open_regular", open_counted)
     path = write(tmp_path / "keys", document(1))
-    program = f"open({str(counted)!r}, 'a').write('x'); print(open({str(path)!r}).read())"
-    ring = Keyring(KeySource(command=(sys.executable, "-c", program), refresh=3600), clock)
+    ring = Keyring(KeySource(file=path, refresh=3600), clock)
     write(path, document(1, 2))
     ring.note_unknown()
-    assert counted.read_text() == "x"
+    assert not ring._reading and len(opened) == 1
     clock.now += 1
     for _ in range(1000):
         ring.note_unknown()
-    soon(lambda: 2 in ring.keys.masters, what="the new key")
+    soon(lambda: 2 in ring.keys.masters and not ring._reading, what="the new key")
     for _ in range(1000):
         ring.note_unknown()
     # A new read would show here at once, but in the count only later.
-    assert not ring._reading
-    assert counted.read_text() == "xx"
+    assert not ring._reading and len(opened) == 2
 
 
 def test_a_reading_that_fails_keeps_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
