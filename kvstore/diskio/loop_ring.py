@@ -113,10 +113,6 @@ class LoopRing:
             raise
         return batch.results
 
-    def hold(self, files: Sequence[int]) -> None:
-        """Keep files open until the last operation has ended, even if the process is killed. Raises OSError."""
-        self._ring.hold(files)
-
     def close(self) -> None:
         """Release the ring; only when no operation is in flight. Idempotent."""
         if self._resume is not None:
@@ -151,7 +147,6 @@ class LoopRing:
                 budget_bytes -= size_bytes
                 if batch.submitted == len(batch.sqes):
                     queue.popleft()
-                    self._end_if_done(batch)
                 if self._in_flight:
                     _at_work.add(self)
                 if taken < count:
@@ -197,7 +192,8 @@ class LoopRing:
             self._end_if_done(batch)
         if not self._in_flight:
             _at_work.discard(self)
-        self._submit()
+        if any(self._queues.values()):
+            self._submit()
 
     def _adapt(self, batch: _Batch, size_bytes: int) -> None:
         """Adapt the limit of bytes in flight to the duration of an operation."""

@@ -31,7 +31,6 @@ _OFF_SQES: Final = 0x10000000
 
 _SETUP_CLAMP: Final = 1 << 4
 _REGISTER_FILES: Final = 2
-_UNREGISTER_FILES: Final = 3
 _REGISTER_EVENTFD: Final = 4
 
 SQE_ASYNC: Final = 1 << 4
@@ -106,7 +105,8 @@ class Ring:
             self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             register(self._fd, _REGISTER_EVENTFD, [self.event_fd])
             # Makes operations in flight at a kill visible to other processes, see kvstore.runtime.lifetime.
-            self.hold([])
+            if (lifetime := held()) is not None:
+                register(self._fd, _REGISTER_FILES, [lifetime])
         except OSError as error:
             self.close()
             raise OSError(error.errno, f"io_uring can't be set up: {error.strerror}") from error
@@ -145,19 +145,6 @@ class Ring:
         if len(done):
             self._cq_head[0] = tail
         return list(zip(done["user_data"].tolist(), done["res"].tolist(), strict=True))
-
-    def hold(self, files: Sequence[int]) -> None:
-        """Keep files, and the locks on them, open until the last operation has ended. Raises OSError.
-
-        Call it only while no operation is in flight; it replaces the files given before. The process's lifetime lock is
-        always held, too.
-        """
-        lifetime = held()
-        with contextlib.suppress(OSError):
-            # ENXIO: no files were registered.
-            register(self._fd, _UNREGISTER_FILES, [])
-        if files := [*files, *([] if lifetime is None else [lifetime])]:
-            register(self._fd, _REGISTER_FILES, files)
 
     def close(self) -> None:
         """Release the ring; only when no operation is in flight. Idempotent."""

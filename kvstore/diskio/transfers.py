@@ -106,18 +106,6 @@ class TransferEngine:
         if not self.disk.supports_nowait(fd):
             self._slow_fds.add(fd)
 
-    def hold(self, files: Sequence[int]) -> None:
-        """Keep the locks on files until the last operation has ended, even if the process is killed.
-
-        No engine can then adopt a directory to which a killed engine still writes. Threads do not need this: a process
-        ends only after all of its threads have returned from the kernel.
-        """
-        if self._ring is not None:
-            try:
-                self._ring.hold(files)
-            except OSError as error:
-                _log.warning("the ring can't hold locks (%s); a killed process may write after it has let go", error)
-
     # Plain functions, because a coroutine that only awaits another one takes part in each of its resumptions.
     def read(
         self, transfers: Sequence[Transfer], precedence: Precedence = Precedence.LOAD
@@ -190,44 +178,48 @@ class TransferEngine:
     ) -> None:
         if self._closing:
             raise OSError(errno.ESHUTDOWN, "the transfer engine is closed")
+        runs, sizes, fds = _runs(transfers)
         with self._batches:
             if self._ring is None:
-                work = [partial(_do, call, run) for run in _runs(transfers)[0]]
-                await self._threads.run(work, precedence=precedence)
-            else:
-                await self._by_ring(self._ring, op, call, transfers, precedence)
+                await self._threads.run([partial(_do, call, run) for run in runs], precedence=precedence)
+                return
+            # All runs in one batch of operations.
+            start = partial(self._start, self._ring, op, runs, sizes, fds, precedence)
+            results = await self.disk.awaited_syscalls(_NAMES[op], fds, start)
+            left = []
+            for run, size_bytes, result in zip(runs, sizes, results, strict=True):
+                if result == size_bytes:
+                    for transfer in run:
+                        transfer.done_bytes = transfer.size_bytes
+                elif len(run) > 1:
+                    left += [partial(_complete, call, transfer, 0) for transfer in run]
+                elif result < 0 and -result not in _REPEATED:
+                    run[0].error = OSError(-result, os.strerror(-result))
+                    run[0].done_bytes = 0
+                else:
+                    done = max(0, result)
+                    left.append(partial(_complete, call, run[0], done - done % _ALIGNMENT))
+            if left:
+                # Plain calls complete the short ones.
+                await self._threads.run(left, precedence=precedence)
 
-    async def _by_ring(
-        self, ring: LoopRing, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], precedence: Precedence
-    ) -> None:
-        """Move runs in one batch of operations, and complete short ones by plain calls."""
-        runs, sizes = _runs(transfers)
-
-        async def move(at: Sequence[int]) -> list[int]:
-            chosen, moved = runs, sizes
-            if len(at) < len(runs):
-                chosen, moved = [runs[i] for i in at], [sizes[i] for i in at]
-            sqes, iovecs = _operations(op, chosen)
-            if self._slow_fds:
-                sqes["flags"] = [SQE_ASYNC if run[0].fd in self._slow_fds else 0 for run in chosen]
-            return await ring.run(sqes, moved, precedence=precedence, keep=(iovecs, chosen))
-
-        results = await self.disk.awaited_syscalls(_NAMES[op], [run[0].fd for run in runs], move)
-        left = []
-        for run, size_bytes, result in zip(runs, sizes, results, strict=True):
-            if result == size_bytes:
-                for transfer in run:
-                    transfer.done_bytes = transfer.size_bytes
-            elif len(run) > 1:
-                left += [partial(_complete, call, transfer, 0) for transfer in run]
-            elif result < 0 and -result not in _REPEATED:
-                run[0].error = OSError(-result, os.strerror(-result))
-                run[0].done_bytes = 0
-            else:
-                done = max(0, result)
-                left.append(partial(_complete, call, run[0], done - done % _ALIGNMENT))
-        if left:
-            await self._threads.run(left, precedence=precedence)
+    def _start(
+        self,
+        ring: LoopRing,
+        op: Op,
+        runs: Sequence[_Run],
+        sizes: Sequence[int],
+        fds: Sequence[int],
+        precedence: Precedence,
+        at: Sequence[int],
+    ) -> Coroutine[Any, Any, list[int]]:
+        """Return the move of the runs at some positions."""
+        if len(at) < len(runs):
+            runs, sizes, fds = [runs[i] for i in at], [sizes[i] for i in at], [fds[i] for i in at]
+        sqes, iovecs = _operations(op, runs, fds)
+        if self._slow_fds:
+            sqes["flags"] = [SQE_ASYNC if fd in self._slow_fds else 0 for fd in fds]
+        return ring.run(sqes, sizes, precedence=precedence, keep=(iovecs, runs))
 
 
 def _loop_ring(choice: EngineChoice) -> LoopRing | None:
@@ -243,10 +235,11 @@ def _loop_ring(choice: EngineChoice) -> LoopRing | None:
     return None
 
 
-def _runs(transfers: Sequence[Transfer]) -> tuple[list[_Run], list[int]]:
-    """Group transfers that are adjacent in a file; return the groups and their lengths in bytes."""
+def _runs(transfers: Sequence[Transfer]) -> tuple[list[_Run], list[int], list[int]]:
+    """Group transfers that are adjacent in a file; return the groups, their lengths in bytes and their files."""
     runs: list[_Run] = []
     sizes: list[int] = []
+    fds: list[int] = []
     fd, end, length, buffers = -1, -1, 0, 0
     for transfer in transfers:
         length += transfer.size_bytes
@@ -259,15 +252,16 @@ def _runs(transfers: Sequence[Transfer]) -> tuple[list[_Run], list[int]]:
             runs.append([transfer])
             fd, length, buffers = transfer.fd, transfer.size_bytes, len(transfer.buffers)
             sizes.append(length)
+            fds.append(fd)
         end = transfer.offset + transfer.size_bytes
-    return runs, sizes
+    return runs, sizes, fds
 
 
-def _operations(op: Op, runs: list[_Run]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def _operations(op: Op, runs: Sequence[_Run], fds: Sequence[int]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Return a vectored operation for each run, and the iovecs, which must live until the operations are submitted."""
     addresses: list[int] = []
     lengths: list[int] = []
-    fds, offsets, counts = [], [], []
+    offsets, counts = [], []
     # One loop: this runs for each batch, and a comprehension is a call.
     for run in runs:
         before = len(lengths)
@@ -275,7 +269,6 @@ def _operations(op: Op, runs: list[_Run]) -> tuple[npt.NDArray[Any], npt.NDArray
             addresses += transfer.addresses or map(address_of, transfer.buffers)
             for buffer in transfer.buffers:
                 lengths.append(buffer.nbytes)
-        fds.append(run[0].fd)
         offsets.append(run[0].offset)
         counts.append(len(lengths) - before)
     iovecs: npt.NDArray[Any] = np.empty(len(lengths), IOVEC)

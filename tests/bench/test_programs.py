@@ -65,13 +65,14 @@ sys.exit(module.main())
 """
 """Runs a benchmark of servers, by the name of its module, with another command than `vllm serve`."""
 
-DIRECTORIES = ("disk", "engine_thread", "hedge", "visibility")
+DIRECTORIES = ("density", "disk", "engine_thread", "hedge", "visibility")
 """Benchmarks that store in a directory, which a killed run leaves behind."""
 
 PROGRAMS = {
     "bench/codec.py": "--quick --runs 1 --dtypes bf16",
     "bench/cuda_copy.py": "--quick --runs 1 --no-spin",
     "bench/data_plane.py": "--quick --runs 1 --sizes 2048",
+    "bench/density.py": "--quick",
     "bench/disk.py": "--quick --systems kvstore-file --engines 1 4 --runs 1",
     "bench/engine_thread.py": "--quick --runs 1 --systems kvstore-file kvstore-file-thread fio",
     "bench/events.py": "--quick --steps 2",

@@ -107,9 +107,6 @@ ACCEPTED: Final[dict[str, str]] = {
     ),
     "shifted: `header.record_bytes <= RedisHoldings.record_bytes_max`"
     " -> `(header.record_bytes < RedisHoldings.record_bytes_max)`": "no block is as long as the bound, 4 GiB",
-    "shifted: `len(self._written[0]) < _WRITTEN_MAX` -> `(len(self._written[0]) <= _WRITTEN_MAX)`": (
-        "the bound is of memory; a full set rules nothing out, and neither does one with a name more"
-    ),
     "operand dropped: `self._backfill_uses or 1` -> `(self._backfill_uses)`": (
         "for the type checker: blocks are copied to faster tiers only if the number is given"
     ),

@@ -17,7 +17,7 @@ from kvstore.testing.seeds import fresh_seed
 from tests.campaign.program import ROOT, failed, passed, seconds
 
 NAMES = (
-    "record", "coded", "descriptor", "journal", "directory", "pack", "resp", "http", "peer", "config",
+    "record", "coded", "table", "directory", "pack", "resp", "http", "peer", "config",
 )  # fmt: skip
 FUZZERS = Path("/tmp/fuzz")
 """Where ``pip install --target /tmp/fuzz atheris`` puts Atheris."""

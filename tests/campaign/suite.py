@@ -53,7 +53,7 @@ GOALS: Final[dict[str, str]] = {
     "R25": (
         "tests/codec/test_hostile.py tests/codec/test_contract.py tests/redis/test_hostile.py"
         " tests/redis/test_resp.py tests/s3/test_http.py tests/disk/test_recovery.py -k"
-        " 'bomb or gibibyte or endless or bounded or tiny_chunks or broken_answers or planted_snapshot'"
+        " 'bomb or gibibyte or endless or bounded or tiny_chunks or broken_answers or planted_table'"
     ),
     "R26": "tests/s3/test_secrets.py tests/test_secret.py tests/redis/test_config.py tests/peer/test_config.py",
     "R27": "tests/disk/test_recovery.py tests/disk/test_open.py -k 'modes or umask or everybody'",

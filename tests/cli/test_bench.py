@@ -385,7 +385,7 @@ def test_interrupted_bench_prints_a_partial_report(tmp_path: Path, warmup: str) 
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         try:
             # More blocks than the working set: the measurement is running.
-            eventually(lambda: len(placed(tmp_path)) > 64, timeout_s=60)
+            eventually(lambda: len(placed(tmp_path)) > 128, timeout_s=60)
             program.send_signal(signal.SIGINT)
             out, err = program.communicate(timeout=60)
         finally:

@@ -93,6 +93,14 @@ class Rig:
         return {info.key async for info in self.backend.scan()}
 
 
+async def proved(rig: Rig, values: dict[BlockKey, bytes]) -> int:
+    """Check that every block found is right; return the number of blocks found."""
+    got = await rig.get(list(values))
+    for payload, back in zip(values.values(), got, strict=True):
+        assert back in (None, payload)
+    return sum(back is not None for back in got)
+
+
 async def stores(rig: Rig, count: int) -> Counter[Outcome]:
     """Store new blocks one by one; return the outcomes."""
     return Counter([outcome for _ in range(count) for outcome in await rig.put(rig.new(1))])
@@ -152,6 +160,12 @@ async def opened(
         yield rig
     finally:
         await backend.close()
+
+
+async def filled(path: Path, count: int, slots: int = 64) -> dict[BlockKey, bytes]:
+    """Fill a root with blocks."""
+    async with opened(path, slots) as rig:
+        return await rig.put_new(count)
 
 
 def segment_bytes(root: Path) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.backends.disk import index as index_module
+from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
 from tests.disk.rig import BadDisk, Rig, opened
 
@@ -127,3 +130,27 @@ async def test_all_roots_fail(tmp_path: Path) -> None:
         disk.ops, disk.bad = ("pwritev",), str(tmp_path)
         assert Outcome.OK not in await stores(rig, 300)
         assert len(rig.removed) <= BLOCKS // 8 + 8
+
+
+def open_below(root: Path) -> list[str]:
+    """Return the open files of this process in a directory."""
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return [name for link in links if os.path.lexists(link) and (name := os.path.realpath(link)).startswith(str(root))]
+
+
+@pytest.mark.parametrize("engine", ["threads", "auto"])
+@pytest.mark.parametrize("turns", [1, 2, 5, 20])
+async def test_cancelled_close_frees_all_files(tmp_path: Path, engine: str, turns: int) -> None:
+    """However far it came, no file stays open and no lock is held once the last operation has ended."""
+    async with opened(tmp_path, 64, engine=engine) as rig:
+        values = await rig.put_new(8)
+        storing = asyncio.create_task(rig.put(rig.new(4)))
+        closing = asyncio.create_task(rig.backend.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(storing, closing, return_exceptions=True)
+        await eventually_async(lambda: not open_below(tmp_path), what="no file open")
+    async with opened(tmp_path, 64, engine=engine) as rig:
+        assert rig.backend.stats().blocks >= 8
+        await rig.has_all(values)

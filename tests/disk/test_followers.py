@@ -156,11 +156,16 @@ async def test_blocks_that_another_engine_reads_are_kept(tmp_path: Path) -> None
     async with opened(tmp_path, 64) as one, opened(tmp_path, 64) as two:
         hot = await one.put_new(4)
         await follows(two, hot)
-        uses = [table.with_suffix(".use") for table in tables(tmp_path)]
+        (table,) = tables(tmp_path)
+        uses = table.with_suffix(".use")
+        uses.touch(0o600)
         for _ in range(6):
+            before = uses.stat().st_mtime_ns
             await two.has_all(hot)
-            await eventually_async(lambda: any(path.exists() for path in uses), what="uses are reported")
-            await eventually_async(lambda: not any(path.exists() and path.stat().st_size for path in uses))
+            await eventually_async(
+                lambda before=before: uses.stat().st_mtime_ns > before and not uses.stat().st_size,
+                what="uses are reported and counted",
+            )
             await one.put_new(16)
         assert len(one.removed) > 20
         assert not {key for key, _ in one.removed} & set(hot)
@@ -267,3 +272,22 @@ async def test_block_in_two_engines_is_found_until_both_have_evicted_it(tmp_path
         assert await one.backend.delete(list(values)) == [True]
         await asyncio.sleep(0.1)
         await two.has_all(values)
+
+
+class Unseen(OsDisk):
+    """A read-only mount, on which an engine can't state that it is there."""
+
+    def open_file(self, name: str, flags: int, dir_fd: int) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY and (name.startswith("engine.") or name[:6].isdigit()):
+            raise OSError(errno.EROFS, "read-only")
+        return super().open_file(name, flags, dir_fd)
+
+
+async def test_engine_with_a_read_only_mount_finds_new_blocks(tmp_path: Path) -> None:
+    """An engine that the others can't see finds their blocks, too, a little later."""
+    async with opened(tmp_path, 64) as one, opened(tmp_path, 64, disk=Unseen()) as unseen:
+        # Of one segment, whose table has been read when the second block is stored.
+        for _ in range(3):
+            values = await one.put_new(1)
+            await follows(unseen, values)
+            await unseen.has_all(values)

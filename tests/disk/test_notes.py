@@ -64,11 +64,7 @@ async def test_notes_go_with_their_segment(tmp_path: Path) -> None:
             keys = list(await rig.put_new(4))
             await note(rig, keys)
             assert await heir.backend.notes() == {}
-
-        async def is_taken() -> bool:
-            return all(await heir.backend.exists(keys)) and all(heir.backend.own(keys))
-
-        await eventually_async(is_taken)
+        await eventually_async(lambda: heir.backend.stats().blocks == 4, what="the segment is taken")
         assert (await heir.backend.notes()).keys() == set(keys)
 
 

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from kvstore.diskio import OsDisk
-from kvstore.errors import ConfigError
 from kvstore.tenants import Tenants, tag_of
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
@@ -173,21 +172,6 @@ async def test_roots_in_another_order_have_the_same_blocks(tmp_path: Path) -> No
     async with opened(roots[:1], 32) as rig:
         found = await rig.get(list(values))
         assert 0 < found.count(None) < 30
-
-
-async def test_root_of_a_newer_format_is_refused(tmp_path: Path) -> None:
-    """A root of a newer version is named, and nothing in it is changed."""
-    async with opened(tmp_path / "a", 16) as rig:
-        values = await rig.put_new(5)
-    layout = tmp_path / "a" / ".kvstore" / "disk.json"
-    written = layout.read_text()
-    layout.write_text('{"format": 4}')
-    with pytest.raises(ConfigError, match="format 4"):
-        async with opened(tmp_path / "a", 16):
-            pass
-    layout.write_text(written)
-    async with opened(tmp_path / "a", 16) as rig:
-        await rig.has_all(values)
 
 
 async def test_root_of_an_older_format_is_emptied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -325,3 +325,13 @@ async def test_drive_can_be_replaced_added_and_taken_away(tmp_path: Path) -> Non
     for some in (roots[:2], roots, roots[:1], [roots[0], tmp_path / "d"]):
         async with opened(some, 64) as rig:
             await rig.has_all(await rig.put_new(4))
+
+
+async def test_many_blocks_are_few_files(tmp_path: Path) -> None:
+    """The number of files depends on the bytes, not on the number of blocks (sglang#28653)."""
+    async with opened(tmp_path, "64MiB") as rig:
+        values: dict[bytes, bytes] = {}
+        for _ in range(20):
+            values |= await rig.put_new(200)
+        assert sum(path.is_file() for path in tmp_path.rglob("*")) < 60
+        await rig.has_all(values)

@@ -272,34 +272,26 @@ async def test_short_transfers_resume_at_whole_units(fd: int, choice: EngineChoi
     await engine.close()
 
 
-async def test_a_ring_that_holds_locks_keeps_the_lifetime_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Locks given to a ring, and the lock of the process's lifetime, last until the ring has gone."""
-    names = ("lifetime", "lock")
-    files = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in names]
-    for file in files:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    monkeypatch.setattr("kvstore.diskio.ring.held", lambda: files[0])
+async def test_a_ring_keeps_the_lock_of_the_lifetime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of the process's lifetime lasts until the ring has gone."""
+    path = tmp_path / "lifetime"
+    lifetime = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lifetime, fcntl.LOCK_EX)
+    monkeypatch.setattr("kvstore.diskio.ring.held", lambda: lifetime)
     ring = Ring(4)
-    ring.hold(files[1:])
-    for file in files:
-        os.close(file)
+    os.close(lifetime)
 
-    def free() -> list[bool]:
-        found = []
-        for name in names:
-            other = os.open(tmp_path / name, os.O_RDWR)
+    def is_free() -> bool:
+        with path.open("r+b") as other:
             try:
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found.append(True)
             except BlockingIOError:
-                found.append(False)
-            finally:
-                os.close(other)
-        return found
+                return False
+        return True
 
-    assert free() == [False, False]
+    assert not is_free()
     ring.close()
-    await eventually_async(lambda: free() == [True, True], what="the kernel has let go of the ring")
+    await eventually_async(is_free, what="the kernel has let go of the ring")
 
 
 def test_a_close_is_never_repeated(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def noted(tier: dict[str, Any]) -> bytes:
     """Wait until each block has its note on the disk, written shortly after the block; return all notes."""
 
     def notes() -> bytes:
-        return b"".join(path.read_bytes() for path in Path(tier["path"]).rglob("notes"))
+        return b"".join(path.read_bytes() for path in Path(tier["path"]).rglob("*.notes"))
 
     def whole() -> bool:
         written = notes()

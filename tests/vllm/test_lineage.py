@@ -140,7 +140,7 @@ def run(tmp_path: Path) -> Any:
 
 def notes_of(directory: Path) -> bytes:
     """Return the content of all notes files."""
-    return b"".join(path.read_bytes() for path in directory.rglob("notes"))
+    return b"".join(path.read_bytes() for path in directory.rglob("*.notes"))
 
 
 Start = Callable[..., Scheduler]
@@ -240,7 +240,7 @@ def test_damaged_and_foreign_notes_are_ignored(run: Start) -> None:
     first.store([1, 2, 3])
     first.wait_stored(3)
     first.driver.close()
-    [path] = run.directory.rglob("notes")  # type: ignore[attr-defined]
+    [path] = run.directory.rglob("*.notes")  # type: ignore[attr-defined]
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)

@@ -114,10 +114,10 @@ class Blocks:
 
     def _choose(
         self, writes: Sequence[RecordWrite], outcomes: list[Outcome | None]
-    ) -> tuple[dict[BlockKey, tuple[int, int]], set[asyncio.Future[None]]]:
-        """Select the records to put; return position and digest by key, and the running operations to wait for."""
+    ) -> tuple[dict[BlockKey, tuple[int, int, int]], set[asyncio.Future[None]]]:
+        """Select the records to put; return position, length and digest by key, and running operations to wait for."""
         index = self._index
-        mine: dict[BlockKey, tuple[int, int]] = {}
+        mine: dict[BlockKey, tuple[int, int, int]] = {}
         others: set[asyncio.Future[None]] = set()
         for i, write in enumerate(writes):
             if outcomes[i] is not None:
@@ -127,18 +127,18 @@ class Blocks:
             if (place := index.place(key, digest)) != NOWHERE:
                 self.note_use((place,))
                 outcomes[i] = Outcome.EXISTS
-            elif not 0 < len(key) <= KEY_BYTES_MAX or write.size_bytes > self._record_bytes_max:
+            elif not 0 < len(key) <= KEY_BYTES_MAX or (size_bytes := write.size_bytes) > self._record_bytes_max:
                 self.last_error = f"key of {len(key)} bytes, record of {write.size_bytes}: too long for a slot"
                 outcomes[i] = Outcome.REFUSED
             elif (other := self._claims.of(key)) is not None:
                 others.add(other)
             else:
                 # Of several writes of one key in a call, the first is put now; the others follow in the next round.
-                mine.setdefault(key, (i, digest))
+                mine.setdefault(key, (i, size_bytes, digest))
         return mine, others
 
     async def _put_claimed(
-        self, writes: Sequence[RecordWrite], mine: Sequence[tuple[int, int]], outcomes: list[Outcome | None]
+        self, writes: Sequence[RecordWrite], mine: Sequence[tuple[int, int, int]], outcomes: list[Outcome | None]
     ) -> None:
         """Write claimed records; afterwards every slot is used, free or unsettled, even if this fails."""
         index = self._index
@@ -146,11 +146,11 @@ class Blocks:
         ops: list[SlotWrite] = []
         done: set[int] = set()
         try:
-            found = await self._space.take([writes[i].size_bytes for i, _ in mine])
+            found = await self._space.take([size_bytes for _, size_bytes, _ in mine])
             places = [place for place in found if place != NOWHERE]
             if len(places) < len(mine):
                 self.last_error = "no slot is free: other engines use the capacity, or the disk is full"
-            for (i, digest), place in zip(mine, found, strict=True):
+            for (i, _, digest), place in zip(mine, found, strict=True):
                 if place == NOWHERE:
                     outcomes[i] = Outcome.NO_SPACE
                     continue
@@ -164,12 +164,13 @@ class Blocks:
             publishing = self._publish(ops, outcomes, done)
             await to_the_end(asyncio.get_running_loop().create_task(publishing))
         except OSError as error:
-            for i, _ in mine:
+            for i, _, _ in mine:
                 outcomes[i] = self._failed(error)
         finally:
             self._mover.release(ops)
             if len(done) < len(places):
-                failures = {op.place: op.failure for op in ops}
+                # A write that was cancelled says nothing of its slot.
+                failures = {op.place: op.failure for op in ops if op.done_bytes >= 0}
                 bad = [place for place, error in failures.items() if error is not None and error.errno not in _FULL]
                 index.rest(bad)
                 index.release([place for place in places if place not in done and place not in bad])

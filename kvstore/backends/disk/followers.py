@@ -73,6 +73,7 @@ class Followers:
         self._followed: dict[int, Followed] = {}
         """By the id of the segment."""
         self._changed = asyncio.Event()
+        self._looking = asyncio.Lock()  # One look at a time opens the segments that are new.
         self._watches: set[int] = set()
         """Watches with a change since the last look."""
         self._watch = Watch(self._note_changes)
@@ -109,23 +110,24 @@ class Followers:
             watches: Watches of the tables to read; None: all, including new ones.
             report: Whether to report the blocks of new segments.
         """
-        some = [each for each in self._followed.values() if watches is None or each.watch in watches]
-        look = partial(self._look, some, again=watches is None)
-        gone = await self._engine.call(look, precedence=Precedence.LOAD)
-        for each in some:
-            await self._enter(each)
-        for each in gone:
-            await self._forget(each)
-        self._close_gone()
-        if watches is not None:
-            return
-        for root in self._roots:
-            ours = {each.number for each in self._index.segments.values() if each.root == root.position}
-            theirs = {each.segment.number for each in self._followed.values() if each.segment.root == root.position}
-            # One at a time, because the content of all tables together is as large as the index.
-            new = self._opened(root, ours | theirs)
-            while (found := await self._engine.call(partial(next, new, None))) is not None:
-                await self._follow(*found, report=report)
+        async with self._looking:
+            some = [each for each in self._followed.values() if watches is None or each.watch in watches]
+            look = partial(self._look, some, again=watches is None)
+            gone = await self._engine.call(look, precedence=Precedence.LOAD)
+            for each in some:
+                await self._enter(each)
+            for each in gone:
+                await self._forget(each)
+            self._close_gone()
+            if watches is not None:
+                return
+            for root in self._roots:
+                ours = {each.number for each in self._index.segments.values() if each.root == root.position}
+                theirs = {each.segment.number for each in self._followed.values() if each.segment.root == root.position}
+                # One at a time, because the content of all tables together is as large as the index.
+                new = self._opened(root, ours | theirs)
+                while (found := await self._engine.call(partial(next, new, None))) is not None:
+                    await self._follow(*found, report=report)
 
     def take_over(self, segment: Segment, digests: Digests) -> list[int] | None:
         """Enter a segment that this engine holds now in place of the followed one; None if it was not followed.

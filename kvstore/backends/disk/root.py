@@ -50,7 +50,7 @@ from kvstore.backends.disk.layout import (
 )
 from kvstore.backends.disk.ledger import ledger_held
 from kvstore.backends.disk.members import Member, Members, is_locked
-from kvstore.backends.disk.segment import OpenFile, Segment, Table
+from kvstore.backends.disk.segment import HeldFile, OpenFile, Segment, Table
 from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 
@@ -101,10 +101,16 @@ class Root:
     reserve_bytes: int = 0  # Bytes of the filesystem to keep free.
     _refused: set[str] = field(default_factory=set)
     """Segments that can't be used or removed, each named in the log once."""
+    _open: set[Segment] = field(default_factory=set)
+    """Segments that were opened here, so that none stays open, or locked, if its opener was cancelled meanwhile."""
+    _seen: dict[str, list[Stored]] = field(default_factory=dict)
+    """Segments by namespace, as they were listed last."""
     _due_since: float = 0.0  # Time since which some engine must give up a segment; 0: none must.
 
     def close(self) -> None:
-        """Close what is open; idempotent."""
+        """Close what is open, with all segments; idempotent. No other call is running."""
+        for segment in self._open:
+            segment.close()
         self.members.leave()
         files.close_all(self.disk, self.fd, self.state_fd, self.namespace_fd)
         self.fd = self.state_fd = self.namespace_fd = -1
@@ -308,13 +314,9 @@ class Root:
                 self.disk.pwritev(fd, [b"\1"], slot)
 
     def take_uses(self, segment: Segment) -> list[int]:
-        """Return the slots of a segment that other engines have read since the last call.
-
-        Raises:
-            OSError: The disk fails.
-        """
+        """Return the slots of a segment that other engines have read since the last call, as far as its file works."""
         name = stem_of(segment.number) + USES
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             if self.disk.stat(name, self.namespace_fd).st_size:
                 with files.opened(self.disk, name, os.O_RDWR, self.namespace_fd) as (fd, size):
                     marks = files.read_at(self.disk, fd, 0, min(size, segment.head.slots))
@@ -340,16 +342,27 @@ class Root:
         return min(self.capacity_bytes - _size_of(stored), free - self.reserve_bytes)
 
     def _stored(self) -> list[Stored]:
-        stored: list[Stored] = []
+        seen: dict[str, list[Stored]] = {}
         for namespace in filter(is_namespace, files.names_in(self.disk, self.fd)):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            try:
                 with self._namespace_opened(namespace) as fd:
                     entries = files.entries_in(self.disk, fd)
-                for name, status in entries.items():
-                    if name.endswith(".seg") and files.is_own_file(status):
-                        changed_at = entries.get(name[:-4] + ".tab", status).st_mtime
-                        stored.append(Stored(namespace, name[:-4], status.st_size, changed_at))
-        return stored
+            except (FileNotFoundError, NotADirectoryError, PermissionError):
+                continue
+            except OSError as error:
+                if namespace == self.digest.hex():
+                    raise
+                # Its segments count as they were seen last, and only they can't be taken or removed.
+                self._refuse(f"{namespace}/*", f"they can't be listed: {error.strerror or error}")
+                seen[namespace] = self._seen.get(namespace, [])
+                continue
+            seen[namespace] = [
+                Stored(namespace, name[:-4], status.st_size, entries.get(name[:-4] + ".tab", status).st_mtime)
+                for name, status in entries.items()
+                if name.endswith(".seg") and files.is_own_file(status)
+            ]
+        self._seen = seen
+        return [each for some in seen.values() for each in some]
 
     def _unheld(self, stored: Collection[Stored], others: Collection[Member]) -> list[Stored]:
         """Return the segments without a holder: those of unused namespaces first, of these the oldest.
@@ -361,9 +374,9 @@ class Root:
         return sorted(unheld, key=lambda each: (each.namespace in in_use, each.changed_at))
 
     def _is_held(self, stored: Stored) -> bool:
-        # One that can't be opened is another user's, or has just been removed.
+        # One that can't be opened is another user's, damaged, or has just been removed.
         with (
-            contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError),
+            contextlib.suppress(OSError),
             self._namespace_opened(stored.namespace) as namespace_fd,
             files.opened(self.disk, stored.stem + ".seg", os.O_RDONLY, namespace_fd) as (fd, _),
         ):
@@ -440,7 +453,7 @@ class Root:
             if content is None:
                 return None
             undo.pop_all()
-        return Segment(self.position, number, table, file, content), content.rows["digest"]
+        return self._opened(number, table, file, content)
 
     def open_segment(self, number: int) -> tuple[Segment, Digests] | None:
         """Open a segment that this engine does not hold; None if it can't be used.
@@ -460,7 +473,16 @@ class Root:
             if content is None:
                 return None
             undo.pop_all()
-        return Segment(self.position, number, table, file, content, is_ours=False), content.rows["digest"]
+        return self._opened(number, table, file, content, is_ours=False)
+
+    def _opened(
+        self, number: int, table: HeldFile, file: HeldFile, content: Table, *, is_ours: bool = True
+    ) -> tuple[Segment, Digests]:
+        segment = Segment(self.position, number, table, file, content, is_ours=is_ours)
+        # Single operations, because several threads do so.
+        self._open.add(segment)
+        self._open.difference_update([each for each in self._open.copy() if each.file.fd < 0])
+        return segment, content.rows["digest"]
 
     def _read_table(self, stem: str, table_fd: int, file_fd: int) -> Table | None:
         """Read the table of a segment, and set up the segment's file for transfers; None if it can't be used."""
@@ -468,20 +490,23 @@ class Root:
         if head is None:
             self._refuse(stem, "it can't be used: the head of the table is damaged, or of another format")
             return None
-        generations = read_generations(self.disk, table_fd, head)
-        content = files.read_at(self.disk, table_fd, head.rows_at, head.slots * ROW_BYTES)
-        if len(content) != head.slots * ROW_BYTES or self.disk.fstat(file_fd).st_size != head.segment_bytes:
+        # Before the rows are read: a table that does not belong to the segment may be longer than the memory.
+        table_bytes, file_bytes = (self.disk.fstat(fd).st_size for fd in (table_fd, file_fd))
+        if table_bytes < head.table_bytes or file_bytes != head.segment_bytes:
             self._refuse(stem, "it can't be used: a file has another length")
             return None
+        generations = read_generations(self.disk, table_fd, head)
         self._set_direct(file_fd)
-        return Table(head, generations, *decode_rows(content, np.arange(head.slots), head))
+        return Table(head, generations, *read_rows(self.disk, table_fd, head, range(head.slots)))
 
     def _make(self, head: Head) -> tuple[Segment, Digests] | None:
         """Make a segment; None if the filesystem has no room for it. The caller holds the ledger."""
         for name in self._stale():
-            files.remove_segment(self.disk, self.namespace_fd, name)
-        there = set(self.table_numbers())
-        number = next(number for number in count() if number not in there)
+            # What can't be removed keeps its name, and nothing else.
+            with contextlib.suppress(OSError):
+                files.remove_segment(self.disk, self.namespace_fd, name)
+        there = {name.partition(".")[0] for name in self._names()}
+        number = next(number for number in count() if stem_of(number) not in there)
         stem = stem_of(number)
         with contextlib.ExitStack() as undo:
             file, table = self._lock_of(stem + ".seg"), self._lock_of(stem + ".tab.tmp")
@@ -504,8 +529,7 @@ class Root:
             undo.pop_all()
         self._set_direct(file.fd)
         rows, intact = np.zeros(head.slots, ROW), np.zeros(head.slots, np.bool_)
-        content = Table(head, np.zeros(head.groups, np.uint32), rows, intact)
-        return Segment(self.position, number, table, file, content), rows["digest"]
+        return self._opened(number, table, file, Table(head, np.zeros(head.groups, np.uint32), rows, intact))
 
     def _refuse(self, stem: str, reason: str) -> None:
         if stem not in self._refused:
@@ -548,6 +572,9 @@ class Root:
 
     @contextlib.contextmanager
     def _namespace_opened(self, name: str) -> Iterator[int]:
+        if name == self.digest.hex() and self.namespace_fd >= 0:
+            yield self.namespace_fd
+            return
         fd = files.open_own_directory(self.disk, name, self.fd)
         try:
             yield fd

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.disk.blocks import Blocks
@@ -40,6 +40,8 @@ held takes two descriptors."""
 
 _SLOT_BYTES_MAX: Final = 1 << 30
 _UPKEEP_S: Final = 1.0
+_ABANDON_S: Final = 1.0
+"""Time limit for each step of closing after a failed start."""
 
 
 def segment_slots(capacity_bytes: int, slot_bytes: int) -> int:
@@ -99,13 +101,13 @@ class Session:
             # The header has a page of its own.
             await self._begin(lengths, geometry.header_bytes + slot_bytes - PAGE)
         except OSError as error:
-            await self._release(1.0)
+            await self._abandon()
             raise BackendUnavailableError(
                 f"{self.config.paths} can't be used now: {error.strerror or error}. Free some space or check the disk.",
                 backend="file",
             ) from error
         except BaseException:
-            await asyncio.shield(self._release(1.0))
+            await asyncio.shield(self._abandon())
             raise
 
     async def close(self, timeout_s: float) -> None:
@@ -113,11 +115,7 @@ class Session:
         for task in self._tasks:
             # What it began continues, and may hold locks.
             task.cancel()
-        ending = asyncio.get_running_loop().create_task(self._end())
-        try:
-            await asyncio.wait({ending}, timeout=timeout_s)
-        finally:
-            ending.cancel()
+        await _for_a_while(self._end(), timeout_s)
         await self._release(timeout_s)
 
     def close_late(self) -> None:
@@ -132,6 +130,17 @@ class Session:
         with contextlib.suppress(OSError):
             await self.tables.settle()
         await self.tables.end()
+        await self._leave()
+
+    async def _leave(self) -> None:
+        """Remove this engine's files in the roots, on a thread: a frozen disk would block the loop."""
+        for root in self.roots:
+            await self.engine.call(root.members.leave)
+
+    async def _abandon(self) -> None:
+        """Close what a failed :meth:`open` has opened."""
+        await _for_a_while(self._leave(), _ABANDON_S)
+        await self._release(_ABANDON_S)
 
     def _open_roots(self, namespace: Namespace) -> None:
         check_drives(self.disk, self.config)
@@ -157,7 +166,6 @@ class Session:
         slots_max = sum(root.capacity_bytes for root in self.roots) // lengths[0]
         claims = Claims()
         self.index = Index(slots_max, self._tenants)
-        self._files.callback(self._close_segments)
         self.tables = TableWriter(self.engine, self.index, self._is_alone, durable=durable)
         self.followers = Followers(self.engine, self.roots, self.index, self._report)
         self._files.callback(self.followers.close)
@@ -222,10 +230,6 @@ class Session:
             _log.warning("%r was removed while in use; its blocks are lost", self.roots[0].path)
             self.removed = True
 
-    def _close_segments(self) -> None:
-        for segment in [*self.index.known.values(), *self.followers.gone]:
-            segment.close()
-
     async def _release(self, timeout_s: float) -> None:
         if self._tasks:
             for task in self._tasks:
@@ -235,3 +239,12 @@ class Session:
             self._files.close()
         else:
             self.close_late()
+
+
+async def _for_a_while(work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+    """Do work until the timeout; a call that hangs in the kernel is left behind."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+    finally:
+        task.cancel()

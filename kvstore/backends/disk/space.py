@@ -112,6 +112,10 @@ class Space:
         """Take slots for records of these lengths; ``NOWHERE`` without room, where nothing more may be evicted."""
         self._stored_at = time.monotonic()
         self._failure = None
+        if sizes.count(sizes[0]) == len(sizes):
+            # Blocks that no codec shortens.
+            places = await self._take(len(sizes), self._slot_length(sizes[0]))
+            return places + [NOWHERE] * (len(sizes) - len(places))
         lengths = [self._slot_length(size) for size in sizes]
         taken: dict[int, list[int]] = {}
         try:
@@ -149,13 +153,15 @@ class Space:
         try:
             while len(places) < count and await asyncio.shield(self._start(self._grow(length, needed=True))):
                 places += index.take(count - len(places), length, length)
-            places += index.take(count - len(places), length, longest)
+            if len(places) < count:
+                places += index.take(count - len(places), length, longest)
             while len(places) < count and await asyncio.shield(self._start(self._evict(count - len(places), length))):
                 longer = index.take(count - len(places), length, longest)
                 places += longer
                 self._wasted[length] += sum([index.at(place)[0].head.slot_bytes - length for place in longer])
-            # Slots that can perhaps not be written are better than none.
-            places += index.take(count - len(places), length, longest, resting=True)
+            if len(places) < count:
+                # Slots that can perhaps not be written are better than none.
+                places += index.take(count - len(places), length, longest, resting=True)
             if not places and self._failure is not None:
                 raise self._failure
         except BaseException:
@@ -201,11 +207,16 @@ class Space:
             if await self._make(length):
                 return True
             misfit = self._index.coldest(length, is_wasting=self._wasted[length] >= self._segment_bytes)
-            if misfit is None:
+            # While one can't be let go, no further one is given up.
+            if misfit is None or self._leaving:
                 return False
             self._wasted[length] = 0
             await self._give_up(misfit, RemovalCause.EVICTED, remove=True)
-            await self._let_go(self._roots[misfit.root], misfit)
+            try:
+                await self._let_go(self._roots[misfit.root], misfit)
+            except (OSError, LedgerBusyError):
+                # The next round of upkeep repeats it.
+                return False
             return await self._make(length)
 
     async def _make(self, length: int) -> bool:

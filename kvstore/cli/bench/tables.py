@@ -48,10 +48,10 @@ _COST_COLUMNS: Final = (
 def print_measurement(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows of a measurement, without columns that have the same uninteresting value in all rows."""
     shown = [_shown(row) for row in rows]
-    print_table(shown, informative_columns(shown, _COLUMNS))
+    print_table(shown, _informative_columns(shown, _COLUMNS))
 
 
-def informative_columns(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> list[Column]:
+def _informative_columns(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> list[Column]:
     """Return the columns, with rank 0 for those that distinguish rows, so that a narrow terminal keeps them.
 
     ``host``, ``mix`` and ``jobs`` are removed from the rows if they are equal in all of them.

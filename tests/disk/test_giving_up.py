@@ -1,0 +1,68 @@
+"""A closed engine on a frozen disk holds up no other, and loads wait for no report of uses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.diskio import OsDisk
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import Outcome
+from tests.disk.rig import opened
+from tests.diskio.faulty_disk import DiskFault, FaultyDisk
+
+
+async def test_an_engine_closed_on_a_frozen_disk_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger and all files of a closed engine are free once its last call has left the kernel."""
+    monkeypatch.setattr("kvstore.backends.disk.backend._CLOSE_TIMEOUT_S", 0.1)
+    disk, thawed = FaultyDisk(), threading.Event()
+    async with opened(tmp_path, 64) as other:
+        async with opened(tmp_path, 64, disk=disk, engine="threads") as rig:
+            values = await rig.put_new(4)
+            disk.add(DiskFault("fallocate", stall=thawed))
+            storing = asyncio.create_task(rig.put(rig.new(4)))
+            await eventually_async(lambda: disk.stalled, what="a segment is made under the ledger's lock")
+        assert disk.open_fds, "the call is still in the kernel"
+        thawed.set()
+        assert Outcome.OK not in await storing
+        await eventually_async(lambda: not disk.open_fds, what="its files are closed")
+        await eventually_async(lambda: other.backend.stats().blocks == 4, what="its segment is taken")
+        await other.has_all(values)
+        await other.has_all(await other.put_new(8))
+
+
+class SlowUses(OsDisk):
+    """A disk where files of uses wait for ``thawed``, once there is one."""
+
+    thawed: threading.Event | None = None
+    waiting = False
+
+    def syscall(self, op: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self.thawed is not None and op == "pwritev" and os.readlink(f"/proc/self/fd/{args[0]}").endswith(".use"):
+            self.waiting = True
+            self.thawed.wait(60)
+        return super().syscall(op, function, *args, **kwargs)
+
+
+async def test_loads_of_other_engines_blocks_wait_for_no_count_of_uses(tmp_path: Path) -> None:
+    """While a disk takes no writes, the blocks of other engines are still loaded."""
+    disk = SlowUses()
+    async with opened(tmp_path, 64) as other, opened(tmp_path, 64, disk=disk, engine="threads", threads=4) as rig:
+        values = await other.put_new(4)
+        await eventually_async(lambda: set(rig.arrived) >= set(values), what="the other engine's blocks")
+        disk.thawed = threading.Event()
+        try:
+            await rig.has_all(values)
+            await eventually_async(lambda: disk.waiting, what="a report of uses")
+            async with asyncio.timeout(10):
+                await rig.has_all(values)
+        finally:
+            disk.thawed.set()

@@ -1,0 +1,123 @@
+"""The index alone: pinned slots keep their block, and the least recently used blocks are evicted."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvstore.backends.disk import ages as ages_module
+from kvstore.backends.disk.index import Index
+from kvstore.backends.disk.layout import State, digest_of
+from kvstore.backends.disk.table import NOWHERE
+from tests.disk.bare_index import add, open_segment, take
+
+
+def filled(*slots: int) -> tuple[Index, list[int]]:
+    """Return an index of segments with so many slots, and the places of its blocks."""
+    index = Index(sum(slots))
+    for count in slots:
+        open_segment(index, count)
+    places = take(index, sum(slots))
+    add(index, places)
+    return index, places
+
+
+@pytest.mark.parametrize("state", [State.FREE, State.RETIRED])
+def test_slot_stays_in_use_until_its_last_read_ends(state: int) -> None:
+    """The slot of a block removed during two reads is free when the last has ended, unless it was retired."""
+    index, (place,) = filled(1)
+    index.pin((place,))
+    index.pin((place,))
+    index.leave(index.depart((place,)), state)
+    assert index.place(b"%d" % place) == NOWHERE
+    assert take(index, 1) == []
+    index.unpin((place,))
+    assert take(index, 1) == []
+    index.unpin((place,))
+    assert take(index, 1) == ([place] if state == State.FREE else [])
+
+
+def test_eviction_candidate_used_since_is_kept() -> None:
+    """A candidate for eviction that was used since is kept, even if halving the ages restored its former age value."""
+    index, places = filled(64)
+    others = itertools.cycle(places[3:])
+
+    def until(age: int) -> None:
+        for _ in range(100_000):
+            if index._ages.now == age:
+                return
+            index.touch((next(others),))
+        raise AssertionError(f"age {age} never came")
+
+    until(100)
+    index.touch(places[:3])
+    until(150)
+    assert index.evict(1, 0) == places[:1]
+    until(200)
+    index.touch(places[1:2])
+    until(254)
+    until(150)
+    assert index.evict(2, 0) == places[2:0:-1]
+
+
+def test_ages_go_on_for_ever() -> None:
+    """However often other blocks are used, unused ones are evicted first, and once."""
+    index, places = filled(8)
+    for _ in range(1000):
+        index.touch(places[:7])
+    assert index.evict(1, 0) == places[7:]
+    # Other engines report uses late.
+    index.touch(places[7:])
+    assert index.evict(8, 0) == places[:7]
+
+
+def test_victim_is_found_behind_many_pinned_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for victims, which looks at some slots of an age at a time, passes over all that are in use."""
+    monkeypatch.setattr(ages_module, "_CANDIDATES", 2)
+    index, places = filled(4, 4)
+    index.pin(places[:7])
+    assert index.evict(8, 0) == places[7:]
+    index.unpin(places[:6])
+    assert index.evict(8, 0) == places[:6]
+
+
+def test_key_with_the_digest_of_another_is_absent() -> None:
+    """Two keys with the same digest give a miss, never the other key's block."""
+    index = Index(4)
+    open_segment(index, 4)
+    (place,) = take(index, 1)
+    index.add(place, 10, 0, 7, b"a")
+    assert index.place(b"a", 7) == place
+    assert index.place(b"b", 7) == NOWHERE
+
+
+def test_released_segment_takes_no_block() -> None:
+    """No slot of it is written again, it is quiet once no operation runs on it, and a late store stays unknown."""
+    index, places = filled(4, 4)
+    first, reading = index.at(places[0])[0], places[1]
+    writing = places[2]
+    index.leave(index.depart((writing,)))
+    assert take(index, 1) == [writing]
+    index.pin((reading,))
+    assert sorted(index.close_segment(first)) == sorted(b"%d" % place for place in places[:4] if place != writing)
+    assert len(index) == 4
+    assert not index.is_quiet(first)
+    index.unpin((reading,))
+    assert not index.is_quiet(first)
+    assert not index.add(writing, 100, 0, digest_of(b"late"), b"late")
+    assert index.place(b"late") == NOWHERE
+    assert index.is_quiet(first)
+    assert take(index, 8) == []
+    assert {place >> 24 for place in index.evict(8, 0)} == {places[4] >> 24}
+
+
+def test_block_departs_once() -> None:
+    """A block that is being evicted and is then removed gets one row, and its slot becomes free once."""
+    index, places = filled(4)
+    gone = index.evict(2, 0)
+    assert index.depart(places[:1]) == []
+    index.hide(places[:1])
+    assert (len(index), index.place(b"%d" % places[0])) == (3, NOWHERE)
+    index.leave(gone)
+    assert (len(index), take(index, 4)) == (2, places[:2])

@@ -1,0 +1,185 @@
+"""Room on the disk: failed and stalled segments, files of another length, failed rows, cancelled work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.backends.disk import space as space_module
+from kvstore.diskio import OsDisk
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import BlockKey, Outcome, RemovalCause
+from tests.disk.rig import SLOT, NoRows, clone, opened, proved, segment_bytes
+from tests.diskio.faulty_disk import DiskFault, FaultyDisk
+
+
+async def test_two_engines_share_out_room_one_after_the_other(tmp_path: Path) -> None:
+    """While one engine creates the last segment that fits, however long that takes, no other engine creates one."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, 16, disk=disk, engine="threads") as one, opened(tmp_path, 16) as two:
+        for _ in range(15):
+            await two.put_new(1)
+        made = threading.Event()
+        disk.add(DiskFault("fallocate", stall=made))
+        storing = asyncio.create_task(one.put(one.new(1)))
+        await eventually_async(lambda: disk.stalled, what="the first one makes it")
+        await two.put(two.new(2))
+        made.set()
+        await storing
+        assert segment_bytes(tmp_path) <= 16 * SLOT
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+async def test_a_segment_that_could_not_be_made_takes_no_room(tmp_path: Path, error: int) -> None:
+    """The remains of a failed allocation are removed at once (some filesystems keep the blocks)."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, 16, disk=disk) as rig:
+        disk.fail("fallocate", error, after=True)
+        assert set(await rig.put(rig.new(1))) <= {Outcome.NO_SPACE, Outcome.IO_ERROR}
+        assert list(tmp_path.rglob("*.seg")) == []
+
+
+@pytest.mark.parametrize("length", [0, SLOT, 50 * SLOT])
+@pytest.mark.parametrize("when", ["ended", "running"])
+async def test_segment_of_another_length_is_removed(tmp_path: Path, length: int, when: str) -> None:
+    """A segment that was cut or extended costs its own blocks only, and its room is used again."""
+    async with contextlib.AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(opened(tmp_path, 64))
+        values = await rig.put_new(56)
+        segment = sorted(tmp_path.rglob("*.seg"))[3]
+        if when == "ended":
+            await stack.aclose()
+        os.truncate(segment, length)
+        if when == "ended":
+            rig = await stack.enter_async_context(opened(tmp_path, 64))
+        # Upkeep does it, once a second.
+        await eventually_async(lambda: rig.backend.stats().blocks == 52)
+        assert await proved(rig, values) == 52
+
+        async def is_full() -> bool:
+            await rig.put(rig.new(1))
+            return segment_bytes(tmp_path) == rig.backend.stats().gauges["segment_bytes"] == 64 * SLOT
+
+        await eventually_async(is_full, what="its room is used again")
+
+
+@pytest.mark.parametrize("count", [12, 16])
+async def test_row_failure_fails_stores_and_loses_no_slot(tmp_path: Path, count: int) -> None:
+    """Stores and evictions fail without losing a slot; when rows can be written again, both succeed."""
+    disk = NoRows()
+    async with opened(tmp_path, 16, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(count)
+        disk.fails = True
+        for _ in range(5):
+            new = rig.new(4)
+            assert Outcome.OK not in await rig.put(new)
+            assert await rig.backend.exists(list(new)) == [False] * 4
+        await rig.has_all(await rig.still_there(values))
+        disk.fails = False
+        await rig.backend.probe()
+        # Until a store succeeds, few blocks are evicted.
+        assert Outcome.OK in await rig.put(rig.new(4))
+        stored: dict[BlockKey, bytes] = {}
+        for _ in range(6):
+            stored |= await rig.put_new(4)
+        await rig.has_all(await rig.still_there(values | stored))
+        assert rig.backend.stats().blocks + rig.backend.stats().gauges["free_slots"] == 16
+
+
+async def test_removal_of_a_segment_yields_to_other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks a segment has, the loop runs other work after each few of them; all are reported."""
+    monkeypatch.setattr(space_module, "_TURN_SLOTS", 2)
+    turns: list[int] = []
+    async with opened(tmp_path, 128) as rig:
+        values = await rig.put_new(8)
+        causes: Counter[RemovalCause] = Counter()
+
+        def removed(keys: Sequence[BlockKey], cause: RemovalCause) -> None:
+            turns.append(len(keys))
+            causes[cause] += len(keys)
+
+        rig.backend.set_removal_listener(removed)
+        next(tmp_path.rglob("*.seg")).unlink()
+        await eventually_async(lambda: causes == {RemovalCause.LOST: len(values)})
+        assert turns == [2, 2, 2, 2]
+
+
+class HeldRows(OsDisk):
+    """A disk where the rows of tables wait for ``go``."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.waits = False
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        if not self.go.is_set() and os.readlink(f"/proc/self/fd/{fd}").endswith(".tab"):
+            self.waits = True
+            assert self.go.wait(30)
+        return super().pwritev(fd, buffers, offset)
+
+
+async def test_an_eviction_goes_on_when_its_store_is_cancelled(tmp_path: Path) -> None:
+    """Its slots become free, other stores use them, and a removal of its blocks waits for it."""
+    disk = HeldRows()
+    async with opened(tmp_path, 16, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(16)
+        await rig.session.tables.end()
+        disk.go.clear()
+        store = asyncio.create_task(rig.put(rig.new(4)))
+        await eventually_async(lambda: disk.waits, what="the eviction")
+        store.cancel()
+        await asyncio.wait([store])
+        removing = asyncio.create_task(rig.backend.delete(list(values)))
+        await asyncio.sleep(0)
+        disk.go.set()
+        assert sum(await removing) == 16 - len(rig.removed)
+        assert await rig.get(list(values)) == [None] * 16
+        await rig.has_all(await rig.put_new(16))
+
+
+async def test_a_cancelled_removal_wipes_its_blocks(tmp_path: Path) -> None:
+    """A removal cancelled while its rows are written is completed, so that no later engine finds the blocks."""
+    disk = HeldRows()
+    async with opened(tmp_path / "a", 16, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(4)
+        await rig.session.tables.end()
+        disk.go.clear()
+        removal = asyncio.create_task(rig.backend.delete(list(values)))
+        await eventually_async(lambda: disk.waits, what="the removal")
+        removal.cancel()
+        await asyncio.sleep(0)
+        disk.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await removal
+        copy = clone(tmp_path / "a", tmp_path / "b")
+    assert all(b"\x89kvstor" not in path.read_bytes() for path in copy.rglob("*.seg"))
+    async with opened(copy, 16) as heir:
+        assert await heir.get(list(values)) == [None] * 4
+
+
+async def test_a_failure_after_a_cancelled_store_is_no_error_of_the_loop(tmp_path: Path) -> None:
+    """Work for room goes on when its store is cancelled; its failure then concerns no caller."""
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    disk, goes_on = FaultyDisk(), threading.Event()
+    async with opened(tmp_path, 64, disk=disk) as rig:
+        disk.add(DiskFault("fallocate", error=errno.EIO, stall=goes_on))
+        storing = asyncio.create_task(rig.put(rig.new(2)))
+        await eventually_async(lambda: disk.stalled, what="a segment is made")
+        storing.cancel()
+        await asyncio.wait({storing})
+        goes_on.set()
+        await rig.session.space.close()
+    gc.collect()
+    assert not reported
