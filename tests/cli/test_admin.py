@@ -29,7 +29,7 @@ from kvstore.testing.waiting import eventually
 from kvstore.types import JobResult, LookupResult
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
-from tests.disk.placed import placed, write_header
+from tests.disk.placed import flip, placed, write_header
 from tests.project.tree import ROOT
 
 _SLOT_BYTES = 16384
@@ -84,12 +84,7 @@ class Fixture:
 
     def flip(self, key: bytes, at: int) -> None:
         """Damage a block at an offset in its slot: the record's header is at 0, the payload at 4096."""
-        place = placed(self.root / _LLAMA.hex)[key]
-        with place.segment.open("r+b") as file:
-            file.seek(place.offset + at)
-            byte = file.read(1)[0]
-            file.seek(place.offset + at)
-            file.write(bytes([byte ^ 1]))
+        flip(placed(self.root / _LLAMA.hex)[key], at)
 
     def rewrite(self, key: bytes, change: Callable[[bytearray], None], namespace: Namespace = _LLAMA) -> None:
         """Change the header of a block's record and recompute all checksums."""

@@ -46,6 +46,15 @@ def placed(directory: Path) -> dict[BlockKey, Placed]:
     return found
 
 
+def flip(place: Placed, at: int) -> None:
+    """Flip a bit of a block at an offset in its slot: the record's header is at 0, the payload at 4096."""
+    with place.segment.open("r+b") as file:
+        file.seek(place.offset + at)
+        byte = file.read(1)[0]
+        file.seek(place.offset + at)
+        file.write(bytes([byte ^ 1]))
+
+
 def write_header(key: BlockKey, place: Placed, page: bytes) -> None:
     """Replace the header page of a block's record, and its mark in the row."""
     with place.segment.open("r+b") as file:

@@ -19,7 +19,7 @@ from kvstore.types import Medium as OurMedium
 from kvstore.vllm.compat import cache_hit_source
 from kvstore.vllm.region import region_path
 from kvstore.vllm.spec import KVStoreOffloadingSpec
-from tests.disk.placed import placed
+from tests.disk.placed import flip, placed
 from tests.vllm.harness import Driver, key_of
 
 MODULE = {"type": "KVStoreTier", "module_path": "kvstore.vllm"}
@@ -281,11 +281,7 @@ def damage_blocks(directory: Path) -> None:
     places = placed(directory).values()
     assert places
     for place in places:
-        with place.segment.open("r+b") as file:
-            file.seek(place.offset + 4096 + 100)
-            byte = file.read(1)[0]
-            file.seek(place.offset + 4096 + 100)
-            file.write(bytes([byte ^ 0xFF]))
+        flip(place, 4096 + 100)
 
 
 def test_the_memory_stays_mapped_while_io_may_touch_it(
