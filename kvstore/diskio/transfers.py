@@ -42,8 +42,8 @@ _CLOSE_S_MIN: Final = 0.1
 """Minimum wait for the threads at a close; idle ones end within it."""
 
 _HELPERS: Final = 4
-"""Number of threads beside io_uring, for plain calls and for the rest of short transfers. Some calls take seconds (a
-snapshot, the removal of a segment), and other calls must not wait for them."""
+"""Number of threads beside io_uring, for plain calls and for the rest of short transfers. Some calls take seconds (the
+removal of a segment), and other calls must not wait for them."""
 
 _RUN_BYTES_MAX: Final = 1 << 20
 """Longest run of neighbours combined into one operation; longer operations are no faster."""

@@ -72,7 +72,7 @@ _QUIET_S: Final = 2.0
 """Silence after which a child is pinged."""
 
 _ANSWER_TIMEOUT_S: Final = 10.0
-"""Time limit for the answer to a ping: longer than delays by a start, a snapshot or a busy machine. A child with a
+"""Time limit for the answer to a ping: longer than delays by a start or a busy machine. A child with a
 hanging medium still answers."""
 
 _LATE_QUIET_S: Final = 0.25

@@ -35,8 +35,8 @@ _OPEN_TIMEOUT_S = 60.0
 missing."""
 
 _RECOVERY_WAIT_S = 1.0
-"""Longest wait of an opening tier for its recovery, so that the first lookups are answered immediately. A snapshot of a
-hundred thousand blocks needs a fraction of it. Longer recovery continues in the background."""
+"""Longest wait of an opening tier for its recovery, so that the first lookups are answered immediately. The tables of a
+hundred thousand blocks need a fraction of it. Longer recovery continues in the background."""
 
 
 def open_tier(

@@ -197,6 +197,27 @@ async def test_root_of_an_older_format_is_emptied(tmp_path: Path, caplog: pytest
         await rig.has_all(values)
 
 
+async def test_foreign_objects_in_an_older_root_prevent_no_start(tmp_path: Path) -> None:
+    """Links and pipes go with their directory, what a link names stays, and so does all that no kvstore made."""
+    root = tmp_path / "a"
+    owner = root / NAMESPACE.hex / "00ff00ff00ff00ff"
+    owner.mkdir(mode=0o700, parents=True)
+    (root / ".kvstore" / "mine").mkdir(mode=0o700, parents=True)
+    (root / ".kvstore").chmod(0o700)
+    (root / ".kvstore" / "disk.json").write_text('{"format": 2, "position": 0}')
+    (root / ".kvstore" / "want.00ff00ff00ff00ff").touch()
+    (tmp_path / "secret").write_text("secret")
+    (owner / "000000.seg").symlink_to(tmp_path / "secret")
+    os.mkfifo(owner / "journal.00000001")
+    (root / ("a" * 64)).symlink_to(tmp_path)
+    (root / ("b" * 64)).write_text("a file")
+    async with opened(root, 16) as rig:
+        await rig.has_all(await rig.put_new(5))
+    assert not owner.exists() and not (root / ".kvstore" / "want.00ff00ff00ff00ff").exists()
+    assert (tmp_path / "secret").read_text() == "secret"
+    assert (root / ("a" * 64)).is_symlink() and (root / ("b" * 64)).is_file() and (root / ".kvstore" / "mine").is_dir()
+
+
 async def test_engines_that_start_together_empty_an_older_root_once(tmp_path: Path) -> None:
     """Engines that start at once in a root of an older version all work there, and lose nothing stored since."""
     root = tmp_path / "a"

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvstore.backends.disk.layout import is_namespace
 from kvstore.diskio import OsDisk
 from kvstore.runtime.forks import leave_at_fork
 
@@ -73,6 +74,15 @@ def entries_in(disk: OsDisk, dir_fd: int) -> dict[str, os.stat_result]:
         with contextlib.suppress(FileNotFoundError):
             found[name] = disk.stat(name, dir_fd)
     return found
+
+
+def namespaces_in(disk: OsDisk, root_fd: int) -> list[str]:
+    """Return the namespaces that have a directory of this user in a root."""
+    return [
+        name
+        for name, status in entries_in(disk, root_fd).items()
+        if is_namespace(name) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    ]
 
 
 def open_own_directory(disk: OsDisk, name: str, dir_fd: int) -> int:

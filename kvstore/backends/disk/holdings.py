@@ -84,7 +84,7 @@ class DiskHoldings(Holdings):
     async def namespaces(self) -> list[NamespaceInfo]:
         with self._failures():
             roots = [root for root in self._roots if older_format(self._disk, root.state_fd) is None]
-            found = {name for root in roots for name in root.namespaces()}
+            found = {name for root in roots for name in files.namespaces_in(self._disk, root.fd)}
             return [self._describe(name) for name in sorted(found)]
 
     async def present(self, namespace: NamespaceInfo, keys: Collection[BlockKey]) -> set[BlockKey]:

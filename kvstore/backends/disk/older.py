@@ -7,14 +7,18 @@ import stat
 from typing import Final
 
 from kvstore.backends.disk import files
-from kvstore.backends.disk.layout import FORMAT, LAYOUT_NAME, is_namespace
-from kvstore.backends.disk.ledger import LEDGER_NAME, ledger_held
+from kvstore.backends.disk.layout import FORMAT, LAYOUT_NAME
+from kvstore.backends.disk.ledger import ledger_held
 from kvstore.diskio import OsDisk
 
 _log = logging.getLogger("kvstore.backends.disk")
 
 _EMPTYING_S: Final = 30.0
 """Longest wait for another engine that empties the root. Removing a terabyte takes some seconds."""
+
+
+_STATE_PREFIXES: Final = ("members.lock", "want.")
+"""Start of the names of files that only older formats have in the state directory."""
 
 
 def older_format(disk: OsDisk, state_fd: int) -> int | None:
@@ -40,10 +44,10 @@ def empty_older(disk: OsDisk, path: str, root_fd: int, state_fd: int) -> bool:
         # Another engine may have emptied it meanwhile.
         if (found := older_format(disk, state_fd)) is None:
             return False
-        for name in filter(is_namespace, files.names_in(disk, root_fd)):
+        for name in files.namespaces_in(disk, root_fd):
             _walk(disk, name, root_fd, remove=True)
         for name in files.names_in(disk, state_fd):
-            if name not in (LAYOUT_NAME, LEDGER_NAME):
+            if name.startswith(_STATE_PREFIXES):
                 disk.unlink(name, state_fd)
         # Last, so that a start that is killed is repeated.
         disk.unlink(LAYOUT_NAME, state_fd)
@@ -53,7 +57,7 @@ def empty_older(disk: OsDisk, path: str, root_fd: int, state_fd: int) -> bool:
 
 def older_bytes(disk: OsDisk, root_fd: int) -> int:
     """Return the length of the files that :func:`empty_older` removes."""
-    return sum(_walk(disk, name, root_fd, remove=False) for name in filter(is_namespace, files.names_in(disk, root_fd)))
+    return sum(_walk(disk, name, root_fd, remove=False) for name in files.namespaces_in(disk, root_fd))
 
 
 def _walk(disk: OsDisk, name: str, dir_fd: int, *, remove: bool) -> int:
@@ -66,8 +70,11 @@ def _walk(disk: OsDisk, name: str, dir_fd: int, *, remove: bool) -> int:
                 size_bytes += _walk(disk, entry, fd, remove=remove)
                 continue
             size_bytes += status.st_size
-            if remove:
+            if remove and files.is_own_file(status):
                 files.remove_segment(disk, fd, entry)
+            elif remove:
+                # A link or a pipe can't be opened for that.
+                disk.unlink(entry, fd)
     finally:
         disk.close(fd)
     if remove:

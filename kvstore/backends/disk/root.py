@@ -18,7 +18,6 @@ import fcntl
 import logging
 import os
 import secrets
-import stat
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -134,11 +133,6 @@ class Root:
         self.digest, self.namespace_fd = digest, -1
         with contextlib.suppress(FileNotFoundError):
             self.namespace_fd = files.open_own_directory(self.disk, digest.hex(), self.fd)
-
-    def namespaces(self) -> list[str]:
-        """Return the namespaces that have a directory here."""
-        entries = files.entries_in(self.disk, self.fd)
-        return [name for name in entries if is_namespace(name) and _is_own_directory(entries[name])]
 
     def table_numbers(self) -> list[int]:
         """Return the numbers of the namespace's segments."""
@@ -580,10 +574,6 @@ class Root:
             yield fd
         finally:
             files.close_all(self.disk, fd)
-
-
-def _is_own_directory(status: os.stat_result) -> bool:
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _size_of(stored: Collection[Stored]) -> int:
