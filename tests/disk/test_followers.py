@@ -16,7 +16,7 @@ from kvstore.backends.disk.layout import PAGE
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
-from tests.disk.rig import PAYLOAD, Rig, opened, tables
+from tests.disk.rig import PAYLOAD, BadDisk, Rig, opened, tables
 
 
 class Paused(OsDisk):
@@ -77,6 +77,18 @@ async def test_blocks_of_another_engine_are_found(tmp_path: Path) -> None:
         assert two.backend.own(list(values)) == [False] * 20
         assert one.backend.own(list(values)) == [True] * 20
         assert two.backend.stats().gauges["foreign_blocks"] == 20
+
+
+async def test_root_that_can_not_be_listed_does_not_hide_the_others(tmp_path: Path) -> None:
+    """New segments in the other root are found, although the root before it can't be listed."""
+    roots, disk = [tmp_path / "a", tmp_path / "b"], BadDisk()
+    async with opened(roots, 64, disk=disk) as reader:
+        disk.ops, disk.bad = ("scandir",), str(roots[0])
+        async with opened(roots[1], 64) as writer:
+            values = await writer.put_new(20)
+            await follows(reader, values)
+            await reader.has_all(values)
+        disk.ops = ()
 
 
 async def test_blocks_that_were_there_at_start_are_found(tmp_path: Path) -> None:

@@ -95,10 +95,10 @@ class Followers:
             watches, self._watches = self._watches, set()
             is_poll = loop.time() >= poll_at or not self._directories.isdisjoint(watches)
             try:
-                await self.refresh(None if is_poll else watches)
                 if is_poll:
                     poll_at = loop.time() + _POLL_S
                     await self._engine.call(partial(self._report_uses, list(self._followed.values())))
+                await self.refresh(None if is_poll else watches)
             except OSError as error:
                 _log.debug("the tables of other engines could not be read: %s", error)
             await asyncio.sleep(_PAUSE_S)
@@ -119,15 +119,15 @@ class Followers:
             for each in gone:
                 await self._forget(each)
             self._close_gone()
-            if watches is not None:
-                return
-            for root in self._roots:
-                ours = {each.number for each in self._index.segments.values() if each.root == root.position}
-                theirs = {each.segment.number for each in self._followed.values() if each.segment.root == root.position}
-                # One at a time, because the content of all tables together is as large as the index.
-                new = self._opened(root, ours | theirs)
-                while (found := await self._engine.call(partial(next, new, None))) is not None:
-                    await self._follow(*found, report=report)
+            errors: list[OSError] = []
+            for root in self._roots if watches is None else ():
+                try:
+                    await self._follow_new(root, report=report)
+                except OSError as error:
+                    errors.append(error)
+            if errors:
+                # A root that fails does not affect the others.
+                raise errors[0]
 
     def take_over(self, segment: Segment, digests: Digests) -> list[int] | None:
         """Enter a segment that this engine holds now in place of the followed one; None if it was not followed.
@@ -228,6 +228,15 @@ class Followers:
                     self._engine.admit(table)
                     self._engine.admit(segment.file.fd)
                     yield Followed(segment, root.disk.fstat(table), self._watch.add(table, WRITES)), digests
+
+    async def _follow_new(self, root: Root, *, report: bool) -> None:
+        """Follow the segments of a root that are new."""
+        ours = {each.number for each in self._index.segments.values() if each.root == root.position}
+        theirs = {each.segment.number for each in self._followed.values() if each.segment.root == root.position}
+        # One at a time, because the content of all tables together is as large as the index.
+        new = self._opened(root, ours | theirs)
+        while (found := await self._engine.call(partial(next, new, None))) is not None:
+            await self._follow(*found, report=report)
 
     async def _follow(self, followed: Followed, digests: Digests, *, report: bool) -> None:
         """Enter a new segment and its blocks."""
