@@ -73,7 +73,7 @@ class JobTable:
     def submit(self, job: OpenJob) -> bool:
         """Add a job and submit it to its tier. Return false if the tier raised: it may still have accepted the job."""
         self.add(job)
-        submit = "submit_load" if job.is_load else "submit_store"
+        submit = job.link.tier.submit_load if job.is_load else job.link.tier.submit_store
         return job.link.call(submit, job.transfer, otherwise=_RAISED) is not _RAISED
 
     def set_deadline(self, job: OpenJob, deadline: float) -> None:

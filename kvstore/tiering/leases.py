@@ -293,7 +293,7 @@ class Expiry:
             self._gone[key] = None
         self._drop(keys, cause)
         for link in self._core.links:
-            link.call("remove", keys, cause, otherwise=None)
+            link.call(link.tier.remove, keys, cause, otherwise=None)
 
     def forget_tenant(self, tag: bytes) -> None:
         """Remove all blocks of a tenant from every tier. Until they are gone, its requests find and store nothing."""
@@ -312,7 +312,7 @@ class Expiry:
         late = [key for key in keys if self.forbids(key)]
         if late:
             self._drop(late, RemovalCause.EXPIRED)
-            link.call("remove", late, RemovalCause.EXPIRED, otherwise=None)
+            link.call(link.tier.remove, late, RemovalCause.EXPIRED, otherwise=None)
 
     def sweep(self) -> None:
         """Remove a bounded number of expired blocks, and all removable blocks of forgotten tenants; once per step."""

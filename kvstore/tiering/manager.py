@@ -500,9 +500,9 @@ class TieringManager:
         if self._touched:
             touched, self._touched = tuple(dict.fromkeys(self._touched)), []
             for link in self._links:
-                link.call("touch", touched, otherwise=None)
+                link.call(link.tier.touch, touched, otherwise=None)
         for link in self._links:
-            link.call("flush", otherwise=None)
+            link.call(link.tier.flush, otherwise=None)
         self._lookups.end_step()
         self._polled = False
 
@@ -586,7 +586,7 @@ class TieringManager:
             Whether all I/O of the tiers ended in time. If not, the slots of unfinished I/O stay out of use until it
             ends.
         """
-        ended = all([link.call("drain", timeout_s, otherwise=False) for link in self._links])
+        ended = all([link.call(link.tier.drain, timeout_s, otherwise=False) for link in self._links])
         self._poll()
         self._polled = False
         copied: list[int] = []
@@ -645,7 +645,7 @@ class TieringManager:
         closed = True
         for link in self._links:
             time_left_s = max(0.1, deadline - self._clock())
-            closed &= link.call("close", time_left_s, otherwise=_RAISED) is not _RAISED
+            closed &= link.call(link.tier.close, time_left_s, otherwise=_RAISED) is not _RAISED
         self._poll()
         return closed and not self._jobs
 
@@ -731,14 +731,14 @@ class TieringManager:
             if state.hands_over:
                 self.primary.hand_overs.end(state.ctx.request_id)
             for link in self._links:
-                link.call("on_request_finished", state.ctx, otherwise=None)
+                link.call(link.tier.on_request_finished, state.ctx, otherwise=None)
 
     def _drain(self, deadline: float) -> bool:
         """Wait for the tiers' I/O; return whether it ended."""
         ended = True
         for link in self._links:
-            link.call("flush", otherwise=None)
+            link.call(link.tier.flush, otherwise=None)
         for link in self._links:
-            ended = bool(link.call("drain", max(0.0, deadline - self._clock()), otherwise=False)) and ended
+            ended = bool(link.call(link.tier.drain, max(0.0, deadline - self._clock()), otherwise=False)) and ended
         self._poll()
         return ended
