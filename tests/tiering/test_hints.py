@@ -211,7 +211,7 @@ def test_a_reset_ends_all_priorities() -> None:
     engine = Engine(slots=4)
     engine.store_and_forget(keys_of(1), retain=50)
     engine.manager.reset()
-    assert not engine.manager._retention
+    assert not engine.manager._retention.active
     engine.store_and_forget(keys_of(1))
     assert engine.manager.stats().primary.retained == 0
 
