@@ -352,7 +352,7 @@ class TieringManager:
             self._cascades.write_wanted()
             return None
         state.open.update(zip(new, slots, strict=True))
-        plan = StorePlan(new, slots, self._core.take_evicted())
+        plan = StorePlan(new, slots, self._core.take_evicted() if self.primary.evicted else ())
         if new:
             if self._tenants is not None:
                 self._tenants.of(new[0]).stored += len(new)
@@ -375,7 +375,7 @@ class TieringManager:
             if slot is not None:
                 done.append(key)
                 slots.append(slot)
-        if not success or (done and self._expiry.forgets(done[0])):
+        if not success or (done and self._expiry.active and self._expiry.forgets(done[0])):
             self.primary.abort(done)
         elif done:
             # Logged before the cascade, which may drop the blocks immediately.
@@ -709,7 +709,7 @@ class TieringManager:
                     self._cascades.finish(job, result)
                     if self._expiry.active:
                         self._expiry.arrived(link, job.transfer.keys)
-                if job.state is not None:
+                if job.state is not None and job.state.finished:
                     self._end_if_idle(job.state)
         if self._jobs.by_id:
             self._promotions.abandon_overdue()

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any
 
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult as VllmLookupResult
@@ -49,10 +49,6 @@ _ANSWERS = {VllmLookupResult.HIT: LookupResult.HIT, VllmLookupResult.RETRY: Look
 
 _STRIKES_MAX = 3
 """Consecutive exceptions of a callback after which it is not called again, as for calls by the manager."""
-
-_Arguments = TypeVarTuple("_Arguments")
-_Result = TypeVar("_Result")
-_Default = TypeVar("_Default")
 
 _PATIENCE_S = 1.0
 """Time after which a drain or shutdown that still runs is logged."""
@@ -241,9 +237,7 @@ class ForeignTier(SecondaryTierManager):
             raise KVStoreError(f"Tier {self.name} did not shut down; the primary tier's memory stays mapped.")
         self._fail_jobs()
 
-    def call(
-        self, callback: Callable[[*_Arguments], _Result], *args: *_Arguments, default: _Default
-    ) -> _Result | _Default:
+    def call(self, callback: Callable[..., Any], *args: Any, default: Any = None) -> Any:
         """Call a method outside kvstore's interface; return the default if it fails."""
         strikes = self._strikes.get(callback, 0)
         if strikes >= _STRIKES_MAX or self._stopped is not None:
@@ -254,11 +248,9 @@ class ForeignTier(SecondaryTierManager):
             self.errors += 1
             self._strikes[callback] = strikes + 1
             if strikes == 0:
+                name = getattr(callback, "__name__", repr(callback))
                 logger.exception(
-                    "Tier %s raised in %s; after %d in a row it is no longer called",
-                    self.name,
-                    getattr(callback, "__name__", repr(callback)),
-                    _STRIKES_MAX,
+                    "Tier %s raised in %s; after %d in a row it is no longer called", self.name, name, _STRIKES_MAX
                 )
             return default
         self._strikes.pop(callback, None)
@@ -284,7 +276,7 @@ class ForeignTier(SecondaryTierManager):
             return ctx.vllm
         if not self._has_begun_no_request:
             self._has_begun_no_request = True
-            self.call(self.tier.on_new_request, self._no_request, default=None)
+            self.call(self.tier.on_new_request, self._no_request)
         return self._no_request
 
     def _collect(self) -> None:
@@ -416,7 +408,7 @@ class ForeignTiers:
         for tier in self._tiers:
             if tier is ctx.origin:
                 continue
-            wanted = tier.call(tier.tier.on_new_request, ctx.vllm, default=None)
+            wanted = tier.call(tier.tier.on_new_request, ctx.vllm)
             if getattr(wanted, "policy", None) is OffloadPolicy.REQUEST_LEVEL:
                 self._whole.setdefault(ctx.request_id, []).append(tier)
         wants_all = ctx.request_id in self._whole
@@ -452,7 +444,7 @@ class ForeignTiers:
         for tier, parent in zip(self._tiers, self._parents, strict=True):
             tier.context = context
             parent.promised = 0
-            tier.call(tier.tier.serve_external_requests, parent, default=None)
+            tier.call(tier.tier.serve_external_requests, parent)
 
     def reset(self) -> None:
         """Drop waiting blocks, because the primary tier is cleared."""

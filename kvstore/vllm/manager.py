@@ -352,7 +352,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         for tier, metrics in zip(self._tiers, self._metrics, strict=True):
             merged.aggregate(metrics.report(tier_stats[tier.name], tier.take_samples(), 0))
         for foreign in self._foreign:
-            theirs = foreign.call(foreign.tier.get_stats, default=None)
+            theirs = foreign.call(foreign.tier.get_stats)
             if theirs is not None and not theirs.is_empty():
                 merged.aggregate(theirs)
         return merged
