@@ -70,7 +70,7 @@ class Pins(Part):
                 self.release((key,))
 
     def _hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> list[BlockKey]:
-        self.step()
+        self.release(self._ends.take_due(self._clock()))
         keys = tuple(keys)
         held: list[BlockKey] = []
         room = self._primary.may_hold(keys[0], self._blocks_max) if keys else 0
