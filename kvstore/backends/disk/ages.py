@@ -83,24 +83,34 @@ class Line:
                 if not is_pinned(place):
                     return place
                 segment.age_view[place & SLOT_MASK] = self._ages.now
-            ages = [
-                (segment, self._ages_of(segment))
-                for segment in self._ages.segments.values()
-                if segment.head.slot_bytes >= slot_bytes and not segment.rests_until
-            ]
-            self._oldest = min([int(each.min(initial=EMPTY)) for _, each in ages], default=EMPTY)
+            self._oldest, holders = self._find_oldest(slot_bytes)
             if self._oldest in (EMPTY, tried):
                 return None
             tried = self._oldest
             is_last = self._oldest == self._ages.now
             found: list[int] = []
-            for segment, each in ages:
-                here = (np.flatnonzero(each == self._oldest) + segment.first).tolist()
+            for segment, ages in holders:
+                here = ((ages == self._oldest).nonzero()[0] + segment.first).tolist()
                 # Pinned blocks keep the current age, and would be found again.
                 found += [place for place in here if not is_pinned(place)] if is_last else here
                 if len(found) >= _CANDIDATES:
                     break
             self.candidates = found[:_CANDIDATES][::-1]
+
+    def _find_oldest(self, slot_bytes: int) -> tuple[int, list[tuple[Segment, npt.NDArray[np.uint8]]]]:
+        """Return the oldest age in slots of at least this length, and the segments with blocks of that age."""
+        oldest = EMPTY
+        holders: list[tuple[Segment, npt.NDArray[np.uint8]]] = []
+        for segment in self._ages.segments.values():
+            if segment.head.slot_bytes < slot_bytes or segment.rests_until:
+                continue
+            ages = self._ages_of(segment)
+            age = int(ages.min())
+            if age < oldest:
+                oldest, holders = age, []
+            if age == oldest:
+                holders.append((segment, ages))
+        return oldest, holders
 
 
 class Shares:

@@ -56,6 +56,8 @@ class Index:
         """Those that this engine holds."""
         self.known: dict[int, Segment] = {}
         """Also those of other engines, and those that are gone while operations on their slots may run."""
+        self._free: dict[int, Segment] = {}
+        """Those that this engine holds that have free slots."""
         self._table = DigestTable(expected)
         self._ids = itertools.count()
         self._readers: Counter[int] = Counter()
@@ -74,12 +76,7 @@ class Index:
 
     def free_slots(self, slot_bytes: int = 0) -> int:
         """Return the number of slots of at least this length that can be written immediately."""
-        # No comprehension: this runs for each store.
-        free = 0
-        for segment in self.segments.values():
-            if segment.head.slot_bytes >= slot_bytes:
-                free += len(segment.free)
-        return free
+        return sum([len(segment.free) for segment in self._free.values() if segment.head.slot_bytes >= slot_bytes])
 
     @property
     def slots(self) -> int:
@@ -143,13 +140,15 @@ class Index:
         taken: list[int] = []
         if self._rest_until:
             self._end_rests()
-        for segment in self.segments.values():
+        for segment in list(self._free.values()):
             if len(taken) == count:
                 break
             fits = slot_bytes <= segment.head.slot_bytes <= slot_bytes_max
-            if fits and segment.free and (resting or not segment.rests_until):
+            if fits and (resting or not segment.rests_until):
                 slots = segment.free[len(taken) - count :]
                 del segment.free[-len(slots) :]
+                if not segment.free:
+                    del self._free[segment.id]
                 taken += [segment.first + slot for slot in sorted(slots)]
         return taken
 
@@ -161,13 +160,19 @@ class Index:
             else:
                 segment, slot = self.at(place)
                 segment.free.append(slot)
+                self._note_free(segment)
 
     def rest(self, places: Collection[int]) -> None:
         """Free slots that could not be written, to be given out after all others of their segments."""
         for place in places:
             segment, slot = self.at(place)
             segment.free.insert(0, slot)
+            self._note_free(segment)
         self.note_failures(places)
+
+    def _note_free(self, segment: Segment) -> None:
+        if segment.id in self.segments:
+            self._free[segment.id] = segment
 
     def note_failures(self, places: Collection[int]) -> bool:
         """Note slots or rows that could not be written.
@@ -364,6 +369,8 @@ class Index:
     def _own(self, segment: Segment, digests: npt.NDArray[np.uint64]) -> list[int]:
         """Use the slots of a segment, whose blocks are in the table."""
         self.segments[segment.id] = segment
+        if segment.free:
+            self._free[segment.id] = segment
         self._ages.slots += segment.head.slots
         held = segment.held()
         doubled = held[self._table.find_all(digests[held]) != held + segment.first]
@@ -403,6 +410,7 @@ class Index:
         # Also those that depart.
         self.hide([segment.first + slot for slot in held])
         del self.segments[segment.id]
+        self._free.pop(segment.id, None)
         self._ages.slots -= segment.head.slots
         return keys
 

@@ -71,12 +71,14 @@ class TableWriter:
         transfers: list[Transfer] = []
         runs: list[list[int]] = []
         changes = sorted(changes)
+        content = self._encode(changes)
         start = 0
         for end in range(1, len(changes) + 1):
             if end == len(changes) or changes[end].place != changes[end - 1].place + 1:
-                run = changes[start:end]
-                transfers.append(self._transfer(run))
-                runs.append([change.place for change in run])
+                segment, first = self._index.at(changes[start].place)
+                rows = content[start * ROW_BYTES : end * ROW_BYTES]
+                transfers.append(Transfer(segment.table.fd, segment.rows_at + first * ROW_BYTES, [rows], rows.nbytes))
+                runs.append([change.place for change in changes[start:end]])
                 start = end
         await self._engine.write(transfers)
         failed: dict[int, OSError] = {}
@@ -154,13 +156,11 @@ class TableWriter:
             finally:
                 self._announced = set()
 
-    def _transfer(self, run: Sequence[RowChange]) -> Transfer:
-        segment, first = self._index.at(run[0].place)
-        slots = range(first, first + len(run))
-        values = [segment.next_row(change.place & SLOT_MASK, *change[1:]) for change in run]
-        content = encode_rows(values, slots, segment.head.segment).view(np.uint8).data
-        offset = segment.rows_at + first * ROW_BYTES
-        return Transfer(segment.table.fd, offset, [content], len(run) * ROW_BYTES)
+    def _encode(self, changes: Sequence[RowChange]) -> memoryview:
+        at = [self._index.at(change.place) for change in changes]
+        values = [segment.next_row(slot, *change[1:]) for (segment, slot), change in zip(at, changes, strict=True)]
+        rows = encode_rows(values, [slot for _, slot in at], [segment.head.segment for segment, _ in at])
+        return rows.view(np.uint8).data
 
     async def _sync(self, places: Sequence[int]) -> dict[int, OSError]:
         failed: dict[int, OSError] = {}
