@@ -18,7 +18,7 @@ class Loans:
     def __init__(self) -> None:
         self._lent: dict[int, int] = {}
         """Loans of each lent slot; changed only by the borrower."""
-        self._outlived: set[int] = set()
+        self.outlived: set[int] = set()
         """Slots that outlive their blocks; changed only by the owner."""
 
     def begin(self, slot: int) -> None:
@@ -37,22 +37,20 @@ class Loans:
         """Note that the block of a slot left; return whether the slot is lent and outlives the block."""
         if slot not in self._lent:
             return False
-        self._outlived.add(slot)
+        self.outlived.add(slot)
         return True
 
     def outlive_all(self) -> list[int]:
         """Note that all blocks left; return the slots that newly outlive their blocks."""
         # Copied in one operation, because the borrower keeps running.
-        lent = [slot for slot in list(self._lent) if slot not in self._outlived]
-        self._outlived.update(lent)
+        lent = [slot for slot in list(self._lent) if slot not in self.outlived]
+        self.outlived.update(lent)
         return lent
 
     def take_ended(self) -> list[int]:
         """Return the slots that outlived their blocks and are no longer lent, each once."""
-        if not self._outlived:
-            return []
-        ended = [slot for slot in self._outlived if slot not in self._lent]
-        self._outlived.difference_update(ended)
+        ended = [slot for slot in self.outlived if slot not in self._lent]
+        self.outlived.difference_update(ended)
         return ended
 
 
@@ -75,7 +73,8 @@ class HandOvers:
         """Blocks of the other requests."""
         self._waiting: dict[bytes, int] = {}
         self._coming: dict[BlockKey, int] = {}
-        self._sent: deque[BlockKey] = deque(maxlen=_SENT_MAX)
+        self.sent: deque[BlockKey] = deque(maxlen=_SENT_MAX)
+        """Sent blocks not yet taken."""
 
     def begin(self, request_id: str, name: bytes) -> None:
         """Add a handed-over request whose blocks are not known yet.
@@ -113,11 +112,11 @@ class HandOvers:
 
     def note_sent(self, key: BlockKey) -> None:
         """Note that a block was sent to another engine."""
-        self._sent.append(key)
+        self.sent.append(key)
 
     def take_sent(self) -> list[BlockKey]:
         """Return the blocks sent since the last call, once per transmission."""
-        return [self._sent.popleft() for _ in range(len(self._sent))] if self._sent else []
+        return [self.sent.popleft() for _ in range(len(self.sent))]
 
 
 def _count(counts: dict[bytes, int], name: bytes, change: int) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvstore.bounded import BoundedDict
 from kvstore.primary.tier import SlotState
-from kvstore.tiering.core import Core
+from kvstore.tiering.core import Core, Part
 from kvstore.tiering.jobs import OpenJob
 from kvstore.tiering.leases import Expiry
 from kvstore.tiering.link import TierLink
@@ -23,7 +23,7 @@ _SIGHTINGS_MAX: Final = 1 << 17
 """Maximum blocks with a count of uses; some megabytes of memory."""
 
 
-class Cascades:
+class Cascades(Part):
     """Decides which blocks of the primary tier go to which tiers, when, and how many at a time.
 
     Two masks of tiers are kept per block. A block is *withheld* from a tier if it was not stored there (policy, too few
@@ -71,11 +71,6 @@ class Cascades:
     def making_room(self) -> bool:
         """Whether write-backs are running or due, which free slots."""
         return bool(self._owed or self._writing_back)
-
-    @property
-    def notes(self) -> bool:
-        """Whether any block is withheld, owed or transient."""
-        return bool(self._withheld or self._owed or self._transient)
 
     def stored(self, keys: Sequence[BlockKey], slots: Sequence[int], state: RequestState) -> None:
         """Commit filled blocks in the primary tier and store them below, by their request's policy."""
@@ -138,7 +133,15 @@ class Cascades:
             if due:
                 self.send(link, due, state)
 
-    def resume(self) -> None:
+    def step(self) -> bool:
+        """Store waiting blocks as far as there is room, and write back owed blocks in time for their eviction."""
+        self._resume()
+        if self._owed:
+            self._primary.prepare_eviction(self._evictable_min - self._writing_back - len(self._wanted))
+            self.write_wanted()
+        return bool(self._withheld or self._owed or self._transient) or self.waits
+
+    def _resume(self) -> None:
         """Store waiting blocks in queue order, as far as there is room."""
         for link in self._links:
             waiting = link.queue
@@ -156,13 +159,6 @@ class Cascades:
                     due.append(key)
             self._pin_and_submit(link, self._permitted(link, due), None)
 
-    def write_back(self) -> None:
-        """Write back owed blocks that are due for eviction, or soon will be."""
-        if not self._owed:
-            return
-        self._primary.prepare_eviction(self._evictable_min - self._writing_back - len(self._wanted))
-        self.write_wanted()
-
     def write_wanted(self) -> None:
         """Write back owed blocks that an allocation tried to evict."""
         self._wanted.update(dict.fromkeys(self._primary.take_wanted()))
@@ -172,7 +168,7 @@ class Cascades:
 
     def write_all(self) -> None:
         """Store all waiting and owed blocks, as far as there is room."""
-        self.resume()
+        self._resume()
         self._write(list(self._owed))
 
     def finish(self, job: OpenJob, result: JobResult) -> None:
@@ -205,18 +201,17 @@ class Cascades:
 
     def left(self, keys: Iterable[BlockKey]) -> None:
         """Drop the state of blocks that left the primary tier."""
-        # A waiting block is neither withheld nor owed if a request that used it stored it in the meantime.
-        if self.notes or self.waits:
-            for key in keys:
-                self._withheld.pop(key, None)
-                self._owed.pop(key, None)
-                self._transient.discard(key)
-                self._filling.discard(key)
-                for link in self._links:
-                    if link.queue and link.queue.pop(key, False) is None:
-                        link.dropped += 1
+        for key in keys:
+            self._withheld.pop(key, None)
+            self._owed.pop(key, None)
+            self._transient.discard(key)
+            self._filling.discard(key)
+            for link in self._links:
+                # Neither withheld nor owed if a request that used the block stored it in the meantime.
+                if link.queue and link.queue.pop(key, False) is None:
+                    link.dropped += 1
 
-    def forget_all(self) -> None:
+    def reset(self) -> None:
         """Drop all state, because the primary tier is cleared."""
         for notes in (self._withheld, self._owed, self._transient, self._filling, self._wanted):
             notes.clear()
@@ -227,6 +222,7 @@ class Cascades:
         """Store blocks to the allowed tiers with room, and withhold them from the others."""
         policy = state.policy
         whole = keys
+        self.active = True
         if not policy.cpu:
             self._transient.update(keys)
         for link in self._links:
@@ -335,6 +331,7 @@ class Cascades:
         return uses <= 1 or self._sightings.get(key, 0) >= uses
 
     def _withhold(self, keys: Sequence[BlockKey], mask: int) -> None:
+        self.active = True
         for key in keys:
             self._withheld[key] = self._withheld.get(key, 0) | mask
 

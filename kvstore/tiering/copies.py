@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvstore.primary.tier import PrimaryTier
+from kvstore.tiering.core import Part
 
 logger = logging.getLogger("kvstore.tiering")
 
@@ -24,7 +25,7 @@ class CopyReports(Protocol):
         """Return whether all copies of a lane have provably ended, given how many were ever prepared in it."""
 
 
-class Copies:
+class Copies(Part):
     """Keeps slots out of use while a copy from before a reset may still access them.
 
     An engine may reset the cache while it copies, and may execute a prepared copy much later (a store deferred to the
@@ -48,9 +49,6 @@ class Copies:
         self._warned = False
         self.lane = 0  # Lane for new copies.
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
     def begin(self, *, is_load: bool) -> None:
         """Count a prepared copy in the current lane."""
         self._begun[self.lane][is_load] += 1
@@ -66,13 +64,14 @@ class Copies:
             if not self._waiting:
                 self._since, self._warned = self._clock(), False
             self._waiting.setdefault(self.lane, set()).update(left)
+            self.active = True
             # Without a spare lane, new copies count in the current one, which delays the proof for the old ones.
             spare = (lane for lane in range(len(self._begun)) if lane not in self._waiting and self._ended(lane))
             self.lane = next(spare, self.lane)
         return left
 
-    def reclaim(self) -> None:
-        """Reclaim the slots whose copies have ended according to the reports; cheap, once per step."""
+    def step(self) -> bool:
+        """Reclaim the slots whose copies have ended according to the reports."""
         for lane in [lane for lane in self._waiting if self._ended(lane)]:
             self._reclaim_lane(lane)
         if self._waiting and not self._warned and self._clock() - self._since > _WARN_AFTER_S:
@@ -83,6 +82,7 @@ class Copies:
                 sum(map(len, self._waiting.values())),
                 self._clock() - self._since,
             )
+        return bool(self._waiting)
 
     def all_ended(self) -> None:
         """Reclaim all slots: the engine guarantees that every copy unfinished at a reset has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,26 @@ from kvstore.tiering.jobs import JobTable
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.tenants import TenantTable
 from kvstore.types import BlockKey, RemovalCause
+
+
+class Part(ABC):
+    """A part of a manager with work for the end of a step, or with state about blocks of the primary tier.
+
+    Attributes:
+        active: Whether it has such work or state. The part sets it; only active parts are called.
+    """
+
+    active = False
+
+    @abstractmethod
+    def step(self) -> bool:
+        """Do the work of a step; return whether work or state is left."""
+
+    def left(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027
+        """Drop the state of blocks that left the primary tier."""
+
+    def reset(self) -> None:  # noqa: B027
+        """Drop all state about blocks, because the primary tier is cleared."""
 
 
 @dataclass(slots=True)
@@ -27,11 +48,13 @@ class Core:
     log: EventLog  # Events of the primary tier.
     gate: Gate | None  # Decides which blocks to load; None to load all blocks.
     tenants: TenantTable | None  # The tenants; None if none are configured.
-    on_left: Callable[[Sequence[BlockKey]], None] = lambda keys: None  # Called with blocks that left the primary tier.
+    parts: Sequence[Part] = ()  # In the order of their work in a step.
 
     def left(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         """Record that blocks left the primary tier."""
-        self.on_left(keys)
+        for part in self.parts:
+            if part.active:
+                part.left(keys)
         self.log.primary(keys, cause)
 
     def take_evicted(self) -> list[BlockKey]:

@@ -64,7 +64,7 @@ class EventLog:
         """Make the next calls of :meth:`take` report all blocks of all tiers as stored, some at a time."""
         self._inventory.restate()
         for link in links:
-            link.call("restate_events", otherwise=None)
+            link.call(link.tier.restate_events, otherwise=None)
 
     def take(self, links: Sequence[TierLink]) -> list[BlockEvent]:
         """Return the events of all tiers since the last call.
@@ -76,7 +76,7 @@ class EventLog:
         for link in links:
             # Taken even if disabled, so that events do not accumulate in the tier.
             tier = link.tier
-            taken = link.call("take_events", otherwise=())
+            taken = link.call(link.tier.take_events, otherwise=())
             for event in taken if self._enabled else ():
                 events.append(
                     BlockEvent(link.name, tier.medium, tier.locality, event.keys, event.cause, event.accessed)

@@ -45,15 +45,15 @@ class JobTable:
     """Jobs by id. Ids are unique across all tiers."""
 
     def __init__(self) -> None:
-        self._jobs: dict[int, OpenJob] = {}
+        self.by_id: dict[int, OpenJob] = {}  # The jobs.
         self._deadlines: Deadlines[int] = Deadlines()
         self._last_id = 0
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self.by_id)
 
     def __iter__(self) -> Iterator[OpenJob]:
-        return iter(list(self._jobs.values()))
+        return iter(list(self.by_id.values()))
 
     def new_id(self) -> int:
         self._last_id += 1
@@ -61,7 +61,7 @@ class JobTable:
 
     def add(self, job: OpenJob) -> None:
         """Add a job, and count its blocks."""
-        self._jobs[job.transfer.job_id] = job
+        self.by_id[job.transfer.job_id] = job
         if job.is_load:
             job.link.loading += len(job.transfer.keys)
             job.link.load_jobs += 1
@@ -73,7 +73,7 @@ class JobTable:
     def submit(self, job: OpenJob) -> bool:
         """Add a job and submit it to its tier. Return false if the tier raised: it may still have accepted the job."""
         self.add(job)
-        submit = "submit_load" if job.is_load else "submit_store"
+        submit = job.link.tier.submit_load if job.is_load else job.link.tier.submit_store
         return job.link.call(submit, job.transfer, otherwise=_RAISED) is not _RAISED
 
     def set_deadline(self, job: OpenJob, deadline: float) -> None:
@@ -83,11 +83,11 @@ class JobTable:
 
     def is_open(self, job: OpenJob) -> bool:
         """Whether a job is not reported yet."""
-        return self._jobs.get(job.transfer.job_id) is job
+        return self.by_id.get(job.transfer.job_id) is job
 
     def report(self, link: TierLink, result: JobResult) -> OpenJob | None:
         """Remove and return the job of a result. For an unknown job, count an error of the tier and return None."""
-        job = self._jobs.get(result.job_id)
+        job = self.by_id.get(result.job_id)
         if job is None or job.link is not link:
             link.note_invalid(f"a result for job {result.job_id}, which it does not have")
             return None
@@ -98,7 +98,7 @@ class JobTable:
             self._deadlines.remove(result.job_id)
             link.loading -= 0 if job.lost else len(job.transfer.keys)
             link.load_jobs -= 1
-        return self._jobs.pop(result.job_id)
+        return self.by_id.pop(result.job_id)
 
     def lose(self, job: OpenJob) -> None:
         """Stop counting a load whose report may never arrive. Its slots stay reserved until the report."""
@@ -108,4 +108,4 @@ class JobTable:
     def take_overdue_loads(self, now: float) -> list[OpenJob]:
         """Return the loads past their deadline, each once; they stay in the table until reported."""
         due = self._deadlines.take_due(now)
-        return [self._jobs[job_id] for job_id in due] if due else []
+        return [self.by_id[job_id] for job_id in due] if due else []

@@ -15,17 +15,14 @@ from typing import Final
 from kvstore.bounded import BoundedDict
 from kvstore.primary.tier import PrimaryTier, SlotState
 from kvstore.tenants import TAG_BYTES
-from kvstore.tiering.core import Core
+from kvstore.tiering.core import Core, Part
 from kvstore.tiering.deadlines import Deadlines
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
 from kvstore.types import BlockKey, RemovalCause
 
-_SLACK: Final = 64
-"""Leases of removed blocks tolerated before a cleanup."""
 
-
-class Pins:
+class Pins(Part):
     """Protects blocks from eviction until their leases end. A use renews a lease.
 
     The blocks of one call belong to one tenant. A block held only for other engines is released as soon as each of
@@ -47,9 +44,6 @@ class Pins:
         self._fetches: dict[BlockKey, int] = {}
         """Outstanding fetches of each block held only for fetches."""
         self.refused_blocks = 0  # Blocks not held because the share was used up.
-
-    def __bool__(self) -> bool:
-        return bool(self._lengths)
 
     def hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> None:
         """Hold the READY blocks among ``keys``; None: for the longest lease."""
@@ -76,7 +70,7 @@ class Pins:
                 self.release((key,))
 
     def _hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> list[BlockKey]:
-        self.sweep()
+        self.release(self._ends.take_due(self._clock()))
         keys = tuple(keys)
         held: list[BlockKey] = []
         room = self._primary.may_hold(keys[0], self._blocks_max) if keys else 0
@@ -91,6 +85,7 @@ class Pins:
                     continue
                 room -= 1
                 self._primary.hold(key)
+            self.active = True
             held.append(key)
             self._ends.set(key, max(end, self._ends.get(key, end)))
             self._lengths[key] = max(length, self._lengths.get(key, length))
@@ -129,20 +124,24 @@ class Pins:
             self._fetches.pop(key, None)
             self._primary.release(key)
 
-    def sweep(self) -> None:
+    def step(self) -> bool:
         """Release the blocks whose leases have ended."""
         self.release(self._ends.take_due(self._clock()))
-        if len(self._lengths) > 2 * len(self._primary.marks.held) + _SLACK:
-            self.release([key for key in self._lengths if key not in self._primary.marks.held])
+        return bool(self._lengths)
 
-    def clear(self) -> None:
+    def left(self, keys: Sequence[BlockKey]) -> None:
+        """End the leases of blocks that left the primary tier."""
+        self.release(keys)
+
+    def reset(self) -> None:
         """Drop all state, because the primary tier is cleared."""
+        self.active = False
         self._ends.clear()
         self._lengths.clear()
         self._fetches.clear()
 
 
-class Retention:
+class Retention(Part):
     """Gives blocks a priority until its deadline. Another request can replace or end it earlier."""
 
     def __init__(self, core: Core) -> None:
@@ -150,9 +149,6 @@ class Retention:
         self._seconds_max = core.config.pin_lease_s
         self._clock = core.clock
         self._ends: Deadlines[BlockKey] = Deadlines()
-
-    def __bool__(self) -> bool:
-        return bool(self._ends)
 
     def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Give blocks that a request stores or uses the priorities of its policy."""
@@ -176,22 +172,26 @@ class Retention:
             if self._primary.lookup(key) is SlotState.READY:
                 self._primary.retain(key, rank)
                 self._ends.set(key, end)
+                self.active = True
 
     def end(self, keys: Iterable[BlockKey]) -> None:
         """End the priority of blocks."""
         for key in keys:
             self._primary.end_retention(key)
 
-    def sweep(self) -> None:
+    def step(self) -> bool:
         """End the priorities past their deadline."""
         self.end(self._ends.take_due(self._clock()))
-        retained = self._primary.marks.ranks
-        if len(self._ends) > 2 * len(retained) + _SLACK:
-            for key in [key for key in self._ends if key not in retained]:
-                self._ends.remove(key)
+        return bool(self._ends)
 
-    def clear(self) -> None:
+    def left(self, keys: Sequence[BlockKey]) -> None:
+        """Drop the deadlines of blocks that left the primary tier."""
+        for key in keys:
+            self._ends.remove(key)
+
+    def reset(self) -> None:
         """Drop all state, because the primary tier is cleared."""
+        self.active = False
         self._ends.clear()
 
 
@@ -213,7 +213,7 @@ class _Forgetting:
     since: float  # Start time.
 
 
-class Expiry:
+class Expiry(Part):
     """Tracks forbidden blocks and removes them from all tiers.
 
     Blocks are forbidden individually, or by tenant while the tenant is being forgotten. A tier's ``forget`` is called
@@ -230,7 +230,6 @@ class Expiry:
         """Blocks that stay forbidden until they are stored again, because a tier may still hold them for a while."""
         self._forgetting: dict[bytes, _Forgetting] = {}
         """By tag of the tenant."""
-        self.active = False  # Whether any block has a lifetime or is forbidden; if not, no call is needed.
         self.expired = 0  # Number of blocks whose lifetime has ended.
 
     def forbids(self, key: BlockKey) -> bool:
@@ -293,7 +292,7 @@ class Expiry:
             self._gone[key] = None
         self._drop(keys, cause)
         for link in self._core.links:
-            link.call("remove", keys, cause, otherwise=None)
+            link.call(link.tier.remove, keys, cause, otherwise=None)
 
     def forget_tenant(self, tag: bytes) -> None:
         """Remove all blocks of a tenant from every tier. Until they are gone, its requests find and store nothing."""
@@ -312,10 +311,10 @@ class Expiry:
         late = [key for key in keys if self.forbids(key)]
         if late:
             self._drop(late, RemovalCause.EXPIRED)
-            link.call("remove", late, RemovalCause.EXPIRED, otherwise=None)
+            link.call(link.tier.remove, late, RemovalCause.EXPIRED, otherwise=None)
 
-    def sweep(self) -> None:
-        """Remove a bounded number of expired blocks, and all removable blocks of forgotten tenants; once per step."""
+    def step(self) -> bool:
+        """Remove a bounded number of expired blocks, and all removable blocks of forgotten tenants."""
         gone = self._ends.take_due(self._clock(), _EXPIRED_PER_STEP, keep=_BLOCKS_MAX)
         if gone:
             self.expired += len(gone)
@@ -328,7 +327,7 @@ class Expiry:
             case.links = [link for link in case.links if link in storing or not link.forget(tag)]
             if not case.keys and not case.links:
                 del self._forgetting[tag]
-        self.active = bool(self._ends or self._gone or self._forgetting)
+        return bool(self._ends or self._gone or self._forgetting)
 
     def _drop(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         self._core.left([key for key in keys if self._primary.remove(key)], cause)

@@ -39,7 +39,7 @@ class Lookups:
         self._clock = core.clock
         self._waiting = waiting
         self._measure = measure
-        self._step = 0
+        self.step = 0  # Number of the step. The tiers may answer differently in the next one.
 
     def find(self, key: BlockKey, state: RequestState) -> Found:
         """Return the tier to load a block from; if none, the tier to wait for. Both None: compute the block."""
@@ -48,13 +48,13 @@ class Lookups:
         if gate is None or state.ctx.patience_s:
             return self._ask(key, state)
         decision = state.gated
-        if decision.step != self._step and key in state.weighed and gate.is_ready and not self._is_declined(key, state):
-            decision.step = self._step
+        if decision.step != self.step and key in state.weighed and gate.is_ready and not self._is_declined(key, state):
+            decision.step = self.step
             self._decide(gate, state.keys.index(key), state)
         if decision.limit is not None and self._is_declined(key, state):
             state.missed.update((decision.declined,) if decision.declined is not None else ())
             return None, None
-        found = decision.found.get(key) if decision.step == self._step else None
+        found = decision.found.get(key) if decision.step == self.step else None
         return found or self._ask(key, state)
 
     def stop_waiting(self, key: BlockKey, state: RequestState) -> None:
@@ -76,10 +76,6 @@ class Lookups:
         recompute_s = self._gate.recompute_s(decision.start, end, decision.waiting)
         self._gate.note_served(recompute_s, self._clock() - decision.since)
         decision.since = None
-
-    def end_step(self) -> None:
-        """End the step: the tiers may answer differently in the next one."""
-        self._step += 1
 
     def _ask(self, key: BlockKey, state: RequestState) -> Found:
         """Return the first tier that holds a block; if none, the first tier without an answer yet."""

@@ -116,13 +116,13 @@ class TieringManager:
         self._expiry = Expiry(core)
         self._cascades = Cascades(core, self._expiry)
         self._misses = Misses(self._links, self._cascades.sightings_of)
-        core.on_left = self._cascades.left
         backfills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
         self._counts_sightings = backfills or self._parser.default.min_uses > 1
         share = int(primary.slots * config.pin_share)
         self._pins = Pins(primary, share, config.pin_lease_s, clock)
         primary.marks.retained_max = share
         self._retention = Retention(core)
+        core.parts = self._copies, self._promotions, self._cascades, self._expiry, self._pins, self._retention
         # The actions of policies on blocks that a request has stored, uses, or leaves at its end.
         self._on_stored = self._expiry.store, self._pins.follow, self._retention.use
         self._on_use = self._expiry.use, self._pins.use, self._retention.use
@@ -352,7 +352,7 @@ class TieringManager:
             self._cascades.write_wanted()
             return None
         state.open.update(zip(new, slots, strict=True))
-        plan = StorePlan(new, slots, self._core.take_evicted())
+        plan = StorePlan(new, slots, self._core.take_evicted() if self.primary.evicted else ())
         if new:
             if self._tenants is not None:
                 self._tenants.of(new[0]).stored += len(new)
@@ -375,7 +375,7 @@ class TieringManager:
             if slot is not None:
                 done.append(key)
                 slots.append(slot)
-        if not success or (done and self._expiry.forgets(done[0])):
+        if not success or (done and self._expiry.active and self._expiry.forgets(done[0])):
             self.primary.abort(done)
         elif done:
             # Logged before the cascade, which may drop the blocks immediately.
@@ -461,8 +461,9 @@ class TieringManager:
     @property
     def has_pending_work(self) -> bool:
         """Whether :meth:`on_step_end` must still be called while no request runs, because I/O is running or due."""
-        waits = self._promotions.pending or self._cascades.waits
-        return bool(self._jobs) or waits or self._expiry.pending
+        if self._jobs.by_id or self._promotions.active:
+            return True
+        return (self._cascades.active and self._cascades.waits) or (self._expiry.active and self._expiry.pending)
 
     @property
     def has_requests(self) -> bool:
@@ -485,25 +486,19 @@ class TieringManager:
                 self._misses.settle(state)
                 self._promotions.release_claims(state)
         if self._hedges is not None:
-            self._hedges.start_due()
+            self._hedges.start_due()  # Before the promises end: a hedge must not evict a block found in this step.
         if ended := self.primary.end_promises():
             self._cascades.end_transit(ended)
-        self._promotions.flush()
-        self._cascades.resume()
-        self._cascades.write_back()
-        if self._expiry.active:
-            self._expiry.sweep()
-        if self._pins:
-            self._pins.sweep()
-        if self._retention:
-            self._retention.sweep()
+        for part in self._core.parts:
+            if part.active:
+                part.active = part.step()
         if self._touched:
             touched, self._touched = tuple(dict.fromkeys(self._touched)), []
             for link in self._links:
-                link.call("touch", touched, otherwise=None)
+                link.call(link.tier.touch, touched, otherwise=None)
         for link in self._links:
-            link.call("flush", otherwise=None)
-        self._lookups.end_step()
+            link.call(link.tier.flush, otherwise=None)
+        self._lookups.step += 1
         self._polled = False
 
     @property
@@ -586,7 +581,7 @@ class TieringManager:
             Whether all I/O of the tiers ended in time. If not, the slots of unfinished I/O stay out of use until it
             ends.
         """
-        ended = all([link.call("drain", timeout_s, otherwise=False) for link in self._links])
+        ended = all([link.call(link.tier.drain, timeout_s, otherwise=False) for link in self._links])
         self._poll()
         self._polled = False
         copied: list[int] = []
@@ -595,10 +590,8 @@ class TieringManager:
             copied += [slot for key in state.loading if (slot := self.primary.slot_of(key)) is not None]
             state.void()
             self._end_if_idle(state)
-        self._promotions.forget_all()
-        self._cascades.forget_all()
-        self._pins.clear()
-        self._retention.clear()
+        for part in self._core.parts:
+            part.reset()
         still_touched = [slot for job in self._jobs for slot in job.transfer.slots if not job.abandoned]
         still_touched += self._copies.leave_behind(copied)
         for job in self._jobs:
@@ -632,7 +625,7 @@ class TieringManager:
         while (self._cascades.unsent or self._expiry.removing) and (began := self._clock()) < deadline:
             before = self._cascades.unsent, len(self._jobs)
             self._cascades.write_all()
-            self._expiry.sweep()
+            self._expiry.step()
             self._drain(min(deadline, began + _DRAIN_ROUND_S))
             if self._clock() - began < _DRAIN_ROUND_S and (self._cascades.unsent, len(self._jobs)) == before:
                 # No tier stores anything; some may still have to forget a tenant.
@@ -645,7 +638,7 @@ class TieringManager:
         closed = True
         for link in self._links:
             time_left_s = max(0.1, deadline - self._clock())
-            closed &= link.call("close", time_left_s, otherwise=_RAISED) is not _RAISED
+            closed &= link.call(link.tier.close, time_left_s, otherwise=_RAISED) is not _RAISED
         self._poll()
         return closed and not self._jobs
 
@@ -673,7 +666,7 @@ class TieringManager:
             unseen = [key for key in (*keys, *new) if key not in state.seen]
             state.seen.update(unseen)
             self._cascades.note_sightings(unseen)
-        if self._cascades.notes:
+        if self._cascades.active:
             self._cascades.use(keys, state)
         for act in self._on_use:
             act(keys, state)
@@ -692,13 +685,12 @@ class TieringManager:
     def _poll(self) -> None:
         """Process the tiers' finished jobs."""
         self._polled = True
-        if self._copies:
-            self._copies.reclaim()
-        for slot in self.primary.loans.take_ended():
-            self.primary.reclaim(slot)
-        sent = self.primary.hand_overs.take_sent()
-        if sent and self._pins:
-            self._pins.fetched(sent)
+        primary = self.primary
+        if primary.loans.outlived:
+            for slot in primary.loans.take_ended():
+                primary.reclaim(slot)
+        if primary.hand_overs.sent:
+            self._pins.fetched(primary.hand_overs.take_sent())
         for link in self._links:
             for result in link.get_finished():
                 job = self._jobs.report(link, result)
@@ -717,9 +709,10 @@ class TieringManager:
                     self._cascades.finish(job, result)
                     if self._expiry.active:
                         self._expiry.arrived(link, job.transfer.keys)
-                if job.state is not None:
+                if job.state is not None and job.state.finished:
                     self._end_if_idle(job.state)
-        self._promotions.abandon_overdue()
+        if self._jobs.by_id:
+            self._promotions.abandon_overdue()
 
     def _end_if_idle(self, state: RequestState) -> None:
         """Remove a finished request once its last work has ended."""
@@ -731,14 +724,14 @@ class TieringManager:
             if state.hands_over:
                 self.primary.hand_overs.end(state.ctx.request_id)
             for link in self._links:
-                link.call("on_request_finished", state.ctx, otherwise=None)
+                link.call(link.tier.on_request_finished, state.ctx, otherwise=None)
 
     def _drain(self, deadline: float) -> bool:
         """Wait for the tiers' I/O; return whether it ended."""
         ended = True
         for link in self._links:
-            link.call("flush", otherwise=None)
+            link.call(link.tier.flush, otherwise=None)
         for link in self._links:
-            ended = bool(link.call("drain", max(0.0, deadline - self._clock()), otherwise=False)) and ended
+            ended = bool(link.call(link.tier.drain, max(0.0, deadline - self._clock()), otherwise=False)) and ended
         self._poll()
         return ended

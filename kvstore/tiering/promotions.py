@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvstore.tiering.core import Core
+from kvstore.tiering.core import Core, Part
 from kvstore.tiering.gate import SLACK_S_MAX, Gate
 from kvstore.tiering.hedges import Hedges
 from kvstore.tiering.jobs import OpenJob
@@ -29,7 +29,7 @@ _MEASURED_SHARE: Final = 1 / 32
 """Maximum slots of a load that only measures a tier, because it may evict blocks."""
 
 
-class Promotions:
+class Promotions(Part):
     """Promotes blocks, as one load job per tier, request and step.
 
     A promoted block is pinned for its request (a *claim*) until the request loads its blocks, begins to store, or ends.
@@ -72,11 +72,6 @@ class Promotions:
         mine = state.promoting + len(state.claims)
         return mine < self.blocks or any(other is not state for other in self._refused)
 
-    @property
-    def pending(self) -> bool:
-        """Whether :meth:`flush` has something to submit."""
-        return bool(self._pending)
-
     def start(self, link: TierLink, key: BlockKey, state: RequestState) -> LookupResult:
         """Begin to promote a block that a tier holds.
 
@@ -101,6 +96,7 @@ class Promotions:
         if self._refused:
             self._refused.pop(state, None)
         pending_keys, pending_slots = self._pending.setdefault((link.index, state), ([], []))
+        self.active = True
         pending_keys.append(key)
         pending_slots.append(slots[0])
         state.promoting += 1
@@ -162,10 +158,11 @@ class Promotions:
 
     def measure(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Schedule a load for the end of this step that only measures a tier; its blocks are dropped."""
+        self.active = True
         self._measurements.append((link, keys[: max(1, int(self._primary.slots * _MEASURED_SHARE))], state))
 
-    def flush(self) -> None:
-        """Submit the promotions started since the last call."""
+    def step(self) -> bool:
+        """Submit the promotions started since the last step."""
         pending, self._pending = self._pending, {}
         for (index, state), (keys, slots) in pending.items():
             size = len(keys)
@@ -176,6 +173,7 @@ class Promotions:
         measurements, self._measurements = self._measurements, []
         for link, measured, state in measurements:
             self._submit_measurement(link, self._primary.missing(measured), state)
+        return False
 
     def _submit(self, link: TierLink, state: RequestState, keys: list[BlockKey], slots: list[int]) -> None:
         decision = state.gated
@@ -345,8 +343,9 @@ class Promotions:
                 state.promoting -= len(keys)
                 self.blocks -= len(keys)
 
-    def forget_all(self) -> None:
+    def reset(self) -> None:
         """Drop all state, because the primary tier is cleared."""
+        self.active = False
         self._pending.clear()
         self._measurements.clear()
         self._refused.clear()

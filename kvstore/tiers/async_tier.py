@@ -199,7 +199,7 @@ class AsyncTier(SecondaryTierManager):
         self._outbox.append(self._jobs.start(job, JobKind.LOAD, range(len(job.keys)), size_bytes, deadline))
 
     def flush(self) -> None:
-        if self._is_up:
+        if self._verifies_events and self._is_up:
             self._verify_reported()
         if self._existence.unasked:
             self._outbox += self._existence.take_questions(self._clock())
@@ -216,7 +216,8 @@ class AsyncTier(SecondaryTierManager):
         """Flushes first."""
         self.flush()
         self._receive()
-        self._give_up_late_jobs(self._clock())
+        if self._jobs.running:
+            self._give_up_late_jobs(self._clock())
         return self._jobs.take_finished()
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
@@ -417,8 +418,6 @@ class AsyncTier(SecondaryTierManager):
 
     def _verify_reported(self) -> None:
         """Look up some reported blocks of a medium that evicts silently; missing ones are then reported as removed."""
-        if not self._verifies_events:
-            return
         now = self._clock()
         if not self._unverified and now >= self._verification_due:
             self._verification_due = now + _VERIFICATION_INTERVAL_S
@@ -642,7 +641,7 @@ class Jobs:
     """The unfinished jobs, the results not yet taken, and counts of both."""
 
     def __init__(self) -> None:
-        self._running: dict[int, Job] = {}
+        self.running: dict[int, Job] = {}  # The unfinished jobs.
         self._submitted = 0
         self._finished: list[JobResult] = []
         self._samples: deque[JobSample] = deque(maxlen=_SAMPLES_MAX)
@@ -651,10 +650,10 @@ class Jobs:
         self.moved_bytes: Counter[JobKind] = Counter()  # Payload bytes moved, by direction.
 
     def __len__(self) -> int:
-        return len(self._running)
+        return len(self.running)
 
     def __iter__(self) -> Iterator[Job]:
-        return iter(list(self._running.values()))
+        return iter(list(self.running.values()))
 
     @property
     def has_finished(self) -> bool:
@@ -664,7 +663,7 @@ class Jobs:
     @property
     def running_bytes(self) -> int:
         """Payload bytes of unfinished jobs."""
-        return sum(job.size_bytes for job in self._running.values())
+        return sum(job.size_bytes for job in self.running.values())
 
     def start(
         self, job: TransferJob, kind: JobKind, asked: Sequence[int], size_bytes: int, deadline: float
@@ -674,7 +673,7 @@ class Jobs:
         keys = tuple(map(job.keys.__getitem__, asked))
         slots = tuple(map(int, map(job.slots.__getitem__, asked)))
         message = SubmitJob(self._submitted, kind, keys, slots, deadline)
-        self._running[self._submitted] = Job(job, message, asked, size_bytes)
+        self.running[self._submitted] = Job(job, message, asked, size_bytes)
         if kind is JobKind.STORE:
             self.store_bytes += size_bytes
         return message
@@ -694,7 +693,7 @@ class Jobs:
 
     def complete(self, done: JobDone) -> tuple[Job, list[Outcome]] | None:
         """Queue the result of an answered job; None if the job was abandoned before."""
-        job = self._running.get(done.job_id)
+        job = self.running.get(done.job_id)
         if job is None:
             return None
         outcomes = job.outcomes(done.outcomes)
@@ -717,7 +716,7 @@ class Jobs:
 
     def late(self, now: float) -> list[Job]:
         """Return the jobs whose deadline passed more than ``_REPORT_GRACE_S`` ago."""
-        return [job for job in self._running.values() if now > job.message.deadline + _REPORT_GRACE_S]
+        return [job for job in self.running.values() if now > job.message.deadline + _REPORT_GRACE_S]
 
     def take_finished(self) -> list[JobResult]:
         """Return the results since the last call."""
@@ -731,6 +730,6 @@ class Jobs:
         return samples
 
     def _drop(self, job: Job) -> None:
-        del self._running[job.message.job_id]
+        del self.running[job.message.job_id]
         if job.message.kind is JobKind.STORE:
             self.store_bytes -= job.size_bytes

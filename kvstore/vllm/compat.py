@@ -472,6 +472,11 @@ def primary_info(spec: Any) -> Mapping[str, Any]:
     return {} if info is None else info.as_config_info()
 
 
+def tier_info(tier: Any) -> dict[str, str]:
+    """Return the labels of a tier in vLLM's information metric; empty before 0.33."""
+    return tier.config_info() if hasattr(tier, "config_info") else {}
+
+
 def cache_hit_source(medium: Medium, locality: Locality) -> Any:
     """Return vLLM's name for the source of a hit; None before 0.32."""
     module = sys.modules.get("vllm.v1.metrics.cache_hit_source")

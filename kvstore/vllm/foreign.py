@@ -130,7 +130,7 @@ class ForeignTier(SecondaryTierManager):
         self._no_request = ReqContext(req_id=f"kvstore-{name}")
         """The request of jobs without one, such as the write-back of evicted blocks."""
         self._has_begun_no_request = False
-        self._strikes: dict[str, int] = {}
+        self._strikes: dict[Callable[..., Any], int] = {}
         self._stopped: _Call | None = None
         """A running or overdue drain, or a shutdown. The tier gets no other calls until a later :meth:`drain` has found
         it ended."""
@@ -221,7 +221,7 @@ class ForeignTier(SecondaryTierManager):
 
         vLLM's manager waits without a limit. There are no other calls to the tier while the thread runs.
         """
-        if not self._run("drain_jobs", timeout_s):
+        if not self._run(self.tier.drain_jobs, timeout_s):
             return False
         self._collect()
         self._fail_jobs()
@@ -233,24 +233,24 @@ class ForeignTier(SecondaryTierManager):
         Raises:
             KVStoreError: It did not end in time, or failed, and may still access the primary tier.
         """
-        if not self._run("shutdown", timeout_s):
+        if not self._run(self.tier.shutdown, timeout_s):
             raise KVStoreError(f"Tier {self.name} did not shut down; the primary tier's memory stays mapped.")
         self._fail_jobs()
 
-    def call(self, callback: str, *args: Any, default: Any = None) -> Any:
-        """Call a method outside kvstore's interface; return the default if it fails or does not exist."""
+    def call(self, callback: Callable[..., Any], *args: Any, default: Any = None) -> Any:
+        """Call a method outside kvstore's interface; return the default if it fails."""
         strikes = self._strikes.get(callback, 0)
-        method = getattr(self.tier, callback, None)
-        if method is None or strikes >= _STRIKES_MAX or self._stopped is not None:
+        if strikes >= _STRIKES_MAX or self._stopped is not None:
             return default
         try:
-            found = method(*args)
+            found = callback(*args)
         except Exception:  # Any exception is a failure of the tier, and must not end the engine.
             self.errors += 1
             self._strikes[callback] = strikes + 1
             if strikes == 0:
+                name = getattr(callback, "__name__", repr(callback))
                 logger.exception(
-                    "Tier %s raised in %s; after %d in a row it is no longer called", self.name, callback, _STRIKES_MAX
+                    "Tier %s raised in %s; after %d in a row it is no longer called", self.name, name, _STRIKES_MAX
                 )
             return default
         self._strikes.pop(callback, None)
@@ -258,7 +258,7 @@ class ForeignTier(SecondaryTierManager):
 
     def take_vllm_events(self) -> list[OffloadingEvent]:
         """Return the tier's KV cache events with vLLM's keys."""
-        taken = self.call("take_events", default=())
+        taken = self.call(self.tier.take_events, default=())
         try:
             return [replace(event, keys=[self.masked(key) for key in event.keys]) for event in taken]
         except Exception:  # A generator of the tier may raise here; see call().
@@ -276,7 +276,7 @@ class ForeignTier(SecondaryTierManager):
             return ctx.vllm
         if not self._has_begun_no_request:
             self._has_begun_no_request = True
-            self.call("on_new_request", self._no_request)
+            self.call(self.tier.on_new_request, self._no_request)
         return self._no_request
 
     def _collect(self) -> None:
@@ -321,7 +321,7 @@ class ForeignTier(SecondaryTierManager):
         self._results += [JobResult(job_id, False, ()) for job_id in self._jobs]
         self._jobs.clear()
 
-    def _run(self, method: str, timeout_s: float | None) -> bool:
+    def _run(self, method: Callable[[], None], timeout_s: float | None) -> bool:
         """Call a method that may block on a thread, or wait for a call of it that still runs.
 
         Returns:
@@ -335,7 +335,7 @@ class ForeignTier(SecondaryTierManager):
             if other.is_alive():
                 return False
             self._stopped = None
-        call = self._stopped = self._stopped or _Call(self.tier, method, self.name)
+        call = self._stopped = self._stopped or _Call(method, self.name)
         call.join(timeout_s)
         if call.is_alive():
             if not call.is_logged and time.monotonic() - call.since > _PATIENCE_S:
@@ -344,33 +344,32 @@ class ForeignTier(SecondaryTierManager):
                     "Tier %s gets no work: %s has not ended after %.0f s. The slots of its unfinished jobs stay unused "
                     "until it does.",
                     self.name,
-                    method,
+                    method.__name__,
                     time.monotonic() - call.since,
                 )
             return False
-        if method != "shutdown":
+        if method != self.tier.shutdown:
             self._stopped = None
         if call.failure is not None:
-            raise KVStoreError(f"{method} of tier {self.name} failed: {call.failure!r}") from call.failure
+            raise KVStoreError(f"{method.__name__} of tier {self.name} failed: {call.failure!r}") from call.failure
         return True
 
 
 class _Call(threading.Thread):
     """One call of a tier's method on its own thread."""
 
-    def __init__(self, tier: VllmTier, method: str, name: str) -> None:
-        super().__init__(name=f"kvstore-{method}-{name}", daemon=True)
+    def __init__(self, method: Callable[[], None], name: str) -> None:
+        super().__init__(name=f"kvstore-{method.__name__}-{name}", daemon=True)
         self.method = method
         self.since = time.monotonic()
         self.is_logged = False
         self.failure: BaseException | None = None  # Its exception.
-        self._tier = tier
         self.start()
 
     def run(self) -> None:
         """Make the call."""
         try:
-            getattr(self._tier, self.method)()
+            self.method()
         except BaseException as failure:  # Raised again on the scheduler's thread.
             self.failure = failure
 
@@ -409,7 +408,7 @@ class ForeignTiers:
         for tier in self._tiers:
             if tier is ctx.origin:
                 continue
-            wanted = tier.call("on_new_request", ctx.vllm)
+            wanted = tier.call(tier.tier.on_new_request, ctx.vllm)
             if getattr(wanted, "policy", None) is OffloadPolicy.REQUEST_LEVEL:
                 self._whole.setdefault(ctx.request_id, []).append(tier)
         wants_all = ctx.request_id in self._whole
@@ -445,7 +444,7 @@ class ForeignTiers:
         for tier, parent in zip(self._tiers, self._parents, strict=True):
             tier.context = context
             parent.promised = 0
-            tier.call("serve_external_requests", parent)
+            tier.call(tier.tier.serve_external_requests, parent)
 
     def reset(self) -> None:
         """Drop waiting blocks, because the primary tier is cleared."""
@@ -454,7 +453,7 @@ class ForeignTiers:
     @property
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping for a tier."""
-        return bool(self._late) or any(tier.call("has_pending_work", default=False) for tier in self._tiers)
+        return bool(self._late) or any(tier.call(tier.tier.has_pending_work, default=False) for tier in self._tiers)
 
 
 class _Parent(ParentManager):

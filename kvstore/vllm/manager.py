@@ -42,6 +42,7 @@ from kvstore.vllm.compat import (
     request_ends,
     request_params,
     steps_under_way_max,
+    tier_info,
     unfilled_event,
 )
 from kvstore.vllm.copies import Slots, WorkerReports
@@ -351,7 +352,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         for tier, metrics in zip(self._tiers, self._metrics, strict=True):
             merged.aggregate(metrics.report(tier_stats[tier.name], tier.take_samples(), 0))
         for foreign in self._foreign:
-            theirs = foreign.call("get_stats")
+            theirs = foreign.call(foreign.tier.get_stats)
             if theirs is not None and not theirs.is_empty():
                 merged.aggregate(theirs)
         return merged
@@ -363,7 +364,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         series[0] |= self._primary_info
         for place, tier in enumerate(self.manager.tiers, 1):
             if isinstance(tier, ForeignTier):
-                series[place] |= tier.call("config_info", default={})
+                series[place] |= tier.call(tier_info, tier.tier, default={})
         return series
 
     @guarded(lambda: None)

@@ -535,7 +535,7 @@ def test_only_exceptions_in_a_row_end_a_tier(method: str) -> None:
     tier = Engine().tier
     link = TierLink(tier, 0)
     call = (
-        partial(link.call, "flush", otherwise=None)
+        partial(link.call, tier.flush, otherwise=None)
         if method == "flush"
         else partial(link.lookup, b"k", RequestContext("r"))
     )
@@ -556,12 +556,12 @@ def test_only_exceptions_in_a_row_end_a_tier(method: str) -> None:
     ("method", "value"),
     [
         ("flush", partial(int, "no number")),  # A callable without a name.
-        ("restate_events", None),  # No such method.
+        ("restate_events", None),  # Not a method.
         ("drain", lambda timeout_s: None),
     ],
 )
 def test_a_tier_with_a_defective_method_stops_nothing(method: str, value: Any) -> None:
-    """A method that is missing, has no name or returns None is a defect of its tier, and the manager continues."""
+    """A method that can't be called, has no name or returns None is a defect of its tier, and the manager continues."""
     engine = Engine()
     engine.store(A)
     setattr(engine.tier, method, value)

@@ -80,3 +80,15 @@ def test_the_cost_of_a_call_does_not_grow_with_the_number_of_blocks(eviction: st
     assert few.keys() == many.keys()
     for operation, calls in few.items():
         assert many[operation] <= 1.1 * calls + BATCH, (operation, few, many)
+
+
+def test_a_step_calls_only_the_parts_with_work() -> None:
+    """A step costs the same before blocks are pinned and retained as after these leases and priorities have ended."""
+    engine = Engine()
+    idle = calls_of(engine.manager.on_step_end)
+    assert idle < 20, "mostly those of the tier"
+    engine.store_and_forget([key_of(1)], pin=True, retain=5)
+    busy = calls_of(engine.manager.on_step_end)
+    engine.clock.now += 3601
+    engine.settle_steps(2)
+    assert calls_of(engine.manager.on_step_end) == idle < busy
