@@ -20,7 +20,7 @@ import numpy as np
 from kvstore.backends.disk import files
 from kvstore.backends.disk.index import Index, News, RowChanges
 from kvstore.backends.disk.layout import GROUP_ROWS, ROW, State, stem_of
-from kvstore.backends.disk.root import Digests, Root, read_generations, read_rows
+from kvstore.backends.disk.root import Digests, Root, for_each_root, read_generations, read_rows
 from kvstore.backends.disk.segment import SLOT_BITS, SLOT_MASK, Segment
 from kvstore.backends.disk.watch import NAMES, WRITES, Watch
 from kvstore.diskio import OsDisk, TransferEngine
@@ -119,15 +119,8 @@ class Followers:
             for each in gone:
                 await self._forget(each)
             self._close_gone()
-            errors: list[OSError] = []
-            for root in self._roots if watches is None else ():
-                try:
-                    await self._follow_new(root, report=report)
-                except OSError as error:
-                    errors.append(error)
-            if errors:
-                # A root that fails does not affect the others.
-                raise errors[0]
+            if watches is None:
+                await for_each_root(self._roots, partial(self._follow_new, report=report))
 
     def take_over(self, segment: Segment, digests: Digests) -> list[int] | None:
         """Enter a segment that this engine holds now in place of the followed one; None if it was not followed.

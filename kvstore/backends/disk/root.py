@@ -19,7 +19,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
@@ -47,7 +47,7 @@ from kvstore.backends.disk.layout import (
     stem_of,
     table_number,
 )
-from kvstore.backends.disk.ledger import ledger_held
+from kvstore.backends.disk.ledger import LedgerBusyError, ledger_held
 from kvstore.backends.disk.members import Member, Members, is_locked
 from kvstore.backends.disk.segment import HeldFile, OpenFile, Segment, Table
 from kvstore.config import Capacity
@@ -609,3 +609,17 @@ def _read_whole(disk: OsDisk, table_fd: int, offset: int, size_bytes: int) -> me
     if len(content) != size_bytes:
         raise OSError(errno.EIO, "the table is too short")
     return content
+
+
+async def for_each_root(roots: Sequence[Root], work: Callable[[Root], Awaitable[None]]) -> None:
+    """Do work for each root; raise the first error at the end, so that it costs that root alone."""
+    errors: list[OSError] = []
+    for root in roots:
+        # The ledger may be free in the next round.
+        with contextlib.suppress(LedgerBusyError):
+            try:
+                await work(root)
+            except OSError as error:
+                errors.append(error)
+    if errors:
+        raise errors[0]

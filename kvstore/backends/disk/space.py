@@ -7,11 +7,10 @@ first; its locks are released once no operation runs on any of its slots.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -21,7 +20,7 @@ from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.layout import PAGE, State
 from kvstore.backends.disk.ledger import LedgerBusyError
 from kvstore.backends.disk.notes import SegmentNotes
-from kvstore.backends.disk.root import Digests, Due, Root
+from kvstore.backends.disk.root import Digests, Due, Root, for_each_root
 from kvstore.backends.disk.rows import RowChange, TableWriter
 from kvstore.backends.disk.segment import SLOT_BITS, Segment
 from kvstore.backends.disk.table import NOWHERE
@@ -129,11 +128,11 @@ class Space:
 
     async def take_segments(self, *, report: bool) -> None:
         """Take segments that no engine holds, up to this engine's share; ``report`` their blocks as added."""
-        await asyncio.shield(self._start(self._for_each_root(partial(self._take_from, report=report))))
+        await asyncio.shield(self._start(for_each_root(self._roots, partial(self._take_from, report=report))))
 
     async def share(self) -> None:
         """Give up a segment if an engine that holds less asks for one, or if capacity or reserve is exceeded."""
-        await asyncio.shield(self._start(self._for_each_root(self._share)))
+        await asyncio.shield(self._start(for_each_root(self._roots, self._share)))
         if self._is_asking:
             await asyncio.shield(self._start(self._grow(self._length, needed=False)))
 
@@ -244,19 +243,6 @@ class Space:
         self._lacks_room = True
         self._length = length
         return False
-
-    async def _for_each_root(self, work: Callable[[Root], Awaitable[None]]) -> None:
-        """Do work for each root; raise the first error at the end, so that it costs that root alone."""
-        errors: list[OSError] = []
-        for root in self._roots:
-            # The ledger may be free in the next round.
-            with contextlib.suppress(LedgerBusyError):
-                try:
-                    await work(root)
-                except OSError as error:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
 
     async def _take_from(self, root: Root, *, report: bool) -> None:
         async with self._growing:
