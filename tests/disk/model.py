@@ -224,7 +224,8 @@ class World:
         engine.doubt(UNIVERSE)
 
     async def _upkeep(self, engine: Engine) -> None:
-        duties = [*engine.session.duties().values(), engine.session.followers.refresh]
+        duties = [duty for root in engine.session.roots for duty in engine.session.duties(root).values()]
+        duties += [each.refresh for each in engine.session.followers]
         with contextlib.suppress(OSError, LedgerBusyError):
             await self.choose.choice(duties)()
 
@@ -243,7 +244,7 @@ class World:
             path.with_suffix(".tab").unlink()
             engine.doubt([lost.key(slot) for slot in lost.held().tolist()])
             with contextlib.suppress(OSError):
-                await session.duties()["files"]()
+                await session.duties(session.roots[lost.root])["files"]()
 
     async def _kill(self, engine: Engine) -> None:
         """Kill an engine at a random call of a random operation."""
@@ -304,7 +305,8 @@ class World:
         """Check that every promise of another engine's block is kept after one look at its table."""
         for each in self.engines:
             await each.session.tables.end()
-        await engine.session.followers.refresh()
+        for followers in engine.session.followers:
+            await followers.refresh()
         self._note_changes(engine)
         if engine.disk.state == "ok":
             others = [each for each in self.engines if each.namespace is engine.namespace]

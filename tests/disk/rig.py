@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import shutil
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -107,17 +108,21 @@ async def stores(rig: Rig, count: int) -> Counter[Outcome]:
 
 
 class BadDisk(OsDisk):
-    """A disk that fails calls of some kinds on files and directories whose path contains a text."""
+    """A disk that fails calls of some kinds on files and directories whose path contains a text, or stops them."""
 
     ops: tuple[str, ...] = ()
     name = ""  # Start of the names that can't be created; all others are created.
     bad = ""
     error = errno.EIO
+    gate: threading.Event | None = None  # If there is one, calls wait for it and don't fail.
 
     def syscall(self, op: str, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
         if op in self.ops and (op != "open" or (args[1] & os.O_CREAT and args[0].startswith(self.name))):
             fd = kwargs.get("dir_fd", kwargs.get("src_dir_fd", args[0]))
             if self.bad in os.readlink(f"/proc/self/fd/{fd}"):
+                if self.gate is not None:
+                    assert self.gate.wait(30)
+                    return super().syscall(op, function, *args, **kwargs)
                 raise OSError(self.error, os.strerror(self.error))
         return super().syscall(op, function, *args, **kwargs)
 

@@ -14,7 +14,7 @@ import pytest
 from kvstore.errors import BackendError, BackendUnavailableError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.disk.rig import NAMESPACE, opened
+from tests.disk.rig import NAMESPACE, BadDisk, opened, tables
 from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 
@@ -56,6 +56,26 @@ async def test_every_call_fails_for_a_while(tmp_path: Path, engine: str) -> None
             # If no segment can be created, blocks are evicted.
             assert back in (None, payload)
         await rig.has_all(await rig.put_new(4))
+
+
+async def test_dead_root_fails_no_probe_and_no_upkeep_of_another(tmp_path: Path) -> None:
+    """While one of two roots is dead, a probe succeeds, and lost segments of the other one are noticed."""
+    roots, disk = [tmp_path / "a", tmp_path / "b"], BadDisk()
+    async with opened(roots, 256, disk=disk, engine="threads") as rig:
+        await rig.put_new(128)
+        disk.ops, disk.bad = ("fstat", "statvfs", "scandir", "pwritev"), str(roots[0])
+        await rig.put(rig.new(16))
+        await rig.backend.probe()
+        lost = set(rig.session.index.segments_in(1))
+        for table in tables(roots[1]):
+            table.unlink()
+        await eventually_async(
+            lambda: lost.isdisjoint(rig.session.index.segments_in(1)), what="lost segments are dropped"
+        )
+        shutil.rmtree(roots[1])
+        disk.ops = ()
+        await rig.has_all(await rig.put_new(4))
+        assert not rig.backend.stats().is_lost
 
 
 async def test_close_while_everything_fails(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ async def test_segment_removed_during_a_read_is_a_miss(tmp_path: Path, engine: s
     async with opened(tmp_path, 16) as one, opened(tmp_path, 16, disk=disk, engine=engine) as two:
         (key,) = await one.put_new(1)
         await one.session.tables.end()
-        await two.session.followers.refresh()
+        await two.session.followers[0].refresh()
         for task in two.session._tasks:
             task.cancel()
         space, (segment,) = one.session.space, one.session.index.segments.values()
@@ -48,11 +48,11 @@ async def test_segment_removed_during_a_read_is_a_miss(tmp_path: Path, engine: s
                 await space._give_up(segment, RemovalCause.EVICTED, remove=True)
                 await space._let_go(one.session.roots[0], segment)
                 assert os.fstat(file.fileno()).st_size == 0
-                await two.session.followers.refresh()
+                await two.session.followers[0].refresh()
                 assert dict(two.removed) == {key: RemovalCause.EVICTED}
                 assert "000000.seg" in disk.open_fds.values()
         assert await loading == [None]
-        await two.session.followers.refresh()
+        await two.session.followers[0].refresh()
         assert "000000.seg" not in disk.open_fds.values()
 
 

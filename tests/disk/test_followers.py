@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,13 +39,17 @@ class Paused(OsDisk):
 
 
 class Silent(OsDisk):
-    """A disk that loses announcements of changed rows."""
+    """A disk that loses announcements of changed rows, or refuses them."""
 
     is_silent = False
+    refuses = False
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        if self.is_silent and offset == PAGE and os.readlink(f"/proc/self/fd/{fd}").endswith(".tab"):
-            return sum(len(each) for each in buffers)
+        if offset == PAGE and os.readlink(f"/proc/self/fd/{fd}").endswith(".tab"):
+            if self.is_silent:
+                return sum(len(each) for each in buffers)
+            if self.refuses:
+                raise OSError(errno.EIO, "a bad sector")
         return super().pwritev(fd, buffers, offset)
 
 
@@ -220,6 +225,100 @@ async def test_change_that_was_not_announced_is_seen(tmp_path: Path, reads: bool
         await follows(reader, new)
         assert {key for key, _ in reader.removed} == set(gone)
         await reader.has_all(new)
+
+
+async def test_announcement_that_failed_is_repeated(tmp_path: Path) -> None:
+    """Rows whose announcement could not be written are announced by a later round of upkeep."""
+    disk = Silent()
+    async with opened(tmp_path, 256) as reader, opened(tmp_path, 256, disk=disk, engine="threads") as one:
+        await follows(reader, await one.put_new(4))
+        disk.refuses = True
+        values = await one.put_new(4)
+        await asyncio.sleep(0.05)
+        disk.refuses = False
+        await follows(reader, values)
+
+
+async def test_restored_table_is_read_again(tmp_path: Path) -> None:
+    """Of a table replaced by an older state of itself, with the same generations, the blocks of then are found."""
+    async with opened(tmp_path / "root", 64) as one:
+        (first,) = await one.put_new(1)
+        await one.backend.delete([first])
+    shutil.copytree(tmp_path / "root", tmp_path / "copy")
+    states = []
+    for root in ("root", "copy"):
+        async with opened(tmp_path / root, 64) as one:
+            states.append(await one.put_new(1))
+    values, others = states
+    async with opened(tmp_path / "root", 64) as one, opened(tmp_path / "root", 64) as reader:
+        await reader.has_all(values)
+        for path in [*tables(tmp_path / "root"), *tables(tmp_path / "root")]:
+            for ending in (".tab", ".seg"):
+                copy = tmp_path / "copy" / path.relative_to(tmp_path / "root")
+                with path.with_suffix(ending).open("r+b") as file:
+                    file.write(copy.with_suffix(ending).read_bytes())
+        assert await reader.get(list(values)) == [None]
+        await follows(reader, others)
+        assert await reader.backend.exists(list(values)) == [False]
+        await reader.has_all(others)
+        del one
+
+
+async def test_moved_block_is_found(tmp_path: Path) -> None:
+    """A block that was evicted and stored again in another slot between two looks is still found, and not reported."""
+    async with opened(tmp_path, 64) as one, opened(tmp_path, 64) as reader:
+        values = await one.put_new(8)
+        await follows(reader, values)
+        reader.arrived.clear()
+        async with reader.session.followers[0]._looking:
+            *others, last = values
+            await one.backend.delete(others)
+            await one.backend.delete([last])
+            assert await one.put({last: values[last]}) == [Outcome.OK]
+            await one.session.tables.end()
+        await eventually_async(lambda: len(reader.removed) == len(others), what="the others are reported as removed")
+        await reader.has_all({last: values[last]})
+        assert reader.arrived == []
+
+
+async def test_block_of_two_other_engines_is_found_until_both_have_removed_it(tmp_path: Path) -> None:
+    """A reader finds the copy of one engine once the other one has removed its own; then it is reported as removed."""
+    async with opened(tmp_path, 256) as one, opened(tmp_path, 256) as two, opened(tmp_path, 256) as reader:
+        values = one.new(4)
+        await asyncio.gather(one.put(values), two.put(values))
+        for rig in (one, two):
+            await rig.session.tables.end()
+        await reader.session.followers[0].refresh()
+        for rig in (one, two):
+            await reader.has_all(values)
+            assert reader.removed == []
+            await rig.backend.delete(list(values))
+            await rig.session.tables.end()
+            await reader.session.followers[0].refresh()
+        assert await reader.get(list(values)) == [None] * 4
+        assert {key for key, _ in reader.removed} == set(values)
+
+
+async def test_frozen_root_stops_no_other_one(tmp_path: Path) -> None:
+    """While a call on one root hangs, new blocks in another one are found, and lost segments there are noticed."""
+    roots, disk, gate = [tmp_path / "a", tmp_path / "b"], BadDisk(), threading.Event()
+    async with opened(roots, 256, disk=disk) as reader, opened(roots[1], 128) as writer:
+        own = await reader.put_new(128)
+        disk.ops, disk.bad, disk.gate = ("scandir", "fstat"), str(roots[0]), gate
+        try:
+            values = await writer.put_new(20)
+            await follows(reader, values)
+            lost = set(reader.session.index.segments_in(1))
+            numbers = {each.number for each in lost}
+            for table in tables(roots[1]):
+                if int(table.stem) in numbers:
+                    table.unlink()
+            await eventually_async(
+                lambda: lost.isdisjoint(reader.session.index.segments_in(1)), what="lost segments are dropped"
+            )
+            assert {key for key, _ in reader.removed} < set(own)
+        finally:
+            gate.set()
 
 
 def remove_table(table: Path) -> None:

@@ -43,7 +43,7 @@ async def test_everything_ends_after_a_close(tmp_path: Path, engine: str, op: st
     ):
         values = list(await rig.put_new(6))
         theirs = list(await other.put_new(2))
-        await rig.session.followers.refresh()
+        await rig.session.followers[0].refresh()
         # One of its segments is to be taken, another one to be followed, and the file of a killed engine removed.
         await other.backend.close()
         (tmp_path / ".kvstore" / f"engine.{0:016x}").touch(mode=0o600)
@@ -83,8 +83,8 @@ def upkeep(rig: Rig) -> list[Any]:
     """Return the duties of upkeep, and calls that may raise."""
     session = rig.session
     rig.backend.note([(b"key", b"note")])
-    return [duty() for duty in session.duties().values()] + [
-        session.followers.refresh(), session.notes.settle(), rig.backend.probe(),
+    return [duty() for duty in session.duties(session.roots[0]).values()] + [
+        session.followers[0].refresh(), session.notes.settle(), rig.backend.probe(),
     ]  # fmt: skip
 
 

@@ -125,7 +125,7 @@ async def test_segment_deleted_while_in_use_is_reported(tmp_path: Path) -> None:
             path.unlink()
         session = rig.backend._open
         assert session is not None
-        await session.space.drop_lost()
+        await session.space.drop_lost(session.roots[0])
         assert {key for key, _ in rig.removed} == set(values)
         assert rig.backend.stats().blocks == 0
         again = await rig.put_new(8)

@@ -19,7 +19,7 @@ from kvstore.backends.disk import space as space_module
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
-from tests.disk.rig import SLOT, NoRows, clone, opened, proved, segment_bytes
+from tests.disk.rig import SLOT, NoRows, clone, opened, proved, segment_bytes, tables
 from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 
@@ -115,17 +115,20 @@ async def test_removal_of_a_segment_yields_to_other_work(tmp_path: Path, monkeyp
 
 
 class HeldRows(OsDisk):
-    """A disk where the rows of tables wait for ``go``."""
+    """A disk where the rows of tables wait for ``go``, and then perhaps fail."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
         self.go.set()
         self.waits = False
+        self.fails = False
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         if not self.go.is_set() and os.readlink(f"/proc/self/fd/{fd}").endswith(".tab"):
             self.waits = True
             assert self.go.wait(30)
+            if self.fails:
+                raise OSError(errno.EIO, "no row is written")
         return super().pwritev(fd, buffers, offset)
 
 
@@ -146,6 +149,25 @@ async def test_an_eviction_goes_on_when_its_store_is_cancelled(tmp_path: Path) -
         assert sum(await removing) == 16 - len(rig.removed)
         assert await rig.get(list(values)) == [None] * 16
         await rig.has_all(await rig.put_new(16))
+
+
+async def test_block_whose_eviction_failed_leaves_with_its_segment(tmp_path: Path) -> None:
+    """A segment was given up meanwhile, so lookups find the block no more, and its removal is reported."""
+    disk = HeldRows()
+    async with opened(tmp_path, 16, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(16)
+        await rig.session.tables.end()
+        disk.go.clear()
+        store = asyncio.create_task(rig.put(rig.new(4)))
+        await eventually_async(lambda: disk.waits, what="the eviction")
+        for table in tables(tmp_path):
+            table.unlink()
+        await rig.session.space.drop_lost(rig.session.roots[0])
+        disk.fails = True
+        disk.go.set()
+        await store
+        assert {key for key, _ in rig.removed} >= set(values)
+        assert await rig.backend.exists(list(values)) == [False] * 16
 
 
 async def test_a_cancelled_removal_wipes_its_blocks(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ async def test_row_of_each_engine_is_read_again(tmp_path: Path) -> None:
     async with opened(tmp_path, 256) as one, opened(tmp_path, 256) as two, opened(tmp_path, 256) as reader:
         stored = [(rig, list(await rig.put_new(2))) for rig in (one, two)]
         keys = [key for _, some in stored for key in some]
-        await reader.session.followers.refresh()
+        await reader.session.followers[0].refresh()
 
         async def free_some() -> None:
             for rig, some in stored:
@@ -74,7 +74,7 @@ async def test_own_copy_is_preferred(tmp_path: Path) -> None:
         for rig in (one, two):
             await rig.session.tables.end()
         for rig in (one, two):
-            await rig.session.followers.refresh()
+            await rig.session.followers[0].refresh()
             assert rig.backend.own(list(values)) == [True] * 4
             await rig.has_all(values)
 

@@ -156,19 +156,17 @@ class DiskBackend(Backend):
             yield keys
 
     async def probe(self) -> None:
-        """Write the rows that could not be written so far, and see whether the disk answers.
+        """Write the rows that could not be written so far, and see whether a disk answers.
 
         Raises:
-            BackendError: The disk fails.
+            BackendError: Every disk fails.
         """
         with self._working():
-            session = self._opened()
             try:
-                await session.tables.settle()
-                await session.engine.call(lambda: [root.free_bytes() for root in session.roots])
+                await self._opened().probe()
             except OSError as error:
                 raise BackendUnavailableError(
-                    f"{session.roots[0].path!r} can't be used: {error}", backend=self.name
+                    f"{self.config.paths} can't be used: {error}", backend=self.name
                 ) from error
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
@@ -189,7 +187,7 @@ class DiskBackend(Backend):
 
     def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return for each block whether it is in one of our slots; other engines report their own blocks."""
-        if self._open is None or not len(self._open.followers):
+        if self._open is None or not any(map(len, self._open.followers)):
             return [True] * len(keys)
         index = self._open.index
         places = [index.place(key) for key in keys]

@@ -50,7 +50,7 @@ class Blocks:
         index: Index,
         tables: TableWriter,
         space: Space,
-        followers: Followers,
+        followers: Sequence[Followers],
         claims: Claims,
         counts: Counter[str],
         record_bytes_max: int,
@@ -110,7 +110,8 @@ class Blocks:
     def note_use(self, places: Sequence[int]) -> None:
         """Record uses of blocks, for eviction by the engines that hold them."""
         self._index.touch(places)
-        self._followers.note_use(places)
+        for each in self._followers:
+            each.note_use(places)
 
     def _choose(
         self, writes: Sequence[RecordWrite], outcomes: list[Outcome | None]
@@ -258,7 +259,8 @@ class Blocks:
             op.error = op.error or look.error
             if op.error is None and look.buffers[0] != row.tobytes():
                 reused.add(op)
-        self._followers.note_change([op.place for op in reused])
+        for each in self._followers:
+            each.note_change([op.place for op in reused])
         return reused
 
     def _read_outcome(self, op: SlotRead, lost: list[SlotRead]) -> Outcome:

@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -66,10 +66,12 @@ def names_in(disk: OsDisk, dir_fd: int) -> list[str]:
         disk.close(fd)
 
 
-def entries_in(disk: OsDisk, dir_fd: int) -> dict[str, os.stat_result]:
-    """Return the entries of a directory by name."""
+def entries_in(
+    disk: OsDisk, dir_fd: int, is_wanted: Callable[[str], object] = lambda _: True
+) -> dict[str, os.stat_result]:
+    """Return the entries of a directory by name, of those with a name that is wanted."""
     found = {}
-    for name in names_in(disk, dir_fd):
+    for name in filter(is_wanted, names_in(disk, dir_fd)):
         # Another engine may remove it at the same time.
         with contextlib.suppress(FileNotFoundError):
             found[name] = disk.stat(name, dir_fd)
@@ -80,8 +82,8 @@ def namespaces_in(disk: OsDisk, root_fd: int) -> list[str]:
     """Return the namespaces that have a directory of this user in a root."""
     return [
         name
-        for name, status in entries_in(disk, root_fd).items()
-        if is_namespace(name) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        for name, status in entries_in(disk, root_fd, is_namespace).items()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
     ]
 
 

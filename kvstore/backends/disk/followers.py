@@ -20,7 +20,7 @@ import numpy as np
 from kvstore.backends.disk import files
 from kvstore.backends.disk.index import Index, News, RowChanges
 from kvstore.backends.disk.layout import GROUP_ROWS, ROW, State, stem_of
-from kvstore.backends.disk.root import Digests, Root, for_each_root, read_generations, read_rows
+from kvstore.backends.disk.root import Digests, Root, read_generations, read_rows
 from kvstore.backends.disk.segment import SLOT_BITS, SLOT_MASK, Segment
 from kvstore.backends.disk.watch import NAMES, WRITES, Watch
 from kvstore.diskio import OsDisk, TransferEngine
@@ -55,19 +55,13 @@ class Followed:
 
 
 class Followers:
-    """Enters the blocks of other engines into the index. Used from the loop thread."""
+    """Enters the blocks of other engines in one root into the index. Used from the loop thread."""
 
-    def __init__(
-        self,
-        engine: TransferEngine,
-        roots: Sequence[Root],
-        index: Index,
-        on_news: Callable[[News], None],
-    ) -> None:
+    def __init__(self, engine: TransferEngine, root: Root, index: Index, on_news: Callable[[News], None]) -> None:
         self.gone: list[Segment] = []
         """Segments that are not followed any more, and whose files are still open."""
         self._engine = engine
-        self._roots = roots
+        self._root = root
         self._index = index
         self._on_news = on_news
         self._followed: dict[int, Followed] = {}
@@ -77,7 +71,6 @@ class Followers:
         self._watches: set[int] = set()
         """Watches with a change since the last look."""
         self._watch = Watch(self._note_changes)
-        self._directories: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._followed)
@@ -85,7 +78,7 @@ class Followers:
     async def run(self) -> None:
         """Follow until cancelled; a table that fails does not affect the others."""
         loop = asyncio.get_running_loop()
-        self._directories = {self._watch.add(root.namespace_fd, NAMES) for root in self._roots}
+        directory = self._watch.add(self._root.namespace_fd, NAMES)
         poll_at = loop.time() + _POLL_S
         while True:
             with contextlib.suppress(TimeoutError):
@@ -93,7 +86,7 @@ class Followers:
                     await self._changed.wait()
             self._changed.clear()
             watches, self._watches = self._watches, set()
-            is_poll = loop.time() >= poll_at or not self._directories.isdisjoint(watches)
+            is_poll = loop.time() >= poll_at or directory in watches
             try:
                 if is_poll:
                     poll_at = loop.time() + _POLL_S
@@ -120,7 +113,7 @@ class Followers:
                 await self._forget(each)
             self._close_gone()
             if watches is None:
-                await for_each_root(self._roots, partial(self._follow_new, report=report))
+                await self._follow_new(report=report)
 
     def take_over(self, segment: Segment, digests: Digests) -> list[int] | None:
         """Enter a segment that this engine holds now in place of the followed one; None if it was not followed.
@@ -131,7 +124,7 @@ class Followers:
         for each in self._followed.values():
             before = each.segment
             # A table that was replaced has another head; the next look forgets it.
-            if (before.root, before.number, before.head) == (segment.root, segment.number, segment.head):
+            if (before.number, before.head) == (segment.number, segment.head):
                 self._drop(each)
                 doubled, news = self._index.take_over(before, segment, digests)
                 self._on_news(news)
@@ -166,9 +159,9 @@ class Followers:
         their current content.
         """
         gone: list[Followed] = []
+        root = self._root
         for each in some:
             segment = each.segment
-            root = self._roots[segment.root]
             try:
                 if again:
                     name = stem_of(segment.number) + ".tab"
@@ -211,8 +204,9 @@ class Followers:
             self._index.forget(segment)
             self.gone.remove(segment)
 
-    def _opened(self, root: Root, known: Collection[int]) -> Iterator[tuple[Followed, Digests]]:
+    def _opened(self, known: Collection[int]) -> Iterator[tuple[Followed, Digests]]:
         """Yield segments that are not known, with the digests of their slots; on threads."""
+        root = self._root
         for number in set(root.table_numbers()).difference(known):
             with contextlib.suppress(OSError):
                 if (opened := root.open_segment(number)) is not None:
@@ -222,12 +216,12 @@ class Followers:
                     self._engine.admit(segment.file.fd)
                     yield Followed(segment, root.disk.fstat(table), self._watch.add(table, WRITES)), digests
 
-    async def _follow_new(self, root: Root, *, report: bool) -> None:
-        """Follow the segments of a root that are new."""
-        ours = {each.number for each in self._index.segments.values() if each.root == root.position}
-        theirs = {each.segment.number for each in self._followed.values() if each.segment.root == root.position}
+    async def _follow_new(self, *, report: bool) -> None:
+        """Follow the segments that are new."""
+        ours = {each.number for each in self._index.segments.values() if each.root == self._root.position}
+        theirs = {each.segment.number for each in self._followed.values()}
         # One at a time, because the content of all tables together is as large as the index.
-        new = self._opened(root, ours | theirs)
+        new = self._opened(ours | theirs)
         while (found := await self._engine.call(partial(next, new, None))) is not None:
             await self._follow(*found, report=report)
 
@@ -256,7 +250,7 @@ class Followers:
             slots, each.uses = each.uses, set()
             if slots:
                 with contextlib.suppress(OSError):
-                    self._roots[each.segment.root].mark_uses(each.segment.number, sorted(slots))
+                    self._root.mark_uses(each.segment.number, sorted(slots))
 
 
 def _changed_rows(disk: OsDisk, segment: Segment, stale: Collection[int]) -> list[RowChanges]:

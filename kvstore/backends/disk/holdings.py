@@ -289,7 +289,8 @@ class DiskHoldings(Holdings):
             row = encode_rows([segment.next_row(slot, state, 0, 0, b"")], [slot], segment.head.segment)
             files.write_at(self._disk, segment.table.fd, row.tobytes(), segment.head.row_at(slot))
             self._disk.pwritev(segment.file.fd, [_EMPTY_PAGE], slot * segment.head.slot_bytes)
-            segment.generations[slot // GROUP_ROWS] += 1
+        # As an array, because the addition of a single number would warn of an overflow.
+        segment.generations[sorted({block.place.slot // GROUP_ROWS for block in found})] += 1
         files.write_at(self._disk, segment.table.fd, segment.generations.tobytes(), PAGE)
         return len(found)
 

@@ -61,6 +61,8 @@ class Index:
         self._table = DigestTable(expected)
         self._ids = itertools.count()
         self._readers: Counter[int] = Counter()
+        self._doubled: dict[int, int] = {}
+        """Places of blocks of other engines, by digest, that are elsewhere, too, where lookups find them."""
         self._left_behind: set[int] = set()
         """Places without a block that are free once their last reader has ended."""
         self._ages = Ages(self.segments)
@@ -82,6 +84,10 @@ class Index:
     def slots(self) -> int:
         """Number of slots in all segments."""
         return self._ages.slots
+
+    def segments_in(self, root: int) -> list[Segment]:
+        """Return the segments that this engine holds in the root at this position."""
+        return [each for each in self.segments.values() if each.root == root]
 
     def used(self) -> tuple[int, int]:
         """Number of our slots that hold blocks, and their length."""
@@ -194,7 +200,7 @@ class Index:
             if segment.failures > 1:
                 segment.rests_until = self._rest_until = until
                 failing.add(segment.id)
-            of_root = [each for each in self.segments.values() if each.root == segment.root]
+            of_root = self.segments_in(segment.root)
             if len(failing) > 1 and len(of_root) < len(self.segments):
                 for each in of_root:
                     each.rests_until = until
@@ -269,19 +275,30 @@ class Index:
                 departing.append(place)
         return departing
 
-    def stay(self, places: Iterable[int]) -> None:
-        """Undo :meth:`depart` of blocks whose rows could not be written; other blocks are tried before them."""
+    def stay(self, places: Iterable[int]) -> list[BlockKey]:
+        """Undo :meth:`depart` of blocks whose rows could not be written; other blocks are tried before them.
+
+        Returns:
+            The keys of those whose segment left the index meanwhile: lookups find them no more.
+        """
+        left: list[BlockKey] = []
         for place in places:
             segment, slot = self.at(place)
             segment.age_view[slot] = self._ages.now
-            if self._shares is not None and segment.id in self.segments:
+            if segment.id not in self.segments:
+                left.append(segment.key(slot))
+            elif self._shares is not None:
                 self._shares.enter(segment, slot, segment.key(slot))
+        return left
 
     def hide(self, places: Iterable[int]) -> None:
         """Hide departing blocks from lookups."""
         for place in places:
             segment, slot = self.at(place)
-            self._table.remove(digest_of(segment.key(slot)), place)
+            digest = digest_of(segment.key(slot))
+            self._table.remove(digest, place)
+            if self._doubled:
+                self._doubled.pop(digest, None)
 
     def leave(self, places: Sequence[int], state: int = State.FREE) -> None:
         """Remove departed blocks, after their rows were written; free their slots, or retire them."""
@@ -318,8 +335,7 @@ class Index:
     def see(self, segment: Segment, digests: npt.NDArray[np.uint64], start: int, end: int) -> list[BlockKey]:
         """Add the blocks of some slots of another engine; return the keys of those that are nowhere else."""
         held = start + np.flatnonzero(segment.state[start:end] == State.USED)
-        new = held[self._table.add_all(digests[held], held + segment.first)]
-        return segment.keys(new)
+        return segment.keys(self._add_all(segment, digests, held))
 
     def update(self, segment: Segment, changes: RowChanges) -> News:
         """Enter what another engine has changed."""
@@ -331,16 +347,20 @@ class Index:
             changes.slots.tolist(), changes.used.tolist(), *columns, strict=True
         ):
             was_used = segment.state_view[slot] == State.USED
-            if (was_used or used) and (was_used != used or segment.generation_view[slot] != generation):
+            # A table that was restored has its former generations once more.
+            seen = segment.generation_view[slot], segment.mark_view[slot]
+            if (was_used or used) and (was_used != used or seen != (generation, mark)):
                 place = segment.first + slot
                 if was_used:
-                    self._remove(segment.key(slot), place, news)
                     segment.state_view[slot] = State.FREE
+                    self._remove(segment.key(slot), place, news)
                 if used:
                     segment.set(slot, size, mark, key[:length])
                     if self._table.find(digest) == NOWHERE:
                         self._table.set(digest, place)
                         news.added.append(key[:length])
+                    else:
+                        self._doubled[digest] = place
             segment.generation_view[slot] = generation
         return news.net()
 
@@ -353,18 +373,46 @@ class Index:
         news = News([], [])
         ours.id, ours.first = before.id, before.first
         self.known[ours.id] = ours
-        was_used, used = before.state == State.USED, ours.state == State.USED
-        same = used & (np.asarray(before.generation_view) == np.asarray(ours.generation_view))
+        was_used, same = before.state == State.USED, ours.state == State.USED
+        for seen, now in ((before.generation_view, ours.generation_view), (before.mark_view, ours.mark_view)):
+            same &= np.asarray(seen) == np.asarray(now)
         for slot in np.flatnonzero(was_used & ~same).tolist():
             self._remove(before.key(slot), ours.first + slot, news)
-        held = ours.held()
-        new = held[self._table.add_all(digests[held], held + ours.first)]
-        news.added.extend([ours.key(slot) for slot in new.tolist()])
+        news.added.extend(ours.keys(self._add_all(ours, digests, ours.held())))
         return self._own(ours, digests), news.net()
 
+    def _add_all(
+        self, segment: Segment, digests: npt.NDArray[np.uint64], held: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Let lookups find the blocks in some slots; return the slots of those that are nowhere else."""
+        is_new = self._table.add_all(digests[held], held + segment.first)
+        self._doubled.update(
+            zip(digests[held[~is_new]].tolist(), (held[~is_new] + segment.first).tolist(), strict=True)
+        )
+        return held[is_new]
+
     def _remove(self, key: BlockKey, place: int, news: News) -> None:
-        if self._table.remove(digest_of(key), place):
-            news.removed.append(key)
+        """Remove a block that another engine has removed, unless it is elsewhere, too."""
+        digest = digest_of(key)
+        doubled = self._doubled.pop(digest, NOWHERE)
+        if self._table.remove(digest, place):
+            if self._is_there(doubled, key):
+                self._table.set(digest, doubled)
+            else:
+                news.removed.append(key)
+        elif doubled not in (NOWHERE, place):
+            self._doubled[digest] = doubled
+
+    def _is_there(self, place: int, key: BlockKey) -> bool:
+        """Return whether another engine's slot holds a block, as far as is known."""
+        segment = self.known.get(place >> SLOT_BITS)
+        slot = place & SLOT_MASK
+        return (
+            segment is not None
+            and not segment.is_ours
+            and segment.state_view[slot] == State.USED
+            and segment.holds(slot, key)
+        )
 
     def _own(self, segment: Segment, digests: npt.NDArray[np.uint64]) -> list[int]:
         """Use the slots of a segment, whose blocks are in the table."""
@@ -375,6 +423,9 @@ class Index:
         held = segment.held()
         doubled = held[self._table.find_all(digests[held]) != held + segment.first]
         segment.state[doubled], segment.age[doubled] = State.FREE, EMPTY
+        for digest in digests[doubled].tolist():
+            if self._doubled.get(digest, NOWHERE) >> SLOT_BITS == segment.id:
+                del self._doubled[digest]
         if self._shares is not None:
             self._shares.open_segment(segment)
         places: list[int] = (doubled + segment.first).tolist()

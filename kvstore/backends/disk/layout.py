@@ -35,6 +35,7 @@ SLOTS_MAX: Final = 1 << 24
 
 _SEGMENT_BYTES_MAX: Final = 1 << 40
 _TABLE_NAME: Final = re.compile(r"(\d{6})\.tab", re.ASCII)
+is_segment: Final = re.compile(r"\d{6}\.seg", re.ASCII).fullmatch
 is_namespace: Final = re.compile(r"[0-9a-f]{64}", re.ASCII).fullmatch
 _MAGIC: Final = b"\x89kvtabl\n"
 _HEAD: Final = struct.Struct("<8sIIQQ32s")

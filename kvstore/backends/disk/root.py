@@ -19,7 +19,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
@@ -44,10 +44,11 @@ from kvstore.backends.disk.layout import (
     decode_rows,
     encode_head,
     is_namespace,
+    is_segment,
     stem_of,
     table_number,
 )
-from kvstore.backends.disk.ledger import LedgerBusyError, ledger_held
+from kvstore.backends.disk.ledger import ledger_held
 from kvstore.backends.disk.members import Member, Members, is_locked
 from kvstore.backends.disk.segment import HeldFile, OpenFile, Segment, Table
 from kvstore.config import Capacity
@@ -57,6 +58,9 @@ _log = logging.getLogger("kvstore.backends.disk")
 
 _LARGEST_S: Final = 5.0
 """Time for the engine that holds most to give up a segment. It may be stopped, so then the others do it, too."""
+
+_LOOK_S: Final = 10.0
+"""Interval of looking for segments without a holder while the same engines are there."""
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -70,7 +74,6 @@ class Stored(NamedTuple):
     namespace: str
     stem: str
     size_bytes: int
-    changed_at: float  # When its table was written last; of a segment without a table, when it was.
 
 
 class Due(Enum):
@@ -105,6 +108,9 @@ class Root:
     _seen: dict[str, list[Stored]] = field(default_factory=dict)
     """Segments by namespace, as they were listed last."""
     _due_since: float = 0.0  # Time since which some engine must give up a segment; 0: none must.
+    _engines: frozenset[str] = frozenset()
+    """The other engines at the last look for segments without a holder."""
+    _looked_at: float = -_LOOK_S
 
     def close(self) -> None:
         """Close what is open, with all segments; idempotent. No other call is running."""
@@ -154,9 +160,15 @@ class Root:
 
         An engine that is alone in the root takes all of them. ``held_bytes``: Length of those that it held before.
         """
-        others, stored = self.members.others(), self._stored()
+        others = self.members.others()
+        engines, now = frozenset(each.name for each in others), time.monotonic()
+        # An engine that ends leaves its segments; one that gives one up does so for another that asks for it.
+        if engines == self._engines and now - self._looked_at < _LOOK_S:
+            return
+        stored = self._stored()
         with ledger_held(self.disk, self.state_fd):
             unheld = self._unheld(stored, others)
+        self._engines, self._looked_at = engines, now
         share = (self._free_bytes(stored) + _size_of(stored)) // (len(others) + 1)
         spare = _size_of(unheld) - _asked_bytes(others, held_bytes)
         for each in sorted(each for each in unheld if each.namespace == self.digest.hex()):
@@ -340,7 +352,7 @@ class Root:
         for namespace in filter(is_namespace, files.names_in(self.disk, self.fd)):
             try:
                 with self._namespace_opened(namespace) as fd:
-                    entries = files.entries_in(self.disk, fd)
+                    entries = files.entries_in(self.disk, fd, is_segment)
             except (FileNotFoundError, NotADirectoryError, PermissionError):
                 continue
             except OSError as error:
@@ -351,9 +363,9 @@ class Root:
                 seen[namespace] = self._seen.get(namespace, [])
                 continue
             seen[namespace] = [
-                Stored(namespace, name[:-4], status.st_size, entries.get(name[:-4] + ".tab", status).st_mtime)
+                Stored(namespace, name[:-4], status.st_size)
                 for name, status in entries.items()
-                if name.endswith(".seg") and files.is_own_file(status)
+                if files.is_own_file(status)
             ]
         self._seen = seen
         return [each for some in seen.values() for each in some]
@@ -364,8 +376,19 @@ class Root:
         The caller holds the ledger, because the lock of a segment can't be taken while another engine looks at it.
         """
         in_use = {self.digest.hex(), *(each.namespace for each in others)}
-        unheld = [each for each in stored if not self._is_held(each)]
-        return sorted(unheld, key=lambda each: (each.namespace in in_use, each.changed_at))
+        ours = {stem_of(each.number) for each in self._open.copy() if each.is_ours and each.file.fd >= 0}
+        unheld = [
+            each
+            for each in stored
+            if not (each.namespace == self.digest.hex() and each.stem in ours) and not self._is_held(each)
+        ]
+        return sorted(unheld, key=lambda each: (each.namespace in in_use, self._changed_at(each)))
+
+    def _changed_at(self, stored: Stored) -> float:
+        """Return when the table of a segment was written last; 0 of a segment without a table."""
+        with contextlib.suppress(OSError), self._namespace_opened(stored.namespace) as namespace_fd:
+            return self.disk.stat(stored.stem + ".tab", namespace_fd).st_mtime
+        return 0.0
 
     def _is_held(self, stored: Stored) -> bool:
         # One that can't be opened is another user's, damaged, or has just been removed.
@@ -414,8 +437,6 @@ class Root:
         Raises:
             OSError: The disk is read-only.
         """
-        if table_number(stem + ".tab") is None:
-            return None
         try:
             return self.take_segment(int(stem))
         except FileNotFoundError:
@@ -609,17 +630,3 @@ def _read_whole(disk: OsDisk, table_fd: int, offset: int, size_bytes: int) -> me
     if len(content) != size_bytes:
         raise OSError(errno.EIO, "the table is too short")
     return content
-
-
-async def for_each_root(roots: Sequence[Root], work: Callable[[Root], Awaitable[None]]) -> None:
-    """Do work for each root; raise the first error at the end, so that it costs that root alone."""
-    errors: list[OSError] = []
-    for root in roots:
-        # The ledger may be free in the next round.
-        with contextlib.suppress(LedgerBusyError):
-            try:
-                await work(root)
-            except OSError as error:
-                errors.append(error)
-    if errors:
-        raise errors[0]

@@ -103,13 +103,15 @@ class TableWriter:
         """Write rows with this state later."""
         self.unsettled.update(dict.fromkeys(places, state))
 
-    async def settle(self) -> None:
-        """Write unsettled rows.
+    async def settle(self, root: int) -> None:
+        """Write unsettled rows, and generations, of the segments in the root at this position.
 
         Raises:
-            OSError: Some still can't be written.
+            OSError: Some rows still can't be written.
         """
-        places = list(self.unsettled)[:_ROWS_MAX]
+        if self._changed:
+            self._announce_soon()
+        places = [place for place in self.unsettled if self._index.at(place)[0].root == root][:_ROWS_MAX]
         states = {place: self.unsettled.pop(place) for place in places}
         failed: dict[int, OSError] = dict.fromkeys(places, OSError("the write was cancelled"))
         try:
@@ -136,25 +138,33 @@ class TableWriter:
             self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
     async def _announce(self) -> None:
-        """Write the generations of changed groups. They are hints, so a failure only delays what other engines see."""
+        """Write the generations of changed groups, until a write fails.
+
+        They are hints, so a failure only delays what other engines see, until the next rows or :meth:`settle`.
+        """
         while self._changed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ALONE_S if self._is_alone() else _ANNOUNCE_S):
                     await self._is_ending.wait()
             changed, self._changed = self._changed, {}
-            transfers: list[Transfer] = []
+            transfers: dict[int, Transfer] = {}
             for number, groups in changed.items():
                 if (segment := self._index.segments.get(number)) is not None:
                     segment.generations[list(groups)] += 1
                     first, end = min(groups), max(groups) + 1
                     content = segment.generations[first:end].copy().view(np.uint8).data
-                    transfers.append(Transfer(segment.table.fd, PAGE + 4 * first, [content], content.nbytes))
+                    transfers[number] = Transfer(segment.table.fd, PAGE + 4 * first, [content], content.nbytes)
             self._announced = set(changed)
             try:
                 with contextlib.suppress(OSError):
-                    await self._engine.write(transfers)
+                    await self._engine.write(list(transfers.values()))
             finally:
                 self._announced = set()
+            failed = [number for number, each in transfers.items() if each.done_bytes != each.size_bytes]
+            for number in failed:
+                self._changed.setdefault(number, set()).update(changed[number])
+            if failed:
+                return
 
     def _encode(self, changes: Sequence[RowChange]) -> memoryview:
         at = [self._index.at(change.place) for change in changes]

@@ -17,6 +17,7 @@ from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.followers import Followers
 from kvstore.backends.disk.index import Index, News
 from kvstore.backends.disk.layout import PAGE, SLOTS_MAX, slot_lengths
+from kvstore.backends.disk.ledger import LedgerBusyError
 from kvstore.backends.disk.notes import SegmentNotes
 from kvstore.backends.disk.opening import check_drives, open_root
 from kvstore.backends.disk.root import Root
@@ -58,7 +59,7 @@ class Session:
     index: Index
     tables: TableWriter
     space: Space
-    followers: Followers
+    followers: list[Followers]
     notes: SegmentNotes
     blocks: Blocks
 
@@ -72,7 +73,6 @@ class Session:
         tenants: Tenants | None = None,
     ) -> None:
         self.roots: list[Root] = []
-        self.removed = False  # Whether our directory was deleted.
         self.disk = disk
         self.config = config
         self._counts = counts
@@ -81,6 +81,7 @@ class Session:
         self._tenants = tenants
         self._files = contextlib.ExitStack()
         self._tasks: list[asyncio.Task[None]] = []
+        self._removed: set[int] = set()  # Positions of roots whose directory was deleted.
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Open the roots, and take the segments that no engine holds.
@@ -127,8 +128,9 @@ class Session:
     async def _end(self) -> None:
         await self.space.close()
         await self.notes.settle()
-        with contextlib.suppress(OSError):
-            await self.tables.settle()
+        for root in self.roots:
+            with contextlib.suppress(OSError):
+                await self.tables.settle(root.position)
         await self.tables.end()
         await self._leave()
 
@@ -167,8 +169,9 @@ class Session:
         claims = Claims()
         self.index = Index(slots_max, self._tenants)
         self.tables = TableWriter(self.engine, self.index, self._is_alone, durable=durable)
-        self.followers = Followers(self.engine, self.roots, self.index, self._report)
-        self._files.callback(self.followers.close)
+        self.followers = [Followers(self.engine, root, self.index, self._report) for root in self.roots]
+        for each in self.followers:
+            self._files.callback(each.close)
         self.notes = SegmentNotes(self.engine, self.roots, self.index)
         self.space = Space(
             self.engine, self.roots, self.index, self.tables, self.followers, self.notes, claims, self._counts,
@@ -178,18 +181,27 @@ class Session:
             self.engine, self.index, self.tables, self.space, self.followers, claims, self._counts, record_bytes_max,
             durable, self._on_removed,
         )  # fmt: skip
-        await self.space.take_segments(report=False)
-        # A scan reports the other engines' blocks.
-        await self.followers.refresh(report=False)
+        for root in self.roots:
+            # The ledger may be free in the first round of upkeep.
+            with contextlib.suppress(LedgerBusyError):
+                await self.space.take_segments(root, report=False)
+        for each in self.followers:
+            # A scan reports the other engines' blocks.
+            await each.refresh(report=False)
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._keep_up()), loop.create_task(self.followers.run())]
+        work = [*map(self._keep_up, self.roots), *[each.run() for each in self.followers]]
+        self._tasks = [loop.create_task(each) for each in work]
 
-    async def _keep_up(self) -> None:
-        """Perform the duties of upkeep until cancelled; each fails alone, and the next round retries it."""
+    async def _keep_up(self, root: Root) -> None:
+        """Perform the duties of upkeep until cancelled; each fails alone, and the next round retries it.
+
+        Each root has its own, so that one that fails or freezes stops no other one.
+        """
         while True:
-            for name, duty in self.duties().items():
+            for name, duty in self.duties(root).items():
                 try:
-                    await duty()
+                    with contextlib.suppress(LedgerBusyError):
+                        await duty()
                 except OSError as error:
                     level = logging.DEBUG if self._counts[f"upkeep_{name}_errors"] else logging.WARNING
                     _log.log(level, "upkeep (%s) failed: %s", name, error)
@@ -197,21 +209,42 @@ class Session:
                     self._counts["upkeep_errors"] += 1
             await asyncio.sleep(_UPKEEP_S)
 
-    def duties(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """Return the duties of upkeep by name."""
+    def duties(self, root: Root) -> dict[str, Callable[[], Awaitable[None]]]:
+        """Return the duties of upkeep of a root by name."""
         return {
-            "directory": self._notice_removal,
-            "rows": self.tables.settle,
-            "uses": self._count_uses,
-            "files": self.space.drop_lost,
-            "shares": self.space.share,
-            "segments": partial(self.space.take_segments, report=True),
+            "directory": partial(self._notice_removal, root),
+            "rows": partial(self.tables.settle, root.position),
+            "uses": partial(self._count_uses, root),
+            "files": partial(self.space.drop_lost, root),
+            "shares": partial(self.space.share, root),
+            "segments": partial(self.space.take_segments, root, report=True),
         }
 
-    async def _count_uses(self) -> None:
+    async def probe(self) -> None:
+        """Write the rows that could not be written so far, and see whether the disks answer.
+
+        Raises:
+            OSError: Every root fails.
+        """
+        errors: list[OSError] = []
+        for root in self.roots:
+            try:
+                await self.tables.settle(root.position)
+                await self.engine.call(root.free_bytes)
+            except OSError as error:
+                errors.append(error)
+        if len(errors) == len(self.roots):
+            raise errors[0]
+
+    @property
+    def removed(self) -> bool:
+        """Whether the directories of all roots were deleted."""
+        return len(self._removed) == len(self.roots)
+
+    async def _count_uses(self, root: Root) -> None:
         """Count the uses of our blocks by other engines."""
-        segments = list(self.index.segments.values())
-        marked = await self.engine.call(lambda: [self.roots[each.root].take_uses(each) for each in segments])
+        segments = self.index.segments_in(root.position)
+        marked = await self.engine.call(lambda: [root.take_uses(each) for each in segments])
         for segment, slots in zip(segments, marked, strict=True):
             self.index.touch([segment.first + slot for slot in slots])
 
@@ -224,11 +257,11 @@ class Session:
         if news.removed:
             self._on_removed(news.removed, RemovalCause.EVICTED)
 
-    async def _notice_removal(self) -> None:
-        status = await self.engine.call(partial(self.disk.fstat, self.roots[0].namespace_fd))
-        if not status.st_nlink and not self.removed:
-            _log.warning("%r was removed while in use; its blocks are lost", self.roots[0].path)
-            self.removed = True
+    async def _notice_removal(self, root: Root) -> None:
+        status = await self.engine.call(partial(self.disk.fstat, root.namespace_fd))
+        if not status.st_nlink and root.position not in self._removed:
+            _log.warning("%r was removed while in use; its blocks are lost", root.path)
+            self._removed.add(root.position)
 
     async def _release(self, timeout_s: float) -> None:
         if self._tasks:

@@ -20,7 +20,7 @@ from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.layout import PAGE, State
 from kvstore.backends.disk.ledger import LedgerBusyError
 from kvstore.backends.disk.notes import SegmentNotes
-from kvstore.backends.disk.root import Digests, Due, Root, for_each_root
+from kvstore.backends.disk.root import Digests, Due, Root
 from kvstore.backends.disk.rows import RowChange, TableWriter
 from kvstore.backends.disk.segment import SLOT_BITS, Segment
 from kvstore.backends.disk.table import NOWHERE
@@ -71,7 +71,7 @@ class Space:
         roots: Sequence[Root],
         index: Index,
         tables: TableWriter,
-        followers: Followers,
+        followers: Sequence[Followers],
         notes: SegmentNotes,
         claims: Claims,
         counts: Counter[str],
@@ -96,6 +96,8 @@ class Space:
         self._on_added = on_added
         self._on_removed = on_removed
         self._growing = asyncio.Lock()
+        self._changing = [asyncio.Lock() for _ in roots]
+        """Held while segments of a root are taken, made or given up, so that a frozen root stops no other one."""
         self._stored_at = -_ASKING_S
         self._lacks_room = False
         self._leaving: dict[Segment, bool] = {}
@@ -126,19 +128,19 @@ class Space:
         in_order = {length: iter(places) for length, places in taken.items()}
         return [next(in_order[length], NOWHERE) for length in lengths]
 
-    async def take_segments(self, *, report: bool) -> None:
+    async def take_segments(self, root: Root, *, report: bool) -> None:
         """Take segments that no engine holds, up to this engine's share; ``report`` their blocks as added."""
-        await asyncio.shield(self._start(for_each_root(self._roots, partial(self._take_from, report=report))))
+        await asyncio.shield(self._start(self._take_from(root, report=report)))
 
-    async def share(self) -> None:
+    async def share(self, root: Root) -> None:
         """Give up a segment if an engine that holds less asks for one, or if capacity or reserve is exceeded."""
-        await asyncio.shield(self._start(for_each_root(self._roots, self._share)))
+        await asyncio.shield(self._start(self._share(root)))
         if self._is_asking:
             await asyncio.shield(self._start(self._grow(self._length, needed=False)))
 
-    async def drop_lost(self) -> None:
+    async def drop_lost(self, root: Root) -> None:
         """Drop segments whose files were deleted or have another length: nobody else could read new blocks there."""
-        await asyncio.shield(self._start(self._drop_lost()))
+        await asyncio.shield(self._start(self._drop_lost(root)))
 
     async def close(self) -> None:
         """Wait for background work."""
@@ -210,7 +212,10 @@ class Space:
             if misfit is None or self._leaving:
                 return False
             self._wasted[length] = 0
-            await self._give_up(misfit, RemovalCause.EVICTED, remove=True)
+            async with self._changing[misfit.root]:
+                if misfit.id not in self._index.segments:
+                    return False
+                await self._give_up(misfit, RemovalCause.EVICTED, remove=True)
             try:
                 await self._let_go(self._roots[misfit.root], misfit)
             except (OSError, LedgerBusyError):
@@ -221,17 +226,23 @@ class Space:
     async def _make(self, length: int) -> bool:
         """Make a segment, or take one that no engine holds; the caller holds ``_growing``."""
         held = {root.position: self._held_bytes(root) for root in self._roots}
+
+        def rank(root: Root) -> tuple[bool, int]:
+            return self._changing[root.position].locked(), held[root.position]
+
         errors: list[Exception] = []
-        # The root with the least segments or, if it is full or fails, another one.
-        for root in sorted(self._roots, key=lambda root: held[root.position]):
+        # The root with the least segments or, if it is busy, full or failing, another one.
+        for root in sorted(self._roots, key=rank):
             get = partial(root.get_segment, length, self._segment_bytes // length, held[root.position])
-            try:
-                got = await self._engine.call(get)
-            except (OSError, LedgerBusyError) as error:
-                errors.append(error)
-                continue
+            async with self._changing[root.position]:
+                try:
+                    got = await self._engine.call(get)
+                except (OSError, LedgerBusyError) as error:
+                    errors.append(error)
+                    continue
+                if got is not None:
+                    self._admit(*got, report=True)
             if got is not None:
-                self._admit(*got, report=True)
                 self._failing_since = 0.0
                 self._lacks_room = False
                 self._counts["segments_added"] += 1
@@ -245,7 +256,7 @@ class Space:
         return False
 
     async def _take_from(self, root: Root, *, report: bool) -> None:
-        async with self._growing:
+        async with self._changing[root.position]:
             # One at a time, because the content of all tables together is as large as the index.
             segments = root.take_segments(self._held_bytes(root))
             while (taken := await self._engine.call(partial(next, segments, None))) is not None:
@@ -256,7 +267,7 @@ class Space:
         for lock in (segment.table, segment.file):
             self._engine.admit(lock.fd)
         self._tables.change_all(segment)
-        if (doubled := self._followers.take_over(segment, digests)) is None:
+        if (doubled := self._followers[segment.root].take_over(segment, digests)) is None:
             doubled = self._index.open_segment(segment, digests)
         self._tables.settle_later(doubled)
         # Also those that were followed: now this engine reports them to consumers of events.
@@ -264,12 +275,11 @@ class Space:
             self._on_added(keys)
 
     async def _share(self, root: Root) -> None:
-        async with self._growing:
+        async with self._changing[root.position]:
             asked_bytes = self._segment_bytes if self._is_asking else 0
             due = await self._engine.call(partial(root.due, self._held_bytes(root), asked_bytes, self._segment_bytes))
             unsettled = {place >> SLOT_BITS for place in self._tables.unsettled}
-            own = [each for each in self._index.segments.values() if each.root == root.position]
-            able = [each for each in own if each.id not in unsettled]
+            able = [each for each in self._index.segments_in(root.position) if each.id not in unsettled]
             is_giving = any(each.root == root.position for each in self._leaving)
             if due is not Due.NONE and able and not is_giving:
                 self._full_until = time.monotonic() + _ASK_AGAIN_S
@@ -278,15 +288,15 @@ class Space:
         for segment in [each for each in self._leaving if each.root == root.position]:
             await self._let_go(root, segment)
 
-    async def _drop_lost(self) -> None:
-        async with self._growing:
-            segments = list(self._index.segments.values())
-            intact = await self._engine.call(lambda: [self._roots[each.root].has_files_of(each) for each in segments])
+    async def _drop_lost(self, root: Root) -> None:
+        async with self._changing[root.position]:
+            segments = self._index.segments_in(root.position)
+            intact = await self._engine.call(lambda: [root.has_files_of(each) for each in segments])
             for segment in [segment for segment, good in zip(segments, intact, strict=True) if not good]:
                 await self._give_up(segment, RemovalCause.LOST, remove=True)
 
     async def _give_up(self, segment: Segment, cause: RemovalCause, *, remove: bool) -> None:
-        """Let a segment leave the index; the caller holds ``_growing``."""
+        """Let a segment leave the index; the caller holds the lock of its root."""
         held = segment.held().tolist()
         for start in range(0, len(held), _TURN_SLOTS):
             if keys := self._index.withdraw(segment, held[start : start + _TURN_SLOTS]):
@@ -304,13 +314,16 @@ class Space:
             await asyncio.sleep(_QUIET_PAUSE_S)
         else:
             return
-        await self._notes.forget(segment)
-        if self._leaving[segment]:
-            await self._engine.call(partial(root.remove_segment, segment))
-        await self._engine.call(segment.close)
-        del self._leaving[segment]
-        self._index.forget(segment)
-        self._counts["segments_given_up"] += 1
+        async with self._changing[root.position]:
+            if segment not in self._leaving:
+                return
+            await self._notes.forget(segment)
+            if self._leaving[segment]:
+                await self._engine.call(partial(root.remove_segment, segment))
+            await self._engine.call(segment.close)
+            del self._leaving[segment]
+            self._index.forget(segment)
+            self._counts["segments_given_up"] += 1
 
     def _held_bytes(self, root: Root) -> int:
         return sum(
@@ -346,7 +359,9 @@ class Space:
             try:
                 failed = await self._tables.write([RowChange(place, State.FREE) for place in keys])
             finally:
-                index.stay(failed)
+                if left := index.stay(failed):
+                    # Their segment was given up meanwhile; the next engine that holds it finds them.
+                    self._on_removed(left, RemovalCause.EVICTED)
                 fails = index.note_failures(failed)
                 self._failure = next(iter(failed.values()), None)
                 gone = [place for place in keys if place not in failed]
