@@ -89,6 +89,12 @@ class TieringManager:
         reports: CopyReports | None = None,
     ) -> None:
         config = config or TieringConfig()
+        for tier in tiers:
+            if not isinstance(tier, SecondaryTierManager):
+                raise ConfigError(
+                    f"A tier is a {type(tier).__name__}. Expected a SecondaryTierManager: derive its class from that "
+                    "one, which has a default for every method that not all tiers need."
+                )
         names = [tier.name for tier in tiers]
         if len({*names, PRIMARY_NAME}) <= len(names):
             raise ConfigError(

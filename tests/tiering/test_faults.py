@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -483,6 +484,13 @@ def test_tiers_need_names_of_their_own() -> None:
     for names in (["disk", "disk"], ["cpu"]):
         with pytest.raises(ConfigError, match="different names"):
             Engine(tiers=names)
+
+
+def test_object_of_another_kind_is_no_tier() -> None:
+    """A class of one's own that lacks the interface is refused at the start, not at its first missing method."""
+    tier: Any = types.SimpleNamespace(name="mine", takes_stores=True, store_blocks_max=8, lookup=lambda *_: None)
+    with pytest.raises(ConfigError, match="Expected a SecondaryTierManager"):
+        TieringManager(PrimaryTier(memoryview(bytearray(64)), 16), [tier])
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,7 @@ class DryTier(SecondaryTierManager):
         return JobResult(job.job_id, len(good) == len(job.keys), good, size_bytes, 0.0, outcomes)
 
 
+@SecondaryTierManager.register
 class WatchedTier:
     """Wraps a tier and records the blocks that each request loads from it."""
 
