@@ -17,6 +17,9 @@ logger = logging.getLogger("kvstore.tiering")
 _STRIKES_MAX: Final = 3
 """Consecutive exceptions of one method after which a tier gets no more work."""
 
+_UNSTORED_MAX: Final = 1 << 16
+"""Blocks of each tier with a known reason for not being stored (some 10 MB); those of older ones are forgotten."""
+
 _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 _Otherwise = TypeVar("_Otherwise")
@@ -61,6 +64,8 @@ class TierLink(TierFlow):
         self.queue: OrderedDict[BlockKey, None] = OrderedDict()
         self.tally = TierTally()  # Its counts for the engine's metrics.
         self.miss_cause = MissCause.ABSENT  # Cause of the last MISS that lookup() returned.
+        # Blocks that the engine computed and did not store in it, with the reason. A store removes them.
+        self.unstored: OrderedDict[BlockKey, MissCause] = OrderedDict()
         self._strikes: dict[Callable[..., Any], int] = {}
 
     def flow(self) -> TierFlow:
@@ -97,6 +102,12 @@ class TierLink(TierFlow):
         if self._strikes:
             self._strikes.pop(self.tier.lookup, None)
         return result
+
+    def note_unstored(self, keys: Sequence[BlockKey], cause: MissCause) -> None:
+        """Note why blocks are not stored in the tier."""
+        self.unstored.update(dict.fromkeys(keys, cause))
+        while len(self.unstored) > _UNSTORED_MAX:
+            self.unstored.popitem(last=False)
 
     def get_finished(self) -> Sequence[JobResult]:
         """Return the finished jobs, including those of a dead tier, because their slots are still in use."""

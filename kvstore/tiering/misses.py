@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from kvstore.bounded import BoundedDict
@@ -30,12 +30,10 @@ class Misses:
 
     Args:
         links: The tiers.
-        sightings: Returns the number of earlier uses of a block, for ``min_uses``.
     """
 
-    def __init__(self, links: Sequence[TierLink], sightings: Callable[[BlockKey], int]) -> None:
+    def __init__(self, links: Sequence[TierLink]) -> None:
         self._links = links
-        self._sightings = sightings
         self._names = {ALL_TIERS: ALL_TIERS_NAME} | {link.index: link.name for link in links}
         self._computed: BoundedDict[BlockKey, None] = BoundedDict(_COMPUTED_MAX)
         # Computed blocks, by name of the tier, then by cause.
@@ -77,9 +75,9 @@ class Misses:
             if not self._links:
                 missed[ALL_TIERS] = MissCause.ABSENT
         if blocks and first is not None:
-            if state.policy.min_uses > 1 and 0 < self._sightings(first) < state.policy.min_uses:
-                absent = [index for index, cause in missed.items() if cause is MissCause.ABSENT]
-                missed.update(dict.fromkeys(absent, MissCause.MIN_USES))
+            for link in self._links:
+                if missed.get(link.index) is MissCause.ABSENT and (reason := link.unstored.get(first)):
+                    missed[link.index] = reason
             self.repeated += first in self._computed
             self._computed[first] = None
         for index, cause in missed.items() if blocks else ():
