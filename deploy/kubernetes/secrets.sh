@@ -46,6 +46,7 @@ test -s ca.key || certificate -days 3650 -subj /CN=kvstore -keyout ca.key -out c
 certificate -days 90 -subj /CN=valkey -addext subjectAltName=DNS:valkey,DNS:localhost -addext basicConstraints=CA:FALSE \
     -CA ca.crt -CAkey ca.key -keyout valkey/tls.key -out valkey/tls.crt
 cp ca.crt vllm-kvstore/ca.crt
+cp ca.crt valkey/ca.crt
 
 # Valkey first: it accepts the passwords before as well.
 for name in valkey vllm-kvstore; do
