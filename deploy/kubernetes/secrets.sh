@@ -1,6 +1,7 @@
 #!/bin/sh
-# Makes the secrets of common.yaml in DIRECTORY and applies them. Run it again to renew passwords, the peers' secret and
-# Valkey's certificate; neither engines nor Valkey restart. The keyring and the authority stay.
+# Makes the secrets of common.yaml in DIRECTORY and applies them. Run it again within 90 days, the life of Valkey's
+# certificate, to renew that, passwords and the peers' secret; neither engines nor Valkey restart. The keyring and the
+# authority stay.
 #
 #   deploy/kubernetes/secrets.sh DIRECTORY [option of kubectl, such as --namespace=llm]...
 #
