@@ -119,7 +119,9 @@ class Cascades(Part):
     def exclude(self, keys: Sequence[BlockKey]) -> None:
         """Note that the policy of a request stores blocks nowhere, not even in the primary tier."""
         for link in self._links:
-            link.note_unstored(keys, MissCause.STORE_POLICY)
+            link.unstored.note(keys, MissCause.STORE_POLICY)
+        if not self._core.links:
+            self._core.absent.note(keys, MissCause.STORE_POLICY)
 
     def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Store withheld and owed blocks that a request uses again, by its policy."""
@@ -341,7 +343,7 @@ class Cascades(Part):
 
     def _withhold_from(self, link: TierLink, keys: Sequence[BlockKey], cause: MissCause) -> None:
         self._withhold(keys, link.bit)
-        link.note_unstored(keys, cause)
+        link.unstored.note(keys, cause)
 
     def _withhold(self, keys: Sequence[BlockKey], mask: int) -> None:
         self.active = True

@@ -115,7 +115,7 @@ class TieringManager:
         self._lookups = Lookups(core, self._requests.waiting, self._promotions.measure)
         self._expiry = Expiry(core)
         self._cascades = Cascades(core, self._expiry)
-        self._misses = Misses(self._links)
+        self._misses = Misses(self._links, core.absent)
         backfills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
         self._counts_sightings = backfills or self._parser.default.min_uses > 1
         share = int(primary.slots * config.pin_share)
@@ -356,7 +356,7 @@ class TieringManager:
             self._core.take_evicted()
             self._refused_stores += len(new)
             for link in state.store_links:
-                link.note_unstored(new, MissCause.NO_ROOM)
+                link.unstored.note(new, MissCause.NO_ROOM)
             self._cascades.write_wanted()
             return None
         state.open.update(zip(new, slots, strict=True))
@@ -604,7 +604,7 @@ class TieringManager:
         still_touched += self._copies.leave_behind(copied)
         for job in self._jobs:
             job.abandoned = True
-        self._log.primary(self.primary.clear(still_touched), RemovalCause.REMOVED)
+        self._core.left(self.primary.clear(still_touched), RemovalCause.REMOVED)
         for link in self._links:
             link.reset()
         return ended and not self._jobs

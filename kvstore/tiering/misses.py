@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvstore.bounded import BoundedDict
 from kvstore.tiering.events import PRIMARY_NAME
-from kvstore.tiering.link import TierLink
+from kvstore.tiering.link import Reasons, TierLink
 from kvstore.tiering.requests import ALL_TIERS, RequestState
 from kvstore.types import BlockKey, MissCause
 
@@ -30,10 +30,12 @@ class Misses:
 
     Args:
         links: The tiers.
+        absent: Why blocks are not in the primary tier, if there are no tiers.
     """
 
-    def __init__(self, links: Sequence[TierLink]) -> None:
+    def __init__(self, links: Sequence[TierLink], absent: Reasons) -> None:
         self._links = links
+        self._absent = absent
         self._names = {ALL_TIERS: ALL_TIERS_NAME} | {link.index: link.name for link in links}
         self._computed: BoundedDict[BlockKey, None] = BoundedDict(_COMPUTED_MAX)
         # Computed blocks, by name of the tier, then by cause.
@@ -73,7 +75,7 @@ class Misses:
             excluded = [link.index for link in self._links if link not in state.load_links]
             missed.update(dict.fromkeys(excluded, MissCause.POLICY))
             if not self._links:
-                missed[ALL_TIERS] = MissCause.ABSENT
+                missed[ALL_TIERS] = MissCause.ABSENT if first is None else self._absent.get(first, MissCause.ABSENT)
         if blocks and first is not None:
             for link in self._links:
                 if missed.get(link.index) is MissCause.ABSENT and (reason := link.unstored.get(first)):

@@ -493,9 +493,11 @@ def test_compose_names_files_and_services_that_exist() -> None:
 
 
 def test_examples_have_one_version_of_the_image() -> None:
-    """All examples run the version of vLLM that the Dockerfile builds on."""
+    """All examples run the version of vLLM that the Dockerfile builds on; all other images have a version, too."""
     built = re.search(r"^FROM vllm/vllm-openai:v([\d.]+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert built is not None
     texts = "".join(path.read_text() for path in YAML)
     found = re.findall(r"vllm-kvstore:([\w.]+)|tag: \"([\w.]+)\"", texts)
     assert len(found) == 4 and {"".join(each) for each in found} == {built[1]}
+    images = re.findall(r"image: (\S+)", texts)
+    assert len(images) == 8 and all(re.search(r":v?\d+\.[\d.]+$", image) for image in images)

@@ -274,11 +274,23 @@ def test_an_expired_block_concerns_all_tiers() -> None:
     assert missed(engine) == {("all", "expired"): 1}
 
 
-def test_without_tiers_misses_are_counted() -> None:
-    """An engine with the primary tier alone counts its misses, too."""
+@pytest.mark.parametrize("cause", ["evicted", "expired", "removed", "store_policy"])
+def test_without_tiers_misses_have_the_cause_of_the_primary_tier(cause: str) -> None:
+    """An engine with the primary tier alone names why a block left it, or did not enter it."""
     engine = Engine(tiers=[])
-    ask(engine, keys_of(1, 2))
-    assert missed(engine) == {("all", "absent"): 2}
+    ask(engine, keys_of(1, 2, 3))
+    assert missed(engine) == {("all", "absent"): 3}
+    params = {"expired": {"ttl": 10}, "store_policy": {"store": False}}.get(cause, {})
+    engine.store_and_forget(keys_of(1, 2, 3), **params)
+    if cause == "evicted":
+        engine.evict_all()
+    elif cause == "expired":
+        engine.clock.now += 11
+        engine.settle_steps(2)
+    elif cause == "removed":
+        engine.manager.reset()
+    ask(engine, keys_of(1, 2, 3))
+    assert missed(engine) == {("all", "absent"): 3, ("all", cause): 3}
 
 
 def test_an_unproven_request_counts_its_blocks_once() -> None:
