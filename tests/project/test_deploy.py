@@ -459,11 +459,15 @@ def test_volumes_are_mounted_and_exist(name: str) -> None:
 
 
 def test_valkey_has_memory_and_its_configuration() -> None:
-    """Valkey reads the file of its configuration, and its limit has an eighth more than its blocks take."""
+    """Valkey and the reloader have the files that they name, and the limit has an eighth more than the blocks take."""
     (config,) = (each["data"] for each in _resources("ConfigMap") if each["metadata"]["name"] == "valkey")
     server = _VALKEY["containers"][0]
     (mount,) = (each["mountPath"] for each in server["volumeMounts"] if each["name"] == "config")
     assert server["command"] == ["valkey-server", f"{mount}/{next(iter(config))}"]
+    for container in _VALKEY["containers"]:
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        named = re.findall(r"(/run/secrets/[\w.-]+)/", json.dumps([container, config]))
+        assert set(named) == {mounts["secrets"]}
     (limit,) = re.findall(r"^maxmemory (\d+)gb$", config["valkey.conf"], re.MULTILINE)
     assert int(limit) * 9 / 8 < int(server["resources"]["limits"]["memory"].removesuffix("Gi"))
 
