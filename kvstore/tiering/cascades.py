@@ -295,7 +295,7 @@ class Cascades(Part):
             if link.dead:
                 self.lost_blocks += len(due)
                 self._settle(due, link.bit)
-                self._withhold_from(link, due, MissCause.STORE_FAILED)
+                self._withhold(due, link.bit)
                 continue
             due = due[: self.room(link)]
             self._pin_and_submit(link, due, None, write_back=True)
