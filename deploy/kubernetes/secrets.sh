@@ -1,6 +1,7 @@
 #!/bin/sh
-# Makes the secrets of common.yaml in DIRECTORY and applies them. Run it again to renew passwords, the peers' secret and
-# Valkey's certificate; neither engines nor Valkey restart. The keyring and the authority stay.
+# Makes the secrets of common.yaml in DIRECTORY and applies them. Run it again within 90 days, the life of Valkey's
+# certificate, to renew that, passwords and the peers' secret; neither engines nor Valkey restart. The keyring and the
+# authority stay.
 #
 #   deploy/kubernetes/secrets.sh DIRECTORY [option of kubectl, such as --namespace=llm]...
 #
@@ -46,6 +47,7 @@ test -s ca.key || certificate -days 3650 -subj /CN=kvstore -keyout ca.key -out c
 certificate -days 90 -subj /CN=valkey -addext subjectAltName=DNS:valkey,DNS:localhost -addext basicConstraints=CA:FALSE \
     -CA ca.crt -CAkey ca.key -keyout valkey/tls.key -out valkey/tls.crt
 cp ca.crt vllm-kvstore/ca.crt
+cp ca.crt valkey/ca.crt
 
 # Valkey first: it accepts the passwords before as well.
 for name in valkey vllm-kvstore; do

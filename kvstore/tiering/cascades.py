@@ -13,11 +13,14 @@ from kvstore.tiering.leases import Expiry
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
 from kvstore.tiering.tenants import Rates
-from kvstore.types import BlockKey, JobResult, RemovalCause, TransferJob
+from kvstore.types import BlockKey, JobResult, MissCause, Outcome, RemovalCause, TransferJob
 
 _LAZY_SHARE: Final = 0.125
 """Share of the slots kept free or ready for eviction while there are lazy blocks, so that a burst of stores need not
 wait for a tier."""
+
+_CAUSES: Final = {Outcome.SHED: MissCause.SHED, Outcome.NO_SPACE: MissCause.NO_SPACE}
+"""Causes of later misses, by the outcome of a store; that of all others is :attr:`MissCause.STORE_FAILED`."""
 
 _SIGHTINGS_MAX: Final = 1 << 17
 """Maximum blocks with a count of uses; some megabytes of memory."""
@@ -113,9 +116,12 @@ class Cascades(Part):
         for key, count in seen.items():
             self._sightings[key] = count
 
-    def sightings_of(self, key: BlockKey) -> int:
-        """Return the counted uses of a block."""
-        return self._sightings.get(key, 0)
+    def exclude(self, keys: Sequence[BlockKey]) -> None:
+        """Note that the policy of a request stores blocks nowhere, not even in the primary tier."""
+        for link in self._links:
+            link.unstored.note(keys, MissCause.STORE_POLICY)
+        if not self._core.links:
+            self._core.absent.note(keys, MissCause.STORE_POLICY)
 
     def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Store withheld and owed blocks that a request uses again, by its policy."""
@@ -181,12 +187,16 @@ class Cascades(Part):
                 self._primary.reclaim(slot)
             return
         link.stored += len(keys)
+        if link.unstored:
+            for key in keys:
+                link.unstored.pop(key, None)
         if not result.success:
             stored = set(result.successful_keys)
             failed = [key for key in keys if key not in stored]
             link.stored -= len(failed)
             link.failed_stores += len(failed)
-            self._withhold(failed, link.bit)
+            outcome = next((outcome for outcome in result.outcomes if not outcome.ok), Outcome.IO_ERROR)
+            self._withhold_from(link, failed, _CAUSES.get(outcome, MissCause.STORE_FAILED))
             if job.write_back:
                 self.lost_blocks += len(failed)
         self._primary.unpin(reversed(keys))
@@ -227,10 +237,11 @@ class Cascades(Part):
             self._transient.update(keys)
         for link in self._links:
             if link not in state.store_links:
-                self._withhold(keys, link.bit)
+                self._withhold_from(link, keys, MissCause.STORE_POLICY)
         if policy.min_uses > 1:
             early = [key for key in keys if self._sightings.get(key, 0) < policy.min_uses]
-            self._withhold(early, self._all_bits)
+            for link in state.store_links:
+                self._withhold_from(link, early, MissCause.MIN_USES)
             keys = [key for key in keys if self._sightings.get(key, 0) >= policy.min_uses]
         if policy.lazy and policy.cpu and state.store_links:
             mask = sum(link.bit for link in state.store_links)
@@ -267,11 +278,11 @@ class Cascades(Part):
         count = 0 if state.over_rate & link.bit or not keys else rates.take(keys)
         if count < len(keys):
             state.over_rate |= link.bit
-            self._withhold(keys[count:], link.bit)
+            self._withhold_from(link, keys[count:], MissCause.RATE)
         return keys[:count]
 
     def _wait_for_room(self, link: TierLink, keys: Sequence[BlockKey]) -> None:
-        self._withhold(keys, link.bit)
+        self._withhold_from(link, keys, MissCause.SHED)
         if link.dead:
             link.dropped += len(keys)
         else:
@@ -329,6 +340,10 @@ class Cascades(Part):
         if key in self._filling:
             uses = max(uses, self._backfill_uses or 1)
         return uses <= 1 or self._sightings.get(key, 0) >= uses
+
+    def _withhold_from(self, link: TierLink, keys: Sequence[BlockKey], cause: MissCause) -> None:
+        self._withhold(keys, link.bit)
+        link.unstored.note(keys, cause)
 
     def _withhold(self, keys: Sequence[BlockKey], mask: int) -> None:
         self.active = True

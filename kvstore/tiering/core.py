@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering.config import TieringConfig
 from kvstore.tiering.events import EventLog
 from kvstore.tiering.gate import Gate
 from kvstore.tiering.jobs import JobTable
-from kvstore.tiering.link import TierLink
+from kvstore.tiering.link import Reasons, TierLink
 from kvstore.tiering.tenants import TenantTable
-from kvstore.types import BlockKey, RemovalCause
+from kvstore.types import BlockKey, MissCause, RemovalCause
 
 
 class Part(ABC):
@@ -49,12 +49,15 @@ class Core:
     gate: Gate | None  # Decides which blocks to load; None to load all blocks.
     tenants: TenantTable | None  # The tenants; None if none are configured.
     parts: Sequence[Part] = ()  # In the order of their work in a step.
+    absent: Reasons = field(default_factory=Reasons)  # Why blocks are not in the primary tier, if it is the only one.
 
     def left(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         """Record that blocks left the primary tier."""
         for part in self.parts:
             if part.active:
                 part.left(keys)
+        if not self.links:
+            self.absent.note(keys, MissCause(cause.value))
         self.log.primary(keys, cause)
 
     def take_evicted(self) -> list[BlockKey]:

@@ -17,6 +17,9 @@ logger = logging.getLogger("kvstore.tiering")
 _STRIKES_MAX: Final = 3
 """Consecutive exceptions of one method after which a tier gets no more work."""
 
+_REASONS_MAX: Final = 1 << 16
+"""Blocks of each tier with a known reason for their absence (some 10 MB)."""
+
 _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 _Otherwise = TypeVar("_Otherwise")
@@ -41,6 +44,16 @@ class TierFlow:
     load_jobs: int = 0  # Unfinished loads.
 
 
+class Reasons(OrderedDict[BlockKey, MissCause]):
+    """Why blocks are not in a tier. Those of the oldest ones are forgotten."""
+
+    def note(self, keys: Sequence[BlockKey], cause: MissCause) -> None:
+        """Note the reason for the absence of blocks. Faster than a :class:`BoundedDict`, for whole prompts."""
+        self.update(dict.fromkeys(keys, cause))
+        while len(self) > _REASONS_MAX:
+            self.popitem(last=False)
+
+
 class TierLink(TierFlow):
     """Calls one tier, counts its blocks, and turns its exceptions into misses and failed jobs.
 
@@ -61,6 +74,8 @@ class TierLink(TierFlow):
         self.queue: OrderedDict[BlockKey, None] = OrderedDict()
         self.tally = TierTally()  # Its counts for the engine's metrics.
         self.miss_cause = MissCause.ABSENT  # Cause of the last MISS that lookup() returned.
+        # Blocks that the engine computed and did not store in it, with the reason. A store removes them.
+        self.unstored = Reasons()
         self._strikes: dict[Callable[..., Any], int] = {}
 
     def flow(self) -> TierFlow:

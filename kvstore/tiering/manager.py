@@ -121,7 +121,7 @@ class TieringManager:
         self._lookups = Lookups(core, self._requests.waiting, self._promotions.measure)
         self._expiry = Expiry(core)
         self._cascades = Cascades(core, self._expiry)
-        self._misses = Misses(self._links, self._cascades.sightings_of)
+        self._misses = Misses(self._links, core.absent)
         backfills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
         self._counts_sightings = backfills or self._parser.default.min_uses > 1
         share = int(primary.slots * config.pin_share)
@@ -335,9 +335,15 @@ class TieringManager:
         self._lookups.note_served(state)
         self._misses.settle(state)
         self._promotions.release_claims(state)
-        if self._closed or not state.policy.store or not (state.policy.cpu or state.store_links):
+        if self._closed:
             return _NOTHING
-        keys = [key for key in keys if state.may_store(key)] if state.tokens_max is not None else tuple(keys)
+        keys = tuple(keys)
+        if not state.policy.store or not (state.policy.cpu or state.store_links):
+            self._cascades.exclude(keys)
+            return _NOTHING
+        if state.tokens_max is not None:
+            self._cascades.exclude([key for key in keys if not state.may_store(key)])
+            keys = tuple(key for key in keys if state.may_store(key))
         if self._expiry.active:
             if keys and self._expiry.forgets(keys[0]):
                 return _NOTHING
@@ -355,6 +361,8 @@ class TieringManager:
             # Blocks may have been evicted in vain, if their slots are on loan.
             self._core.take_evicted()
             self._refused_stores += len(new)
+            for link in state.store_links:
+                link.unstored.note(new, MissCause.NO_ROOM)
             self._cascades.write_wanted()
             return None
         state.open.update(zip(new, slots, strict=True))
@@ -602,7 +610,7 @@ class TieringManager:
         still_touched += self._copies.leave_behind(copied)
         for job in self._jobs:
             job.abandoned = True
-        self._log.primary(self.primary.clear(still_touched), RemovalCause.REMOVED)
+        self._core.left(self.primary.clear(still_touched), RemovalCause.REMOVED)
         for link in self._links:
             link.reset()
         return ended and not self._jobs

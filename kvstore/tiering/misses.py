@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from kvstore.bounded import BoundedDict
 from kvstore.tiering.events import PRIMARY_NAME
-from kvstore.tiering.link import TierLink
+from kvstore.tiering.link import Reasons, TierLink
 from kvstore.tiering.requests import ALL_TIERS, RequestState
 from kvstore.types import BlockKey, MissCause
 
@@ -30,12 +30,12 @@ class Misses:
 
     Args:
         links: The tiers.
-        sightings: Returns the number of earlier uses of a block, for ``min_uses``.
+        absent: Why blocks are not in the primary tier, if there are no tiers.
     """
 
-    def __init__(self, links: Sequence[TierLink], sightings: Callable[[BlockKey], int]) -> None:
+    def __init__(self, links: Sequence[TierLink], absent: Reasons) -> None:
         self._links = links
-        self._sightings = sightings
+        self._absent = absent
         self._names = {ALL_TIERS: ALL_TIERS_NAME} | {link.index: link.name for link in links}
         self._computed: BoundedDict[BlockKey, None] = BoundedDict(_COMPUTED_MAX)
         # Computed blocks, by name of the tier, then by cause.
@@ -75,11 +75,11 @@ class Misses:
             excluded = [link.index for link in self._links if link not in state.load_links]
             missed.update(dict.fromkeys(excluded, MissCause.POLICY))
             if not self._links:
-                missed[ALL_TIERS] = MissCause.ABSENT
+                missed[ALL_TIERS] = MissCause.ABSENT if first is None else self._absent.get(first, MissCause.ABSENT)
         if blocks and first is not None:
-            if state.policy.min_uses > 1 and 0 < self._sightings(first) < state.policy.min_uses:
-                absent = [index for index, cause in missed.items() if cause is MissCause.ABSENT]
-                missed.update(dict.fromkeys(absent, MissCause.MIN_USES))
+            for link in self._links:
+                if missed.get(link.index) is MissCause.ABSENT and (reason := link.unstored.get(first)):
+                    missed[link.index] = reason
             self.repeated += first in self._computed
             self._computed[first] = None
         for index, cause in missed.items() if blocks else ():

@@ -265,7 +265,8 @@ def test_network_policies_cover_peers_valkey_and_downloads() -> None:
     assert ports(policies["vllm"]["egress"]) == {53, 6379, peer, 443}
     assert ports(policies["valkey"]["ingress"]) == {6379} and "egress" not in policies["valkey"]
     (block,) = (to["ipBlock"] for rule in policies["vllm"]["egress"] for to in rule["to"] if "ipBlock" in to)
-    assert {"169.254.0.0/16", "10.0.0.0/8"} <= set(block["except"])
+    # Some clouds have pods, nodes or their metadata in 100.64.0.0/10.
+    assert {"169.254.0.0/16", "10.0.0.0/8", "100.64.0.0/10"} <= set(block["except"])
 
 
 def test_a_service_does_not_set_vllms_port() -> None:
@@ -292,8 +293,10 @@ def test_resources_select_the_pods_of_each_example() -> None:
     )
     assert [each["port"] for each in monitor["endpoints"]] == [each["name"] for each in service["spec"]["ports"]]
     llm_d = (DEPLOY / "helm/llm-d.yaml").read_text()
-    command = re.search(r"sed 's\|(.*?)\|(.*?)\|'", llm_d)
+    command = re.search(r"for file in common monitor; do sed 's\|(.*?)\|(.*?)\|'", llm_d)
     assert command is not None
+    replaced = (DEPLOY / "kubernetes/monitor.yaml").read_text().replace(command[1], command[2])
+    assert yaml.safe_load(replaced)["spec"]["selector"]["matchLabels"] == yaml.safe_load(command[2])
     assert yaml.safe_load(command[2]).items() <= _documents("helm/llm-d.yaml")[0]["modelArtifacts"]["labels"].items()
     common = (DEPLOY / "kubernetes/common.yaml").read_text()
     assert list(yaml.safe_load_all(common.replace(command[1], command[2])))[2]["spec"]["selector"] == yaml.safe_load(
@@ -356,3 +359,149 @@ def test_the_commands_in_the_image_have_a_tier() -> None:
     assert tier["path"].startswith(re.search(r"^VOLUME (\S+)", text, re.MULTILINE)[1])  # type: ignore[index]
     for _, transfer in _transfers():
         assert tier["path"] in [each.get("path") for each in transfer["kv_connector_extra_config"]["secondary_tiers"]]
+
+
+def _resources(kind: str) -> list[dict[str, Any]]:
+    """Return the resources of a kind in all files for Kubernetes."""
+    return [each for path in KUBERNETES for each in yaml.safe_load_all(path.read_text()) if each["kind"] == kind]
+
+
+def _workloads() -> list[dict[str, Any]]:
+    return _resources("StatefulSet") + _resources("Deployment")
+
+
+def test_selectors_select_pods() -> None:
+    """Services, policies, budgets, controllers and spread constraints select pods of the examples, by their labels."""
+    labels = [each["spec"]["template"]["metadata"]["labels"] for each in _workloads()]
+    assert labels == [{"app": "vllm"}, {"app": "valkey"}]
+    for workload in _workloads():
+        assert workload["spec"]["selector"] == {"matchLabels": workload["spec"]["template"]["metadata"]["labels"]}
+    assert all(each["spec"]["selector"] in labels for each in _resources("Service"))
+    assert [each["spec"]["selector"]["matchLabels"] for each in _resources("PodDisruptionBudget")] == [{"app": "vllm"}]
+    rules = {each["metadata"]["name"]: each["spec"] for each in _resources("NetworkPolicy")}
+    assert {name: rule["podSelector"] for name, rule in rules.items()} == {
+        name: {"matchLabels": {"app": name}} for name in ("vllm", "valkey")
+    }
+    # By port: the pods that may connect, and those that are connected to.
+    (from_engines,) = rules["valkey"]["ingress"]
+    assert from_engines["from"] == [{"podSelector": {"matchLabels": {"app": "vllm"}}}]
+    peers = {
+        rule["ports"][0]["port"]: rule["to"][0]["podSelector"]["matchLabels"]
+        for rule in rules["vllm"]["egress"]
+        if "podSelector" in rule["to"][0]
+    }
+    assert peers == {6379: {"app": "valkey"}, 5710: {"app": "vllm"}}
+    llm_d = {"llm-d.ai/model": "qwen3"}
+    for name, pod in _pods().items():
+        own = llm_d if name == "helm/llm-d.yaml" else {"app": "vllm"}
+        for constraint in pod.get("topologySpreadConstraints", ()):
+            assert constraint["labelSelector"] == {"matchLabels": own}, name
+
+
+def test_ports_and_addresses_agree() -> None:
+    """Services have the ports of their pods, probes a port that exists, and tiers the address of a service."""
+    ports = {
+        workload["metadata"]["name"]: {
+            (port["name"], port["containerPort"])
+            for container in workload["spec"]["template"]["spec"]["containers"]
+            for port in container.get("ports", ())
+        }
+        for workload in _workloads()
+    }
+    assert ports == {"vllm": {("http", 8000), ("peer", 5710)}, "valkey": {("valkey", 6379)}}
+    for service in _resources("Service"):
+        listed = {(port["name"], port["port"]) for port in service["spec"]["ports"]}
+        assert listed <= ports[service["spec"]["selector"]["app"]]
+    (stateful,) = _resources("StatefulSet")
+    headless = [each["metadata"]["name"] for each in _resources("Service") if each["spec"].get("clusterIP") == "None"]
+    assert [stateful["spec"]["serviceName"]] == headless
+    for name in ("kubernetes/vllm.yaml", "helm/llm-d.yaml"):
+        (engine,) = _pods()[name]["containers"]
+        assert {(port["name"], port["containerPort"]) for port in engine["ports"]} == ports["vllm"]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert engine[probe]["httpGet"] == {"path": "/health", "port": "http"}
+    (transfer,) = (each for name, each in _transfers() if "kubernetes" in name)
+    peer, _, redis = transfer["kv_connector_extra_config"]["secondary_tiers"]
+    assert peer["listen"].endswith(":5710") and peer["request_peers"][0].endswith(":5710")
+    assert redis["url"] == "rediss://valkey:6379" and "valkey" in {s["metadata"]["name"] for s in _resources("Service")}
+    rules = {each["metadata"]["name"]: each["spec"] for each in _resources("NetworkPolicy")}
+    dns = rules["vllm"]["egress"][0]
+    assert dns["to"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}]
+    assert {(port["port"], port.get("protocol", "TCP")) for port in dns["ports"]} == {(53, "UDP"), (53, "TCP")}
+
+
+@pytest.mark.parametrize("name", ALL_PODS)
+def test_volumes_are_mounted_and_exist(name: str) -> None:
+    """Each mount has a volume, and each volume its secret, configuration or class; what is written to is a volume."""
+    pod = ALL_PODS[name]
+    stateful = _resources("StatefulSet")[0]["spec"]
+    claims = stateful["volumeClaimTemplates"] if name == "kubernetes/vllm.yaml" else []
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    names = set(volumes) | {each["metadata"]["name"] for each in claims}
+    made = {"vllm-kvstore", "valkey"}
+    configured = {each["metadata"]["name"] for each in _resources("ConfigMap")}
+    assert {volume["secret"]["secretName"] for volume in volumes.values() if "secret" in volume} <= made
+    assert {volume["configMap"]["name"] for volume in volumes.values() if "configMap" in volume} <= configured
+    specs = [each["spec"] for each in claims]
+    specs += [each["ephemeral"]["volumeClaimTemplate"]["spec"] for each in volumes.values() if "ephemeral" in each]
+    assert {each["storageClassName"] for each in specs} <= {"local-nvme"}
+    for container in pod["containers"]:
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert set(mounts.values()) <= names
+        is_engine = name != "kubernetes/common.yaml"
+        if is_engine and container["securityContext"].get("readOnlyRootFilesystem"):
+            assert "/tmp" in mounts
+        # KServe's template mounts its volume "dshm".
+        assert not is_engine or "/dev/shm" in mounts or (name.endswith("kserve.yaml") and "dshm" in volumes)
+    if name.endswith("kserve.yaml"):
+        assert [each["name"] for each in pod["containers"]] == ["main"]
+    assert set(re.findall(r"profiles/[\w.-]+", json.dumps(pod))) <= {"profiles/kvstore.json"}
+
+
+def test_valkey_has_memory_and_its_configuration() -> None:
+    """Valkey and the reloader have the files that they name, and the limit has an eighth more than the blocks take."""
+    (config,) = (each["data"] for each in _resources("ConfigMap") if each["metadata"]["name"] == "valkey")
+    server = _VALKEY["containers"][0]
+    (mount,) = (each["mountPath"] for each in server["volumeMounts"] if each["name"] == "config")
+    assert server["command"] == ["valkey-server", f"{mount}/{next(iter(config))}"]
+    for container in _VALKEY["containers"]:
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        named = re.findall(r"(/run/secrets/[\w.-]+)/", json.dumps([container, config]))
+        assert set(named) == {mounts["secrets"]}
+    (limit,) = re.findall(r"^maxmemory (\d+)gb$", config["valkey.conf"], re.MULTILINE)
+    assert int(limit) * 9 / 8 < int(server["resources"]["limits"]["memory"].removesuffix("Gi"))
+
+
+def test_engines_have_memory_beside_the_primary_tier() -> None:
+    """The limit covers all of /dev/shm, and twice as much for the engine, which loads weights through it."""
+    for name, pod in _pods().items():
+        (memory,) = (each["emptyDir"] for each in pod["volumes"] if each.get("emptyDir", {}).get("medium") == "Memory")
+        limit = pod["containers"][0]["resources"]["limits"]["memory"]
+        assert int(limit.removesuffix("Gi")) > 2 * int(memory["sizeLimit"].removesuffix("Gi")), name
+
+
+def test_compose_names_files_and_services_that_exist() -> None:
+    """Mounted files and the seccomp profile exist, and Prometheus reads the port on which the engine answers."""
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    (profile,) = (each for each in services["vllm"]["security_opt"] if each.startswith("seccomp="))
+    mounts = [volume for each in services.values() for volume in each.get("volumes", ()) if volume.startswith(".")]
+    for path in [profile.removeprefix("seccomp="), *(mount.split(":")[0] for mount in mounts)]:
+        assert (DEPLOY / path).exists(), path
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0]["static_configs"][0]
+    assert [f"vllm:{port.split(':')[-1]}" for port in services["vllm"]["ports"]] == scraped["targets"]
+    provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/kvstore.yaml").read_text())["providers"][0]
+    home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    mounted = dict(volume.split(":")[:2] for volume in services["grafana"]["volumes"])
+    assert mounted["./grafana/dashboards"] == provider["options"]["path"] == str(Path(home).parent)
+    assert (DEPLOY / "grafana/dashboards" / Path(home).name).exists()
+
+
+def test_examples_have_one_version_of_the_image() -> None:
+    """All examples run the version of vLLM that the Dockerfile builds on; all other images have a version, too."""
+    built = re.search(r"^FROM vllm/vllm-openai:v([\d.]+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert built is not None
+    texts = "".join(path.read_text() for path in YAML)
+    found = re.findall(r"vllm-kvstore:([\w.]+)|tag: \"([\w.]+)\"", texts)
+    assert len(found) == 4 and {"".join(each) for each in found} == {built[1]}
+    images = re.findall(r"image: (\S+)", texts)
+    assert len(images) == 8 and all(re.search(r":v?\d+\.[\d.]+$", image) for image in images)

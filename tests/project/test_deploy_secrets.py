@@ -151,6 +151,32 @@ def test_users_can_do_their_work_and_nothing_else(kind: str, tmp_path: Path, mon
             nobody.execute_command("ping")
 
 
+def test_the_commands_of_valkeys_pod_work(tmp_path: Path) -> None:
+    """Each secret that a pod names is made; the probe succeeds on a server that answers, and the reloader reloads."""
+    folder = tmp_path / "secrets"
+    make_secrets(folder)
+    for mount, name in MOUNTS.items():
+        for file in re.findall(rf"{mount}/([\w.-]+)", json.dumps(COMMON)):
+            assert (folder / name / file).exists(), f"{name}: {file}"
+    (pod,) = (each["spec"]["template"]["spec"] for each in COMMON if each["kind"] == "Deployment")
+    server_container, reloader = pod["containers"]
+    probe = server_container["readinessProbe"]["exec"]["command"]
+    loop = re.fullmatch(r"while sleep 30; do (.*); done", reloader["args"][0])
+    assert probe == server_container["livenessProbe"]["exec"]["command"] and loop is not None
+    with valkey(folder, "redis") as server:
+
+        def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+            """Run a command of the pod with the client of Redis, which has another name."""
+            here = [placed(word, folder).replace("VALKEYCLI_AUTH", "REDISCLI_AUTH") for word in command]
+            here = [word.replace("valkey-cli", f"redis-cli -p {server.port}") for word in here]
+            return subprocess.run(["sh", "-c", " ".join(here)], capture_output=True, text=True, check=False, timeout=30)
+
+        assert run(probe).returncode == 0
+        assert run([loop[1]]).stdout.strip() == "OK"
+        server.kill()
+        assert run(probe).returncode != 0
+
+
 def test_the_rights_are_those_of_the_docs(tmp_path: Path) -> None:
     """An engine and an administrator have the rights that other pages list, for one server whose settings are read."""
     make_secrets(tmp_path / "secrets")

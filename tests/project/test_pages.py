@@ -23,6 +23,7 @@ from kvstore.cli.app import bench_app, kvstore_app
 from kvstore.cli.bench.plot import pictures_of
 from kvstore.config import decode_config
 from kvstore.registry import BACKENDS
+from kvstore.types import MissCause
 from tests.project.tree import ROOT, CodeBlock, code_blocks, members_of_classes, name_of, pages, texts_of_the_code
 
 pytestmark = pytest.mark.repository
@@ -255,3 +256,16 @@ def test_each_metric_is_explained() -> None:
     declared = {**metric_definitions(), **manager_metric_definitions(), **engine_metric_definitions()}
     short = {name: name.removeprefix("vllm:kvstore") for name in declared}  # A row may have several names.
     assert [name for name in declared if f"`{name}`" not in written and f"`{short[name]}`" not in written] == []
+
+
+def test_each_cause_of_a_miss_is_explained() -> None:
+    """docs/vllm.md has a row for every cause; the alert on tiers that are never read, a remedy for those that last."""
+    for page, start, causes in (
+        ("vllm.md", "## Why was a request not served from the cache?", set(MissCause)),
+        ("troubleshooting.md", "### KVStoreNeverRead", set(MissCause) - {"expired", "no_room", "rate", "recovering"}),
+    ):
+        _, _, section = (ROOT / "docs" / page).read_text().partition(f"\n{start}\n")
+        rows = re.findall(
+            r"^\| (`\w+`(?:, `\w+`)*) \|", section.partition("\n## ")[0].partition("\n### ")[0], re.MULTILINE
+        )
+        assert causes <= set(re.findall(r"\w+", " ".join(rows))), page

@@ -73,7 +73,7 @@ def test_an_aborted_request_counts_nothing() -> None:
     ("params", "expected"),
     [
         ({"load": False}, {("all", "policy"): 2}),
-        ({"load": ["far"]}, {("disk", "policy"): 2, ("far", "absent"): 2}),
+        ({"load": ["far"]}, {("disk", "policy"): 2, ("far", "store_policy"): 2}),
         ({}, {("far", "absent"): 2, ("disk", "absent"): 2}),
     ],
 )
@@ -97,6 +97,100 @@ def test_blocks_below_their_number_of_uses_have_that_cause() -> None:
         engine.settle()
         engine.evict_all()
     assert missed(engine) == {("disk", "absent"): 2, ("disk", "min_uses"): 4}
+
+
+@pytest.mark.parametrize(
+    "params", [{"store": False}, {"store": {"tokens": 0}}, {"tiers": []}, {"tiers": [], "cpu": False}, {"store": "?"}]
+)
+@pytest.mark.parametrize("is_default", [False, True])
+def test_blocks_that_a_policy_did_not_store_have_that_cause(params: dict[str, Any], is_default: bool) -> None:
+    """The repetition of a prompt says that an earlier request's policy, or the default, kept it out of the tiers."""
+    if is_default and params == {"store": "?"}:
+        params = {"store": False}
+    engine = Engine(**({"policy": params} if is_default else {}))
+    for _ in range(2):
+        ctx, _ = ask(engine, keys_of(1, 2), **({} if is_default else params))
+        engine.store(keys_of(1, 2), ctx)
+        engine.manager.on_request_finished(ctx)
+        engine.settle()
+        engine.evict_all()
+    assert missed(engine) == {("disk", "absent"): 2, ("disk", "store_policy"): 2}
+
+
+def test_each_tier_has_its_own_cause_and_each_block() -> None:
+    """Behind its stored part, a prompt is missed because of its policy; a block that left one tier is absent there."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.store_and_forget(keys_of(1, 2, 3, 4), store=0.5, tiers=["far"])
+    engine.store_and_forget(keys_of(5), tiers=["far"])
+    engine.evict_all()
+    del engine.tiers[1].blocks[keys_of(5)[0]]
+    assert ask(engine, keys_of(1, 2, 3, 4))[1] == 2
+    assert missed(engine) == {("disk", "store_policy"): 2, ("far", "store_policy"): 2}
+    ask(engine, keys_of(5))
+    assert missed(engine) == {("disk", "store_policy"): 3, ("far", "store_policy"): 2, ("far", "absent"): 1}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "cause"),
+    [
+        (None, "store_failed"),
+        (Outcome.IO_ERROR, "store_failed"),
+        (Outcome.SHED, "shed"),
+        (Outcome.NO_SPACE, "no_space"),
+    ],
+)
+def test_a_failed_store_is_the_cause_until_another_succeeds(outcome: Outcome | None, cause: str) -> None:
+    """Blocks whose store failed are missed for that reason; once stored, their later absence has another."""
+    engine = Engine()
+    for _ in range(2):
+        engine.store(keys_of(1, 2))
+        engine.manager.on_step_end()
+        engine.tier.run(failing=keys_of(1, 2), outcome=outcome)
+        engine.manager.on_step_end()
+        engine.evict_all()
+        ask(engine, keys_of(1, 2))
+    assert missed(engine) == {("disk", cause): 4}
+    engine.store_and_forget(keys_of(1, 2))
+    engine.evict_all()
+    engine.tier.blocks.clear()
+    ask(engine, keys_of(1, 2))
+    assert missed(engine) == {("disk", cause): 4, ("disk", "absent"): 2}
+
+
+def test_blocks_that_left_before_a_busy_tier_had_room_are_shed() -> None:
+    """Blocks that the primary tier evicts while they wait for the tier count as shed when they are missed."""
+    engine = Engine(store_share=0.25)
+    ctx = engine.request(keys_of(1, 2, 3, 4))
+    engine.store(keys_of(1, 2, 3, 4), ctx)
+    engine.manager.on_request_finished(ctx)
+    plan = engine.manager.prepare_store([b"crowd-%d" % n for n in range(6)], engine.request(tiers=[]))
+    assert plan is not None
+    engine.settle()
+    assert engine.manager.stats().tiers[0].dropped == 2
+    ask(engine, keys_of(3, 4))
+    assert missed(engine) == {("disk", "shed"): 2}
+
+
+def test_blocks_that_the_primary_tier_had_no_slot_for_have_that_cause() -> None:
+    """A prompt that could not be stored because all slots were in use is missed for lack of room."""
+    engine = Engine(slots=2)
+    other = engine.request()
+    plan = engine.manager.prepare_store(keys_of(8, 9), other)
+    assert plan is not None
+    assert engine.manager.prepare_store(keys_of(1, 2), engine.request()) is None
+    engine.manager.complete_store(plan.keys, other)
+    ask(engine, keys_of(1, 2))
+    assert missed(engine) == {("disk", "no_room"): 2}
+
+
+def test_reasons_of_old_blocks_are_forgotten() -> None:
+    """The number of remembered blocks is bounded; the oldest are absent without a reason."""
+    engine = Engine()
+    keys = [b"%08d" % number for number in range((1 << 16) + 1)]
+    engine.manager.prepare_store(keys, engine.request(store=False))
+    ask(engine, keys[:1])
+    ask(engine, keys[1:2])
+    assert missed(engine) == {("disk", "absent"): 1, ("disk", "store_policy"): 1}
 
 
 @pytest.mark.parametrize(
@@ -180,11 +274,23 @@ def test_an_expired_block_concerns_all_tiers() -> None:
     assert missed(engine) == {("all", "expired"): 1}
 
 
-def test_without_tiers_misses_are_counted() -> None:
-    """An engine with the primary tier alone counts its misses, too."""
+@pytest.mark.parametrize("cause", ["evicted", "expired", "removed", "store_policy"])
+def test_without_tiers_misses_have_the_cause_of_the_primary_tier(cause: str) -> None:
+    """An engine with the primary tier alone names why a block left it, or did not enter it."""
     engine = Engine(tiers=[])
-    ask(engine, keys_of(1, 2))
-    assert missed(engine) == {("all", "absent"): 2}
+    ask(engine, keys_of(1, 2, 3))
+    assert missed(engine) == {("all", "absent"): 3}
+    params = {"expired": {"ttl": 10}, "store_policy": {"store": False}}.get(cause, {})
+    engine.store_and_forget(keys_of(1, 2, 3), **params)
+    if cause == "evicted":
+        engine.evict_all()
+    elif cause == "expired":
+        engine.clock.now += 11
+        engine.settle_steps(2)
+    elif cause == "removed":
+        engine.manager.reset()
+    ask(engine, keys_of(1, 2, 3))
+    assert missed(engine) == {("all", "absent"): 3, ("all", cause): 3}
 
 
 def test_an_unproven_request_counts_its_blocks_once() -> None:

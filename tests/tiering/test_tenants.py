@@ -210,6 +210,17 @@ def test_blocks_beyond_a_load_rate_count_as_misses_of_it() -> None:
     assert engine.manager.stats().missed["disk"] == {MissCause.RATE: 1}
 
 
+def test_blocks_beyond_a_store_rate_count_as_misses_of_it() -> None:
+    """Blocks that were not stored because of the rate are missed because of it when their prompt returns."""
+    engine = Engine(slots=4, tenants=configured(named={"slow": {"store_rate": 2 * ROW_BYTES}}))
+    engine.store_and_forget(keys("slow", 1, 2, 3))
+    engine.evict_all()
+    ctx = engine.request(keys("slow", 3))
+    assert engine.look(keys("slow", 3), ctx) == ["miss"]
+    engine.manager.on_step_end([ctx.request_id])
+    assert engine.manager.stats().missed["disk"] == {MissCause.RATE: 1}
+
+
 def test_block_without_room_uses_no_load_rate() -> None:
     """A block without room uses up no load rate, however often it is looked up."""
     engine = Engine(slots=4, tenants=configured(named={"slow": {"load_rate": 2 * ROW_BYTES}}), wait_s_max=60)

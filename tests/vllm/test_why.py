@@ -102,6 +102,10 @@ def test_blocks_are_counted_in_each_tier_and_namespace(
         assert empty.split() == ["shared", ours.hex[:12], "0", "of", "6", "0", "the", "engine's"]
         assert foreign.split()[:6] == ["shared", float8.hex[:12], "6", "of", "6", "96"]
         assert "--dtype float8_e4m3 (here float16)" in foreign
+        assert "vllm:kvstore_missed_blocks" in done.stderr
+    fill(disk, ours, 6)
+    done = run_here("why", json.dumps(_TOKENS), "--engine", disk, "--namespace", ours.hex)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_tiers_own_fields_are_no_difference(tmp_path: Path, fill: Fill, ours: Namespace) -> None:

@@ -45,6 +45,11 @@ _DETAILS: Final = ("engine_config.settings.", "environment.")
 _OF_TIERS: Final = frozenset({"codecs", "epoch", "user_namespace"})
 """Fields that differ between the tiers of one engine."""
 
+_HINT: Final = (
+    "Why a block was not stored, or has left, is known to the engine that computed it: see 'kvstore top', its "
+    'vllm:kvstore_missed_blocks, or a request with {"kvstore": {"explain": true}} in its kv_transfer_params.'
+)
+
 _COLUMNS: Final = (
     Column("tier", "tier", left=True, style="bold"),
     Column("short", "namespace", left=True),
@@ -116,6 +121,8 @@ def why_command(
         _print(rows, own, len(tokens), prompts.name_of)
     if failures:
         _fail(failures)
+    if not json and all(row["blocks"] < row["of"] for row in rows if row["is_own"]):
+        say(_HINT)
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
