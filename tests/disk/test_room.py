@@ -151,7 +151,7 @@ async def test_an_eviction_goes_on_when_its_store_is_cancelled(tmp_path: Path) -
         await rig.has_all(await rig.put_new(16))
 
 
-async def test_block_whose_eviction_failed_leaves_with_its_segment(tmp_path: Path) -> None:
+async def test_failed_eviction_of_a_segment_that_leaves_is_reported(tmp_path: Path) -> None:
     """A segment was given up meanwhile, so lookups find the block no more, and its removal is reported."""
     disk = HeldRows()
     async with opened(tmp_path, 16, disk=disk, engine="threads") as rig:
