@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvstore.cli.command_line import parsed_json, text_of
 from kvstore.config import TierConfig, decode_config, encode_config
@@ -15,6 +13,7 @@ from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 from kvstore.secret import shown
 from kvstore.tiers.preflight import paths_of
+from kvstore.tiers.url import tier_of_url
 
 _OF_VLLM = frozenset({"type", "module_path", "backpressure", "locality"})
 """vLLM's keys in an object of ``secondary_tiers``; they are accepted, so that the object can be pasted unchanged."""
@@ -73,7 +72,8 @@ def parse_tier(text: str) -> TierArgument:
     """
     text = text_of(text.strip(), "tier").strip()
     if "://" in text.partition("{")[0]:
-        return _from_url(text)
+        options = tier_of_url(text)
+        return make_tier(options.pop("backend"), options)
     if text in BACKENDS.names():
         return make_tier(text, {})
     value = parsed_json(text, "--tier is not a URL, and", f" {_EXPECTED}")
@@ -92,37 +92,6 @@ def parse_tier(text: str) -> TierArgument:
 def make_tier(backend: str, options: Mapping[str, Any]) -> TierArgument:
     config = decode_config(BACKENDS.find(backend).config_type, options, where=f"{backend} tier")
     return TierArgument(backend, dict(options), config)
-
-
-def _from_url(text: str) -> TierArgument:
-    """Parse a URL; its scheme names the backend, its query has the options."""
-    try:
-        url = urlsplit(text)
-        query = dict(parse_qsl(url.query, keep_blank_values=True))
-    except ValueError:
-        raise ConfigError(f"--tier (not shown) is not a URL. {_EXPECTED}") from None
-    options = {name: _value(item) for name, item in query.items()}
-    if url.scheme in ("redis", "rediss", "unix"):
-        of_server = {"db": query["db"]} if url.scheme == "unix" and "db" in query else {}
-        suffix = f"?db={of_server['db']}" if of_server else ""
-        bare = f"{url.scheme}://{url.netloc}{url.path}{suffix}"
-        return make_tier("redis", {"url": bare, **{key: item for key, item in options.items() if key not in of_server}})
-    if url.scheme == "s3":
-        prefix = unquote(url.path).strip("/")
-        return make_tier("s3", {"bucket": url.netloc, **({"prefix": prefix} if prefix else {}), **options})
-    if url.scheme == "memory":
-        return make_tier("memory", options)
-    path = unquote(url.netloc + url.path)
-    return make_tier(url.scheme, {**({"path": path} if path else {}), **options})
-
-
-def _value(text: str) -> Any:
-    """Decode a query value as JSON if it is a number, ``true`` or ``false``; otherwise return the text."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        return text
-    return value if isinstance(value, bool | int | float) else text
 
 
 def _masked(value: Any, name: str = "") -> Any:

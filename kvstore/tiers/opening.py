@@ -23,6 +23,7 @@ from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.codecs import namespace_with_codecs
 from kvstore.tiers.preflight import check_before_opening
 from kvstore.tiers.tier_io import TierIO, TierIOSpec
+from kvstore.tiers.url import tier_of_url
 from kvstore.types import Locality, Medium
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ hundred thousand blocks need a fraction of it. Longer recovery continues in the 
 
 
 def open_tier(
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | str,
     *,
     primary: WriteableBuffer,
     slot_bytes: int,
@@ -56,7 +57,8 @@ def open_tier(
     """Open a secondary tier.
 
     Args:
-        config: The JSON object of the tier: ``backend`` (or ``type``) is the name of the backend, the rest its options.
+        config: The JSON object of the tier, in which ``backend`` (or ``type``) is the name of the backend and the rest
+            its options; or its URL, such as ``"file:///mnt/kv?capacity=500GiB"``.
         primary: Memory of the primary tier (a memoryview, an mmap, an array); C-contiguous, writable, rows of
             ``slot_bytes``. Page-aligned rows that are multiples of 4096 bytes are moved without a copy. Held until the
             tier is closed. With ``"io": "process"`` it must be shared memory: a mapped file, or a memfd.
@@ -74,6 +76,7 @@ def open_tier(
         ConfigError: The configuration can't be used; the medium is unchanged.
         BackendError: The medium refuses, and the tier is ``required``.
     """
+    _check_arguments(slot_bytes, namespace)
     kind, options = _split(config)
     backend = _made(kind, options, tenants)
     decoded = backend.config
@@ -111,7 +114,18 @@ def open_tier(
         return tier
 
 
-def check_tier(config: Mapping[str, Any]) -> None:
+def _check_arguments(slot_bytes: object, namespace: object) -> None:
+    """Refuse arguments of other types, which would fail later, and further from the mistake."""
+    if not isinstance(namespace, Namespace):
+        raise ConfigError(
+            f"'namespace' is a {type(namespace).__name__}. Expected a kvstore.Namespace, such as "
+            'Namespace({"model": "my-model", "dtype": "bfloat16"}).'
+        )
+    if not isinstance(slot_bytes, int) or isinstance(slot_bytes, bool):
+        raise ConfigError(f"'slot_bytes' is {slot_bytes!r}. Expected a number of bytes, such as 4096.")
+
+
+def check_tier(config: Mapping[str, Any] | str) -> None:
     """Check a tier that is opened later, with its directories; changes nothing.
 
     Raises:
@@ -160,9 +174,9 @@ def namespace_of_tier(namespace: Namespace, config: TierConfig) -> Namespace:
     return namespace_with_codecs(namespace, config.codec)
 
 
-def _split(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _split(config: Mapping[str, Any] | str) -> tuple[str, dict[str, Any]]:
     """Return the name of a tier's backend, and the other options."""
-    options = dict(config)
+    options = tier_of_url(config) if isinstance(config, str) else dict(config)
     named, typed = options.pop("backend", None), options.pop("type", None)
     kind = named or typed
     if not isinstance(kind, str):
