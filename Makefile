@@ -16,7 +16,7 @@ PY := $(VENV)/bin/python
 # Each of the programs that tests start would compile the package.
 export PYTHONDONTWRITEBYTECODE :=
 # Failed tests run once more, alone.
-TESTED := $(PY) -m tests.second_chance -q -n 2
+TESTED := $(PY) -m tests.second_chance -q
 MARKS := not walk and not repository
 QUICK := not walk and not repository and (smoke or not (engine or matrix or torture or program))
 # Tests here import vLLM or torch, or start engines from a process that does. The import takes ten seconds, so they have
@@ -59,7 +59,7 @@ test-vllm:
 # Where a version can't be had, its test skips itself, and says so.
 test-versions: setup
 	scripts/vllm_versions.sh $(VERSIONS) || true; \
-	KVSTORE_WALK_REQUESTS=$(WALK_REQUESTS) $(TESTED) --dist worksteal -m walk -k "$$(echo $(VERSIONS) | sed 's/ / or /g')" \
+	KVSTORE_WALK_REQUESTS=$(WALK_REQUESTS) $(TESTED) -n 2 --dist worksteal -m walk -k "$$(echo $(VERSIONS) | sed 's/ / or /g')" \
 		tests/vllm/test_walk.py tests/vllm/test_each_version.py $(PYTEST_EXTRA)
 
 test-gpu:
